@@ -1,0 +1,189 @@
+"""Puts LoRA on a network: match, replace, freeze, summarize."""
+import dataclasses
+import fnmatch
+import logging
+from typing import Dict, Iterator, List, Tuple
+
+from mindspore import nn
+
+from mindlora import names
+from mindlora.config import LoraConfig
+from mindlora.errors import LoraError, TargetError, UnsupportedCellError
+from mindlora.nn.dense import LORA_A, LORA_B, LoRADense, check_supported, linear_types
+from mindlora.targets import select_targets
+
+logger = logging.getLogger("mindlora")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraReport:
+    """What apply_lora did.
+
+    Attributes:
+        replaced (tuple of str): Paths of the cells that are LoRADense now.
+        trainable (int): Number of elements in all A and B.
+        total (int): Number of elements in all parameters, the adapters included.
+    """
+    replaced: Tuple[str, ...]
+    trainable: int
+    total: int
+
+
+def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
+    """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
+
+    Args:
+        network (nn.Cell): Any network of nn.Dense or MindFormers' Linear cells.
+        config (LoraConfig): target_modules must be set.
+
+    Returns:
+        LoraReport.
+
+    Raises:
+        LoraError: The network holds LoRADense cells already.
+        TargetError: target_modules selects nothing, or not all of what it names.
+        UnsupportedCellError: A selected cell cannot carry LoRA; all of them are listed and nothing is replaced.
+    """
+    present = [path for path, _ in lora_cells(network)]
+    if present:
+        raise LoraError(f"LoRA is on this network already, at {_listed(present)}. Applying it again would reset "
+                        "what was trained; build the network anew instead.")
+    linear, others = {}, {}
+    for path, cell in network.cells_and_names():
+        (linear if path and isinstance(cell, linear_types()) else others)[path] = cell
+    # MindSpore lists a cell that hangs in two places once, so what is shared is found by identity below.
+    selected = select_targets(list(linear), config.target_modules, config.exclude_modules,
+                              {path: type(cell).__name__ for path, cell in others.items()})
+    refused = {path: reason for path in selected if (reason := _refusal(linear[path]))}
+    if refused:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
+
+    replacements = {}
+    for path in selected:
+        cell = linear[path]
+        adapted = LoRADense.from_dense(cell, config)
+        stem = _parameter_stem(cell, path)
+        adapted.mindpet_delta_lora_a.name = f"{stem}.{LORA_A}"
+        adapted.mindpet_delta_lora_b.name = f"{stem}.{LORA_B}"
+        replacements[id(cell)] = adapted
+    _replace_children(network, replacements)
+    trainable = sum(p.size for _, cell in lora_cells(network) for p in cell.lora_parameters())
+    report = LoraReport(tuple(selected), trainable, sum(p.size for p in network.get_parameters()))
+    logger.info("LoRA put on %d cells: %s.", len(selected), _listed(selected))
+    return report
+
+
+def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
+    """Freezes every parameter of ``network`` but A and B.
+
+    Args:
+        network (nn.Cell): A network with LoRADense cells.
+        config (LoraConfig): Its freeze_exclude names parameters to train besides (shell-style patterns on full
+            parameter names), its freeze_include parameters to freeze besides; one that both match is left as it
+            would be without them. Default: None.
+
+    Raises:
+        LoraError: The network holds no LoRADense cell.
+        TargetError: A pattern matches no parameter.
+    """
+    adapters = {id(p) for _, cell in lora_cells(network) for p in cell.lora_parameters()}
+    if not adapters:
+        raise LoraError("The network holds no LoRADense cell: freezing the base would leave nothing to train. "
+                        "Call apply_lora first.")
+    parameters = list(network.get_parameters())
+    freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
+    train = _matched_names(parameters, config.freeze_exclude if config else None, "freeze_exclude")
+    for parameter in parameters:
+        trainable = id(parameter) in adapters
+        if (parameter.name in freeze) != (parameter.name in train):
+            trainable = parameter.name in train
+        parameter.requires_grad = trainable
+    extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
+    if extra:
+        logger.warning("Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
+                       "tensors alone, so keep these with mindspore.save_checkpoint.", len(extra), _listed(extra))
+    if not any(p.requires_grad for p in parameters):
+        raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
+
+
+def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRADense]]:
+    """Yields (adapter path, cell) for each LoRADense; the path is what stands before its parameters' own names."""
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, LoRADense):
+            yield cell.mindpet_delta_lora_a.name.rpartition(".")[0], cell
+
+
+def trainable_summary(network: nn.Cell) -> str:
+    """Returns a table of what trains: a line for each kind of cell, and the totals as PEFT prints them.
+
+    Args:
+        network (nn.Cell): Any network.
+
+    Returns:
+        str, the last line being "trainable params: N || all params: N || trainable%: P".
+    """
+    cells = dict(lora_cells(network))
+    by_kind: Dict[tuple, List[str]] = {}
+    for path, cell in cells.items():
+        shape = (cell.in_channels, cell.out_channels, cell.lora_rank, cell.lora_alpha)
+        by_kind.setdefault((path.rpartition(".")[2],) + shape, []).append(path)
+    lines = []
+    if by_kind:
+        rows = [("adapters on", "cells", "in x out", "rank", "alpha", "parameters")]
+        for (_, in_channels, out_channels, rank, alpha), paths in by_kind.items():
+            count = sum(p.size for path in paths for p in cells[path].lora_parameters())
+            rows.append((_listed(paths), str(len(paths)), f"{in_channels} x {out_channels}", str(rank), f"{alpha:g}",
+                         f"{count:,}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        for row in rows:
+            lines.append("  ".join([row[0].ljust(widths[0])] + [text.rjust(width)
+                                                                for text, width in zip(row[1:], widths[1:])]))
+    total = sum(p.size for p in network.get_parameters())
+    trainable = sum(p.size for p in network.trainable_params())
+    share = 100 * trainable / total if total else 0
+    lines.append(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")
+    return "\n".join(lines)
+
+
+def _refusal(cell) -> str:
+    try:
+        check_supported(cell)
+    except UnsupportedCellError as error:
+        return str(error)
+    return ""
+
+
+def _parameter_stem(cell, path) -> str:
+    """What stands before the names of a cell's parameters: its path, or more where the network has a prefix itself."""
+    stem, _, leaf = cell.weight.name.rpartition(".")
+    return stem if leaf == "weight" and (stem == path or stem.endswith("." + path)) else path
+
+
+def _replace_children(network, replacements):
+    # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
+    # pylint: disable=protected-access
+    for _, parent in list(network.cells_and_names()):
+        hit = False
+        for name, child in parent._cells.items():
+            if id(child) in replacements:
+                parent._cells[name] = replacements[id(child)]
+                hit = True
+        if hit and isinstance(parent, nn.SequentialCell):
+            # Its forward runs over this list of its own, not over _cells.
+            parent.cell_list = list(parent._cells.values())
+
+
+def _matched_names(parameters, patterns, field) -> set:
+    matched = set()
+    for pattern in patterns or ():
+        hits = {p.name for p in parameters if fnmatch.fnmatchcase(p.name, pattern)}
+        if not hits:
+            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. "
+                              f"Parameters: {_listed(p.name for p in parameters)}.")
+        matched |= hits
+    return matched
+
+
+def _listed(paths) -> str:
+    return ", ".join(names.collapse_numbers(list(paths)))

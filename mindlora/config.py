@@ -1,0 +1,191 @@
+"""LoraConfig: one validated description of an adapter, read from MindFormers' pet_config or made in Python."""
+import dataclasses
+import difflib
+import re
+import warnings
+from typing import List, Mapping, Optional, Union
+
+from mindlora.errors import ConfigError
+
+# Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
+# mindlora-run puts it into lr_schedule when the YAML names none.
+PRESETS = {
+    "small_dataset": {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.2, "learning_rate": 1e-4},
+    "large_dataset": {"lora_rank": 16, "lora_alpha": 64, "lora_dropout": 0.05, "learning_rate": 3e-5},
+}
+
+_DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16",
+           "bfloat16": "bfloat16", "bf16": "bfloat16"}
+_ZERO_INITS = ("zero", "zeros")
+Patterns = Union[str, List[str], None]
+
+
+@dataclasses.dataclass
+class LoraConfig:
+    """Describes the LoRA adapters of a network: y = base(x) + (lora_alpha / lora_rank) * dropout(x) A^T B^T.
+
+    Args:
+        lora_rank (int): Rank r of A [r, in_channels] and B [out_channels, r]; at least 1. Default: 8.
+        lora_alpha (float): Numerator of the scale lora_alpha / lora_rank; above 0. Default: 16.
+        lora_dropout (float): Probability of dropping an element of x on the LoRA path, in [0, 1). Default: 0.0.
+        target_modules (str or list of str): Which linear cells get an adapter. A string is a regular expression
+            that must match a full path (``.*attention\\.w[qv]``) or, as MindFormers does, the beginning of a bare
+            cell name (``.*wq|.*wv``); a list holds suffixes of paths (``["wq", "attention.wv"]``); ``"all-linear"``
+            is every linear cell but the output head. Hugging Face names (``q_proj``) mean their MindFormers
+            counterparts (``wq``).
+        exclude_modules (str or list of str): The same, for cells to leave alone. Default: None.
+        lora_a_init (str, Initializer or Tensor): Start of A. Default: ``"kaiming_uniform"``, that is He uniform
+            with negative_slope sqrt(5); any name of a MindSpore initializer is taken too.
+        lora_b_init (str, Initializer or Tensor): Start of B. Default: ``"zeros"``, so that training starts at the base.
+        param_init_type (str): dtype in which A and B are kept: float32, float16 or bfloat16. Default: float32.
+        compute_dtype (str): dtype of the products. Default: None, what the replaced cell computes in.
+        freeze_include (list of str): Shell-style patterns of parameter names to freeze besides the base. Default: None.
+        freeze_exclude (list of str): Shell-style patterns of base parameters to train too. Default: None.
+
+    Raises:
+        ConfigError: A field has the wrong type or is out of range.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+    lora_rank: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    target_modules: Patterns = None
+    exclude_modules: Patterns = None
+    lora_a_init: object = "kaiming_uniform"
+    lora_b_init: object = "zeros"
+    param_init_type: str = "float32"
+    compute_dtype: Optional[str] = None
+    freeze_include: Optional[List[str]] = None
+    freeze_exclude: Optional[List[str]] = None
+
+    def __post_init__(self):
+        _check_number(self.lora_rank, "lora_rank", int, lambda v: v >= 1, "a whole number of at least 1")
+        _check_number(self.lora_alpha, "lora_alpha", (int, float), lambda v: 0 < v < float("inf"), "a number above 0")
+        _check_number(self.lora_dropout, "lora_dropout", (int, float), lambda v: 0 <= v < 1, "a number in [0, 1)")
+        if self.lora_alpha < 1:
+            warnings.warn(
+                f"lora_alpha is {self.lora_alpha}, which looks like a learning rate: the scale lora_alpha / lora_rank "
+                f"becomes {self.scale:g}. Usual values are 8 to 64; the learning rate belongs in lr_schedule.",
+                stacklevel=3)
+        for field in ("target_modules", "exclude_modules"):
+            _check_patterns(getattr(self, field), field)
+        for field in ("freeze_include", "freeze_exclude"):
+            _check_name_list(getattr(self, field), field)
+        self.param_init_type = dtype_name(self.param_init_type, "param_init_type")
+        if self.compute_dtype is not None:
+            self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
+        if _is_zero(self.lora_a_init) and _is_zero(self.lora_b_init):
+            raise ConfigError(
+                "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
+                "Keep lora_b_init 'zeros' and leave lora_a_init at its default.")
+
+    @property
+    def scale(self) -> float:
+        """lora_alpha / lora_rank, the factor on the low-rank path."""
+        return self.lora_alpha / self.lora_rank
+
+    @classmethod
+    def from_pet_config(cls, pet_config: Mapping) -> "LoraConfig":
+        """Reads the pet_config node of a MindFormers YAML.
+
+        Args:
+            pet_config (Mapping): Keys are the fields of this class, ``pet_type`` (must be ``lora``), ``preset`` (a
+                name in PRESETS, whose values the other keys override) and ``exclude_layers`` (MindFormers' older
+                name of exclude_modules).
+
+        Returns:
+            LoraConfig.
+
+        Raises:
+            ConfigError: pet_type is not lora, a key or a preset is unknown, target_modules is missing, or a field
+                is out of range.
+        """
+        given = {key: value for key, value in dict(pet_config).items() if value is not None}
+        check_pet_type(given.pop("pet_type", "lora"))
+        preset = given.pop("preset", None)
+        if preset is not None:
+            given = {**preset_fields(preset), **given}
+        if "exclude_layers" in given:
+            if "exclude_modules" in given:
+                raise ConfigError("pet_config has both exclude_layers and exclude_modules: keep exclude_modules, "
+                                  "exclude_layers is its older name.")
+            given["exclude_modules"] = given.pop("exclude_layers")
+        given.pop("adapter_path", None)
+        fields = [field.name for field in dataclasses.fields(cls)]
+        known = fields + ["pet_type", "preset", "exclude_layers", "adapter_path"]
+        for key in given:
+            if key not in fields:
+                raise ConfigError(f"pet_config has an unknown key '{key}'.{suggestion(key, known)}")
+        if "target_modules" not in given:
+            raise ConfigError("pet_config has no target_modules: name the linear cells that get an adapter, "
+                              "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'.")
+        for key in ("target_modules", "exclude_modules", "freeze_include", "freeze_exclude"):
+            if isinstance(given.get(key), tuple):
+                given[key] = list(given[key])
+        return cls(**given)
+
+    def to_dict(self) -> dict:
+        """Returns the fields as plain values, fit for YAML or JSON where the inits are names."""
+        return dataclasses.asdict(self)
+
+
+def check_pet_type(pet_type):
+    """Raises ConfigError unless ``pet_type`` is the one that mindlora handles, ``lora``."""
+    if pet_type != "lora":
+        raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), ['lora'])}")
+
+
+def preset_fields(preset: str) -> dict:
+    """Returns the LoraConfig fields of a named preset; raises ConfigError for a name that is not in PRESETS."""
+    if preset not in PRESETS:
+        raise ConfigError(f"preset is {preset!r}, which is not known.{suggestion(str(preset), list(PRESETS))}")
+    return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
+
+
+def suggestion(word: str, known: List[str]) -> str:
+    """Returns the end of an error message: the nearest known word, and all that are known."""
+    near = difflib.get_close_matches(word, known, n=1)
+    meant = f" Did you mean '{near[0]}'?" if near else ""
+    return f"{meant} Known: {', '.join(sorted(known))}."
+
+
+def dtype_name(value, field: str) -> str:
+    """Returns float32, float16 or bfloat16 for a dtype or one of its names; raises ConfigError for another."""
+    name = _DTYPES.get(str(value).lower())
+    if name is None:
+        raise ConfigError(f"{field} is {value!r}: it must be one of float32, float16, bfloat16.")
+    return name
+
+
+def _check_number(value, field, types, in_range, expected):
+    if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
+        raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
+
+
+def _check_patterns(value, field):
+    if value is None:
+        return
+    if isinstance(value, str):
+        if not value:
+            raise ConfigError(f"{field} is an empty string: name at least one linear cell.")
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ConfigError(f"{field} is {value!r}, which is not a regular expression: {error}.") from error
+        return
+    _check_name_list(value, field)
+
+
+def _check_name_list(value, field):
+    if value is None:
+        return
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"{field} is {value!r}: it must be a list of names that is not empty.")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise ConfigError(f"{field} holds {item!r}: each item must be a name.")
+
+
+def _is_zero(init) -> bool:
+    return isinstance(init, str) and init.lower() in _ZERO_INITS

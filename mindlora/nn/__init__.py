@@ -1,0 +1,4 @@
+"""The cells."""
+from mindlora.nn.dense import LoRADense
+
+__all__ = ["LoRADense"]

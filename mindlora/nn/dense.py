@@ -1,0 +1,196 @@
+"""LoRADense: a frozen linear cell with a trainable low-rank path beside it."""
+import math
+import sys
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import HeUniform, initializer
+
+from mindlora.config import LoraConfig
+from mindlora.errors import ConfigError, UnsupportedCellError
+
+LORA_A = "mindpet_delta_lora_a"
+LORA_B = "mindpet_delta_lora_b"
+
+
+class LoRADense(nn.Cell):
+    r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
+
+    scale is lora_alpha / lora_rank and is applied to the rank-sized tensor, the smallest one. W and bias are meant to
+    be frozen (see freeze_base); A and B train. B starts at zero, so the cell starts as the plain one.
+
+    Args:
+        in_channels (int): Size of the last axis of x.
+        out_channels (int): Size of the last axis of y.
+        lora_rank (int): Rank r.
+        lora_alpha (float): Numerator of the scale.
+        lora_dropout (float): Probability of dropping an element of x on the low-rank path. Default: 0.0.
+        lora_a_init, lora_b_init: Starts of A and B, as in LoraConfig.
+        param_init_type (str): dtype of A and B. Default: float32.
+        compute_dtype (str): dtype of the products. Default: None, the dtype of W.
+        **dense: Further arguments of nn.Dense: weight_init, bias_init, has_bias, activation, dtype.
+
+    Parameters:
+        weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
+        mindpet_delta_lora_b [out_channels, r].
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Raises:
+        ConfigError: A LoRA argument is out of range.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    def __init__(self, in_channels, out_channels, lora_rank, lora_alpha, lora_dropout=0.0, *,
+                 lora_a_init="kaiming_uniform", lora_b_init="zeros", param_init_type="float32", compute_dtype=None,
+                 **dense):
+        super().__init__()
+        config = LoraConfig(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
+                            lora_a_init=lora_a_init, lora_b_init=lora_b_init, param_init_type=param_init_type,
+                            compute_dtype=compute_dtype)
+        self._adopt(nn.Dense(in_channels, out_channels, **dense), config)
+
+    @classmethod
+    def from_dense(cls, cell: nn.Cell, config: LoraConfig) -> "LoRADense":
+        """Puts LoRA on an existing linear cell, whose parameters and operators are shared and not copied.
+
+        Args:
+            cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
+            config (LoraConfig): Rank, scale, dropout, starts and dtypes.
+
+        Returns:
+            LoRADense.
+
+        Raises:
+            UnsupportedCellError: The cell is of another kind, holds experts, or keeps its weight as
+                [in_channels, out_channels].
+        """
+        check_supported(cell)
+        self = cls.__new__(cls)
+        nn.Cell.__init__(self)
+        self._adopt(cell, config)
+        return self
+
+    def _adopt(self, cell, config):
+        """Takes over what the forward of ``cell`` uses, then adds A and B."""
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.weight, self.bias, self.has_bias = cell.weight, cell.bias, cell.has_bias
+        self.matmul = cell.matmul
+        if cell.has_bias:
+            self.bias_add = cell.bias_add
+        self.activation, self.activation_flag = cell.activation, cell.activation_flag
+        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
+        inherited = getattr(cell, "dtype", cell.weight.dtype)
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else inherited
+
+        self.lora_rank, self.lora_alpha, self.scale = config.lora_rank, config.lora_alpha, config.scale
+        self.dropout_rate = float(config.lora_dropout)
+        param_type = getattr(mstype, config.param_init_type)
+        self.mindpet_delta_lora_a = Parameter(
+            _start(config.lora_a_init, [self.lora_rank, self.in_channels], param_type, "lora_a_init"), name=LORA_A)
+        self.mindpet_delta_lora_b = Parameter(
+            _start(config.lora_b_init, [self.out_channels, self.lora_rank], param_type, "lora_b_init"), name=LORA_B)
+        if self.dropout_rate > 0:
+            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
+        self.lora_a_matmul = ops.MatMul(transpose_b=True)
+        self.lora_b_matmul = ops.MatMul(transpose_b=True)
+        self.lora_mul = ops.Mul()
+        self.lora_add = ops.Add()
+        self.cast = ops.Cast()
+        self.reshape = ops.Reshape()
+        self._inherit_cell_settings(cell)
+
+    def _inherit_cell_settings(self, cell):
+        """Carries over recomputation, pipeline stage, training mode and shard strategies of the replaced cell."""
+        # pylint: disable=protected-access
+        self._scope = cell._scope
+        self._has_config_recompute = cell._has_config_recompute
+        self.add_flags(**cell.get_flags())
+        if hasattr(cell, "_pipeline_stage"):
+            self.pipeline_stage = cell.pipeline_stage
+        self.set_train(cell.training)
+        strategy = getattr(cell.matmul, "in_strategy", None)
+        if strategy is not None:
+            self._shard_lora(strategy)
+
+    def _shard_lora(self, base_strategy):
+        """Derives the strategies of the low-rank path from ((tokens, in), (out, in)) of the base product."""
+        if not all(isinstance(axis, int) for operand in base_strategy if isinstance(operand, tuple)
+                   for axis in operand) or not all(isinstance(operand, tuple) for operand in base_strategy):
+            raise UnsupportedCellError(
+                f"The base product is sharded by Layouts ({base_strategy}), from which LoRA's strategies cannot be "
+                "derived. Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
+        (tokens, in_parts), (out_parts, _) = base_strategy
+        # A is split as W is along `in`, B as W is along `out`; the rank is never split.
+        if self.dropout_rate > 0:
+            self.lora_dropout.dropout.shard(((tokens, in_parts),))
+        self.lora_a_matmul.shard(((tokens, in_parts), (1, in_parts)))
+        self.lora_mul.shard(((tokens, 1), ()))
+        self.lora_b_matmul.shard(((tokens, 1), (out_parts, 1)))
+        self.lora_add.shard(((tokens, out_parts), (tokens, out_parts)))
+
+    def construct(self, x):
+        out_shape = x.shape[:-1] + (self.out_channels,)
+        input_dtype = x.dtype
+        x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
+        y = self.matmul(x, self.cast(self.weight, self.dtype))
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        if self.dropout_rate > 0:
+            x = self.lora_dropout(x)
+        low_rank = self.lora_a_matmul(x, self.cast(self.mindpet_delta_lora_a, self.dtype))
+        low_rank = self.lora_mul(low_rank, self.cast(self.scale, self.dtype))
+        y = self.lora_add(y, self.lora_b_matmul(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype)))
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.reshape(self.cast(y, input_dtype), out_shape)
+
+    def lora_parameters(self):
+        """Returns (A, B)."""
+        return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
+
+    def extend_repr(self):
+        return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+                f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
+                f"compute_dtype={self.dtype}")
+
+
+def linear_types() -> tuple:
+    """Returns the classes that from_dense takes. MindFormers' Linear can only be met where MindFormers is imported."""
+    layers = sys.modules.get("mindformers.modules.layers")
+    return (nn.Dense, layers.Linear) if layers else (nn.Dense,)
+
+
+def check_supported(cell: nn.Cell):
+    """Raises UnsupportedCellError, with the reason, for a cell that LoRADense cannot stand in for."""
+    kind = type(cell).__name__
+    if isinstance(cell, LoRADense):
+        raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
+    if not isinstance(cell, linear_types()):
+        raise UnsupportedCellError(f"{kind} is neither nn.Dense nor MindFormers' Linear.")
+    if not any(type(cell).construct is base.construct for base in linear_types()):
+        raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
+    if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
+        raise UnsupportedCellError(f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not supported. "
+                                   "Add it to exclude_modules.")
+    if not getattr(cell, "transpose_b", True):
+        raise UnsupportedCellError(f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
+                                   "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules.")
+
+
+def _start(init, shape, dtype, field):
+    """Returns the initial value of A or B, which stays unallocated where MindSpore delays initialization."""
+    if isinstance(init, str) and init == "kaiming_uniform":
+        init = HeUniform(negative_slope=math.sqrt(5))
+    elif isinstance(init, Tensor):
+        if list(init.shape) != shape:
+            raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")
+    try:
+        return initializer(init, shape, dtype)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{field} is {init!r}, which is no MindSpore initializer: {error}") from error

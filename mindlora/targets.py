@@ -1,0 +1,145 @@
+"""Which linear cells a configuration selects: full-path regex, MindFormers' bare-name regex, suffix list, all-linear."""
+import logging
+import re
+from typing import Callable, Dict, List, Sequence
+
+from mindlora import names
+from mindlora.errors import TargetError
+
+logger = logging.getLogger("mindlora")
+
+ALL_LINEAR = "all-linear"
+OUTPUT_HEADS = ("lm_head",)
+
+
+def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=None,
+                   other_cells: Dict[str, str] = None) -> List[str]:
+    """Returns the paths in ``linear_paths`` that get an adapter.
+
+    Args:
+        linear_paths (Sequence[str]): Full paths of the linear cells of a network, in order.
+        target_modules (str or list): As in LoraConfig.
+        exclude_modules (str or list): As in LoraConfig. Default: None.
+        other_cells (dict): Full path -> class name of all other cells, to explain a name that matches none of the
+            linear ones. Default: None.
+
+    Returns:
+        list of str, in the order of ``linear_paths``.
+
+    Raises:
+        TargetError: Nothing is selected, an item of a list selects nothing, or a part of a concatenated cell
+            (w_qkv, w_gate_hidden) is selected without the rest.
+    """
+    if target_modules is None:
+        raise TargetError("target_modules is missing: name the linear cells that get an adapter, "
+                          "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + _candidates(linear_paths))
+    if not linear_paths:
+        raise TargetError("The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing "
+                          "to put LoRA on.")
+    excluded = set()
+    if exclude_modules is not None:
+        excluded = set(_matching(linear_paths, exclude_modules, "exclude_modules", other_cells or {}))
+    chosen = _matching(linear_paths, target_modules, "target_modules", other_cells or {})
+    selected = [path for path in chosen if path not in excluded]
+    if not selected:
+        raise TargetError(f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
+                          f"target_modules {target_modules!r} selects: {_listed(chosen)}.")
+    return selected
+
+
+def _matching(linear_paths, spec, field, other_cells) -> List[str]:
+    """Returns the paths that one of the two pattern fields matches, each alternative having matched something."""
+    if spec == ALL_LINEAR:
+        return [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS]
+    if isinstance(spec, str):
+        whole = _regex_matcher(spec)
+        alternatives = {text: _regex_matcher(text) for text in _split_alternatives(spec)}
+    else:
+        alternatives = {item: _suffix_matcher(item) for item in spec}
+
+        def whole(path):
+            return any(matches(path) for matches in alternatives.values())
+
+    selected = [path for path in linear_paths if _selects(whole, path, field)]
+    if not selected:
+        raise TargetError(f"{field} {spec!r} matches no linear cell."
+                          + _near_misses(alternatives, other_cells) + _candidates(linear_paths))
+    reachable = list(linear_paths) + [part for path in linear_paths for part in names.concatenated_parts(path)]
+    unmatched = {text: matches for text, matches in alternatives.items() if not any(map(matches, reachable))}
+    if unmatched:
+        message = (f"{field} {spec!r}: {', '.join(repr(text) for text in unmatched)} matches no linear cell."
+                   + _near_misses(unmatched, other_cells) + _candidates(linear_paths))
+        if not isinstance(spec, str):
+            raise TargetError(message)
+        # One regex is often written for several models at once, so an idle alternative is only said.
+        logger.warning("%s The other alternatives match %d cells.", message, len(selected))
+    return selected
+
+
+def _selects(matches: Callable[[str], bool], path: str, field: str) -> bool:
+    """Tells whether a spec selects the cell at ``path``; a concatenated cell needs all of its parts or its own name."""
+    if matches(path):
+        return True
+    parts = names.concatenated_parts(path)
+    hit = [part for part in parts if matches(part)]
+    if hit and len(hit) < len(parts):
+        missing = [part.rpartition(".")[2] for part in parts if part not in hit]
+        leaf = path.rpartition(".")[2]
+        raise TargetError(f"{field} names {', '.join(part.rpartition('.')[2] for part in hit)}, but here {path} holds "
+                          f"{', '.join(part.rpartition('.')[2] for part in parts)} in one cell. Name {leaf}, or "
+                          f"{', '.join(missing)} as well, or build the model with qkv_concat: False.")
+    return bool(hit)
+
+
+def _regex_matcher(pattern: str) -> Callable[[str], bool]:
+    """Full path as PEFT does, or the beginning of a bare cell name as MindFormers does."""
+    compiled = re.compile(pattern)
+
+    def matches(path):
+        return any(compiled.fullmatch(name) or compiled.match(name.rpartition(".")[2]) for name in names.aliases(path))
+    return matches
+
+
+def _suffix_matcher(suffix: str) -> Callable[[str], bool]:
+    def matches(path):
+        return any(name == suffix or name.endswith("." + suffix) for name in names.aliases(path))
+    return matches
+
+
+def _split_alternatives(pattern: str) -> List[str]:
+    """Splits a regex at the | that stand outside every bracket."""
+    pieces, depth, in_class, escaped, piece = [], 0, False, False, ""
+    for char in pattern:
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char == "|" and depth == 0:
+            pieces.append(piece)
+            piece = ""
+            continue
+        piece += char
+    return pieces + [piece]
+
+
+def _near_misses(alternatives, other_cells) -> str:
+    """Says which cells of another kind a spec that matched nothing does match."""
+    for text, matches in alternatives.items():
+        hits = [path for path in other_cells if path and matches(path)]
+        if hits:
+            return f" {text!r} does match {hits[0]}, but that is a {other_cells[hits[0]]} and not a linear cell."
+    return ""
+
+
+def _candidates(linear_paths) -> str:
+    return f" Linear cells of this network: {_listed(linear_paths)}."
+
+
+def _listed(paths) -> str:
+    return ", ".join(names.collapse_numbers(list(paths)))
