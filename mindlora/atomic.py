@@ -62,6 +62,13 @@ def replace_folder(path):
         shutil.rmtree(written, ignore_errors=True)
 
 
+def remove_folder(path):
+    """Removes a folder so that no half of it is ever seen under its name."""
+    aside = _aside(path) + ".old"
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
 def finish_interrupted_swap(path):
     """Brings back the folder that a kill left aside in a swap by two renames, where no folder stands at ``path``."""
     aside = _aside(path)

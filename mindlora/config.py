@@ -111,9 +111,8 @@ class LoraConfig:
                 raise ConfigError("pet_config has both exclude_layers and exclude_modules: keep exclude_modules, "
                                   "exclude_layers is its older name.")
             given["exclude_modules"] = given.pop("exclude_layers")
-        given.pop("adapter_path", None)
         fields = [field.name for field in dataclasses.fields(cls)]
-        known = fields + ["pet_type", "preset", "exclude_layers", "adapter_path"]
+        known = fields + ["pet_type", "preset", "exclude_layers"]
         for key in given:
             if key not in fields:
                 raise ConfigError(f"pet_config has an unknown key '{key}'.{suggestion(key, known)}")

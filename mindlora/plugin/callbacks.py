@@ -1,0 +1,199 @@
+"""Callbacks to name in a YAML: LoraCheckpoint, HeldOutLoss, LossCurve, ProgressBar."""
+import json
+import os
+
+import numpy as np
+from mindformers.core.callback.callback import _get_loss_output
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_output_root_path, get_real_rank
+from mindspore import Callback
+from tqdm import tqdm
+
+from mindlora import atomic
+from mindlora.errors import ConfigError
+from mindlora.plugin import resume as training_state
+from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
+from mindlora.plugin.log import logger
+from mindlora.plugin.network import base_of
+
+register = MindFormerRegister.register(MindFormerModuleType.CALLBACK, legacy=True)
+
+
+@register
+class LoraCheckpoint(Callback):
+    """Saves the adapter alone while training: every so many steps, at the end, and the best one.
+
+    ``directory`` gets step_N (adapter and training state, from which a run resumes) and best (adapter alone). Each is
+    written in one atomic step, by rank 0.
+
+    Args:
+        save_steps (int): Save every so many steps. Default: 100.
+        directory (str): Where to write. Default: None, lora_checkpoint in the output folder of the run.
+        keep_last (int): How many step folders to keep. Default: 3.
+        best_metric (str): What decides which is best: ``loss``, the mean training loss since the last save, or a
+            metric that another callback listed before this one reports, such as ``held_out_loss``. Default: "loss".
+        best_mode (str): "min" or "max". Default: "min".
+        resume (bool or str): True to go on from the newest step folder in ``directory``, or the path of one.
+            Default: False.
+
+    Raises:
+        ConfigError: An argument is out of range, the metric is not reported, or there is nothing to resume from.
+    """
+
+    def __init__(self, save_steps=100, directory=None, keep_last=3, best_metric="loss", best_mode="min", resume=False):
+        super().__init__()
+        for name, value in (("save_steps", save_steps), ("keep_last", keep_last)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"LoraCheckpoint: {name} is {value!r}, it must be a whole number of at least 1.")
+        if best_mode not in ("min", "max"):
+            raise ConfigError(f"LoraCheckpoint: best_mode is {best_mode!r}, it must be 'min' or 'max'.")
+        self.save_steps, self.keep_last = save_steps, keep_last
+        self.directory = training_state.checkpoint_directory(directory)
+        self.best_metric, self.best_mode, self.resume = best_metric, best_mode, resume
+        self.losses, self.last_saved = [], None
+
+    def on_train_begin(self, run_context):
+        params = run_context.original_args()
+        if self.resume:
+            folder = training_state.resume_folder(self.directory, self.resume)
+            training_state.restore(folder, params)
+            self.last_saved = params.cur_step_num
+            logger.info("Resumed from %s.", folder)
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        self.losses.append(float(_get_loss_output(params.net_outputs)[0]))
+        if params.cur_step_num % self.save_steps == 0:
+            self._save(params)
+        if params.cur_step_num >= training_state.total_steps(params):
+            # A resumed run starts inside an epoch, so the epochs that MindSpore counts would outlast the data.
+            run_context.request_stop()
+
+    def on_train_end(self, run_context):
+        params = run_context.original_args()
+        if params.cur_step_num != self.last_saved:
+            self._save(params)
+
+    def _save(self, params):
+        step = params.cur_step_num
+        value = self._metric(params)
+        self.losses, self.last_saved = [], step
+        if get_real_rank() != 0:
+            return
+        folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")
+        training_state.save(folder, params)
+        logger.info("Adapter of step %d saved in %s (%s %.6g).", step, folder, self.best_metric, value)
+        best = os.path.join(self.directory, "best")
+        known = training_state.best_value(best, self.best_metric)
+        if np.isfinite(value) and (known is None or (value < known if self.best_mode == "min" else value > known)):
+            training_state.save_best(best, params, self.best_metric, value)
+        for old in training_state.step_folders(self.directory)[:-self.keep_last]:
+            atomic.remove_folder(old)
+
+    def _metric(self, params):
+        reported = dict(params.get("eval_results") or {})
+        if self.losses:
+            reported["loss"] = float(np.mean(self.losses))
+        if self.best_metric not in reported:
+            raise ConfigError(f"LoraCheckpoint: best_metric is {self.best_metric!r}, but only "
+                              f"{', '.join(sorted(reported))} is reported. List the callback that reports it before "
+                              "LoraCheckpoint, and let it run at every save.")
+        return float(reported[self.best_metric])
+
+
+@register
+class HeldOutLoss(Callback):
+    """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
+
+    Args:
+        dataset_dir (str): MindRecord with int32 columns input_ids and labels.
+        every_steps (int): How often. Default: 100.
+        batch_size (int): Rows at a time. Default: 8.
+    """
+
+    def __init__(self, dataset_dir, every_steps=100, batch_size=8):
+        super().__init__()
+        if not os.path.exists(dataset_dir):
+            raise ConfigError(f"HeldOutLoss: dataset_dir {dataset_dir} does not exist.")
+        self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size
+        self.cell = None
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        if params.cur_step_num % self.every_steps and params.cur_step_num < training_state.total_steps(params):
+            return
+        if self.cell is None:
+            network = base_of(params.train_network)
+            self.cell = HeldOutLossCell(network, network.config.ignore_token_id)
+        loss = held_out_loss(self.cell, self.dataset_dir, self.batch_size)
+        params.train_network.set_train(True)
+        params["eval_results"] = {**(params.get("eval_results") or {}), "held_out_loss": loss}
+        logger.info("step %d: held_out_loss %.6f", params.cur_step_num, loss)
+
+
+@register
+class LossCurve(Callback):
+    """Records the loss of every step and draws it: loss_curve.json and loss_curve.png.
+
+    Args:
+        directory (str): Where to write. Default: None, the output folder of the run.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+
+    def __init__(self, directory=None):
+        super().__init__()
+        try:
+            import matplotlib  # pylint: disable=import-outside-toplevel,unused-import
+        except ImportError as error:
+            raise ConfigError("LossCurve draws with matplotlib, which is not installed: pip install "
+                              "'mindlora[plot]', or take LossCurve out of callbacks.") from error
+        self.directory = directory or get_output_root_path()
+        self.train, self.held_out = [], []
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        self.train.append((params.cur_step_num, float(_get_loss_output(params.net_outputs)[0])))
+        held_out = (params.get("eval_results") or {}).get("held_out_loss")
+        if held_out is not None and (not self.held_out or self.held_out[-1][1] != held_out):
+            self.held_out.append((params.cur_step_num, held_out))
+
+    def on_train_end(self, run_context):
+        if get_real_rank() != 0 or not self.train:
+            return
+        from mindlora.plugin.plot import draw_loss  # pylint: disable=import-outside-toplevel
+        os.makedirs(self.directory, exist_ok=True)
+        with atomic.replace_file(os.path.join(self.directory, "loss_curve.json")) as path:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"train": self.train, "held_out": self.held_out}, file)
+        with atomic.replace_file(os.path.join(self.directory, "loss_curve.png")) as path:
+            draw_loss(self.train, self.held_out, path)
+        logger.info("Loss curve drawn: %s", os.path.join(self.directory, "loss_curve.png"))
+
+
+@register
+class ProgressBar(Callback):
+    """Shows step, loss and time left on stderr while training, on rank 0.
+
+    Args:
+        label (str): What stands before the bar. Default: "training".
+    """
+
+    def __init__(self, label="training"):
+        super().__init__()
+        self.label, self.bar = label, None
+
+    def on_train_begin(self, run_context):
+        params = run_context.original_args()
+        self.bar = tqdm(total=training_state.total_steps(params), initial=params.cur_step_num, desc=self.label,
+                        unit="step", disable=get_real_rank() != 0, dynamic_ncols=True,
+                        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}")
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        self.bar.set_postfix_str(f"loss {float(_get_loss_output(params.net_outputs)[0]):.3f}", refresh=False)
+        self.bar.update(params.cur_step_num - self.bar.n)
+
+    def on_train_end(self, run_context):
+        self.bar.close()

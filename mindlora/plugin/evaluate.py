@@ -1,0 +1,54 @@
+"""The loss on held-out data, as it is in training but with dropout off."""
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.common import dtype as mstype
+
+
+class HeldOutLossCell(nn.Cell):
+    """Sum of the cross entropy of a causal language model over the labels that count, and how many they are.
+
+    Args:
+        network (nn.Cell): A MindFormers causal language model; called with tokens [batch, N] and labels [batch, N] in
+            evaluation mode it returns (logits [batch, N, vocabulary], tokens, mask [batch, N]).
+        ignore_token_id (int): Label that does not count.
+
+    Inputs:
+        - **input_ids** (Tensor) - int32 [batch, N + 1].
+        - **labels** (Tensor) - int32 [batch, N + 1].
+
+    Outputs:
+        Tuple of two float32 scalars: the sum and the count.
+    """
+
+    def __init__(self, network, ignore_token_id):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.ignore_token_id = ignore_token_id
+
+    def construct(self, input_ids, labels):
+        # Position i predicts token i + 1, as in training.
+        labels = labels[:, 1:]
+        logits, _, mask = self.network(input_ids[:, :-1], labels)
+        log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
+        safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
+        picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
+        return -(picked * mask).sum(), mask.sum()
+
+
+def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
+    """Returns the mean cross entropy, in nats per label, over a MindRecord.
+
+    Args:
+        cell (HeldOutLossCell): Around the model to judge.
+        dataset_dir (str): MindRecord with int32 columns input_ids and labels, each [N + 1].
+        batch_size (int): Rows at a time; the last batch may be smaller.
+    """
+    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
+    was_training = cell.network.training
+    cell.set_train(False)
+    total, count = 0.0, 0.0
+    for input_ids, labels in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
+        batch_total, batch_count = cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+        total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
+    cell.set_train(was_training)
+    return total / max(count, 1.0)

@@ -1,0 +1,187 @@
+"""mindlora-run: the flags of MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
+import argparse
+import os
+import sys
+
+# Worker threads that spin between kernels cost more than they gain on few cores; MindSpore reads this at import.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# pylint: disable=wrong-import-position
+from mindformers.core.context import build_context
+from mindformers.tools.register import ActionDict, MindFormerConfig
+from mindformers.tools.utils import parse_value, str2bool, str2bool_or_str
+from mindformers.trainer import Trainer
+from mindformers.utils.file_utils import set_output_path
+
+from mindlora.errors import ConfigError, LoraError
+
+RUN_MODES = ("train", "finetune", "eval", "predict")
+
+# flag -> (type, where its value goes in the YAML, help). One that takes several values is listed below.
+_FLAGS = {
+    "mode": (int, "context.mode", "0: graph mode, 1: PyNative mode"),
+    "device_id": (int, "context.device_id", "which device to run on"),
+    "device_target": (str, "context.device_target", "Ascend or CPU"),
+    "do_eval": (str2bool, "do_eval", "evaluate while training"),
+    "seed": (int, "seed", "random seed"),
+    "use_parallel": (str2bool, "use_parallel", "run on several devices (under msrun)"),
+    "load_checkpoint": (str, "load_checkpoint", "base checkpoint: a file or a folder"),
+    "src_strategy_path_or_dir": (str, "src_strategy_path_or_dir", "strategy of load_checkpoint"),
+    "auto_trans_ckpt": (str2bool, "auto_trans_ckpt", "transform load_checkpoint to this run's layout"),
+    "transform_process_num": (int, "transform_process_num", "processes that transform the checkpoint"),
+    "only_save_strategy": (str2bool, "only_save_strategy", "save the strategy files and stop"),
+    "resume_training": (str2bool_or_str, "resume_training", "resume from a whole checkpoint of CheckpointMonitor's"),
+    "remote_save_url": (str, "remote_save_url", "where to copy the output"),
+    "profile": (str2bool, "profile", "profile the run"),
+    "train_dataset_dir": (str, "train_dataset.data_loader.dataset_dir", "training data"),
+    "eval_dataset_dir": (str, "eval_dataset.data_loader.dataset_dir", "evaluation data"),
+    "do_sample": (str2bool, "model.model_config.do_sample", "sample in predict"),
+    "epochs": (int, "runner_config.epochs", "epochs to train"),
+    "batch_size": (int, "runner_config.batch_size", "rows in a batch"),
+    "gradient_accumulation_steps": (int, "runner_config.gradient_accumulation_steps", "steps to accumulate over"),
+    "sink_mode": (str2bool, "runner_config.sink_mode", "sink the data to the device"),
+    "output_dir": (str, "output_dir", "where to write"),
+    "trust_remote_code": (str2bool, "trust_remote_code", "let a Hugging Face tokenizer bring its own code"),
+    "predict_batch_size": (int, "predict_batch_size", "rows in a batch of predict"),
+}
+
+
+def main(argv=None) -> int:
+    """Runs one launch; returns the exit code, 1 with one line on stderr where the configuration is wrong."""
+    try:
+        run(build_config(argv))
+    except LoraError as error:
+        print(f"mindlora-run: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(config: MindFormerConfig) -> None:
+    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
+    set_output_path(config.output_dir)
+    from mindlora.plugin import hooks, preflight  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
+    preflight.prepare(config)
+    build_context(config)
+    trainer = Trainer(config)
+    if config.run_mode in ("train", "finetune"):
+        trainer.train()
+    elif config.run_mode == "eval":
+        trainer.evaluate(eval_checkpoint=config.load_checkpoint)
+    else:
+        trainer.predict(predict_checkpoint=config.load_checkpoint, input_data=config.input_data,
+                        batch_size=config.predict_batch_size, adapter_id=config.adapter_id)
+
+
+def build_config(argv=None) -> MindFormerConfig:
+    """Returns the YAML of ``--config`` with every flag and ``--a.b.c value`` of the command line put into it.
+
+    Raises:
+        ConfigError: The YAML is missing, a flag cannot be understood, or an override names no key of the YAML.
+    """
+    args, rest = _parser().parse_known_args(argv)
+    if not os.path.isfile(args.config):
+        raise ConfigError(f"--config {args.config} does not exist.")
+    if args.register_path is not None:
+        register_path = os.path.abspath(args.register_path)
+        if not os.path.isdir(register_path):
+            raise ConfigError(f"--register_path {args.register_path} is not a folder.")
+        os.environ["REGISTER_PATH"] = register_path
+        if register_path not in sys.path:
+            sys.path.append(register_path)
+    config = MindFormerConfig(args.config, **({"run_mode": args.run_mode} if args.run_mode else {}))
+    if args.options is not None:
+        config.merge_from_dict(args.options)
+    for flag, (_, place, _) in _FLAGS.items():
+        value = getattr(args, flag)
+        if value is not None:
+            _set(config, place, value, f"--{flag}", create=True)
+    if args.num_samples is not None:
+        for dataset in (config.train_dataset, config.eval_dataset):
+            if dataset and dataset.data_loader:
+                dataset.data_loader.num_samples = args.num_samples
+    if args.strategy_load_checkpoint is not None:
+        config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
+    if config.run_mode not in RUN_MODES:
+        raise ConfigError(f"run_mode is {config.run_mode!r}, it must be one of {', '.join(RUN_MODES)}.")
+    if config.run_mode == "predict":
+        config.input_data = _predict_input(args.predict_data, args.modal_type)
+        config.adapter_id = args.adapter_id
+    for key, value in _pairs(rest):
+        _set(config, key, parse_value(value), f"--{key}")
+    return config
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="mindlora-run", description="Launch a MindFormers YAML with mindlora. Any key of the YAML can be "
+        "overridden with --a.b.c value.", allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="YAML to run")
+    parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model")
+    parser.add_argument("--register_path", help="folder of modules that the YAML's auto_register names")
+    for flag, (kind, place, text) in _FLAGS.items():
+        parser.add_argument(f"--{flag}", type=kind, help=f"{text} ({place})")
+    parser.add_argument("--num_samples", type=int, help="rows of the datasets to use")
+    parser.add_argument("--strategy_load_checkpoint", help="strategy file to load, or the folder that holds it")
+    parser.add_argument("--predict_data", nargs="+", help="texts, or a file or folder, to predict from")
+    parser.add_argument("--modal_type", nargs="+", help="kind of each predict_data: text, image or video")
+    parser.add_argument("--adapter_id", nargs="+", help="adapters of slora to predict with")
+    parser.add_argument("--options", nargs="+", action=ActionDict, help="overrides as key=value")
+    return parser
+
+
+def _pairs(rest):
+    """Yields (dotted key, value) from ``--a.b.c value`` and ``--a.b.c=value``."""
+    words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if len(words) % 2:
+        raise ConfigError(f"Overrides must be pairs of --a.b.c and a value, got: {' '.join(rest)}.")
+    for key, value in zip(words[::2], words[1::2]):
+        if not key.startswith("--"):
+            raise ConfigError(f"Expected a key that starts with -- and got {key!r}.")
+        yield key[2:], value
+
+
+def _set(config, place, value, named, create=False):
+    """Sets a dotted place of the YAML, whose parents must exist."""
+    *parents, leaf = place.split(".")
+    node = config
+    for depth, parent in enumerate(parents):
+        if not isinstance(node, dict) or node.get(parent) is None:
+            where = ".".join(parents[:depth]) or "the YAML"
+            known = ", ".join(sorted(map(str, node))) if isinstance(node, dict) else "nothing"
+            raise ConfigError(f"{named}: '{parent}' is no key of {where}, which has: {known}.")
+        node = node[parent]
+    if not isinstance(node, dict):
+        raise ConfigError(f"{named}: {'.'.join(parents)} is {node!r} and has no keys.")
+    if not parents and not create and leaf not in node:
+        raise ConfigError(f"{named}: '{leaf}' is no key of the YAML, which has: {', '.join(sorted(node))}.")
+    node[leaf] = value
+
+
+def _strategy_file(path):
+    if not os.path.isdir(path):
+        return path
+    files = sorted(name for name in os.listdir(path) if name.endswith(".ckpt"))
+    if not files:
+        raise ConfigError(f"--strategy_load_checkpoint {path} holds no .ckpt file.")
+    return os.path.join(path, files[0])
+
+
+def _predict_input(data, modal_types):
+    """Returns what Trainer.predict takes: one text, several, the pictures of a folder, or a multi-modal query."""
+    if data is None:
+        return None
+    if modal_types is not None:
+        if len(data) != len(modal_types):
+            raise ConfigError(f"--predict_data has {len(data)} values and --modal_type {len(modal_types)}: they must "
+                              "be as many.")
+        return [[{kind.lower(): value} for value, kind in zip(data, modal_types)]]
+    if len(data) > 1:
+        return data
+    if os.path.isdir(data[0]):
+        return [os.path.join(folder, name) for folder, _, files in os.walk(data[0]) for name in sorted(files)
+                if name.lower().endswith((".jpg", ".jpeg", ".png", ".bmp"))]
+    return data[0].replace(r"\n", "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

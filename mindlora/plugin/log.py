@@ -1,0 +1,18 @@
+"""mindlora's messages in MindFormers' log, where the user of a launcher looks for them."""
+import logging
+
+from mindformers.tools.logger import logger as mindformers_logger
+
+logger = logging.getLogger("mindlora")
+
+
+class _ToMindFormers(logging.Handler):
+    """Hands records on; MindFormers chooses its handlers anew at each message, so they cannot be shared."""
+
+    def emit(self, record):
+        getattr(mindformers_logger, record.levelname.lower())(self.format(record))
+
+
+logger.handlers = [_ToMindFormers()]
+logger.setLevel(logging.INFO)
+logger.propagate = False

@@ -1,0 +1,56 @@
+"""Makes MindFormers build mindlora's LoRA where a YAML says ``pet_type: lora``."""
+import dataclasses
+from typing import Optional
+
+from mindformers.pet import pet_model
+from mindformers.pet.models.lora import LoraModel
+from mindspore import nn
+
+from mindlora.adapt import apply_lora, freeze_base, trainable_summary
+from mindlora.checkpoint import load_lora
+from mindlora.config import LoraConfig
+from mindlora.plugin.log import logger
+
+PET_TYPE = "lora"
+
+
+class MindloraModel(LoraModel):
+    """MindFormers' wrapper around a base model with LoRA, whose adapters are mindlora's.
+
+    Args:
+        config (PetLoraConfig): The pet_config node.
+        base_model (PreTrainedModel): Any MindFormers model of Linear or nn.Dense cells.
+    """
+
+    def _check_config(self):
+        """Nothing is left to check: PetLoraConfig has been validated."""
+
+    def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
+        config = self.config.pet_config
+        apply_lora(base_model, config)
+        freeze_base(base_model, config)
+        if config.adapter_path:
+            load_lora(base_model, config.adapter_path)
+            logger.info("Adapter loaded from %s.", config.adapter_path)
+        logger.info("LoRA by mindlora:\n%s", trainable_summary(base_model))
+        return base_model
+
+    def save_pet_config(self, save_path: str):
+        """Writes nothing: an adapter_config.json without its weights is no adapter. LoraCheckpoint writes both."""
+
+
+@dataclasses.dataclass
+class PetLoraConfig(LoraConfig):
+    """LoraConfig as a pet_config node gives it, with the adapter to start from.
+
+    Args:
+        adapter_path (str): An adapter that is loaded when the network is built: to train on, to evaluate or to
+            predict with it. Default: None.
+    """
+    adapter_path: Optional[str] = None
+
+
+def register():
+    """Takes over ``pet_type: lora`` in MindFormers' two maps of PET types."""
+    pet_model.PET_TYPE_TO_MODEL_MAPPING[PET_TYPE] = MindloraModel
+    pet_model.PET_TYPE_TO_CONFIG_MAPPING[PET_TYPE] = lambda **keys: PetLoraConfig.from_pet_config(keys)
