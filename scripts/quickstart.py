@@ -1,0 +1,179 @@
+"""The quickstart's job: data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+# Before transformers is imported: it would say that it found no PyTorch, which nothing here needs.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
+BASE_YAML = os.path.join(ROOT, "configs", "tiny", "pretrain_llama_tiny_cpu.yaml")
+LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
+TEMPLATE = "{instruction}\n"
+VOCABULARY, SEQUENCE, HELD_OUT = 1000, 64, 0.1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="a few steps only, to check an installation")
+    parser.add_argument("--output", default=os.path.join(ROOT, "output", "quickstart"), help="where to write")
+    parser.add_argument("--evaluate", metavar="ADAPTER", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    paths = Paths(os.path.abspath(args.output), args.short)
+    os.makedirs(paths.output, exist_ok=True)
+    os.chdir(paths.output)
+    if args.evaluate:
+        evaluate(paths, args.evaluate)
+        return
+    started = time.time()
+    say("1/4  Data: a tokenizer of 1,000 tokens, the base text, 432 dialogues to train on and 48 held out")
+    prepare_data(paths)
+    if os.path.exists(paths.base):
+        say(f"2/4  Base: a Llama of 1 M parameters, trained before ({os.path.relpath(paths.base, ROOT)})")
+    else:
+        say("2/4  Base: trains a Llama of 1 M parameters on the bundled text, once")
+        train_base(paths, args.short)
+    say("3/4  LoRA: fine-tunes it on the dialogues through configs/tiny/lora_llama_tiny_cpu.yaml")
+    train_lora(paths, args.short)
+    adapter = os.path.join(paths.lora_run, "lora_checkpoint", "best")
+    say("4/4  Result: base and adapter, loaded by a fresh process")
+    run([sys.executable, os.path.abspath(__file__), "--output", paths.output, "--evaluate", adapter]
+        + (["--short"] if args.short else []), "evaluate.log", keep_stdout=True)
+    print(f"\nadapter     {adapter}\nloss curve  {os.path.join(paths.lora_run, 'loss_curve.png')}"
+          f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s")
+
+
+class Paths:
+    """Where the job reads and writes; the base is cached under a key of all that it depends on."""
+
+    def __init__(self, output, short):
+        self.output = output
+        key = hashlib.sha256(str((VOCABULARY, SEQUENCE, HELD_OUT, TEMPLATE, short)).encode())
+        for name in (BASE_YAML, os.path.join(TEXTS, "base.txt"), os.path.join(TEXTS, "dialogues.json")):
+            with open(name, "rb") as file:
+                key.update(file.read())
+        self.cache = os.path.join(output, f"cache_{key.hexdigest()[:12]}")
+        self.tokenizer = os.path.join(self.cache, "tokenizer")
+        self.base_text = os.path.join(self.cache, "base.mindrecord")
+        self.dialogues = os.path.join(self.cache, "dialogues.mindrecord")
+        self.held_out = os.path.join(self.cache, "dialogues-heldout.mindrecord")
+        self.base = os.path.join(self.cache, "base.ckpt")
+        self.base_run = os.path.join(output, "base")
+        self.lora_run = os.path.join(output, "lora")
+
+
+def prepare_data(paths):
+    """Writes tokenizer and MindRecords, unless an earlier run did."""
+    if os.path.exists(paths.held_out):
+        return
+    shutil.rmtree(paths.cache, ignore_errors=True)
+    os.makedirs(paths.cache)
+    from mindlora.plugin import data, tokenizers
+    dialogues = os.path.join(TEXTS, "dialogues.json")
+    with open(dialogues, encoding="utf-8") as file:
+        rows = json.load(file)
+    with open(os.path.join(TEXTS, "base.txt"), encoding="utf-8") as file:
+        base_text = file.read()
+    seen = rows[:-round(len(rows) * HELD_OUT)]
+    spoken = [TEMPLATE.format(**row) + row["output"] for row in seen]
+    tokenizer = tokenizers.train_tokenizer([base_text] + spoken, VOCABULARY, paths.tokenizer)
+    data.convert_text(os.path.join(TEXTS, "base.txt"), paths.base_text, tokenizer, SEQUENCE)
+    data.convert_alpaca(dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT,
+                        strict=True)
+
+
+def train_base(paths, short):
+    shutil.rmtree(paths.base_run, ignore_errors=True)
+    launch(BASE_YAML, paths.base_run, "base.log", "--train_dataset_dir", paths.base_text,
+           *(["--runner_config.epochs", "1"] if short else []))
+    checkpoints = os.path.join(paths.base_run, "checkpoint", "rank_0")
+    newest = max((entry.path for entry in os.scandir(checkpoints) if entry.name.endswith(".ckpt")),
+                 key=os.path.getmtime)
+    os.replace(newest, paths.base)
+
+
+def train_lora(paths, short):
+    shutil.rmtree(paths.lora_run, ignore_errors=True)
+    launch(LORA_YAML, paths.lora_run, "lora.log", "--train_dataset_dir", paths.dialogues, "--load_checkpoint",
+           paths.base, *(["--runner_config.epochs", "1"] if short else []))
+
+
+def launch(yaml, output, log, *flags):
+    """What a user types: mindlora-run --config YAML ..., its log in a file and its progress bar on the screen."""
+    run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", yaml, "--output_dir", output, *flags], log)
+
+
+def run(command, log, keep_stdout=False):
+    with open(log, "w", encoding="utf-8") as file:
+        code = subprocess.run(command, stdout=None if keep_stdout else file, check=False).returncode
+    if code != 0:
+        sys.exit(f"quickstart: {' '.join(command[:5])} ... failed with exit code {code}; see {os.path.abspath(log)}")
+
+
+def evaluate(paths, adapter):
+    """Prints held-out loss and three answers of the base alone and of base + adapter."""
+    log = open("evaluate.log", "w", encoding="utf-8")  # pylint: disable=consider-using-with
+    screen, sys.stdout = sys.stdout, log  # MindFormers logs to stdout
+    import mindspore as ms
+    from mindformers.models.build_model import build_network
+    from mindformers.tools.register import MindFormerConfig
+    from mindlora import load_lora, trainable_summary
+    from mindlora.plugin import hooks  # noqa: F401
+    from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
+    from mindlora.plugin.tokenizers import load_tokenizer
+    config = MindFormerConfig(LORA_YAML)
+    ms.set_context(mode=config.context.mode, device_target=config.context.device_target)
+    network = build_network(config.model)
+    missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(paths.base))
+    assert all("mindpet_delta_lora" in name for name in missing), missing
+    loss_cell = HeldOutLossCell(network, network.config.ignore_token_id)
+    tokenizer = load_tokenizer(paths.tokenizer)
+    with open(os.path.join(TEXTS, "prompts.json"), encoding="utf-8") as file:
+        prompts = json.load(file)
+    before = held_out_loss(loss_cell, paths.held_out, 16), answers(network, tokenizer, prompts)
+    load_lora(network, adapter, on_base_mismatch="error")
+    after = held_out_loss(loss_cell, paths.held_out, 16), answers(network, tokenizer, prompts)
+    sys.stdout = screen
+    print("     " + trainable_summary(network).splitlines()[-1])
+    print(f"     held-out loss  before {before[0]:.3f}   after {after[0]:.3f}   (nats per token, 48 dialogues)")
+    for prompt, old, new in zip(prompts, before[1], after[1]):
+        print(f"\n     {prompt}\n       before: {old}\n       after:  {new}")
+
+
+def answers(network, tokenizer, prompts):
+    """Returns the greedy answer to each prompt: the whole window runs for each token, as a CPU has no KV cache."""
+    import mindspore as ms
+    import numpy as np
+    network.set_train(False)
+    rows = [[tokenizer.bos_token_id] + tokenizer.encode(TEMPLATE.format(instruction=prompt),
+                                                        add_special_tokens=False) for prompt in prompts]
+    starts = [len(row) for row in rows]
+    finished = [False] * len(rows)
+    while not all(finished):
+        window = np.full((len(rows), SEQUENCE), tokenizer.pad_token_id, np.int32)
+        for index, row in enumerate(rows):
+            window[index, :len(row)] = row
+        logits = network(ms.Tensor(window))[0].asnumpy()
+        for index, row in enumerate(rows):
+            if finished[index]:
+                continue
+            token = int(logits[index, len(row) - 1].argmax())
+            row.append(token)
+            text = tokenizer.decode(row[starts[index]:], skip_special_tokens=True)
+            finished[index] = token == tokenizer.eos_token_id or "\n" in text or len(row) == SEQUENCE
+    return [tokenizer.decode(row[start:], skip_special_tokens=True).split("\n")[0].strip()
+            for row, start in zip(rows, starts)]
+
+
+def say(text):
+    print(f"\n{text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
