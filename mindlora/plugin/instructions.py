@@ -19,7 +19,7 @@ class Row(NamedTuple):
     """One row of a file: where it stands, and what stands there, checked or not.
 
     Attributes:
-        place (str): As "line 12", or "line 12, instance 2".
+        place (str): As "line 12" of a .jsonl, "row 3 at line 12" of a .json, or "line 12 (instance 2)".
         record: A dict with FIELDS if row_problem finds nothing wrong.
     """
     place: str
@@ -29,14 +29,14 @@ class Row(NamedTuple):
 def read_rows(path: str) -> List[Row]:
     """Reads instruction data: a JSON list (.json) or one JSON value a line (.jsonl).
 
-    A record is {"instruction", "input", "output"}, or, as in Alpaca's seed tasks, {"instruction", "instances": [{"input",
-    "output"}, ...]}, which gives one row for each instance. Other keys are left unread.
+    A record is {"instruction", "input", "output"}, or, as in Alpaca's seed tasks, {"instruction", "instances":
+    [{"input", "output"}, ...]}, which gives one row for each instance. Other keys are left unread.
 
     Args:
         path (str): File in UTF-8.
 
     Returns:
-        list of Row, in the order of the file. The line is the one on which the record starts.
+        list of Row, in the order of the file. A line is the one on which the record starts.
 
     Raises:
         DataError: The file is missing, empty, of another kind, not UTF-8 or not JSON.
@@ -45,14 +45,14 @@ def read_rows(path: str) -> List[Row]:
     if path.endswith(".jsonl"):
         # Not splitlines, which also splits at characters that JSON allows inside a string.
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        records = [(number, _parse(path, line, number)) for number, line in lines]
+        records = [(f"line {number}", _parse(path, line, number)) for number, line in lines]
     elif path.endswith(".json"):
         records = _list_records(path, text)
     else:
         raise DataError(f"{path}: the name of instruction data ends in .json (a list) or .jsonl (one object a line).")
     if not records:
         raise DataError(f"{path} holds no rows.")
-    return [row for line, record in records for row in _rows(line, record)]
+    return [row for place, record in records for row in _rows(place, record)]
 
 
 def read_text(path: str) -> str:
@@ -144,9 +144,9 @@ def prompt_template(text: str) -> PromptTemplate:
     unknown = sorted(fields - {"instruction", "input"})
     if unknown or any(spec or conversion for _, _, spec, conversion in parts):
         named = ", ".join(f"{{{field}}}" for field in unknown) or "a placeholder with a format or a conversion"
-        raise DataError(f"template {text!r} has {named}. Only {{instruction}} and {{input}}, as they are, can stand in it.")
+        raise DataError(f"template {text!r} has {named}. It can hold {{instruction}} and {{input}}, written so.")
     if "instruction" not in fields:
-        raise DataError(f"template {text!r} is neither {' nor '.join(TEMPLATES)} nor a text that holds {{instruction}}.")
+        raise DataError(f"template {text!r} is neither {' nor '.join(TEMPLATES)} nor a text with {{instruction}}.")
     return PromptTemplate(text if "input" in fields else None, text)
 
 
@@ -164,19 +164,19 @@ def _list_records(path, text):
         raise DataError(f"{path} holds a JSON {type(records).__name__}, not a list of rows.")
     # The text is known to be a JSON list, so a second walk over it has only to find where each record starts.
     scan = json.JSONDecoder().raw_decode
-    position, line, counted, numbered = text.index("[") + 1, 1, 0, []
-    for record in records:
+    position, line, counted, placed = text.index("[") + 1, 1, 0, []
+    for number, record in enumerate(records, 1):
         position = _BETWEEN_RECORDS.match(text, position).end()
         line, counted = line + text.count("\n", counted, position), position
-        numbered.append((line, record))
+        placed.append((f"row {number} at line {line}", record))
         position = scan(text, position)[1]
-    return numbered
+    return placed
 
 
-def _rows(line, record):
+def _rows(place, record):
     instances = record.get("instances") if isinstance(record, dict) else None
     if not isinstance(instances, list) or not instances:
-        return [Row(f"line {line}", record)]
+        return [Row(place, record)]
     task = {key: value for key, value in record.items() if key != "instances"}
-    return [Row(f"line {line}, instance {number}", {**task, **instance} if isinstance(instance, dict) else instance)
+    return [Row(f"{place} (instance {number})", {**task, **instance} if isinstance(instance, dict) else instance)
             for number, instance in enumerate(instances, 1)]

@@ -1,6 +1,7 @@
 """Tokenizers: loads Hugging Face's and MindFormers', trains small ones."""
 import os
 import sys
+import textwrap
 from typing import Iterable, List, NamedTuple, Optional, Tuple
 
 from mindlora import atomic
@@ -37,8 +38,8 @@ def load_tokenizer(path: str):
     """Loads a tokenizer from local files; where a folder holds both kinds, tokenizer.json is taken.
 
     Args:
-        path (str): A folder with tokenizer.json or tokenizer.model, or the file itself (a sentencepiece file may have any
-            name that ends in .model). tokenizer_config.json beside tokenizer.json names the special tokens.
+        path (str): A folder with tokenizer.json or tokenizer.model, or the file itself (a sentencepiece file may have
+            any name that ends in .model). tokenizer_config.json beside tokenizer.json names the special tokens.
 
     Returns:
         A transformers.PreTrainedTokenizerFast, or for sentencepiece MindFormers' LlamaTokenizer.
@@ -63,14 +64,14 @@ def load_tokenizer(path: str):
 
 
 def _load_hugging_face(path):
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(os.path.dirname(os.path.abspath(path)), use_fast=True, local_files_only=True,
-                                             trust_remote_code=False)
+        # Not AutoTokenizer: tokenizer.json says all, and needs no class of its model's own.
+        return PreTrainedTokenizerFast.from_pretrained(os.path.dirname(os.path.abspath(path)), local_files_only=True)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
-        raise TokenizerError(f"Hugging Face's AutoTokenizer cannot load {path} and the tokenizer_config.json beside it: "
-                             f"{_first_line(error)}") from error
+        raise TokenizerError(f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the "
+                             f"tokenizer_config.json beside it: {_brief(error)}") from error
 
 
 def _load_sentencepiece(path):
@@ -80,7 +81,7 @@ def _load_sentencepiece(path):
     try:
         return LlamaTokenizer(vocab_file=path)
     except (RuntimeError, OSError) as error:
-        raise TokenizerError(f"sentencepiece cannot load {path}: {_first_line(error)}") from error
+        raise TokenizerError(f"sentencepiece cannot load {path}: {_brief(error)}") from error
 
 
 def encode(tokenizer, text: str) -> List[int]:
@@ -101,7 +102,8 @@ def special_ids(tokenizer) -> SpecialIds:
     """
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     if eos is None:
-        raise TokenizerError('The tokenizer names no end-of-sequence token: set "eos_token" in its tokenizer_config.json.')
+        raise TokenizerError('The tokenizer names no end-of-sequence token: set "eos_token" in its '
+                             "tokenizer_config.json.")
     notes = []
     if bos is None:
         notes.append("the tokenizer has no begin-of-sequence token: rows start with the prompt")
@@ -155,8 +157,8 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty()))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, SPECIAL_TOKENS.index(bos))])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk, bos_token=bos, eos_token=eos, pad_token=pad,
-                                   clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk, bos_token=bos, eos_token=eos,
+                                   pad_token=pad, clean_up_tokenization_spaces=False)
 
 
 def save_tokenizer(tokenizer, path: str) -> None:
@@ -166,7 +168,7 @@ def save_tokenizer(tokenizer, path: str) -> None:
 
 
 def check_tokenizer_output(path: str, overwrite: bool) -> None:
-    """Raises TokenizerError unless a tokenizer may be saved at ``path``: never over anything but a trained tokenizer."""
+    """Raises TokenizerError unless a tokenizer may be saved at ``path``: never over other things than a trained one."""
     if not os.path.lexists(path):
         return
     if not overwrite:
@@ -177,5 +179,5 @@ def check_tokenizer_output(path: str, overwrite: bool) -> None:
                              f"{', '.join(others[:10])}. Give the new tokenizer another path.")
 
 
-def _first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _brief(error):
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

@@ -1,0 +1,42 @@
+"""The command line itself: verbs, help and plugin-path; the tests of `mindlora data` are in plugin/test_data.py."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mindlora import cli
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def test_plugin_path_is_the_folder_of_the_bridge(capsys):
+    assert cli.main(["plugin-path"]) == 0
+    folder = capsys.readouterr().out.strip()
+    assert os.listdir(folder).count("bridge.py") == 1
+    assert cli.main(["plugin-path", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": folder}
+
+
+def test_help_and_plugin_path_do_not_wait_for_mindspore():
+    code = ("import sys; from mindlora import cli; cli.main(['plugin-path']); "
+            "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))")
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [[], ["date"], ["data"], ["data", "alpaca"]])
+def test_a_wrong_command_line_is_usage(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert "usage: mindlora" in capsys.readouterr().err
+
+
+def test_public_names_are_all_there():
+    import mindlora
+    assert all(getattr(mindlora, name) is not None for name in mindlora.__all__)
+    assert "apply_lora" in dir(mindlora)
+    with pytest.raises(AttributeError, match="no attribute 'apply_lorra'"):
+        mindlora.apply_lorra  # pylint: disable=pointless-statement
