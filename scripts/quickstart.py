@@ -3,6 +3,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
 BASE_YAML = os.path.join(ROOT, "configs", "tiny", "pretrain_llama_tiny_cpu.yaml")
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 TEMPLATE = "{instruction}\n"
-VOCABULARY, SEQUENCE, HELD_OUT = 1000, 64, 0.1
+VOCABULARY, SEQUENCE, HELD_OUT, COPIES = 1000, 64, 0.1, 8
 
 
 def main():
@@ -54,7 +55,7 @@ class Paths:
 
     def __init__(self, output, short):
         self.output = output
-        key = hashlib.sha256(str((VOCABULARY, SEQUENCE, HELD_OUT, TEMPLATE, short)).encode())
+        key = hashlib.sha256(str((VOCABULARY, SEQUENCE, HELD_OUT, COPIES, TEMPLATE, short)).encode())
         for name in (BASE_YAML, os.path.join(TEXTS, "base.txt"), os.path.join(TEXTS, "dialogues.json")):
             with open(name, "rb") as file:
                 key.update(file.read())
@@ -83,7 +84,13 @@ def prepare_data(paths):
     seen = rows[:-round(len(rows) * HELD_OUT)]
     spoken = [TEMPLATE.format(**row) + row["output"] for row in seen]
     tokenizer = tokenizers.train_tokenizer([base_text] + spoken, VOCABULARY, paths.tokenizer)
-    data.convert_text(os.path.join(TEXTS, "base.txt"), paths.base_text, tokenizer, SEQUENCE)
+    # Copies in other orders: the paragraph before an answer must not be what the answer is learned from.
+    paragraphs, shuffle = base_text.strip().split("\n\n"), random.Random(1)
+    shuffled = os.path.join(paths.cache, "base_shuffled.txt")
+    with open(shuffled, "w", encoding="utf-8") as file:
+        for _ in range(COPIES):
+            file.write("\n\n".join(shuffle.sample(paragraphs, len(paragraphs))) + "\n\n")
+    data.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
     data.convert_alpaca(dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT,
                         strict=True)
 

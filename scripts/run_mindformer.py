@@ -1,0 +1,12 @@
+"""mindlora-run from a checkout: the flags of MindFormers' run_mindformer.py, from any folder, mindlora installed or not."""
+import importlib.util
+import pathlib
+import sys
+
+if importlib.util.find_spec("mindlora") is None:
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from mindlora.plugin.launcher import main  # noqa: E402  pylint: disable=wrong-import-position
+
+if __name__ == "__main__":
+    sys.exit(main())
