@@ -164,6 +164,8 @@ def _replace_children(network, replacements):
     # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
     # pylint: disable=protected-access
     for _, parent in list(network.cells_and_names()):
+        # A graph compiled before would go on running the plain cells.
+        parent.compile_cache.clear()
         hit = False
         for name, child in parent._cells.items():
             if id(child) in replacements:

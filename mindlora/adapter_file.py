@@ -45,12 +45,13 @@ def write_folder(adapter: Adapter, path: str, config: dict) -> None:
 
 def write_ckpt(adapter: Adapter, path: str) -> None:
     """Writes one MindSpore .ckpt under MindFormers' names."""
-    content = [{"name": mindformers.tensor_key(*key), "data": ms.Tensor(array)}
-               for key, array in adapter.tensors.items()]
-    facts = {"lora_rank": adapter.rank, "lora_alpha": float(adapter.alpha),
-             "base_fingerprint": json.dumps(adapter.fingerprint)}
+    # Facts at both ends, so that a file that was cut between two of its records is known by it; the scale in 64 bits,
+    # as the 32 of append_dict would change it.
+    facts = {"lora_rank": ms.Tensor(adapter.rank, ms.int64), "lora_alpha": ms.Tensor(adapter.alpha, ms.float64)}
+    tensors = {mindformers.tensor_key(*key): ms.Tensor(array) for key, array in adapter.tensors.items()}
+    content = [{"name": key, "data": tensor} for key, tensor in {**facts, **tensors}.items()]
     with atomic.replace_file(path) as written:
-        ms.save_checkpoint(content, written, append_dict=facts)
+        ms.save_checkpoint(content, written, append_dict={"base_fingerprint": json.dumps(adapter.fingerprint)})
 
 
 def read(path: str) -> Adapter:
@@ -111,6 +112,8 @@ def _read_ckpt(path) -> Adapter:
                 from error
         raise TruncatedAdapterError(f"{path} is truncated or no MindSpore checkpoint: {error}") from error
     known = {key: content.pop(key) for key in facts if key in content}
+    if "lora_rank" in known and "base_fingerprint" not in known:
+        raise TruncatedAdapterError(f"{path} is truncated: its last record is missing. Copy or save it again.")
     tensors = {place: content[key].asnumpy() for key, place in _parse_keys(list(content), path).items()}
     return Adapter(tensors,
                    rank=int(known["lora_rank"].asnumpy()) if "lora_rank" in known else None,

@@ -65,6 +65,7 @@ def replace_folder(path):
 def remove_folder(path):
     """Removes a folder so that no half of it is ever seen under its name."""
     aside = _aside(path) + ".old"
+    shutil.rmtree(aside, ignore_errors=True)  # What a kill left of an earlier removal.
     os.rename(path, aside)
     shutil.rmtree(aside)
 
@@ -74,9 +75,11 @@ def finish_interrupted_swap(path):
     aside = _aside(path)
     if os.path.isdir(aside):
         if os.path.lexists(path):
-            shutil.rmtree(aside)
+            shutil.rmtree(aside, ignore_errors=True)
         else:
-            os.rename(aside, path)
+            # Several processes may load at once, and one of them is the first.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(aside, path)
 
 
 def _swap(written, path):
@@ -88,7 +91,7 @@ def _swap(written, path):
             raise
         os.rename(path, _aside(path))
         os.rename(written, path)
-        shutil.rmtree(_aside(path))
+        shutil.rmtree(_aside(path), ignore_errors=True)
 
 
 def _exchange(first, second):

@@ -1,5 +1,6 @@
 """save_lora and load_lora: LoRA tensors alone, written atomically, loaded strictly."""
 import logging
+import os
 import warnings
 from typing import Dict, Tuple
 
@@ -38,6 +39,9 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: str
         raise LoraError(f"format is {format!r}: it must be 'peft' or 'ckpt'.")
     if (format == "ckpt") != str(path).endswith(".ckpt"):
         raise LoraError(f"path is {path!r}: format 'ckpt' writes a file that ends in .ckpt, format 'peft' a folder.")
+    if os.path.isdir(path) if format == "ckpt" else os.path.isfile(path):
+        raise LoraError(f"path is {path!r}, where a {'folder' if format == 'ckpt' else 'file'} stands, which an "
+                        f"adapter with format {format!r} cannot replace. Remove it, or give another path.")
     cells = _cells_by_path(network)
     tensors = {place: parameter.asnumpy() for place, parameter in _parameters(cells).items()}
     _check_finite(tensors, "The network holds LoRA tensors with NaN or infinity, so nothing was written to "
@@ -77,6 +81,7 @@ def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
     cells = _cells_by_path(network)
     adapter = adapter_file.read(str(path))
+    adapter.tensors = _under_own_names(adapter.tensors, cells)
     parameters = _parameters(cells)
     _check_names(adapter, parameters, path, strict)
     _check_rank_and_scale(adapter, cells, path)
@@ -103,6 +108,12 @@ def _cells_by_path(network) -> Dict[str, nn.Cell]:
 def _parameters(cells) -> Dict[Place, object]:
     return {(path, half): parameter for path, cell in cells.items()
             for half, parameter in zip("AB", cell.lora_parameters())}
+
+
+def _under_own_names(tensors, cells):
+    """Renames tensors to the network's own paths, which may be Hugging Face's where the reader gives MindFormers'."""
+    own = {names.to_mindformers(path): path for path in cells}
+    return {(own.get(names.to_mindformers(path), path), half): array for (path, half), array in tensors.items()}
 
 
 def _target_modules(network, cells):

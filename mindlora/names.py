@@ -1,4 +1,5 @@
 """How Hugging Face and MindFormers name the linear cells of a Llama."""
+import math
 from typing import List, Tuple
 
 # (Hugging Face, MindFormers): the part of a path that differs, for linear cells and for what holds them.
@@ -45,21 +46,30 @@ def concatenated_parts(path: str) -> List[str]:
 
 
 def collapse_numbers(paths: List[str]) -> List[str]:
-    """Returns ``paths`` with those that differ in one layer number alone put into one, as ``layers.{0..31}.wq``."""
+    """Returns ``paths`` with those that differ in layer numbers alone put into one, as ``layers.{0..31}.wq``."""
     groups = {}
     for path in paths:
         parts = path.split(".")
-        numbers = [part for part in parts if part.isdigit()]
         shape = ".".join("#" if part.isdigit() else part for part in parts)
-        groups.setdefault(shape, []).append(numbers)
+        groups.setdefault(shape, []).append(tuple(int(part) for part in parts if part.isdigit()))
     lines = []
-    for shape, numbers in groups.items():
-        line = shape
-        for position in range(shape.count("#")):
-            values = sorted({int(row[position]) for row in numbers})
-            consecutive = values == list(range(values[0], values[-1] + 1)) and len(values) > 1
-            text = f"{{{values[0]}..{values[-1]}}}" if consecutive else (
-                str(values[0]) if len(values) == 1 else "{" + ",".join(map(str, values)) + "}")
-            line = line.replace("#", text, 1)
-        lines.append(line)
+    for shape, rows in groups.items():
+        columns = [sorted(set(column)) for column in zip(*rows)]
+        if math.prod(map(len, columns)) == len(set(rows)):
+            lines.append(_numbered(shape, columns))
+            continue
+        # Not every combination is there, so one line would claim too many: only the first number is put together.
+        for rest in dict.fromkeys(row[1:] for row in rows):
+            first = sorted({row[0] for row in rows if row[1:] == rest})
+            lines.append(_numbered(shape, [first] + [[number] for number in rest]))
     return lines
+
+
+def _numbered(shape, columns) -> str:
+    """Puts the numbers of each column at the next # of ``shape``."""
+    for values in columns:
+        text = str(values[0]) if len(values) == 1 else "{" + ",".join(map(str, values)) + "}"
+        if len(values) > 1 and values == list(range(values[0], values[-1] + 1)):
+            text = f"{{{values[0]}..{values[-1]}}}"
+        shape = shape.replace("#", text, 1)
+    return shape

@@ -50,7 +50,11 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
 def _matching(linear_paths, spec, field, other_cells) -> List[str]:
     """Returns the paths that one of the two pattern fields matches, each alternative having matched something."""
     if spec == ALL_LINEAR:
-        return [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS]
+        selected = [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS]
+        if not selected:
+            raise TargetError(f"{field} 'all-linear' leaves output heads out, and the network has no other linear "
+                              "cell." + _candidates(linear_paths))
+        return selected
     if isinstance(spec, str):
         whole = _regex_matcher(spec)
         alternatives = {text: _regex_matcher(text) for text in _split_alternatives(spec)}
@@ -107,7 +111,7 @@ def _suffix_matcher(suffix: str) -> Callable[[str], bool]:
 
 
 def _split_alternatives(pattern: str) -> List[str]:
-    """Splits a regex at the | that stand outside every bracket."""
+    """Splits a regex at the | that stand outside every bracket; one whose pieces do not stand alone stays whole."""
     pieces, depth, in_class, escaped, piece = [], 0, False, False, ""
     for char in pattern:
         if escaped:
@@ -125,7 +129,14 @@ def _split_alternatives(pattern: str) -> List[str]:
             piece = ""
             continue
         piece += char
-    return pieces + [piece]
+    pieces.append(piece)
+    try:
+        for piece in pieces:
+            re.compile(piece)
+    except re.error:
+        # For instance (w)q|\1k, where the second piece refers to the first, or []|], where ] is in the class.
+        return [pattern]
+    return pieces
 
 
 def _near_misses(alternatives, other_cells) -> str:

@@ -27,3 +27,38 @@ def mode(request):
     ms.set_context(mode=request.param)
     yield request.param
     ms.set_context(mode=before)
+
+
+@pytest.fixture(scope="session")
+def mindformers(tmp_path_factory):
+    """The package, imported where its log may go."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("mindformers"))
+    try:
+        import mindformers as package
+    finally:
+        os.chdir(before)
+    return package
+
+
+@pytest.fixture(scope="session")
+def make_llama(mindformers):
+    """Returns a function that builds a LlamaForCausalLM small enough for a CPU; keys override its LlamaConfig's."""
+    def make(**keys):
+        config = {
+            "batch_size": 1, "seq_length": 16, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2,
+            "vocab_size": 64, "intermediate_size": 48, "pad_token_id": 0, "compute_dtype": "float32",
+            "layernorm_compute_type": "float32", "softmax_compute_type": "float32", "rotary_dtype": "float32",
+            "param_init_type": "float32", "use_flash_attention": False, "fused_rms_norm": False,
+            "use_rope_slice": True, **keys}
+        return mindformers.LlamaForCausalLM(mindformers.LlamaConfig(**config))
+    return make
+
+
+@pytest.fixture
+def semi_auto_parallel():
+    """Four devices in name, so that strategies can be set; nothing is run on them."""
+    import mindspore as ms
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=4, global_rank=0)
+    yield
+    ms.reset_auto_parallel_context()

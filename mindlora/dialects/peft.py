@@ -59,7 +59,8 @@ def read_rank_and_alpha(path: str) -> Tuple[int, float]:
     """Returns (r, lora_alpha) of an adapter_config.json.
 
     Raises:
-        AdapterFormatError: The file is missing, is not a JSON object, or lacks one of the two.
+        AdapterFormatError: The file is missing, is not a JSON object, lacks one of the two, or declares another scale than
+            lora_alpha / r.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -74,4 +75,8 @@ def read_rank_and_alpha(path: str) -> Tuple[int, float]:
         if isinstance(content.get(field), bool) or not isinstance(content.get(field), (int, float)) \
                 or content[field] <= 0:
             raise AdapterFormatError(f"{path}: {field} is {content.get(field)!r}, it must be a number above 0.")
+    for field in ("use_rslora", "alpha_pattern"):
+        if content.get(field):
+            raise AdapterFormatError(f"{path}: {field} is {content[field]!r}, so the scale is not lora_alpha / r in "
+                                     "every cell, which is not supported: its effect would be scaled wrongly.")
     return int(content["r"]), float(content["lora_alpha"])

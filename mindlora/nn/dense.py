@@ -67,8 +67,8 @@ class LoRADense(nn.Cell):
             LoRADense.
 
         Raises:
-            UnsupportedCellError: The cell is of another kind, holds experts, or keeps its weight as
-                [in_channels, out_channels].
+            UnsupportedCellError: The cell is of another kind, holds experts, keeps its weight as
+                [in_channels, out_channels], or is sharded by Layouts.
         """
         check_supported(cell)
         self = cls.__new__(cls)
@@ -120,11 +120,6 @@ class LoRADense(nn.Cell):
 
     def _shard_lora(self, base_strategy):
         """Derives the strategies of the low-rank path from ((tokens, in), (out, in)) of the base product."""
-        if not all(isinstance(axis, int) for operand in base_strategy if isinstance(operand, tuple)
-                   for axis in operand) or not all(isinstance(operand, tuple) for operand in base_strategy):
-            raise UnsupportedCellError(
-                f"The base product is sharded by Layouts ({base_strategy}), from which LoRA's strategies cannot be "
-                "derived. Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
         (tokens, in_parts), (out_parts, _) = base_strategy
         # A is split as W is along `in`, B as W is along `out`; the rank is never split.
         if self.dropout_rate > 0:
@@ -148,7 +143,7 @@ class LoRADense(nn.Cell):
         y = self.lora_add(y, self.lora_b_matmul(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype)))
         if self.activation_flag:
             y = self.activation(y)
-        return self.reshape(self.cast(y, input_dtype), out_shape)
+        return self.cast(self.reshape(y, out_shape), input_dtype)
 
     def lora_parameters(self):
         """Returns (A, B)."""
@@ -181,6 +176,9 @@ def check_supported(cell: nn.Cell):
     if not getattr(cell, "transpose_b", True):
         raise UnsupportedCellError(f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
                                    "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules.")
+    if getattr(cell.matmul, "in_layout", None) is not None:
+        raise UnsupportedCellError(f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
+                                   "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
 
 
 def _start(init, shape, dtype, field):

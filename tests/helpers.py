@@ -1,0 +1,144 @@
+"""Shared by the tests of the core: the numpy oracle, small networks, and what is asked of a network's parameters."""
+import numpy as np
+from mindspore import Tensor, nn
+
+# How far a result may be from the float64 oracle, relative to the largest element of the oracle.
+TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+
+
+def lora_forward(x, weight, a, b, scale, bias=None, activation=None):
+    """The oracle: activation(x W^T + bias + scale (x A^T) B^T) in float64."""
+    x, weight, a, b = (np.asarray(array, np.float64) for array in (x, weight, a, b))
+    y = x @ weight.T + scale * (x @ a.T) @ b.T
+    if bias is not None:
+        y = y + np.asarray(bias, np.float64)
+    return y if activation is None else activation(y)
+
+
+def assert_close(actual, expected, dtype="float32"):
+    """Asserts that ``actual`` (Tensor or array) has the shape and, as well as ``dtype`` allows, the values expected."""
+    actual = as_array(actual)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * max(np.abs(expected).max(), 1e-3))
+
+
+def as_array(value):
+    """Returns a Tensor, Parameter or array as float64, whatever its dtype."""
+    return np.asarray(value.asnumpy() if isinstance(value, Tensor) else value).astype(np.float64)
+
+
+def randomize(parameters, seed=0):
+    """Gives parameters normal values, so that neither A nor B is zero."""
+    rng = np.random.default_rng(seed)
+    for parameter in parameters:
+        parameter.set_data(Tensor(rng.normal(size=parameter.shape).astype(np.float32), parameter.dtype))
+
+
+def adapters(network):
+    """Returns the A and B of a network, by name."""
+    return {p.name: p for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
+
+
+def snapshot(network):
+    """Returns the bytes of every parameter of a network, by name."""
+    return {p.name: p.asnumpy().tobytes() for p in network.get_parameters()}
+
+
+class WeightedSum(nn.Cell):
+    """sum(network(x) * weights), a scalar whose gradients are easily told from numpy."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, weights):
+        return (self.network(x) * weights).sum()
+
+
+class Attention(nn.Cell):
+    """The four linear cells of an attention under MindFormers' names, with a sum in place of the softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq = nn.Dense(6, 6, has_bias=False)
+        self.wk = nn.Dense(6, 4, has_bias=False)
+        self.wv = nn.Dense(6, 4, has_bias=False)
+        self.wo = nn.Dense(6, 6, has_bias=False)
+
+    def construct(self, x):
+        return self.wo(self.wq(x)) + self.wk(x).sum() + self.wv(x).mean()
+
+
+class FeedForward(nn.Cell):
+    """The three linear cells of a feed-forward layer under MindFormers' names."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Dense(6, 9, activation="sigmoid")
+        self.w2 = nn.Dense(9, 6)
+        self.w3 = nn.Dense(6, 9)
+
+    def construct(self, x):
+        return self.w2(self.w1(x) * self.w3(x))
+
+
+class Layer(nn.Cell):
+    """A decoder layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm((6,))
+        self.attention = Attention()
+        self.feed_forward = FeedForward()
+
+    def construct(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(x)
+
+
+class Backbone(nn.Cell):
+    """The layers of TinyModel."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.layers = nn.CellList([Layer() for _ in range(num_layers)])
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TinyModel(nn.Cell):
+    """Cells of nn.Dense named and nested as in MindFormers' Llama: model.layers.N.{attention,feed_forward}, lm_head."""
+
+    def __init__(self, num_layers=2):
+        super().__init__()
+        self.model = Backbone(num_layers)
+        self.lm_head = nn.Dense(6, 8, has_bias=False)
+
+    def construct(self, x):
+        return self.lm_head(self.model(x))
+
+
+class HuggingFaceAttention(nn.Cell):
+    """Linear cells under Hugging Face's names, as in networks ported from there."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Dense(6, 6)
+        self.v_proj = nn.Dense(6, 6)
+
+    def construct(self, x):
+        return self.q_proj(x) + self.v_proj(x)
+
+
+class HuggingFaceLayer(nn.Cell):
+    """A layer that holds nothing but attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = HuggingFaceAttention()
+
+    def construct(self, x):
+        return self.self_attn(x)

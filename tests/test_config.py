@@ -1,0 +1,202 @@
+"""LoraConfig: what it takes, and with which words it refuses the rest."""
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore.common.initializer import Normal
+
+from mindlora import LoraConfig, LoraError
+from mindlora.config import PRESETS
+from mindlora.errors import ConfigError
+
+PET = {"pet_type": "lora", "target_modules": ".*wq"}
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
+    ({"lora_rank": -3}, "lora_rank is -3: it must be a whole number of at least 1."),
+    ({"lora_rank": True}, "lora_rank is True: it must be a whole number of at least 1."),
+    ({"lora_rank": 8.0}, "lora_rank is 8.0: it must be a whole number of at least 1."),
+    ({"lora_rank": "8"}, "lora_rank is '8': it must be a whole number of at least 1."),
+    ({"lora_rank": None}, "lora_rank is None: it must be a whole number of at least 1."),
+    ({"lora_alpha": 0}, "lora_alpha is 0: it must be a number above 0."),
+    ({"lora_alpha": -16}, "lora_alpha is -16: it must be a number above 0."),
+    ({"lora_alpha": float("nan")}, "lora_alpha is nan: it must be a number above 0."),
+    ({"lora_alpha": float("inf")}, "lora_alpha is inf: it must be a number above 0."),
+    ({"lora_alpha": True}, "lora_alpha is True: it must be a number above 0."),
+    ({"lora_alpha": "16"}, "lora_alpha is '16': it must be a number above 0."),
+    ({"lora_dropout": -0.1}, "lora_dropout is -0.1: it must be a number in [0, 1)."),
+    ({"lora_dropout": 1}, "lora_dropout is 1: it must be a number in [0, 1)."),
+    ({"lora_dropout": 1.5}, "lora_dropout is 1.5: it must be a number in [0, 1)."),
+    ({"lora_dropout": float("nan")}, "lora_dropout is nan: it must be a number in [0, 1)."),
+    ({"lora_dropout": False}, "lora_dropout is False: it must be a number in [0, 1)."),
+    ({"target_modules": ""}, "target_modules is an empty string: name at least one linear cell."),
+    ({"target_modules": "(wq"}, "target_modules is '(wq', which is not a regular expression: missing ), "
+                                "unterminated subpattern at position 0."),
+    ({"target_modules": "*wq"}, "target_modules is '*wq', which is not a regular expression: nothing to repeat at "
+                                "position 0."),
+    ({"target_modules": []}, "target_modules is []: it must be a list of names that is not empty."),
+    ({"target_modules": 7}, "target_modules is 7: it must be a list of names that is not empty."),
+    ({"target_modules": {"wq": 1}}, "target_modules is {'wq': 1}: it must be a list of names that is not empty."),
+    ({"target_modules": ["wq", 3]}, "target_modules holds 3: each item must be a name."),
+    ({"target_modules": ["wq", ""]}, "target_modules holds '': each item must be a name."),
+    ({"exclude_modules": ""}, "exclude_modules is an empty string: name at least one linear cell."),
+    ({"exclude_modules": "["}, "exclude_modules is '[', which is not a regular expression: unterminated character set "
+                               "at position 0."),
+    ({"exclude_modules": []}, "exclude_modules is []: it must be a list of names that is not empty."),
+    ({"exclude_modules": [None]}, "exclude_modules holds None: each item must be a name."),
+    ({"freeze_include": "lm_head*"}, "freeze_include is 'lm_head*': it must be a list of names that is not empty."),
+    ({"freeze_include": []}, "freeze_include is []: it must be a list of names that is not empty."),
+    ({"freeze_exclude": [1]}, "freeze_exclude holds 1: each item must be a name."),
+    ({"param_init_type": "float64"}, "param_init_type is 'float64': it must be one of float32, float16, bfloat16."),
+    ({"param_init_type": None}, "param_init_type is None: it must be one of float32, float16, bfloat16."),
+    ({"param_init_type": ms.int8}, "param_init_type is mindspore.int8: it must be one of float32, float16, bfloat16."),
+    ({"compute_dtype": "int8"}, "compute_dtype is 'int8': it must be one of float32, float16, bfloat16."),
+    ({"lora_a_init": "zeros"}, "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
+                               "Keep lora_b_init 'zeros' and leave lora_a_init at its default."),
+    ({"lora_a_init": "ZERO", "lora_b_init": "zero"}, "lora_a_init and lora_b_init are both zeros: then no gradient "
+                                                     "ever reaches A or B. Keep lora_b_init 'zeros' and leave "
+                                                     "lora_a_init at its default."),
+])
+def test_a_wrong_field_is_refused_by_name_and_value(fields, message):
+    with pytest.raises(ConfigError) as error:
+        LoraConfig(**fields)
+    assert str(error.value) == message
+    assert isinstance(error.value, LoraError) and isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("fields", [
+    {"lora_rank": 1}, {"lora_rank": 4096}, {"lora_alpha": 1}, {"lora_alpha": 2.5}, {"lora_dropout": 0},
+    {"lora_dropout": 0.999}, {"target_modules": "wq|wk"}, {"target_modules": ["wq"]}, {"target_modules": ("wq",)},
+    {"exclude_modules": ["lm_head"]}, {"freeze_include": ["*norm*"]}, {"freeze_exclude": ("lm_head.weight",)},
+    {"lora_a_init": "normal"}, {"lora_a_init": Normal(0.1)}, {"lora_a_init": "zeros", "lora_b_init": "ones"},
+    {"lora_a_init": ms.Tensor(np.ones((8, 4), np.float32))}])
+def test_values_at_the_edge_of_what_is_right_are_taken(fields):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = LoraConfig(**fields)
+    for field, value in fields.items():
+        assert getattr(config, field) is value
+
+
+@pytest.mark.parametrize("given, kept", [
+    ("float32", "float32"), ("fp32", "float32"), ("FP16", "float16"), ("float16", "float16"), ("bf16", "bfloat16"),
+    ("BFloat16", "bfloat16"), (ms.float32, "float32"), (ms.float16, "float16"), (ms.bfloat16, "bfloat16")])
+def test_dtypes_are_taken_by_any_of_their_names(given, kept):
+    config = LoraConfig(param_init_type=given, compute_dtype=given)
+    assert (config.param_init_type, config.compute_dtype) == (kept, kept)
+
+
+def test_defaults_are_those_of_the_documentation():
+    config = LoraConfig()
+    assert config.to_dict() == {
+        "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": None, "exclude_modules": None,
+        "lora_a_init": "kaiming_uniform", "lora_b_init": "zeros", "param_init_type": "float32", "compute_dtype": None,
+        "freeze_include": None, "freeze_exclude": None}
+
+
+@pytest.mark.parametrize("rank, alpha, scale", [(8, 16, 2.0), (16, 8, 0.5), (3, 7, 7 / 3)])
+def test_scale_is_alpha_by_rank(rank, alpha, scale):
+    assert LoraConfig(lora_rank=rank, lora_alpha=alpha).scale == scale
+
+
+def test_an_alpha_below_one_warns_and_points_at_the_caller():
+    with pytest.warns(UserWarning) as caught:
+        LoraConfig(lora_rank=8, lora_alpha=1e-4)
+    assert [str(warning.message) for warning in caught] == [
+        "lora_alpha is 0.0001, which looks like a learning rate: the scale lora_alpha / lora_rank becomes 1.25e-05. "
+        "Usual values are 8 to 64; the learning rate belongs in lr_schedule."]
+    assert caught[0].filename == __file__
+
+
+def test_pet_config_becomes_fields():
+    config = LoraConfig.from_pet_config({
+        "pet_type": "lora", "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv",
+        "exclude_modules": ["layers.0.attention.wq"], "lora_a_init": "normal", "lora_b_init": "zeros",
+        "param_init_type": "fp16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"]})
+    assert config.to_dict() == {
+        "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv",
+        "exclude_modules": ["layers.0.attention.wq"], "lora_a_init": "normal", "lora_b_init": "zeros",
+        "param_init_type": "float16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"]}
+
+
+def test_pet_config_is_left_as_it_was_and_its_tuples_become_lists():
+    given = {**PET, "target_modules": ("wq", "wv"), "preset": "small_dataset", "exclude_layers": ("lm_head",)}
+    before = dict(given)
+    config = LoraConfig.from_pet_config(given)
+    assert given == before
+    assert (config.target_modules, config.exclude_modules) == (["wq", "wv"], ["lm_head"])
+
+
+def test_a_key_without_a_value_counts_as_not_given():
+    config = LoraConfig.from_pet_config({**PET, "lora_rank": None, "preset": None, "exclude_layers": None})
+    assert config == LoraConfig(target_modules=".*wq")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one():
+    with pytest.raises(ConfigError) as error:
+        LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
+    assert str(error.value) == (
+        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: compute_dtype, exclude_layers, "
+        "exclude_modules, freeze_exclude, freeze_include, lora_a_init, lora_alpha, lora_b_init, lora_dropout, "
+        "lora_rank, param_init_type, pet_type, preset, target_modules.")
+
+
+@pytest.mark.parametrize("key, meant", [("lora_aplha", "lora_alpha"), ("target_module", "target_modules"),
+                                        ("exclude_layer", "exclude_layers"), ("dropout", "lora_dropout")])
+def test_the_suggestion_is_the_key_that_was_meant(key, meant):
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean '{meant}'"):
+        LoraConfig.from_pet_config({**PET, key: 1})
+
+
+def test_a_key_like_no_other_gets_no_suggestion():
+    with pytest.raises(ConfigError) as error:
+        LoraConfig.from_pet_config({**PET, "zzz": 1})
+    assert "Did you mean" not in str(error.value) and "'zzz'. Known: compute_dtype" in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_sets_rank_alpha_and_dropout(name):
+    config = LoraConfig.from_pet_config({**PET, "preset": name})
+    assert (config.lora_rank, config.lora_alpha, config.lora_dropout) == {
+        "small_dataset": (8, 32, 0.2), "large_dataset": (16, 64, 0.05)}[name]
+
+
+def test_keys_beside_a_preset_override_it():
+    config = LoraConfig.from_pet_config({**PET, "preset": "large_dataset", "lora_rank": 4, "lora_dropout": 0.0})
+    assert (config.lora_rank, config.lora_alpha, config.lora_dropout) == (4, 64, 0.0)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError) as error:
+        LoraConfig.from_pet_config({**PET, "preset": "small_datset"})
+    assert str(error.value) == ("preset is 'small_datset', which is not known. Did you mean 'small_dataset'? "
+                                "Known: large_dataset, small_dataset.")
+
+
+@pytest.mark.parametrize("pet_type, message", [
+    ("lroa", "pet_type is 'lroa', which is not known. Did you mean 'lora'? Known: lora."),
+    ("LoRA", "pet_type is 'LoRA', which is not known. Known: lora."),
+    ("adalora", "pet_type is 'adalora', which is not known. Did you mean 'lora'? Known: lora."),
+    (3, "pet_type is 3, which is not known. Known: lora.")])
+def test_another_pet_type_is_refused(pet_type, message):
+    with pytest.raises(ConfigError) as error:
+        LoraConfig.from_pet_config({**PET, "pet_type": pet_type})
+    assert str(error.value) == message
+
+
+def test_exclude_layers_is_the_older_name_of_exclude_modules():
+    assert LoraConfig.from_pet_config({**PET, "exclude_layers": ["lm_head"]}).exclude_modules == ["lm_head"]
+    with pytest.raises(ConfigError) as error:
+        LoraConfig.from_pet_config({**PET, "exclude_layers": ["lm_head"], "exclude_modules": ["lm_head"]})
+    assert str(error.value) == ("pet_config has both exclude_layers and exclude_modules: keep exclude_modules, "
+                                "exclude_layers is its older name.")
+
+
+@pytest.mark.parametrize("target_modules", [{}, {"target_modules": None}])
+def test_target_modules_must_be_there(target_modules):
+    with pytest.raises(ConfigError) as error:
+        LoraConfig.from_pet_config({"pet_type": "lora", **target_modules})
+    assert str(error.value) == ("pet_config has no target_modules: name the linear cells that get an adapter, "
+                                "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'.")
