@@ -14,7 +14,8 @@ class HeldOutLossCell(nn.Cell):
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N + 1].
-        - **labels** (Tensor) - int32 [batch, N + 1].
+        - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. Where the model's configuration has
+          input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training.
 
     Outputs:
         Tuple of two float32 scalars: the sum and the count.
@@ -24,11 +25,13 @@ class HeldOutLossCell(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.ignore_token_id = ignore_token_id
+        self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
 
     def construct(self, input_ids, labels):
-        # Position i predicts token i + 1, as in training.
-        labels = labels[:, 1:]
-        logits, _, mask = self.network(input_ids[:, :-1], labels)
+        if not self.is_sliced:
+            # Position i predicts token i + 1, as in training.
+            input_ids, labels = input_ids[:, :-1], labels[:, 1:]
+        logits, _, mask = self.network(input_ids, labels)
         log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
         safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
         picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
@@ -40,7 +43,7 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
 
     Args:
         cell (HeldOutLossCell): Around the model to judge.
-        dataset_dir (str): MindRecord with int32 columns input_ids and labels, each [N + 1].
+        dataset_dir (str): MindRecord with integer columns input_ids and labels, as HeldOutLossCell takes them.
         batch_size (int): Rows at a time; the last batch may be smaller.
     """
     dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
