@@ -7,41 +7,54 @@ import sys
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # pylint: disable=wrong-import-position
+import yaml
 from mindformers.core.context import build_context
 from mindformers.tools.register import ActionDict, MindFormerConfig
 from mindformers.tools.utils import parse_value, str2bool, str2bool_or_str
 from mindformers.trainer import Trainer
 from mindformers.utils.file_utils import set_output_path
 
+from mindlora.config import suggestion
 from mindlora.errors import ConfigError, LoraError
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
+
+
+def _bool(text):
+    try:
+        return str2bool(text)
+    except Exception as error:  # pylint: disable=broad-exception-caught  # what MindFormers raises is no kind of its own
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False") from error
+
+
+# Nodes in which MindFormers knows every key, and fills in those that the YAML leaves out.
+_CLOSED_NODES = ("runner_config", "parallel_config", "recompute_config", "swap_config", "moe_config")
 
 # flag -> (type, where its value goes in the YAML, help). One that takes several values is listed below.
 _FLAGS = {
     "mode": (int, "context.mode", "0: graph mode, 1: PyNative mode"),
     "device_id": (int, "context.device_id", "which device to run on"),
     "device_target": (str, "context.device_target", "Ascend or CPU"),
-    "do_eval": (str2bool, "do_eval", "evaluate while training"),
+    "do_eval": (_bool, "do_eval", "evaluate while training"),
     "seed": (int, "seed", "random seed"),
-    "use_parallel": (str2bool, "use_parallel", "run on several devices (under msrun)"),
+    "use_parallel": (_bool, "use_parallel", "run on several devices (under msrun)"),
     "load_checkpoint": (str, "load_checkpoint", "base checkpoint: a file or a folder"),
     "src_strategy_path_or_dir": (str, "src_strategy_path_or_dir", "strategy of load_checkpoint"),
-    "auto_trans_ckpt": (str2bool, "auto_trans_ckpt", "transform load_checkpoint to this run's layout"),
+    "auto_trans_ckpt": (_bool, "auto_trans_ckpt", "transform load_checkpoint to this run's layout"),
     "transform_process_num": (int, "transform_process_num", "processes that transform the checkpoint"),
-    "only_save_strategy": (str2bool, "only_save_strategy", "save the strategy files and stop"),
+    "only_save_strategy": (_bool, "only_save_strategy", "save the strategy files and stop"),
     "resume_training": (str2bool_or_str, "resume_training", "resume from a whole checkpoint of CheckpointMonitor's"),
     "remote_save_url": (str, "remote_save_url", "where to copy the output"),
-    "profile": (str2bool, "profile", "profile the run"),
+    "profile": (_bool, "profile", "profile the run"),
     "train_dataset_dir": (str, "train_dataset.data_loader.dataset_dir", "training data"),
     "eval_dataset_dir": (str, "eval_dataset.data_loader.dataset_dir", "evaluation data"),
-    "do_sample": (str2bool, "model.model_config.do_sample", "sample in predict"),
+    "do_sample": (_bool, "model.model_config.do_sample", "sample in predict"),
     "epochs": (int, "runner_config.epochs", "epochs to train"),
     "batch_size": (int, "runner_config.batch_size", "rows in a batch"),
     "gradient_accumulation_steps": (int, "runner_config.gradient_accumulation_steps", "steps to accumulate over"),
-    "sink_mode": (str2bool, "runner_config.sink_mode", "sink the data to the device"),
+    "sink_mode": (_bool, "runner_config.sink_mode", "sink the data to the device"),
     "output_dir": (str, "output_dir", "where to write"),
-    "trust_remote_code": (str2bool, "trust_remote_code", "let a Hugging Face tokenizer bring its own code"),
+    "trust_remote_code": (_bool, "trust_remote_code", "let a Hugging Face tokenizer bring its own code"),
     "predict_batch_size": (int, "predict_batch_size", "rows in a batch of predict"),
 }
 
@@ -61,6 +74,7 @@ def run(config: MindFormerConfig) -> None:
     set_output_path(config.output_dir)
     from mindlora.plugin import hooks, preflight  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
     preflight.prepare(config)
+    preflight.check_files(config)
     build_context(config)
     trainer = Trainer(config)
     if config.run_mode in ("train", "finetune"):
@@ -88,7 +102,7 @@ def build_config(argv=None) -> MindFormerConfig:
         os.environ["REGISTER_PATH"] = register_path
         if register_path not in sys.path:
             sys.path.append(register_path)
-    config = MindFormerConfig(args.config, **({"run_mode": args.run_mode} if args.run_mode else {}))
+    config = _read_yaml(args.config, args.run_mode)
     if args.options is not None:
         config.merge_from_dict(args.options)
     for flag, (_, place, _) in _FLAGS.items():
@@ -107,12 +121,41 @@ def build_config(argv=None) -> MindFormerConfig:
         config.input_data = _predict_input(args.predict_data, args.modal_type)
         config.adapter_id = args.adapter_id
     for key, value in _pairs(rest):
-        _set(config, key, parse_value(value), f"--{key}")
+        _set(config, key, _value(value), f"--{key}")
     return config
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as every other error: one line, exit code 1."""
+
+    def error(self, message):
+        raise ConfigError(f"{message}. See mindlora-run --help.")
+
+
+class _Options(ActionDict):
+    """MindFormers' key=value pairs; its own action reads every True as False."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for pair in values:
+            if "=" not in pair:
+                parser.error(f"--options takes pairs of key=value, got {pair!r}")
+        super().__call__(parser, namespace, values, option_string)
+        options = getattr(namespace, self.dest)
+        for key, value in (pair.split("=", 1) for pair in values):
+            if value.upper() in ("TRUE", "FALSE"):
+                options[key] = value.upper() == "TRUE"
+
+
+def _read_yaml(path, run_mode):
+    try:
+        return MindFormerConfig(path, **({"run_mode": run_mode} if run_mode else {}))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+        raise ConfigError(f"--config {path} cannot be read: {reason}") from error
+
+
 def _parser():
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mindlora-run", description="Launch a MindFormers YAML with mindlora. Any key of the YAML can be "
         "overridden with --a.b.c value.", allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML to run")
@@ -125,7 +168,7 @@ def _parser():
     parser.add_argument("--predict_data", nargs="+", help="texts, or a file or folder, to predict from")
     parser.add_argument("--modal_type", nargs="+", help="kind of each predict_data: text, image or video")
     parser.add_argument("--adapter_id", nargs="+", help="adapters of slora to predict with")
-    parser.add_argument("--options", nargs="+", action=ActionDict, help="overrides as key=value")
+    parser.add_argument("--options", nargs="+", action=_Options, help="overrides as key=value")
     return parser
 
 
@@ -138,6 +181,14 @@ def _pairs(rest):
         if not key.startswith("--"):
             raise ConfigError(f"Expected a key that starts with -- and got {key!r}.")
         yield key[2:], value
+
+
+def _value(text):
+    """Reads a value as MindFormers does; of a whole number with a point, 0.0, on which that fails, it makes a float."""
+    try:
+        return parse_value(text)
+    except ValueError:
+        return float(text)
 
 
 def _set(config, place, value, named, create=False):
@@ -154,6 +205,8 @@ def _set(config, place, value, named, create=False):
         raise ConfigError(f"{named}: {'.'.join(parents)} is {node!r} and has no keys.")
     if not parents and not create and leaf not in node:
         raise ConfigError(f"{named}: '{leaf}' is no key of the YAML, which has: {', '.join(sorted(node))}.")
+    if place.rpartition(".")[0] in _CLOSED_NODES and not create and leaf not in node:
+        raise ConfigError(f"{named}: '{leaf}' is no key of {place.rpartition('.')[0]}.{suggestion(leaf, list(node))}")
     node[leaf] = value
 
 

@@ -1,4 +1,5 @@
 """Checks of a MindFormers YAML before anything is built, and the few settings that mindlora-run fills in."""
+import os
 from typing import Mapping
 
 from mindlora.config import PRESETS, suggestion
@@ -22,6 +23,9 @@ _LLAMA_DEFAULTS = {"use_flash_attention": False, "fused_rms_norm": True, "use_ro
                    "compute_dtype": "float16", "layernorm_compute_type": "float32", "softmax_compute_type": "float32",
                    "rotary_dtype": "float32", "param_init_type": "float16"}
 
+# Modes in which MindSpore rewrites the graph: there, optimizer parallelism cuts the parameters themselves.
+_GRAPH_PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
+
 
 def check_pet_config(pet_config: Mapping) -> None:
     """Raises ConfigError unless ``pet_config`` is one that MindFormers or mindlora can build."""
@@ -34,6 +38,32 @@ def check_pet_config(pet_config: Mapping) -> None:
                           f"would train the whole network.{suggestion(str(pet_type), known)}")
 
 
+def check_files(config) -> None:
+    """Raises ConfigError, with the flag that sets it, for a file that the run needs and that is not there."""
+    training = config.run_mode in ("train", "finetune")
+    if config.load_checkpoint and not os.path.exists(config.load_checkpoint):
+        raise ConfigError(f"load_checkpoint: {config.load_checkpoint} does not exist (--load_checkpoint).")
+    if training or config.run_mode == "eval":
+        kind = "train" if training else "eval"
+        _check_data(config.get(f"{kind}_dataset"), kind)
+    if training and not config.load_checkpoint and config.model.model_config.pet_config:
+        logger.warning("load_checkpoint is empty: the base under the adapter has random weights. (In training, "
+                       "MindFormers reads no other key for them, checkpoint_name_or_path neither.)")
+
+
+def _check_data(dataset, kind):
+    loader = (dataset or {}).get("data_loader") or {}
+    if not loader:
+        raise ConfigError(f"{kind}_dataset.data_loader is missing, which names the data.")
+    if loader.get("type") != "MindDataset" or loader.get("dataset_files"):
+        return
+    place = f"{kind}_dataset.data_loader.dataset_dir"
+    if not loader.get("dataset_dir"):
+        raise ConfigError(f"{place} is empty: name a MindRecord, or a folder of them, with --{kind}_dataset_dir.")
+    if not os.path.exists(loader["dataset_dir"]):
+        raise ConfigError(f"{place}: {loader['dataset_dir']} does not exist (--{kind}_dataset_dir).")
+
+
 def prepare(config) -> None:
     """Checks a run's configuration and fills in what follows from it: a preset's learning rate, and resuming.
 
@@ -43,6 +73,8 @@ def prepare(config) -> None:
     Raises:
         ConfigError: With the key, what it is, and what it must be.
     """
+    if not config.model or not config.model.model_config:
+        raise ConfigError("The YAML has no model.model_config.")
     model_config = config.model.model_config
     training = config.run_mode in ("train", "finetune")
     if model_config.pet_config:
@@ -65,6 +97,16 @@ def _check_cpu(config, training):
         found = model_config.get(key, _LLAMA_DEFAULTS[key])
         if found not in ("float32", "fp32"):
             wrong.append(f"model.model_config.{key}: float32 (found {found})")
+    if config.run_mode == "predict":
+        # Choosing the next token in MindSpore takes ArgMaxExt or TopkExt, which a CPU does not have.
+        if not model_config.get("do_sample", True):
+            wrong.append("model.model_config.do_sample: True (greedy search has no CPU kernel; with top_k: 1 sampling "
+                         "takes the same tokens)")
+        if not config.postprocess_use_numpy:
+            wrong.append("postprocess_use_numpy: True (sampling has no CPU kernel either)")
+    if config.use_parallel and config.load_checkpoint:
+        wrong.append("use_parallel: False (with several devices and load_checkpoint MindFormers waits at a Barrier, "
+                     "which has no CPU kernel)")
     wrapper = config.runner_wrapper.type if config.runner_wrapper else None
     if training and wrapper == "MFTrainOneStepCell":
         wrong.append("runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that "
@@ -74,15 +116,19 @@ def _check_cpu(config, training):
 
 
 def _check_sharded_adapter(config):
-    if not any(callback.get("type") == "LoraCheckpoint" for callback in config.callbacks or []):
+    if not config.use_parallel or not any(callback.get("type") == "LoraCheckpoint"
+                                          for callback in config.callbacks or []):
         return
-    parallel = config.parallel_config or {}
-    for key in ("model_parallel", "pipeline_stage"):
-        if config.use_parallel and (parallel.get(key) or 1) > 1:
-            raise ConfigError(f"callbacks has LoraCheckpoint and parallel_config.{key} is {parallel[key]}: each device "
-                              f"then holds a part of the adapter, and LoraCheckpoint saves whole ones. Set {key}: 1, or "
-                              "save with CheckpointMonitor and save_trainable_params: True and merge the parts with "
-                              "MindFormers' transform_checkpoint.")
+    parallel, context = config.parallel_config or {}, config.parallel or {}
+    found = [(f"parallel_config.{key}", parallel[key], 1) for key in ("model_parallel", "pipeline_stage")
+             if (parallel.get(key) or 1) > 1]
+    if context.get("enable_parallel_optimizer") and context.get("parallel_mode") in _GRAPH_PARALLEL_MODES:
+        found.append(("parallel.enable_parallel_optimizer", True, False))
+    for key, value, needed in found:
+        raise ConfigError(f"callbacks has LoraCheckpoint and {key} is {value}: each device then holds a part of the "
+                          f"adapter, and LoraCheckpoint saves whole ones. Set {key.rpartition('.')[2]}: {needed}, or "
+                          "save with CheckpointMonitor and save_trainable_params: True and merge the parts with "
+                          "MindFormers' transform_checkpoint.")
 
 
 def _fill_preset_learning_rate(config):

@@ -1,0 +1,60 @@
+"""Made once for all end-to-end tests: data, a base checkpoint, and an adapter trained on it through the tiny YAML."""
+import shutil
+import types
+
+import pytest
+
+from tests.e2e.runs import BASE_YAML, LORA_YAML, SEQUENCE, SIZES, launch, succeeded, write_rows
+
+TRAINING = ("--batch_size", "4", "--epochs", "2")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """MindRecords of counting rows: ``base`` by threes, ``train`` by fives, and ``eval`` as MindFormers' evaluation wants it."""
+    folder = tmp_path_factory.mktemp("data")
+    paths = types.SimpleNamespace(base=folder / "base.mindrecord", train=folder / "train.mindrecord",
+                                  eval=folder / "eval.mindrecord")
+    write_rows(paths.base, step=3)
+    write_rows(paths.train, step=5)
+    paths.eval_rows = write_rows(paths.eval, step=5, rows=8, length=SEQUENCE, seed=1)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def base(data, tmp_path_factory):
+    """A checkpoint of a tiny Llama that counts by threes."""
+    folder = tmp_path_factory.mktemp("base")
+    succeeded(launch(folder, "--train_dataset_dir", data.base, "--batch_size", "4", "--epochs", "8", config=BASE_YAML))
+    written, = (folder / "output" / "checkpoint" / "rank_0").glob("*.ckpt")
+    return shutil.copy(written, folder / "base.ckpt")
+
+
+@pytest.fixture(scope="session")
+def trained(data, base, tmp_path_factory):
+    """A run of mindlora-run that teaches the base to count by fives: its folder, output and adapter."""
+    folder = tmp_path_factory.mktemp("trained")
+    stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING))
+    return types.SimpleNamespace(folder=folder, stdout=stdout, output=folder / "output",
+                                 adapter=folder / "output" / "lora_checkpoint" / "best")
+
+
+@pytest.fixture(scope="session")
+def fresh_network(base, mindformers):
+    """Returns a function that builds the tiny network in this process, with the base loaded and adapters that do nothing."""
+    def build():
+        import mindspore as ms
+
+        from mindlora import LoraConfig, apply_lora, freeze_base
+        from mindformers.tools.register import MindFormerConfig
+        model = MindFormerConfig(LORA_YAML).model.model_config
+        model.update(SIZES)
+        config = LoraConfig.from_pet_config(model.pop("pet_config"))
+        model.pop("type")
+        network = mindformers.LlamaForCausalLM(mindformers.LlamaConfig(**model))
+        missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(str(base)))
+        assert not missing
+        apply_lora(network, config)
+        freeze_base(network)
+        return network
+    return build

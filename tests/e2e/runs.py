@@ -1,0 +1,63 @@
+"""Shared by the end-to-end tests: tiny data and real processes."""
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny"
+LORA_YAML, BASE_YAML = str(TINY / "lora_llama_tiny_cpu.yaml"), str(TINY / "pretrain_llama_tiny_cpu.yaml")
+LAUNCHER = ("-m", "mindlora.plugin.launcher")
+ROWS, SEQUENCE, VOCABULARY = 32, 16, 64
+
+# A Llama small enough that a run is mostly imports.
+SIZES = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
+SIZE_FLAGS = [word for key, value in SIZES.items() for word in (f"--model.model_config.{key}", str(value))]
+
+
+def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0):
+    """Writes rows that count upwards by ``step`` from random starts as MindRecord; every label counts in the loss."""
+    from mindspore.mindrecord import FileWriter
+    starts = np.random.default_rng(seed).integers(0, 60, rows)
+    tokens = ((starts[:, None] + step * np.arange(length)) % 60 + 4).astype(np.int32)
+    writer = FileWriter(str(path), 1, overwrite=True)
+    writer.set_page_size(1 << 15)
+    column = {"type": "int32", "shape": [length]}
+    writer.add_schema({"input_ids": column, "labels": column}, "counting")
+    writer.write_raw_data([{"input_ids": row, "labels": row} for row in tokens])
+    writer.commit()
+    return tokens
+
+
+def environment(installed=True):
+    """Returns the environment of a process: this interpreter first in PATH, mindlora importable or not."""
+    values = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
+    values.pop("PYTHONPATH", None)
+    values.pop("REGISTER_PATH", None)
+    return {**values, "PYTHONPATH": str(ROOT)} if installed else values
+
+
+def python(arguments, folder, **more):
+    """Runs Python on ``arguments`` in ``folder``; returns the completed process, its output as text."""
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, env=environment(), capture_output=True,
+                          text=True, check=False, timeout=300, **more)
+
+
+def launch(folder, *flags, config=LORA_YAML):
+    """Runs mindlora-run on a YAML with tiny sizes, its output in ``folder``/output."""
+    os.makedirs(folder, exist_ok=True)
+    return python([*LAUNCHER, "--config", config, *SIZE_FLAGS, "--output_dir", folder / "output", *flags], folder)
+
+
+def succeeded(run):
+    """Asserts that a process ended well and returns its output."""
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run.stdout
+
+
+def files(folder):
+    """Returns the paths of all files under ``folder`` but logs."""
+    found = (path.relative_to(folder) for path in pathlib.Path(folder).rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if path.parts[0] != "log")
