@@ -1,0 +1,221 @@
+"""Benchmark: a train step of mindlora's LoRA beside MindFormers' own LoRA and full fine-tuning, and the cost of import.
+
+All sides run in one process and take turns step by step, on the same data, from the same values, with the same train
+step, optimizer and threads, in float32 and graph mode on a CPU.
+    python scripts/bench_train.py --json figures.json
+    python scripts/bench_train.py --quick
+"""
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+# Before MindSpore is imported, as mindlora-run sets it: threads that spin between kernels disturb the next side.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("GLOG_v", "3")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+FULL_SIZE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 16, "intermediate_size": 2752, "vocab_size": 4096,
+             "seq_length": 512, "rank": 16, "batch_size": 1}
+QUICK_SIZE = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "intermediate_size": 352, "vocab_size": 512,
+              "seq_length": 64, "rank": 16, "batch_size": 1}
+PARITY_SIZE = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "vocab_size": 128,
+               "seq_length": 32, "rank": 8, "batch_size": 4}
+OURS, THEIRS, FULL = "mindlora LoRA", "MindFormers LoRA", "full fine-tuning"
+PARITY_STEPS, WARM_UP = 50, 4
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="measured steps of each side (default: 21, with --quick 5)")
+    parser.add_argument("--imports", type=int, help="fresh processes for the import (default: 9, with --quick 3)")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few steps, to see that it runs")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    args = parser.parse_args()
+    json_path = args.json and os.path.abspath(args.json)
+    size = QUICK_SIZE if args.quick else FULL_SIZE
+    steps, imports = args.steps or (5 if args.quick else 21), args.imports or (3 if args.quick else 9)
+    import_figures = measure_import(imports)
+    with tempfile.TemporaryDirectory() as folder:
+        # MindFormers logs to stdout, and writes output/ under the working folder.
+        os.chdir(folder)
+        with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            step_figures, parity = measure_training(size, steps)
+    figures = {"machine": machine(), "size": size, "measured_steps": steps, "train_step": step_figures,
+               "ratio": ratios(step_figures), "loss_parity": parity, "import": import_figures}
+    print(table(figures))
+    if json_path:
+        with open(json_path, "w", encoding="utf-8") as file:
+            json.dump(figures, file, indent=2)
+
+
+def measure_import(processes):
+    """Returns the seconds of `import mindspore`, and of mindlora after it, each time in a fresh process.
+
+    mindlora imports what stands behind a public name when it is first used, so its figure is that of all of them.
+    """
+    script = ("import time; start = time.perf_counter(); import mindspore; middle = time.perf_counter(); "
+              "from mindlora import *; print(middle - start, time.perf_counter() - middle)")
+    pairs = []
+    for _ in range(processes + 1):
+        result = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ROOT},
+                                capture_output=True, text=True, check=True)
+        pairs.append(tuple(map(float, result.stdout.split()[-2:])))
+    # The first one reads the files from disk.
+    mindspore, mindlora = zip(*pairs[1:])
+    return {"mindspore": spread(mindspore), "mindlora": spread(mindlora)}
+
+
+def measure_training(size, steps):
+    """Returns ({side: spread of seconds}, loss parity). MindFormers' own networks are built before mindlora's hooks."""
+    import mindspore as ms
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    timed = {THEIRS: build(size, lora=True), FULL: build(size, lora=False)}
+    compared = {THEIRS: build(PARITY_SIZE, lora=True)}
+    from mindlora.plugin import hooks  # noqa: F401  from here on, pet_type lora is mindlora's
+    timed[OURS], compared[OURS] = build(size, lora=True), build(PARITY_SIZE, lora=True)
+    check_kinds(timed)
+    for networks in (timed, compared):
+        for side in (OURS, FULL):
+            if side in networks:
+                copy_values(networks[THEIRS], networks[side])
+
+    parity = loss_parity({side: train_step(network, 5e-3) for side, network in compared.items()})
+    cells = {side: train_step(network, 1e-4) for side, network in timed.items()}
+    inputs = batches(size, 1)[0]
+    seconds = {side: [] for side in cells}
+    for step in range(WARM_UP + steps):
+        # The order rotates, so that no side always comes after the same other one.
+        sides = sorted(cells)[step % len(cells):] + sorted(cells)[:step % len(cells)]
+        for side in sides:
+            start = time.perf_counter()
+            float(cells[side](*inputs)[0].asnumpy())
+            seconds[side].append(time.perf_counter() - start)
+    return {side: spread(times[WARM_UP:]) for side, times in seconds.items()}, parity
+
+
+def build(size, lora):
+    """Returns a MindFormers Llama, with whatever LoRA is registered now if ``lora``."""
+    from mindformers.models import LlamaConfig, LlamaForCausalLM
+    from mindformers.pet import get_pet_model
+    config = LlamaConfig(
+        **{key: value for key, value in size.items() if key not in ("rank", "batch_size")}, compute_dtype="float32",
+        layernorm_compute_type="float32", softmax_compute_type="float32", rotary_dtype="float32",
+        param_init_type="float32", use_flash_attention=False, fused_rms_norm=False, use_rope_slice=True, pad_token_id=0)
+    network = LlamaForCausalLM(config)
+    if lora:
+        network = get_pet_model(network, {
+            "pet_type": "lora", "lora_rank": size["rank"], "lora_alpha": 1.5 * size["rank"], "lora_dropout": 0.0,
+            "target_modules": ".*wq|.*wk|.*wv|.*wo", "compute_dtype": "float32", "param_init_type": "float32"})
+    return network
+
+
+def check_kinds(networks):
+    """Asserts that each side holds the cells that its name says, and that they compute in float32."""
+    import mindspore as ms
+    from mindpet.delta.lora import LoRADense as TheirDense
+
+    from mindlora import LoRADense
+    kinds = {side: {kind for _, cell in network.cells_and_names() for kind in (LoRADense, TheirDense)
+                    if isinstance(cell, kind) and cell.dtype == ms.float32} for side, network in networks.items()}
+    assert kinds == {OURS: {LoRADense}, THEIRS: {TheirDense}, FULL: set()}, kinds
+
+
+def copy_values(source, target):
+    """Gives ``target`` the values that ``source`` has under the same names."""
+    import mindspore as ms
+    values = {p.name: p.init_data().asnumpy() for p in source.get_parameters()}
+    for parameter in target.get_parameters():
+        parameter.init_data().set_data(ms.Tensor(values[parameter.name].copy()))
+
+
+def train_step(network, learning_rate):
+    """Returns the same train step for every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
+    from mindformers.core.optim import AdamW
+
+    from mindlora.plugin.wrapper import LoraTrainOneStepCell
+    network.set_train()
+    cell = LoraTrainOneStepCell(network, AdamW(network.trainable_params(), learning_rate, weight_decay=0.0),
+                                use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0)
+    cell.set_train()
+    return cell
+
+
+def batches(size, count):
+    """Returns ``count`` batches of random tokens and their labels."""
+    import mindspore as ms
+    import numpy as np
+    rng = np.random.default_rng(0)
+    shape = (size["batch_size"], size["seq_length"] + 1)
+    tokens = [ms.Tensor(rng.integers(1, size["vocab_size"], shape).astype(np.int32)) for _ in range(count)]
+    return [(token, token) for token in tokens]
+
+
+def loss_parity(cells):
+    """Returns the largest relative difference of the losses of mindlora's and MindFormers' LoRA over PARITY_STEPS."""
+    data = batches(PARITY_SIZE, 10)
+    losses = {side: [float(cell(*data[step % len(data)])[0].asnumpy()) for step in range(PARITY_STEPS)]
+              for side, cell in cells.items()}
+    differences = [abs(ours - theirs) / theirs for ours, theirs in zip(losses[OURS], losses[THEIRS])]
+    return {"steps": PARITY_STEPS, "max_relative_difference": max(differences),
+            "first_loss": losses[THEIRS][0], "last_loss": losses[THEIRS][-1]}
+
+
+def spread(seconds):
+    """Returns median, quartiles, least and greatest of a list."""
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return {"median": statistics.median(seconds), "lower_quartile": low, "upper_quartile": high, "min": min(seconds),
+            "max": max(seconds), "count": len(seconds)}
+
+
+def ratios(step_figures):
+    median = {side: figures["median"] for side, figures in step_figures.items()}
+    return {"mindlora / MindFormers": median[OURS] / median[THEIRS], "MindFormers / full": median[THEIRS] / median[FULL],
+            "mindlora / full": median[OURS] / median[FULL]}
+
+
+def machine():
+    """Returns what the figures depend on."""
+    import mindformers
+    import mindspore
+    model = "unknown"
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0],
+            "mindspore": mindspore.__version__, "mindformers": mindformers.__version__,
+            "load_average": round(os.getloadavg()[0], 1)}
+
+
+def table(figures):
+    size, imports, parity = figures["size"], figures["import"], figures["loss_parity"]
+    lines = ["{cpu}, {cores} cores, MindSpore {mindspore} + MindFormers {mindformers}, load {load_average}".format(
+        **figures["machine"]),
+             "hidden {hidden_size}, {num_layers} layers, sequence {seq_length}, batch {batch_size}, vocabulary {vocab_size}, "
+             "rank {rank} on q, k, v, o; float32, graph mode".format(**size), "",
+             f"{'train step, seconds':<28}{'median':>9}{'quartiles':>19}{'min':>9}{'max':>9}"]
+    for side in (OURS, THEIRS, FULL):
+        row = figures["train_step"][side]
+        lines.append(f"{side:<28}{row['median']:>9.4f}{row['lower_quartile']:>10.4f}{row['upper_quartile']:>9.4f}"
+                     f"{row['min']:>9.4f}{row['max']:>9.4f}")
+    goals = {"mindlora / MindFormers": "  (goal: at most 1.00)"}
+    lines += ["", "ratio of medians"]
+    lines += [f"{name:<28}{value:>9.3f}{goals.get(name, '')}" for name, value in figures["ratio"].items()]
+    lines += ["", "import, seconds, fresh processes",
+              f"{'mindspore':<28}{imports['mindspore']['median']:>9.3f}",
+              f"{'mindlora, all of its names':<28}{imports['mindlora']['median']:>9.3f}  (goal: below 0.2; "
+              f"{imports['mindlora']['min']:.3f} to {imports['mindlora']['max']:.3f})", "",
+              f"loss, mindlora against MindFormers over {parity['steps']} steps from {parity['first_loss']:.3f} to "
+              f"{parity['last_loss']:.3f}: largest relative difference {parity['max_relative_difference']:.1e} "
+              "(goal: 1e-4)"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
