@@ -94,17 +94,19 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
     parameters = list(network.get_parameters())
     freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
     train = _matched_names(parameters, config.freeze_exclude if config else None, "freeze_exclude")
+    trains = {}
     for parameter in parameters:
-        trainable = id(parameter) in adapters
+        trains[parameter.name] = id(parameter) in adapters
         if (parameter.name in freeze) != (parameter.name in train):
-            trainable = parameter.name in train
-        parameter.requires_grad = trainable
+            trains[parameter.name] = parameter.name in train
+    if not any(trains.values()):
+        raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
+    for parameter in parameters:
+        parameter.requires_grad = trains[parameter.name]
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
         logger.warning("Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
                        "tensors alone, so keep these with mindspore.save_checkpoint.", len(extra), _listed(extra))
-    if not any(p.requires_grad for p in parameters):
-        raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
 
 
 def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRADense]]:

@@ -32,11 +32,3 @@ def test_a_wrong_command_line_is_usage(words, capsys):
         cli.main(words)
     assert stopped.value.code == 2
     assert "usage: mindlora" in capsys.readouterr().err
-
-
-def test_public_names_are_all_there():
-    import mindlora
-    assert all(getattr(mindlora, name) is not None for name in mindlora.__all__)
-    assert "apply_lora" in dir(mindlora)
-    with pytest.raises(AttributeError, match="no attribute 'apply_lorra'"):
-        mindlora.apply_lorra  # pylint: disable=pointless-statement

@@ -20,11 +20,12 @@ from mindlora.errors import ConfigError, LoraError
 RUN_MODES = ("train", "finetune", "eval", "predict")
 
 
-def _bool(text):
+def true_or_false(text):
+    """MindFormers' str2bool; argparse names this function in its message."""
     try:
         return str2bool(text)
-    except Exception as error:  # pylint: disable=broad-exception-caught  # what MindFormers raises is no kind of its own
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False") from error
+    except Exception as error:  # pylint: disable=broad-exception-caught  # no narrower one is raised
+        raise ValueError(text) from error
 
 
 # Nodes in which MindFormers knows every key, and fills in those that the YAML leaves out.
@@ -35,26 +36,26 @@ _FLAGS = {
     "mode": (int, "context.mode", "0: graph mode, 1: PyNative mode"),
     "device_id": (int, "context.device_id", "which device to run on"),
     "device_target": (str, "context.device_target", "Ascend or CPU"),
-    "do_eval": (_bool, "do_eval", "evaluate while training"),
+    "do_eval": (true_or_false, "do_eval", "evaluate while training"),
     "seed": (int, "seed", "random seed"),
-    "use_parallel": (_bool, "use_parallel", "run on several devices (under msrun)"),
+    "use_parallel": (true_or_false, "use_parallel", "run on several devices (under msrun)"),
     "load_checkpoint": (str, "load_checkpoint", "base checkpoint: a file or a folder"),
     "src_strategy_path_or_dir": (str, "src_strategy_path_or_dir", "strategy of load_checkpoint"),
-    "auto_trans_ckpt": (_bool, "auto_trans_ckpt", "transform load_checkpoint to this run's layout"),
+    "auto_trans_ckpt": (true_or_false, "auto_trans_ckpt", "transform load_checkpoint to this run's layout"),
     "transform_process_num": (int, "transform_process_num", "processes that transform the checkpoint"),
-    "only_save_strategy": (_bool, "only_save_strategy", "save the strategy files and stop"),
+    "only_save_strategy": (true_or_false, "only_save_strategy", "save the strategy files and stop"),
     "resume_training": (str2bool_or_str, "resume_training", "resume from a whole checkpoint of CheckpointMonitor's"),
     "remote_save_url": (str, "remote_save_url", "where to copy the output"),
-    "profile": (_bool, "profile", "profile the run"),
+    "profile": (true_or_false, "profile", "profile the run"),
     "train_dataset_dir": (str, "train_dataset.data_loader.dataset_dir", "training data"),
     "eval_dataset_dir": (str, "eval_dataset.data_loader.dataset_dir", "evaluation data"),
-    "do_sample": (_bool, "model.model_config.do_sample", "sample in predict"),
+    "do_sample": (true_or_false, "model.model_config.do_sample", "sample in predict"),
     "epochs": (int, "runner_config.epochs", "epochs to train"),
     "batch_size": (int, "runner_config.batch_size", "rows in a batch"),
     "gradient_accumulation_steps": (int, "runner_config.gradient_accumulation_steps", "steps to accumulate over"),
-    "sink_mode": (_bool, "runner_config.sink_mode", "sink the data to the device"),
+    "sink_mode": (true_or_false, "runner_config.sink_mode", "sink the data to the device"),
     "output_dir": (str, "output_dir", "where to write"),
-    "trust_remote_code": (_bool, "trust_remote_code", "let a Hugging Face tokenizer bring its own code"),
+    "trust_remote_code": (true_or_false, "trust_remote_code", "let a Hugging Face tokenizer bring its own code"),
     "predict_batch_size": (int, "predict_batch_size", "rows in a batch of predict"),
 }
 

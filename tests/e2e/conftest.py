@@ -11,7 +11,7 @@ TRAINING = ("--batch_size", "4", "--epochs", "2")
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """MindRecords of counting rows: ``base`` by threes, ``train`` by fives, and ``eval`` as MindFormers' evaluation wants it."""
+    """MindRecords of counting rows: ``base`` by threes, ``train`` by fives, ``eval`` as MindFormers evaluates."""
     folder = tmp_path_factory.mktemp("data")
     paths = types.SimpleNamespace(base=folder / "base.mindrecord", train=folder / "train.mindrecord",
                                   eval=folder / "eval.mindrecord")
@@ -41,7 +41,7 @@ def trained(data, base, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fresh_network(base, mindformers):
-    """Returns a function that builds the tiny network in this process, with the base loaded and adapters that do nothing."""
+    """Returns a function that builds the tiny network here, with the base loaded and adapters that do nothing."""
     def build():
         import mindspore as ms
 

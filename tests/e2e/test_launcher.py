@@ -1,4 +1,4 @@
-"""mindlora-run in real processes: trains, evaluates and predicts through a YAML, and stops on what is wrong with one line."""
+"""mindlora-run in real processes: trains, evaluates and predicts by a YAML; what is wrong stops it with one line."""
 import concurrent.futures
 import os
 import re
@@ -66,8 +66,8 @@ def test_a_yaml_of_mindformers_own_lora_needs_no_edit(data, base, tmp_path, fres
 
 
 def test_a_preset_gives_rank_and_learning_rate(data, base, tmp_path):
-    stdout = succeeded(launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", base, "--batch_size", "4",
-                              "--epochs", "1", config=str(TINY / "lora_llama_tiny_cpu_preset.yaml")))
+    stdout = succeeded(launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING,
+                              config=str(TINY / "lora_llama_tiny_cpu_preset.yaml")))
     rates = [float(rate) for rate in re.findall(r", lr: ([\d.e-]+)", stdout)]
     assert max(rates) == pytest.approx(1e-4, rel=1e-3)
     written = read_yaml(tmp_path / "output" / "lora_checkpoint" / "best" / "adapter_config.json")
@@ -77,8 +77,9 @@ def test_a_preset_gives_rank_and_learning_rate(data, base, tmp_path):
 # Evaluation and prediction
 
 def test_eval_judges_base_and_adapter(trained, data, base, tmp_path, fresh_network):
-    stdout = succeeded(launch(tmp_path, "--run_mode", "eval", "--load_checkpoint", base, "--eval_dataset_dir", data.eval,
-                              "--batch_size", "4", "--model.model_config.pet_config.adapter_path", trained.adapter))
+    stdout = succeeded(launch(tmp_path, "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size", "4",
+                              "--load_checkpoint", base, "--model.model_config.pet_config.adapter_path",
+                              trained.adapter))
     found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
     network = fresh_network()
     base_alone = loss_of(network, data.eval_rows)
@@ -102,18 +103,22 @@ def test_predict_goes_on_with_a_text(tmp_path):
 # What is wrong stops with one line
 
 WRONG = {
-    "a misspelt pet_type": (["--model.model_config.pet_config.pet_type", "loar"], ["pet_type is 'loar'", "Did you mean 'lora'?"]),
+    "a misspelt pet_type": (["--model.model_config.pet_config.pet_type", "loar"],
+                            ["pet_type is 'loar'", "Did you mean 'lora'?"]),
     "targets that match nothing": (["--model.model_config.pet_config.target_modules", "q_prj"],
                                    ["'q_prj' matches no linear cell", "model.layers.{0..1}.attention.wq"]),
-    "a YAML that a CPU cannot run": (["--model.model_config.use_flash_attention", "True", "--model.model_config.compute_dtype",
-                                      "bfloat16"], ["use_flash_attention: False", "compute_dtype: float32"]),
+    "a YAML that a CPU cannot run": (["--model.model_config.use_flash_attention", "True",
+                                      "--model.model_config.compute_dtype", "bfloat16"],
+                                     ["use_flash_attention: False", "compute_dtype: float32"]),
     "an unknown node": (["--modell.model_config.seq_length", "16"], ["'modell' is no key of the YAML"]),
-    "an unknown key": (["--runner_config.epocs", "3"], ["'epocs' is no key of runner_config", "Did you mean 'epochs'?"]),
+    "an unknown key": (["--runner_config.epocs", "3"],
+                       ["'epocs' is no key of runner_config", "Did you mean 'epochs'?"]),
     "no such YAML": (["--config", "nowhere.yaml"], ["--config nowhere.yaml does not exist"]),
     "a bad run_mode": (["--run_mode", "trian"], ["--run_mode: invalid choice: 'trian'"]),
     "a sharded adapter": (["--load_checkpoint", "", "--use_parallel", "True", "--parallel_config.model_parallel", "2"],
                           ["LoraCheckpoint and parallel_config.model_parallel is 2"]),
-    "no such data": (["--train_dataset_dir", "nowhere.mindrecord"], ["nowhere.mindrecord does not exist", "--train_dataset_dir"]),
+    "no such data": (["--train_dataset_dir", "nowhere.mindrecord"],
+                     ["nowhere.mindrecord does not exist", "--train_dataset_dir"]),
 }
 
 
@@ -122,7 +127,8 @@ def wrong_runs(data, base, tmp_path_factory):
     """Runs all of WRONG, two at a time: nearly all of their time goes into imports."""
     def run(name):
         folder = tmp_path_factory.mktemp("wrong")
-        return name, (folder, launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *WRONG[name][0]))
+        right = ["--train_dataset_dir", data.train, "--load_checkpoint", base]
+        return name, (folder, launch(folder, *right, *WRONG[name][0]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return dict(pool.map(run, WRONG))
 
@@ -149,8 +155,8 @@ def test_a_yaml_that_cannot_be_read_says_why(tmp_path, capsys):
 
 
 def test_a_cpu_predicts_only_with_what_it_has(tmp_path, capsys):
-    code = launcher.main(["--config", LORA_YAML, "--run_mode", "predict", "--do_sample", "False", "--postprocess_use_numpy",
-                          "False", "--output_dir", str(tmp_path)])
+    code = launcher.main(["--config", LORA_YAML, "--run_mode", "predict", "--do_sample", "False",
+                          "--postprocess_use_numpy", "False", "--output_dir", str(tmp_path)])
     line = capsys.readouterr().err
     assert code == 1 and "do_sample: True" in line and "postprocess_use_numpy: True" in line
 
@@ -250,8 +256,8 @@ def test_register_path_reaches_mindformers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["--key value", "--key=value"])
-@pytest.mark.parametrize("given, value", [("3", 3), ("1e-4", 1e-4), ("True", True), ("text", "text"), (".*wq|.*wv", ".*wq|.*wv"),
-                                          ("[1, 2]", [1, 2]), ("a=b", "a=b")])
+@pytest.mark.parametrize("given, value", [("3", 3), ("1e-4", 1e-4), ("True", True), ("text", "text"),
+                                          (".*wq|.*wv", ".*wq|.*wv"), ("[1, 2]", [1, 2]), ("a=b", "a=b")])
 def test_any_key_of_the_yaml_can_be_overridden(joined, given, value):
     place = "model.model_config.pet_config.target_modules"
     words = [f"--{place}={given}"] if joined else [f"--{place}", given]
@@ -270,7 +276,7 @@ def test_options_take_pairs():
 
 @pytest.mark.parametrize("words, message", [
     (["--seed", "x"], "--seed: invalid int value: 'x'"),
-    (["--use_parallel", "maybe"], "--use_parallel: 'maybe' is neither True nor False"),
+    (["--use_parallel", "maybe"], "--use_parallel: invalid true_or_false value: 'maybe'"),
     (["--a.b"], "must be pairs"),
     (["--register_path", "nowhere"], "--register_path nowhere is not a folder"),
     (["--seed.x", "1"], "seed is 42 and has no keys"),

@@ -1,4 +1,4 @@
-"""scripts/msrun_launcher.sh: two processes train the adapter that one trains on the joined batch; failures are passed on."""
+"""scripts/msrun_launcher.sh: two processes train what one trains on the joined batch; failures are passed on."""
 import json
 import re
 import socket
@@ -21,8 +21,8 @@ STEPS = ROWS // (2 * BATCH_SIZE)
 
 def msrun(folder, *arguments):
     """Runs the script in ``folder``, without mindlora installed."""
-    return subprocess.run(["bash", SCRIPT, *arguments], cwd=folder, env=environment(installed=False), capture_output=True,
-                          text=True, check=False, timeout=300)
+    return subprocess.run(["bash", SCRIPT, *arguments], cwd=folder, env=environment(installed=False),
+                          capture_output=True, text=True, check=False, timeout=300)
 
 
 def free_port():
@@ -35,8 +35,8 @@ def free_port():
 def two(data, tmp_path_factory):
     """The folder of a run with two processes."""
     folder = tmp_path_factory.mktemp("two")
-    command = [ENTRY, *TRAINING, "--train_dataset_dir", data.train, "--batch_size", BATCH_SIZE, "--use_parallel", "True",
-               "--parallel_config.data_parallel", "2", "--output_dir", folder / "output"]
+    command = [ENTRY, *TRAINING, "--train_dataset_dir", data.train, "--batch_size", BATCH_SIZE, "--use_parallel",
+               "True", "--parallel_config.data_parallel", "2", "--output_dir", folder / "output"]
     run = msrun(folder, " ".join(map(str, command)), "2", free_port(), "log", "True", "300")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return folder
@@ -91,7 +91,8 @@ def test_a_failure_of_the_workers_is_passed_on(data, tmp_path):
     run = msrun(tmp_path, command, "2", free_port(), "log", "True", "60")
     assert run.returncode != 0
     assert run.stderr.splitlines()[-1].startswith("msrun_launcher.sh: error: msrun ended with exit code ")
-    assert "mindlora-run: error: model.model_config.pet_config: pet_type is 'loar'" in (tmp_path / "log" / "worker_1.log").read_text()
+    log = (tmp_path / "log" / "worker_1.log").read_text()
+    assert "mindlora-run: error: model.model_config.pet_config: pet_type is 'loar'" in log
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -140,8 +141,8 @@ exit 7
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ([], {"worker_num": "8", "local_worker_num": "8", "master_port": "8118", "log_dir": "output/msrun_log", "join": "True",
-          "cluster_time_out": "7200", "master_addr": "127.0.0.1", "node_rank": "0"}),
+    ([], {"worker_num": "8", "local_worker_num": "8", "master_addr": "127.0.0.1", "master_port": "8118",
+          "node_rank": "0", "log_dir": "output/msrun_log", "join": "True", "cluster_time_out": "7200"}),
     (["4"], {"worker_num": "4", "local_worker_num": "4", "join": "True"}),
     (["4", "9001", "my log", "False", "30"], {"worker_num": "4", "local_worker_num": "4", "master_port": "9001",
                                               "log_dir": "my log", "join": "False", "cluster_time_out": "30"}),
@@ -156,8 +157,8 @@ def test_msrun_gets_what_the_positions_mean(recorded_msrun, arguments, expected)
     found = dict(word[2:].split("=", 1) for word in words[2:words.index("python")])
     assert {key: found[key] for key in expected} == expected
     assert words[words.index("python"):] == [
-        "python", str(ENTRY), "--config", "a b.yaml", "--model.model_config.pet_config.target_modules", ".*wq|.*wk", "--x",
-        "$(exit 3)"]
+        "python", str(ENTRY), "--config", "a b.yaml", "--model.model_config.pet_config.target_modules", ".*wq|.*wk",
+        "--x", "$(exit 3)"]
 
 
 # Helpers

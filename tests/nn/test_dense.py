@@ -1,4 +1,4 @@
-"""LoRADense against numpy: its equation, its gradients, its starts, and what it takes over from the cell it replaces."""
+"""LoRADense against numpy: equation, gradients, starts, and what it takes over from the cell it replaces."""
 import copy
 import re
 

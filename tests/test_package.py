@@ -1,0 +1,31 @@
+"""What `import mindlora` gives, and what it costs."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+import mindlora
+
+
+def test_every_public_name_is_there():
+    assert {"LoRADense", "LoraConfig", "LoraError", "LoraReport", "apply_lora", "freeze_base", "load_lora",
+            "save_lora", "trainable_summary"} <= set(mindlora.__all__) <= set(dir(mindlora))
+    assert all(getattr(mindlora, name).__module__.startswith("mindlora.") for name in mindlora.__all__)
+    with pytest.raises(AttributeError, match="module 'mindlora' has no attribute 'aply_lora'"):
+        mindlora.aply_lora
+
+
+def test_import_is_cheap_and_leaves_mindformers_out():
+    root = os.path.dirname(os.path.dirname(mindlora.__file__))
+    program = ("import sys, time\n"
+               "start = time.perf_counter(); import mindspore\n"
+               "middle = time.perf_counter(); from mindlora import *\n"
+               "print(middle - start, time.perf_counter() - middle)\n"
+               "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindpet', 'torch', 'peft'})")
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True,
+                            env={**os.environ, "PYTHONPATH": root}).stdout.splitlines()
+    mindspore_seconds, mindlora_seconds = map(float, output[-2].split())
+    print(f"import mindspore {mindspore_seconds:.2f} s, all of mindlora's names {mindlora_seconds:.3f} s more")
+    assert output[-1] == "set()"
+    assert mindlora_seconds < 1  # a busy machine takes its time; the strict figure is the benchmark's
