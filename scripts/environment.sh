@@ -40,7 +40,9 @@ make_environment() {
     echo "Making the environment $VENV with $("$python" --version) (MindSpore is a download of about 1 GB) ..."
     "$python" -m venv "$VENV" || return 1
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel || return 1
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" || return 1
+    # Without setuptools' word of caution about editable installations.
+    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" \
+        || return 1
     echo "$wanted" > "$VENV/mindlora-installed"
     echo "Environment ready."
 }

@@ -46,6 +46,8 @@ def main():
     say("4/4  Result: base and adapter, loaded by a fresh process")
     run([sys.executable, os.path.abspath(__file__), "--output", paths.output, "--evaluate", adapter]
         + (["--short"] if args.short else []), "evaluate.log", keep_stdout=True)
+    if args.short:
+        print("\n     (--short trains for seconds: it shows that all works, not what LoRA can do.)")
     print(f"\nadapter     {adapter}\nloss curve  {os.path.join(paths.lora_run, 'loss_curve.png')}"
           f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s")
 
