@@ -1,6 +1,6 @@
 """Makes MindFormers build mindlora's LoRA where a YAML says ``pet_type: lora``."""
 import dataclasses
-from typing import Optional
+from typing import ClassVar, Optional
 
 from mindformers.pet import pet_model
 from mindformers.pet.models.lora import LoraModel
@@ -47,6 +47,8 @@ class PetLoraConfig(LoraConfig):
         adapter_path (str): An adapter that is loaded when the network is built: to train on, to evaluate or to
             predict with it. Default: None.
     """
+    # MindFormers asks for it when it generates.
+    pet_type: ClassVar[str] = PET_TYPE
     adapter_path: Optional[str] = None
 
 

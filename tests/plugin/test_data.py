@@ -466,7 +466,7 @@ def test_text_is_packed_without_a_gap(tmp_path, tokenizer, monkeypatch):
 
 def test_paragraphs_are_documents_of_their_own(tmp_path, tokenizer):
     (tmp_path / "in.txt").write_text("the cat\nsat\n\n \nthe mat\n")
-    report = data.convert_text(str(tmp_path / "in.txt"), str(tmp_path / "x.mindrecord"), tokenizer, 16, paragraphs=True)
+    report = data.convert_text(str(tmp_path / "in.txt"), str(tmp_path / "x.mindrecord"), tokenizer, 63, paragraphs=True)
     ids = np.concatenate([row["input_ids"] for row in read_back(report.output)])
     assert tokenizer.decode(ids[ids != PAD].tolist()) == "<s>the cat\nsat</s><s>the mat</s>"
 
