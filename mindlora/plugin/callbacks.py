@@ -100,9 +100,9 @@ class LoraCheckpoint(Callback):
             reported = self._reported(params)
             if self.best_metric not in reported:
                 raise ConfigError(f"LoraCheckpoint: best_metric is {self.best_metric!r}, but at step {step} only "
-                                  f"{', '.join(sorted(reported))} is reported. List the callback that reports it before "
-                                  "LoraCheckpoint, and let it run at every save.")
-            self._save(params, reported[self.best_metric])
+                                  f"{', '.join(sorted(reported))} is reported. List the callback that reports it "
+                                  "before LoraCheckpoint, and let it run at every save.")
+            self._save(params, float(reported[self.best_metric]))
         if last:
             run_context.request_stop()
 
@@ -110,7 +110,8 @@ class LoraCheckpoint(Callback):
         params = run_context.original_args()
         if params.cur_step_num != self.last_saved:
             # Another callback stopped the run at a step at which the metric may not have been measured.
-            self._save(params, self._reported(params).get(self.best_metric))
+            value = self._reported(params).get(self.best_metric)
+            self._save(params, None if value is None else float(value))
 
     def _save(self, params, value):
         """Writes the step folder, and best too if ``value`` is the best so far; None is no value."""
@@ -132,7 +133,7 @@ class LoraCheckpoint(Callback):
 
     def _reported(self, params):
         """Returns the metrics of this step by name."""
-        reported = {name: float(value) for name, value in (params.get("eval_results") or {}).items()}
+        reported = dict(params.get("eval_results") or {})
         if self.losses:
             reported["loss"] = float(np.mean(self.losses))
         return reported
@@ -142,7 +143,7 @@ class LoraCheckpoint(Callback):
 class HeldOutLoss(Callback):
     """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
 
-    The metric stands for the step at which it was measured alone; LoraCheckpoint must be listed after this one to see it.
+    The metric stands for the step alone at which it was measured; LoraCheckpoint sees it if it is listed after this.
 
     Args:
         dataset_dir (str): MindRecord with int32 columns input_ids and labels.
@@ -243,7 +244,8 @@ class ProgressBar(Callback):
         params = run_context.original_args()
         self.bar = tqdm(total=training_state.total_steps(params), initial=params.cur_step_num, desc=self.label,
                         unit="step", disable=get_real_rank() != 0, dynamic_ncols=True,
-                        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}")
+                        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left"
+                                   "{postfix}")
 
     def on_train_step_end(self, run_context):
         params = run_context.original_args()

@@ -128,8 +128,8 @@ def restore(folder: str, params) -> None:
         raise ConfigError(f"{folder} was saved at {facts['steps_per_epoch']} steps per epoch, this run has "
                           f"{params.batch_num}: resume with the same data, batch_size and number of devices.")
     if facts["step"] >= total_steps(params):
-        raise ConfigError(f"{folder} is of step {facts['step']}, and this run ends at step {total_steps(params)}: nothing "
-                          "is left to train. Raise epochs to train longer.")
+        raise ConfigError(f"{folder} is of step {facts['step']}, and this run ends at step {total_steps(params)}: "
+                          "nothing is left to train. Raise epochs to train longer.")
     skipped = params.train_dataset.get_init_step()
     if skipped != facts["step"]:
         raise ConfigError(f"{folder} stopped after step {facts['step']}, but the dataset starts at step {skipped}: set "
@@ -143,8 +143,9 @@ def restore(folder: str, params) -> None:
         ("only in this run", sorted(set(parameters) - set(tensors))),
         ("of another shape", differing)) if which]
     if problems:
-        raise ConfigError(f"{folder} has the state of another optimizer, loss scale or network. {'; '.join(problems)}. "
-                          "Resume with the optimizer, runner_wrapper and pet_config it was saved with.")
+        raise ConfigError(f"{folder} has the state of another optimizer, loss scale or network. "
+                          f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config it was "
+                          "saved with.")
     load_lora(base_of(params.train_network), folder, on_base_mismatch="error")
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
@@ -152,7 +153,7 @@ def restore(folder: str, params) -> None:
 
 
 def _state_parameters(train_network):
-    """What a run needs besides adapter and frozen base: moments, step and loss scale, and base parameters that train."""
+    """What a run needs besides adapter and frozen base: moments, step, loss scale, and base parameters that train."""
     network = base_of(train_network)
     in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
     frozen = {p.name for p in network.get_parameters() if not p.requires_grad}

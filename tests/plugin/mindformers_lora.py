@@ -45,8 +45,8 @@ def main(folder):
 
     trained = os.path.join(config.output_dir, "checkpoint", "rank_0", "full_rank_0-5_10.ckpt")
     probe = ms.Tensor(np.load("probe.npy"))
-    logits = {"trained": logits_of(network, probe, trained), "ours": logits_of(network, probe, "base.ckpt", "ours.ckpt")}
-    np.savez("logits.npz", **logits)
+    np.savez("logits.npz", trained=logits_of(network, probe, trained),
+             ours=logits_of(network, probe, "base.ckpt", "ours.ckpt"))
     assert "mindlora.plugin.hooks" not in sys.modules
     assert pet_model.PET_TYPE_TO_MODEL_MAPPING["lora"] is LoraModel and type(network.network) is LoraModel
 

@@ -41,7 +41,8 @@ def runs(tmp_path_factory):
     tiny_runs.write_data(folder / "train.mindrecord", 40)
     monitor = {"save_checkpoint_steps": STEPS, "integrated_save": False}
     config = tiny_runs.tiny_config(folder / "train.mindrecord", 5, [
-        {"type": "LossCurve"}, {"type": "CheckpointMonitor", "prefix": "full", "save_trainable_params": True, **monitor},
+        {"type": "LossCurve"},
+        {"type": "CheckpointMonitor", "prefix": "full", "save_trainable_params": True, **monitor},
         {"type": "SecondCheckpointMonitor", "prefix": "safe", "checkpoint_format": "safetensors", **monitor}],
         load_checkpoint=str(folder / "initial.ckpt"), output_dir=str(folder / "theirs"))
     config["model"]["model_config"]["pet_config"]["target_modules"] = ".*wq|.*w1|.*w2"

@@ -1,4 +1,4 @@
-"""LoraCheckpoint: when it saves, what it keeps, which adapter is best, and that a resumed run is the uninterrupted one."""
+"""LoraCheckpoint: when it saves, what it keeps, which is best, and that a resumed run is the uninterrupted one."""
 import json
 import os
 import pathlib

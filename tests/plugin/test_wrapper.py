@@ -108,7 +108,8 @@ def test_a_weight_that_is_not_finite_skips_the_step(mode, data, value):
     assert int(cell.optimizer.global_step.asnumpy().item()) == 0 and float(learning_rate.asnumpy()) == LEARNING_RATE
 
 
-@pytest.mark.parametrize("dtype, scale, fitting", [(ms.float16, 2.0 ** 20, 2.0 ** 9), (ms.float32, 2.0 ** 127, 2.0 ** 120)],
+@pytest.mark.parametrize("dtype, scale, fitting", [(ms.float16, 2.0 ** 20, 2.0 ** 9),
+                                                   (ms.float32, 2.0 ** 127, 2.0 ** 120)],
                          ids=["float16", "float32"])
 def test_a_loss_scale_too_large_is_lowered_until_a_step_can_be_taken(mode, data, dtype, scale, fitting):
     weight, x, target = data

@@ -15,12 +15,13 @@ SEQUENCE, VOCABULARY, PAD, IGNORED = 16, 64, 3, -100
 BATCH_SIZE = 4
 
 # A Llama small enough that a run is mostly imports.
-MODEL = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 1, "vocab_size": VOCABULARY, "intermediate_size": 48}
+MODEL = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 1, "vocab_size": VOCABULARY,
+         "intermediate_size": 48}
 PET = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": ".*wq|.*w2"}
 
 
 def write_data(path, rows, seed=0):
-    """Writes rows that count in threes as MindRecord, some labels of which do not count; returns (input_ids, labels)."""
+    """Writes rows that go up in threes as MindRecord, some labels of which are ignored; returns (input_ids, labels)."""
     from mindspore.mindrecord import FileWriter
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, VOCABULARY - 4, (rows, 1))
