@@ -44,8 +44,7 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: str
                         f"adapter with format {format!r} cannot replace. Remove it, or give another path.")
     cells = _cells_by_path(network)
     tensors = {place: parameter.asnumpy() for place, parameter in _parameters(cells).items()}
-    _check_finite(tensors, "The network holds LoRA tensors with NaN or infinity, so nothing was written to "
-                           f"{path}")
+    _check_finite(tensors, "The network holds LoRA tensors with NaN or infinity, so nothing was saved")
     first = next(iter(cells.values()))
     ranks = {(cell.lora_rank, cell.lora_alpha) for cell in cells.values()}
     if len(ranks) > 1:

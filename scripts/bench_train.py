@@ -30,19 +30,19 @@ QUICK_SIZE = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "intermediate
 PARITY_SIZE = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "vocab_size": 128,
                "seq_length": 32, "rank": 8, "batch_size": 4}
 OURS, THEIRS, FULL = "mindlora LoRA", "MindFormers LoRA", "full fine-tuning"
-PARITY_STEPS, WARM_UP = 50, 4
+PARITY_STEPS, WARM_UP = 50, 6
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="measured steps of each side (default: 21, with --quick 5)")
+    parser.add_argument("--steps", type=int, help="measured steps of each side (default: 24, with --quick 6)")
     parser.add_argument("--imports", type=int, help="fresh processes for the import (default: 9, with --quick 3)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few steps, to see that it runs")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
     json_path = args.json and os.path.abspath(args.json)
     size = QUICK_SIZE if args.quick else FULL_SIZE
-    steps, imports = args.steps or (5 if args.quick else 21), args.imports or (3 if args.quick else 9)
+    steps, imports = args.steps or (6 if args.quick else 24), args.imports or (3 if args.quick else 9)
     import_figures = measure_import(imports)
     with tempfile.TemporaryDirectory() as folder:
         # MindFormers logs to stdout, and writes output/ under the working folder.

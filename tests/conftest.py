@@ -1,10 +1,14 @@
 """Shared by all tests: a quiet MindSpore, and each test's output away from the checkout."""
+import logging
 import os
 import sys
+import tempfile
 
 # Before MindSpore is imported: no spinning worker threads on few cores, and errors alone in its log.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
+# Else MindFormers, once a test has imported it, logs into output/ under whatever folder a later test works in.
+os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp(prefix="mindlora-test-log-"))
 
 import pytest  # noqa: E402  pylint: disable=wrong-import-position
 
@@ -17,6 +21,14 @@ if ROOT not in sys.path:
 def _working_folder(tmp_path, monkeypatch):
     # MindFormers writes output/ under the working folder.
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _plain_log():
+    # Once a test has imported the plug-in, the core's messages go to MindFormers' log; each test starts without that.
+    logger = logging.getLogger("mindlora")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(params=[0, 1], ids=["graph", "pynative"])

@@ -24,9 +24,10 @@ def _loss(params):
     return float(_get_loss_output(params.net_outputs)[0])
 
 
-def _check_count(callback, name, value):
+# MindFormers puts the class before the message of an error that a constructor raises.
+def _check_count(name, value):
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{callback}: {name} is {value!r}, it must be a whole number of at least 1.")
+        raise ConfigError(f"{name} is {value!r}, it must be a whole number of at least 1.")
 
 
 @register
@@ -58,12 +59,11 @@ class LoraCheckpoint(Callback):
     def __init__(self, save_steps=100, directory=None, keep_last=3, best_metric="loss", best_mode="min", resume=False):
         super().__init__()
         for name, value in (("save_steps", save_steps), ("keep_last", keep_last)):
-            _check_count("LoraCheckpoint", name, value)
+            _check_count(name, value)
         if best_mode not in ("min", "max"):
-            raise ConfigError(f"LoraCheckpoint: best_mode is {best_mode!r}, it must be 'min' or 'max'.")
+            raise ConfigError(f"best_mode is {best_mode!r}, it must be 'min' or 'max'.")
         if not isinstance(resume, (bool, str)):
-            raise ConfigError(f"LoraCheckpoint: resume is {resume!r}, it must be True, False or the path of a step "
-                              "folder.")
+            raise ConfigError(f"resume is {resume!r}, it must be True, False or the path of a step folder.")
         self.save_steps, self.keep_last = save_steps, keep_last
         self.directory = training_state.checkpoint_directory(directory)
         self.best_metric, self.best_mode, self.resume = best_metric, best_mode, resume
@@ -157,9 +157,9 @@ class HeldOutLoss(Callback):
     def __init__(self, dataset_dir, every_steps=100, batch_size=8):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("batch_size", batch_size)):
-            _check_count("HeldOutLoss", name, value)
+            _check_count(name, value)
         if not os.path.exists(dataset_dir):
-            raise ConfigError(f"HeldOutLoss: dataset_dir {dataset_dir} does not exist.")
+            raise ConfigError(f"dataset_dir {dataset_dir} does not exist.")
         self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size
         self.cell, self.step_before, self.measured = None, 0, []
 
