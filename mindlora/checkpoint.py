@@ -158,7 +158,8 @@ def _check_rank_and_scale(adapter, cells, path):
     alphas = sorted({cell.lora_alpha for cell in cells.values()})
     if adapter.alpha is not None and any(alpha != adapter.alpha for alpha in alphas):
         raise ScaleMismatchError(f"{path} was trained with lora_alpha {adapter.alpha:g}, the network was built with "
-                                 f"{alphas[0]:g}: set lora_alpha to {adapter.alpha:g}, or its effect is scaled wrongly.")
+                                 f"{alphas[0]:g}: set lora_alpha to {adapter.alpha:g}, or its effect is scaled "
+                                 "wrongly.")
 
 
 def _check_finite(tensors, message):

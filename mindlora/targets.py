@@ -1,4 +1,4 @@
-"""Which linear cells a configuration selects: full-path regex, MindFormers' bare-name regex, suffix list, all-linear."""
+"""Which linear cells a configuration selects: a regex on paths or bare names, a list of suffixes, all-linear."""
 import logging
 import re
 from typing import Callable, Dict, List, Sequence

@@ -59,8 +59,8 @@ def read_rank_and_alpha(path: str) -> Tuple[int, float]:
     """Returns (r, lora_alpha) of an adapter_config.json.
 
     Raises:
-        AdapterFormatError: The file is missing, is not a JSON object, lacks one of the two, or declares another scale than
-            lora_alpha / r.
+        AdapterFormatError: The file is missing, is not a JSON object, lacks one of the two, or declares another
+            scale than lora_alpha / r.
     """
     try:
         with open(path, encoding="utf-8") as file:

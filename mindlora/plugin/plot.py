@@ -1,4 +1,6 @@
 """The picture of a training run."""
+from statistics import fmean
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -6,7 +8,7 @@ from matplotlib import pyplot  # noqa: E402  pylint: disable=wrong-import-positi
 
 
 def draw_loss(train, held_out, path: str) -> None:
-    """Draws training loss, its running mean and held-out loss over steps.
+    """Draws training loss, its mean over neighbouring steps and held-out loss.
 
     Args:
         train (list): (step, loss) of every step.
@@ -16,10 +18,8 @@ def draw_loss(train, held_out, path: str) -> None:
     steps, losses = zip(*train)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss, each step")
-    smooth = [losses[0]]
-    for loss in losses[1:]:
-        smooth.append(0.9 * smooth[-1] + 0.1 * loss)
-    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label="training loss, running mean")
+    smooth = [fmean(losses[max(0, i - 4):i + 5]) for i in range(len(losses))]
+    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label="training loss, mean of 9 steps")
     if held_out:
         axes.plot(*zip(*held_out), color="tab:orange", marker="o", linewidth=2, label="held-out loss")
     axes.set_xlabel("step")

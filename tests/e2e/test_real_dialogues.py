@@ -30,7 +30,8 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
          "--model.model_config.seq_length", SEQUENCE, "--model.model_config.vocab_size", VOCABULARY,
          "--model.model_config.num_layers", 2,
          # With the head, since a random base has nothing else through which frequent tokens could be told.
-         "--model.model_config.pet_config.target_modules", json.dumps(["wq", "wv", "w2", "lm_head"]), "--callbacks", json.dumps([
+         "--model.model_config.pet_config.target_modules", json.dumps(["wq", "wv", "w2", "lm_head"]),
+         "--callbacks", json.dumps([
              {"type": "HeldOutLoss", "dataset_dir": "data-heldout.mindrecord", "every_steps": 10},
              {"type": "LossCurve"}, {"type": "LoraCheckpoint", "save_steps": 10, "best_metric": "held_out_loss"}]))
     with open(tmp_path / "run" / "loss_curve.json", encoding="utf-8") as file:
