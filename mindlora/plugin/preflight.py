@@ -144,6 +144,10 @@ def _fill_resume(config):
         if callback.get("type") == "LoraCheckpoint" and callback.get("resume"):
             directory = resume.checkpoint_directory(callback.get("directory"))
             folder = resume.resume_folder(directory, callback["resume"])
-            config.data_skip_steps = resume.read_facts(folder)["step"]
+            facts, epochs = resume.read_facts(folder), config.runner_config.epochs
+            if not config.runner_config.sink_mode and facts["step"] >= facts["steps_per_epoch"] * epochs:
+                raise ConfigError(f"{folder} is of the last step of {epochs} epochs, so nothing is left to resume. "
+                                  "Raise runner_config.epochs to train longer.")
+            config.data_skip_steps = facts["step"]
             callback["resume"] = folder
             logger.info("Resuming from %s: the data starts at step %d.", folder, config.data_skip_steps)

@@ -8,6 +8,7 @@ import types
 import mindspore as ms
 import numpy as np
 import pytest
+import yaml
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora
@@ -386,3 +387,19 @@ def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
     assert folders(resumed / "lora_checkpoint") == ["best", "step_6"]
     tiny_runs.assert_same_state(whole / "lora_checkpoint" / "step_6", resumed / "lora_checkpoint" / "step_6")
     assert tiny_runs.losses(resumed) == {step: loss for step, loss in tiny_runs.losses(whole).items() if step > 4}
+
+
+def test_a_complete_run_is_not_resumed(tmp_path):
+    from mindformers.tools.register import MindFormerConfig
+    from mindlora.plugin import preflight
+    folder = tmp_path / "step_20"
+    folder.mkdir()
+    (folder / "training_state.json").write_text('{"step": 20, "steps_per_epoch": 10}')
+    callbacks = [{"type": "LoraCheckpoint", "directory": str(tmp_path), "resume": True}]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_runs.tiny_config("unused", 2, callbacks)))
+    with pytest.raises(ConfigError, match="step_20 is of the last step of 2 epochs, so nothing is left to resume"):
+        preflight.prepare(MindFormerConfig(str(tmp_path / "run.yaml")))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_runs.tiny_config("unused", 3, callbacks)))
+    config = MindFormerConfig(str(tmp_path / "run.yaml"))
+    preflight.prepare(config)
+    assert config.data_skip_steps == 20
