@@ -14,6 +14,8 @@ from mindlora.targets import select_targets
 
 logger = logging.getLogger("mindlora")
 
+_SAVED_WHOLE = "mindlora_saved_whole"
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraReport:
@@ -21,7 +23,7 @@ class LoraReport:
 
     Attributes:
         replaced (tuple of str): Paths of the cells that are LoRADense now.
-        trainable (int): Number of elements in all A and B.
+        trainable (int): Number of elements in all A and B, and in the modules of modules_to_save.
         total (int): Number of elements in all parameters, the adapters included.
     """
     replaced: Tuple[str, ...]
@@ -53,7 +55,9 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         (linear if path and isinstance(cell, linear_types()) else others)[path] = cell
     # MindSpore lists a cell that hangs in two places once, so what is shared is found by identity below.
     selected = select_targets(list(linear), config.target_modules, config.exclude_modules,
-                              {path: type(cell).__name__ for path, cell in others.items()})
+                              {path: type(cell).__name__ for path, cell in others.items()},
+                              config.layers_to_transform)
+    whole = _whole_parameters(network, config.modules_to_save, selected)
     refused = {path: reason for path in selected if (reason := _refusal(linear[path]))}
     if refused:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
@@ -62,20 +66,23 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     replacements = {}
     for path in selected:
         cell = linear[path]
-        adapted = LoRADense.from_dense(cell, config)
         stem = _parameter_stem(cell, path)
+        adapted = LoRADense.from_dense(cell, config.for_cell(stem))
         adapted.mindpet_delta_lora_a.name = f"{stem}.{LORA_A}"
         adapted.mindpet_delta_lora_b.name = f"{stem}.{LORA_B}"
         replacements[id(cell)] = adapted
     _replace_children(network, replacements)
+    for parameter in whole:
+        mark_saved_whole(parameter)
     trainable = sum(p.size for _, cell in lora_cells(network) for p in cell.lora_parameters())
+    trainable += sum(p.size for p in whole)
     report = LoraReport(tuple(selected), trainable, sum(p.size for p in network.get_parameters()))
     logger.info("LoRA put on %d cells: %s.", len(selected), _listed(selected))
     return report
 
 
 def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
-    """Freezes every parameter of ``network`` but A and B.
+    """Freezes every parameter of ``network`` but A and B, and what modules_to_save named for apply_lora.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
@@ -91,6 +98,7 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
     if not adapters:
         raise LoraError("The network holds no LoRADense cell: freezing the base would leave nothing to train. "
                         "Call apply_lora first.")
+    adapters |= {id(p) for p in saved_whole(network)}
     parameters = list(network.get_parameters())
     freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
     train = _matched_names(parameters, config.freeze_exclude if config else None, "freeze_exclude")
@@ -106,7 +114,8 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
         logger.warning("Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
-                       "tensors alone, so keep these with mindspore.save_checkpoint.", len(extra), _listed(extra))
+                       "tensors and the modules of modules_to_save alone, so name these there, or keep them with "
+                       "mindspore.save_checkpoint.", len(extra), _listed(extra))
 
 
 def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRADense]]:
@@ -114,6 +123,16 @@ def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRADense]]:
     for _, cell in network.cells_and_names():
         if isinstance(cell, LoRADense):
             yield cell.mindpet_delta_lora_a.name.rpartition(".")[0], cell
+
+
+def mark_saved_whole(parameter) -> None:
+    """Notes that a parameter of the base was trained whole, so that it is saved with the adapter."""
+    setattr(parameter, _SAVED_WHOLE, True)
+
+
+def saved_whole(network: nn.Cell) -> List:
+    """Returns the parameters of the base that were trained whole and belong to the adapter (modules_to_save)."""
+    return [p for p in network.get_parameters() if getattr(p, _SAVED_WHOLE, False)]
 
 
 def trainable_summary(network: nn.Cell) -> str:
@@ -154,6 +173,28 @@ def _refusal(cell) -> str:
     except UnsupportedCellError as error:
         return str(error)
     return ""
+
+
+def _whole_parameters(network, modules, selected) -> list:
+    """Returns the parameters of the modules that an item of ``modules`` names by an end of their path."""
+    whole = []
+    for module in modules or ():
+        hits = [p for p in network.get_parameters() if _inside(p.name, module)]
+        if not hits:
+            raise TargetError(f"modules_to_save names {module!r}, which matches no module. "
+                              f"Parameters: {_listed(p.name for p in network.get_parameters())}.")
+        adapted = [path for path in selected if any(p.name.startswith(path + ".") for p in hits)]
+        if adapted:
+            raise TargetError(f"modules_to_save names {module!r}, and so does target_modules: {_listed(adapted)}. A "
+                              "module is either trained whole or adapted.")
+        whole += hits
+    return whole
+
+
+def _inside(name, module) -> bool:
+    """Tells whether a parameter belongs to the module whose path ends in ``module``, under either world's names."""
+    aliases = {name, names.parameter_to_hugging_face(name) or name}
+    return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases)
 
 
 def _parameter_stem(cell, path) -> str:

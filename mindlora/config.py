@@ -1,10 +1,13 @@
 """LoraConfig: one validated description of an adapter, read from MindFormers' pet_config or made in Python."""
 import dataclasses
 import difflib
+import math
 import re
 import warnings
-from typing import List, Mapping, Optional, Union
+from collections.abc import Mapping
+from typing import Dict, List, Optional, Union
 
+from mindlora import names
 from mindlora.errors import ConfigError
 
 # Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
@@ -39,6 +42,13 @@ class LoraConfig:
         lora_b_init (str, Initializer or Tensor): Start of B. Default: ``"zeros"``, so that training starts at the base.
         param_init_type (str): dtype in which A and B are kept: float32, float16 or bfloat16. Default: float32.
         compute_dtype (str): dtype of the products. Default: None, what the replaced cell computes in.
+        use_rslora (bool): Scale by lora_alpha / sqrt(lora_rank) and not by lora_alpha / lora_rank, which keeps the
+            size of the update at large ranks (Kalajdzievski, 2023). Default: False.
+        rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha for the cells whose path, or
+            an end of it that begins at a dot, it matches; the first that matches counts, as in PEFT. Default: None.
+        layers_to_transform (int or list of int): The only layers whose cells get an adapter. Default: None, all.
+        modules_to_save (list of str): Ends of paths of modules that are trained whole and saved with the adapter,
+            such as ``["lm_head", "attention_norm"]``. Default: None.
         freeze_include (list of str): Shell-style patterns of parameter names to freeze besides the base. Default: None.
         freeze_exclude (list of str): Shell-style patterns of base parameters to train too. Default: None.
 
@@ -56,12 +66,17 @@ class LoraConfig:
     lora_b_init: object = "zeros"
     param_init_type: str = "float32"
     compute_dtype: Optional[str] = None
+    use_rslora: bool = False
+    rank_pattern: Optional[Dict[str, int]] = None
+    alpha_pattern: Optional[Dict[str, float]] = None
+    layers_to_transform: Union[int, List[int], None] = None
+    modules_to_save: Optional[List[str]] = None
     freeze_include: Optional[List[str]] = None
     freeze_exclude: Optional[List[str]] = None
 
     def __post_init__(self):
-        _check_number(self.lora_rank, "lora_rank", int, lambda v: v >= 1, "a whole number of at least 1")
-        _check_number(self.lora_alpha, "lora_alpha", (int, float), lambda v: 0 < v < float("inf"), "a number above 0")
+        _check_rank(self.lora_rank, "lora_rank")
+        _check_alpha(self.lora_alpha, "lora_alpha")
         _check_number(self.lora_dropout, "lora_dropout", (int, float), lambda v: 0 <= v < 1, "a number in [0, 1)")
         if self.lora_alpha < 1:
             warnings.warn(
@@ -70,8 +85,13 @@ class LoraConfig:
                 stacklevel=3)
         for field in ("target_modules", "exclude_modules"):
             _check_patterns(getattr(self, field), field)
-        for field in ("freeze_include", "freeze_exclude"):
+        for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
             _check_name_list(getattr(self, field), field)
+        if not isinstance(self.use_rslora, bool):
+            raise ConfigError(f"use_rslora is {self.use_rslora!r}: it must be True or False.")
+        _check_pattern_values(self.rank_pattern, "rank_pattern", _check_rank)
+        _check_pattern_values(self.alpha_pattern, "alpha_pattern", _check_alpha)
+        _check_layers(self.layers_to_transform)
         self.param_init_type = dtype_name(self.param_init_type, "param_init_type")
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
@@ -82,8 +102,16 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """lora_alpha / lora_rank, the factor on the low-rank path."""
-        return self.lora_alpha / self.lora_rank
+        """lora_alpha / lora_rank, or lora_alpha / sqrt(lora_rank): the factor on the low-rank path."""
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+
+    def for_cell(self, path: str) -> "LoraConfig":
+        """Returns the configuration of the cell at ``path``, with rank_pattern and alpha_pattern resolved."""
+        rank = pattern_value(self.rank_pattern, path, self.lora_rank)
+        alpha = pattern_value(self.alpha_pattern, path, self.lora_alpha)
+        if (rank, alpha) == (self.lora_rank, self.lora_alpha):
+            return self
+        return dataclasses.replace(self, lora_rank=rank, lora_alpha=alpha, rank_pattern=None, alpha_pattern=None)
 
     @classmethod
     def from_pet_config(cls, pet_config: Mapping) -> "LoraConfig":
@@ -119,7 +147,8 @@ class LoraConfig:
         if "target_modules" not in given:
             raise ConfigError("pet_config has no target_modules: name the linear cells that get an adapter, "
                               "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'.")
-        for key in ("target_modules", "exclude_modules", "freeze_include", "freeze_exclude"):
+        for key in ("target_modules", "exclude_modules", "freeze_include", "freeze_exclude", "modules_to_save",
+                    "layers_to_transform"):
             if isinstance(given.get(key), tuple):
                 given[key] = list(given[key])
         return cls(**given)
@@ -127,6 +156,20 @@ class LoraConfig:
     def to_dict(self) -> dict:
         """Returns the fields as plain values, fit for YAML or JSON where the inits are names."""
         return dataclasses.asdict(self)
+
+
+def pattern_value(pattern: Optional[dict], path: str, default):
+    """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or an end of it.
+
+    Args:
+        pattern (dict): Regular expression -> value, or None.
+        path (str): Full path of a cell; its Hugging Face name is tried too.
+        default: What to return where nothing matches.
+    """
+    for expression, value in (pattern or {}).items():
+        if any(re.match(rf"(.*\.)?({expression})$", name) for name in names.aliases(path)):
+            return value
+    return default
 
 
 def check_pet_type(pet_type):
@@ -160,6 +203,35 @@ def dtype_name(value, field: str) -> str:
 def _check_number(value, field, types, in_range, expected):
     if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
         raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
+
+
+def _check_rank(value, field):
+    _check_number(value, field, int, lambda v: v >= 1, "a whole number of at least 1")
+
+
+def _check_alpha(value, field):
+    _check_number(value, field, (int, float), lambda v: 0 < v < float("inf"), "a number above 0")
+
+
+def _check_pattern_values(pattern, field, check_value):
+    if pattern is None:
+        return
+    if not isinstance(pattern, Mapping):
+        raise ConfigError(f"{field} is {pattern!r}: it must map regular expressions on paths to values.")
+    for expression, value in pattern.items():
+        try:
+            re.compile(expression)
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{field} holds {expression!r}, which is not a regular expression: {error}.") from error
+        check_value(value, f"{field}[{expression!r}]")
+
+
+def _check_layers(value):
+    layers = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if value is not None and not layers:
+        raise ConfigError("layers_to_transform is an empty list: name at least one layer, or leave it out for all.")
+    for layer in layers:
+        _check_number(layer, "layers_to_transform", int, lambda v: v >= 0, "a layer number, or a list of them")
 
 
 def _check_patterns(value, field):

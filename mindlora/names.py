@@ -1,6 +1,6 @@
-"""How Hugging Face and MindFormers name the linear cells of a Llama."""
+"""How Hugging Face and MindFormers name the cells and the parameters of a Llama."""
 import math
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 # (Hugging Face, MindFormers): the part of a path that differs, for linear cells and for what holds them.
 _PARTS = (
@@ -11,6 +11,15 @@ _PARTS = (
     ("mlp.gate_proj", "feed_forward.w1"),
     ("mlp.down_proj", "feed_forward.w2"),
     ("mlp.up_proj", "feed_forward.w3"),
+)
+
+# (Hugging Face, MindFormers): how the name of any other parameter of a Llama ends.
+_PARAMETERS = (
+    ("embed_tokens.weight", "tok_embeddings.embedding_weight"),
+    ("input_layernorm.weight", "attention_norm.weight"),
+    ("post_attention_layernorm.weight", "ffn_norm.weight"),
+    ("model.norm.weight", "model.norm_out.weight"),
+    ("lm_head.weight", "lm_head.weight"),
 )
 
 # MindFormers' qkv_concat: one cell that stands for several.
@@ -31,6 +40,25 @@ def to_mindformers(path: str) -> str:
         if path == hugging_face or path.endswith("." + hugging_face):
             return path[:-len(hugging_face)] + mindformers
     return path
+
+
+def parameter_to_hugging_face(name: str) -> Optional[str]:
+    """Returns the Hugging Face name of a parameter of a MindFormers Llama, or None for a name that is not known."""
+    return _renamed(name, to_hugging_face, 1, 0)
+
+
+def parameter_to_mindformers(name: str) -> Optional[str]:
+    """Returns the MindFormers name of a parameter of a Hugging Face Llama, or None for a name that is not known."""
+    return _renamed(name, to_mindformers, 0, 1)
+
+
+def _renamed(name, rename_cell, source, target) -> Optional[str]:
+    for pair in _PARAMETERS:
+        if name == pair[source] or name.endswith("." + pair[source]):
+            return name[:-len(pair[source])] + pair[target]
+    path, _, leaf = name.rpartition(".")
+    known = any(path == pair[source] or path.endswith("." + pair[source]) for pair in _PARTS)
+    return f"{rename_cell(path)}.{leaf}" if known and leaf in ("weight", "bias") else None
 
 
 def aliases(path: str) -> Tuple[str, ...]:

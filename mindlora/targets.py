@@ -13,7 +13,7 @@ OUTPUT_HEADS = ("lm_head",)
 
 
 def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=None,
-                   other_cells: Dict[str, str] = None) -> List[str]:
+                   other_cells: Dict[str, str] = None, layers=None) -> List[str]:
     """Returns the paths in ``linear_paths`` that get an adapter.
 
     Args:
@@ -22,12 +22,13 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
         exclude_modules (str or list): As in LoraConfig. Default: None.
         other_cells (dict): Full path -> class name of all other cells, to explain a name that matches none of the
             linear ones. Default: None.
+        layers (int or list of int): layers_to_transform, as in LoraConfig. Default: None.
 
     Returns:
         list of str, in the order of ``linear_paths``.
 
     Raises:
-        TargetError: Nothing is selected, an item of a list selects nothing, or a part of a concatenated cell
+        TargetError: Nothing is selected, a layer holds nothing that is selected, an item of a list selects nothing, or a part of a concatenated cell
             (w_qkv, w_gate_hidden) is selected without the rest.
     """
     if target_modules is None:
@@ -44,7 +45,18 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
     if not selected:
         raise TargetError(f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
                           f"target_modules {target_modules!r} selects: {_listed(chosen)}.")
-    return selected
+    return selected if layers is None else _in_layers(selected, layers)
+
+
+def _in_layers(paths, layers) -> List[str]:
+    """Returns the paths whose first number is one of ``layers``."""
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
+    idle = sorted(set(wanted) - set(numbers.values()))
+    if idle:
+        raise TargetError(f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "
+                          f"nothing. It selects: {_listed(paths)}.")
+    return [path for path in paths if numbers[path] in wanted]
 
 
 def _matching(linear_paths, spec, field, other_cells) -> List[str]:

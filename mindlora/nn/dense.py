@@ -16,7 +16,8 @@ LORA_B = "mindpet_delta_lora_b"
 class LoRADense(nn.Cell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
-    scale is lora_alpha / lora_rank and is applied to the rank-sized tensor, the smallest one. W and bias are meant to
+    scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023) and is applied
+    to the rank-sized tensor, the smallest one. W and bias are meant to
     be frozen (see freeze_base); A and B train. B starts at zero, so the cell starts as the plain one.
 
     Args:
@@ -28,6 +29,7 @@ class LoRADense(nn.Cell):
         lora_a_init, lora_b_init: Starts of A and B, as in LoraConfig.
         param_init_type (str): dtype of A and B. Default: float32.
         compute_dtype (str): dtype of the products. Default: None, the dtype of W.
+        use_rslora (bool): Divide by sqrt(lora_rank) in the scale. Default: False.
         **dense: Further arguments of nn.Dense: weight_init, bias_init, has_bias, activation, dtype.
 
     Parameters:
@@ -48,11 +50,11 @@ class LoRADense(nn.Cell):
 
     def __init__(self, in_channels, out_channels, lora_rank, lora_alpha, lora_dropout=0.0, *,
                  lora_a_init="kaiming_uniform", lora_b_init="zeros", param_init_type="float32", compute_dtype=None,
-                 **dense):
+                 use_rslora=False, **dense):
         super().__init__()
         config = LoraConfig(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
                             lora_a_init=lora_a_init, lora_b_init=lora_b_init, param_init_type=param_init_type,
-                            compute_dtype=compute_dtype)
+                            compute_dtype=compute_dtype, use_rslora=use_rslora)
         self._adopt(nn.Dense(in_channels, out_channels, **dense), config)
 
     @classmethod
@@ -88,7 +90,8 @@ class LoRADense(nn.Cell):
         inherited = getattr(cell, "dtype", cell.weight.dtype)
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else inherited
 
-        self.lora_rank, self.lora_alpha, self.scale = config.lora_rank, config.lora_alpha, config.scale
+        self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
+        self.scale = config.scale
         self.dropout_rate = float(config.lora_dropout)
         param_type = getattr(mstype, config.param_init_type)
         self.mindpet_delta_lora_a = Parameter(

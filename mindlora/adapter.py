@@ -1,0 +1,147 @@
+"""Adapter: the tensors of a LoRA adapter and what is known of them, in NumPy, without a network or a file."""
+import dataclasses
+import math
+from typing import Dict, List, Optional, Tuple
+
+import numpy as np
+
+from mindlora import names
+from mindlora.errors import (MissingTensorsError, NotFiniteError, RankMismatchError, ScaleMismatchError,
+                             ShapeMismatchError)
+from mindlora.tensor_file import to_float32
+
+# A place is (path of the cell under MindFormers' names, "A" or "B").
+Place = Tuple[str, str]
+
+
+@dataclasses.dataclass
+class Adapter:
+    """LoRA tensors by place; the weight of the cell at a path changes by scale B A.
+
+    Attributes:
+        tensors (dict): (path under MindFormers' names, "A" or "B") -> array, A [r, in] and B [out, r], each in its
+            stored dtype (tensor_file.BFLOAT16 for bfloat16).
+        alphas (dict): path -> lora_alpha; empty where the file does not say.
+        use_rslora (bool): Whether the scale is lora_alpha / sqrt(r) and not lora_alpha / r (Kalajdzievski, 2023).
+        dropout (float): lora_dropout of the training, for whoever trains on.
+        whole (dict): Parameter name under MindFormers' names -> array, for modules that were trained whole
+            (modules_to_save) and that take the place of the base's.
+        base_model (str): Name or path of the base model under Hugging Face, or None.
+        fingerprint (dict): Mark of the base it was trained on, or None.
+        dialect (str): In whose form the file was, for messages.
+    """
+    tensors: Dict[Place, np.ndarray]
+    alphas: Dict[str, float] = dataclasses.field(default_factory=dict)
+    use_rslora: bool = False
+    dropout: float = 0.0
+    whole: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    base_model: Optional[str] = None
+    fingerprint: Optional[dict] = None
+    dialect: str = ""
+
+    @property
+    def paths(self) -> List[str]:
+        """Paths of the adapted cells, in the order of the file."""
+        return list(dict.fromkeys(path for path, _ in self.tensors))
+
+    def rank(self, path: str) -> int:
+        """Returns the rank r of the pair at ``path``."""
+        return self.tensors[path, "A"].shape[0]
+
+    def scale(self, path: str) -> float:
+        """Returns lora_alpha / r of the pair at ``path``, or lora_alpha / sqrt(r) with use_rslora.
+
+        Raises:
+            ScaleMismatchError: The file does not say lora_alpha.
+        """
+        if path not in self.alphas:
+            raise ScaleMismatchError(f"The adapter ({self.dialect}) does not say lora_alpha, so the scale of {path} is "
+                                     "not known. Give the lora_alpha that it was trained with.")
+        rank = self.rank(path)
+        return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def delta(self, path: str) -> np.ndarray:
+        """Returns scale B A, float32 [out, in]."""
+        a, b = (to_float32(self.tensors[path, half]) for half in "AB")
+        return (b * np.float32(self.scale(path))) @ a
+
+    def set_alpha(self, alpha: float) -> None:
+        """States lora_alpha for every pair, where the file did not."""
+        if self.alphas:
+            raise ScaleMismatchError(f"lora_alpha is {alpha:g}, but the adapter says itself: "
+                                     f"{', '.join(f'{value:g}' for value in sorted(set(self.alphas.values())))}.")
+        self.alphas = {path: float(alpha) for path in self.paths}
+
+    def check_pairs(self, source: str, declared: Dict[str, int] = None) -> None:
+        """Checks that each A has its B and that their shapes agree with each other and with the declared ranks.
+
+        Args:
+            source (str): What to name in messages.
+            declared (dict): path -> rank by the adapter's own configuration. Default: None.
+
+        Raises:
+            MissingTensorsError: Half of a pair is missing.
+            ShapeMismatchError: A tensor is not a matrix, is empty, or A and B have no rank in common.
+            RankMismatchError: The rank is not the declared one.
+        """
+        lone = [place for place in self.tensors if (place[0], "AB".replace(place[1], "")) not in self.tensors]
+        if lone:
+            raise MissingTensorsError(f"{source} lacks half of {len(lone)} pairs: it holds {listed(lone)} without its "
+                                      "other half.")
+        wrong = {}
+        for path in self.paths:
+            a, b = self.tensors[path, "A"].shape, self.tensors[path, "B"].shape
+            problem = _pair_problem(a, b, (declared or {}).get(path))
+            if problem:
+                wrong.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
+        for (kind, problem), found in wrong.items():
+            raise kind(f"{source}: {problem}, at {', '.join(names.collapse_numbers(found))}.")
+
+    def check_finite(self, source: str) -> None:
+        """Raises NotFiniteError where a tensor holds NaN or infinity."""
+        bad = [name_of(place) for place, array in self.tensors.items() if not is_finite(array)]
+        bad += [name for name, array in self.whole.items() if not is_finite(array)]
+        if bad:
+            raise NotFiniteError(f"{source} holds tensors with NaN or infinity: "
+                                 f"{', '.join(names.collapse_numbers(bad))}.")
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Tells whether no element is NaN or infinite; whole numbers never are."""
+    array = to_float32(array)
+    # The sum is NaN or infinite where an element is: one pass without a mask as large as the array. Large finite
+    # elements can overflow it too, which the second look settles.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+
+
+def name_of(place: Place) -> str:
+    """Returns a place as text, for messages."""
+    return f"{place[0]} {place[1]}".strip()
+
+
+def listed(places) -> str:
+    """Returns places as text with layer numbers put together."""
+    return ", ".join(names.collapse_numbers([name_of(place) for place in places]))
+
+
+def _pair_problem(a, b, declared) -> Optional[Tuple[type, str]]:
+    """Returns the error class and the words for the shapes of a pair that do not fit, or None."""
+    if len(a) != 2 or len(b) != 2:
+        return ShapeMismatchError, "A and B must be matrices"
+    if 0 in a + b:
+        return ShapeMismatchError, "A or B is empty"
+    rank = declared if declared is not None else a[0]
+    if a[0] == rank and b[1] == rank:
+        return None
+    if a[1] == rank and b[0] == rank:
+        return ShapeMismatchError, "A and B are swapped"
+    if a[1] == rank and b[1] == rank:
+        return ShapeMismatchError, "A is transposed: it must be [r, in]"
+    if a[0] == rank and b[0] == rank:
+        return ShapeMismatchError, "B is transposed: it must be [out, r]"
+    if a[0] == b[1]:
+        return RankMismatchError, f"the configuration declares rank {rank} and the tensors have {a[0]}"
+    return ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"
+
+
