@@ -1,30 +1,8 @@
-"""The command ``mindlora VERB``: one function per verb, listed in VERBS.
-
-What a verb needs is imported inside its function, so that help and a wrong word on the command line answer at once. A
-verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs.
-"""
-import argparse
-import contextlib
+"""mindlora data, mindlora plugin-path."""
 import dataclasses
-import json
 import os
-import sys
-from typing import Callable, NamedTuple
 
-from mindlora.errors import LoraError
-
-
-class Verb(NamedTuple):
-    """A verb of the command line.
-
-    Attributes:
-        name (str): What the user types.
-        summary (str): One line for the help.
-        add_options (callable): Takes the verb's ArgumentParser; sets ``run`` on it, or on the parsers it adds.
-    """
-    name: str
-    summary: str
-    add_options: Callable
+from mindlora.cli.verb import Verb, add_command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,33 +18,6 @@ class PluginPath:
         return self.path
 
 
-def main(argv=None) -> int:
-    """Runs one command line; returns the exit code, 0 only when all was done."""
-    arguments = _parser().parse_args(argv)
-    try:
-        # MindFormers logs to stdout, which is the report's alone.
-        with contextlib.redirect_stdout(sys.stderr):
-            report = arguments.run(arguments)
-    except (LoraError, OSError) as error:
-        print(f"mindlora: error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report)
-    return 0
-
-
-def _parser():
-    parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.add_options(verbs.add_parser(verb.name, help=verb.summary, description=verb.summary))
-    return parser
-
-
-def _add_command(parser, run):
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=run)
-
-
 def _data_options(parser):
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     alpaca = kinds.add_parser("alpaca", help="instruction, input, output: the prompt is masked out of the loss")
@@ -79,12 +30,12 @@ def _data_options(parser):
     alpaca.add_argument("--strict", action="store_true", help="fail, and write nothing, if any row cannot be used")
     alpaca.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE",
                         help="first train a byte-level BPE tokenizer on the input and save it as the folder T")
-    _add_command(alpaca, convert_alpaca)
+    add_command(alpaca, convert_alpaca)
     text = kinds.add_parser("text", help="plain text, packed into full rows, to pretrain on")
     _add_conversion_options(text, "FILE.txt")
     text.add_argument("--paragraphs", action="store_true",
                       help="each paragraph is a document of its own, with bos and eos around it")
-    _add_command(text, convert_text)
+    add_command(text, convert_text)
 
 
 def _add_conversion_options(parser, input_kind):
@@ -127,13 +78,14 @@ def _quiet_transformers():
 
 
 def _plugin_path_options(parser):
-    _add_command(parser, plugin_path)
+    add_command(parser, plugin_path)
 
 
 def plugin_path(_):
     """mindlora plugin-path"""
     # Found without importing MindFormers: the answer is for a shell's $( ).
-    return PluginPath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "plugin", "register_path"))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return PluginPath(os.path.join(package, "plugin", "register_path"))
 
 
 VERBS = (
@@ -141,6 +93,3 @@ VERBS = (
     Verb("plugin-path", "Print the folder to give MindFormers' run_mindformer.py as --register_path.",
          _plugin_path_options),
 )
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The command ``mindlora VERB``: one module for each group of verbs, each with a table VERBS.
+
+What a verb needs is imported inside its function, so that help and a wrong word on the command line answer at once. A
+verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs.
+"""
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+
+from mindlora.cli import adapters, base, data, doctor
+from mindlora.errors import LoraError
+
+_GROUPS = (data, adapters, base, doctor)
+
+
+def main(argv=None) -> int:
+    """Runs one command line; returns the exit code, 0 only when all was done."""
+    arguments = _parser().parse_args(argv)
+    try:
+        # MindFormers logs to stdout, which is the report's alone.
+        with contextlib.redirect_stdout(sys.stderr):
+            report = arguments.run(arguments)
+    except (LoraError, OSError) as error:
+        print(f"mindlora: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report)
+    return 0
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in (verb for group in _GROUPS for verb in group.VERBS):
+        verb.add_options(verbs.add_parser(verb.name, help=verb.summary, description=verb.summary))
+    return parser

@@ -1,0 +1,6 @@
+"""python -m mindlora.cli"""
+import sys
+
+from mindlora.cli import main
+
+sys.exit(main())

@@ -1,0 +1,3 @@
+"""mindlora inspect, convert, combine, diff: adapter files."""
+
+VERBS = ()

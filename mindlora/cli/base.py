@@ -1,0 +1,3 @@
+"""mindlora convert-base, merge: checkpoints of base models."""
+
+VERBS = ()

@@ -1,0 +1,3 @@
+"""mindlora doctor: what stands on this machine, and what is wrong in a YAML."""
+
+VERBS = ()
