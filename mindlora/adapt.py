@@ -2,7 +2,7 @@
 import dataclasses
 import fnmatch
 import logging
-from typing import Dict, Iterator, List, Tuple
+from typing import Callable, Dict, Iterator, List, Tuple
 
 from mindspore import nn
 
@@ -53,32 +53,38 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     linear, others = {}, {}
     for path, cell in network.cells_and_names():
         (linear if path and isinstance(cell, linear_types()) else others)[path] = cell
-    # MindSpore lists a cell that hangs in two places once, so what is shared is found by identity below.
+    # MindSpore lists a cell that hangs in two places once, so put_lora finds what is shared by identity.
     selected = select_targets(list(linear), config.target_modules, config.exclude_modules,
                               {path: type(cell).__name__ for path, cell in others.items()},
                               config.layers_to_transform)
     whole = _whole_parameters(network, config.modules_to_save, selected)
-    refused = {path: reason for path in selected if (reason := _refusal(linear[path]))}
-    if refused:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
-        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
-
-    replacements = {}
-    for path in selected:
-        cell = linear[path]
-        stem = _parameter_stem(cell, path)
-        adapted = LoRADense.from_dense(cell, config.for_cell(stem))
-        adapted.mindpet_delta_lora_a.name = f"{stem}.{LORA_A}"
-        adapted.mindpet_delta_lora_b.name = f"{stem}.{LORA_B}"
-        replacements[id(cell)] = adapted
-    _replace_children(network, replacements)
+    put_lora(network, {adapter_path(linear[path], path): linear[path] for path in selected}, config.for_cell)
     for parameter in whole:
         mark_saved_whole(parameter)
     trainable = sum(p.size for _, cell in lora_cells(network) for p in cell.lora_parameters())
     trainable += sum(p.size for p in whole)
     report = LoraReport(tuple(selected), trainable, sum(p.size for p in network.get_parameters()))
-    logger.info("LoRA put on %d cells: %s.", len(selected), _listed(selected))
     return report
+
+
+def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
+    """Replaces ``cells``, by adapter path, by LoRADense with the configurations that ``config_of`` gives their paths.
+
+    Raises:
+        UnsupportedCellError: A cell cannot carry LoRA; all of them are listed and nothing is replaced.
+    """
+    refused = {path: reason for path, cell in cells.items() if (reason := _refusal(cell))}
+    if refused:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
+    replacements = {}
+    for path, cell in cells.items():
+        adapted = LoRADense.from_dense(cell, config_of(path))
+        adapted.mindpet_delta_lora_a.name = f"{path}.{LORA_A}"
+        adapted.mindpet_delta_lora_b.name = f"{path}.{LORA_B}"
+        replacements[id(cell)] = adapted
+    replace_children(network, replacements)
+    logger.info("LoRA put on %d cells: %s.", len(cells), _listed(cells))
 
 
 def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
@@ -179,7 +185,7 @@ def _whole_parameters(network, modules, selected) -> list:
     """Returns the parameters of the modules that an item of ``modules`` names by an end of their path."""
     whole = []
     for module in modules or ():
-        hits = [p for p in network.get_parameters() if _inside(p.name, module)]
+        hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]
         if not hits:
             raise TargetError(f"modules_to_save names {module!r}, which matches no module. "
                               f"Parameters: {_listed(p.name for p in network.get_parameters())}.")
@@ -191,19 +197,14 @@ def _whole_parameters(network, modules, selected) -> list:
     return whole
 
 
-def _inside(name, module) -> bool:
-    """Tells whether a parameter belongs to the module whose path ends in ``module``, under either world's names."""
-    aliases = {name, names.parameter_to_hugging_face(name) or name}
-    return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases)
-
-
-def _parameter_stem(cell, path) -> str:
+def adapter_path(cell: nn.Cell, path: str) -> str:
     """What stands before the names of a cell's parameters: its path, or more where the network has a prefix itself."""
     stem, _, leaf = cell.weight.name.rpartition(".")
     return stem if leaf == "weight" and (stem == path or stem.endswith("." + path)) else path
 
 
-def _replace_children(network, replacements):
+def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
+    """Puts cells into the places of others, by the id of the cell to replace, wherever in ``network`` it hangs."""
     # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
     # pylint: disable=protected-access
     for _, parent in list(network.cells_and_names()):

@@ -26,6 +26,8 @@ class Adapter:
         dropout (float): lora_dropout of the training, for whoever trains on.
         whole (dict): Parameter name under MindFormers' names -> array, for modules that were trained whole
             (modules_to_save) and that take the place of the base's.
+        selection (dict): PEFT's fields that select the adapted modules (target_modules, layers_to_transform, ...) as the
+            file has them; empty where it has none.
         base_model (str): Name or path of the base model under Hugging Face, or None.
         fingerprint (dict): Mark of the base it was trained on, or None.
         dialect (str): In whose form the file was, for messages.
@@ -35,6 +37,7 @@ class Adapter:
     use_rslora: bool = False
     dropout: float = 0.0
     whole: Dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    selection: Dict[str, object] = dataclasses.field(default_factory=dict)
     base_model: Optional[str] = None
     fingerprint: Optional[dict] = None
     dialect: str = ""

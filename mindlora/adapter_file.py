@@ -1,149 +1,280 @@
-"""Adapter files as NumPy arrays: reading and writing without a network."""
-import dataclasses
+"""Adapter files without a network: reading any form that is known, writing four."""
 import json
 import os
-from typing import Dict, Optional, Tuple
+import re
+from typing import Callable, Dict, Tuple
 
-import mindspore as ms
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from mindlora import atomic
-from mindlora.dialects import mindformers, peft
-from mindlora.errors import AdapterFormatError, TruncatedAdapterError, UnexpectedTensorsError
+from mindlora import atomic, names
+from mindlora.adapter import Adapter, Place
+from mindlora.config import suggestion
+from mindlora.dialects import mindformers, peft, peft_config, slora, torch_pickle
+from mindlora.errors import (AdapterError, AdapterFormatError, LoraError, MissingTensorsError, UnexpectedTensorsError)
+from mindlora.tensor_file import FLOATS, TensorFile, dtype_name, write_arrays
 
+# What only mindlora knows stands in the metadata of a safetensors file, which other readers pass over.
 _METADATA_KEY = "mindlora"
+_MANIFEST = "mindformers_adapter_config.json"  # MindFormers 2's, beside the adapter's safetensors.
+_CELL = re.compile(r"[\w-]+(\.[\w-]+)*")
+
+FORMS = ("peft", "mindformers", "ckpt", "slora")
 
 
-@dataclasses.dataclass
-class Adapter:
-    """LoRA tensors and what is known of them.
+def read(path: str, allow_pickle: bool = False) -> Adapter:
+    """Reads an adapter in any form that is known; tensors of the base and of the optimizer are passed over.
 
-    Attributes:
-        tensors (dict): (path under MindFormers' names, "A" or "B") -> array, A [r, in] and B [out, r].
-        rank (int): Rank of all adapters, or None where the file does not say.
-        alpha (float): lora_alpha, or None where the file does not say.
-        fingerprint (dict): Mark of the base it was trained on, or None where the file does not say.
-    """
-    tensors: Dict[Tuple[str, str], np.ndarray]
-    rank: Optional[int] = None
-    alpha: Optional[float] = None
-    fingerprint: Optional[dict] = None
+    Args:
+        path (str): A folder of PEFT's, of MindFormers' slora or of MindFormers 2's; or a .safetensors, .ckpt or .bin
+            file, of PEFT's or of MindFormers'.
+        allow_pickle (bool): Whether a .bin may be read. It is a pickle, of which only tensors are taken and nothing is
+            run. Default: False.
 
-
-def write_folder(adapter: Adapter, path: str, config: dict) -> None:
-    """Writes PEFT's folder form: ``config`` as adapter_config.json and the tensors as adapter_model.safetensors."""
-    tensors = {peft.tensor_key(*key): np.ascontiguousarray(array) for key, array in adapter.tensors.items()}
-    # PEFT and safetensors' readers pass over metadata, so it is where what only mindlora knows can stand.
-    metadata = {"format": "pt", _METADATA_KEY: json.dumps({"base_fingerprint": adapter.fingerprint})}
-    with atomic.replace_folder(path) as folder:
-        save_file(tensors, os.path.join(folder, peft.WEIGHTS_FILE), metadata)
-        with open(os.path.join(folder, peft.CONFIG_FILE), "w", encoding="utf-8") as file:
-            json.dump(config, file, indent=2, sort_keys=True)
-
-
-def write_ckpt(adapter: Adapter, path: str) -> None:
-    """Writes one MindSpore .ckpt under MindFormers' names."""
-    # Facts at both ends, so that a file that was cut between two of its records is known by it; the scale in 64 bits,
-    # as the 32 of append_dict would change it.
-    facts = {"lora_rank": ms.Tensor(adapter.rank, ms.int64), "lora_alpha": ms.Tensor(adapter.alpha, ms.float64)}
-    tensors = {mindformers.tensor_key(*key): ms.Tensor(array) for key, array in adapter.tensors.items()}
-    content = [{"name": key, "data": tensor} for key, tensor in {**facts, **tensors}.items()]
-    with atomic.replace_file(path) as written:
-        ms.save_checkpoint(content, written, append_dict={"base_fingerprint": json.dumps(adapter.fingerprint)})
-
-
-def read(path: str) -> Adapter:
-    """Reads an adapter folder, a .safetensors or a .ckpt file; other tensors in a file of MindFormers' are skipped.
+    Returns:
+        Adapter, its pairs complete and of the declared ranks.
 
     Raises:
-        AdapterFormatError: Nothing readable stands at ``path``, or it holds no LoRA tensor.
+        AdapterFormatError: Nothing readable stands at ``path``, it holds no LoRA tensor, or its configuration is of
+            another kind than what is supported.
         TruncatedAdapterError: The file ends before its content does.
-        UnexpectedTensorsError: A PEFT file holds tensors that are not LoRA's.
+        UnexpectedTensorsError: A PEFT file holds tensors that are neither LoRA's nor of modules_to_save.
+        MissingTensorsError, ShapeMismatchError, RankMismatchError: A pair is incomplete or does not fit together.
     """
+    path = str(path)
     atomic.finish_interrupted_swap(path)
-    if os.path.isdir(path):
-        return _read_folder(path)
     if not os.path.exists(path):
         raise AdapterFormatError(f"{path} does not exist.")
-    if path.endswith(".ckpt"):
-        return _read_ckpt(path)
-    if path.endswith(".safetensors"):
-        return _read_safetensors(path)
-    raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors or .ckpt file.")
-
-
-def _read_folder(path) -> Adapter:
-    weights = os.path.join(path, peft.WEIGHTS_FILE)
-    if not os.path.exists(weights):
-        raise AdapterFormatError(f"{path} holds no {peft.WEIGHTS_FILE}. It holds: "
-                                 f"{', '.join(sorted(os.listdir(path))) or 'nothing'}.")
-    adapter = _read_safetensors(weights)
-    adapter.rank, adapter.alpha = peft.read_rank_and_alpha(os.path.join(path, peft.CONFIG_FILE))
+    weights = _weights_in(path) if os.path.isdir(path) else path
+    config = os.path.join(os.path.dirname(weights), peft.CONFIG_FILE)
+    described = os.path.isdir(path) or os.path.basename(weights).startswith("adapter_model.") and os.path.exists(config)
+    manifest = os.path.join(os.path.dirname(weights), _MANIFEST)
+    # Before the weights: it is small, and says whether they can be used at all.
+    declared = peft_config.read(config) if described and not os.path.exists(manifest) else None
+    adapter = _read_weights(weights, allow_pickle)
+    if declared:
+        _apply_config(adapter, declared, path)
+    else:
+        adapter.check_pairs(path)
+        if described:
+            adapter.set_alpha(_manifest_alpha(manifest))
     return adapter
 
 
-def _read_safetensors(path) -> Adapter:
-    try:
-        with safe_open(path, framework="np") as file:
-            keys, metadata = list(file.keys()), file.metadata() or {}
-            parsed = _parse_keys(keys, path)
-            tensors = {place: _tensor(file, path, key) for key, place in parsed.items()}
-    except SafetensorError as error:
-        if any(sign in str(error) for sign in ("too small", "invalid header length", "not fully covered")):
-            raise TruncatedAdapterError(
-                f"{path} is truncated or damaged: its {os.path.getsize(path)} bytes are not what its header "
-                f"declares ({error}). Copy or save it again.") from error
-        raise AdapterFormatError(f"{path} is not a safetensors file: {error}.") from error
-    known = json.loads(metadata.get(_METADATA_KEY, "{}"))
-    return Adapter(tensors, fingerprint=known.get("base_fingerprint"))
+def write(adapter: Adapter, path: str, to: str = "peft") -> None:
+    """Writes an adapter in one atomic step; what stands at ``path`` is replaced.
+
+    Args:
+        adapter (Adapter): Its pairs complete, its lora_alpha known.
+        path (str): A folder for "peft" and "slora", a file that ends in .safetensors for "mindformers" and in .ckpt
+            for "ckpt".
+        to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
+            MindFormers' own names, "slora" for what MindFormers serves many adapters from. Default: "peft".
+
+    Raises:
+        LoraError: ``to`` is unknown or does not fit ``path``, or the form has no place for something in the adapter.
+        ScaleMismatchError: lora_alpha is not known.
+        NotFiniteError: A tensor holds NaN or infinity.
+    """
+    check_output(path, to)
+    adapter.check_finite("The adapter")
+    for cell in adapter.paths:
+        adapter.scale(cell)
+    if to == "peft":
+        _refuse_concatenated(adapter)
+        keys = {place: peft.tensor_key(*place) for place in adapter.tensors}
+        tensors = {keys[place]: array for place, array in adapter.tensors.items()}
+        tensors.update({peft.whole_key(name, adapter.paths): array for name, array in adapter.whole.items()})
+        # "format" tells transformers which framework to load for.
+        metadata = {"format": "pt", _METADATA_KEY: json.dumps({"base_fingerprint": adapter.fingerprint})}
+        with atomic.replace_folder(path) as folder:
+            write_arrays(os.path.join(folder, peft.WEIGHTS_FILE), tensors, metadata)
+            _write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
+        return
+    _refuse_experts(adapter, to)
+    if to == "slora":
+        from mindlora import ckpt_file
+
+        with atomic.replace_folder(path) as folder:
+            ckpt_file.write(os.path.join(folder, slora.WEIGHTS_FILE), slora.tensors(adapter), "{}")
+            _write_json(os.path.join(folder, peft.CONFIG_FILE), slora.config(adapter))
+        return
+    tensors = {mindformers.tensor_key(*place): array for place, array in adapter.tensors.items()} | adapter.whole
+    if to == "ckpt":
+        from mindlora import ckpt_file
+
+        ckpt_file.write(path, tensors, json.dumps(_facts(adapter)))
+    else:
+        with atomic.replace_file(path) as written:
+            write_arrays(written, tensors, {"format": "np", _METADATA_KEY: json.dumps(_facts(adapter))})
 
 
-def _read_ckpt(path) -> Adapter:
-    facts = ("lora_rank", "lora_alpha", "base_fingerprint")
-    if os.path.getsize(path) == 0:
-        raise TruncatedAdapterError(f"{path} is truncated: it is empty. Copy or save it again.")
-    try:
-        content = ms.load_checkpoint(path, choice_func=lambda key: key in facts or mindformers.parse_key(key))
-    except ValueError as error:
-        if "empty after filter" in str(error):
-            raise AdapterFormatError(f"{path} holds no LoRA tensor (no name ends in mindpet_delta_lora_a or _b).") \
-                from error
-        raise TruncatedAdapterError(f"{path} is truncated or no MindSpore checkpoint: {error}") from error
-    known = {key: content.pop(key) for key in facts if key in content}
-    if "lora_rank" in known and "base_fingerprint" not in known:
-        raise TruncatedAdapterError(f"{path} is truncated: its last record is missing. Copy or save it again.")
-    tensors = {place: content[key].asnumpy() for key, place in _parse_keys(list(content), path).items()}
-    return Adapter(tensors,
-                   rank=int(known["lora_rank"].asnumpy()) if "lora_rank" in known else None,
-                   alpha=float(known["lora_alpha"].asnumpy()) if "lora_alpha" in known else None,
-                   fingerprint=json.loads(str(known["base_fingerprint"])) if "base_fingerprint" in known else None)
+def check_output(path: str, to: str) -> None:
+    """Raises LoraError where ``to`` is no form, or is not what ``path`` looks like or is already."""
+    if to not in FORMS:
+        raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
+    ending = {"ckpt": ".ckpt", "mindformers": ".safetensors"}.get(to, "")
+    folder = not ending
+    if not folder and not path.endswith(ending) or folder and path.endswith((".ckpt", ".safetensors", ".bin")):
+        raise LoraError(f"path is {path!r}: format {to!r} writes a {f'file that ends in {ending}' if ending else 'folder'}"
+                        ".")
+    if os.path.isfile(path) if folder else os.path.isdir(path):
+        raise LoraError(f"path is {path!r}, where a {'file' if folder else 'folder'} stands, which an adapter with "
+                        f"format {to!r} cannot replace. Remove it, or give another path.")
 
 
-def _parse_keys(keys, path) -> Dict[str, Tuple[str, str]]:
-    """Returns key -> place for the LoRA tensors, whichever of the two dialects the keys are in."""
-    from_peft = {key: place for key in keys if (place := peft.parse_key(key))}
-    if from_peft:
-        strange = sorted(set(keys) - set(from_peft))
+def _weights_in(folder) -> str:
+    """Returns the file of an adapter folder that holds the tensors."""
+    for name in (peft.WEIGHTS_FILE, peft.PICKLE_FILE, slora.WEIGHTS_FILE):
+        if os.path.exists(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    found = sorted(os.listdir(folder))
+    if _MANIFEST in found:
+        weights = [name for name in found if name.endswith(".safetensors") and "-opt-" not in name]
+        if len(weights) == 1:
+            return os.path.join(folder, weights[0])
+        raise AdapterFormatError(f"{folder} holds {_MANIFEST} with {len(weights)} .safetensors files: "
+                                 f"{', '.join(weights) or 'none'}. Name the folder of one step, with the adapter in one "
+                                 "file.")
+    raise AdapterFormatError(f"{folder} holds no {peft.WEIGHTS_FILE}. It holds: {', '.join(found) or 'nothing'}.")
+
+
+def _read_weights(path, allow_pickle) -> Adapter:
+    if path.endswith(".safetensors"):
+        with TensorFile(path) as file:
+            return _from_tensors(path, list(file.tensors), file.read, file.metadata.get(_METADATA_KEY, ""))
+    if path.endswith(".ckpt"):
+        from mindlora import ckpt_file
+
+        arrays, facts = ckpt_file.read(path, mindformers.is_adapter_key)
+        whole = _parse_facts(facts, path).get("whole")
+        if whole:
+            arrays.update(ckpt_file.read(path, whole.__contains__)[0])
+        return _from_tensors(path, list(arrays), arrays.__getitem__, facts)
+    if path.endswith(".bin"):
+        if not allow_pickle:
+            raise AdapterFormatError(f"{path} is a pickle, which can run programs. Ask for safetensors, or allow it with "
+                                     "allow_pickle (--allow-pickle): only tensors are then taken from it.")
+        arrays = torch_pickle.read(path)
+        return _from_tensors(path, list(arrays), arrays.__getitem__, "")
+    raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
+
+
+def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) -> Adapter:
+    facts = _parse_facts(facts_text, path)
+    dialect, places, whole = _sort_keys(keys, facts.get("whole", ()), path)
+    adapter = Adapter({}, dialect=dialect, use_rslora=bool(facts.get("use_rslora")),
+                      dropout=facts.get("dropout", 0.0), selection=facts.get("selection", {}),
+                      base_model=facts.get("base_model"), fingerprint=facts.get("base_fingerprint"))
+    for key, place in places.items():
+        array = fetch(key)
+        experts = mindformers.split_experts(key, array)
+        for found, matrix in (experts or {place: array}).items():
+            _check_tensor(found, matrix, key, adapter, path)
+            adapter.tensors[found] = matrix
+    adapter.whole = {name: fetch(key) for key, name in whole.items()}
+    adapter.alphas = {cell: alpha for cell, alpha in facts.get("alphas", {}).items() if (cell, "A") in adapter.tensors}
+    return adapter
+
+
+def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, Place], Dict[str, str]]:
+    """Returns the dialect's name, key -> place for LoRA's tensors, and key -> parameter for those saved whole."""
+    if any(peft.parse_key(key) for key in keys):
+        places = {key: place for key in keys if (place := peft.parse_key(key))}
+        whole = {key: name for key in keys if key not in places and (name := peft.parse_whole_key(key))}
+        strange = sorted(set(keys) - set(places) - set(whole))
         if strange:
             raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {', '.join(strange)}.")
-        return from_peft
-    from_mindformers = {key: place for key in keys if (place := mindformers.parse_key(key))}
-    if not from_mindformers:
+        return peft.NAME, places, whole
+    dialect = mindformers.detect(keys)
+    if not dialect:
         shown = ", ".join(sorted(keys)[:5]) or "nothing"
         raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {shown}{', ...' if len(keys) > 5 else ''}.")
-    return from_mindformers
+    places = {key: place for key in keys
+              if (place := mindformers.expert_place(key) or mindformers.parse_key(key, dialect))}
+    return dialect.name, places, {name: name for name in whole_names if name in keys}
 
 
-def _tensor(file, path, key) -> np.ndarray:
-    """Reads one tensor; NumPy has no bfloat16 of its own, so that comes widened to float32, which is exact."""
-    if file.get_slice(key).get_dtype() != "BF16":
-        return file.get_tensor(key)
-    with open(path, "rb") as raw:
-        header_size = int.from_bytes(raw.read(8), "little")
-        entry = json.loads(raw.read(header_size))[key]
-        begin, end = entry["data_offsets"]
-        raw.seek(8 + header_size + begin)
-        halves = np.frombuffer(raw.read(end - begin), np.uint16).reshape(entry["shape"])
-    return (halves.astype(np.uint32) << 16).view(np.float32)
+def _check_tensor(place, array, key, adapter, path):
+    if place[0] and not _CELL.fullmatch(place[0]):
+        raise AdapterFormatError(f"{path} names a tensor {key!r}, which is no path of a cell.")
+    if array.dtype not in FLOATS:
+        raise AdapterFormatError(f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 "
+                                 "or bfloat16.")
+    if place in adapter.tensors:
+        raise AdapterFormatError(f"{path} holds the {place[1]} of {place[0]} twice, under two names.")
+
+
+def _apply_config(adapter, config, path):
+    """Puts into ``adapter`` what its adapter_config.json says, and checks its pairs against that."""
+    adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
+    if adapter.dialect != peft.NAME:
+        adapter.check_pairs(path)
+        adapter.alphas = slora.alphas(adapter, config)
+        return
+    adapter.check_pairs(path, {cell: config.rank_of(cell) for cell in adapter.paths})
+    adapter.alphas = {cell: config.alpha_of(cell) for cell in adapter.paths}
+    adapter.selection = dict(config.selection)
+    for module in config.modules_to_save:
+        if not any(names.belongs_to(name, module) for name in adapter.whole):
+            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, and no tensor is that module's.")
+    strange = sorted(name for name in adapter.whole
+                     if not any(names.belongs_to(name, module) for module in config.modules_to_save)
+                     and name.rpartition(".")[0] not in (*adapter.paths, "model.tok_embeddings", "lm_head"))
+    if strange:
+        raise UnexpectedTensorsError(f"{path} holds tensors that are neither LoRA's nor of modules_to_save: "
+                                     f"{', '.join(names.collapse_numbers(strange))}.")
+
+
+def _manifest_alpha(path) -> float:
+    with open(path, encoding="utf-8") as file:
+        content = _json_object(file.read(), path)
+    alpha = (content.get("lora_config") or {}).get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or alpha <= 0:
+        raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {alpha!r}, it must be a number above 0.")
+    return float(alpha)
+
+
+def _facts(adapter) -> dict:
+    return {"alphas": adapter.alphas, "use_rslora": adapter.use_rslora, "dropout": adapter.dropout,
+            "selection": adapter.selection, "base_model": adapter.base_model, "whole": sorted(adapter.whole),
+            "base_fingerprint": adapter.fingerprint}
+
+
+def _parse_facts(text, path) -> dict:
+    if not text:
+        return {}
+    facts = _json_object(text, f"mindlora's own record in {path}")
+    alphas = facts.get("alphas", {})
+    if not isinstance(alphas, dict) or not all(isinstance(alpha, (int, float)) and 0 < alpha < float("inf")
+                                               for alpha in alphas.values()):
+        raise AdapterFormatError(f"mindlora's own record in {path} is damaged: alphas is {alphas!r}.")
+    return facts
+
+
+def _json_object(text, place) -> dict:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{place} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise AdapterFormatError(f"{place} holds a {type(content).__name__} and not a JSON object.")
+    return content
+
+
+def _write_json(path, content):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+
+
+def _refuse_concatenated(adapter):
+    joined = [path for path in adapter.paths if names.concatenated_parts(path)]
+    if joined:
+        raise AdapterError(f"PEFT has no module for {', '.join(names.collapse_numbers(joined))}, which stand for several. "
+                           "Split them first: give the model's n_kv_heads and head size.")
+
+
+def _refuse_experts(adapter, to):
+    experts = [path for path in adapter.paths if ".experts." in path]
+    if experts:
+        raise AdapterError(f"Format {to!r} has no place for adapters of single experts: "
+                           f"{', '.join(names.collapse_numbers(experts))}. Write format 'peft'.")

@@ -1,177 +1,209 @@
-"""save_lora and load_lora: LoRA tensors alone, written atomically, loaded strictly."""
+"""save_lora and load_lora: the adapter of a network alone, written atomically, loaded strictly."""
 import logging
-import os
 import warnings
-from typing import Dict, Tuple
+from typing import Dict
 
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora import adapter_file, names
-from mindlora.adapt import lora_cells
-from mindlora.adapter_file import Adapter
-from mindlora.dialects import peft
-from mindlora.errors import (BaseMismatchError, LoraError, MissingTensorsError, NotFiniteError,
-                             RankMismatchError, ScaleMismatchError, ShapeMismatchError, UnexpectedTensorsError)
-from mindlora.fingerprint import base_difference, base_fingerprint
+from mindlora import adapter_file, fitting, names
+from mindlora.adapt import adapter_path, lora_cells, mark_saved_whole, put_lora, saved_whole
+from mindlora.adapter import Adapter, is_finite, listed
+from mindlora.ckpt_file import to_array
+from mindlora.config import LoraConfig
+from mindlora.errors import (BaseMismatchError, LoraError, NotFiniteError, ShapeMismatchError, TargetError,
+                             UnexpectedTensorsError)
+from mindlora.fingerprint import base_difference, base_fingerprint, fingerprint_of
 from mindlora.nn.dense import linear_types
+from mindlora.targets import select_targets
+from mindlora.tensor_file import dtype_name, to_float32
 
 logger = logging.getLogger("mindlora")
 
-Place = Tuple[str, str]
-
 
 def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: str = None) -> None:
-    """Writes the LoRA tensors of ``network``, and nothing else of it, in one atomic step.
+    """Writes the adapter of ``network``, and nothing else of it, in one atomic step.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
-        path (str): Where to write: a folder, or a .ckpt file with format "ckpt". What stands there is replaced.
-        format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, "ckpt" for one
-            MindSpore checkpoint under MindFormers' names. Default: "peft".
+        path (str): Where to write: a folder with format "peft" or "slora", a .ckpt file with "ckpt", a .safetensors
+            file with "mindformers". What stands there is replaced.
+        format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, which PEFT and vLLM
+            load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for what MindFormers serves
+            adapters from. Default: "peft".
         base_model (str): Name or path of the base model, noted in adapter_config.json. Default: None.
 
     Raises:
-        LoraError: The network holds no LoRADense cell, or ``format`` is unknown or does not fit ``path``.
+        LoraError: The network holds no LoRADense cell or is merged, or ``format`` is unknown or does not fit ``path``.
         NotFiniteError: A tensor holds NaN or infinity; nothing is written.
     """
-    if format not in ("peft", "ckpt"):
-        raise LoraError(f"format is {format!r}: it must be 'peft' or 'ckpt'.")
-    if (format == "ckpt") != str(path).endswith(".ckpt"):
-        raise LoraError(f"path is {path!r}: format 'ckpt' writes a file that ends in .ckpt, format 'peft' a folder.")
-    if os.path.isdir(path) if format == "ckpt" else os.path.isfile(path):
-        raise LoraError(f"path is {path!r}, where a {'folder' if format == 'ckpt' else 'file'} stands, which an "
-                        f"adapter with format {format!r} cannot replace. Remove it, or give another path.")
-    cells = _cells_by_path(network)
-    tensors = {place: parameter.asnumpy() for place, parameter in _parameters(cells).items()}
-    _check_finite(tensors, "The network holds LoRA tensors with NaN or infinity, so nothing was saved")
-    first = next(iter(cells.values()))
-    ranks = {(cell.lora_rank, cell.lora_alpha) for cell in cells.values()}
-    if len(ranks) > 1:
-        raise LoraError(f"The adapters have different (rank, alpha): {sorted(ranks)}. One file holds one of each.")
-    adapter = Adapter(tensors, first.lora_rank, first.lora_alpha, base_fingerprint(network))
-    if format == "ckpt":
-        adapter_file.write_ckpt(adapter, str(path))
-    else:
-        adapter_file.write_folder(adapter, str(path), peft.adapter_config(
-            first.lora_rank, first.lora_alpha, first.dropout_rate, _target_modules(network, cells), base_model))
+    adapter_file.check_output(str(path), format)
+    cells = dict(lora_cells(network))
+    if not cells:
+        raise LoraError("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora first.")
+    adapter = adapter_of(network)
+    adapter.base_model = base_model
+    if format == "peft":
+        fitting.split_concatenated(adapter, fitting.places_of(network, cells))
+        adapter.selection = {"target_modules": _target_modules(network, cells, adapter)}
+    bad = [place for place, array in adapter.tensors.items() if not is_finite(array)]
+    if bad:
+        raise NotFiniteError("The network holds LoRA tensors with NaN or infinity, so nothing was saved: "
+                             f"{listed(bad)}.")
+    adapter_file.write(adapter, str(path), format)
 
 
-def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn") -> None:
-    """Reads an adapter into the LoRADense cells of ``network``; on any error nothing of the network has changed.
+def adapter_of(network: nn.Cell) -> Adapter:
+    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters.
+
+    Raises:
+        LoraError: The adapter is merged into the base.
+    """
+    cells = dict(lora_cells(network))
+    _check_not_merged(cells)
+    tensors = {(path, half): to_array(parameter) for path, cell in cells.items()
+               for half, parameter in zip("AB", cell.lora_parameters())}
+    whole = {parameter.name: to_array(parameter) for parameter in saved_whole(network)}
+    rslora = {cell.use_rslora for cell in cells.values()}
+    if len(rslora) > 1:
+        raise LoraError("Some cells of the network scale with use_rslora and some without. One adapter has one of them.")
+    return Adapter(tensors, {path: float(cell.lora_alpha) for path, cell in cells.items()}, rslora.pop(),
+                   max(cell.dropout_rate for cell in cells.values()), whole, fingerprint=base_fingerprint(network),
+                   dialect="network")
+
+
+def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn",
+              allow_pickle: bool = False) -> None:
+    """Reads an adapter into ``network``; on any error nothing of the network has changed.
+
+    Where the network holds LoRADense cells, the adapter must be what they were built for. Where it holds none, it gets
+    them: on the cells that the adapter names, with its ranks, its scales and its dtypes; call freeze_base to train on.
 
     Args:
-        network (nn.Cell): A network on which apply_lora was called with the adapter's rank, alpha and targets.
-        path (str): What save_lora wrote, or a .ckpt or .safetensors of MindFormers' own LoRA, in which tensors of the
-            base and of the optimizer are passed over.
+        network (nn.Cell): A network of linear cells, under MindFormers' or Hugging Face's names.
+        path (str): What save_lora or PEFT wrote, or any other form that adapter_file.read takes; in a .ckpt or
+            .safetensors of MindFormers' own LoRA, tensors of the base and of the optimizer are passed over.
         strict (bool): With False, missing and unexpected tensors are only warned of and what fits is loaded.
             Default: True.
         on_base_mismatch (str): What to do where the adapter was trained on another base: "warn", "error" or
             "ignore". Default: "warn".
+        allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read, of which only tensors are taken and
+            nothing is run. Default: False.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, UnexpectedTensorsError: With strict, the file and the network differ in tensors.
         RankMismatchError, ScaleMismatchError, ShapeMismatchError, NotFiniteError: A tensor cannot be used.
         BaseMismatchError: Another base, with on_base_mismatch "error".
-        LoraError: The network holds no LoRADense cell, or on_base_mismatch is unknown.
+        UnsupportedCellError: The adapter is for a cell that LoRA cannot be put on.
+        LoraError: The network is merged, or on_base_mismatch is unknown.
     """
     if on_base_mismatch not in ("warn", "error", "ignore"):
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
-    cells = _cells_by_path(network)
-    adapter = adapter_file.read(str(path))
-    adapter.tensors = _under_own_names(adapter.tensors, cells)
-    parameters = _parameters(cells)
-    _check_names(adapter, parameters, path, strict)
-    _check_rank_and_scale(adapter, cells, path)
-    usable = {place: array for place, array in adapter.tensors.items() if place in parameters}
-    wrong = [f"{_name(place)} is {list(array.shape)}, the network's is {list(parameters[place].shape)}"
-             for place, array in usable.items() if array.shape != tuple(parameters[place].shape)]
-    if wrong:
-        raise ShapeMismatchError(f"{path}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}.")
-    _check_finite(usable, f"{path} holds LoRA tensors with NaN or infinity, so nothing was loaded")
-    _check_base(adapter, network, path, on_base_mismatch)
-    for place, array in usable.items():
-        parameter = parameters[place]
-        parameter.set_data(Tensor(np.ascontiguousarray(array), parameter.dtype))
-
-
-def _cells_by_path(network) -> Dict[str, nn.Cell]:
+    path = str(path)
     cells = dict(lora_cells(network))
-    if not cells:
-        raise LoraError("The network holds no LoRADense cell. Call apply_lora, with the adapter's configuration, "
-                        "first.")
-    return cells
+    bare = not cells
+    _check_not_merged(cells)
+    adapter = adapter_file.read(path, allow_pickle)
+    if bare:
+        cells = {adapter_path(cell, name): cell for name, cell in network.cells_and_names()
+                 if name and isinstance(cell, linear_types())}
+    places = fitting.places_of(network, cells)
+    relaid = fitting.fit_to(adapter, places)
+    fitting.check_names(adapter, _selected(adapter, cells) if bare else list(cells), places, path, strict)
+    fitting.check_shapes(adapter, places, path)
+    if not bare:
+        fitting.check_rank_and_scale(adapter, places, path)
+    whole = _whole_parameters(adapter, network, path, strict)
+    adapter.check_finite(path)
+    if not relaid:
+        adapted = [name for name in cells if (name, "A") in adapter.tensors] if bare else cells
+        _check_base(adapter, {name: cells[name].weight for name in adapted}, path, on_base_mismatch)
+    if bare:
+        put_lora(network, {name: cells[name] for name in adapter.paths}, lambda name: _config(adapter, name))
+        cells = dict(lora_cells(network))
+    for (name, half), array in adapter.tensors.items():
+        parameter = cells[name].lora_parameters()["AB".index(half)]
+        _set(parameter, array)
+    for parameter, array in whole:
+        _set(parameter, array)
+        mark_saved_whole(parameter)
 
 
-def _parameters(cells) -> Dict[Place, object]:
-    return {(path, half): parameter for path, cell in cells.items()
-            for half, parameter in zip("AB", cell.lora_parameters())}
+def _config(adapter, path) -> LoraConfig:
+    """Returns the configuration of one cell of an adapter, in its own dtype."""
+    # float64 is no dtype that a cell computes in; PEFT has no such adapters.
+    dtype = dtype_name(adapter.tensors[path, "A"].dtype)
+    adapter.scale(path)
+    with warnings.catch_warnings():
+        # A small lora_alpha was warned of when the adapter was made.
+        warnings.simplefilter("ignore")
+        return LoraConfig(lora_rank=adapter.rank(path), lora_alpha=adapter.alphas[path], lora_dropout=adapter.dropout,
+                          use_rslora=adapter.use_rslora,
+                          param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32")
 
 
-def _under_own_names(tensors, cells):
-    """Renames tensors to the network's own paths, which may be Hugging Face's where the reader gives MindFormers'."""
-    own = {names.to_mindformers(path): path for path in cells}
-    return {(own.get(names.to_mindformers(path), path), half): array for (path, half), array in tensors.items()}
+def _selected(adapter, cells):
+    """Returns the cells that the adapter's own configuration selects, so that a pair that is lost is noticed."""
+    selection = adapter.selection
+    if not selection.get("target_modules"):
+        return []
+    plain = list(cells)
+    try:
+        chosen = select_targets(plain, selection["target_modules"], selection.get("exclude_modules"))
+    except TargetError:
+        # PEFT takes names that match nothing where others match; which pairs there are, the tensors say.
+        return []
+    layers = selection.get("layers_to_transform")
+    if layers is not None:
+        wanted = set(layers if isinstance(layers, list) else [layers])
+        chosen = [path for path in chosen if names.layer_of(path) in wanted]
+    whole = {name.rpartition(".")[0] for name in adapter.whole}
+    return [path for path in chosen if names.to_mindformers(path) not in whole or (path, "A") in adapter.tensors]
 
 
-def _target_modules(network, cells):
+def _whole_parameters(adapter, network, source, strict):
+    """Returns (parameter, array) for the modules that were trained whole."""
+    parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
+    adapted = {names.to_mindformers(path) for path in adapter.paths}
+    found = []
+    for name, array in adapter.whole.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            # The base's own weight of an adapted output head, which a network with tied embeddings does not have.
+            if name.rpartition(".")[0] in adapted or name.endswith("tok_embeddings.embedding_weight"):
+                continue
+            message = f"{source} holds {name}, trained whole (modules_to_save), which the network does not have."
+            if strict:
+                raise UnexpectedTensorsError(message)
+            logger.warning("%s Loading the rest, as strict is False.", message)
+        elif tuple(parameter.shape) != array.shape:
+            raise ShapeMismatchError(f"{source}: {name}, trained whole (modules_to_save), is {list(array.shape)}, the "
+                                     f"network's is {list(parameter.shape)}.")
+        else:
+            found.append((parameter, array))
+    return found
+
+
+def _target_modules(network, cells, adapter):
     """Returns the leaf names of the adapted cells under Hugging Face names, or full paths where a leaf is not whole."""
     plain = {path.rpartition(".")[2] for path, cell in network.cells_and_names() if isinstance(cell, linear_types())}
     whole = not plain & {path.rpartition(".")[2] for path in cells}
-    paths = [names.to_hugging_face(path) for path in cells]
-    return {path.rpartition(".")[2] for path in paths} if whole else set(paths)
+    paths = [names.to_hugging_face(path) for path in adapter.paths if path]
+    return sorted({path.rpartition(".")[2] for path in paths} if whole else set(paths))
 
 
-def _check_names(adapter, parameters, path, strict):
-    missing = [place for place in parameters if place not in adapter.tensors]
-    unexpected = [place for place in adapter.tensors if place not in parameters]
-    problems = []
-    if unexpected:
-        problems.append((UnexpectedTensorsError, f"{path} holds {len(unexpected)} LoRA tensors that the network has no "
-                         f"place for: {_listed(unexpected)}. Check target_modules."))
-    if missing:
-        problems.append((MissingTensorsError, f"{path} lacks {len(missing)} LoRA tensors of the network: "
-                         f"{_listed(missing)}. Check target_modules."))
-    if not strict:
-        for _, message in problems:
-            logger.warning("%s Loading the rest, as strict is False.", message)
-        if len(missing) == len(parameters):
-            raise MissingTensorsError(f"{path} shares no LoRA tensor with the network. {problems[0][1]}")
-    elif problems:
-        # Both kinds are said at once: they are usually two sides of one mistake.
-        raise problems[-1][0](" ".join(message for _, message in problems))
+def _check_not_merged(cells: Dict[str, nn.Cell]):
+    merged = [path for path, cell in cells.items() if cell.merged]
+    if merged:
+        raise LoraError(f"The adapter is merged into the base, at {', '.join(names.collapse_numbers(merged))}. Call "
+                        "unmerge_lora first.")
 
 
-def _check_rank_and_scale(adapter, cells, path):
-    ranks = {place: array.shape[0 if place[1] == "A" else -1] for place, array in adapter.tensors.items()
-             if place[0] in cells and array.ndim == 2}
-    wrong = {place: rank for place, rank in ranks.items() if rank != cells[place[0]].lora_rank}
-    expected = sorted({cell.lora_rank for cell in cells.values()})
-    if wrong and len(set(wrong.values())) == 1 and len(wrong) == len(ranks):
-        raise RankMismatchError(f"{path} has rank {next(iter(wrong.values()))}, the network was built with lora_rank "
-                                f"{expected[0]}: set lora_rank to {next(iter(wrong.values()))}. "
-                                f"Tensors: {_listed(wrong)}.")
-    if adapter.rank is not None and expected != [adapter.rank]:
-        raise RankMismatchError(f"{path} declares rank {adapter.rank}, the network was built with lora_rank "
-                                f"{expected[0]}: set lora_rank to {adapter.rank}.")
-    alphas = sorted({cell.lora_alpha for cell in cells.values()})
-    if adapter.alpha is not None and any(alpha != adapter.alpha for alpha in alphas):
-        raise ScaleMismatchError(f"{path} was trained with lora_alpha {adapter.alpha:g}, the network was built with "
-                                 f"{alphas[0]:g}: set lora_alpha to {adapter.alpha:g}, or its effect is scaled "
-                                 "wrongly.")
-
-
-def _check_finite(tensors, message):
-    bad = [place for place, array in tensors.items() if not np.isfinite(array.astype(np.float32, copy=False)).all()]
-    if bad:
-        raise NotFiniteError(f"{message}: {_listed(bad)}.")
-
-
-def _check_base(adapter, network, path, on_base_mismatch):
+def _check_base(adapter, weights, path, on_base_mismatch):
     if adapter.fingerprint is None or on_base_mismatch == "ignore":
         return
-    found = base_fingerprint(network)
+    found = fingerprint_of(weights)
     if found is None:
         logger.warning("%s: the base has no values yet, so whether it is the one the adapter was trained on was not "
                        "checked.", path)
@@ -184,9 +216,5 @@ def _check_base(adapter, network, path, on_base_mismatch):
         warnings.warn(message, stacklevel=3)
 
 
-def _name(place):
-    return f"{place[0]} {place[1]}".strip()
-
-
-def _listed(places):
-    return ", ".join(names.collapse_numbers([_name(place) for place in places]))
+def _set(parameter, array):
+    parameter.set_data(Tensor(np.ascontiguousarray(to_float32(array)), parameter.dtype))

@@ -17,6 +17,14 @@ class UnsupportedCellError(LoraError):
     """A cell was selected that LoRA cannot be put on."""
 
 
+class CheckpointError(LoraError):
+    """A base model's checkpoint cannot be read, converted, merged into or written."""
+
+
+class MergeError(LoraError):
+    """An adapter cannot be merged or unmerged, or what was asked for cannot be done while it is merged."""
+
+
 class AdapterError(LoraError):
     """An adapter file cannot be used. The subclasses say in which way."""
 

@@ -1,9 +1,9 @@
 """A short mark of the base weights under an adapter, to notice an adapter that is put on another base."""
 import hashlib
-from typing import Optional
+from typing import Dict, Optional
 
 import numpy as np
-from mindspore import nn
+from mindspore import Parameter, nn
 
 from mindlora.adapt import lora_cells
 
@@ -22,14 +22,19 @@ def base_fingerprint(network: nn.Cell) -> Optional[dict]:
         dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
         elements of each of up to 8 of them; or None while MindSpore has not given the weights values yet.
     """
-    cells = sorted(lora_cells(network), key=lambda item: item[0])
-    if any(cell.weight.has_init for _, cell in cells):
+    return fingerprint_of({path: cell.weight for path, cell in lora_cells(network)})
+
+
+def fingerprint_of(weights: Dict[str, Parameter]) -> Optional[dict]:
+    """Returns base_fingerprint's mark of weights by the path of their cell."""
+    if any(weight.has_init for weight in weights.values()):
         return None
     shapes, values = hashlib.sha256(), hashlib.sha256()
-    for path, cell in cells:
-        shapes.update(f"{path}{tuple(cell.weight.shape)};".encode())
-    for index in sorted({round(i) for i in np.linspace(0, len(cells) - 1, min(_SAMPLED_WEIGHTS, len(cells)))}):
-        flat = cells[index][1].weight.asnumpy().reshape(-1)
+    paths = sorted(weights)
+    for path in paths:
+        shapes.update(f"{path}{tuple(weights[path].shape)};".encode())
+    for index in sorted({round(i) for i in np.linspace(0, len(paths) - 1, min(_SAMPLED_WEIGHTS, len(paths)))}):
+        flat = weights[paths[index]].asnumpy().reshape(-1)
         picked = flat[np.linspace(0, flat.size - 1, min(_SAMPLES_PER_WEIGHT, flat.size)).astype(np.int64)]
         values.update(np.ascontiguousarray(picked.astype(np.float32)).tobytes())
     return {"shapes": shapes.hexdigest()[:16], "values": values.hexdigest()[:16]}

@@ -52,6 +52,12 @@ def parameter_to_mindformers(name: str) -> Optional[str]:
     return _renamed(name, to_mindformers, 0, 1)
 
 
+def belongs_to(name: str, module: str) -> bool:
+    """Tells whether a parameter is of the module whose path is, or ends in, ``module``, under either world's names."""
+    aliases_of_name = {name, parameter_to_hugging_face(name) or name}
+    return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases_of_name)
+
+
 def _renamed(name, rename_cell, source, target) -> Optional[str]:
     for pair in _PARAMETERS:
         if name == pair[source] or name.endswith("." + pair[source]):
@@ -59,6 +65,11 @@ def _renamed(name, rename_cell, source, target) -> Optional[str]:
     path, _, leaf = name.rpartition(".")
     known = any(path == pair[source] or path.endswith("." + pair[source]) for pair in _PARTS)
     return f"{rename_cell(path)}.{leaf}" if known and leaf in ("weight", "bias") else None
+
+
+def layer_of(path: str) -> Optional[int]:
+    """Returns the first number in ``path``, which is its layer, or None."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)
 
 
 def aliases(path: str) -> Tuple[str, ...]:

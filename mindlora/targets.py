@@ -51,7 +51,7 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
 def _in_layers(paths, layers) -> List[str]:
     """Returns the paths whose first number is one of ``layers``."""
     wanted = [layers] if isinstance(layers, int) else list(layers)
-    numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
+    numbers = {path: names.layer_of(path) for path in paths}
     idle = sorted(set(wanted) - set(numbers.values()))
     if idle:
         raise TargetError(f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "

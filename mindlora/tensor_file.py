@@ -22,7 +22,7 @@ _DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 FLOATS = tuple(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 # What the library's messages say when bytes are missing.
-_TRUNCATED = ("too small", "header length", "not fully covered", "incomplete", "too large")
+_TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
 
 class TensorInfo(NamedTuple):
@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class TensorFile:
-    """A safetensors file that is open for reading; use it in a ``with`` statement.
+    """A safetensors file that is open for reading; use it in a ``with`` statement. Several threads may read at once.
 
     Args:
         path (str): The file.
@@ -75,21 +75,43 @@ class TensorFile:
         return array
 
     def read_rows(self, key: str, begin: int, end: int) -> np.ndarray:
-        """Returns rows [begin, end) of a tensor along its first axis."""
+        """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
         info = self.tensors[key]
+        if not info.shape:
+            return self.read(key)
         array = np.empty((end - begin,) + info.shape[1:], info.dtype)
-        row = info.size // info.shape[0]
+        row = info.size // max(info.shape[0], 1)
         self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset + begin * row)
         return array
 
     def _fill(self, view, offset):
-        self._file.seek(offset)
         done = 0
         while done < len(view):
-            count = self._file.readinto(view[done:])
+            count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
             if not count:
                 raise TruncatedAdapterError(f"{self.path} became shorter while it was read.")
             done += count
+
+
+def layout(entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
+           metadata: Dict[str, str] = None) -> Tuple[bytes, List[int], int]:
+    """Returns what a safetensors file begins with, where each tensor begins in it, and where the file ends.
+
+    Args:
+        entries (list): (key, dtype, shape) of each tensor.
+        metadata (dict): Texts to store with them. Default: None.
+    """
+    header, offset = {}, 0
+    if metadata:
+        header["__metadata__"] = metadata
+    for key, dtype, shape in entries:
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        header[key] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    return text, [len(text) + header[key]["data_offsets"][0] for key, _, _ in entries], len(text) + offset
 
 
 def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], contents: Iterable[np.ndarray],
@@ -103,24 +125,16 @@ def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], conte
             several pieces.
         metadata (dict): Texts to store with them. Default: None.
     """
-    header, offset = {}, 0
-    if metadata:
-        header["__metadata__"] = metadata
-    for key, dtype, shape in entries:
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        header[key] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text, _, end = layout(entries, metadata)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        written = 0
+        file.write(text)
+        written = len(text)
         for piece in contents:
             piece = np.ascontiguousarray(piece)
             file.write(memoryview(piece.reshape(-1).view(np.uint8)))
             written += piece.nbytes
-    if written != offset:
-        raise AssertionError(f"{written} bytes came for tensors of {offset}.")
+    if written != end:
+        raise AssertionError(f"{written} bytes came for a file of {end}.")
 
 
 def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Dict[str, str] = None) -> None:

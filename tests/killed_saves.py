@@ -42,9 +42,9 @@ def read(path, form):
     if not os.path.lexists(path):
         return None
     if form == "ckpt":
-        content = {name: tensor for name, tensor in ms.load_checkpoint(path).items() if name != "base_fingerprint"}
-        alpha = float(content.pop("lora_alpha").asnumpy())
-        assert int(content.pop("lora_rank").asnumpy()) == RANK
+        content = ms.load_checkpoint(path)
+        (alpha,) = set(json.loads(str(content.pop("mindlora")))["alphas"].values())
+        content.pop("mindlora_begin")
         tensors = [tensor.asnumpy() for tensor in content.values()]
     else:
         assert sorted(os.listdir(path)) == [peft.CONFIG_FILE, peft.WEIGHTS_FILE]

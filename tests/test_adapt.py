@@ -334,7 +334,8 @@ def test_freeze_exclude_trains_base_parameters_too_and_says_so(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "Training 5 base parameters besides LoRA (freeze_exclude): lm_head.weight, "
         "model.layers.{0..1}.attention_norm.beta, model.layers.{0..1}.attention_norm.gamma. A saved adapter holds "
-        "LoRA tensors alone, so keep these with mindspore.save_checkpoint."]
+        "LoRA tensors and the modules of modules_to_save alone, so name these there, or keep them with "
+        "mindspore.save_checkpoint."]
 
 
 def test_freeze_include_freezes_adapters_too():

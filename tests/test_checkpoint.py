@@ -164,10 +164,10 @@ def test_a_folder_holds_two_files_and_its_config_is_peft_s(tmp_path):
     save_lora(network(["wq", "w2"], lora_dropout=0.1), str(path), base_model="meta-llama/Llama-2-7b")
     assert sorted(os.listdir(path)) == [CONFIG, WEIGHTS]
     assert json.loads((path / CONFIG).read_text()) == {
-        "base_model_name_or_path": "meta-llama/Llama-2-7b", "bias": "none", "fan_in_fan_out": False,
-        "inference_mode": True, "init_lora_weights": True, "lora_alpha": 3, "lora_dropout": 0.1,
-        "modules_to_save": None, "peft_type": "LORA", "r": 2, "target_modules": ["down_proj", "q_proj"],
-        "task_type": "CAUSAL_LM"}
+        "alpha_pattern": {}, "base_model_name_or_path": "meta-llama/Llama-2-7b", "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "lora_alpha": 3,
+        "lora_dropout": 0.1, "modules_to_save": None, "peft_type": "LORA", "r": 2, "rank_pattern": {},
+        "target_modules": ["down_proj", "q_proj"], "task_type": "CAUSAL_LM", "use_rslora": False}
 
 
 def test_cells_that_are_not_all_of_their_name_are_listed_by_their_paths(tmp_path):
@@ -196,13 +196,16 @@ def test_the_tensors_are_not_transposed(saved):
     np.testing.assert_array_equal(load_file(os.path.join(saved, WEIGHTS))[key(1, "k_proj", "A")], a.asnumpy())
 
 
-def test_a_ckpt_holds_lora_tensors_under_mindformers_names_and_three_facts(saved_ckpt):
+def test_a_ckpt_holds_lora_tensors_under_mindformers_names_and_a_record_of_ours(saved_ckpt):
     content = ms.load_checkpoint(saved_ckpt)
     source = adapters(network(seed=2))
-    assert content.keys() == {*source, "lora_rank", "lora_alpha", "base_fingerprint"}
+    assert content.keys() == {"mindlora_begin", *source, "mindlora"}
     for name, parameter in source.items():
         np.testing.assert_array_equal(content[name].asnumpy(), parameter.asnumpy())
-    assert (int(content["lora_rank"].asnumpy()), float(content["lora_alpha"].asnumpy())) == (2, 3.0)
+    assert json.loads(str(content["mindlora"])) == {
+        "alphas": {f"model.layers.{layer}.attention.{leaf}": 3.0 for layer in range(2) for leaf in ("wq", "wk")},
+        "base_fingerprint": base_fingerprint(network(seed=2)), "base_model": None, "dropout": 0.0, "selection": {},
+        "use_rslora": False, "whole": []}
 
 
 def test_mindspore_loads_a_ckpt_into_the_network(saved_ckpt):
@@ -214,10 +217,11 @@ def test_mindspore_loads_a_ckpt_into_the_network(saved_ckpt):
 # Refusals of save_lora ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("form, name, message", [
-    ("safetensors", "adapter", "format is 'safetensors': it must be 'peft' or 'ckpt'."),
-    ("ckpt", "adapter", "path is 'adapter': format 'ckpt' writes a file that ends in .ckpt, format 'peft' a folder."),
-    ("peft", "adapter.ckpt", "path is 'adapter.ckpt': format 'ckpt' writes a file that ends in .ckpt, format 'peft' a "
-                             "folder.")])
+    ("safetensors", "adapter", "format is 'safetensors', which is not known. Known: ckpt, mindformers, peft, slora."),
+    ("ckpt", "adapter", "path is 'adapter': format 'ckpt' writes a file that ends in .ckpt."),
+    ("mindformers", "adapter", "path is 'adapter': format 'mindformers' writes a file that ends in .safetensors."),
+    ("slora", "adapter.safetensors", "path is 'adapter.safetensors': format 'slora' writes a folder."),
+    ("peft", "adapter.ckpt", "path is 'adapter.ckpt': format 'peft' writes a folder.")])
 def test_a_format_must_be_known_and_fit_the_path(tmp_path, form, name, message):
     with pytest.raises(LoraError) as error:
         save_lora(network(), name, format=form)
@@ -238,21 +242,20 @@ def test_a_folder_does_not_replace_a_file_nor_a_file_a_folder(tmp_path):
     assert (tmp_path / "adapter").read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["adapter", "adapter.ckpt"]
 
 
-def test_without_adapters_there_is_nothing_to_save_or_load(tmp_path, saved):
-    for action in (lambda: save_lora(TinyModel(), str(tmp_path / "other")), lambda: load_lora(TinyModel(), saved)):
-        with pytest.raises(LoraError) as error:
-            action()
-        assert str(error.value) == ("The network holds no LoRADense cell. Call apply_lora, with the adapter's "
-                                    "configuration, first.")
-    assert os.listdir(tmp_path) == ["adapter"]
+def test_without_adapters_there_is_nothing_to_save(tmp_path):
+    with pytest.raises(LoraError) as error:
+        save_lora(TinyModel(), str(tmp_path / "other"))
+    assert str(error.value) == ("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora "
+                                "first.")
+    assert not os.listdir(tmp_path)
 
 
-def test_adapters_of_two_ranks_do_not_go_into_one_file(tmp_path):
-    source = nn.SequentialCell(LoRADense(6, 5, 2, 3), LoRADense(5, 4, 3, 3))
+def test_cells_that_scale_in_two_ways_do_not_go_into_one_file(tmp_path):
+    source = nn.SequentialCell(LoRADense(6, 5, 2, 3), LoRADense(5, 4, 2, 3, use_rslora=True))
     with pytest.raises(LoraError) as error:
         save_lora(source, str(tmp_path / "adapter"))
-    assert str(error.value) == ("The adapters have different (rank, alpha): [(2, 3), (3, 3)]. One file holds one of "
-                                "each.")
+    assert str(error.value) == ("Some cells of the network scale with use_rslora and some without. One adapter has one "
+                                "of them.")
     assert not os.listdir(tmp_path)
 
 
@@ -313,25 +316,27 @@ def test_missing_and_unexpected_tensors(tmp_path, form, name):
 def test_a_single_missing_tensor_is_named(saved):
     edited(saved, lambda tensors: tensors.pop(key(1, "k_proj", "B")))
     refused(network(), saved, MissingTensorsError,
-            "PATH lacks 1 LoRA tensors of the network: model.layers.1.attention.wk B. Check target_modules.")
+            "PATH lacks half of 1 pairs: it holds model.layers.1.attention.wk A without its other half.")
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(saved):
     def edit(tensors):
         tensors[key(0, "q_proj", "A")] = np.ones((2, 7), np.float32)
-        tensors[key(1, "k_proj", "B")] = np.ones((2, 4), np.float32)  # transposed
+        tensors[key(1, "k_proj", "B")] = np.ones((5, 2), np.float32)
     edited(saved, edit)
     refused(network(), saved, ShapeMismatchError,
             "PATH: 2 tensors have another shape: model.layers.0.attention.wq A is [2, 7], the network's is [2, 6]; "
-            "model.layers.1.attention.wk B is [2, 4], the network's is [4, 2].")
+            "model.layers.1.attention.wk B is [5, 2], the network's is [4, 2].")
 
 
-@pytest.mark.parametrize("shape", [(3, 6), (12,), (1, 2, 6), ()])
-def test_one_tensor_of_another_rank_or_dimension_is_a_wrong_shape(saved, shape):
+@pytest.mark.parametrize("shape, problem", [
+    ((3, 6), "A [r, in] and B [out, r] have no rank r in common"), ((6, 2), "A is transposed: it must be [r, in]"),
+    ((12,), "A and B must be matrices"), ((1, 2, 6), "A and B must be matrices"), ((), "A and B must be matrices"),
+    ((2, 0), "A or B is empty")])
+def test_one_tensor_of_another_rank_or_dimension_is_a_wrong_shape(saved, shape, problem):
     edited(saved, lambda tensors: tensors.update({key(0, "q_proj", "A"): np.ones(shape, np.float32)}))
     refused(network(), saved, ShapeMismatchError,
-            f"PATH: 1 tensors have another shape: model.layers.0.attention.wq A is {list(shape)}, the network's is "
-            "[2, 6].")
+            f"PATH: {problem}, at model.layers.0.attention.wq (A {list(shape)}, B [6, 2]).")
 
 
 @pytest.mark.parametrize("form, name", FORMS)
@@ -339,14 +344,14 @@ def test_a_wrong_rank_says_which_to_set(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(["wq"], lora_rank=4), path, format=form)
     refused(network(["wq"]), path, RankMismatchError,
-            "PATH has rank 4, the network was built with lora_rank 2: set lora_rank to 4. Tensors: "
-            "model.layers.{0..1}.attention.wq A, model.layers.{0..1}.attention.wq B.")
+            "PATH has rank 4, the network was built with lora_rank 2: set lora_rank to 4.")
 
 
 def test_a_rank_that_is_declared_but_not_there_is_refused(saved):
     configured(saved, r=4)
     refused(network(), saved, RankMismatchError,
-            "PATH declares rank 4, the network was built with lora_rank 2: set lora_rank to 4.")
+            "PATH: the configuration declares rank 4 and the tensors have 2, at model.layers.{0..1}.attention.wk (A "
+            "[2, 6], B [4, 2]), model.layers.{0..1}.attention.wq (A [2, 6], B [6, 2]).")
 
 
 @pytest.mark.parametrize("form, name", FORMS)
@@ -365,7 +370,7 @@ def test_nan_is_not_loaded(saved, value, dtype):
         tensors[key(1, "k_proj", "A")] = np.array([[1] * 5 + [value], [1] * 6], dtype)
     edited(saved, edit)
     refused(network(), saved, NotFiniteError,
-            "PATH holds LoRA tensors with NaN or infinity, so nothing was loaded: model.layers.1.attention.wk A.")
+            "PATH holds tensors with NaN or infinity: model.layers.1.attention.wk A.")
 
 
 # Refusals of load_lora: files -----------------------------------------------------------------------------------
@@ -410,6 +415,7 @@ def test_a_cut_anywhere_in_a_ckpt_is_noticed(saved_ckpt):
 
 def test_what_is_no_adapter_at_all(tmp_path):
     (tmp_path / "adapter.bin").write_bytes(b"PK")
+    (tmp_path / "adapter.pth").write_bytes(b"PK")
     (tmp_path / "no.safetensors").write_bytes(b"this is no safetensors file, but it is long enough to be one")
     (tmp_path / "no.ckpt").write_bytes(b"this is no checkpoint of MindSpore's, but it is long enough to be one")
     (tmp_path / "empty").mkdir()
@@ -419,7 +425,8 @@ def test_what_is_no_adapter_at_all(tmp_path):
     target = network()
     for name, message in [
             ("absent", "PATH does not exist."), ("absent.ckpt", "PATH does not exist."),
-            ("adapter.bin", "PATH is neither an adapter folder nor a .safetensors or .ckpt file."),
+            ("adapter.pth", "PATH is neither an adapter folder nor a .safetensors, .ckpt or .bin file."),
+            ("adapter.bin", "PATH is a pickle, which can run programs."),
             ("empty", "PATH holds no adapter_model.safetensors. It holds: nothing."),
             ("other", "PATH holds no adapter_model.safetensors. It holds: a.txt, b.bin.")]:
         refused(target, tmp_path / name, AdapterFormatError, message)
@@ -430,14 +437,14 @@ def test_what_is_no_adapter_at_all(tmp_path):
 def test_a_folder_without_a_config(saved):
     os.unlink(os.path.join(saved, CONFIG))
     refused(network(), saved, AdapterFormatError,
-            f"{os.path.join(saved, CONFIG)} is missing: an adapter folder holds it beside adapter_model.safetensors.")
+            f"{os.path.join(saved, CONFIG)} is missing: an adapter folder holds it beside its weights.")
 
 
 @pytest.mark.parametrize("text, message", [
     ('{"r": 2', f"{CONFIG} is not JSON: "), ("", f"{CONFIG} is not JSON: "),
     ("[2, 3]", f"{CONFIG} holds a list and not a JSON object."),
-    ('{"lora_alpha": 3}', f"{CONFIG}: r is None, it must be a number above 0."),
-    ('{"r": 2, "lora_alpha": 3, "use_rslora": true}', f"{CONFIG}: use_rslora is True, so the scale is not")])
+    ('{"lora_alpha": 3}', f"{CONFIG}: r is None, it must be a whole number of at least 1."),
+    ('{"r": 2, "lora_alpha": 3, "use_dora": true}', f"{CONFIG}: use_dora is True, which is not supported")])
 def test_a_config_that_cannot_be_used(saved, text, message):
     pathlib.Path(saved, CONFIG).write_text(text)
     refused(network(), saved, AdapterFormatError, message)
@@ -457,16 +464,23 @@ def test_a_ckpt_without_lora_tensors(tmp_path):
     path = str(tmp_path / "base.ckpt")
     ms.save_checkpoint(TinyModel(), path)
     refused(network(), path, AdapterFormatError,
-            "PATH holds no LoRA tensor (no name ends in mindpet_delta_lora_a or _b).")
+            "PATH holds no LoRA tensor: no name in it is one of an adapter's.")
 
 
 def test_a_file_of_peft_with_foreign_tensors(saved):
     edited(saved, lambda tensors: tensors.update({
-        "base_model.model.lm_head.weight": np.ones(2, np.float32),
+        "lm_head.weight": np.ones(2, np.float32),
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": np.ones(6, np.float32)}))
     refused(network(), saved, UnexpectedTensorsError,
-            f"{WEIGHTS} holds tensors that are not LoRA's: base_model.model.lm_head.weight, "
-            "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.")
+            f"{WEIGHTS} holds tensors that are not LoRA's: base_model.model.model.layers.0.self_attn.q_proj."
+            "lora_magnitude_vector, lm_head.weight.")
+
+
+def test_a_file_of_peft_with_a_base_weight_that_modules_to_save_does_not_name(saved):
+    edited(saved, lambda tensors: tensors.update({
+        f"base_model.model.model.layers.{i}.input_layernorm.weight": np.ones(6, np.float32) for i in range(2)}))
+    refused(network(), saved, UnexpectedTensorsError, "PATH holds tensors that are neither LoRA's nor of "
+            "modules_to_save: model.layers.{0..1}.attention_norm.weight.")
 
 
 # strict=False ---------------------------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ def test_defaults_are_those_of_the_documentation():
     assert config.to_dict() == {
         "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": None, "exclude_modules": None,
         "lora_a_init": "kaiming_uniform", "lora_b_init": "zeros", "param_init_type": "float32", "compute_dtype": None,
-        "freeze_include": None, "freeze_exclude": None}
+        "use_rslora": False, "rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None,
+        "modules_to_save": None, "freeze_include": None, "freeze_exclude": None}
 
 
 @pytest.mark.parametrize("rank, alpha, scale", [(8, 16, 2.0), (16, 8, 0.5), (3, 7, 7 / 3)])

@@ -1,14 +1,18 @@
-"""PEFT's adapter folder: adapter_config.json and adapter_model.safetensors under Hugging Face names."""
-import json
-from typing import Dict, Optional, Tuple
+"""PEFT's adapter folder: the keys of its tensors, under Hugging Face names, and the adapter_config.json it writes."""
+from collections import Counter
+from typing import Dict, List, Optional
 
 from mindlora import names
-from mindlora.errors import AdapterFormatError
+from mindlora.adapter import Adapter, Place
 
+NAME = "PEFT"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+# Where an adapted module's own weight was saved besides, as PEFT does for embeddings and output heads.
+_BASE_LAYER = ".base_layer."
 
 
 def tensor_key(path: str, half: str) -> str:
@@ -16,7 +20,7 @@ def tensor_key(path: str, half: str) -> str:
     return _PREFIX + names.to_hugging_face(path) + _SUFFIXES[half]
 
 
-def parse_key(key: str) -> Optional[Tuple[str, str]]:
+def parse_key(key: str) -> Optional[Place]:
     """Returns (path under MindFormers' names, "A" or "B") for a key of PEFT's, or None for any other."""
     if not key.startswith(_PREFIX):
         return None
@@ -26,57 +30,63 @@ def parse_key(key: str) -> Optional[Tuple[str, str]]:
     return None
 
 
-def adapter_config(rank: int, alpha: float, dropout: float, target_modules, base_model: Optional[str]) -> Dict:
+def whole_key(name: str, adapted: List[str]) -> str:
+    """Returns the key of a parameter that was trained whole (MindFormers' name)."""
+    name = names.parameter_to_hugging_face(name) or name
+    path, _, leaf = name.rpartition(".")
+    return f"{_PREFIX}{path}{_BASE_LAYER if names.to_mindformers(path) in adapted else '.'}{leaf}"
+
+
+def parse_whole_key(key: str) -> Optional[str]:
+    """Returns the MindFormers name of a parameter that was saved whole, or None for a key of another kind."""
+    if not key.startswith(_PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
+        return None
+    name = key[len(_PREFIX):].replace(_BASE_LAYER, ".")
+    return names.parameter_to_mindformers(name) or name
+
+
+def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     Args:
-        rank (int): LoRA rank r.
-        alpha (float): lora_alpha.
-        dropout (float): lora_dropout.
-        target_modules (iterable of str): Names of the adapted cells under MindFormers' names, bare or full paths.
-        base_model (str): Name or path of the base model under Hugging Face, or None.
+        adapter (Adapter): Its most frequent rank and lora_alpha become r and lora_alpha; other ones stand in
+            rank_pattern and alpha_pattern under the modules' full names. Where it has no selection, target_modules
+            holds the full name of each adapted module.
 
     Returns:
         dict.
     """
+    modules = {path: names.to_hugging_face(path) for path in adapter.paths}
+    ranks = {path: adapter.rank(path) for path in modules}
+    alphas = {path: _plain(adapter.alphas[path]) for path in modules}
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     return {
-        "base_model_name_or_path": base_model,
+        "alpha_pattern": {modules[path]: value for path, value in alphas.items() if value != alpha},
+        "base_model_name_or_path": adapter.base_model,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-        "lora_dropout": dropout,
-        "modules_to_save": None,
+        "lora_alpha": alpha,
+        "lora_dropout": adapter.dropout,
+        "modules_to_save": _modules_to_save(adapter),
         "peft_type": "LORA",
         "r": rank,
-        "target_modules": sorted(target_modules),
+        "rank_pattern": {modules[path]: value for path, value in ranks.items() if value != rank},
+        "target_modules": sorted(modules.values()),
         "task_type": "CAUSAL_LM",
+        "use_rslora": adapter.use_rslora,
+        **adapter.selection,
     }
 
 
-def read_rank_and_alpha(path: str) -> Tuple[int, float]:
-    """Returns (r, lora_alpha) of an adapter_config.json.
+def _modules_to_save(adapter) -> Optional[List[str]]:
+    """Returns the names of the modules that were trained whole; the base's weight of an adapted module is none."""
+    paths = {name.rpartition(".")[0] for name in adapter.whole} - set(adapter.paths)
+    hugging_face = {(names.parameter_to_hugging_face(path + ".weight") or path + ".weight").rpartition(".")[0]
+                    for path in paths}
+    return sorted(hugging_face) or None
 
-    Raises:
-        AdapterFormatError: The file is missing, is not a JSON object, lacks one of the two, or declares another
-            scale than lora_alpha / r.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except FileNotFoundError as error:
-        raise AdapterFormatError(f"{path} is missing: an adapter folder holds it beside {WEIGHTS_FILE}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise AdapterFormatError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise AdapterFormatError(f"{path} holds a {type(content).__name__} and not a JSON object.")
-    for field in ("r", "lora_alpha"):
-        if isinstance(content.get(field), bool) or not isinstance(content.get(field), (int, float)) \
-                or content[field] <= 0:
-            raise AdapterFormatError(f"{path}: {field} is {content.get(field)!r}, it must be a number above 0.")
-    for field in ("use_rslora", "alpha_pattern"):
-        if content.get(field):
-            raise AdapterFormatError(f"{path}: {field} is {content[field]!r}, so the scale is not lora_alpha / r in "
-                                     "every cell, which is not supported: its effect would be scaled wrongly.")
-    return int(content["r"]), float(content["lora_alpha"])
+
+def _plain(alpha):
+    return int(alpha) if float(alpha).is_integer() else alpha

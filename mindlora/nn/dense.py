@@ -7,7 +7,7 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import HeUniform, initializer
 
 from mindlora.config import LoraConfig
-from mindlora.errors import ConfigError, UnsupportedCellError
+from mindlora.errors import ConfigError, MergeError, UnsupportedCellError
 
 LORA_A = "mindpet_delta_lora_a"
 LORA_B = "mindpet_delta_lora_b"
@@ -36,6 +36,9 @@ class LoRADense(nn.Cell):
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
         mindpet_delta_lora_b [out_channels, r].
 
+    Attributes:
+        kept (tuple or None): While the adapter is merged (see merge_lora), W and B as they were, as NumPy arrays.
+
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
 
@@ -47,6 +50,8 @@ class LoRADense(nn.Cell):
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
+
+    kept = None
 
     def __init__(self, in_channels, out_channels, lora_rank, lora_alpha, lora_dropout=0.0, *,
                  lora_a_init="kaiming_uniform", lora_b_init="zeros", param_init_type="float32", compute_dtype=None,
@@ -80,6 +85,8 @@ class LoRADense(nn.Cell):
 
     def _adopt(self, cell, config):
         """Takes over what the forward of ``cell`` uses, then adds A and B."""
+        # In a tuple, where MindSpore does not see it: as a child it would name and save the base's parameters twice.
+        self._adopted = (cell,)
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
         self.weight, self.bias, self.has_bias = cell.weight, cell.bias, cell.has_bias
         self.matmul = cell.matmul
@@ -106,17 +113,7 @@ class LoRADense(nn.Cell):
         self.lora_add = ops.Add()
         self.cast = ops.Cast()
         self.reshape = ops.Reshape()
-        self._inherit_cell_settings(cell)
-
-    def _inherit_cell_settings(self, cell):
-        """Carries over recomputation, pipeline stage, training mode and shard strategies of the replaced cell."""
-        # pylint: disable=protected-access
-        self._scope = cell._scope
-        self._has_config_recompute = cell._has_config_recompute
-        self.add_flags(**cell.get_flags())
-        if hasattr(cell, "_pipeline_stage"):
-            self.pipeline_stage = cell.pipeline_stage
-        self.set_train(cell.training)
+        _carry_settings(cell, self)
         strategy = getattr(cell.matmul, "in_strategy", None)
         if strategy is not None:
             self._shard_lora(strategy)
@@ -152,6 +149,30 @@ class LoRADense(nn.Cell):
         """Returns (A, B)."""
         return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
 
+    @property
+    def merged(self) -> bool:
+        """Whether W holds the low-rank path (see merge_lora); B is zero then."""
+        return self.kept is not None
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the cell that this one took the place of, with this one's weight, bias and settings."""
+        cell, = self._adopted
+        cell.weight, cell.bias = self.weight, self.bias
+        _carry_settings(self, cell)
+        return cell
+
+    def add_flags(self, **flags):
+        """Sets flags of the cell as nn.Cell does; here, and not at set_train, a network's set_train reaches a cell.
+
+        Raises:
+            MergeError: The flag is training while the adapter is merged.
+        """
+        if flags.get("training") and self.merged:
+            raise MergeError(f"{self.mindpet_delta_lora_a.name.rpartition('.')[0] or 'The cell'} is merged into its "
+                             "base and cannot train: call unmerge_lora first, or set_train(False) to go on without "
+                             "training.")
+        return super().add_flags(**flags)
+
     def extend_repr(self):
         return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
                 f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
@@ -182,6 +203,17 @@ def check_supported(cell: nn.Cell):
     if getattr(cell.matmul, "in_layout", None) is not None:
         raise UnsupportedCellError(f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
                                    "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
+
+
+def _carry_settings(source, target):
+    """Carries over recomputation, pipeline stage and training mode from the cell that ``target`` replaces."""
+    # pylint: disable=protected-access
+    target._scope = source._scope
+    target._has_config_recompute = source._has_config_recompute
+    target.add_flags(**source.get_flags())
+    if hasattr(source, "_pipeline_stage"):
+        target.pipeline_stage = source.pipeline_stage
+    target.set_train(source.training)
 
 
 def _start(init, shape, dtype, field):

@@ -1,0 +1,168 @@
+"""MindFormers' qkv_concat: the row order of w_qkv and w_gate_hidden, and LoRA pairs joined and split along with them.
+
+w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and w_gate_hidden those of w1 and w3 in turn.
+"""
+import math
+from typing import Dict, List, Tuple
+
+import numpy as np
+
+from mindlora import names
+from mindlora.adapter import Adapter
+from mindlora.errors import AdapterError, ShapeMismatchError
+from mindlora.tensor_file import from_float32, to_float32
+
+
+def join_qkv_rows(q: np.ndarray, k: np.ndarray, v: np.ndarray, kv_heads: int) -> np.ndarray:
+    """Returns the rows of w_qkv.
+
+    Args:
+        q (array): Shape [heads * head_dim, ...].
+        k, v (array): Shape [kv_heads * head_dim, ...].
+        kv_heads (int): Number of key-value heads.
+
+    Returns:
+        array of shape [(heads + 2 * kv_heads) * head_dim, ...].
+    """
+    by_head = [part.reshape((kv_heads, len(part) // kv_heads) + part.shape[1:]) for part in (q, k, v)]
+    return np.concatenate(by_head, axis=1).reshape((-1,) + q.shape[1:])
+
+
+def split_qkv_rows(qkv: np.ndarray, kv_heads: int, head_dim: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the rows (q, k, v) of w_qkv: the reverse of join_qkv_rows."""
+    by_head = qkv.reshape((kv_heads, len(qkv) // kv_heads) + qkv.shape[1:])
+    parts = np.split(by_head, [by_head.shape[1] - 2 * head_dim, by_head.shape[1] - head_dim], axis=1)
+    return tuple(part.reshape((-1,) + qkv.shape[1:]) for part in parts)
+
+
+def join_gate_rows(gate: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """Returns the rows of w_gate_hidden: those of w1 and of w3 in turn."""
+    return np.stack([gate, hidden], axis=1).reshape((-1,) + gate.shape[1:])
+
+
+def split_gate_rows(joined: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns the rows (w1, w3) of w_gate_hidden: the reverse of join_gate_rows."""
+    return np.ascontiguousarray(joined[0::2]), np.ascontiguousarray(joined[1::2])
+
+
+def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = None) -> None:
+    """Replaces the pairs of wq, wk, wv (or of w1, w3) in ``adapter`` by one for the concatenated cell at ``path``.
+
+    A = [A_q; A_k; A_v] and B is block-diagonal, its rows in the order of the cell's; the scale stays, since lora_alpha
+    grows as the rank does. A part without a pair gets rows of zeros.
+
+    Args:
+        adapter (Adapter): Changed in place; it holds a pair for at least one of the parts.
+        path (str): Path that ends in w_qkv or w_gate_hidden.
+        out_channels (int): Rows of the concatenated weight.
+        kv_heads (int): Number of key-value heads, for w_qkv. Default: None.
+
+    Raises:
+        ShapeMismatchError: The parts do not make up ``out_channels`` rows or take different inputs.
+        AdapterError: kv_heads is needed and missing, or does not divide the rows.
+    """
+    parts = names.concatenated_parts(path)
+    present = [part for part in parts if (part, "A") in adapter.tensors]
+    rows = _part_rows(adapter, path, parts, present, out_channels)
+    _check_heads(path, rows.values(), kv_heads)
+    scale = adapter.scale(present[0])
+    blocks_a = [adapter.tensors[part, "A"] for part in present]
+    if len({a.shape[1] for a in blocks_a}) > 1:
+        raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot stand for "
+                                 "them.")
+    ranks = {part: adapter.rank(part) for part in present}
+    total = sum(ranks.values())
+    blocks_b, column = {}, 0
+    for part in parts:
+        block = np.zeros((rows[part], total), adapter.tensors[present[0], "B"].dtype)
+        if part in ranks:
+            block[:, column:column + ranks[part]] = _rescaled(adapter.tensors[part, "B"], adapter.scale(part) / scale)
+            column += ranks[part]
+        blocks_b[part] = block
+    growth = total / ranks[present[0]]
+    alpha = adapter.alphas[present[0]] * (math.sqrt(growth) if adapter.use_rslora else growth)
+    for part in present:
+        _remove(adapter, part)
+    adapter.tensors[path, "A"] = np.concatenate(blocks_a)
+    adapter.tensors[path, "B"] = (join_gate_rows(*blocks_b.values()) if len(parts) == 2
+                                  else join_qkv_rows(*blocks_b.values(), kv_heads))
+    adapter.alphas[path] = alpha
+
+
+def split_pairs(adapter: Adapter, path: str, kv_heads: int = None, head_dim: int = None) -> None:
+    """Replaces the pair of a concatenated cell in ``adapter`` by pairs of its parts: the reverse of join_pairs.
+
+    Where each part has columns of B to itself, as after join_pairs, it gets those and their rows of A; else the parts
+    share A whole.
+
+    Args:
+        adapter (Adapter): Changed in place.
+        path (str): Path that ends in w_qkv or w_gate_hidden, of a pair in ``adapter``.
+        kv_heads, head_dim (int): Number of key-value heads and their size, for w_qkv. Default: None.
+
+    Raises:
+        AdapterError: kv_heads or head_dim is needed and missing, or does not fit the rows.
+    """
+    parts = names.concatenated_parts(path)
+    a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
+    if len(parts) == 3 and (not head_dim or not kv_heads or len(b) % kv_heads
+                            or len(b) // kv_heads <= 2 * head_dim or len(b) // kv_heads % head_dim):
+        raise AdapterError(f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads of "
+                           f"size {head_dim} do not divide. Give the model's n_kv_heads and head size.")
+    blocks = dict(zip(parts, split_gate_rows(b) if len(parts) == 2 else split_qkv_rows(b, kv_heads, head_dim)))
+    columns = _own_columns(blocks) or {part: slice(0, len(a)) for part in parts}
+    alpha = adapter.alphas.get(path)
+    _remove(adapter, path)
+    for part, own in columns.items():
+        adapter.tensors[part, "A"] = np.ascontiguousarray(a[own])
+        adapter.tensors[part, "B"] = np.ascontiguousarray(blocks[part][:, own])
+        if alpha is not None:
+            share = adapter.rank(part) / len(a)
+            adapter.alphas[part] = alpha * (math.sqrt(share) if adapter.use_rslora else share)
+
+
+def _part_rows(adapter, path, parts, present, out_channels) -> Dict[str, int]:
+    """Returns the rows of each part; those of a part without a pair follow from the others'."""
+    rows = {part: len(adapter.tensors[part, "B"]) for part in present}
+    if len(parts) == 2:
+        rows = {part: out_channels // 2 for part in parts if part not in rows} | rows
+    else:
+        q, k, v = parts
+        if k in rows or v in rows:
+            rows[k], rows[v] = rows.get(k, rows.get(v)), rows.get(v, rows.get(k))
+            rows.setdefault(q, out_channels - rows[k] - rows[v])
+        else:
+            rows[k] = rows[v] = (out_channels - rows[q]) // 2
+    if sum(rows.values()) != out_channels or min(rows.values()) < 1:
+        raise ShapeMismatchError(f"{path} has {out_channels} rows, which the adapter's "
+                                 f"{', '.join(f'{part} with {rows[part]}' for part in present)} cannot be parts of.")
+    return {part: rows[part] for part in parts}
+
+
+def _check_heads(path, rows, kv_heads):
+    if len(rows) == 3 and (not kv_heads or any(count % kv_heads for count in rows)):
+        raise AdapterError(f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
+                           f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads.")
+
+
+def _own_columns(blocks) -> Dict[str, slice]:
+    """Returns the columns of B that each part has to itself, or {} where the parts share some or leave some out."""
+    own, begin = {}, 0
+    for part, block in blocks.items():
+        used = np.flatnonzero((to_float32(block) != 0).any(axis=0))
+        if used.size:
+            if used[0] != begin or used[-1] != begin + used.size - 1:
+                return {}
+            own[part] = slice(begin, begin + used.size)
+            begin += used.size
+    return own if begin == block.shape[1] else {}
+
+
+def _rescaled(b, factor) -> np.ndarray:
+    return b if factor == 1 else from_float32(to_float32(b) * np.float32(factor), b.dtype)
+
+
+def _remove(adapter, path):
+    adapter.alphas.pop(path, None)
+    for half in "AB":
+        del adapter.tensors[path, half]

@@ -1,0 +1,206 @@
+"""Reads PEFT's adapter_config.json: leniently in form, strictly in what changes the mathematics."""
+import dataclasses
+import json
+import logging
+import re
+import sys
+from typing import Dict, Optional
+
+from mindlora.config import pattern_value
+from mindlora.errors import AdapterFormatError
+
+logger = logging.getLogger("mindlora")
+
+_MAX_BYTES = 10_000_000  # A configuration of 100,000 module names is a tenth of it.
+
+# Fields that select modules: they are kept as they are.
+_SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+# Fields that say nothing about the tensors, or nothing once they are trained.
+_NEUTRAL = ("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
+            "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+            "runtime_config", "task_type")
+# Fields that make another forward of the same tensors, or another base.
+_UNSUPPORTED = {
+    "alora_invocation_tokens": "the adapter then acts on some tokens alone",
+    "arrow_config": "the adapter is then a mixture of several",
+    "fan_in_fan_out": "the base then keeps its weights transposed",
+    "kasa_config": "the update then has singular values of its own",
+    "layer_replication": "the base then has layers several times",
+    "lora_bias": "B then has a bias",
+    "monteclora_config": "the update is then sampled",
+    "target_parameters": "LoRA is then on parameters that are no module's weight",
+    "trainable_token_indices": "rows of the embedding are then trained besides",
+    "use_bdlora": "A or B is then block-diagonal",
+    "use_dora": "the update is then normalized (DoRA)",
+    "use_qalora": "the input is then pooled",
+    "velora_config": "the update is then compressed",
+}
+# Starts that subtract from the base what they put into A and B.
+_BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_USED = ("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save",
+         "peft_type", "r", "rank_pattern", "alpha_pattern", "use_rslora")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """What an adapter_config.json says, checked.
+
+    Attributes:
+        rank (int): r.
+        alpha (float): lora_alpha.
+        dropout (float): lora_dropout.
+        use_rslora (bool): Scale by lora_alpha / sqrt(r).
+        rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
+        modules_to_save (tuple of str): Modules that are saved whole.
+        selection (dict): The fields that select modules, as they are.
+        base_model (str): base_model_name_or_path, or None.
+    """
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    rank_pattern: Dict[str, int]
+    alpha_pattern: Dict[str, float]
+    modules_to_save: tuple
+    selection: Dict[str, object]
+    base_model: Optional[str]
+
+    def rank_of(self, path: str) -> int:
+        """Returns r of the module at ``path`` (MindFormers' or Hugging Face's name)."""
+        return pattern_value(self.rank_pattern, path, self.rank)
+
+    def alpha_of(self, path: str) -> float:
+        """Returns lora_alpha of the module at ``path``."""
+        return pattern_value(self.alpha_pattern, path, self.alpha)
+
+
+def read(path: str) -> PeftConfig:
+    """Reads an adapter_config.json.
+
+    Fields that are not known are passed over with a warning.
+
+    Raises:
+        AdapterFormatError: The file is missing or no JSON object, a field has a value that is none, or a field changes
+            the mathematics in a way that is not supported.
+    """
+    content = _json_object(path)
+    unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
+    if unknown:
+        logger.warning("%s has fields that mindlora does not know, and passes over: %s.", path, ", ".join(unknown))
+    _refuse_unsupported(content, path)
+    rank_pattern = {key: _whole(value, f"rank_pattern[{key!r}]", path)
+                    for key, value in _pattern(content, "rank_pattern", path).items()}
+    alpha_pattern = {key: _positive(value, f"alpha_pattern[{key!r}]", path)
+                     for key, value in _pattern(content, "alpha_pattern", path).items()}
+    return PeftConfig(
+        rank=_whole(content.get("r"), "r", path), alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
+        dropout=_dropout(content.get("lora_dropout") or 0, path), use_rslora=bool(content.get("use_rslora")),
+        rank_pattern=rank_pattern, alpha_pattern=alpha_pattern,
+        modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
+        selection=_selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
+
+
+def _json_object(path) -> dict:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        raise AdapterFormatError(f"{path} is missing: an adapter folder holds it beside its weights.") from error
+    if len(text) > _MAX_BYTES:
+        raise AdapterFormatError(f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is no configuration.")
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, path))
+    except AdapterFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise AdapterFormatError(f"{path} holds a {type(content).__name__} and not a JSON object.")
+    return content
+
+
+def _unique(pairs, path) -> dict:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+    if twice:
+        raise AdapterFormatError(f"{path} has {', '.join(twice)} twice: which of the two counts is not said.")
+    return dict(pairs)
+
+
+def _refuse_unsupported(content, path):
+    kind = content.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise AdapterFormatError(f"{path}: peft_type is {kind!r}, it must be 'LORA'.")
+    if content.get("bias", "none") != "none":
+        raise AdapterFormatError(f"{path}: bias is {content['bias']!r}, so biases of the base were trained, which is "
+                                 "not supported: it must be 'none'.")
+    for field, meaning in _UNSUPPORTED.items():
+        if content.get(field):
+            raise AdapterFormatError(f"{path}: {field} is {content[field]!r}, which is not supported: {meaning}.")
+    start = content.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_STARTS):
+        raise AdapterFormatError(f"{path}: init_lora_weights is {start!r}, so the adapter belongs to a base that this "
+                                 "start changed. Save it with PEFT's path_initial_model_for_weight_conversion, which "
+                                 "makes a plain LoRA of it.")
+
+
+def _whole(value, field, path) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
+        raise AdapterFormatError(f"{path}: {field} is {value!r}, it must be a whole number of at least 1.")
+    return int(value)
+
+
+def _positive(value, field, path) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise AdapterFormatError(f"{path}: {field} is {value!r}, it must be a number above 0.")
+    return float(value)
+
+
+def _dropout(value, path) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise AdapterFormatError(f"{path}: lora_dropout is {value!r}, it must be a number in [0, 1).")
+    return float(value)
+
+
+def _pattern(content, field, path) -> dict:
+    pattern = content.get(field) or {}
+    if not isinstance(pattern, dict):
+        raise AdapterFormatError(f"{path}: {field} is {pattern!r}, it must map regular expressions to numbers.")
+    for expression in pattern:
+        _check_regex(expression, field, path)
+    return pattern
+
+
+def _check_regex(expression, field, path):
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise AdapterFormatError(f"{path}: {field} holds {expression!r}, which is not a regular expression: "
+                                 f"{error}.") from error
+
+
+def _names(value, field, path) -> list:
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise AdapterFormatError(f"{path}: {field} is {value!r}, it must be a list of module names.")
+    return value
+
+
+def _selection(content, path) -> dict:
+    selection = {field: content[field] for field in _SELECTING if content.get(field) is not None}
+    for field in ("target_modules", "exclude_modules"):
+        value = selection.get(field)
+        if isinstance(value, str):
+            _check_regex(value, field, path)
+        elif value is not None:
+            _names(value, field, path)
+    layers = selection.get("layers_to_transform", [])
+    if not all(isinstance(layer, int) for layer in (layers if isinstance(layers, list) else [layers])):
+        raise AdapterFormatError(f"{path}: layers_to_transform is {layers!r}, it must be a layer number or a list of "
+                                 "them.")
+    return selection
+
+
+def _text(value, path) -> Optional[str]:
+    if value is not None and not isinstance(value, str):
+        raise AdapterFormatError(f"{path}: base_model_name_or_path is {value!r}, it must be a name or a path.")
+    return value or None
