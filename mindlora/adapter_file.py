@@ -215,10 +215,10 @@ def _apply_config(adapter, config, path):
     adapter.alphas = {cell: config.alpha_of(cell) for cell in adapter.paths}
     adapter.selection = dict(config.selection)
     for module in config.modules_to_save:
-        if not any(names.belongs_to(name, module) for name in adapter.whole):
+        if not any(peft.is_of_module(name, module) for name in adapter.whole):
             raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, and no tensor is that module's.")
     strange = sorted(name for name in adapter.whole
-                     if not any(names.belongs_to(name, module) for module in config.modules_to_save)
+                     if not any(peft.is_of_module(name, module) for module in config.modules_to_save)
                      and name.rpartition(".")[0] not in (*adapter.paths, "model.tok_embeddings", "lm_head"))
     if strange:
         raise UnexpectedTensorsError(f"{path} holds tensors that are neither LoRA's nor of modules_to_save: "

@@ -115,11 +115,15 @@ def test_pet_config_becomes_fields():
     config = LoraConfig.from_pet_config({
         "pet_type": "lora", "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv",
         "exclude_modules": ["layers.0.attention.wq"], "lora_a_init": "normal", "lora_b_init": "zeros",
-        "param_init_type": "fp16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"]})
+        "param_init_type": "fp16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"],
+        "use_rslora": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5}, "layers_to_transform": (0, 1),
+        "modules_to_save": ("lm_head",)})
     assert config.to_dict() == {
         "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv",
         "exclude_modules": ["layers.0.attention.wq"], "lora_a_init": "normal", "lora_b_init": "zeros",
-        "param_init_type": "float16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"]}
+        "param_init_type": "float16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"],
+        "use_rslora": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5}, "layers_to_transform": [0, 1],
+        "modules_to_save": ["lm_head"]}
 
 
 def test_pet_config_is_left_as_it_was_and_its_tuples_become_lists():
@@ -139,9 +143,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
     assert str(error.value) == (
-        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: compute_dtype, exclude_layers, "
-        "exclude_modules, freeze_exclude, freeze_include, lora_a_init, lora_alpha, lora_b_init, lora_dropout, "
-        "lora_rank, param_init_type, pet_type, preset, target_modules.")
+        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, compute_dtype, "
+        "exclude_layers, exclude_modules, freeze_exclude, freeze_include, layers_to_transform, lora_a_init, lora_alpha, "
+        "lora_b_init, lora_dropout, lora_rank, modules_to_save, param_init_type, pet_type, preset, rank_pattern, "
+        "target_modules, use_rslora.")
 
 
 @pytest.mark.parametrize("key, meant", [("lora_aplha", "lora_alpha"), ("target_module", "target_modules"),
@@ -154,7 +159,7 @@ def test_the_suggestion_is_the_key_that_was_meant(key, meant):
 def test_a_key_like_no_other_gets_no_suggestion():
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "zzz": 1})
-    assert "Did you mean" not in str(error.value) and "'zzz'. Known: compute_dtype" in str(error.value)
+    assert "Did you mean" not in str(error.value) and "'zzz'. Known: alpha_pattern" in str(error.value)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -201,3 +206,38 @@ def test_target_modules_must_be_there(target_modules):
         LoraConfig.from_pet_config({"pet_type": "lora", **target_modules})
     assert str(error.value) == ("pet_config has no target_modules: name the linear cells that get an adapter, "
                                 "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'.")
+
+
+@pytest.mark.parametrize("rank, alpha, scale", [(16, 16, 4.0), (9, 6, 2.0), (2, 3, 3 / 2 ** 0.5)])
+def test_rslora_divides_by_the_root_of_the_rank(rank, alpha, scale):
+    assert LoraConfig(lora_rank=rank, lora_alpha=alpha, use_rslora=True).scale == scale
+
+
+@pytest.mark.parametrize("path, rank, alpha", [
+    ("model.layers.0.attention.wq", 4, 16), ("model.layers.10.attention.wq", 8, 16),
+    ("model.layers.3.attention.wv", 2, 5), ("model.layers.3.feed_forward.w2", 8, 7), ("lm_head", 8, 16),
+    ("my_wv", 8, 16)])
+def test_patterns_match_a_path_from_a_dot_on(path, rank, alpha):
+    config = LoraConfig(lora_rank=8, lora_alpha=16,
+                        rank_pattern={r"layers\.0\.attention\.wq": 4, "v_proj": 2, "wv": 3},
+                        alpha_pattern={"attention.wv": 5, r".*\.w2": 7})
+    cell = config.for_cell(path)
+    assert (cell.lora_rank, cell.lora_alpha) == (rank, alpha)
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"use_rslora": 1}, "use_rslora is 1: it must be True or False."),
+    ({"rank_pattern": ["wq"]}, "rank_pattern is ['wq']: it must map regular expressions on paths to values."),
+    ({"rank_pattern": {"(": 4}}, "rank_pattern holds '(', which is not a regular expression: "),
+    ({"rank_pattern": {3: 4}}, "rank_pattern holds 3, which is not a regular expression: "),
+    ({"rank_pattern": {"wq": 0}}, "rank_pattern['wq'] is 0: it must be a whole number of at least 1."),
+    ({"rank_pattern": {"wq": 1.5}}, "rank_pattern['wq'] is 1.5: it must be a whole number of at least 1."),
+    ({"alpha_pattern": {"wq": -1}}, "alpha_pattern['wq'] is -1: it must be a number above 0."),
+    ({"layers_to_transform": []}, "layers_to_transform is an empty list: name at least one layer, or leave it out"),
+    ({"layers_to_transform": -1}, "layers_to_transform is -1: it must be a layer number, or a list of them."),
+    ({"layers_to_transform": [0, "1"]}, "layers_to_transform is '1': it must be a layer number, or a list of them."),
+    ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head': it must be a list of names that is not empty.")])
+def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
+    with pytest.raises(ConfigError) as error:
+        LoraConfig(**fields)
+    assert str(error.value).startswith(message)

@@ -101,3 +101,39 @@ def test_a_short_list_stands_for_the_same_paths(paths):
     lines = names.collapse_numbers(sorted(paths))
     expanded = [path for line in lines for path in _expand(line)]
     assert sorted(expanded) == sorted(paths)
+
+
+PARAMETERS = [("model.tok_embeddings.embedding_weight", "model.embed_tokens.weight"),
+              ("model.layers.3.attention_norm.weight", "model.layers.3.input_layernorm.weight"),
+              ("model.layers.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
+              ("model.norm_out.weight", "model.norm.weight"), ("lm_head.weight", "lm_head.weight"),
+              ("model.layers.3.attention.wq.bias", "model.layers.3.self_attn.q_proj.bias"),
+              ("model.layers.3.feed_forward.w2.weight", "model.layers.3.mlp.down_proj.weight")]
+
+
+@pytest.mark.parametrize("mindformers, hugging_face", PARAMETERS)
+def test_each_parameter_of_a_llama_has_two_names(mindformers, hugging_face):
+    assert names.parameter_to_hugging_face(mindformers) == hugging_face
+    assert names.parameter_to_mindformers(hugging_face) == mindformers
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_norm.weight",
+                                  "model.layers.0.mlp.experts.0.gate_proj.weight", "wq.weight", "", "model.norm.bias"])
+def test_other_parameters_are_not_known(name):
+    assert names.parameter_to_mindformers(name) is None and names.parameter_to_hugging_face(name) is None
+
+
+@pytest.mark.parametrize("name, module, belongs", [
+    ("lm_head.weight", "lm_head", True), ("model.tok_embeddings.embedding_weight", "embed_tokens", True),
+    ("model.tok_embeddings.embedding_weight", "tok_embeddings", True), ("model.norm_out.weight", "norm", True),
+    ("model.layers.0.attention_norm.weight", "input_layernorm", True), ("model.norm_out.weight", "model.norm", True),
+    ("model.layers.0.attention_norm.weight", "layers.1.input_layernorm", False), ("my_lm_head.weight", "lm_head", False),
+    ("model.layers.0.attention_norm.weight", "norm", False), ("model.layers.0.attention_norm.weight", "model", False)])
+def test_a_parameter_belongs_to_a_module_by_an_end_of_its_path(name, module, belongs):
+    assert names.belongs_to(name, module) == belongs
+
+
+@pytest.mark.parametrize("path, layer", [("model.layers.12.attention.wq", 12), ("model.layers.1.experts.3.w1", 1),
+                                         ("lm_head", None), ("", None), ("layer2.fc", None)])
+def test_the_layer_is_the_first_number_of_a_path(path, layer):
+    assert names.layer_of(path) == layer

@@ -200,3 +200,17 @@ def test_only_bars_outside_brackets_split(pieces):
 def test_a_list_of_full_paths_selects_just_these(chosen):
     assert set(select_targets(LLAMA, sorted(chosen))) == chosen
     assert set(select_targets(LLAMA, "|".join(re.escape(path) for path in sorted(chosen)))) == chosen
+
+
+@pytest.mark.parametrize("layers, chosen", [(1, ["1"]), ([0, 2], ["0", "2"]), ((2,), ["2"])])
+def test_layers_to_transform_keeps_those_layers_alone(layers, chosen):
+    paths = [f"model.layers.{layer}.attention.{leaf}" for layer in range(3) for leaf in ("wq", "wk")]
+    assert select_targets(paths, ["wq"], layers=layers) == [f"model.layers.{layer}.attention.wq" for layer in chosen]
+
+
+def test_a_layer_without_a_target_is_named():
+    paths = [f"model.layers.{layer}.attention.wq" for layer in range(2)] + ["lm_head"]
+    with pytest.raises(TargetError) as error:
+        select_targets(paths, ["wq", "lm_head"], layers=[1, 2, 7])
+    assert str(error.value) == ("layers_to_transform names 2, 7, where target_modules selects nothing. It selects: "
+                                "model.layers.{0..1}.attention.wq, lm_head.")

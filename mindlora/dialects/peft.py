@@ -80,12 +80,22 @@ def adapter_config(adapter: Adapter) -> Dict:
     }
 
 
+def is_of_module(name: str, module: str) -> bool:
+    """Tells whether a parameter (MindFormers' name) is of a module that ``module`` of modules_to_save names.
+
+    PEFT compares the ends of names and not their parts: "norm" is input_layernorm too.
+    """
+    return _module_of(name).endswith(module)
+
+
 def _modules_to_save(adapter) -> Optional[List[str]]:
     """Returns the names of the modules that were trained whole; the base's weight of an adapted module is none."""
-    paths = {name.rpartition(".")[0] for name in adapter.whole} - set(adapter.paths)
-    hugging_face = {(names.parameter_to_hugging_face(path + ".weight") or path + ".weight").rpartition(".")[0]
-                    for path in paths}
-    return sorted(hugging_face) or None
+    adapted = set(adapter.paths)
+    return sorted({_module_of(name) for name in adapter.whole if name.rpartition(".")[0] not in adapted}) or None
+
+
+def _module_of(name) -> str:
+    return (names.parameter_to_hugging_face(name) or name).rpartition(".")[0]
 
 
 def _plain(alpha):
