@@ -5,15 +5,25 @@ __version__ = "0.1.0"
 
 # Public name -> module, imported at its first use: so `mindlora --help` does not wait for MindSpore.
 _HOME = {
+    "Adapter": "mindlora.adapter",
     "LoRADense": "mindlora.nn",
     "LoraConfig": "mindlora.config",
     "LoraError": "mindlora.errors",
     "LoraReport": "mindlora.adapt",
     "apply_lora": "mindlora.adapt",
+    "combine_adapters": "mindlora.combine",
+    "compare_adapters": "mindlora.inspection",
+    "convert_adapter": "mindlora.convert_adapter",
+    "convert_base": "mindlora.convert_base",
     "freeze_base": "mindlora.adapt",
+    "inspect_adapter": "mindlora.inspection",
     "load_lora": "mindlora.checkpoint",
+    "merge_and_unload": "mindlora.merge",
+    "merge_checkpoint": "mindlora.merge_checkpoint",
+    "merge_lora": "mindlora.merge",
     "save_lora": "mindlora.checkpoint",
     "trainable_summary": "mindlora.adapt",
+    "unmerge_lora": "mindlora.merge",
 }
 __all__ = sorted(_HOME)
 

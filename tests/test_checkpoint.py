@@ -14,8 +14,8 @@ import pytest
 from mindspore import Tensor, nn
 from safetensors.numpy import load_file, save_file
 
-from mindlora import LoRADense, LoraConfig, LoraError, apply_lora, load_lora, save_lora
-from mindlora.errors import (AdapterError, AdapterFormatError, BaseMismatchError, MissingTensorsError, NotFiniteError,
+from mindlora import LoRADense, LoraConfig, LoraError, apply_lora, load_lora, merge_lora, save_lora, unmerge_lora
+from mindlora.errors import (AdapterFormatError, BaseMismatchError, MissingTensorsError, NotFiniteError,
                              RankMismatchError, ScaleMismatchError, ShapeMismatchError, TruncatedAdapterError,
                              UnexpectedTensorsError)
 from mindlora.fingerprint import base_fingerprint
@@ -44,7 +44,7 @@ def refused(target, path, error, message, **arguments):
     before = snapshot(target)
     with pytest.raises(error) as caught:
         load_lora(target, path, **arguments)
-    assert type(caught.value) is error and isinstance(caught.value, AdapterError)
+    assert type(caught.value) is error and isinstance(caught.value, LoraError)
     assert message.replace("PATH", str(path)) in str(caught.value)
     assert snapshot(target) == before
 
@@ -606,6 +606,22 @@ def test_capital_letters_of_a_bare_cell(tmp_path):
     load_lora(target, path)
     np.testing.assert_array_equal(target.mindpet_delta_lora_a.asnumpy(), a)
     np.testing.assert_array_equal(target.mindpet_delta_lora_b.asnumpy(), b)
+
+
+# Merged ---------------------------------------------------------------------------------------------------------
+
+def test_a_merged_adapter_is_neither_saved_nor_replaced(tmp_path, saved):
+    target = network()
+    target.set_train(False)
+    merge_lora(target)
+    refused(target, saved, LoraError, "The adapter is merged into the base, at model.layers.{0..1}.attention.wq, "
+            "model.layers.{0..1}.attention.wk. Call unmerge_lora first.")
+    with pytest.raises(LoraError, match="Call unmerge_lora first."):
+        save_lora(target, str(tmp_path / "other"))
+    assert os.listdir(tmp_path) == ["adapter"]
+    unmerge_lora(target)
+    load_lora(target, saved)
+    assert snapshot(target) == snapshot(network(seed=2))
 
 
 # Kills ----------------------------------------------------------------------------------------------------------
