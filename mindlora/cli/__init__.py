@@ -1,7 +1,8 @@
 """The command ``mindlora VERB``: one module for each group of verbs, each with a table VERBS.
 
 What a verb needs is imported inside its function, so that help and a wrong word on the command line answer at once. A
-verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs.
+verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. An
+``exit_code`` on it is the command's.
 """
 import argparse
 import contextlib
@@ -9,10 +10,10 @@ import dataclasses
 import json
 import sys
 
-from mindlora.cli import adapters, base, data, doctor
+from mindlora.cli import adapters, base, convert, data, doctor
 from mindlora.errors import LoraError
 
-_GROUPS = (data, adapters, base, doctor)
+_GROUPS = (data, convert, adapters, base, doctor)
 
 
 def main(argv=None) -> int:
@@ -26,7 +27,7 @@ def main(argv=None) -> int:
         print(f"mindlora: error: {error}", file=sys.stderr)
         return 1
     print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report)
-    return 0
+    return getattr(report, "exit_code", 0)
 
 
 def _parser():

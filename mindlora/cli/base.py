@@ -1,3 +1,86 @@
 """mindlora convert-base, merge: checkpoints of base models."""
+import os
 
-VERBS = ()
+from mindlora.cli.verb import Verb, add_command
+
+_FORMS = "a folder of .safetensors, or one .safetensors or .ckpt file"
+
+
+def _convert_options(parser):
+    parser.add_argument("source", metavar="IN", help=_FORMS)
+    parser.add_argument("output", metavar="OUT", help=f"{_FORMS}, by how the name ends")
+    parser.add_argument("--from", dest="from_", choices=("hf", "mindformers"),
+                        help="whose names IN has (default: what its names say)")
+    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names OUT gets")
+    parser.add_argument("--concat", action="store_true",
+                        help="join q, k, v and gate, up, for models with qkv_concat: True")
+    parser.add_argument("--tied", action="store_true",
+                        help="leave lm_head.weight out, for models with tie_word_embeddings: True")
+    parser.add_argument("--heads", type=int, metavar="N", help="attention heads, to split joined tensors")
+    parser.add_argument("--kv-heads", type=int, metavar="N",
+                        help="key-value heads, to join or split (default for both: from IN's config.json)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    add_command(parser, convert_base)
+
+
+def convert_base(arguments):
+    """mindlora convert-base"""
+    from mindlora import convert_base as module
+
+    with _Bar("convert-base") as bar:
+        return module.convert_base(
+            arguments.source, arguments.output, arguments.from_, arguments.to, concat=arguments.concat,
+            tied=arguments.tied, heads=arguments.heads, kv_heads=arguments.kv_heads, overwrite=arguments.overwrite,
+            progress=bar)
+
+
+def _merge_options(parser):
+    parser.add_argument("--base", required=True, metavar="B", help=_FORMS)
+    parser.add_argument("--adapter", required=True, metavar="A", help="adapter folder or file, in any form")
+    parser.add_argument("--output", required=True, metavar="OUT", help=f"{_FORMS}, by how the name ends")
+    parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, where the adapter does not say it")
+    parser.add_argument("--kv-heads", type=int, metavar="N",
+                        help="key-value heads, where one side has w_qkv (default: from the base's config.json)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    add_command(parser, merge)
+
+
+def merge(arguments):
+    """mindlora merge"""
+    # Before NumPy is imported. Blocks are merged side by side; a product that also divides itself among all cores makes
+    # these wait for one another.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from mindlora.merge_checkpoint import merge_checkpoint
+
+    with _Bar("merge") as bar:
+        return merge_checkpoint(
+            arguments.base, arguments.adapter, arguments.output, lora_alpha=arguments.alpha,
+            kv_heads=arguments.kv_heads, overwrite=arguments.overwrite, progress=bar)
+
+
+class _Bar:
+    """A progress bar on stderr for what takes more than a second; call it with the bytes done and those in all."""
+
+    def __init__(self, name):
+        self._name = name
+        self._bar = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, nbytes, total):
+        if self._bar is None:
+            from tqdm import tqdm
+            self._bar = tqdm(desc=self._name, total=total, unit="B", unit_scale=True, delay=1)
+        self._bar.update(nbytes)
+
+
+VERBS = (
+    Verb("convert-base", "Rename a Llama's or Qwen2's base checkpoint between Hugging Face and MindFormers.",
+         _convert_options),
+    Verb("merge", "Write a base checkpoint with an adapter merged into it.", _merge_options),
+)

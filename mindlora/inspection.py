@@ -1,0 +1,317 @@
+"""What an adapter file holds, and how two of them differ: numbers from A and B alone, without a network or a base.
+
+The change of a weight, scale B A, is [out, in] and never formed: its Frobenius norm follows from two [r, r] matrices,
+||B A||_F^2 = trace((A A^T) (B^T B)).
+"""
+import dataclasses
+import math
+import os
+from typing import Dict, List, Optional, Tuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mindlora import adapter_file, names
+from mindlora.adapter import Adapter, is_finite, listed, name_of
+from mindlora.tables import columns, facts, number
+from mindlora.tensor_file import dtype_name, to_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class CellNorms:
+    """One adapted cell.
+
+    Attributes:
+        path (str): Under MindFormers' names.
+        shape (tuple of int): [out, in] of its weight.
+        rank (int): r of A [r, in] and B [out, r].
+        alpha, scale (float): lora_alpha and what follows from it; None where the file does not say.
+        norm_a, norm_b, norm_delta (float): Frobenius norms of A, B and scale B A; None where they are not finite, or
+            the scale is not known.
+    """
+    path: str
+    shape: Tuple[int, int]
+    rank: int
+    alpha: Optional[float]
+    scale: Optional[float]
+    norm_a: Optional[float]
+    norm_b: Optional[float]
+    norm_delta: Optional[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectReport:
+    """What stands in an adapter.
+
+    Attributes:
+        path (str): Where.
+        form (str): ``folder``, or the ending of the file.
+        dialect (str): In whose form it is.
+        ranks, alphas, scales (tuple): The different ones among the cells.
+        use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
+        dropout (float): lora_dropout.
+        targets (tuple of str): Paths of the cells, with layer numbers put together.
+        tensors, parameters (int): How many there are; modules saved whole count.
+        dtypes (tuple of str): Of the tensors.
+        tensor_bytes, file_bytes (int): Of the tensors, and of all that stands at the path.
+        base_model (str): As the file names it, or None.
+        fingerprint (dict): mindlora's mark of the base, or None.
+        whole (tuple of str): Parameters saved whole.
+        warnings (tuple of str): What is likely wrong.
+        cells (tuple of CellNorms): One for each adapted cell.
+    """
+    path: str
+    form: str
+    dialect: str
+    ranks: Tuple[int, ...]
+    alphas: Tuple[float, ...]
+    scales: Tuple[float, ...]
+    use_rslora: bool
+    dropout: float
+    targets: Tuple[str, ...]
+    tensors: int
+    parameters: int
+    dtypes: Tuple[str, ...]
+    tensor_bytes: int
+    file_bytes: int
+    base_model: Optional[str]
+    fingerprint: Optional[dict]
+    whole: Tuple[str, ...]
+    warnings: Tuple[str, ...]
+    cells: Tuple[CellNorms, ...]
+
+    def __str__(self):
+        unknown = "not in the file"
+        mark = ", ".join(f"{key} {value}" for key, value in (self.fingerprint or {}).items())
+        lines = facts([
+            ("adapter", self.path), ("form", f"{self.form}, {self.dialect}"),
+            ("rank", _few(self.ranks)), ("lora_alpha", _few(self.alphas) or unknown),
+            ("scale", (_few(self.scales) or "not known") + " (rsLoRA: lora_alpha / sqrt(rank))" * self.use_rslora),
+            ("dropout", number(self.dropout)), ("targets", ", ".join(self.targets)),
+            ("saved whole", ", ".join(self.whole) or "nothing"),
+            ("tensors", f"{self.tensors}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"),
+            ("bytes", f"{self.tensor_bytes:,} of tensors, {self.file_bytes:,} on disk"),
+            ("base model", self.base_model or unknown), ("base's mark", mark or unknown),
+            *(("warning", text) for text in self.warnings)])
+        rows = [(cell.path, f"{cell.shape[0]} x {cell.shape[1]}", str(cell.rank), number(cell.scale),
+                 number(cell.norm_a), number(cell.norm_b), number(cell.norm_delta)) for cell in self.cells]
+        return f"{lines}\n\n" + columns(("cell", "out x in", "rank", "scale", "|A|", "|B|", "|scale B A|"), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class CellDifference:
+    """How two adapters differ at a cell that both adapt.
+
+    Attributes:
+        path (str): Under MindFormers' names.
+        equal (bool): Whether A, B and the scale are the same, bit for bit.
+        difference_a, difference_b (float): Frobenius norm of the difference; None where the shapes differ, or a tensor
+            is not finite.
+        difference_delta (float): The same of scale B A; None where a scale is not known too.
+        relative (float): difference_delta by the norm of the first adapter's scale B A; None where that is zero.
+    """
+    path: str
+    equal: bool
+    difference_a: Optional[float]
+    difference_b: Optional[float]
+    difference_delta: Optional[float]
+    relative: Optional[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffReport:
+    """How two adapters differ.
+
+    Attributes:
+        first, second (str): Their paths.
+        equal (bool): Whether all tensors and scales are the same, bit for bit: both change a base in the same way.
+        settings (dict): What is said of both and differs: name -> (of the first, of the second).
+        only_in_first, only_in_second (tuple of str): Tensors, with layer numbers put together.
+        whole_changed (tuple of str): Parameters that both saved whole, with other values.
+        cells (tuple of CellDifference): One for each cell that both adapt.
+    """
+    first: str
+    second: str
+    equal: bool
+    settings: Dict[str, Tuple[str, str]]
+    only_in_first: Tuple[str, ...]
+    only_in_second: Tuple[str, ...]
+    whole_changed: Tuple[str, ...]
+    cells: Tuple[CellDifference, ...]
+
+    def __str__(self):
+        same = sum(cell.equal for cell in self.cells)
+        lines = facts([
+            ("first", self.first), ("second", self.second), ("equal", "yes" if self.equal else "no"),
+            *((name, f"{first} | {second}") for name, (first, second) in self.settings.items()),
+            *((label, ", ".join(found)) for label, found in (("only in first", self.only_in_first),
+                                                            ("only in second", self.only_in_second),
+                                                            ("whole, changed", self.whole_changed)) if found),
+            ("cells", f"{len(self.cells)} in both, {same} of them equal bit for bit")])
+        rows = [(cell.path, number(cell.difference_a), number(cell.difference_b), number(cell.difference_delta),
+                 number(cell.relative)) for cell in self.cells if not cell.equal]
+        titles = ("cell", "|dA|", "|dB|", "|d(scale B A)|", "relative")
+        return f"{lines}\n\n{columns(titles, rows)}" if rows else lines
+
+
+def inspect_adapter(path: str, *, alpha: float = None, allow_pickle: bool = False) -> InspectReport:
+    """Says what stands in an adapter of any form that is known.
+
+    Args:
+        path (str): As for adapter_file.read.
+        alpha (float): lora_alpha, where the file does not say. Default: None.
+        allow_pickle (bool): Whether a .bin may be read. Default: False.
+
+    Returns:
+        InspectReport.
+
+    Raises:
+        AdapterError: Nothing usable stands at ``path``.
+        ScaleMismatchError: ``alpha`` is given, and the file says lora_alpha itself.
+    """
+    adapter, = read_adapters([path], alpha, allow_pickle)
+    cells = tuple(_cell(adapter, place) for place in _progress(adapter.paths, "norms"))
+    arrays = [*adapter.tensors.values(), *adapter.whole.values()]
+    return InspectReport(
+        path, _form(path), adapter.dialect, _different(cell.rank for cell in cells),
+        _different(cell.alpha for cell in cells), _different(cell.scale for cell in cells), adapter.use_rslora,
+        adapter.dropout, tuple(names.collapse_numbers(adapter.paths)), len(arrays), sum(array.size for array in arrays),
+        _different(dtype_name(array.dtype) for array in arrays), sum(array.nbytes for array in arrays), _size(path),
+        adapter.base_model, adapter.fingerprint, tuple(names.collapse_numbers(list(adapter.whole))),
+        tuple(_warnings(adapter, cells)), cells)
+
+
+def compare_adapters(first: str, second: str, *, alpha: float = None, allow_pickle: bool = False) -> DiffReport:
+    """Says how two adapters differ, whatever their forms.
+
+    Args:
+        first, second (str): As for adapter_file.read.
+        alpha (float): lora_alpha of the one that does not say it, or of both. Default: None.
+        allow_pickle (bool): Whether a .bin may be read. Default: False.
+
+    Returns:
+        DiffReport.
+
+    Raises:
+        As inspect_adapter.
+    """
+    one, two = read_adapters([first, second], alpha, allow_pickle)
+    both = [path for path in one.paths if path in set(two.paths)]
+    cells = tuple(_cell_difference(one, two, path) for path in _progress(both, "comparing"))
+    only = [tuple(names.collapse_numbers([name_of(place) for place in mine.tensors if place not in other.tensors]
+                                         + [name for name in mine.whole if name not in other.whole]))
+            for mine, other in ((one, two), (two, one))]
+    changed = [name for name, array in one.whole.items() if name in two.whole and not _same(array, two.whole[name])]
+    said = [_settings(adapter) for adapter in (one, two)]
+    settings = {name: (said[0][name], said[1][name]) for name in said[0] if said[0][name] != said[1][name]}
+    equal = all(cell.equal for cell in cells) and not any(only) and not changed
+    return DiffReport(first, second, equal, settings, *only, tuple(names.collapse_numbers(changed)), cells)
+
+
+def read_adapters(paths: List[str], alpha: float = None, allow_pickle: bool = False) -> List[Adapter]:
+    """Returns the adapters at ``paths``, with ``alpha`` where a file does not say lora_alpha.
+
+    Raises:
+        AdapterError: Nothing usable stands at one of them.
+        ScaleMismatchError: ``alpha`` is given, and each file says lora_alpha itself.
+    """
+    adapters = [adapter_file.read(path, allow_pickle=allow_pickle)
+                for path in _progress(paths, "reading")]
+    if alpha is not None:
+        for adapter in [adapter for adapter in adapters if not adapter.alphas] or adapters[:1]:
+            adapter.set_alpha(alpha)
+    return adapters
+
+
+def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
+    """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r])."""
+    a = np.concatenate([to_float32(a).astype(np.float64) for _, a, _ in parts])
+    b = np.concatenate([scale * to_float32(b).astype(np.float64) for scale, _, b in parts], axis=1)
+    # Where parts cancel, rounding may leave a square just below zero.
+    return math.sqrt(max(0.0, float(((a @ a.T) * (b.T @ b)).sum())))
+
+
+def _cell(adapter, path) -> CellNorms:
+    a, b = (adapter.tensors[path, half] for half in "AB")
+    scale = adapter.scale(path) if path in adapter.alphas else None
+    usable = scale is not None and is_finite(a) and is_finite(b)
+    return CellNorms(path, (b.shape[0], a.shape[1]), adapter.rank(path), adapter.alphas.get(path), scale, _norm(a),
+                     _norm(b), delta_norm((scale, a, b)) if usable else None)
+
+
+def _cell_difference(one, two, path) -> CellDifference:
+    first, second = ([adapter.tensors[path, half] for half in "AB"] for adapter in (one, two))
+    scales = [adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two)]
+    if scales[0] == scales[1] and all(map(_same, first, second)):
+        return CellDifference(path, True, 0.0, 0.0, 0.0, 0.0)
+    differences = [_norm(to_float32(mine).astype(np.float64) - to_float32(other)) if mine.shape == other.shape else None
+                   for mine, other in zip(first, second)]
+    fits = first[0].shape[1] == second[0].shape[1] and first[1].shape[0] == second[1].shape[0]
+    delta = relative = None
+    if fits and None not in scales and all(map(is_finite, first + second)):
+        delta = delta_norm((scales[0], *first), (-scales[1], *second))
+        norm = delta_norm((scales[0], *first))
+        relative = delta / norm if norm else None
+    return CellDifference(path, False, *differences, delta, relative)
+
+
+def _settings(adapter) -> Dict[str, str]:
+    """Returns what a file says of itself, as texts that are compared."""
+    def over_cells(value):
+        return _few(_different(value(path) for path in adapter.paths if path in adapter.alphas)) or "not in the file"
+
+    return {"form": adapter.dialect, "rank": _few(_different(map(adapter.rank, adapter.paths))),
+            "lora_alpha": over_cells(adapter.alphas.get), "scale": over_cells(adapter.scale),
+            "dropout": number(adapter.dropout), "targets": ", ".join(names.collapse_numbers(sorted(adapter.paths))),
+            "dtype": ", ".join(_different(dtype_name(array.dtype) for array in adapter.tensors.values())),
+            "base model": adapter.base_model or "not in the file", "base's mark": str(adapter.fingerprint)}
+
+
+def _warnings(adapter, cells):
+    def at(chosen):
+        return f"{len(chosen)} of {len(cells)} cells: {listed((cell.path, '') for cell in chosen)}"
+
+    broken = [cell for cell in cells if cell.norm_a is None or cell.norm_b is None]
+    idle = [cell for cell in cells if 0.0 in (cell.norm_a, cell.norm_b)]
+    wide = [cell for cell in cells if cell.rank > min(cell.shape)]
+    if broken:
+        yield f"A or B holds NaN or infinity at {at(broken)}."
+    if idle:
+        yield f"A or B is all zero, so the adapter does nothing, as before any training, at {at(idle)}."
+    if not adapter.alphas:
+        yield "The file does not say lora_alpha, so the scale is not known. Give it with --alpha."
+    if wide:
+        yield f"The rank is above the smaller side of the weight, which no change of it can use, at {at(wide)}."
+    spoilt = [name for name, array in adapter.whole.items() if not is_finite(array)]
+    if spoilt:
+        yield f"Saved whole, with NaN or infinity: {', '.join(names.collapse_numbers(spoilt))}."
+
+
+def _progress(items, label) -> tqdm:
+    return tqdm(items, desc=label, delay=1, leave=False, disable=None)
+
+
+def _norm(array) -> Optional[float]:
+    norm = float(np.linalg.norm(array if array.dtype == np.float64 else to_float32(array).astype(np.float64)))
+    return norm if math.isfinite(norm) else None
+
+
+def _same(one, two) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+
+
+def _different(values) -> tuple:
+    return tuple(sorted({value for value in values if value is not None}))
+
+
+def _few(values) -> str:
+    return ", ".join(map(number, values))
+
+
+def _form(path) -> str:
+    return "folder" if os.path.isdir(path) else os.path.splitext(path)[1]
+
+
+def _size(path) -> int:
+    files = [os.path.join(folder, name) for folder, _, found in os.walk(path) for name in found]
+    return sum(map(os.path.getsize, files or [path]))
