@@ -3,11 +3,17 @@
 #   MINDLORA_VENV    where the environment stands         (default: .venv in the checkout)
 #   MINDLORA_STACK   ms29: MindSpore 2.9.0 + MindFormers 1.9.0 (default); ms27: 2.7.2 + 1.8.0
 #   MINDLORA_PYTHON  the Python to make it with           (default: the first of python3.11 ... python3 that fits)
+#
+# For tests/peers a second environment holds PyTorch and PEFT:
+#
+#   MINDLORA_PEERS_VENV    where it stands                (default: .venv-peers in the checkout)
+#   MINDLORA_PEERS_PYTHON  a Python that has what tests/peers/requirements.txt names; then nothing is made
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 STACK=${MINDLORA_STACK:-ms29}
 if [ "$STACK" = ms29 ]; then DEFAULT_VENV=$ROOT/.venv; else DEFAULT_VENV=$ROOT/.venv-$STACK; fi
 VENV=${MINDLORA_VENV:-$DEFAULT_VENV}
+PEERS_VENV=${MINDLORA_PEERS_VENV:-$ROOT/.venv-peers}
 
 # Worker threads that spin between kernels cost more than they gain on few cores.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}
@@ -45,4 +51,32 @@ make_environment() {
         || return 1
     echo "$wanted" > "$VENV/mindlora-installed"
     echo "Environment ready."
+}
+
+# Makes the environment of tests/peers and sets $MINDLORA_PEERS_PYTHON; does nothing where that was done before.
+# On Linux the registry's torch may bring several GB of CUDA packages, which the tests do not use. To avoid them,
+# install a CPU build of the pinned version there first, or name an index of CPU builds in PIP_EXTRA_INDEX_URL:
+# which one is the user's choice.
+make_peers_environment() {
+    local requirements=$ROOT/tests/peers/requirements.txt wanted python
+    if [ -n "${MINDLORA_PEERS_PYTHON:-}" ]; then
+        return
+    fi
+    wanted=$(cksum < "$requirements")
+    if [ "$(cat "$PEERS_VENV/peers-installed" 2>/dev/null)" != "$wanted" ]; then
+        python=$(find_python) || return 1
+        if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "note: tests/peers is left out: its requirements.txt needs Python 3.11 or 3.12, and $python is" \
+                 "$("$python" --version). Install one, or name it in MINDLORA_PYTHON." >&2
+            return
+        fi
+        echo "Making the environment $PEERS_VENV with $("$python" --version) (PyTorch is a large download) ..."
+        # What is there already stays: it may be a CPU build of torch.
+        [ -x "$PEERS_VENV/bin/python" ] || "$python" -m venv "$PEERS_VENV" || return 1
+        "$PEERS_VENV/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" \
+            || return 1
+        echo "$wanted" > "$PEERS_VENV/peers-installed"
+        echo "Environment ready."
+    fi
+    export MINDLORA_PEERS_PYTHON=$PEERS_VENV/bin/python
 }

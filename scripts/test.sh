@@ -2,10 +2,26 @@
 # Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
+#   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   MINDLORA_STACK=ms27 bash scripts/test.sh   with the older pair of MindSpore and MindFormers
 set -eu
 source "$(dirname "$0")/environment.sh"
+
+# Tells whether the arguments select tests/peers: they name it or a folder around it, or name no tests at all.
+selects_peers() {
+    local argument elsewhere=no
+    for argument; do
+        case $argument in
+            -*) ;;
+            . | ./ | tests | tests/ | ./tests | ./tests/ | */tests | */tests/ | *tests/peers*) return 0 ;;
+            *tests/*) elsewhere=yes ;;
+        esac
+    done
+    [ $elsewhere = no ]
+}
+
 make_environment test,plot,data
+if selects_peers "$@"; then make_peers_environment; fi
 cd "$ROOT"
 if [ $# -eq 0 ]; then set -- tests; fi
 exec "$PYTHON" -m pytest --durations=8 "$@"

@@ -1,0 +1,73 @@
+"""Files alone: PEFT's adapters into other forms and back, bit for bit, and PEFT takes what comes out."""
+import pytest
+
+from mindlora import adapter_file, names
+from mindlora.convert_base import convert_base
+from tests.peers import cases
+from tests.peers.peer import stored
+
+
+@pytest.fixture(params=cases.ADAPTERS)
+def name(request):
+    return request.param
+
+
+def read(name, made):
+    """Reads an adapter that PEFT made."""
+    return adapter_file.read(str(made.adapters[name]), allow_pickle=not cases.ADAPTERS[name]["safetensors"])
+
+
+def assert_peft_has_the_same(written, name, peer, made):
+    """PEFT loads ``written`` as the adapter that it made: keys, dtypes, bits, and each module's rank and scale."""
+    assert stored(written / cases.WEIGHTS) == stored(made.safetensors[name] / cases.WEIGHTS)
+    model = made.models[cases.ADAPTERS[name]["model"]]
+    assert peer.describe(model=model, adapter=written) == peer.describe(model=model, adapter=made.adapters[name])
+
+
+def test_read_as_peft_means_it(name, peer, made):
+    """Rank, alpha and scale of each cell are those that PEFT resolves from the same configuration."""
+    adapter = read(name, made)
+    described = peer.describe(model=made.models[cases.ADAPTERS[name]["model"]], adapter=made.adapters[name])
+    assert {names.to_hugging_face(path): [adapter.rank(path), adapter.alphas[path], pytest.approx(adapter.scale(path))]
+            for path in adapter.paths} == described
+    assert adapter.dropout == cases.ADAPTERS[name]["config"]["lora_dropout"]
+    assert adapter.use_rslora == cases.ADAPTERS[name]["config"].get("use_rslora", False)
+
+
+def test_read_and_written_again(name, peer, made, tmp_path):
+    adapter = read(name, made)
+    adapter_file.write(adapter, str(tmp_path / "again"), to="peft")
+    assert_peft_has_the_same(tmp_path / "again", name, peer, made)
+
+
+@pytest.mark.parametrize("form, file", [("ckpt", "adapter.ckpt"), ("mindformers", "adapter.safetensors")])
+def test_through_the_forms_of_mindformers(name, form, file, peer, made, tmp_path):
+    adapter_file.write(read(name, made), str(tmp_path / file), to=form)
+    adapter_file.write(adapter_file.read(str(tmp_path / file)), str(tmp_path / "again"), to="peft")
+    assert_peft_has_the_same(tmp_path / "again", name, peer, made)
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_base_is_bit_equal(model, made, checkpoints):
+    """The converted base holds what transformers saved, in one file or in several, under MindFormers' names."""
+    expected = weights_of(made.models[model])
+    assert stored(checkpoints(model)) == {names.parameter_to_mindformers(key): value for key, value in expected.items()}
+    assert ("lm_head.weight" in expected) == (model != "tied")
+    assert (len(list(made.models[model].glob("*.safetensors"))) > 2) == (model == "grouped")
+
+
+@pytest.mark.parametrize("concat", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_base_goes_back(model, concat, made, checkpoints, tmp_path):
+    sizes = cases.MODELS[model][1]
+    convert_base(str(checkpoints(model, concat)), str(tmp_path / "again"), "mindformers", "hf", tied=model == "tied",
+                 heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"])
+    assert weights_of(tmp_path / "again") == weights_of(made.models[model])
+
+
+def weights_of(folder):
+    """Returns what all files of a model hold."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(stored(file))
+    return found

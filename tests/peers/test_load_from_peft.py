@@ -1,0 +1,123 @@
+"""PEFT's adapters on MindFormers' networks: the same logits as PEFT's, and what is saved again is what was loaded."""
+import mindspore as ms
+import numpy as np
+import pytest
+
+from mindlora import adapt, apply_lora, freeze_base, load_lora, names, save_lora
+from tests.peers import cases, trained
+from tests.peers.peer import arrays, stored
+
+TOLERANCE = 2e-5
+
+
+def assert_same(logits, expected):
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def load(network, name, made):
+    """Loads an adapter that PEFT made."""
+    load_lora(network, str(made.adapters[name]), allow_pickle=not cases.ADAPTERS[name]["safetensors"])
+
+
+@pytest.mark.parametrize("qkv_concat", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_base_says_the_same(model, qkv_concat, make_network, logits_of, peft_logits):
+    """Before any adapter: rotation, norms, heads and the converted weights are transformers' own."""
+    expected = peft_logits(model)
+    assert np.abs(expected).max() > 1
+    assert_same(logits_of(make_network(model, qkv_concat)), expected)
+
+
+def test_tied_model_says_the_same_with_a_head_of_its_own(make_network, logits_of, peft_logits):
+    """Where the network is not told that embeddings are tied, the head that convert_base copies is the embedding."""
+    assert_same(logits_of(make_network("tied", tied=False)), peft_logits("tied"))
+
+
+@pytest.mark.parametrize("name", cases.ADAPTERS)
+def test_adapter_says_the_same(name, made, make_network, logits_of, peft_logits):
+    model = cases.ADAPTERS[name]["model"]
+    expected = peft_logits(model, made.adapters[name])
+    assert np.abs(expected - peft_logits(model)).max() > 0.1
+    network = make_network(model)
+    load(network, name, made)
+    assert_same(logits_of(network), expected)
+
+
+@pytest.mark.parametrize("name", ["grouped", "all-linear", "patterns-rslora", "regex", "one-layer"])
+def test_adapter_says_the_same_on_joined_cells(name, made, make_network, logits_of, peft_logits):
+    """With qkv_concat, MindFormers has one cell for q, k and v and one for gate and up, their rows interleaved."""
+    model = cases.ADAPTERS[name]["model"]
+    network = make_network(model, qkv_concat=True)
+    load(network, name, made)
+    assert_same(logits_of(network), peft_logits(model, made.adapters[name]))
+
+
+@pytest.mark.parametrize("name", ["attention", "patterns", "patterns-rslora", "whole"])
+def test_adapter_says_the_same_on_adapted_cells(name, made, make_network, logits_of, peft_logits):
+    """Where apply_lora was called with the same configuration in mindlora's words, the adapter is what it asks for."""
+    model, config = trained.CONFIGS[name]
+    network = make_network(model)
+    apply_lora(network, config)
+    load(network, name, made)
+    assert_same(logits_of(network), peft_logits(model, made.adapters[name]))
+
+
+def test_adapter_says_the_same_in_graph_mode(made, make_network, logits_of, peft_logits):
+    network = make_network("grouped")
+    load(network, "grouped", made)
+    assert_same(logits_of(network, ms.GRAPH_MODE), peft_logits("grouped", made.adapters["grouped"]))
+
+
+@pytest.mark.parametrize("name", cases.ADAPTERS)
+def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp_path):
+    """PEFT -> load_lora -> save_lora -> PEFT: the same keys, dtypes and bits, and PEFT scales each module alike.
+
+    What was trained whole takes the dtype of the base, in whose place it stands.
+    """
+    model = cases.ADAPTERS[name]["model"]
+    network = make_network(model)
+    load(network, name, made)
+    save_lora(network, str(tmp_path / "again"))
+    expected = stored(made.safetensors[name] / cases.WEIGHTS)
+    for key, (dtype, shape, content) in expected.items():
+        if ".lora_" not in key and dtype == "BF16":
+            expected[key] = ("F32", shape, b"".join(b"\0\0" + content[i:i + 2] for i in range(0, len(content), 2)))
+    assert stored(tmp_path / "again" / cases.WEIGHTS) == expected
+    asked = {"model": made.models[model]}
+    assert peer.describe(adapter=tmp_path / "again", **asked) == peer.describe(adapter=made.adapters[name], **asked)
+
+
+@pytest.mark.parametrize("name", ["all-linear", "grouped", "patterns-rslora", "whole-norms"])
+def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
+    """One batch of training gives PyTorch's loss and its gradient of each A, B and module that is trained whole."""
+    model = cases.ADAPTERS[name]["model"]
+    # MindFormers trains on rows that are one token longer than what its network sees.
+    ids = np.concatenate([made.ids, made.ids[:, 3:4]], axis=1)
+    loss = peer.gradients(model=made.models[model], adapter=made.adapters[name], ids=ids.tolist(),
+                          path=tmp_path / "gradients.safetensors")
+    expected = arrays(tmp_path / "gradients.safetensors")
+    network = make_network(model)
+    load(network, name, made)
+    freeze_base(network)
+    network.set_train(True)
+    for _, cell in adapt.lora_cells(network):
+        cell.set_train(False)  # No dropout, which is random.
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    parameters = network.trainable_params()
+    ours, gradients = ms.value_and_grad(network, None, parameters)(ms.Tensor(ids))
+    ms.set_context(mode=before)
+    assert float(ours.asnumpy()) == pytest.approx(loss, abs=5e-6)
+    found = {key_of(parameter.name): gradient.asnumpy() for parameter, gradient in zip(parameters, gradients)}
+    assert set(found) == set(expected)
+    for key, gradient in expected.items():
+        assert np.abs(gradient).max() > 1e-4
+        np.testing.assert_allclose(found[key], gradient, rtol=0, atol=2e-6, err_msg=key)
+
+
+def key_of(name):
+    """Returns PEFT's key of a trained parameter."""
+    path, _, leaf = name.rpartition(".")
+    if leaf.startswith("mindpet_delta_lora_"):
+        return f"base_model.model.{names.to_hugging_face(path)}.lora_{leaf[-1].upper()}.weight"
+    return f"base_model.model.{names.parameter_to_hugging_face(name)}"

@@ -1,0 +1,74 @@
+"""Adapters trained on MindFormers' networks, loaded by PEFT as they were written: the same logits, nothing to warn of.
+
+That PEFT warns of nothing and holds exactly the tensors of the file is asked of every adapter, in peft_side.py.
+"""
+import types
+
+import mindspore as ms
+import numpy as np
+import pytest
+
+from mindlora import adapt, names, save_lora
+from tests.peers import cases, trained
+from tests.peers.peer import read_json, stored
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@pytest.fixture(scope="module", params=trained.CONFIGS)
+def run(request, made, make_network, tmp_path_factory):
+    """One adapter, trained and saved: its network, configuration, folder, and the losses of its training."""
+    model, config = trained.CONFIGS[request.param]
+    folder = tmp_path_factory.mktemp("trained") / request.param
+    network = make_network(model)
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    losses = trained.train(network, config)
+    ms.set_context(mode=before)
+    save_lora(network, str(folder), base_model=str(made.models[model]))
+    return types.SimpleNamespace(network=network, model=model, config=config, folder=folder, losses=losses)
+
+
+def test_peft_says_the_same(run, logits_of, peft_logits):
+    assert run.losses[-1] < run.losses[0]
+    ours = logits_of(run.network)
+    assert np.abs(ours - peft_logits(run.model)).max() > 0.01
+    np.testing.assert_allclose(ours, peft_logits(run.model, run.folder), rtol=0, atol=2e-5)
+
+
+def test_peft_scales_each_cell_alike(run, peer, made):
+    cells = {names.to_hugging_face(path): [cell.lora_rank, cell.lora_alpha, pytest.approx(cell.scale)]
+             for path, cell in adapt.lora_cells(run.network)}
+    assert peer.describe(model=made.models[run.model], adapter=run.folder) == cells
+
+
+def test_file_holds_what_was_trained(run):
+    """Each tensor in the dtype of its parameter, bit for bit; and the configuration names the base and the dropout."""
+    expected = {}
+    for path, cell in adapt.lora_cells(run.network):
+        for half, parameter in zip("AB", cell.lora_parameters()):
+            expected[f"base_model.model.{names.to_hugging_face(path)}.lora_{half}.weight"] = parameter
+    for parameter in adapt.saved_whole(run.network):
+        expected["base_model.model." + names.parameter_to_hugging_face(parameter.name)] = parameter
+    found = stored(run.folder / cases.WEIGHTS)
+    assert set(found) == set(expected)
+    for key, parameter in expected.items():
+        dtype, shape, content = found[key]
+        assert dtype == DTYPES[run.config.param_init_type if ".lora_" in key else "float32"]
+        assert shape == tuple(parameter.shape)
+        if dtype != "BF16":
+            assert content == parameter.asnumpy().tobytes()
+    config = read_json(run.folder, "adapter_config.json")
+    assert config["lora_dropout"] == run.config.lora_dropout
+    assert config["base_model_name_or_path"].endswith(run.model)
+
+
+def test_peft_saves_the_same_again(run, peer, made, tmp_path):
+    """What PEFT writes after loading is the same file, in PEFT's float32."""
+    peer.save_again(model=made.models[run.model], adapter=run.folder, folder=tmp_path / "again")
+    theirs, ours = stored(tmp_path / "again" / cases.WEIGHTS), stored(run.folder / cases.WEIGHTS)
+    # Where lm_head is a target, PEFT takes the base's own weight along.
+    theirs.pop("base_model.model.lm_head.base_layer.weight", None)
+    assert set(theirs) == set(ours)
+    if run.config.param_init_type == "float32":
+        assert theirs == ours
