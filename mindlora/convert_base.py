@@ -1,0 +1,179 @@
+"""convert_base: a Llama's or Qwen2's base checkpoint from Hugging Face's names to MindFormers' and back.
+
+Elements are copied as they are: MindFormers rotates pairs of positions as Hugging Face does, so no row of q or k moves.
+"""
+import dataclasses
+import time
+from typing import Callable, List, Optional, Tuple
+
+from mindlora import names
+from mindlora.base_checkpoint import WORLDS, BaseCheckpoint, examples
+from mindlora.base_layout import joined, parts_of, split, whole_of
+from mindlora.base_writer import OutputTensor, Shard, check_output, write
+from mindlora.errors import CheckpointError
+
+# Old checkpoints hold this table, which every model computes for itself.
+_COMPUTED = "rotary_emb.inv_freq"
+_HEAD = "lm_head.weight"
+_EMBEDDING = {"hf": "model.embed_tokens.weight", "mindformers": "model.tok_embeddings.embedding_weight"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertReport:
+    """What convert_base did; str() says it to people.
+
+    Attributes:
+        source, output (str): The two checkpoints.
+        from_, to (str): Whose names they have, "hf" or "mindformers".
+        files (tuple of str): The files written that hold tensors.
+        tensors (int): Number of tensors written.
+        bytes (int): Their size.
+        skipped (tuple of str): Tensors of the source that the other world has no use for.
+        notes (tuple of str): What was decided about tied embeddings.
+        seconds (float): How long it took.
+    """
+    source: str
+    output: str
+    from_: str
+    to: str
+    files: Tuple[str, ...]
+    tensors: int
+    bytes: int
+    skipped: Tuple[str, ...]
+    notes: Tuple[str, ...]
+    seconds: float
+
+    def __str__(self):
+        lines = [f"{self.output}: {self.bytes / 1e9:.2f} GB from {WORLDS[self.from_]} names to {WORLDS[self.to]}; "
+                 f"tensors: {self.tensors}, files: {len(self.files)}; {self.seconds:.1f} s."]
+        if self.skipped:
+            lines.append(f"Left out, since every model computes it for itself: {examples(self.skipped)}.")
+        return "\n".join([*lines, *self.notes])
+
+
+def convert_base(source: str, output: str, from_: Optional[str], to: str, concat: bool = False, tied: bool = False,
+                 heads: int = None, kv_heads: int = None, overwrite: bool = False,
+                 progress: Callable[[int, int], None] = None) -> ConvertReport:
+    """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
+
+    With MindFormers' qkv_concat, q, k, v are one tensor w_qkv, its rows by key-value head [heads of q that share it |
+    k | v], and w1, w3 are one tensor w_gate_hidden, their rows in turn. To Hugging Face such tensors are always split.
+
+    Where embeddings are tied, a Hugging Face checkpoint has no lm_head.weight. MindFormers' Llama looks for one unless
+    its YAML says ``tie_word_embeddings: True``, so a copy of the embedding is written, which loads either way.
+
+    Safetensors pass through as a stream; a .ckpt on either side is in memory whole.
+
+    Args:
+        source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
+        output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
+        from_ (str): "hf" or "mindformers", to be checked against the names; None takes what they say.
+        to (str): "hf" or "mindformers".
+        concat (bool): Whether to join w_qkv and w_gate_hidden, for MindFormers. Default: False.
+        tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
+        heads, kv_heads (int): Numbers of attention and of key-value heads, for qkv_concat. Default: None, which takes
+            them from the config.json beside the source.
+        overwrite (bool): Whether to replace what stands at ``output``. Default: False.
+        progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
+
+    Returns:
+        ConvertReport.
+
+    Raises:
+        CheckpointError: The source cannot be read or holds a name that is not known, the heads are needed and not
+            known, or ``output`` stands in the way.
+        TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
+    """
+    started = time.perf_counter()
+    if to not in WORLDS or from_ not in (None, *WORLDS):
+        raise CheckpointError(f"Checkpoints are converted between {' and '.join(WORLDS)}, not from {from_} to {to}.")
+    check_output(output, [source], overwrite)
+    with BaseCheckpoint(source) as base:
+        if from_ not in (None, base.world):
+            raise CheckpointError(f"{source} has {WORLDS[base.world]} names, not {WORLDS[from_]}. Give --from "
+                                  f"{base.world}, or another checkpoint.")
+        if to == base.world:
+            raise CheckpointError(f"{source} has {WORLDS[to]} names already: there is nothing to convert.")
+        if concat and to == "hf":
+            raise CheckpointError("Joined tensors (concat) are MindFormers' alone: Hugging Face has no name for them.")
+        plan = _Plan(base, to, concat, heads, kv_heads)
+        notes = _settle_head(base, plan, to, tied)
+        files = write(output, plan.shards, to, progress=progress)
+    tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+    return ConvertReport(str(source), str(output), base.world, to, tuple(files), len(tensors),
+                         sum(tensor.nbytes for tensor in tensors), tuple(plan.skipped), tuple(notes),
+                         time.perf_counter() - started)
+
+
+class _Plan:
+    """What is to be written: for each file of ``base`` a Shard, and the names that are left out."""
+
+    def __init__(self, base, to, concat, heads, kv_heads):
+        self.base = base
+        self.heads = heads or base.config.get("num_attention_heads")
+        self.kv_heads = kv_heads or base.config.get("num_key_value_heads") or self.heads
+        self.rename = names.parameter_to_mindformers if to == "mindformers" else names.parameter_to_hugging_face
+        self.skipped = [name for name in base.tensors if name.endswith(_COMPUTED)]
+        known = [name for name in base.tensors if name not in self.skipped]
+        unknown = [name for name in known if not self.rename(name) and not (to == "hf" and parts_of(name))]
+        if unknown:
+            raise CheckpointError(f"{base.path} holds tensors that have no name in {WORLDS[to]} Llama: "
+                                  f"{examples(unknown)}. Only Llama and Qwen2 are known, without LoRA, quantization "
+                                  "and the optimizer's state.")
+        # New name -> old name of what is to be joined.
+        self.separate = {self.rename(name): name for name in known} if concat else {}
+        self.shards = [Shard([made for name in file.tensors if name not in self.skipped
+                              for made in self._made_of(name)], file.metadata) for file in base.files.values()]
+
+    def _made_of(self, name) -> List[OutputTensor]:
+        """Returns the tensors that are written in the place of ``name``."""
+        target = self.rename(name)
+        if not target:
+            return split(self.base, name, [self.rename(part) for part in parts_of(name)], self.heads, self.kv_heads)
+        whole = whole_of(target) if self.separate else None
+        if whole:
+            return self._joined_at(target, whole)
+        info = self.base.tensors[name]
+        return [OutputTensor(target, info.dtype, info.shape, lambda *rows: self.base.read_rows(name, *rows))]
+
+    def _joined_at(self, target, whole) -> List[OutputTensor]:
+        parts = parts_of(whole)
+        missing = [part for part in parts if part not in self.separate]
+        if missing:
+            raise CheckpointError(f"{self.base.path} holds {self.separate[target]} and nothing for "
+                                  f"{', '.join(missing)}, so {whole} cannot be made.")
+        # The whole stands where its first part stood.
+        if target != parts[0]:
+            return []
+        return [joined(self.base, whole, [self.separate[part] for part in parts], self.kv_heads)]
+
+
+def _settle_head(base, plan, to, tied) -> List[str]:
+    """Adds or removes lm_head.weight where the embeddings are tied; returns what to say of it."""
+    if _HEAD in base.tensors:
+        if not tied:
+            return []
+        _check_tied(base)
+        for shard in plan.shards:
+            shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != _HEAD]
+        return [f"{_HEAD} is the embedding and was left out; the model must say tie_word_embeddings: true."]
+    if base.config.get("tie_word_embeddings") is False:
+        raise CheckpointError(f"{base.path} lacks {_HEAD}, and its config.json says that the embeddings are not tied. "
+                              "Copy the model again.")
+    if tied or to == "hf":
+        return [f"The checkpoint has no {_HEAD}; the model must say tie_word_embeddings: true."]
+    for shard in plan.shards:
+        shard.tensors.extend([tensor._replace(name=_HEAD) for tensor in shard.tensors if tensor.name == _EMBEDDING[to]])
+    return [f"The embeddings are tied: {_HEAD} was written as a copy of them. With tie_word_embeddings: True in the "
+            "YAML it is not needed, and --tied leaves it out."]
+
+
+def _check_tied(base):
+    embedding = _EMBEDDING[base.world]
+    first, second = base.tensors.get(embedding), base.tensors[_HEAD]
+    step = max(2**21 // max(second.size // second.shape[0], 1), 1)
+    blocks = [(begin, min(begin + step, second.shape[0])) for begin in range(0, second.shape[0], step)]
+    # As bytes: NaN equals itself here.
+    if first is None or first[:2] != second[:2] or any(
+            base.read_rows(embedding, *rows).tobytes() != base.read_rows(_HEAD, *rows).tobytes() for rows in blocks):
+        raise CheckpointError(f"{base.path}: {_HEAD} is not {embedding}, so leaving it out (--tied) would lose it.")

@@ -1,0 +1,267 @@
+"""merge_checkpoint: an adapter folded into a base checkpoint, block by block and verified, without a network."""
+import dataclasses
+import functools
+import time
+from typing import Callable, Dict, List, Tuple
+
+import numpy as np
+
+from mindlora import adapter_file, names
+from mindlora.adapter import Adapter, is_finite
+from mindlora.base_checkpoint import WORLDS, BaseCheckpoint, examples
+from mindlora.base_writer import OutputTensor, Shard, check_output, write
+from mindlora.dialects import concatenated
+from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.tensor_file import FLOATS, dtype_name, from_float32, to_float32
+
+# What rounding to nearest does to a number: at most this share of it, or, near zero, this much.
+_ROUNDING = {"bfloat16": (2.0**-8, 2.0**-134), "float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150),
+             "float64": (0.0, 2.0**-150)}
+# Signs are random, so errors of a float32 sum of n products grow as sqrt(n); this many of their deviations is never.
+_SLACK = 16 * 2.0**-24
+_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeReport:
+    """What merge_checkpoint did; str() says it to people.
+
+    Attributes:
+        base, adapter, output (str): The base, the adapter and the merged checkpoint.
+        files (tuple of str): The files written that hold tensors.
+        merged (int): Number of tensors that an adapter was added to.
+        replaced (int): Number of tensors that were trained whole and took the base's place.
+        unchanged (int): Number of tensors copied as they are.
+        bytes (int): Size of all tensors.
+        tensor (str): The tensor whose result on a random probe changed most by rounding.
+        difference (float): By how much, in the largest element.
+        bound (float): By how much rounding can change that element.
+        seconds (float): How long it took.
+    """
+    base: str
+    adapter: str
+    output: str
+    files: Tuple[str, ...]
+    merged: int
+    replaced: int
+    unchanged: int
+    bytes: int
+    tensor: str
+    difference: float
+    bound: float
+    seconds: float
+
+    def __str__(self):
+        lines = [f"{self.output}: {self.bytes / 1e9:.2f} GB; tensors merged: {self.merged}, replaced: {self.replaced}, "
+                 f"unchanged: {self.unchanged}, files: {len(self.files)}; {self.seconds:.1f} s."]
+        if self.merged:
+            lines.append(f"Largest difference of a tensor's result on a random probe: {self.difference:.3g}, at "
+                         f"{self.tensor}; rounding explains up to {self.bound:.3g}.")
+        return "\n".join(lines)
+
+
+def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = None, kv_heads: int = None,
+                     overwrite: bool = False, progress: Callable[[int, int], None] = None) -> MergeReport:
+    """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A).
+
+    The sum is taken in float32 and rounded once to the dtype that W is stored in. Each merged tensor is verified on a
+    random probe x: max |x W'^T - (x W^T + scale (x A^T) B^T)| is no more than that rounding explains. Tensors that
+    the adapter does not name are copied as they are, and modules that were trained whole take the base's place. What
+    separates the two in form is bridged: an adapter of wq, wk, wv on a base with w_qkv, and the reverse.
+
+    A folder of safetensors passes through as a stream and its configuration and tokenizer are copied along; a .ckpt on
+    either side is in memory whole. Blocks are merged by several threads; where NumPy's products use several of their
+    own, as without OPENBLAS_NUM_THREADS=1, these are in each other's way.
+
+    Args:
+        base (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
+        adapter (str): Any form that adapter_file.read knows.
+        output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file.
+        lora_alpha (float): What the adapter was trained with, where it does not say. Default: None.
+        kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
+            the base.
+        overwrite (bool): Whether to replace what stands at ``output``. Default: False.
+        progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
+
+    Returns:
+        MergeReport.
+
+    Raises:
+        AdapterError: The adapter cannot be read, holds NaN or infinity, does not say its scale, names what the base
+            lacks (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
+        CheckpointError: The base cannot be read or ``output`` stands in the way.
+        MergeError: A tensor cannot be merged into, or rounding does not explain what became of it.
+    """
+    started = time.perf_counter()
+    check_output(output, [base, adapter], overwrite)
+    content = adapter_file.read(adapter)
+    if lora_alpha is not None:
+        content.set_alpha(lora_alpha)
+    content.check_finite(str(adapter))
+    with BaseCheckpoint(base) as source:
+        merging = _Merging(source, content, str(adapter), kv_heads)
+        shards = [Shard([merging.tensor(name) for name in file.tensors], file.metadata)
+                  for file in source.files.values()]
+        files = write(output, shards, source.world, source.companions(), progress)
+    count, replaced = len(content.paths), len(content.whole)
+    tensor, (difference, bound) = merging.worst()
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    return MergeReport(str(base), str(adapter), str(output), tuple(files), count, replaced,
+                       len(tensors) - count - replaced, sum(tensor.nbytes for tensor in tensors), tensor, difference,
+                       bound, time.perf_counter() - started)
+
+
+class _Merging:
+    """Which tensor of the base gets which pair of the adapter, and what the probes have shown so far."""
+
+    def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: int):
+        self.base, self.adapter, self.source = base, adapter, source
+        # Under MindFormers' names, as the adapter has them -> the base's own.
+        self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
+        self._fit_concatenation(kv_heads or base.config.get("num_key_value_heads")
+                                or base.config.get("num_attention_heads"))
+        self._check_names()
+        self._pairs = {self._own[f"{path}.weight"]: path for path in adapter.paths}
+        self._wholes = {self._own[name]: array for name, array in adapter.whole.items()}
+        self._check_dtypes()
+        for name, path in self._pairs.items():
+            self._check_pair(name, path)
+        for name, array in self._wholes.items():
+            self._check_whole(name, array)
+        self._shown: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
+
+    def tensor(self, name: str) -> OutputTensor:
+        """Returns what is written for a tensor of the base."""
+        info = self.base.tensors[name]
+        rows = functools.partial(self.base.read_rows, name)
+        if name in self._pairs:
+            rows = functools.partial(self._merged, name)
+        elif name in self._wholes:
+            rows = functools.partial(self._replaced, name)
+        return OutputTensor(name, info.dtype, info.shape, rows)
+
+    def worst(self) -> Tuple[str, Tuple[float, float]]:
+        """Returns the tensor whose probe differs most, and (difference, bound)."""
+        shown = {name: max(pairs) for name, pairs in self._shown.items() if pairs}
+        return max(shown.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
+
+    def _merged(self, name, begin, end):
+        path, dtype = self._pairs[name], self.base.tensors[name].dtype
+        a = to_float32(self.adapter.tensors[path, "A"])
+        b = to_float32(self.adapter.tensors[path, "B"][begin:end]) * np.float32(self.adapter.scale(path))
+        rows, difference, bound = fold(to_float32(self.base.read_rows(name, begin, end)), b, a, dtype)
+        # NaN is worse than any number.
+        worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
+        if not difference[worst] <= bound[worst]:
+            raise MergeError(f"{name}, row {begin + worst}: the result on a random probe is {difference[worst]:.3g} "
+                             f"off, where rounding to {dtype_name(dtype)} explains {bound[worst]:.3g}. The sum is too "
+                             "large for the dtype, or the base holds NaN or infinity. Nothing was written.")
+        # list.append is one step, whichever thread does it.
+        self._shown[name].append((float(difference[worst]), float(bound[worst])))
+        return rows
+
+    def _replaced(self, name, begin, end):
+        array, dtype = self._wholes[name], self.base.tensors[name].dtype
+        part = array[begin:end] if array.shape else array
+        with np.errstate(over="ignore"):
+            rows = part if part.dtype == dtype else from_float32(to_float32(part), dtype)
+        if not is_finite(rows):
+            raise MergeError(f"{name} of {self.source} is too large for {dtype_name(dtype)}, in which the base stores "
+                             "it. Nothing was written.")
+        return rows
+
+    def _fit_concatenation(self, kv_heads):
+        """Joins or splits the adapter's pairs so that they are of the base's cells."""
+        paths = set(self.adapter.paths)
+        for name in list(self._own):
+            path = name.rpartition(".")[0]
+            if name.endswith(".weight") and path not in paths and paths.intersection(names.concatenated_parts(path)):
+                _need_heads(path, kv_heads)
+                concatenated.join_pairs(self.adapter, path, self._shape(name)[0], kv_heads)
+        for path in paths:
+            parts = [f"{part}.weight" for part in names.concatenated_parts(path)]
+            if parts and f"{path}.weight" not in self._own and all(part in self._own for part in parts):
+                _need_heads(path, kv_heads)
+                head_dim = self._shape(parts[1])[0] // kv_heads if len(parts) == 3 else None
+                concatenated.split_pairs(self.adapter, path, kv_heads, head_dim)
+
+    def _check_names(self):
+        wanted = [f"{path}.weight" for path in self.adapter.paths] + list(self.adapter.whole)
+        tied = self.base.config.get("tie_word_embeddings") is True
+        if _HEAD in wanted and (tied or _HEAD not in self._own):
+            raise MergeError(f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
+                             "embeddings are tied, so a change of the head would change the input embedding too. Save "
+                             "the base with lm_head.weight and tie_word_embeddings: false first.")
+        absent = [name for name in wanted if name not in self._own]
+        if absent:
+            raise UnexpectedTensorsError(
+                f"{self.source} is for {examples(absent)} (MindFormers' names), which {self.base.path} does not hold. "
+                f"It has {WORLDS[self.base.world]} names: {examples(self.base.tensors)}.")
+
+    def _check_pair(self, name, path):
+        self.adapter.scale(path)
+        a, b = (self.adapter.tensors[path, half].shape for half in "AB")
+        if self.base.tensors[name].shape != (b[0], a[1]):
+            raise ShapeMismatchError(f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter "
+                                     f"{self.source} is for {[b[0], a[1]]}. It belongs to another model.")
+
+    def _check_whole(self, name, array):
+        if array.shape != self.base.tensors[name].shape:
+            raise ShapeMismatchError(f"{name} is {list(self.base.tensors[name].shape)} in the base and "
+                                     f"{list(array.shape)} in {self.source}. It belongs to another model.")
+
+    def _check_dtypes(self):
+        wrong = [f"{name} ({dtype_name(self.base.tensors[name].dtype)})" for name in (*self._pairs, *self._wholes)
+                 if self.base.tensors[name].dtype not in FLOATS]
+        if wrong:
+            raise MergeError(f"{self.base.path} stores {examples(wrong)}: an adapter cannot be added to quantized "
+                             "weights. Merge into the original checkpoint and quantize the result.")
+
+    def _shape(self, name):
+        return self.base.tensors[self._own[name]].shape
+
+
+def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, ...]:
+    """Returns round(W + B A) for some rows of W, and how far its results on a random probe are from W's and B A's.
+
+    Args:
+        weight (array): Rows of W, float32 [rows, in]; its memory is used up.
+        b (array): The same rows of B times the scale, float32 [rows, r].
+        a (array): A, float32 [r, in].
+        dtype (dtype): What to round to.
+
+    Returns:
+        tuple of the rows in ``dtype``, |x W'^T - (x W^T + (x A^T) B^T)| for each row, and what it may be at most.
+    """
+    probe = _signs(weight.shape[1])
+    # What is too large for the dtype becomes infinite, which the difference shows.
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = weight @ probe + b @ (a @ probe)
+        weight += b @ a
+        rows = from_float32(weight, dtype)
+        stored = to_float32(rows)
+        difference = np.abs(stored @ probe - expected).astype(np.float64)
+        # sqrt(n) |W'| is no less than the sum of |x| |W'|, and one pass.
+        root = np.sqrt(weight.shape[1])
+        size = root * np.sqrt(np.einsum("ij,ij->i", stored, stored).astype(np.float64))
+        added = root * (np.abs(b) @ np.sqrt((a * a).sum(axis=1))).astype(np.float64)
+    share, least = _ROUNDING[dtype_name(dtype)]
+    return rows, difference, (share + _SLACK) * size + 2 * _SLACK * added + least * weight.shape[1]
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count) -> np.ndarray:
+    return np.where(np.random.default_rng(count).integers(0, 2, count) == 1, np.float32(1), np.float32(-1))
+
+
+def _under_mindformers(name, world) -> str:
+    if world == "mindformers":
+        return name
+    path, _, leaf = name.rpartition(".")
+    return names.parameter_to_mindformers(name) or f"{names.to_mindformers(path)}.{leaf}"
+
+
+def _need_heads(path, kv_heads):
+    if path.endswith("w_qkv") and not kv_heads:
+        raise MergeError(f"{path} keeps its rows by key-value head, and how many there are is not known. Give "
+                         "--kv-heads: n_kv_heads of the model.")
