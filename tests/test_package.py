@@ -9,8 +9,12 @@ import mindlora
 
 
 def test_every_public_name_is_there():
-    assert {"LoRADense", "LoraConfig", "LoraError", "LoraReport", "apply_lora", "freeze_base", "load_lora",
-            "save_lora", "trainable_summary"} <= set(mindlora.__all__) <= set(dir(mindlora))
+    assert {"Adapter", "LoRADense", "LoraConfig", "LoraError", "LoraReport", "apply_lora", "combine_adapters",
+            "compare_adapters", "convert_adapter", "convert_base", "freeze_base", "inspect_adapter", "load_lora",
+            "merge_and_unload", "merge_checkpoint", "merge_lora", "save_lora", "trainable_summary",
+            "unmerge_lora"} <= set(mindlora.__all__) <= set(dir(mindlora))
+    # Once more after all are imported: a module of the same name would stand in a function's place.
+    assert all(callable(getattr(mindlora, name)) for _ in range(2) for name in mindlora.__all__)
     assert all(getattr(mindlora, name).__module__.startswith("mindlora.") for name in mindlora.__all__)
     with pytest.raises(AttributeError, match="module 'mindlora' has no attribute 'aply_lora'"):
         mindlora.aply_lora

@@ -25,7 +25,7 @@ def _convert_options(parser):
 
 def convert_base(arguments):
     """mindlora convert-base"""
-    from mindlora import convert_base as module
+    from mindlora.base import convert as module
 
     with _Bar("convert-base") as bar:
         return module.convert_base(
@@ -41,6 +41,8 @@ def _merge_options(parser):
     parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, where the adapter does not say it")
     parser.add_argument("--kv-heads", type=int, metavar="N",
                         help="key-value heads, where one side has w_qkv (default: from the base's config.json)")
+    parser.add_argument("--allow-pickle", action="store_true",
+                        help="read an adapter_model.bin: only tensors are taken from it, and nothing in it is run")
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
     add_command(parser, merge)
 
@@ -50,12 +52,13 @@ def merge(arguments):
     # Before NumPy is imported. Blocks are merged side by side; a product that also divides itself among all cores makes
     # these wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mindlora.merge_checkpoint import merge_checkpoint
+    from mindlora.base.merge import merge_checkpoint
 
     with _Bar("merge") as bar:
         return merge_checkpoint(
             arguments.base, arguments.adapter, arguments.output, lora_alpha=arguments.alpha,
-            kv_heads=arguments.kv_heads, overwrite=arguments.overwrite, progress=bar)
+            kv_heads=arguments.kv_heads, allow_pickle=arguments.allow_pickle, overwrite=arguments.overwrite,
+            progress=bar)
 
 
 class _Bar:

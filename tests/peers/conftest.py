@@ -74,7 +74,7 @@ def checkpoints(made, tmp_path_factory):
 
     ``tied`` is whether lm_head.weight is left out, by default where the model's embeddings are tied.
     """
-    from mindlora.convert_base import convert_base
+    from mindlora.base.convert import convert_base
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def convert(model, concat=False, tied=None):

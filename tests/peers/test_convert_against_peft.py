@@ -2,7 +2,7 @@
 import pytest
 
 from mindlora import adapter_file, names
-from mindlora.convert_base import convert_base
+from mindlora.base.convert import convert_base
 from tests.peers import cases
 from tests.peers.peer import stored
 

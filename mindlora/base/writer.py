@@ -13,7 +13,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 import numpy as np
 
 from mindlora import atomic
-from mindlora.base_checkpoint import INDEX
+from mindlora.base.checkpoint import INDEX
 from mindlora.errors import CheckpointError
 from mindlora.tensor_file import layout
 

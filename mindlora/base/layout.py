@@ -6,8 +6,8 @@ w_gate_hidden one for each row of w1, [row of w1 | row of w3].
 from typing import List, Optional, Tuple
 
 from mindlora import names
-from mindlora.base_checkpoint import BaseCheckpoint
-from mindlora.base_writer import OutputTensor
+from mindlora.base.checkpoint import BaseCheckpoint
+from mindlora.base.writer import OutputTensor
 from mindlora.dialects import concatenated
 from mindlora.errors import CheckpointError
 

@@ -7,9 +7,9 @@ import time
 from typing import Callable, List, Optional, Tuple
 
 from mindlora import names
-from mindlora.base_checkpoint import WORLDS, BaseCheckpoint, examples
-from mindlora.base_layout import joined, parts_of, split, whole_of
-from mindlora.base_writer import OutputTensor, Shard, check_output, write
+from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
+from mindlora.base.layout import joined, parts_of, split, whole_of
+from mindlora.base.writer import OutputTensor, Shard, check_output, write
 from mindlora.errors import CheckpointError
 
 # Old checkpoints hold this table, which every model computes for itself.

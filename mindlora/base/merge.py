@@ -8,8 +8,8 @@ import numpy as np
 
 from mindlora import adapter_file, names
 from mindlora.adapter import Adapter, is_finite
-from mindlora.base_checkpoint import WORLDS, BaseCheckpoint, examples
-from mindlora.base_writer import OutputTensor, Shard, check_output, write
+from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
+from mindlora.base.writer import OutputTensor, Shard, check_output, write
 from mindlora.dialects import concatenated
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.tensor_file import FLOATS, dtype_name, from_float32, to_float32
@@ -61,7 +61,8 @@ class MergeReport:
 
 
 def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = None, kv_heads: int = None,
-                     overwrite: bool = False, progress: Callable[[int, int], None] = None) -> MergeReport:
+                     allow_pickle: bool = False, overwrite: bool = False,
+                     progress: Callable[[int, int], None] = None) -> MergeReport:
     """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A).
 
     The sum is taken in float32 and rounded once to the dtype that W is stored in. Each merged tensor is verified on a
@@ -80,6 +81,7 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
         lora_alpha (float): What the adapter was trained with, where it does not say. Default: None.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
             the base.
+        allow_pickle (bool): Whether an adapter_model.bin may be read. Default: False.
         overwrite (bool): Whether to replace what stands at ``output``. Default: False.
         progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
 
@@ -94,7 +96,7 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
     """
     started = time.perf_counter()
     check_output(output, [base, adapter], overwrite)
-    content = adapter_file.read(adapter)
+    content = adapter_file.read(adapter, allow_pickle)
     if lora_alpha is not None:
         content.set_alpha(lora_alpha)
     content.check_finite(str(adapter))
@@ -103,7 +105,9 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
         shards = [Shard([merging.tensor(name) for name in file.tensors], file.metadata)
                   for file in source.files.values()]
         files = write(output, shards, source.world, source.companions(), progress)
-    count, replaced = len(content.paths), len(content.whole)
+    count = len(content.paths)
+    # An adapted module whose own weight the adapter holds besides is merged, and counted once.
+    replaced = len(content.whole) - sum(f"{path}.weight" in content.whole for path in content.paths)
     tensor, (difference, bound) = merging.worst()
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     return MergeReport(str(base), str(adapter), str(output), tuple(files), count, replaced,
@@ -134,10 +138,11 @@ class _Merging:
         """Returns what is written for a tensor of the base."""
         info = self.base.tensors[name]
         rows = functools.partial(self.base.read_rows, name)
-        if name in self._pairs:
-            rows = functools.partial(self._merged, name)
-        elif name in self._wholes:
+        if name in self._wholes:
             rows = functools.partial(self._replaced, name)
+        if name in self._pairs:
+            # Onto the adapter's own weight of the module, where it holds one, as PEFT does for output heads.
+            rows = functools.partial(self._merged, name, rows)
         return OutputTensor(name, info.dtype, info.shape, rows)
 
     def worst(self) -> Tuple[str, Tuple[float, float]]:
@@ -145,11 +150,11 @@ class _Merging:
         shown = {name: max(pairs) for name, pairs in self._shown.items() if pairs}
         return max(shown.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
 
-    def _merged(self, name, begin, end):
+    def _merged(self, name, own_rows, begin, end):
         path, dtype = self._pairs[name], self.base.tensors[name].dtype
         a = to_float32(self.adapter.tensors[path, "A"])
         b = to_float32(self.adapter.tensors[path, "B"][begin:end]) * np.float32(self.adapter.scale(path))
-        rows, difference, bound = fold(to_float32(self.base.read_rows(name, begin, end)), b, a, dtype)
+        rows, difference, bound = fold(to_float32(own_rows(begin, end)), b, a, dtype)
         # NaN is worse than any number.
         worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
         if not difference[worst] <= bound[worst]:
@@ -162,7 +167,8 @@ class _Merging:
 
     def _replaced(self, name, begin, end):
         array, dtype = self._wholes[name], self.base.tensors[name].dtype
-        part = array[begin:end] if array.shape else array
+        # A copy, since what is merged onto it is added in place.
+        part = array[begin:end].copy() if array.shape else array
         with np.errstate(over="ignore"):
             rows = part if part.dtype == dtype else from_float32(to_float32(part), dtype)
         if not is_finite(rows):

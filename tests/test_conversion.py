@@ -10,7 +10,7 @@ import pytest
 
 from mindlora import adapter_file, cli
 from mindlora.adapter import Adapter
-from mindlora.convert_adapter import Heads, convert_adapter
+from mindlora.conversion import Heads, convert_adapter
 from mindlora.errors import AdapterError, LoraError, ScaleMismatchError
 
 FORMS = {"peft": "peft", "mindformers": "a.safetensors", "ckpt": "a.ckpt", "slora": "slora"}

@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from mindlora import base_writer
-from mindlora.base_checkpoint import INDEX, BaseCheckpoint
-from mindlora.base_writer import OutputTensor, Shard
+from mindlora.base import writer as base_writer
+from mindlora.base.checkpoint import INDEX, BaseCheckpoint
+from mindlora.base.writer import OutputTensor, Shard
 from mindlora.errors import AdapterFormatError, CheckpointError, TruncatedAdapterError
 from mindlora.tensor_file import BFLOAT16, TensorFile, from_float32, write_arrays
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HF = "model.layers.0.self_attn.q_proj.weight"
 MF = "model.layers.0.attention.wq.weight"
 
@@ -272,8 +272,8 @@ def test_what_an_output_must_not_be(tmp_path):
 
 
 def test_none_of_it_imports_mindspore():
-    code = ("import sys; from mindlora import base_checkpoint, base_writer, base_layout, convert_base; "
-            "from mindlora import merge_checkpoint; from mindlora.cli import base; "
+    code = ("import sys; from mindlora.base import checkpoint, convert, layout, merge, writer; "
+            "from mindlora.cli import base; "
             "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))")
     environment = {**os.environ, "PYTHONPATH": ROOT}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

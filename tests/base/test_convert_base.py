@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from mindlora.base_checkpoint import INDEX, BaseCheckpoint
-from mindlora.convert_base import convert_base
+from mindlora.base.checkpoint import INDEX, BaseCheckpoint
+from mindlora.base.convert import convert_base
 from mindlora.errors import CheckpointError, TruncatedAdapterError
 from mindlora.tensor_file import BFLOAT16, TensorFile, from_float32, write_arrays
 
@@ -128,7 +128,7 @@ def theirs(source, biases):
 @pytest.mark.parametrize("shards", [1, 4])
 def test_joined_as_mindformers_joins_and_split_again(tmp_path, mindformers, monkeypatch, biases, shards):
     # Blocks of single groups, so that their borders count.
-    monkeypatch.setattr("mindlora.base_writer._BLOCK", 1)
+    monkeypatch.setattr("mindlora.base.writer._BLOCK", 1)
     source = llama(biases=biases, dtype=np.dtype("<f4"))
     save(tmp_path / "hf", source, shards=shards, **CONFIG)
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), "hf", "mindformers", concat=True)

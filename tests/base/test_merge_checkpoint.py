@@ -7,15 +7,15 @@ import sys
 import numpy as np
 import pytest
 
-from mindlora import merge_checkpoint as module
-from mindlora.base_checkpoint import INDEX, BaseCheckpoint
-from mindlora.convert_base import convert_base
+from mindlora.base import merge as module
+from mindlora.base.checkpoint import INDEX, BaseCheckpoint
+from mindlora.base.convert import convert_base
+from mindlora.base.merge import fold, merge_checkpoint
 from mindlora.errors import (AdapterError, CheckpointError, MergeError, NotFiniteError, ScaleMismatchError,
                              ShapeMismatchError, TruncatedAdapterError, UnexpectedTensorsError)
-from mindlora.merge_checkpoint import fold, merge_checkpoint
 from mindlora.tensor_file import BFLOAT16, from_float32, to_float32, write_arrays
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, RANK, ALPHA = 4, 2, 8, 32, 48, 64, 4, 6
 LINEARS = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
            "self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
@@ -105,7 +105,7 @@ def assert_merged(actual, source, found, scale=ALPHA / RANK):
 @pytest.mark.parametrize("world", ["hf", "mindformers"])
 def test_what_is_written(tmp_path, monkeypatch, dtype, world):
     # Blocks of single rows, so that their borders count.
-    monkeypatch.setattr("mindlora.base_writer._BLOCK", 1)
+    monkeypatch.setattr("mindlora.base.writer._BLOCK", 1)
     source, found = llama(DTYPES[dtype]), pairs()
     base = save_base(tmp_path / "base", source, shards=3)
     if world == "mindformers":
@@ -226,7 +226,7 @@ def test_memory_is_that_of_a_few_blocks(tmp_path):
                  {f"{Q}.weight": np.zeros(shape, np.uint16).view(BFLOAT16)})
     adapter = save_adapter(tmp_path / "adapter", {Q: (rng.normal(size=(RANK, shape[1])).astype(np.float32),
                                                       rng.normal(size=(shape[0], RANK)).astype(np.float32))})
-    code = ("from mindlora.merge_checkpoint import merge_checkpoint\n"
+    code = ("from mindlora.base.merge import merge_checkpoint\n"
             "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
             f"before = peak(); merge_checkpoint({str(tmp_path / 'base')!r}, {adapter!r}, {str(tmp_path / 'out')!r})\n"
             "print(peak() - before)")
