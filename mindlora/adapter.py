@@ -1,6 +1,7 @@
 """Adapter: the tensors of a LoRA adapter and what is known of them, in NumPy, without a network or a file."""
 import dataclasses
 import math
+import sys
 from typing import Dict, List, Optional, Tuple
 
 import numpy as np
@@ -26,8 +27,8 @@ class Adapter:
         dropout (float): lora_dropout of the training, for whoever trains on.
         whole (dict): Parameter name under MindFormers' names -> array, for modules that were trained whole
             (modules_to_save) and that take the place of the base's.
-        selection (dict): PEFT's fields that select the adapted modules (target_modules, layers_to_transform, ...) as the
-            file has them; empty where it has none.
+        selection (dict): PEFT's fields that select the adapted modules (target_modules, layers_to_transform, ...) as
+            the file has them; empty where it has none.
         base_model (str): Name or path of the base model under Hugging Face, or None.
         fingerprint (dict): Mark of the base it was trained on, or None.
         dialect (str): In whose form the file was, for messages.
@@ -69,7 +70,13 @@ class Adapter:
         return (b * np.float32(self.scale(path))) @ a
 
     def set_alpha(self, alpha: float) -> None:
-        """States lora_alpha for every pair, where the file did not."""
+        """States lora_alpha for every pair, where the file did not.
+
+        Raises:
+            ScaleMismatchError: The adapter says it itself, or ``alpha`` is no number above 0.
+        """
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha <= sys.float_info.max:
+            raise ScaleMismatchError(f"lora_alpha is {alpha!r}, it must be a number above 0.")
         if self.alphas:
             raise ScaleMismatchError(f"lora_alpha is {alpha:g}, but the adapter says itself: "
                                      f"{', '.join(f'{value:g}' for value in sorted(set(self.alphas.values())))}.")

@@ -1,7 +1,7 @@
 """Adapter files without a network: reading any form that is known, writing four."""
 import json
 import os
-import re
+import sys
 from typing import Callable, Dict, Tuple
 
 import numpy as np
@@ -10,13 +10,14 @@ from mindlora import atomic, names
 from mindlora.adapter import Adapter, Place
 from mindlora.config import suggestion
 from mindlora.dialects import mindformers, peft, peft_config, slora, torch_pickle
+from mindlora.dialects.peft_config import shown
 from mindlora.errors import (AdapterError, AdapterFormatError, LoraError, MissingTensorsError, UnexpectedTensorsError)
 from mindlora.tensor_file import FLOATS, TensorFile, dtype_name, write_arrays
 
 # What only mindlora knows stands in the metadata of a safetensors file, which other readers pass over.
 _METADATA_KEY = "mindlora"
 _MANIFEST = "mindformers_adapter_config.json"  # MindFormers 2's, beside the adapter's safetensors.
-_CELL = re.compile(r"[\w-]+(\.[\w-]+)*")
+_MAX_NAME = 1000
 
 FORMS = ("peft", "mindformers", "ckpt", "slora")
 
@@ -45,6 +46,8 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
     if not os.path.exists(path):
         raise AdapterFormatError(f"{path} does not exist.")
     weights = _weights_in(path) if os.path.isdir(path) else path
+    if not os.path.isfile(weights):
+        raise AdapterFormatError(f"{weights} is no file: a folder, a device, or a link that leads nowhere.")
     config = os.path.join(os.path.dirname(weights), peft.CONFIG_FILE)
     described = os.path.isdir(path) or os.path.basename(weights).startswith("adapter_model.") and os.path.exists(config)
     manifest = os.path.join(os.path.dirname(weights), _MANIFEST)
@@ -76,6 +79,8 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         NotFiniteError: A tensor holds NaN or infinity.
     """
     check_output(path, to)
+    if not adapter.tensors:
+        raise AdapterError("The adapter holds no pair, so there is nothing to write.")
     adapter.check_finite("The adapter")
     for cell in adapter.paths:
         adapter.scale(cell)
@@ -115,8 +120,8 @@ def check_output(path: str, to: str) -> None:
     ending = {"ckpt": ".ckpt", "mindformers": ".safetensors"}.get(to, "")
     folder = not ending
     if not folder and not path.endswith(ending) or folder and path.endswith((".ckpt", ".safetensors", ".bin")):
-        raise LoraError(f"path is {path!r}: format {to!r} writes a {f'file that ends in {ending}' if ending else 'folder'}"
-                        ".")
+        form = f"file that ends in {ending}" if ending else "folder"
+        raise LoraError(f"path is {path!r}: format {to!r} writes a {form}.")
     if os.path.isfile(path) if folder else os.path.isdir(path):
         raise LoraError(f"path is {path!r}, where a {'file' if folder else 'folder'} stands, which an adapter with "
                         f"format {to!r} cannot replace. Remove it, or give another path.")
@@ -125,7 +130,7 @@ def check_output(path: str, to: str) -> None:
 def _weights_in(folder) -> str:
     """Returns the file of an adapter folder that holds the tensors."""
     for name in (peft.WEIGHTS_FILE, peft.PICKLE_FILE, slora.WEIGHTS_FILE):
-        if os.path.exists(os.path.join(folder, name)):
+        if os.path.lexists(os.path.join(folder, name)):
             return os.path.join(folder, name)
     found = sorted(os.listdir(folder))
     if _MANIFEST in found:
@@ -133,9 +138,10 @@ def _weights_in(folder) -> str:
         if len(weights) == 1:
             return os.path.join(folder, weights[0])
         raise AdapterFormatError(f"{folder} holds {_MANIFEST} with {len(weights)} .safetensors files: "
-                                 f"{', '.join(weights) or 'none'}. Name the folder of one step, with the adapter in one "
-                                 "file.")
-    raise AdapterFormatError(f"{folder} holds no {peft.WEIGHTS_FILE}. It holds: {', '.join(found) or 'nothing'}.")
+                                 f"{', '.join(weights) or 'none'}. Name the folder of one step, with the adapter in "
+                                 "one file.")
+    raise AdapterFormatError(f"{folder} holds no {peft.WEIGHTS_FILE}. It holds: {', '.join(found[:9]) or 'nothing'}"
+                             f"{', ...' if len(found) > 9 else ''}.")
 
 
 def _read_weights(path, allow_pickle) -> Adapter:
@@ -146,14 +152,16 @@ def _read_weights(path, allow_pickle) -> Adapter:
         from mindlora import ckpt_file
 
         arrays, facts = ckpt_file.read(path, mindformers.is_adapter_key)
+        if not arrays:
+            raise AdapterFormatError(f"{path} holds no LoRA tensor: no name in it is one of an adapter's.")
         whole = _parse_facts(facts, path).get("whole")
         if whole:
             arrays.update(ckpt_file.read(path, whole.__contains__)[0])
         return _from_tensors(path, list(arrays), arrays.__getitem__, facts)
     if path.endswith(".bin"):
         if not allow_pickle:
-            raise AdapterFormatError(f"{path} is a pickle, which can run programs. Ask for safetensors, or allow it with "
-                                     "allow_pickle (--allow-pickle): only tensors are then taken from it.")
+            raise AdapterFormatError(f"{path} is a pickle, which can run programs. Ask for safetensors, or allow it "
+                                     "with allow_pickle (--allow-pickle): only tensors are then taken from it.")
         arrays = torch_pickle.read(path)
         return _from_tensors(path, list(arrays), arrays.__getitem__, "")
     raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
@@ -162,18 +170,38 @@ def _read_weights(path, allow_pickle) -> Adapter:
 def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) -> Adapter:
     facts = _parse_facts(facts_text, path)
     dialect, places, whole = _sort_keys(keys, facts.get("whole", ()), path)
-    adapter = Adapter({}, dialect=dialect, use_rslora=bool(facts.get("use_rslora")),
-                      dropout=facts.get("dropout", 0.0), selection=facts.get("selection", {}),
+    adapter = Adapter({}, dialect=dialect, use_rslora=facts.get("use_rslora", False),
+                      dropout=float(facts.get("dropout", 0)), selection=facts.get("selection", {}),
                       base_model=facts.get("base_model"), fingerprint=facts.get("base_fingerprint"))
     for key, place in places.items():
         array = fetch(key)
         experts = mindformers.split_experts(key, array)
         for found, matrix in (experts or {place: array}).items():
-            _check_tensor(found, matrix, key, adapter, path)
+            _check_tensor(key, found[0], matrix, path)
+            if found in adapter.tensors:
+                raise AdapterFormatError(f"{path} holds the {found[1]} of {found[0]} twice, under two names.")
             adapter.tensors[found] = matrix
-    adapter.whole = {name: fetch(key) for key, name in whole.items()}
-    adapter.alphas = {cell: alpha for cell, alpha in facts.get("alphas", {}).items() if (cell, "A") in adapter.tensors}
+    for key, name in whole.items():
+        array = fetch(key)
+        _check_tensor(key, name, array, path)
+        if name in adapter.whole:
+            raise AdapterFormatError(f"{path} holds {name} twice, under two names.")
+        adapter.whole[name] = array
+    _apply_facts(adapter, facts, path)
     return adapter
+
+
+def _apply_facts(adapter, facts, path):
+    """Puts lora_alpha into ``adapter`` and checks that all is there that mindlora wrote."""
+    adapter.alphas = {cell: float(alpha) for cell, alpha in facts.get("alphas", {}).items()}
+    lost = sorted((set(adapter.alphas) - set(adapter.paths)) | (set(facts.get("whole", ())) - set(adapter.whole)))
+    if lost:
+        raise MissingTensorsError(f"{path} lacks tensors that mindlora's own record in it names: "
+                                  f"{', '.join(map(shown, lost))}.")
+    silent = sorted(set(adapter.paths) - set(adapter.alphas)) if adapter.alphas else []
+    if silent:
+        raise AdapterFormatError(f"mindlora's own record in {path} is damaged: it says no lora_alpha for "
+                                 f"{', '.join(names.collapse_numbers(silent))}.")
 
 
 def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, Place], Dict[str, str]]:
@@ -183,25 +211,29 @@ def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, Place], Dict[str
         whole = {key: name for key in keys if key not in places and (name := peft.parse_whole_key(key))}
         strange = sorted(set(keys) - set(places) - set(whole))
         if strange:
-            raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {', '.join(strange)}.")
+            raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {_listed(strange)}.")
         return peft.NAME, places, whole
     dialect = mindformers.detect(keys)
     if not dialect:
-        shown = ", ".join(sorted(keys)[:5]) or "nothing"
-        raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {shown}{', ...' if len(keys) > 5 else ''}.")
+        raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {_listed(sorted(keys)[:5]) or 'nothing'}"
+                                 f"{', ...' if len(keys) > 5 else ''}.")
     places = {key: place for key in keys
               if (place := mindformers.expert_place(key) or mindformers.parse_key(key, dialect))}
+    strange = sorted(key for key in set(keys) - set(places) if mindformers.is_adapter_key(key))
+    if strange:
+        raise UnexpectedTensorsError(f"{path} holds LoRA tensors in more than one form: besides those of "
+                                     f"{dialect.name} {_listed(strange)}.")
     return dialect.name, places, {name: name for name in whole_names if name in keys}
 
 
-def _check_tensor(place, array, key, adapter, path):
-    if place[0] and not _CELL.fullmatch(place[0]):
-        raise AdapterFormatError(f"{path} names a tensor {key!r}, which is no path of a cell.")
+def _check_tensor(key, name, array, path):
+    # What Python takes for names, so that int takes what str.isdigit tells of: the parts of a path of cells.
+    if name and not (len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier()
+                                                    for part in name.split("."))):
+        raise AdapterFormatError(f"{path} names a tensor {shown(key)}, which is no path of a cell.")
     if array.dtype not in FLOATS:
         raise AdapterFormatError(f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 "
                                  "or bfloat16.")
-    if place in adapter.tensors:
-        raise AdapterFormatError(f"{path} holds the {place[1]} of {place[0]} twice, under two names.")
 
 
 def _apply_config(adapter, config, path):
@@ -209,6 +241,7 @@ def _apply_config(adapter, config, path):
     adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
     if adapter.dialect != peft.NAME:
         adapter.check_pairs(path)
+        slora.check_rank(adapter, config, path)
         adapter.alphas = slora.alphas(adapter, config)
         return
     adapter.check_pairs(path, {cell: config.rank_of(cell) for cell in adapter.paths})
@@ -226,11 +259,10 @@ def _apply_config(adapter, config, path):
 
 
 def _manifest_alpha(path) -> float:
-    with open(path, encoding="utf-8") as file:
-        content = _json_object(file.read(), path)
-    alpha = (content.get("lora_config") or {}).get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or alpha <= 0:
-        raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {alpha!r}, it must be a number above 0.")
+    described = peft_config.json_object(path).get("lora_config")
+    alpha = described.get("lora_alpha") if isinstance(described, dict) else None
+    if not _is_alpha(alpha):
+        raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}, it must be a number above 0.")
     return float(alpha)
 
 
@@ -243,22 +275,53 @@ def _facts(adapter) -> dict:
 def _parse_facts(text, path) -> dict:
     if not text:
         return {}
-    facts = _json_object(text, f"mindlora's own record in {path}")
-    alphas = facts.get("alphas", {})
-    if not isinstance(alphas, dict) or not all(isinstance(alpha, (int, float)) and 0 < alpha < float("inf")
-                                               for alpha in alphas.values()):
-        raise AdapterFormatError(f"mindlora's own record in {path} is damaged: alphas is {alphas!r}.")
-    return facts
-
-
-def _json_object(text, place) -> dict:
+    record = f"mindlora's own record in {path}"
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{place} is not JSON: {error}.") from error
+        raise AdapterFormatError(f"{record} is not JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise AdapterFormatError(f"{place} holds a {type(content).__name__} and not a JSON object.")
-    return content
+        raise AdapterFormatError(f"{record} holds a {type(content).__name__} and not a JSON object.")
+    facts = {field: value for field, value in content.items() if field in _RECORD and value is not None}
+    for field, value in facts.items():
+        fits, wanted = _RECORD[field]
+        if not fits(value):
+            raise AdapterFormatError(f"{record} is damaged: {field} is {shown(value)}, it must be {wanted}.")
+    facts["selection"] = peft_config.selection(facts.get("selection", {}), record)
+    return facts
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_alpha(value) -> bool:
+    return _is_number(value) and 0 < value <= sys.float_info.max
+
+
+def _is_table(value, fits) -> bool:
+    return isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str)
+
+
+# Field of mindlora's own record -> (what tells whether a value can be, in words).
+_RECORD = {
+    "alphas": (lambda value: _is_table(value, _is_alpha), "numbers above 0 by path"),
+    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "selection": (lambda value: isinstance(value, dict), "an object"),
+    "base_model": (_is_text, "a text"),
+    "whole": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
+    "base_fingerprint": (lambda value: _is_table(value, _is_text), "texts by name"),
+}
+
+
+def _listed(keys) -> str:
+    """Returns keys for a message; one with control characters is quoted."""
+    return ", ".join(key if key.isprintable() and len(key) <= 200 else shown(key) for key in keys)
 
 
 def _write_json(path, content):
@@ -269,8 +332,8 @@ def _write_json(path, content):
 def _refuse_concatenated(adapter):
     joined = [path for path in adapter.paths if names.concatenated_parts(path)]
     if joined:
-        raise AdapterError(f"PEFT has no module for {', '.join(names.collapse_numbers(joined))}, which stand for several. "
-                           "Split them first: give the model's n_kv_heads and head size.")
+        raise AdapterError(f"PEFT has no module for {', '.join(names.collapse_numbers(joined))}, which stand for "
+                           "several. Split them first: give the model's n_kv_heads and head size.")
 
 
 def _refuse_experts(adapter, to):

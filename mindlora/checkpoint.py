@@ -66,7 +66,8 @@ def adapter_of(network: nn.Cell) -> Adapter:
     whole = {parameter.name: to_array(parameter) for parameter in saved_whole(network)}
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
-        raise LoraError("Some cells of the network scale with use_rslora and some without. One adapter has one of them.")
+        raise LoraError("Some cells of the network scale with use_rslora and some without. One adapter has one of "
+                        "them.")
     return Adapter(tensors, {path: float(cell.lora_alpha) for path, cell in cells.items()}, rslora.pop(),
                    max(cell.dropout_rate for cell in cells.values()), whole, fingerprint=base_fingerprint(network),
                    dialect="network")
@@ -171,7 +172,7 @@ def _whole_parameters(adapter, network, source, strict):
         parameter = parameters.get(name)
         if parameter is None:
             # The base's own weight of an adapted output head, which a network with tied embeddings does not have.
-            if name.rpartition(".")[0] in adapted or name.endswith("tok_embeddings.embedding_weight"):
+            if name.rpartition(".")[0] in adapted | {"model.tok_embeddings"}:
                 continue
             message = f"{source} holds {name}, trained whole (modules_to_save), which the network does not have."
             if strict:

@@ -25,6 +25,10 @@ class MergeError(LoraError):
     """An adapter cannot be merged or unmerged, or what was asked for cannot be done while it is merged."""
 
 
+class BackendError(LoraError):
+    """An operator cannot be run in the way that was asked for, or on what it was given."""
+
+
 class AdapterError(LoraError):
     """An adapter file cannot be used. The subclasses say in which way."""
 

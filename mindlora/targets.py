@@ -28,8 +28,8 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
         list of str, in the order of ``linear_paths``.
 
     Raises:
-        TargetError: Nothing is selected, a layer holds nothing that is selected, an item of a list selects nothing, or a part of a concatenated cell
-            (w_qkv, w_gate_hidden) is selected without the rest.
+        TargetError: Nothing is selected, a layer holds nothing that is selected, an item of a list selects nothing, or
+            a part of a concatenated cell (w_qkv, w_gate_hidden) is selected without the rest.
     """
     if target_modules is None:
         raise TargetError("target_modules is missing: name the linear cells that get an adapter, "

@@ -4,6 +4,7 @@ safetensors' own reader judges whether a file is sound. What it lacks here: NumP
 all tensors in memory at once.
 """
 import json
+import math
 import os
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
@@ -21,6 +22,7 @@ _DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"
            "BOOL": np.dtype("?")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 FLOATS = tuple(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+_MAX_AXES, _MAX_ELEMENTS = 32, 2 ** 59  # NumPy's.
 # What the library's messages say when bytes are missing.
 _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
@@ -147,7 +149,9 @@ def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Dict[str, 
 def to_float32(array: np.ndarray) -> np.ndarray:
     """Returns ``array`` as float32; exact for bfloat16 and float16."""
     if array.dtype == BFLOAT16:
-        return (array["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+        bits = array["bfloat16"].astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     return array.astype(np.float32, copy=False)
 
 
@@ -156,12 +160,17 @@ def from_float32(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype != BFLOAT16:
         return array.astype(dtype, copy=False)
     bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    rounded = rounded.astype(np.uint16)
     # Rounding would carry a NaN's bits over into another number.
     nan = np.isnan(array)
     if nan.any():
         rounded[nan] = 0x7FC0
-    return rounded.view(BFLOAT16)
+    return rounded.view(BFLOAT16).reshape(array.shape)
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -184,10 +193,17 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
         header = json.loads(file.read(length), object_pairs_hook=lambda pairs: _unique(pairs, path))
     metadata = header.pop("__metadata__", None) or {}
     tensors = {}
+    odd = [key for key, entry in header.items() if not isinstance(entry, dict)]
+    if odd:
+        # The library's reader takes [dtype, shape, offsets] too.
+        raise AdapterFormatError(f"{path} is not a safetensors file: its header describes {odd[0]} by no object.")
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in _DTYPES:
             raise AdapterFormatError(f"{path}: {key} is stored as {entry['dtype']}, which is not supported. Known: "
                                      f"{', '.join(_DTYPES)}.")
+        if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
+            # One that is empty can claim any size along its other axes.
+            raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, a shape that no array can have.")
         begin, end = entry["data_offsets"]
         tensors[key] = TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors, metadata

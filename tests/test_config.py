@@ -144,9 +144,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
         LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
     assert str(error.value) == (
         "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, compute_dtype, "
-        "exclude_layers, exclude_modules, freeze_exclude, freeze_include, layers_to_transform, lora_a_init, lora_alpha, "
-        "lora_b_init, lora_dropout, lora_rank, modules_to_save, param_init_type, pet_type, preset, rank_pattern, "
-        "target_modules, use_rslora.")
+        "exclude_layers, exclude_modules, freeze_exclude, freeze_include, layers_to_transform, lora_a_init, "
+        "lora_alpha, lora_b_init, lora_dropout, lora_rank, modules_to_save, param_init_type, pet_type, preset, "
+        "rank_pattern, target_modules, use_rslora.")
 
 
 @pytest.mark.parametrize("key, meant", [("lora_aplha", "lora_alpha"), ("target_module", "target_modules"),

@@ -344,6 +344,18 @@ def test_they_come_back_from_them_as_they_were(tmp_path):
         np.testing.assert_array_equal(again.tensors[place], array)
 
 
+def test_a_pair_that_was_trained_as_one_comes_back_with_its_rank(tmp_path):
+    source, target = plain(ConcatenatedLayer), plain(ConcatenatedLayer)
+    for network, seed in ((source, 1), (target, 2)):
+        apply_lora(network, LoraConfig(lora_rank=3, lora_alpha=4, target_modules=["w_qkv", "w_gate_hidden"]))
+        randomize([p for p in network.get_parameters() if "lora" in p.name], seed)
+    save_lora(source, str(tmp_path / "adapter"))
+    assert adapter_file.read(str(tmp_path / "adapter")).rank("attention.wk") == 3
+    load_lora(target, str(tmp_path / "adapter"))
+    for name, parameter in source.parameters_dict().items():
+        np.testing.assert_array_equal(target.parameters_dict()[name].asnumpy(), parameter.asnumpy())
+
+
 class SeparateAttention(nn.Cell):
     """The same attention, built without qkv_concat."""
 
@@ -410,8 +422,9 @@ def test_modules_trained_whole_are_loaded_marked_and_saved_again(tmp_path):
 
 def test_modules_to_save_of_a_configuration_are_trained_and_saved(tmp_path):
     source = plain()
-    report = apply_lora(source, LoraConfig(lora_rank=2, target_modules=["wq"], modules_to_save=["lm_head", "model.layers"
-                                           ".1.attention_norm"], lora_b_init="ones"))
+    report = apply_lora(source, LoraConfig(
+        lora_rank=2, target_modules=["wq"], modules_to_save=["lm_head", "model.layers.1.attention_norm"],
+        lora_b_init="ones"))
     freeze_base(source)
     assert {p.name for p in source.trainable_params() if "lora" not in p.name} == {
         "lm_head.weight", "model.layers.1.attention_norm.gamma", "model.layers.1.attention_norm.beta"}

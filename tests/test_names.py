@@ -117,8 +117,9 @@ def test_each_parameter_of_a_llama_has_two_names(mindformers, hugging_face):
     assert names.parameter_to_mindformers(hugging_face) == mindformers
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_norm.weight",
-                                  "model.layers.0.mlp.experts.0.gate_proj.weight", "wq.weight", "", "model.norm.bias"])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq",
+                                  "model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.experts.0.gate_proj.weight",
+                                  "wq.weight", "", "model.norm.bias"])
 def test_other_parameters_are_not_known(name):
     assert names.parameter_to_mindformers(name) is None and names.parameter_to_hugging_face(name) is None
 
@@ -127,7 +128,8 @@ def test_other_parameters_are_not_known(name):
     ("lm_head.weight", "lm_head", True), ("model.tok_embeddings.embedding_weight", "embed_tokens", True),
     ("model.tok_embeddings.embedding_weight", "tok_embeddings", True), ("model.norm_out.weight", "norm", True),
     ("model.layers.0.attention_norm.weight", "input_layernorm", True), ("model.norm_out.weight", "model.norm", True),
-    ("model.layers.0.attention_norm.weight", "layers.1.input_layernorm", False), ("my_lm_head.weight", "lm_head", False),
+    ("model.layers.0.attention_norm.weight", "layers.1.input_layernorm", False),
+    ("my_lm_head.weight", "lm_head", False),
     ("model.layers.0.attention_norm.weight", "norm", False), ("model.layers.0.attention_norm.weight", "model", False)])
 def test_a_parameter_belongs_to_a_module_by_an_end_of_its_path(name, module, belongs):
     assert names.belongs_to(name, module) == belongs

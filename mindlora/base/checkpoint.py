@@ -105,21 +105,15 @@ class CkptFile:
         path (str): The file.
 
     Raises:
-        CheckpointError: MindSpore cannot read it.
+        TruncatedAdapterError, AdapterFormatError: The file is damaged or no checkpoint.
     """
     metadata: Dict[str, str] = {}
 
     def __init__(self, path: str):
-        import mindspore as ms
-
         from mindlora import ckpt_file
-        try:
-            parameters = ms.load_checkpoint(path)
-        except Exception as error:  # ValueError, RuntimeError and protobuf's own.
-            raise CheckpointError(f"{path} cannot be read by mindspore.load_checkpoint: it is truncated or no "
-                                  f"MindSpore checkpoint ({str(error).strip().splitlines()[0]}). Copy or save it again."
-                                  ) from error
-        self._arrays = {name: ckpt_file.to_array(parameter) for name, parameter in parameters.items()}
+
+        # What MindSpore notes of a training beside the parameters, such as epoch_num, has no path.
+        self._arrays, _ = ckpt_file.read(path, lambda name: "." in name)
         self.tensors = {name: TensorInfo(array.dtype, array.shape, 0, array.nbytes)
                         for name, array in self._arrays.items()}
 

@@ -1,6 +1,7 @@
 """MindFormers' qkv_concat: the row order of w_qkv and w_gate_hidden, and LoRA pairs joined and split along with them.
 
-w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and w_gate_hidden those of w1 and w3 in turn.
+w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and w_gate_hidden those of w1 and w3 in
+turn.
 """
 import math
 from typing import Dict, List, Tuple
@@ -49,7 +50,8 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
     """Replaces the pairs of wq, wk, wv (or of w1, w3) in ``adapter`` by one for the concatenated cell at ``path``.
 
     A = [A_q; A_k; A_v] and B is block-diagonal, its rows in the order of the cell's; the scale stays, since lora_alpha
-    grows as the rank does. A part without a pair gets rows of zeros.
+    grows as the rank does. A part without a pair gets rows of zeros. Parts that all share one A, as split_pairs leaves
+    those of a pair that was trained as one, become that pair again, with its rank.
 
     Args:
         adapter (Adapter): Changed in place; it holds a pair for at least one of the parts.
@@ -66,24 +68,26 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
     rows = _part_rows(adapter, path, parts, present, out_channels)
     _check_heads(path, rows.values(), kv_heads)
     scale = adapter.scale(present[0])
+    if len({adapter.tensors[part, half].dtype for part in present for half in "AB"}) > 1:
+        # float32 holds each of float16 and bfloat16.
+        adapter.tensors.update({(part, half): to_float32(adapter.tensors[part, half]) for part in present
+                                for half in "AB"})
     blocks_a = [adapter.tensors[part, "A"] for part in present]
     if len({a.shape[1] for a in blocks_a}) > 1:
         raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot stand for "
                                  "them.")
-    ranks = {part: adapter.rank(part) for part in present}
-    total = sum(ranks.values())
-    blocks_b, column = {}, 0
+    columns = _columns(adapter, present, blocks_a, scale)
+    total = max(own.stop for own in columns.values())
+    blocks_b = {}
     for part in parts:
-        block = np.zeros((rows[part], total), adapter.tensors[present[0], "B"].dtype)
-        if part in ranks:
-            block[:, column:column + ranks[part]] = _rescaled(adapter.tensors[part, "B"], adapter.scale(part) / scale)
-            column += ranks[part]
-        blocks_b[part] = block
-    growth = total / ranks[present[0]]
+        blocks_b[part] = np.zeros((rows[part], total), adapter.tensors[present[0], "B"].dtype)
+        if part in columns:
+            blocks_b[part][:, columns[part]] = _rescaled(adapter.tensors[part, "B"], adapter.scale(part) / scale)
+    growth = total / adapter.rank(present[0])
     alpha = adapter.alphas[present[0]] * (math.sqrt(growth) if adapter.use_rslora else growth)
     for part in present:
         _remove(adapter, part)
-    adapter.tensors[path, "A"] = np.concatenate(blocks_a)
+    adapter.tensors[path, "A"] = np.concatenate(blocks_a)[:total]
     adapter.tensors[path, "B"] = (join_gate_rows(*blocks_b.values()) if len(parts) == 2
                                   else join_qkv_rows(*blocks_b.values(), kv_heads))
     adapter.alphas[path] = alpha
@@ -107,8 +111,8 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: int = None, head_dim: int
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
     if len(parts) == 3 and (not head_dim or not kv_heads or len(b) % kv_heads
                             or len(b) // kv_heads <= 2 * head_dim or len(b) // kv_heads % head_dim):
-        raise AdapterError(f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads of "
-                           f"size {head_dim} do not divide. Give the model's n_kv_heads and head size.")
+        raise AdapterError(f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads "
+                           f"of size {head_dim} do not divide. Give the model's n_kv_heads and head size.")
     blocks = dict(zip(parts, split_gate_rows(b) if len(parts) == 2 else split_qkv_rows(b, kv_heads, head_dim)))
     columns = _own_columns(blocks) or {part: slice(0, len(a)) for part in parts}
     alpha = adapter.alphas.get(path)
@@ -143,6 +147,15 @@ def _check_heads(path, rows, kv_heads):
     if len(rows) == 3 and (not kv_heads or any(count % kv_heads for count in rows)):
         raise AdapterError(f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
                            f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads.")
+
+
+def _columns(adapter, present, blocks_a, scale) -> Dict[str, slice]:
+    """Returns the columns of the joined B that each part fills: the same for all that share one A, else its own."""
+    shared = all(a.tobytes() == blocks_a[0].tobytes() for a in blocks_a)
+    if shared and all(adapter.scale(part) == scale for part in present):
+        return dict.fromkeys(present, slice(0, len(blocks_a[0])))
+    ends = np.cumsum([len(a) for a in blocks_a])
+    return {part: slice(int(end) - len(a), int(end)) for part, a, end in zip(present, blocks_a, ends)}
 
 
 def _own_columns(blocks) -> Dict[str, slice]:

@@ -5,6 +5,7 @@ from typing import Dict, NamedTuple, Optional, Tuple
 import numpy as np
 
 from mindlora.adapter import Place
+from mindlora.errors import ShapeMismatchError
 
 
 class Dialect(NamedTuple):
@@ -89,7 +90,7 @@ def is_adapter_key(key: str) -> bool:
 
 def expert_place(key: str) -> Optional[Place]:
     """Returns (path, half) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
-    match = _EXPERTS.match(key)
+    match = None if key.startswith(_OPTIMIZER_PREFIXES) else _EXPERTS.match(key)
     return (f"{match[1]}.weight{match[2]}", match[3].upper()) if match else None
 
 
@@ -102,11 +103,17 @@ def split_experts(key: str, array: np.ndarray) -> Dict[Place, np.ndarray]:
 
     Returns:
         dict of places: weight2 is down_proj; weight1 has the rows of gate_proj before those of up_proj, which share A.
+
+    Raises:
+        ShapeMismatchError: The tensor is no stack of matrices, or B of weight1 has no half.
     """
     match = _EXPERTS.match(key)
-    if not match or array.ndim != 3:
+    if not match:
         return {}
     holder, half = re.sub(r"^decoder\.", "model.", match[1]), match[3].upper()
+    if array.ndim != 3 or 0 in array.shape or match[2] + half == "1B" and array.shape[2] % 2:
+        raise ShapeMismatchError(f"{key} is {list(array.shape)}: A of all experts is [experts, in, r], B [experts, r, "
+                                 "out], and weight1's out is twice that of gate_proj.")
     pairs = {}
     for expert, matrix in enumerate(array.swapaxes(1, 2)):
         if match[2] == "2":

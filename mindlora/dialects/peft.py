@@ -57,11 +57,12 @@ def adapter_config(adapter: Adapter) -> Dict:
         dict.
     """
     modules = {path: names.to_hugging_face(path) for path in adapter.paths}
+    patterns = {path: _pattern(name, modules.values()) for path, name in modules.items()}
     ranks = {path: adapter.rank(path) for path in modules}
     alphas = {path: _plain(adapter.alphas[path]) for path in modules}
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     return {
-        "alpha_pattern": {modules[path]: value for path, value in alphas.items() if value != alpha},
+        "alpha_pattern": {patterns[path]: value for path, value in alphas.items() if value != alpha},
         "base_model_name_or_path": adapter.base_model,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -72,8 +73,9 @@ def adapter_config(adapter: Adapter) -> Dict:
         "modules_to_save": _modules_to_save(adapter),
         "peft_type": "LORA",
         "r": rank,
-        "rank_pattern": {modules[path]: value for path, value in ranks.items() if value != rank},
-        "target_modules": sorted(modules.values()),
+        "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
+        # A bare cell has no name.
+        "target_modules": sorted(filter(None, modules.values())),
         "task_type": "CAUSAL_LM",
         "use_rslora": adapter.use_rslora,
         **adapter.selection,
@@ -96,6 +98,11 @@ def _modules_to_save(adapter) -> Optional[List[str]]:
 
 def _module_of(name) -> str:
     return (names.parameter_to_hugging_face(name) or name).rpartition(".")[0]
+
+
+def _pattern(name, modules) -> str:
+    """Returns what matches ``name`` and none of the other modules; PEFT matches ends of names."""
+    return "^" + name if any(other.endswith("." + name) for other in modules) else name
 
 
 def _plain(alpha):

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import sys
 from typing import Dict, Optional
@@ -83,24 +84,31 @@ def read(path: str) -> PeftConfig:
         AdapterFormatError: The file is missing or no JSON object, a field has a value that is none, or a field changes
             the mathematics in a way that is not supported.
     """
-    content = _json_object(path)
+    content = json_object(path)
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
         logger.warning("%s has fields that mindlora does not know, and passes over: %s.", path, ", ".join(unknown))
     _refuse_unsupported(content, path)
-    rank_pattern = {key: _whole(value, f"rank_pattern[{key!r}]", path)
+    rank_pattern = {key: _whole(value, f"rank_pattern[{shown(key)}]", path)
                     for key, value in _pattern(content, "rank_pattern", path).items()}
-    alpha_pattern = {key: _positive(value, f"alpha_pattern[{key!r}]", path)
+    alpha_pattern = {key: _positive(value, f"alpha_pattern[{shown(key)}]", path)
                      for key, value in _pattern(content, "alpha_pattern", path).items()}
     return PeftConfig(
         rank=_whole(content.get("r"), "r", path), alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
-        dropout=_dropout(content.get("lora_dropout") or 0, path), use_rslora=bool(content.get("use_rslora")),
+        dropout=_dropout(content.get("lora_dropout"), path), use_rslora=_flag(content.get("use_rslora"), path),
         rank_pattern=rank_pattern, alpha_pattern=alpha_pattern,
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
-        selection=_selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
+        selection=selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
 
 
-def _json_object(path) -> dict:
+def json_object(path: str) -> dict:
+    """Returns the content of a JSON file that describes an adapter.
+
+    Raises:
+        AdapterFormatError: The file is missing, no JSON object, or names something twice.
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise AdapterFormatError(f"{path} is no file: a folder, a device, or a link that leads nowhere.")
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
@@ -130,77 +138,100 @@ def _unique(pairs, path) -> dict:
 def _refuse_unsupported(content, path):
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterFormatError(f"{path}: peft_type is {kind!r}, it must be 'LORA'.")
+        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA'.")
     if content.get("bias", "none") != "none":
-        raise AdapterFormatError(f"{path}: bias is {content['bias']!r}, so biases of the base were trained, which is "
-                                 "not supported: it must be 'none'.")
+        raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
+                                 "is not supported: it must be 'none'.")
     for field, meaning in _UNSUPPORTED.items():
         if content.get(field):
-            raise AdapterFormatError(f"{path}: {field} is {content[field]!r}, which is not supported: {meaning}.")
+            raise AdapterFormatError(f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}.")
     start = content.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_STARTS):
-        raise AdapterFormatError(f"{path}: init_lora_weights is {start!r}, so the adapter belongs to a base that this "
-                                 "start changed. Save it with PEFT's path_initial_model_for_weight_conversion, which "
-                                 "makes a plain LoRA of it.")
+        raise AdapterFormatError(f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to a base that "
+                                 "this start changed. Save it with PEFT's path_initial_model_for_weight_conversion, "
+                                 "which makes a plain LoRA of it.")
 
 
 def _whole(value, field, path) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
-        raise AdapterFormatError(f"{path}: {field} is {value!r}, it must be a whole number of at least 1.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a whole number of at least 1.")
     return int(value)
 
 
 def _positive(value, field, path) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise AdapterFormatError(f"{path}: {field} is {value!r}, it must be a number above 0.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a number above 0.")
     return float(value)
 
 
 def _dropout(value, path) -> float:
+    value = 0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise AdapterFormatError(f"{path}: lora_dropout is {value!r}, it must be a number in [0, 1).")
+        raise AdapterFormatError(f"{path}: lora_dropout is {shown(value)}, it must be a number in [0, 1).")
     return float(value)
+
+
+def _flag(value, path) -> bool:
+    # Not by its truth: "false" would change every scale.
+    if value is not None and not isinstance(value, bool):
+        raise AdapterFormatError(f"{path}: use_rslora is {shown(value)}, it must be true or false.")
+    return bool(value)
 
 
 def _pattern(content, field, path) -> dict:
     pattern = content.get(field) or {}
     if not isinstance(pattern, dict):
-        raise AdapterFormatError(f"{path}: {field} is {pattern!r}, it must map regular expressions to numbers.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}, it must map regular expressions to numbers.")
     for expression in pattern:
-        _check_regex(expression, field, path)
+        # As config.pattern_value asks for it.
+        _check_regex(expression, rf"(.*\.)?({expression})$", field, path)
     return pattern
 
 
-def _check_regex(expression, field, path):
+def _check_regex(expression, used, field, path):
     try:
-        re.compile(expression)
-    except re.error as error:
-        raise AdapterFormatError(f"{path}: {field} holds {expression!r}, which is not a regular expression: "
+        re.compile(used)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise AdapterFormatError(f"{path}: {field} holds {shown(expression)}, which is not a regular expression: "
                                  f"{error}.") from error
 
 
 def _names(value, field, path) -> list:
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-        raise AdapterFormatError(f"{path}: {field} is {value!r}, it must be a list of module names.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a list of module names.")
     return value
 
 
-def _selection(content, path) -> dict:
-    selection = {field: content[field] for field in _SELECTING if content.get(field) is not None}
-    for field in ("target_modules", "exclude_modules"):
-        value = selection.get(field)
+def selection(content: dict, path: str) -> dict:
+    """Returns the fields of ``content`` that select modules, as they are.
+
+    Raises:
+        AdapterFormatError: One of them has a value that is none.
+    """
+    found = {field: content[field] for field in _SELECTING if content.get(field) is not None}
+    for field in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = found.get(field)
         if isinstance(value, str):
-            _check_regex(value, field, path)
+            _check_regex(value, value, field, path)
         elif value is not None:
             _names(value, field, path)
-    layers = selection.get("layers_to_transform", [])
-    if not all(isinstance(layer, int) for layer in (layers if isinstance(layers, list) else [layers])):
-        raise AdapterFormatError(f"{path}: layers_to_transform is {layers!r}, it must be a layer number or a list of "
-                                 "them.")
-    return selection
+    layers = found.get("layers_to_transform", [])
+    if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
+        raise AdapterFormatError(f"{path}: layers_to_transform is {shown(layers)}, it must be a layer number or a list "
+                                 "of them.")
+    return found
 
 
 def _text(value, path) -> Optional[str]:
     if value is not None and not isinstance(value, str):
-        raise AdapterFormatError(f"{path}: base_model_name_or_path is {value!r}, it must be a name or a path.")
+        raise AdapterFormatError(f"{path}: base_model_name_or_path is {shown(value)}, it must be a name or a path.")
     return value or None
+
+
+def shown(value) -> str:
+    """Returns a value of a configuration for a message: not a megabyte of it, and a deeply nested one in words."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."

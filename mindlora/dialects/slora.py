@@ -7,7 +7,7 @@ import numpy as np
 from mindlora.adapter import Adapter
 from mindlora.dialects.mindformers import SLORA, tensor_key
 from mindlora.dialects.peft_config import PeftConfig
-from mindlora.errors import AdapterError
+from mindlora.errors import AdapterError, RankMismatchError
 from mindlora.tensor_file import from_float32, to_float32
 
 WEIGHTS_FILE = "adapter_model.ckpt"
@@ -46,6 +46,13 @@ def config(adapter: Adapter) -> Dict:
     return {"base_model_name_or_path": adapter.base_model, "bias": "none", "lora_alpha": round(alpha),
             "lora_dropout": float(adapter.dropout), "peft_type": "LORA", "r": rank, "use_rslora": False,
             "target_modules": sorted({path.rpartition(".")[2] for path in adapter.paths}), "task_type": "CAUSAL_LM"}
+
+
+def check_rank(adapter: Adapter, config: PeftConfig, source: str) -> None:
+    """Raises RankMismatchError where r is not the largest rank that the tensors have."""
+    rank = max(adapter.rank(path) for path in adapter.paths)
+    if rank != config.rank:
+        raise RankMismatchError(f"{source}: the configuration declares rank {config.rank} and the tensors have {rank}.")
 
 
 def alphas(adapter: Adapter, config: PeftConfig) -> Dict[str, float]:

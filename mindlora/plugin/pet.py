@@ -6,7 +6,7 @@ from mindformers.pet import pet_model
 from mindformers.pet.models.lora import LoraModel
 from mindspore import nn
 
-from mindlora.adapt import apply_lora, freeze_base, trainable_summary
+from mindlora.adapt import apply_lora, freeze_base, saved_whole, trainable_summary
 from mindlora.checkpoint import load_lora
 from mindlora.config import LoraConfig
 from mindlora.plugin.log import logger
@@ -29,6 +29,9 @@ class MindloraModel(LoraModel):
         config = self.config.pet_config
         apply_lora(base_model, config)
         freeze_base(base_model, config)
+        # MindFormers freezes once more, by MindPet's names and by this list, which is of paths in its own wrapper.
+        whole = [f"*.{parameter.name}" for parameter in saved_whole(base_model)]
+        config.freeze_exclude = [*(config.freeze_exclude or ()), *whole] or None
         if config.adapter_path:
             load_lora(base_model, config.adapter_path)
             logger.info("Adapter loaded from %s.", config.adapter_path)

@@ -86,7 +86,7 @@ def test_a_folder_without_an_index_and_a_single_file(tmp_path):
 def test_a_ckpt_keeps_dtypes(tmp_path):
     tensors = arrays(MF)
     tensors["model.norm_out.weight"] = from_float32(np.array([1.5, -2.0], np.float32), BFLOAT16)
-    tensors["half"] = np.array([1.5], np.float16)
+    tensors["model.half"] = np.array([1.5], np.float16)
     for output in ("base.ckpt", "base.safetensors"):
         base_writer.write(str(tmp_path / output), [Shard(outputs(tensors), {})], "mindformers")
         assert_same(content(tmp_path / output), tensors)
@@ -162,7 +162,7 @@ def test_damaged_files(tmp_path):
     with pytest.raises((TruncatedAdapterError, AdapterFormatError), match="part-1"):
         BaseCheckpoint(tmp_path / "base")
     (tmp_path / "base.ckpt").write_bytes(b"no checkpoint")
-    with pytest.raises(CheckpointError, match="mindspore.load_checkpoint"):
+    with pytest.raises(TruncatedAdapterError, match="is truncated or no MindSpore checkpoint"):
         BaseCheckpoint(tmp_path / "base.ckpt")
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from mindspore import Tensor, nn
 
-from mindlora import LoraConfig, apply_lora, freeze_base, load_lora
+from mindlora import LoraConfig, adapter_file, apply_lora, freeze_base, load_lora
 from mindlora.errors import BaseMismatchError, ConfigError
 from mindlora.plugin import resume
 from mindlora.plugin.callbacks import LoraCheckpoint
@@ -288,8 +288,8 @@ def test_dropout_is_warned_of(stopped, warnings):
 class Run:
     """A configuration of the tiny LoRA run, and its folders."""
 
-    def __init__(self, folder, rows, epochs, mode, scale_sense, checkpoint):
-        self.folder, self.mode = folder, mode
+    def __init__(self, folder, rows, epochs, mode, scale_sense, checkpoint, **pet):
+        self.folder, self.mode, self.pet = folder, mode, pet
         self.data, self.held_out = str(folder / "train.mindrecord"), str(folder / "heldout.mindrecord")
         tiny_runs.write_data(self.data, rows)
         tiny_runs.write_data(self.held_out, 6)
@@ -302,6 +302,7 @@ class Run:
                      {"type": "LoraCheckpoint", "best_metric": "held_out_loss", **self.checkpoint, **checkpoint}]
         config = tiny_runs.tiny_config(self.data, self.epochs, callbacks)
         config["context"]["mode"] = self.mode
+        config["model"]["model_config"]["pet_config"].update(self.pet)
         config["runner_wrapper"]["scale_sense"] = self.scale_sense
         config["lr_schedule"]["warmup_ratio"] = 0.3
         return tiny_runs.launch(config, self.folder / name, script), self.folder / name
@@ -379,12 +380,20 @@ def test_best_is_that_of_the_whole_run(graph_runs):
 
 
 def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
+    # With all that makes cells differ, and modules that are trained whole.
     run = Run(tmp_path_factory.mktemp("pynative"), rows=12, epochs=2, mode=1, scale_sense=4.0,
-              checkpoint={"save_steps": 2, "keep_last": 99})
+              checkpoint={"save_steps": 2, "keep_last": 99}, use_rslora=True, rank_pattern={"w2": 3},
+              alpha_pattern={r".*\.wq": 5}, modules_to_save=["lm_head", "attention_norm"])
     _, whole = run.start("whole")
     process, resumed = run.start("resumed", resume=str(whole / "lora_checkpoint" / "step_4"))
     assert process.returncode == 0, process.stderr[-2000:]
     assert folders(resumed / "lora_checkpoint") == ["best", "step_6"]
+    adapter = adapter_file.read(str(whole / "lora_checkpoint" / "step_6"))
+    assert {path.rpartition(".")[2]: (adapter.rank(path), adapter.alphas[path]) for path in adapter.paths} == {
+        "wq": (8, 5.0), "w2": (3, 12.0)}
+    assert set(adapter.whole) == {"lm_head.weight", "model.layers.0.attention_norm.weight"} and adapter.use_rslora
+    first = adapter_file.read(str(whole / "lora_checkpoint" / "step_2"))
+    assert all((first.whole[name] != array).any() for name, array in adapter.whole.items())
     tiny_runs.assert_same_state(whole / "lora_checkpoint" / "step_6", resumed / "lora_checkpoint" / "step_6")
     assert tiny_runs.losses(resumed) == {step: loss for step, loss in tiny_runs.losses(whole).items() if step > 4}
 
