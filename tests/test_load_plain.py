@@ -2,6 +2,7 @@
 import json
 import logging
 import os
+import warnings
 
 import mindspore as ms
 import numpy as np
@@ -389,6 +390,25 @@ def test_a_joint_pair_goes_onto_separate_cells(tmp_path):
         np.testing.assert_array_equal(cell.mindpet_delta_lora_a.asnumpy(), a)
         np.testing.assert_array_equal(cell.mindpet_delta_lora_b.asnumpy(), b[rows])
         assert cell.scale == 2.0
+
+
+def test_an_adapter_with_a_joint_pair_and_its_parts_is_refused(tmp_path):
+    adapter = separate_adapter(("wq",))
+    for half, shape in (("A", (2, 6)), ("B", (16, 2))):
+        adapter.tensors["attention.w_qkv", half] = np.ones(shape, np.float32)
+    adapter.alphas["attention.w_qkv"] = 4.0
+    adapter_file.write(adapter, str(tmp_path / "a.ckpt"), "ckpt")
+    refused(str(tmp_path / "a.ckpt"), UnexpectedTensorsError, "PATH holds 2 LoRA tensors that the network has no place "
+            "for: attention.wq A, attention.wq B.", ConcatenatedLayer)
+
+
+def test_of_a_base_that_keeps_the_same_weights_in_another_form_nothing_is_said(tmp_path):
+    source = plain(SeparateLayer)
+    apply_lora(source, LoraConfig(lora_rank=2, target_modules=["wq", "wk", "wv"], lora_b_init="ones"))
+    save_lora(source, str(tmp_path / "adapter"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_lora(plain(ConcatenatedLayer), str(tmp_path / "adapter"), on_base_mismatch="error")
 
 
 def test_without_the_heads_it_says_what_is_missing(tmp_path):
