@@ -10,12 +10,10 @@ from mindlora import names
 from mindlora.adapt import lora_cells, replace_children
 from mindlora.errors import LoraError, MergeError
 from mindlora.nn.dense import LoRADense
+from mindlora.tensor_file import ROUNDING
 
 logger = logging.getLogger("mindlora")
 
-# What rounding to nearest does to a number: at most this share of it, or, near zero, this much.
-_ROUNDING = {"float32": (2.0 ** -24, 2.0 ** -150), "float16": (2.0 ** -11, 2.0 ** -25),
-             "bfloat16": (2.0 ** -8, 2.0 ** -134)}
 # Weights are worked on in pieces of whole rows, so that only a piece of what is float32 or float64 is in memory.
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -167,7 +165,7 @@ def _check_can_merge(network, cells):
     for path, cell in cells:
         if cell.weight.has_init:
             raise MergeError(f"The weight of {path} has no values yet: load the base checkpoint before merging.")
-        if str(cell.weight.dtype).lower() not in _ROUNDING:
+        if str(cell.weight.dtype).lower() not in ROUNDING:
             raise MergeError(f"The weight of {path} is {cell.weight.dtype}: an adapter can be merged into float32, "
                              "float16 or bfloat16.")
     owners = {id(cell.weight): (path, cell) for path, cell in cells}
@@ -221,7 +219,7 @@ def _measure(weight, merged, a, b, scale) -> Tuple[np.ndarray, np.ndarray]:
     anywhere, within = rng.normal(size=(2, a.shape[1])), rng.normal(size=(2, len(a))) @ a
     x = np.concatenate([anywhere, within / max(np.sqrt(np.mean(np.square(within))), 1e-30)])
     x_size, low_rank, low_rank_size = np.abs(x), scale * (x @ a.T), scale * (np.abs(x) @ np.abs(a).T)
-    (unit, smallest), (unit32, _) = _ROUNDING[weight.dtype.name], _ROUNDING["float32"]
+    (unit, smallest), (unit32, _) = ROUNDING[weight.dtype.name], ROUNDING["float32"]
     difference, bound = np.empty((2, len(x), len(weight)))
     for rows in _blocks(weight):
         block = weight[rows].astype(np.float64)
@@ -264,7 +262,7 @@ def _compare_outputs(before, after, cells) -> Tuple[float, float]:
     # The cells round independently of each other, so their errors add up like the root of their number; 8 is for what
     # the layers between them amplify. Below a thousandth of the output the order of sums in a product shows as well. A
     # path that is left out or counted twice shows by far more, unless the adapter does nothing.
-    unit = max(_ROUNDING[str(dtype).lower()][0] for _, cell in cells for dtype in (cell.weight.dtype, cell.dtype))
+    unit = max(ROUNDING[str(dtype).lower()][0] for _, cell in cells for dtype in (cell.weight.dtype, cell.dtype))
     share = max(1e-3, 8 * np.sqrt(len(cells)) * unit)
     bound = float(share * np.max(np.abs(before[np.isfinite(before)]), initial=0))
     if not difference <= bound:

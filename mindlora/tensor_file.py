@@ -23,6 +23,8 @@ _DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 FLOATS = tuple(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 _MAX_AXES, _MAX_ELEMENTS = 32, 2 ** 59  # NumPy's.
+# What rounding to nearest does to a number: at most this share of it, or, near zero, this much.
+ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 # What the library's messages say when bytes are missing.
 _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 

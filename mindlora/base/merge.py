@@ -12,11 +12,8 @@ from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
 from mindlora.base.writer import OutputTensor, Shard, check_output, write
 from mindlora.dialects import concatenated
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
-from mindlora.tensor_file import FLOATS, dtype_name, from_float32, to_float32
+from mindlora.tensor_file import FLOATS, ROUNDING, dtype_name, from_float32, to_float32
 
-# What rounding to nearest does to a number: at most this share of it, or, near zero, this much.
-_ROUNDING = {"bfloat16": (2.0**-8, 2.0**-134), "float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150),
-             "float64": (0.0, 2.0**-150)}
 # Signs are random, so errors of a float32 sum of n products grow as sqrt(n); this many of their deviations is never.
 _SLACK = 16 * 2.0**-24
 _HEAD = "lm_head.weight"
@@ -251,7 +248,8 @@ def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype) -> T
         root = np.sqrt(weight.shape[1])
         size = root * np.sqrt(np.einsum("ij,ij->i", stored, stored).astype(np.float64))
         added = root * (np.abs(b) @ np.sqrt((a * a).sum(axis=1))).astype(np.float64)
-    share, least = _ROUNDING[dtype_name(dtype)]
+    # float64 holds the sum, which is float32, as it is.
+    share, least = ROUNDING.get(dtype_name(dtype), (0.0, 2.0**-150))
     return rows, difference, (share + _SLACK) * size + 2 * _SLACK * added + least * weight.shape[1]
 
 
