@@ -134,6 +134,14 @@ def test_the_tensors_keep_their_dtype(tmp_path, dtype):
     assert first == second
 
 
+def test_dropout_is_kept_for_whoever_trains_on(tmp_path):
+    target = plain()
+    load_lora(target, folder(tmp_path, make_adapter(dropout=0.25)))
+    assert target.model.layers[0].attention.wq.dropout_rate == 0.25
+    save_lora(target, str(tmp_path / "again"))
+    assert adapter_file.read(str(tmp_path / "again")).dropout == 0.25
+
+
 def test_a_network_under_hugging_face_names(tmp_path):
     source = plain(HuggingFaceLayer)
     apply_lora(source, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["q_proj"], lora_b_init="normal"))
@@ -357,6 +365,19 @@ def test_a_pair_that_was_trained_as_one_comes_back_with_its_rank(tmp_path):
         np.testing.assert_array_equal(target.parameters_dict()[name].asnumpy(), parameter.asnumpy())
 
 
+def test_parts_that_share_one_a_and_differ_in_scale_are_not_one_pair(tmp_path):
+    adapter = separate_adapter(("w1", "w3"))
+    adapter.tensors["feed_forward.w3", "A"] = adapter.tensors["feed_forward.w1", "A"]
+    adapter.alphas = {"feed_forward.w1": 4.0, "feed_forward.w3": 6.0}
+    target = plain(ConcatenatedLayer)
+    before = target.feed_forward.w_gate_hidden.weight.asnumpy()
+    delta = np.stack([adapter.delta(f"feed_forward.{leaf}") for leaf in ("w1", "w3")], axis=1).reshape(10, 6)
+    load_lora(target, folder(tmp_path, adapter))
+    x = np.random.default_rng(4).normal(size=(3, 6)).astype(np.float32)
+    np.testing.assert_allclose(target.feed_forward.w_gate_hidden(Tensor(x)).asnumpy(), x @ (before + delta).T,
+                               rtol=1e-4, atol=1e-4)
+
+
 class SeparateAttention(nn.Cell):
     """The same attention, built without qkv_concat."""
 
@@ -454,6 +475,13 @@ def test_modules_to_save_of_a_configuration_are_trained_and_saved(tmp_path):
     target = plain()
     load_lora(target, str(tmp_path / "adapter.ckpt"))
     np.testing.assert_array_equal(target(inputs()).asnumpy(), source(inputs()).asnumpy())
+
+
+def test_a_module_that_was_trained_whole_needs_no_pair(tmp_path):
+    whole = {"lm_head.weight": np.ones((8, 6), np.float32)}
+    target = plain()
+    load_lora(target, folder(tmp_path, make_adapter(whole=whole), target_modules=["q_proj", "down_proj", "lm_head"]))
+    assert len(lora_on(target)) == 4 and (target.lm_head.weight.asnumpy() == 1).all()
 
 
 def test_a_whole_module_that_does_not_fit(tmp_path):
