@@ -1,0 +1,14 @@
+// What a kernel includes: a functional CPU model of the part of the Ascend C API that the kernels of this project use.
+// It is not CANN; see README.md.
+#pragma once
+
+#include "model/arithmetic.h"
+#include "model/cast.h"
+#include "model/copy.h"
+#include "model/cross_core.h"
+#include "model/cube.h"
+#include "model/fill.h"
+#include "model/flags.h"
+#include "model/pipe_and_queues.h"
+#include "model/reduce.h"
+#include "model/tensor.h"

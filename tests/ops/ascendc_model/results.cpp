@@ -1,0 +1,490 @@
+// Kernels whose results are compared with NumPy's.
+#include "kernel_operator.h"
+#include "model/python_entry.h"
+
+using namespace AscendC;
+
+// z = x + y with double buffering and a ragged tail, the rows of `length` split over the cores.
+struct AddTiling {
+    uint32_t length;
+    uint32_t perCore;
+    uint32_t tile;
+};
+
+extern "C" __global__ __aicore__ void add(GM_ADDR x, GM_ADDR y, GM_ADDR z, GM_ADDR tiling)
+{
+    REGISTER_TILING_DEFAULT(AddTiling);
+    GET_TILING_DATA(t, tiling);
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    const uint32_t begin = std::min<uint32_t>(GetBlockIdx() * t.perCore, t.length);
+    const uint32_t end = std::min(begin + t.perCore, t.length);
+    GlobalTensor<half> xGm, yGm, zGm;
+    xGm.SetGlobalBuffer((__gm__ half*)x + begin, end - begin);
+    yGm.SetGlobalBuffer((__gm__ half*)y + begin, end - begin);
+    zGm.SetGlobalBuffer((__gm__ half*)z + begin, end - begin);
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> xQueue, yQueue;
+    TQue<TPosition::VECOUT, 1> zQueue;
+    pipe.InitBuffer(xQueue, 2, t.tile * sizeof(half));
+    pipe.InitBuffer(yQueue, 2, t.tile * sizeof(half));
+    pipe.InitBuffer(zQueue, 2, t.tile * sizeof(half));
+    for (uint32_t at = 0; at < end - begin; at += t.tile) {
+        const uint32_t count = std::min(t.tile, end - begin - at);
+        const DataCopyExtParams copy(1, count * sizeof(half), 0, 0, 0);
+        const DataCopyPadExtParams<half> pad(false, 0, 0, half(0.0f));
+        LocalTensor<half> xIn = xQueue.AllocTensor<half>();
+        LocalTensor<half> yIn = yQueue.AllocTensor<half>();
+        DataCopyPad(xIn, xGm[at], copy, pad);
+        DataCopyPad(yIn, yGm[at], copy, pad);
+        xQueue.EnQue(xIn);
+        yQueue.EnQue(yIn);
+        LocalTensor<half> a = xQueue.DeQue<half>();
+        LocalTensor<half> b = yQueue.DeQue<half>();
+        LocalTensor<half> sum = zQueue.AllocTensor<half>();
+        Add(sum, a, b, static_cast<int32_t>(count));
+        zQueue.EnQue(sum);
+        xQueue.FreeTensor(a);
+        yQueue.FreeTensor(b);
+        LocalTensor<half> out = zQueue.DeQue<half>();
+        DataCopyPad(zGm[at], out, copy);
+        zQueue.FreeTensor(out);
+    }
+}
+ASCENDC_MODEL_KERNEL(add);
+
+// One vector core: n numbers in, f(in, out, n) on PIPE_V, m numbers out.
+template <class In, class Out, class F>
+void Apply(GM_ADDR x, GM_ADDR y, uint32_t n, uint32_t m, const F& f)
+{
+    GlobalTensor<In> xGm;
+    GlobalTensor<Out> yGm;
+    xGm.SetGlobalBuffer((__gm__ In*)x);
+    yGm.SetGlobalBuffer((__gm__ Out*)y);
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> in;
+    TQue<TPosition::VECOUT, 1> out;
+    pipe.InitBuffer(in, 1, n * sizeof(In));
+    pipe.InitBuffer(out, 1, m * sizeof(Out));
+    LocalTensor<In> a = in.AllocTensor<In>();
+    DataCopyPad(a, xGm, DataCopyExtParams(1, n * sizeof(In), 0, 0, 0), DataCopyPadExtParams<In>());
+    in.EnQue(a);
+    a = in.DeQue<In>();
+    LocalTensor<Out> b = out.AllocTensor<Out>();
+    f(a, b, pipe);
+    in.FreeTensor(a);
+    out.EnQue(b);
+    b = out.DeQue<Out>();
+    DataCopyPad(yGm, b, DataCopyExtParams(1, m * sizeof(Out), 0, 0, 0));
+    out.FreeTensor(b);
+}
+
+struct CastTiling {
+    int32_t count;
+    int32_t mode;
+};
+
+template <class In, class Out>
+void CastAll(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
+{
+    GET_TILING_DATA_WITH_STRUCT(CastTiling, t, tiling);
+    Apply<In, Out>(x, y, t.count, t.count, [&](const auto& a, const auto& b, TPipe&) {
+        Cast(b, a, static_cast<RoundMode>(t.mode), static_cast<uint32_t>(t.count));
+    });
+}
+
+void cast_half_float(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<half, float>(x, y, t); }
+void cast_bf16_float(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<bfloat16_t, float>(x, y, t); }
+void cast_float_half(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<float, half>(x, y, t); }
+void cast_float_bf16(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<float, bfloat16_t>(x, y, t); }
+void cast_float_int(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<float, int32_t>(x, y, t); }
+void cast_int_float(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<int32_t, float>(x, y, t); }
+void cast_half_bf16(GM_ADDR x, GM_ADDR y, GM_ADDR t) { CastAll<half, bfloat16_t>(x, y, t); }
+ASCENDC_MODEL_KERNEL(cast_half_float);
+ASCENDC_MODEL_KERNEL(cast_bf16_float);
+ASCENDC_MODEL_KERNEL(cast_float_half);
+ASCENDC_MODEL_KERNEL(cast_float_bf16);
+ASCENDC_MODEL_KERNEL(cast_float_int);
+ASCENDC_MODEL_KERNEL(cast_int_float);
+ASCENDC_MODEL_KERNEL(cast_half_bf16);
+
+// Element-wise instructions on half: op chooses one.
+struct OpTiling {
+    int32_t count;
+    int32_t op;
+};
+
+template <class T>
+void Elementwise(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
+{
+    GET_TILING_DATA_WITH_STRUCT(OpTiling, t, tiling);
+    const int32_t n = t.count;
+    Apply<T, T>(x, y, 2 * n, n, [&](const auto& a, const auto& b, TPipe&) {
+        switch (t.op) {
+            case 0: Add(b, a, a[n], n); break;
+            case 1: Sub(b, a, a[n], n); break;
+            case 2: Mul(b, a, a[n], n); break;
+            case 3: Adds(b, a, T(1.5f), n); break;
+            case 4: Muls(b, a, T(0.1f), n); break;
+            case 5: DataCopy(b, a, n); Axpy(b, a[n], T(0.3f), n); break;
+            case 6: DataCopy(b, a, n); MulAddDst(b, a, a[n], n); break;
+            default: Duplicate(b, T(2.0f), n);
+        }
+    });
+}
+void elementwise_half(GM_ADDR x, GM_ADDR y, GM_ADDR t) { Elementwise<half>(x, y, t); }
+void elementwise_float(GM_ADDR x, GM_ADDR y, GM_ADDR t) { Elementwise<float>(x, y, t); }
+ASCENDC_MODEL_KERNEL(elementwise_half);
+ASCENDC_MODEL_KERNEL(elementwise_float);
+
+// dst (float) += half * half, and masks, strides and broadcasts.
+void mixed(GM_ADDR x, GM_ADDR y)
+{
+    Apply<half, float>(x, y, 256, 128, [](const auto& a, const auto& b, TPipe&) {
+        Duplicate(b, 1.0f, 128);
+        Axpy(b, a, half(0.5f), 64);
+        MulAddDst(b[64], a[64], a[128], 64, 1, {1, 1, 1, 8, 4, 4});
+    });
+}
+ASCENDC_MODEL_KERNEL(mixed);
+
+// 8 rows of 64: row sums over the last axis by a mask of 40 lanes; every second row left out by strides.
+void masked_rows(GM_ADDR x, GM_ADDR y)
+{
+    Apply<float, float>(x, y, 512, 8, [](const auto& a, const auto& b, TPipe&) {
+        Duplicate(b, 0.0f, 8);
+        WholeReduceSum(b, a, 40, 4, 2, 1, 16);
+    });
+}
+ASCENDC_MODEL_KERNEL(masked_rows);
+
+// y = bit mask: of 64 lanes only those set; two repeats; then counter mode over 70 numbers.
+void bit_mask(GM_ADDR x, GM_ADDR y)
+{
+    Apply<float, float>(x, y, 128, 128, [](const auto& a, const auto& b, TPipe&) {
+        Duplicate(b, 0.0f, 128);
+        uint64_t mask[2] = {0xF0F0F0F0F0F0F0F0u, 0};
+        Muls(b, a, 2.0f, mask, 2, {1, 1, 8, 8});
+        SetMaskCount();
+        SetVectorMask<float, MaskMode::COUNTER>(70);
+        Adds<float, false>(b, b, 1.0f, MASK_PLACEHOLDER, 1, {1, 1, 8, 8});
+        SetMaskNorm();
+        ResetMask();
+    });
+}
+ASCENDC_MODEL_KERNEL(bit_mask);
+
+template <class T>
+void Reduce(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
+{
+    GET_TILING_DATA_WITH_STRUCT(OpTiling, t, tiling);
+    constexpr int32_t lanes = 256 / sizeof(T);
+    const int32_t n = t.count;
+    const int32_t repeats = n / lanes;
+    const int32_t outputs[] = {1, 1, repeats, 8 * repeats, n / 2};
+    Apply<T, T>(x, y, n, outputs[t.op], [&](const auto& a, const auto& b, TPipe& pipe) {
+        TBuf<TPosition::VECCALC> scratch;
+        pipe.InitBuffer(scratch, 4096);
+        LocalTensor<T> work = scratch.Get<T>();
+        switch (t.op) {
+            case 0: ReduceSum(b, a, work, n); break;
+            case 1: ReduceSum<T>(b, a, work, lanes, repeats, 8); break;
+            case 2: WholeReduceSum(b, a, lanes, repeats, 1, 1, 8); break;
+            case 3: BlockReduceSum(b, a, repeats, lanes, 1, 1, 8); break;
+            default: PairReduceSum(b, a, repeats, lanes, 1, 1, 8);
+        }
+    });
+}
+void reduce_half(GM_ADDR x, GM_ADDR y, GM_ADDR t) { Reduce<half>(x, y, t); }
+void reduce_float(GM_ADDR x, GM_ADDR y, GM_ADDR t) { Reduce<float>(x, y, t); }
+ASCENDC_MODEL_KERNEL(reduce_half);
+ASCENDC_MODEL_KERNEL(reduce_float);
+
+// 16 numbers, each broadcast over a data block; then every second block copied out by Copy.
+void broadcast(GM_ADDR x, GM_ADDR y)
+{
+    Apply<float, float>(x, y, 16, 64, [](const auto& a, const auto& b, TPipe& pipe) {
+        TBuf<TPosition::VECCALC> scratch;
+        pipe.InitBuffer(scratch, 512);
+        LocalTensor<float> wide = scratch.Get<float>(128);
+        Brcb(wide, a, 2, {1, 8});
+        Copy(b, wide, 64, 1, {1, 2, 8, 8});
+    });
+}
+ASCENDC_MODEL_KERNEL(broadcast);
+
+// Blocks with strides, and padding to the left and right: 3 rows of 5 of a 3 x 7 matrix into rows of 8.
+void padded(GM_ADDR x, GM_ADDR y)
+{
+    GlobalTensor<float> xGm, yGm;
+    xGm.SetGlobalBuffer((__gm__ float*)x, 21);
+    yGm.SetGlobalBuffer((__gm__ float*)y, 24);
+    TPipe pipe;
+    TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> queue;
+    pipe.InitBuffer(queue, 1, 5 * 32);
+    LocalTensor<float> rows = queue.AllocTensor<float>();
+    DataCopyPad(rows, xGm, {3, 5 * sizeof(float), 2 * sizeof(float), 1, 0}, {true, 1, 2, -1.0f});
+    queue.EnQue(rows);
+    rows = queue.DeQue<float>();
+    DataCopy(yGm, rows, DataCopyParams(3, 1, 1, 0));
+    queue.FreeTensor(rows);
+}
+ASCENDC_MODEL_KERNEL(padded);
+
+// Without padding the tail of the last data block repeats the block's first number.
+void tails(GM_ADDR x, GM_ADDR y)
+{
+    GlobalTensor<float> xGm, yGm;
+    xGm.SetGlobalBuffer((__gm__ float*)x, 6);
+    yGm.SetGlobalBuffer((__gm__ float*)y, 16);
+    TPipe pipe;
+    TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> queue;
+    pipe.InitBuffer(queue, 1, 64);
+    LocalTensor<float> rows = queue.AllocTensor<float>();
+    DataCopyPad(rows, xGm, {2, 3 * sizeof(float), 0, 0, 0}, {false, 0, 0, 0.0f});
+    queue.EnQue(rows);
+    rows = queue.DeQue<float>();
+    DataCopy(yGm, rows, 16);
+    queue.FreeTensor(rows);
+}
+ASCENDC_MODEL_KERNEL(tails);
+
+// Lanes 0 to 31 of each repeat by the mask register in normal mode.
+void register_mask(GM_ADDR x, GM_ADDR y)
+{
+    Apply<float, float>(x, y, 128, 128, [](const auto& a, const auto& b, TPipe&) {
+        Duplicate(b, 0.0f, 128);
+        SetVectorMask<float, MaskMode::NORMAL>(32);
+        Muls<float, false>(b, a, 2.0f, MASK_PLACEHOLDER, 2, {1, 1, 8, 8});
+        SetVectorMask<float, MaskMode::NORMAL>(0, 1);
+        Adds<float, false>(b, b, 1.0f, MASK_PLACEHOLDER, 1, {1, 1, 8, 8});
+        ResetMask();
+    });
+}
+ASCENDC_MODEL_KERNEL(register_mask);
+
+// C = A B or A B^T on one cube core, K in one or two steps.
+struct ProductTiling {
+    uint32_t m, n, k;
+    uint32_t kStep;
+    uint32_t transposed;  // B is given as [n, k]
+};
+
+template <class T, class Out>
+void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
+{
+    GET_TILING_DATA_WITH_STRUCT(ProductTiling, t, tiling);
+    const uint32_t m16 = (t.m + 15) / 16, n16 = (t.n + 15) / 16;
+    GlobalTensor<T> aGm, bGm;
+    GlobalTensor<Out> cGm;
+    aGm.SetGlobalBuffer((__gm__ T*)a, t.m * t.k);
+    bGm.SetGlobalBuffer((__gm__ T*)b, t.k * t.n);
+    cGm.SetGlobalBuffer((__gm__ Out*)c, t.m * t.n);
+    TPipe pipe;
+    TQue<TPosition::A1, 1> a1Queue;
+    TQue<TPosition::B1, 1> b1Queue;
+    TQue<TPosition::A2, 1> a2Queue;
+    TQue<TPosition::B2, 1> b2Queue;
+    TQue<TPosition::CO1, 1> cQueue;
+    const uint32_t step16 = (t.kStep + 15) / 16;
+    pipe.InitBuffer(a1Queue, 2, m16 * step16 * 512);
+    pipe.InitBuffer(b1Queue, 2, n16 * step16 * 512);
+    pipe.InitBuffer(a2Queue, 2, m16 * step16 * 512);
+    pipe.InitBuffer(b2Queue, 2, n16 * step16 * 512);
+    pipe.InitBuffer(cQueue, 1, m16 * n16 * 1024);
+    LocalTensor<float> sum = cQueue.AllocTensor<float>();
+    for (uint32_t at = 0; at < t.k; at += t.kStep) {
+        const uint32_t k = std::min(t.kStep, t.k - at);
+        const uint32_t k16 = (k + 15) / 16;
+        LocalTensor<T> a1 = a1Queue.AllocTensor<T>();
+        LocalTensor<T> b1 = b1Queue.AllocTensor<T>();
+        if (t.m == 1) {
+            // GEMV reads the row as it stands.
+            DataCopy(a1, aGm[at], Nd2NzParams(1, 1, k, 0, t.k, 1, 1, 0));
+        } else {
+            DataCopy(a1, aGm[at], Nd2NzParams(1, t.m, k, 0, t.k, m16 * 16, 1, 0));
+        }
+        if (t.transposed) {
+            DataCopy(b1, bGm[at], Nd2NzParams(1, t.n, k, 0, t.k, n16 * 16, 1, 0));
+        } else {
+            DataCopy(b1, bGm[at * t.n], Nd2NzParams(1, k, t.n, 0, t.n, k16 * 16, 1, 0));
+        }
+        a1Queue.EnQue(a1);
+        b1Queue.EnQue(b1);
+        a1 = a1Queue.DeQue<T>();
+        b1 = b1Queue.DeQue<T>();
+        LocalTensor<T> a2 = a2Queue.AllocTensor<T>();
+        LocalTensor<T> b2 = b2Queue.AllocTensor<T>();
+        if (t.m == 1) {
+            LoadData(a2, a1, LoadData2DParams(0, (k16 + 15) / 16, 1, 0, 0, false, 0));
+        } else {
+            for (uint32_t row = 0; row < m16; ++row) {
+                LoadData(a2[row * k16 * 256], a1[row * 256], LoadData2DParams(0, k16, m16, 0, 0, false, 0));
+            }
+        }
+        if (t.transposed) {
+            LoadData(b2, b1, LoadData2DParams(0, k16 * n16, 1, 0, 0, false, 0));
+        } else {
+            LoadData2dTransposeParams turn;
+            turn.repeatTimes = n16;
+            turn.srcStride = k16;
+            for (uint32_t row = 0; row < k16; ++row) {
+                if (row % 2 == 0) {  // two ways to the same
+                    LoadData(b2[row * n16 * 256], b1[row * 256], LoadData2DParams(0, n16, k16, 0, 0, true, 0));
+                } else {
+                    LoadDataWithTranspose(b2[row * n16 * 256], b1[row * 256], turn);
+                }
+            }
+        }
+        a2Queue.EnQue(a2);
+        b2Queue.EnQue(b2);
+        a1Queue.FreeTensor(a1);
+        b1Queue.FreeTensor(b1);
+        a2 = a2Queue.DeQue<T>();
+        b2 = b2Queue.DeQue<T>();
+        MmadParams mmad;
+        mmad.m = t.m;
+        mmad.n = t.n;
+        mmad.k = k;
+        mmad.cmatrixInitVal = at == 0;
+        Mmad(sum, a2, b2, mmad);
+        PipeBarrier<PIPE_M>();
+        a2Queue.FreeTensor(a2);
+        b2Queue.FreeTensor(b2);
+    }
+    cQueue.EnQue(sum);
+    sum = cQueue.DeQue<float>();
+    FixpipeParamsV220 fix;
+    fix.nSize = t.n;
+    fix.mSize = t.m;
+    fix.srcStride = m16 * 16;
+    fix.dstStride = t.n;
+    fix.quantPre = std::is_same_v<Out, half> ? F322F16 : std::is_same_v<Out, bfloat16_t> ? F322BF16 : NoQuant;
+    Fixpipe(cGm, sum, fix);
+    cQueue.FreeTensor(sum);
+}
+void product_half(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR t) { Product<half, float>(a, b, c, t); }
+void product_bf16(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR t) { Product<bfloat16_t, float>(a, b, c, t); }
+void product_half_half(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR t) { Product<half, half>(a, b, c, t); }
+void product_bf16_bf16(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR t) { Product<bfloat16_t, bfloat16_t>(a, b, c, t); }
+ASCENDC_MODEL_KERNEL(product_half);
+ASCENDC_MODEL_KERNEL(product_bf16);
+ASCENDC_MODEL_KERNEL(product_half_half);
+ASCENDC_MODEL_KERNEL(product_bf16_bf16);
+
+// y += x * (core + 1) from every core, by atomic addition.
+template <class T>
+void Accumulate(GM_ADDR x, GM_ADDR y)
+{
+    GlobalTensor<T> xGm, yGm;
+    xGm.SetGlobalBuffer((__gm__ T*)x, 64);
+    yGm.SetGlobalBuffer((__gm__ T*)y, 64);
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> in;
+    TQue<TPosition::VECOUT, 1> out;
+    pipe.InitBuffer(in, 1, 256);
+    pipe.InitBuffer(out, 1, 256);
+    LocalTensor<T> a = in.AllocTensor<T>();
+    DataCopy(a, xGm, 64);
+    in.EnQue(a);
+    a = in.DeQue<T>();
+    LocalTensor<T> b = out.AllocTensor<T>();
+    Muls(b, a, T(static_cast<float>(GetBlockIdx() + 1)), 64);
+    out.EnQue(b);
+    in.FreeTensor(a);
+    b = out.DeQue<T>();
+    SetAtomicAdd<T>();
+    DataCopy(yGm, b, 64);
+    SetAtomicNone();
+    out.FreeTensor(b);
+}
+void accumulate_half(GM_ADDR x, GM_ADDR y) { Accumulate<half>(x, y); }
+void accumulate_float(GM_ADDR x, GM_ADDR y) { Accumulate<float>(x, y); }
+ASCENDC_MODEL_KERNEL(accumulate_half);
+ASCENDC_MODEL_KERNEL(accumulate_float);
+
+// Mix 1:2: the cube squares a 32 x 16 matrix times its transpose into a workspace, each vector core doubles half of the
+// rows, and the cube reads nothing before its vectors have told it that they are ready.
+void mix(GM_ADDR x, GM_ADDR work, GM_ADDR y)
+{
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+    constexpr uint32_t kRows = 32, kDepth = 16;
+    const int64_t block = GetBlockIdx() / GetTaskRatio();
+    GlobalTensor<half> xGm;
+    GlobalTensor<float> workGm, yGm;
+    xGm.SetGlobalBuffer((__gm__ half*)x + block * kRows * kDepth, kRows * kDepth);
+    workGm.SetGlobalBuffer((__gm__ float*)work + block * kRows * kRows, kRows * kRows);
+    yGm.SetGlobalBuffer((__gm__ float*)y + block * kRows * kRows, kRows * kRows);
+    TPipe pipe;
+    if ASCEND_IS_AIC {
+        TBuf<TPosition::A1> l1;
+        TBuf<TPosition::A2> l0a;
+        TBuf<TPosition::B2> l0b;
+        TBuf<TPosition::CO1> l0c;
+        pipe.InitBuffer(l1, kRows * kDepth * 2);
+        pipe.InitBuffer(l0a, kRows * kDepth * 2);
+        pipe.InitBuffer(l0b, kRows * kDepth * 2);
+        pipe.InitBuffer(l0c, kRows * kRows * 4);
+        CrossCoreWaitFlag(3);
+        DataCopy(l1.Get<half>(), xGm, Nd2NzParams(1, kRows, kDepth, 0, kDepth, kRows, 1, 0));
+        SetFlag<HardEvent::MTE2_MTE1>(EVENT_ID0);
+        WaitFlag<HardEvent::MTE2_MTE1>(EVENT_ID0);
+        LoadData(l0a.Get<half>(), l1.Get<half>(), LoadData2DParams(0, 2, 1, 0, 0, false, 0));
+        LoadData(l0b.Get<half>(), l1.Get<half>(), LoadData2DParams(0, 2, 1, 0, 0, false, 0));
+        SetFlag<HardEvent::MTE1_M>(EVENT_ID0);
+        WaitFlag<HardEvent::MTE1_M>(EVENT_ID0);
+        MmadParams mmad;
+        mmad.m = mmad.n = kRows;
+        mmad.k = kDepth;
+        Mmad(l0c.Get<float>(), l0a.Get<half>(), l0b.Get<half>(), mmad);
+        SetFlag<HardEvent::M_FIX>(EVENT_ID0);
+        WaitFlag<HardEvent::M_FIX>(EVENT_ID0);
+        FixpipeParamsV220 fix;
+        fix.nSize = fix.mSize = fix.srcStride = kRows;
+        fix.dstStride = kRows;
+        Fixpipe(workGm, l0c.Get<float>(), fix);
+        CrossCoreSetFlag<2, PIPE_FIX>(5);
+    }
+    if ASCEND_IS_AIV {
+        constexpr uint32_t kPart = kRows * kRows / 2;
+        TBuf<TPosition::VECCALC> calc;
+        pipe.InitBuffer(calc, kPart * sizeof(float));
+        LocalTensor<float> part = calc.Get<float>();
+        CrossCoreSetFlag<2, PIPE_MTE3>(3);
+        CrossCoreWaitFlag(5);
+        DataCopy(part, workGm[GetSubBlockIdx() * kPart], kPart);
+        SetFlag<HardEvent::MTE2_V>(EVENT_ID0);
+        WaitFlag<HardEvent::MTE2_V>(EVENT_ID0);
+        Muls(part, part, 2.0f, kPart);
+        SetFlag<HardEvent::V_MTE3>(EVENT_ID0);
+        WaitFlag<HardEvent::V_MTE3>(EVENT_ID0);
+        DataCopy(yGm[GetSubBlockIdx() * kPart], part, kPart);
+    }
+}
+ASCENDC_MODEL_KERNEL(mix);
+
+// Each core writes its square, all meet, each reads its neighbour's. The scalar unit fills the numbers in.
+void neighbours(GM_ADDR work, GM_ADDR y)
+{
+    const int64_t me = GetBlockIdx();
+    GlobalTensor<int32_t> workGm, yGm;
+    workGm.SetGlobalBuffer((__gm__ int32_t*)work, GetBlockNum() * 8);
+    yGm.SetGlobalBuffer((__gm__ int32_t*)y, GetBlockNum() * 8);
+    TPipe pipe;
+    TBuf<> calc;
+    pipe.InitBuffer(calc, 64);
+    LocalTensor<int32_t> mine = calc.Get<int32_t>();
+    Duplicate(mine, static_cast<int32_t>(me), 8);
+    mine.SetValue(0, mine.GetValue(1) * mine.GetValue(1));
+    const TEventID event = pipe.AllocEventID<HardEvent::V_MTE3>();
+    SetFlag<HardEvent::V_MTE3>(event);
+    WaitFlag<HardEvent::V_MTE3>(event);
+    pipe.ReleaseEventID<HardEvent::V_MTE3>(event);
+    DataCopy(workGm[me * 8], mine, 8);
+    SyncAll();
+    DataCopy(mine[8], workGm[(me + 1) % GetBlockNum() * 8], 8);
+    const TEventID fetched = GetTPipePtr()->FetchEventID(HardEvent::MTE2_MTE3);
+    SetFlag<HardEvent::MTE2_MTE3>(fetched);
+    WaitFlag<HardEvent::MTE2_MTE3>(fetched);
+    DataCopy(yGm[me * 8], mine[8], 8);
+}
+ASCENDC_MODEL_KERNEL(neighbours);
