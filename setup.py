@@ -1,8 +1,10 @@
-"""Builds and installs mindlora."""
+"""Builds and installs mindlora, with the library of its CPU operators where there is a C++ compiler."""
 import pathlib
 import re
+import runpy
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "mindlora" / "__init__.py").read_text()).group(1)
@@ -15,6 +17,26 @@ def _pair(mindspore):
     return [f"mindspore=={mindspore}", f"mindformers=={MINDFORMERS_BY_MINDSPORE[mindspore]}"]
 
 
+class BuildPy(build_py):
+    """Builds the library into the package before its files are gathered, for a wheel and for an editable install."""
+
+    def run(self):
+        library = runpy.run_path(str(ROOT / "mindlora" / "ops" / "build.py"))
+        try:
+            if not library["is_current"]():
+                library["build"]()
+        except RuntimeError as error:
+            print(f"mindlora is installed without its CPU operators, and uses MindSpore's in their place: {error}")
+        super().run()
+
+
+class PlatformDistribution(Distribution):
+    """A wheel that may hold a library is for one platform."""
+
+    def has_ext_modules(self):
+        return True
+
+
 setup(
     name="mindlora",
     version=VERSION,
@@ -23,7 +45,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindlora", "mindlora.*"]),
-    package_data={"mindlora.plugin": ["register_path/*.py"]},
+    package_data={"mindlora.plugin": ["register_path/*.py"], "mindlora.ops": ["lib/*.so"]},
+    cmdclass={"build_py": BuildPy},
+    distclass=PlatformDistribution,
     python_requires=">=3.9,<3.13",
     install_requires=[
         "mindspore>=2.7.2,<2.10,!=2.8.*",

@@ -11,6 +11,7 @@ import sys
 from typing import List, Optional, Sequence, Tuple
 
 from mindlora import __version__
+from mindlora.errors import BackendError
 from mindlora.plugin.yaml_checks import SEVERITIES, Finding, check_yaml
 from mindlora.tables import wrapped
 
@@ -73,8 +74,9 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """1 where a YAML has an error, else 0."""
-        return int(any(finding.severity == "error" for report in self.yamls for finding in report.findings))
+        """1 where the machine or a YAML has an error, else 0."""
+        found = [*self.findings, *(finding for report in self.yamls for finding in report.findings)]
+        return int(any(finding.severity == "error" for finding in found))
 
     def __str__(self):
         name, value = (max(len(getattr(fact, field)) for fact in self.machine) for field in ("name", "value"))
@@ -89,20 +91,21 @@ def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
         yaml_paths (sequence of str): Complete YAMLs of MindFormers. Default: none.
 
     Returns:
-        DoctorReport; its ``exit_code`` is 1 where a YAML has an error.
+        DoctorReport; its ``exit_code`` is 1 where the machine or a YAML has an error.
     """
     mindspore, mindformers, cann = _package("MindSpore"), _package("MindFormers"), _cann()
     pair, findings = _pair(mindspore.value, mindformers.value)
+    operators, problems = _operators(mindspore.value)
     machine = (Fact("Python", platform.python_version(), sys.executable),
                Fact("mindlora", __version__, os.path.dirname(os.path.abspath(__file__))),
                mindspore, dataclasses.replace(mindformers, detail=pair or mindformers.detail),
                _package("numpy"), _package("safetensors"), cann, _driver(), _devices(),
-               Fact("operators", "composed", "plain MindSpore operators on every device: this version of mindlora has "
-                    "no fused ones to choose instead"))
+               Fact("LoRADense", "composed", "plain MindSpore operators on every device: it does not use the fused "
+                    "ones of mindlora.ops yet"), *operators)
     reports = []
     for path in yaml_paths:
         reports.append(YamlReport(path, tuple(check_yaml(path))))
-    return DoctorReport(machine, tuple(findings), tuple(reports))
+    return DoctorReport(machine, tuple(findings + problems), tuple(reports))
 
 
 def _package(name) -> Fact:
@@ -128,6 +131,21 @@ def _pair(mindspore, mindformers) -> Tuple[str, List[Finding]]:
         return f"tested together with MindSpore {mindspore}", []
     return "", [Finding("warning", "", f"MindSpore {mindspore} and MindFormers {mindformers} were not tested together.",
                         f"Tested pairs: {install}.")]
+
+
+def _operators(mindspore) -> Tuple[List[Fact], List[Finding]]:
+    """Returns which path each operator of mindlora.ops would take and why, or what keeps them from being chosen."""
+    if mindspore == NOT_INSTALLED:
+        return [], []
+    try:
+        # Slow, since it imports MindSpore.
+        from mindlora.ops import backend_report
+
+        return [Fact(choice.op, choice.path, choice.reason) for choice in backend_report().choices], []
+    except BackendError as error:
+        return [], [Finding("error", "MINDLORA_BACKEND", str(error), "")]
+    except ImportError as error:
+        return [], [Finding("error", "", f"MindSpore cannot be imported: {error}.", "Install it anew.")]
 
 
 def _cann() -> Fact:

@@ -270,8 +270,24 @@ def test_a_pair_that_was_not(monkeypatch, versions, found):
     facts, report = machine(monkeypatch, **versions)
     finding, = report.findings
     assert (finding.severity, finding.found) == ("warning", found) and "2.9.0 with MindFormers 1.9.0" in finding.advice
-    assert report.exit_code == 0 and facts["operators"].value == "composed"
+    assert report.exit_code == 0 and facts["LoRADense"].value == "composed"
     assert found in str(report)
+
+
+@pytest.mark.parametrize("forced, path", [("composed", "composed"), ("ascend", None), ("cuda", None)])
+def test_the_path_of_each_operator(monkeypatch, forced, path):
+    monkeypatch.setenv("MINDLORA_BACKEND", forced)
+    report = doctor.examine()
+    facts = {fact.name: fact.value for fact in report.machine}
+    if path:
+        assert report.exit_code == 0 and not report.findings
+        ops = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write")
+        assert [facts[op] for op in ops] == [path] * 4
+    else:
+        finding, = report.findings
+        assert finding.key == "MINDLORA_BACKEND" and finding.found.startswith(f"MINDLORA_BACKEND is {forced}".replace(
+            "cuda", "'cuda'"))
+        assert "lora_delta" not in facts and report.exit_code == 1
 
 
 def test_a_package_without_metadata(monkeypatch, tmp_path):
@@ -341,7 +357,7 @@ def test_the_driver_is_found(ascend, tmp_path):
 def test_the_command_line(write, capsys):
     good, bad = write(name="good.yaml"), write({f"{PET}.lora_rank": 0, DATA: ""}, name="bad.yaml")
     assert cli.main(["doctor"]) == 0
-    assert "operators" in capsys.readouterr().out
+    assert "LoRADense" in capsys.readouterr().out
     assert cli.main(["doctor", good]) == 0
     assert f"{good}: 1 note" in capsys.readouterr().out
     assert cli.main(["doctor", good, bad]) == 1

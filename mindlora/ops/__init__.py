@@ -1,0 +1,10 @@
+"""The fused operators of LoRA. What each one means: ops/<operator>/README.md in the repository."""
+from mindlora.ops.backend import BackendReport, Choice, backend_report
+from mindlora.ops.lora_delta import LoraDelta, lora_delta
+from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias, lora_linear
+from mindlora.ops.multi_lora_delta import MultiLoraDelta, multi_lora_delta
+from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite, multi_lora_slot_write, pack_adapter
+
+__all__ = ["BackendReport", "Choice", "LoraDelta", "LoraLinear", "LoraLinearWithBias", "MultiLoraDelta",
+           "MultiLoraSlotWrite", "backend_report", "lora_delta", "lora_linear", "multi_lora_delta",
+           "multi_lora_slot_write", "pack_adapter"]

@@ -1,0 +1,177 @@
+"""Which implementation of an operator runs: chosen once, when a cell is made, and reported in words.
+
+Three paths, one meaning: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed`` (plain
+MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; what cannot be had is then an
+error, never another path.
+"""
+import ctypes
+import dataclasses
+import functools
+import os
+from typing import Optional, Tuple
+
+import mindspore as ms
+from mindspore import ops
+from mindspore.ops import CustomRegOp, DataType
+from mindspore.ops.primitive import constexpr
+
+from mindlora.errors import BackendError
+
+OPS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write")
+PATHS = ("ascend", "cpu", "composed")
+VARIABLE = "MINDLORA_BACKEND"
+# Where build.py puts it; not imported from there, or `python -m mindlora.ops.build` would import it twice.
+LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libmindlora_cpu.so")
+DTYPES = (ms.float32, ms.float16, ms.bfloat16)
+# What mindlora_library_version() of the library returns.
+_LIBRARY_VERSION = 1
+_COMPOSED_ON_CPU = "; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 MatMul or Mul"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The path of one operator.
+
+    Attributes:
+        op (str): The operator.
+        path (str): ascend, cpu or composed.
+        reason (str): Why.
+    """
+    op: str
+    path: str
+    reason: str
+
+    def __str__(self):
+        return f"{self.op:<22}  {self.path:<8}  {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """The paths of all operators, as a cell that is made now would choose them.
+
+    Attributes:
+        choices (tuple of Choice): One for each operator.
+    """
+    choices: Tuple[Choice, ...]
+
+    def __str__(self):
+        return "\n".join(map(str, self.choices))
+
+
+def backend_report() -> BackendReport:
+    """Returns which path each operator would take now, and why.
+
+    Raises:
+        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had.
+    """
+    return BackendReport(tuple(map(choose, OPS)))
+
+
+def choose(op: str) -> Choice:
+    """Picks the path of an operator from MINDLORA_BACKEND, the device, the mode and the library that was built.
+
+    Args:
+        op (str): One of OPS.
+
+    Returns:
+        Choice.
+
+    Raises:
+        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had.
+    """
+    device, forced = ms.get_context("device_target"), os.environ.get(VARIABLE, "")
+    note = _COMPOSED_ON_CPU if device == "CPU" else ""
+    if forced == "composed":
+        return Choice(op, "composed", f"{VARIABLE} asks for it{note}")
+    if forced == "ascend":
+        raise BackendError(f"{VARIABLE} is ascend, but the Ascend kernels are not built: this version of mindlora "
+                           f"has none that MindSpore can call. Unset it, or set it to cpu or composed.")
+    if forced not in ("", "cpu"):
+        raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
+    problem = _cpu_problem(device)
+    if forced == "cpu":
+        if problem:
+            raise BackendError(f"{VARIABLE} is cpu, but {problem}.")
+        return Choice(op, "cpu", f"{VARIABLE} asks for it")
+    if device == "Ascend":
+        return Choice(op, "composed", "the Ascend kernels are not built")
+    if problem:
+        return Choice(op, "composed", problem + note)
+    if ms.get_context("mode") == ms.PYNATIVE_MODE and op != "multi_lora_slot_write":
+        return Choice(op, "composed", f"in PyNative a call of a custom operator costs more than it saves{note}")
+    # A write copies r rows; plain operators write max_rank of them, and no bfloat16.
+    return Choice(op, "cpu", f"{'one copy' if op == 'multi_lora_slot_write' else 'graph mode'} on a CPU, {LIBRARY}")
+
+
+def _cpu_problem(device) -> Optional[str]:
+    """Returns why the CPU library cannot be used, or None. MindSpore itself would find out at the first call."""
+    if device != "CPU":
+        return f"device_target is {device}"
+    if not os.path.exists(LIBRARY):
+        return f"{LIBRARY} is missing: build it with `python -m mindlora.ops.build`"
+    allowed = os.environ.get("MS_CUSTOM_AOT_WHITE_LIST")
+    # The test that MindSpore makes.
+    if allowed is not None and os.path.realpath(allowed) not in os.path.realpath(LIBRARY):
+        return f"MS_CUSTOM_AOT_WHITE_LIST ({allowed}) does not allow {LIBRARY}"
+    return _load_problem(LIBRARY, os.path.getmtime(LIBRARY))
+
+
+@functools.lru_cache(maxsize=None)
+def _load_problem(path, _modified) -> Optional[str]:
+    try:
+        version = ctypes.CDLL(path).mindlora_library_version()
+    except (OSError, AttributeError) as error:
+        return f"{path} cannot be loaded: {error}"
+    if version != _LIBRARY_VERSION:
+        return (f"{path} is of another version of mindlora ({version}, not {_LIBRARY_VERSION}): build it again with "
+                "`python -m mindlora.ops.build`")
+    return None
+
+
+class CpuKernel(ops.Custom):
+    """A function of the CPU library as a primitive, with one output.
+
+    Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work.
+
+    Args:
+        name (str): The function.
+        inputs (int): How many tensors it takes.
+        writes (bool): Whether it writes into an input, so that what reads that input must keep its place before or
+            behind it. Default: False.
+    """
+
+    def __init__(self, name, inputs, writes=False):
+        self._arguments = (name, inputs, writes)
+        info = CustomRegOp(f"mindlora_{name}_{inputs}")
+        for i in range(inputs):
+            info.input(i, f"input{i}")
+        info.output(0, "output").dtype_format(*[DataType.None_None] * (inputs + 1)).target("CPU")
+        super().__init__(f"{LIBRARY}:{name}", None, None, "aot", reg_info=info.get_op_info())
+        if writes:
+            self.add_prim_attr("side_effect_mem", True)
+
+    def __deepcopy__(self, memo):
+        # ops.Custom cannot be copied; cells that hold it are.
+        return type(self)(*self._arguments)
+
+
+@constexpr
+def check_dtypes(op, path, names, dtypes):
+    """Raises BackendError unless all dtypes are the same and one of DTYPES. Runs when a graph is compiled."""
+    for name, dtype in zip(names, dtypes):
+        if dtype not in DTYPES:
+            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be Float32, Float16 or BFloat16.")
+        if dtype != dtypes[0]:
+            raise BackendError(f"{op} ({path}): {name} is {dtype} and {names[0]} is {dtypes[0]}: cast them to one "
+                               "dtype.")
+
+
+@functools.lru_cache(maxsize=None)
+def shared_cell(kind, _path, _device):
+    """Returns one cell of a kind for all the callers of a function who would make the same choice."""
+    return kind()
+
+
+def current_cell(kind, op):
+    """Returns the cell that stands behind the function of an operator at present."""
+    return shared_cell(kind, choose(op).path, ms.get_context("device_target"))

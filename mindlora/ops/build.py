@@ -1,0 +1,73 @@
+"""Builds the library of the CPU operators: `python -m mindlora.ops.build`; setup.py does the same.
+
+Nothing outside the standard library is imported here, so that setup.py can run it before anything is installed.
+"""
+import glob
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+LIBRARY = os.path.join(_HERE, "lib", "libmindlora_cpu.so")
+# Beside the package in a checkout; an installed package holds the built library alone.
+SOURCES = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "ops")
+FLAGS = ("-O3", "-shared", "-fPIC", "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0", "-fopenmp",
+         "-Wno-psabi", f"-I{SOURCES}")
+
+
+def sources() -> list:
+    """Returns the paths of the .cc files, an empty list outside a checkout."""
+    return sorted(glob.glob(os.path.join(SOURCES, "cpu_common", "*.cc"))
+                  + glob.glob(os.path.join(SOURCES, "*", "cpu", "*.cc")))
+
+
+def is_current(library=LIBRARY) -> bool:
+    """Returns whether the library is there and no source or header is newer."""
+    if not os.path.exists(library):
+        return False
+    headers = glob.glob(os.path.join(SOURCES, "cpu_common", "*.h")) + glob.glob(os.path.join(SOURCES, "*/cpu/*.h"))
+    return os.path.getmtime(library) >= max(map(os.path.getmtime, [*sources(), *headers, __file__]))
+
+
+def build(library=LIBRARY) -> str:
+    """Compiles the sources of the checkout into one shared library, which appears whole or not at all.
+
+    Args:
+        library (str): Where to put it. Default: inside the package.
+
+    Returns:
+        str, the path of the library.
+
+    Raises:
+        RuntimeError: There are no sources, no compiler, or the compiler fails; its own words are in the message.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if platform.system() != "Linux":
+        raise RuntimeError(f"The CPU operators are built on Linux alone; this is {platform.system()}.")
+    if not sources():
+        raise RuntimeError(f"The sources of the CPU operators are not in {SOURCES}: build in a checkout of mindlora.")
+    if compiler is None:
+        raise RuntimeError("No C++ compiler was found (g++, or what CXX names): install one.")
+    os.makedirs(os.path.dirname(library), exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(library)) as folder:
+        unfinished = os.path.join(folder, "library.so")
+        result = subprocess.run([compiler, *FLAGS, *sources(), "-o", unfinished], capture_output=True, text=True,
+                                check=False)
+        if result.returncode:
+            raise RuntimeError(f"{compiler} failed on the CPU operators:\n{result.stderr[-4000:]}")
+        os.replace(unfinished, library)
+    return library
+
+
+def main():
+    try:
+        print(f"built {build()}")
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

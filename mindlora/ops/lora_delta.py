@@ -1,0 +1,83 @@
+"""lora_delta: the low-rank path of a linear layer, added to what the frozen one gives."""
+from mindspore import nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.products import Products
+
+_NAMES = ("y0", "x", "A", "B")
+
+
+class LoraDelta(nn.Cell):
+    r"""y = y0 + ((x A^T) * scale) B^T, with gradients for every input.
+
+    The backward computes x A^T again, which costs less than keeping it through the rest of the network:
+    with D = (dy B) * scale: dy0 = dy, dx = D A, dA = D^T x, dB = dy^T ((x A^T) * scale).
+
+    Inputs:
+        - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
+        - **x** (Tensor) - Shape [tokens, K], dtype of y0.
+        - **a** (Tensor) - Shape [r, K], dtype of y0; on the cpu path r is 1 to 256.
+        - **b** (Tensor) - Shape [N, r], dtype of y0.
+        - **scale** (Tensor) - One number, float32.
+
+    Outputs:
+        Tensor [tokens, N] of the dtype of y0.
+
+    Attributes:
+        choice (Choice): The path that was picked when the cell was made.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        RuntimeError: A shape or rank does not fit (raised by MindSpore or by the kernel, which names it).
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.choice = choose("lora_delta")
+        self.path = self.choice.path
+        self.products = Products()
+        if self.path == "cpu":
+            self.kernel = CpuKernel("LoraDelta", 5)
+
+    def construct(self, y0, x, a, b, scale):
+        check_dtypes("lora_delta", self.path, _NAMES, (y0.dtype, x.dtype, a.dtype, b.dtype))
+        if self.path == "cpu":
+            return self.kernel(y0, x, a, b, scale)
+        low = self.products.scaled(self.products.times_transposed(x, a), scale)
+        return self.products.sum_as(y0, self.products.times_transposed(low, b))
+
+    def bprop(self, y0, x, a, b, scale, out, dout):
+        dx, da, db, dscale = self.products.low_rank_grad(dout, x, a, b, scale)
+        return dout, dx, da, db, dscale
+
+
+@constexpr
+def _cell():
+    return current_cell(LoraDelta, "lora_delta")
+
+
+def lora_delta(y0, x, a, b, scale):
+    r"""y = y0 + ((x A^T) * scale) B^T.
+
+    For networks and for PyNative; a cell that is called often makes a LoraDelta of its own.
+
+    Args:
+        y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
+        x (Tensor): Shape [tokens, K], dtype of y0.
+        a (Tensor): Shape [r, K], dtype of y0.
+        b (Tensor): Shape [N, r], dtype of y0.
+        scale (float or Tensor): One number.
+
+    Returns:
+        Tensor [tokens, N] of the dtype of y0.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+    return _cell()(y0, x, a, b, ops.cast(scale, mstype.float32))

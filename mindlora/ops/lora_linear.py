@@ -1,0 +1,122 @@
+"""lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for few tokens."""
+from mindspore import nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.products import Products
+
+_NAMES = ("x", "W", "A", "B", "bias")
+
+
+class LoraLinear(nn.Cell):
+    r"""y = x W^T + ((x A^T) * scale) B^T, with gradients for x, A, B and scale.
+
+    W is frozen by definition: its gradient is zero, and no product is spent on it.
+    With D = (dy B) * scale: dx = dy W + D A, dA = D^T x, dB = dy^T ((x A^T) * scale).
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, K]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
+        - **w** (Tensor) - Shape [N, K], dtype of x.
+        - **a** (Tensor) - Shape [r, K], dtype of x; on the cpu path r is 1 to 256.
+        - **b** (Tensor) - Shape [N, r], dtype of x.
+        - **scale** (Tensor) - One number, float32.
+
+    Outputs:
+        Tensor [tokens, N] of the dtype of x.
+
+    Attributes:
+        choice (Choice): The path that was picked when the cell was made.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        RuntimeError: A shape or rank does not fit (raised by MindSpore or by the kernel, which names it).
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    inputs = 5
+
+    def __init__(self):
+        super().__init__()
+        self.choice = choose("lora_linear")
+        self.path = self.choice.path
+        self.products = Products()
+        if self.path == "cpu":
+            self.kernel = CpuKernel("LoraLinear", self.inputs)
+
+    def construct(self, x, w, a, b, scale):
+        check_dtypes("lora_linear", self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype))
+        if self.path == "cpu":
+            return self.kernel(x, w, a, b, scale)
+        return ops.cast(self.composed(x, w, a, b, scale), x.dtype)
+
+    def composed(self, x, w, a, b, scale):
+        """The equation in plain operators, in the dtype in which products are computed."""
+        low = self.products.scaled(self.products.times_transposed(x, a), scale)
+        return self.products.times_transposed(x, w) + self.products.times_transposed(low, b)
+
+    def grad(self, dout, x, w, a, b, scale):
+        """The gradients for x, w, a, b and scale."""
+        dx, da, db, dscale = self.products.low_rank_grad(dout, x, a, b, scale)
+        dx = self.products.sum_as(dx, self.products.times(dout, w))
+        # MindSpore 2.7 has no bfloat16 ZerosLike on a CPU.
+        dw = ops.cast(ops.zeros_like(self.products.wide(w)), w.dtype)
+        return dx, dw, da, db, dscale
+
+    def bprop(self, x, w, a, b, scale, out, dout):
+        return self.grad(dout, x, w, a, b, scale)
+
+
+class LoraLinearWithBias(LoraLinear):
+    r"""y = x W^T + bias + ((x A^T) * scale) B^T: LoraLinear with one input more and its gradient.
+
+    Inputs:
+        - **x**, **w**, **a**, **b**, **scale** - As in LoraLinear.
+        - **bias** (Tensor) - Shape [N], dtype of x.
+
+    Outputs:
+        Tensor [tokens, N] of the dtype of x.
+    """
+
+    inputs = 6
+
+    def construct(self, x, w, a, b, scale, bias):
+        check_dtypes("lora_linear", self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype, bias.dtype))
+        if self.path == "cpu":
+            return self.kernel(x, w, a, b, scale, bias)
+        return ops.cast(self.composed(x, w, a, b, scale) + self.products.wide(bias), x.dtype)
+
+    def bprop(self, x, w, a, b, scale, bias, out, dout):
+        dbias = ops.cast(self.products.wide(dout).sum(axis=0), bias.dtype)
+        return self.grad(dout, x, w, a, b, scale) + (dbias,)
+
+
+@constexpr
+def _cell(has_bias):
+    return current_cell(LoraLinearWithBias if has_bias else LoraLinear, "lora_linear")
+
+
+def lora_linear(x, w, a, b, scale, bias=None):
+    r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; made for the few tokens of a decode step.
+
+    Args:
+        x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.
+        w (Tensor): Shape [N, K], dtype of x. Frozen: its gradient is zero.
+        a (Tensor): Shape [r, K], dtype of x.
+        b (Tensor): Shape [N, r], dtype of x.
+        scale (float or Tensor): One number.
+        bias (Tensor): Shape [N], dtype of x. Default: None.
+
+    Returns:
+        Tensor [tokens, N] of the dtype of x.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+    scale = ops.cast(scale, mstype.float32)
+    if bias is None:
+        return _cell(False)(x, w, a, b, scale)
+    return _cell(True)(x, w, a, b, scale, bias)

@@ -1,0 +1,135 @@
+"""multi_lora_delta: another adapter for each row, out of one pool."""
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.errors import BackendError
+from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+
+_NAMES = ("y0", "x", "pool")
+
+
+class MultiLoraDelta(nn.Cell):
+    r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
+
+    Row j of a slot of the pool is A_i[j, :] followed by B_i[:, j], so an adapter of rank r is the first r rows of its
+    slot, and what lies behind them is never used. Rows with the same adapter need not stand together: the kernel
+    sorts them, so that one operator is both bgmv (an adapter for each row) and sgmv (for each segment).
+    For serving: there is no gradient, and asking for one is an error.
+
+    Inputs:
+        - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
+        - **x** (Tensor) - Shape [tokens, K], dtype of y0.
+        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of y0; on the cpu path max_rank is 1 to 256.
+        - **ranks** (Tensor) - Shape [slots], int32: the true rank of each adapter; 0 for an empty slot, which adds
+          nothing.
+        - **scales** (Tensor) - Shape [slots], float32.
+        - **indices** (Tensor) - Shape [tokens], int32. Beyond the last slot: an error on the cpu path, and on the
+          composed one, which cannot raise, a row of NaN.
+
+    Outputs:
+        Tensor [tokens, N] of the dtype of y0.
+
+    Attributes:
+        choice (Choice): The path that was picked when the cell was made.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, a dtype is not supported, or a gradient
+            is asked for.
+        RuntimeError: A shape, rank or index does not fit (raised by MindSpore or by the kernel, which names it).
+
+    Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
+    LoRA Adapters, 2023.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.choice = choose("multi_lora_delta")
+        self.path = self.choice.path
+        self.widen = ms.get_context("device_target") == "CPU"
+        self.batch = ops.BatchMatMul()
+        if self.path == "cpu":
+            self.kernel = CpuKernel("MultiLoraDelta", 6)
+
+    def construct(self, y0, x, pool, ranks, scales, indices):
+        check_dtypes("multi_lora_delta", self.path, _NAMES, (y0.dtype, x.dtype, pool.dtype))
+        check_index_dtypes("multi_lora_delta", self.path, ranks.dtype, scales.dtype, indices.dtype)
+        if self.path == "cpu":
+            return self.kernel(y0, x, pool, ranks, scales, indices)
+        return self.composed(y0, x, pool, ranks, scales, indices)
+
+    def composed(self, y0, x, pool, ranks, scales, indices):
+        """The same in plain operators: every row gets a copy of its whole slot, so this is not meant to be fast."""
+        slots, max_rank, in_channels = pool.shape[0], pool.shape[1], x.shape[1]
+        slot = ops.clamp(indices, 0, slots - 1)
+        # A product with zero would let NaN through: what is not used is replaced.
+        used = ops.expand_dims(ops.arange(0, max_rank, 1, dtype=mstype.int32), 0) < ops.expand_dims(ranks[slot], 1)
+        rows = ops.expand_dims(ops.logical_and(used, ops.expand_dims(indices >= 0, 1)), 2)
+        blocks = self.wide(pool)[slot]
+        blocks = ops.select(ops.broadcast_to(rows, blocks.shape), blocks, ops.zeros_like(blocks))
+        # Not blocks[:, :, :in_channels]: a slice of no rows ends the process on a CPU.
+        a = ops.gather(blocks, ops.arange(0, in_channels, 1, dtype=mstype.int32), 2)
+        bt = ops.gather(blocks, ops.arange(in_channels, pool.shape[2], 1, dtype=mstype.int32), 2)
+        low = self.batch(a, ops.expand_dims(self.wide(x), 2))
+        low = low * ops.reshape(ops.cast(scales[slot], low.dtype), (-1, 1, 1))
+        delta = ops.squeeze(self.batch(ops.swapaxes(low, 1, 2), bt), 1)
+        y0_wide = self.wide(y0)
+        y = self.where(indices >= 0, y0_wide + delta, y0_wide)
+        return ops.cast(self.where(indices >= slots, ops.full_like(y, float("nan")), y), y0.dtype)
+
+    def where(self, rows, y, otherwise):
+        """The rows of y that are marked, and those of another tensor."""
+        return ops.select(ops.broadcast_to(ops.expand_dims(rows, 1), y.shape), y, otherwise)
+
+    def wide(self, x):
+        """x in the dtype in which products are computed."""
+        return ops.cast(x, mstype.float32) if self.widen else x
+
+    def bprop(self, y0, x, pool, ranks, scales, indices, out, dout):
+        refuse_gradient()
+        return dout, x, pool, ranks, scales, indices
+
+
+@constexpr
+def check_index_dtypes(op, path, ranks, scales, indices):
+    """Raises BackendError unless the three are int32, float32 and int32. Runs when a graph is compiled."""
+    for name, dtype, wanted in (("ranks", ranks, ms.int32), ("scales", scales, ms.float32),
+                                ("indices", indices, ms.int32)):
+        if dtype != wanted:
+            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}.")
+
+
+@constexpr
+def refuse_gradient():
+    """Raises BackendError. Runs when the backward of a graph is compiled."""
+    raise BackendError("multi_lora_delta has no gradient: it serves adapters that are trained. Train with lora_delta.")
+
+
+@constexpr
+def _cell():
+    return current_cell(MultiLoraDelta, "multi_lora_delta")
+
+
+def multi_lora_delta(y0, x, pool, ranks, scales, indices):
+    r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
+
+    Args:
+        y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
+        x (Tensor): Shape [tokens, K], dtype of y0.
+        pool (Tensor): Shape [slots, max_rank, K + N], dtype of y0: see MultiLoraDelta.
+        ranks (Tensor): Shape [slots], int32: the true ranks.
+        scales (Tensor): Shape [slots], float32.
+        indices (Tensor): Shape [tokens], int32: the slot of each row.
+
+    Returns:
+        Tensor [tokens, N] of the dtype of y0.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, a dtype is not supported, or a gradient
+            is asked for.
+
+    Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
+    LoRA Adapters, 2023.
+    """
+    return _cell()(y0, x, pool, ranks, scales, indices)

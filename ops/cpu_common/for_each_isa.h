@@ -1,0 +1,49 @@
+// Compiles the file that MINDLORA_KERNEL names once for each instruction set, in namespaces plain, avx2 and avx512,
+// each time after simd.h. The source of a kernel is the same for all: only the width of a vector differs.
+// What the kernels include must be included here, before any instruction set is chosen.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "cpu_common/element.h"
+
+#define MINDLORA_WIDTH 4
+namespace mindlora {
+namespace plain {
+#include "cpu_common/simd.h"
+#include MINDLORA_KERNEL
+}  // namespace plain
+}  // namespace mindlora
+#undef MINDLORA_WIDTH
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define MINDLORA_WIDTH 8
+namespace mindlora {
+namespace avx2 {
+#include "cpu_common/simd.h"
+#include MINDLORA_KERNEL
+}  // namespace avx2
+}  // namespace mindlora
+#undef MINDLORA_WIDTH
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#define MINDLORA_WIDTH 16
+namespace mindlora {
+namespace avx512 {
+#include "cpu_common/simd.h"
+#include MINDLORA_KERNEL
+}  // namespace avx512
+}  // namespace mindlora
+#undef MINDLORA_WIDTH
+#pragma GCC pop_options
+#endif

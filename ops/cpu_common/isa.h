@@ -1,0 +1,34 @@
+// Which instruction set the kernels use, decided when the program runs and not when it is compiled.
+#pragma once
+
+namespace mindlora {
+
+// Each one holds those before it. kPlain is what the compiler assumes of every processor of the kind.
+enum Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+
+// The best instruction set of this processor.
+Isa BestIsa();
+
+// The one in use: the best, unless mindlora_set_isa chose another.
+Isa CurrentIsa();
+
+}  // namespace mindlora
+
+// Chooses an instruction set for the whole process; returns the one that is then in use, which is not the one that
+// was asked for where the processor lacks it. For tests and benchmarks.
+extern "C" int mindlora_set_isa(int isa);
+
+// The form of the entry points: the Python side refuses a library that returns another one than it was written for.
+extern "C" int mindlora_library_version();
+
+// Calls `function` of the namespace of the instruction set in use.
+#if defined(__x86_64__)
+#define MINDLORA_DISPATCH(function, ...)                         \
+  switch (::mindlora::CurrentIsa()) {                            \
+    case ::mindlora::kAvx512: avx512::function(__VA_ARGS__); break; \
+    case ::mindlora::kAvx2: avx2::function(__VA_ARGS__); break;  \
+    default: plain::function(__VA_ARGS__);                       \
+  }
+#else
+#define MINDLORA_DISPATCH(function, ...) plain::function(__VA_ARGS__)
+#endif

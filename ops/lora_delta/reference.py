@@ -1,0 +1,34 @@
+"""lora_delta in NumPy: what every path must compute."""
+import numpy as np
+
+
+def lora_delta(y0, x, a, b, scale):
+    """y = y0 + ((x A^T) * scale) B^T, in float64.
+
+    Args:
+        y0 (ndarray): Shape [tokens, N].
+        x (ndarray): Shape [tokens, K].
+        a (ndarray): Shape [r, K].
+        b (ndarray): Shape [N, r].
+        scale (float): lora_alpha / r.
+
+    Returns:
+        ndarray of shape [tokens, N].
+    """
+    y0, x, a, b = (np.asarray(array, np.float64) for array in (y0, x, a, b))
+    return y0 + ((x @ a.T) * scale) @ b.T
+
+
+def lora_delta_grad(dy, x, a, b, scale):
+    """The gradients of sum(dy * lora_delta(y0, x, a, b, scale)).
+
+    Args:
+        dy (ndarray): Shape [tokens, N].
+        x, a, b, scale: As in lora_delta.
+
+    Returns:
+        (dy0, dx, da, db, dscale), each of the shape of its input.
+    """
+    dy, x, a, b = (np.asarray(array, np.float64) for array in (dy, x, a, b))
+    d_low = (dy @ b) * scale
+    return dy, d_low @ a, d_low.T @ x, dy.T @ ((x @ a.T) * scale), np.sum((dy @ b) * (x @ a.T))

@@ -1,0 +1,129 @@
+"""Which path is picked, what is said of it, and that a path which is forced and cannot be had is an error."""
+import os
+
+import mindspore as ms
+import pytest
+
+from mindlora.errors import BackendError, LoraError
+from mindlora.ops import LoraDelta, backend, backend_report, build
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _unset(library, monkeypatch):
+    monkeypatch.delenv("MINDLORA_BACKEND", raising=False)
+    monkeypatch.delenv("MS_CUSTOM_AOT_WHITE_LIST", raising=False)
+
+
+@pytest.fixture
+def graph():
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
+def paths():
+    return {choice.op: choice.path for choice in backend_report().choices}
+
+
+def reasons():
+    return {choice.reason for choice in backend_report().choices}
+
+
+def test_graph_mode_takes_the_library_and_pynative_plain_operators(mode):
+    wanted = "cpu" if mode == ms.GRAPH_MODE else "composed"
+    assert paths() == {"lora_delta": wanted, "lora_linear": wanted, "multi_lora_delta": wanted,
+                       "multi_lora_slot_write": "cpu"}
+    assert LoraDelta().choice.path == wanted
+    assert set(paths()) <= set(os.listdir(os.path.join(ROOT, "ops")))
+
+
+def test_the_report_in_words(mode):
+    lines = str(backend_report()).splitlines()
+    assert [line.split()[0] for line in lines] == list(backend.OPS)
+    if mode == ms.GRAPH_MODE:
+        assert lines[0] == f"lora_delta              cpu       graph mode on a CPU, {build.LIBRARY}"
+    else:
+        assert lines[0] == ("lora_delta              composed  in PyNative a call of a custom operator costs more than "
+                            "it saves; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 "
+                            "MatMul or Mul")
+
+
+@pytest.mark.parametrize("path", ["cpu", "composed"])
+def test_a_path_can_be_forced(mode, monkeypatch, path):
+    monkeypatch.setenv("MINDLORA_BACKEND", path)
+    assert set(paths().values()) == {path}
+    assert {reason.split(";")[0] for reason in reasons()} == {"MINDLORA_BACKEND asks for it"}
+
+
+@pytest.mark.parametrize("value, message", [
+    ("ascend", "MINDLORA_BACKEND is ascend, but the Ascend kernels are not built"),
+    ("CPU", "MINDLORA_BACKEND is 'CPU': it must be one of ascend, cpu, composed, or unset."),
+    ("gpu", "MINDLORA_BACKEND is 'gpu': it must be one of ascend, cpu, composed, or unset.")])
+def test_what_cannot_be_forced_is_an_error(mode, monkeypatch, value, message):
+    monkeypatch.setenv("MINDLORA_BACKEND", value)
+    for make in (backend_report, LoraDelta):
+        with pytest.raises(BackendError) as error:
+            make()
+        assert str(error.value).startswith(message) and isinstance(error.value, LoraError)
+
+
+def assert_cpu_is_out(monkeypatch, reason):
+    """Without being forced the reason is reported; forced it is the error."""
+    assert set(paths().values()) == {"composed"} and all(reason in found for found in reasons())
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    with pytest.raises(BackendError) as error:
+        LoraDelta()
+    assert str(error.value).startswith("MINDLORA_BACKEND is cpu, but ") and reason in str(error.value)
+
+
+def test_a_missing_library(graph, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "none.so"))
+    assert_cpu_is_out(monkeypatch, f"{tmp_path}/none.so is missing: build it with `python -m mindlora.ops.build`")
+
+
+def test_a_library_that_cannot_be_loaded(graph, monkeypatch, tmp_path):
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "broken.so"))
+    assert_cpu_is_out(monkeypatch, "broken.so cannot be loaded: ")
+
+
+def test_a_library_of_another_version(graph, monkeypatch):
+    monkeypatch.setattr(backend, "_LIBRARY_VERSION", -1)
+    backend._load_problem.cache_clear()
+    assert_cpu_is_out(monkeypatch, "is of another version of mindlora (1, not -1): build it again with")
+    monkeypatch.undo()
+    backend._load_problem.cache_clear()
+
+
+def test_a_white_list_that_does_not_hold_the_library(graph, monkeypatch, tmp_path):
+    monkeypatch.setenv("MS_CUSTOM_AOT_WHITE_LIST", os.path.dirname(build.LIBRARY))
+    assert set(paths().values()) == {"cpu"}
+    monkeypatch.setenv("MS_CUSTOM_AOT_WHITE_LIST", str(tmp_path))
+    assert_cpu_is_out(monkeypatch, f"MS_CUSTOM_AOT_WHITE_LIST ({tmp_path}) does not allow {build.LIBRARY}")
+
+
+def test_on_ascend_plain_operators_are_taken_and_the_report_says_why(monkeypatch):
+    real = ms.get_context
+    monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
+    assert set(paths().values()) == {"composed"} and reasons() == {"the Ascend kernels are not built"}
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    with pytest.raises(BackendError, match="MINDLORA_BACKEND is cpu, but device_target is Ascend[.]"):
+        backend_report()
+
+
+def test_both_modules_mean_the_same_library():
+    assert backend.LIBRARY == build.LIBRARY
+
+
+def test_building(monkeypatch, tmp_path):
+    library = tmp_path / "lib" / "library.so"
+    assert not build.is_current(str(library))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="No C[+][+] compiler was found"):
+        build.build(str(library))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(RuntimeError, match="false failed on the CPU operators"):
+        build.build(str(library))
+    assert not library.exists() and not list((tmp_path / "lib").iterdir())
+    monkeypatch.setattr(build, "SOURCES", str(tmp_path))
+    with pytest.raises(RuntimeError, match="The sources of the CPU operators are not in"):
+        build.build(str(library))

@@ -1,0 +1,179 @@
+"""multi_lora_delta on every path against its reference: ranks in one pool, popularity of adapters, skipped rows."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from mindlora.errors import BackendError
+from mindlora.ops import multi_lora_delta
+from tests.ops.native import DTYPES, assert_near, call, normal, tensor, values
+
+K, N, SLOTS, MAX_RANK = 37, 53, 7, 64
+TRUE_RANKS = np.int32([1, 8, 13, 16, 64, 0, 33])
+
+
+def popularity(kind, tokens, slots=SLOTS, seed=0):
+    """Which adapter each row uses: the patterns of Punica's benchmarks, and some rows without one."""
+    rng = np.random.default_rng([seed, tokens])
+    if kind == "identical":
+        return np.full(tokens, 2, np.int32)
+    if kind == "distinct":
+        return (np.arange(tokens) % slots).astype(np.int32)
+    if kind == "uniform":
+        return rng.integers(0, slots, tokens).astype(np.int32)
+    if kind == "zipf":
+        return np.minimum(rng.zipf(1.5, tokens) - 1, slots - 1).astype(np.int32)
+    if kind == "skewed":  # all but one row in four use the adapter of the greatest rank
+        return np.where(rng.random(tokens) < 0.75, 4, rng.integers(0, slots, tokens)).astype(np.int32)
+    if kind == "segments":  # rows of one request stand together
+        return np.sort(rng.integers(0, slots, tokens)).astype(np.int32)
+    if kind == "skipped":
+        uniform, negative = rng.integers(0, slots, tokens), -1 - rng.integers(0, 9, tokens)
+        return np.where(rng.random(tokens) < 0.5, negative, uniform).astype(np.int32)
+    return np.full(tokens, -1, np.int32)
+
+
+KINDS = ("identical", "distinct", "uniform", "zipf", "skewed", "segments", "skipped", "none")
+
+
+def case(tokens, kind, dtype="float32", k=K, n=N, ranks=TRUE_RANKS, max_rank=MAX_RANK):
+    """The six inputs. What the true ranks leave of the pool is NaN: it must not enter any sum."""
+    pool = normal(len(ranks), max_rank, k + n, seed=3, dtype=dtype)
+    for block, rank in zip(pool, ranks):
+        block[rank:] = np.nan
+    scales = np.linspace(-1, 1.5, len(ranks)).astype(np.float32)
+    return [normal(tokens, n, seed=1, dtype=dtype), normal(tokens, k, seed=2, dtype=dtype), pool, ranks, scales,
+            popularity(kind, tokens, len(ranks))]
+
+
+def native(dtype, inputs):
+    dtypes = [dtype, dtype, dtype, "int32", "float32", "int32"]
+    return call("MultiLoraDelta", list(zip(inputs, dtypes)), inputs[0].shape, dtype)
+
+
+def tensors(dtype, inputs):
+    return [tensor(array, dtype) for array in inputs[:3]] + [Tensor(array) for array in inputs[3:]]
+
+
+TERMS = MAX_RANK * K ** 0.5
+
+
+class Net(nn.Cell):
+    """multi_lora_delta as a user writes it into a network."""
+
+    def construct(self, y0, x, pool, ranks, scales, indices):
+        return multi_lora_delta(y0, x, pool, ranks, scales, indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_is_the_reference(isa, reference, dtype, kind):
+    for tokens in (0, 1, 3, 8, 31, 512):
+        inputs = case(tokens, kind, dtype)
+        assert_near(native(dtype, inputs), reference.multi_lora_delta(*inputs), dtype, TERMS)
+
+
+@pytest.mark.parametrize("rank", [1, 7, 8, 9, 13, 16, 64, 128, 256])
+@pytest.mark.parametrize("k, n", [(1, 1), (15, 17), (64, 130)])
+def test_the_kernel_at_every_rank_and_at_the_edges_of_its_vectors(isa, reference, rank, k, n):
+    inputs = case(9, "distinct", "float32", k, n, np.int32([rank, 1, max(1, rank - 1)]), rank)
+    assert_near(native("float32", inputs), reference.multi_lora_delta(*inputs), "float32", 1 + rank * k ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pattern_through_mindspore(mode, path, reference, dtype):
+    net, (_, _, pool, ranks, scales, _) = Net(), case(1, "none", dtype)
+    of = {name: getattr(ms, name) for name in (dtype, "int32", "float32")}
+    net.set_inputs(Tensor(shape=[None, N], dtype=of[dtype]), Tensor(shape=[None, K], dtype=of[dtype]),
+                   tensor(pool, dtype), Tensor(ranks), Tensor(scales), Tensor(shape=[None], dtype=ms.int32))
+    for kind in KINDS:
+        # No rows at all: MindSpore's own operators, once they met them, give wrong sums for the shapes that follow.
+        for tokens in (1, 3, 31) if (path, mode) == ("composed", ms.GRAPH_MODE) else (0, 1, 3, 31):
+            inputs = case(tokens, kind, dtype)
+            y = net(*tensors(dtype, inputs))
+            assert y.dtype == of[dtype]
+            assert_near(values(y), reference.multi_lora_delta(*inputs), dtype, TERMS)
+
+
+def test_fixed_shapes(mode, path, reference):
+    inputs = case(9, "skipped")
+    assert_near(values(Net()(*tensors("float32", inputs))), reference.multi_lora_delta(*inputs), "float32", TERMS)
+
+
+def test_rows_without_an_adapter_stay_bit_for_bit(mode, path):
+    inputs = case(31, "skipped")
+    y = values(Net()(*tensors("float32", inputs)))
+    skipped = inputs[5] < 0
+    empty = ~skipped & (TRUE_RANKS[np.maximum(inputs[5], 0)] == 0)
+    assert skipped.any() and empty.any()
+    np.testing.assert_array_equal(y[skipped | empty], inputs[0][skipped | empty])
+    # Every other adapter has a scale that is not zero, and must change its rows.
+    assert (y != inputs[0])[~(skipped | empty)].any(axis=1).all()
+
+
+def test_each_row_depends_on_its_own_adapter_alone(mode, path):
+    inputs = case(8, "distinct")
+    before = values(Net()(*tensors("float32", inputs)))
+    inputs[2][4, :64] *= 2
+    after = values(Net()(*tensors("float32", inputs)))
+    assert ((before != after).any(axis=1) == (inputs[5] == 4)).all()
+
+
+def test_the_same_again_is_the_same_bit_for_bit(mode, path):
+    inputs = tensors("float32", case(200, "zipf"))
+    net = Net()
+    first = net(*inputs).asnumpy()
+    for _ in range(5):
+        np.testing.assert_array_equal(net(*inputs).asnumpy(), first)
+
+
+def test_an_index_beyond_the_pool_is_never_silent(mode, path, monkeypatch):
+    inputs = case(4, "distinct")
+    inputs[5][2] = SLOTS
+    if path == "cpu":
+        with pytest.raises(RuntimeError, match=r"mindlora multi_lora_delta \(cpu\): row 2 asks for slot 7 of 7\."):
+            Net()(*tensors("float32", inputs)).asnumpy()
+    else:
+        y = values(Net()(*tensors("float32", inputs)))
+        assert (np.isnan(y).all(axis=1) == [False, False, True, False]).all()
+
+
+def test_a_rank_beyond_the_pool_is_refused(library, monkeypatch):
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    inputs = case(4, "identical")
+    inputs[3] = np.int32([1, 1, MAX_RANK + 1, 1, 1, 1, 1])
+    with pytest.raises(RuntimeError, match=r"multi_lora_delta \(cpu\): rank 65 of slot 2 is not 0 to 64\."):
+        Net()(*tensors("float32", inputs)).asnumpy()
+
+
+def test_a_gradient_is_refused(mode, path):
+    with pytest.raises(BackendError, match="multi_lora_delta has no gradient"):
+        ms.grad(Net(), 0)(*tensors("float32", case(4, "distinct")))
+
+
+@pytest.mark.parametrize("at, dtype, message", [
+    (1, ms.float16, "x is Float16 and y0 is Float32: cast them to one dtype."),
+    (2, ms.bfloat16, "pool is BFloat16 and y0 is Float32: cast them to one dtype."),
+    (3, ms.int64, "ranks is Int64: it must be Int32."), (4, ms.float16, "scales is Float16: it must be Float32."),
+    (5, ms.int64, "indices is Int64: it must be Int32.")])
+def test_refused_dtypes(mode, path, at, dtype, message):
+    inputs = tensors("float32", case(4, "distinct"))
+    inputs[at] = inputs[at].astype(dtype)
+    with pytest.raises(BackendError) as error:
+        Net()(*inputs)
+    assert str(error.value).startswith(f"multi_lora_delta ({path}): {message}")
+
+
+@pytest.mark.parametrize("at, shape, message", [
+    (1, (5, K), "the number of tokens is 4 in one input and 5 in another."),
+    (2, (SLOTS, MAX_RANK, K + N - 1), "K [+] N is 90 in one input and 89 in another."),
+    (2, (SLOTS, 257, K + N), "rank is 257: it must be 1 to 256."),
+    (2, (MAX_RANK, K + N), "pool has 2 dimensions: it must have 3."),
+    (4, (SLOTS - 1,), "the number of slots is 7 in one input and 6 in another.")])
+def test_refused_shapes(library, monkeypatch, at, shape, message):
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    inputs = tensors("float32", case(4, "distinct"))
+    inputs[at] = Tensor(np.zeros(shape, np.float32))
+    with pytest.raises(RuntimeError, match=r"mindlora multi_lora_delta \(cpu\): " + message.replace(".", "[.]")):
+        Net()(*inputs).asnumpy()
