@@ -159,20 +159,28 @@ def to_float32(array: np.ndarray) -> np.ndarray:
 
 def from_float32(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns float32 ``array`` rounded to ``dtype``: to the nearest, ties to even."""
+    return rounded(array, dtype)[0]
+
+
+def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns float32 ``array`` rounded to ``dtype``, to the nearest, ties to even; and that as float32 again."""
     if dtype != BFLOAT16:
-        return array.astype(dtype, copy=False)
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    rounded = rounded.astype(np.uint16)
+        stored = array.astype(dtype, copy=False)
+        return stored, to_float32(stored)
+    # Of one axis at least, so that a scalar is worked on in place too.
+    whole = np.ascontiguousarray(array)
+    bits = whole.view(np.uint32)
+    upper = bits >> 16
+    upper &= 1
+    upper += 0x7FFF
+    upper += bits
+    upper &= 0xFFFF0000
     # Rounding would carry a NaN's bits over into another number.
-    nan = np.isnan(array)
+    nan = np.isnan(whole)
     if nan.any():
-        rounded[nan] = 0x7FC0
-    return rounded.view(BFLOAT16).reshape(array.shape)
+        upper[nan] = 0x7FC00000
+    return ((upper >> 16).astype(np.uint16).view(BFLOAT16).reshape(array.shape),
+            upper.view(np.float32).reshape(array.shape))
 
 
 def dtype_name(dtype: np.dtype) -> str:

@@ -12,7 +12,7 @@ from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
 from mindlora.base.writer import OutputTensor, Shard, check_output, write
 from mindlora.dialects import concatenated
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
-from mindlora.tensor_file import FLOATS, ROUNDING, dtype_name, from_float32, to_float32
+from mindlora.tensor_file import FLOATS, ROUNDING, dtype_name, from_float32, rounded, to_float32
 
 # Signs are random, so errors of a float32 sum of n products grow as sqrt(n); this many of their deviations is never.
 _SLACK = 16 * 2.0**-24
@@ -152,9 +152,10 @@ class _Merging:
         a = to_float32(self.adapter.tensors[path, "A"])
         b = to_float32(self.adapter.tensors[path, "B"][begin:end]) * np.float32(self.adapter.scale(path))
         rows, difference, bound = fold(to_float32(own_rows(begin, end)), b, a, dtype)
-        # NaN is worse than any number.
-        worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
-        if not difference[worst] <= bound[worst]:
+        # NaN is worse than any number, and so is infinity, which makes the bound infinite too.
+        with np.errstate(invalid="ignore"):
+            worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
+        if not (np.isfinite(difference[worst]) and difference[worst] <= bound[worst]):
             raise MergeError(f"{name}, row {begin + worst}: the result on a random probe is {difference[worst]:.3g} "
                              f"off, where rounding to {dtype_name(dtype)} explains {bound[worst]:.3g}. The sum is too "
                              "large for the dtype, or the base holds NaN or infinity. Nothing was written.")
@@ -241,13 +242,11 @@ def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype) -> T
     with np.errstate(over="ignore", invalid="ignore"):
         expected = weight @ probe + b @ (a @ probe)
         weight += b @ a
-        rows = from_float32(weight, dtype)
-        stored = to_float32(rows)
+        rows, stored = rounded(weight, dtype)
         difference = np.abs(stored @ probe - expected).astype(np.float64)
-        # sqrt(n) |W'| is no less than the sum of |x| |W'|, and one pass.
-        root = np.sqrt(weight.shape[1])
-        size = root * np.sqrt(np.einsum("ij,ij->i", stored, stored).astype(np.float64))
-        added = root * (np.abs(b) @ np.sqrt((a * a).sum(axis=1))).astype(np.float64)
+        # x is of signs, so the sums of |x| |W'| and |x| |A| are those of |W'| and |A|.
+        size = (np.abs(stored) @ np.abs(probe)).astype(np.float64)
+        added = (np.abs(b) @ np.abs(a).sum(axis=1)).astype(np.float64)
     # float64 holds the sum, which is float32, as it is.
     share, least = ROUNDING.get(dtype_name(dtype), (0.0, 2.0**-150))
     return rows, difference, (share + _SLACK) * size + 2 * _SLACK * added + least * weight.shape[1]
