@@ -42,6 +42,17 @@ def mode(request):
 
 
 @pytest.fixture(scope="session")
+def library():
+    """The CPU library, built where it is missing or older than its sources."""
+    # Imported here: some tests need no MindSpore.
+    from mindlora.ops import build
+    from tests.ops import native
+    if not build.is_current():
+        build.build()
+    return native.library()
+
+
+@pytest.fixture(scope="session")
 def mindformers(tmp_path_factory):
     """The package, imported where its log may go."""
     before = os.getcwd()

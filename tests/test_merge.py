@@ -297,7 +297,7 @@ def test_unloading_brings_the_plain_cells_back(mode, tmp_path):
     names = [p.name for p in network.get_parameters()]
     adapted(network)
     # The plain cells that the adapters keep are seen nowhere until then.
-    assert [path for path, _ in network.cells_and_names()] == ["", "first", "second", "second.activation"]
+    assert not any(isinstance(cell, nn.Dense) for _, cell in network.cells_and_names())
     ms.save_checkpoint(network, str(tmp_path / "all.ckpt"))
     assert len(ms.load_checkpoint(str(tmp_path / "all.ckpt"))) == len(list(network.get_parameters())) == len(names) + 4
     x, cell, weights = normal(4, 7), network.first, [folded(network.first), folded(network.second)]

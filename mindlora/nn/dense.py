@@ -2,12 +2,22 @@
 import math
 import sys
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, get_context, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import HeUniform, initializer
+from mindspore.ops import functional
 
 from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError, MergeError, UnsupportedCellError
+from mindlora.nn.seeds import SeedDraw
+from mindlora.ops.backend import choose_for_cell
+from mindlora.ops.lora_delta import LoraDelta
+from mindlora.ops.lora_dropout import LoraDeltaWithDropout
+from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
+
+# Up to so many tokens, one pass over W beats MatMul and lora_delta: measured on a CPU (scripts/bench_ops.py); by the
+# arithmetic of a vector core on Ascend, where the cube multiplies W by more than one token faster.
+_DECODE_TOKENS = {"cpu": 8, "ascend": 1}
 
 LORA_A = "mindpet_delta_lora_a"
 LORA_B = "mindpet_delta_lora_b"
@@ -36,7 +46,12 @@ class LoRADense(nn.Cell):
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
         mindpet_delta_lora_b [out_channels, r].
 
+    The low-rank path is a fused operator where that is faster (see mindlora.ops): in training on a CPU it never is.
+    There the mask of the dropout is made again in the backward from a seed of four bytes, and neither it nor the
+    dropped x is kept; on other devices, and sharded, MindSpore's Dropout keeps both.
+
     Attributes:
+        choice (Choice): The path that was picked when the cell was made, and why.
         kept (tuple or None): While the adapter is merged (see merge_lora), W and B as they were, as NumPy arrays.
 
     Inputs:
@@ -105,8 +120,6 @@ class LoRADense(nn.Cell):
             _start(config.lora_a_init, [self.lora_rank, self.in_channels], param_type, "lora_a_init"), name=LORA_A)
         self.mindpet_delta_lora_b = Parameter(
             _start(config.lora_b_init, [self.out_channels, self.lora_rank], param_type, "lora_b_init"), name=LORA_B)
-        if self.dropout_rate > 0:
-            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
         self.lora_a_matmul = ops.MatMul(transpose_b=True)
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
         self.lora_mul = ops.Mul()
@@ -115,8 +128,24 @@ class LoRADense(nn.Cell):
         self.reshape = ops.Reshape()
         _carry_settings(cell, self)
         strategy = getattr(cell.matmul, "in_strategy", None)
+        self._pick_operators(sharded=strategy is not None)
         if strategy is not None:
             self._shard_lora(strategy)
+
+    def _pick_operators(self, sharded):
+        """Makes the fused operators that this cell can use, and its dropout."""
+        self.choice = choose_for_cell("lora_delta", self.lora_rank, self.dtype, sharded)
+        self.fused, self.trains_fused = self.choice.path != "composed", self.choice.path == "ascend"
+        self.decode_tokens = _DECODE_TOKENS.get(self.choice.path, 0)
+        if self.fused:
+            self.lora_delta = LoraDelta()
+            self.lora_linear = LoraLinearWithBias() if self.has_bias else LoraLinear()
+        self.reseeds = self.dropout_rate > 0 and not sharded and get_context("device_target") == "CPU"
+        if self.reseeds:
+            self.draw_seed, self.lora_delta_with_dropout = SeedDraw(), LoraDeltaWithDropout()
+            self.rate = Tensor([self.dropout_rate], mstype.float32)
+        elif self.dropout_rate > 0:
+            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
 
     def _shard_lora(self, base_strategy):
         """Derives the strategies of the low-rank path from ((tokens, in), (out, in)) of the base product."""
@@ -133,17 +162,42 @@ class LoRADense(nn.Cell):
         out_shape = x.shape[:-1] + (self.out_channels,)
         input_dtype = x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        y = self.matmul(x, self.cast(self.weight, self.dtype))
-        if self.has_bias:
-            y = self.bias_add(y, self.cast(self.bias, self.dtype))
-        if self.dropout_rate > 0:
-            x = self.lora_dropout(x)
-        low_rank = self.lora_a_matmul(x, self.cast(self.mindpet_delta_lora_a, self.dtype))
-        low_rank = self.lora_mul(low_rank, self.cast(self.scale, self.dtype))
-        y = self.lora_add(y, self.lora_b_matmul(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype)))
+        weight, a = self.cast(self.weight, self.dtype), self.cast(self.mindpet_delta_lora_a, self.dtype)
+        bias, b = self._bias(), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        if self._decodes(x):
+            y = self._decode(x, weight, a, b, bias)
+        else:
+            y = self.matmul(x, weight)
+            if self.has_bias:
+                y = self.bias_add(y, bias)
+            y = self._add_low_rank(y, x, a, b)
         if self.activation_flag:
             y = self.activation(y)
         return self.cast(self.reshape(y, out_shape), input_dtype)
+
+    def _bias(self):
+        return self.cast(self.bias, self.dtype) if self.has_bias else None
+
+    def _decodes(self, x):
+        """Whether a forward that does not train is known, when it is compiled, to be of a few tokens."""
+        return (self.fused and not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.decode_tokens)
+
+    def _decode(self, x, weight, a, b, bias):
+        scale = self.cast(self.scale, mstype.float32)
+        if self.has_bias:
+            return self.lora_linear(x, weight, a, b, scale, bias)
+        return self.lora_linear(x, weight, a, b, scale)
+
+    def _add_low_rank(self, y, x, a, b):
+        if self.dropout_rate > 0 and self.training:
+            if self.reseeds:
+                return self.lora_delta_with_dropout(y, x, a, b, self.cast(self.scale, mstype.float32),
+                                                    self.draw_seed(), self.rate)
+            x = self.lora_dropout(x)
+        if self.fused and (self.trains_fused or not self.training):
+            return self.lora_delta(y, x, a, b, self.cast(self.scale, mstype.float32))
+        low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.scale, self.dtype))
+        return self.lora_add(y, self.lora_b_matmul(low_rank, b))
 
     def lora_parameters(self):
         """Returns (A, B)."""

@@ -1,5 +1,6 @@
 """LoRADense against numpy: equation, gradients, starts, and what it takes over from the cell it replaces."""
 import copy
+import dataclasses
 import re
 
 import mindspore as ms
@@ -9,12 +10,14 @@ from mindspore import Tensor, nn
 from mindspore.common.initializer import Normal
 
 from mindlora import LoRADense, LoraConfig
-from mindlora.errors import ConfigError, UnsupportedCellError
+from mindlora.errors import BackendError, ConfigError, UnsupportedCellError
+from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from tests.helpers import WeightedSum, as_array, assert_close, lora_forward, randomize
 
 IN, OUT, RANK, ALPHA = 7, 5, 3, 4.5
 SCALE = ALPHA / RANK
 CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
+IN_GRAPH_MODE = pytest.mark.parametrize("mode", [ms.GRAPH_MODE], indirect=True)
 
 
 def relu(y):
@@ -71,7 +74,9 @@ def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape
     cell, activation = plain
     lora = LoRADense.from_dense(cell, CONFIG)
     x = normal(*shape)
+    lora.set_train()
     np.testing.assert_array_equal(lora(Tensor(x)).asnumpy(), cell(Tensor(x)).asnumpy())  # B is zero
+    lora.set_train(False)
     randomize(lora.lora_parameters(), seed=2)
     assert_close(lora(Tensor(x)), oracle(lora, x, activation))
 
@@ -366,8 +371,63 @@ def test_the_backward_drops_what_the_forward_dropped(mode):
 
 
 def test_without_dropout_there_is_no_cell_for_it():
-    assert not hasattr(LoRADense(IN, OUT, RANK, ALPHA), "lora_dropout")
-    assert isinstance(LoRADense(IN, OUT, RANK, ALPHA, 0.1).lora_dropout, nn.Dropout)
+    assert not hasattr(LoRADense(IN, OUT, RANK, ALPHA), "lora_delta_with_dropout")
+    assert isinstance(LoRADense(IN, OUT, RANK, ALPHA, 0.1).lora_delta_with_dropout, LoraDeltaWithDropout)
+
+
+def test_each_cell_and_each_call_drops_other_elements(mode):
+    ms.set_seed(5)
+    cells, x = [mask_cell().set_train() for _ in range(2)], Tensor(np.ones((50, 6), np.float32))
+    assert len({(cell(x).asnumpy() == 0).tobytes() for cell in cells for _ in range(2)}) == 4
+
+
+@IN_GRAPH_MODE
+def test_a_recomputed_forward_drops_what_the_forward_dropped(mode):
+    network = nn.SequentialCell(mask_cell(), mask_cell()).set_train()
+    network.recompute()
+    x = np.ones((50, 6), np.float32)
+    y, of_x = ms.value_and_grad(WeightedSum(network))(Tensor(x), Tensor(x))
+    assert_close(y, of_x.asnumpy().sum())  # the network is linear, so y is x * dy/dx
+
+
+# Fused operators ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("path", ["cpu", "composed"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("training", [True, False])
+def test_few_and_many_tokens_on_each_path(mode, plain, monkeypatch, library, path, dtype, training):
+    monkeypatch.setenv("MINDLORA_BACKEND", path)
+    cell, activation = plain
+    lora = adapted(cell, dataclasses.replace(CONFIG, compute_dtype=dtype)).set_train(training)
+    assert lora.choice.path == path
+    for tokens in (1, 8, 9):
+        x = normal(tokens, IN)
+        assert_close(lora(Tensor(x)), oracle(lora, x, activation), dtype=dtype)
+
+
+@IN_GRAPH_MODE
+def test_any_number_of_tokens_in_one_graph(mode, monkeypatch, library):
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    lora = adapted(nn.Dense(IN, OUT))
+    lora.set_inputs(Tensor(shape=(None, IN), dtype=ms.float32))
+    for tokens in (3, 1, 20):
+        x = normal(tokens, IN)
+        assert_close(lora(Tensor(x)), oracle(lora, x))
+
+
+@IN_GRAPH_MODE
+def test_what_fused_operators_cannot_take_is_composed_and_forced_is_refused(mode, monkeypatch, library):
+    many, sharded = nn.Dense(300, 300), nn.Dense(IN, OUT)
+    sharded.matmul.shard(((1, 1), (1, 1)))
+    cells = [(many, LoraConfig(lora_rank=257, lora_alpha=1), "rank is 257, and the fused operators take 1 to 256"),
+             (sharded, CONFIG, "the cell has a shard strategy")]
+    for cell, config, reason in cells:
+        monkeypatch.delenv("MINDLORA_BACKEND", raising=False)
+        lora = LoRADense.from_dense(cell, config)
+        assert lora.choice.path == "composed" and reason in lora.choice.reason
+        monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+        with pytest.raises(BackendError, match=f"MINDLORA_BACKEND is cpu, but {reason}"):
+            LoRADense.from_dense(cell, config)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------
@@ -490,7 +550,7 @@ def test_pipeline_stage_is_carried_over():
 def test_training_mode_is_carried_over(training):
     dense = nn.Dense(IN, OUT).set_train(training)
     lora = LoRADense.from_dense(dense, DROP)
-    assert lora.training is training and lora.lora_dropout.training is training
+    assert lora.training is training
 
 
 def test_a_copy_is_a_cell_of_its_own():

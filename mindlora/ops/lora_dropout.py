@@ -1,0 +1,140 @@
+"""lora_dropout: dropout by a hash of a seed, and lora_delta over it, whose backward keeps the seed and no mask."""
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.errors import BackendError
+from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
+from mindlora.ops.products import Products
+
+# As int32, which wraps as uint32 does.
+_ROW, _COLUMN, _FIRST, _SECOND = (value - 2**32 if value >= 2**31 else value
+                                  for value in (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B))
+
+
+class LoraDropout(nn.Cell):
+    r"""y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element, else 0.
+
+    The backward hashes again: dx = dropout(dy) with the same seed and rate.
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, K]; float32, float16 or bfloat16.
+        - **seed** (Tensor) - Shape [1], int32.
+        - **rate** (Tensor) - Shape [1], float32, in [0, 1).
+
+    Outputs:
+        Tensor [tokens, K] of the dtype of x.
+
+    Attributes:
+        choice (Choice): The path that was picked when the cell was made.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        RuntimeError: rate is out of range (raised by the kernel; the composed path cannot raise).
+
+    Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.choice = choose("lora_dropout")
+        self.path = self.choice.path
+        # Primitives alone: functions that stand in a forward cannot be compiled a second time for its backward.
+        self.exclusive_or, self.both, self.shift = ops.BitwiseXor(), ops.BitwiseAnd(), ops.RightShift()
+        self.range, self.select, self.zeros = ops.Range(), ops.Select(), ops.ZerosLike()
+        self.by_15, self.by_16 = Tensor(15, ms.int32), Tensor(16, ms.int32)
+        self.low_16, self.low_17, self.low_31 = (Tensor(2**bits - 1, ms.int32) for bits in (16, 17, 31))
+        self.kernel = make_kernel(self.path, "lora_dropout", 3)
+
+    def construct(self, x, seed, rate):
+        check_dtypes("lora_dropout", self.path, ("x",), (x.dtype,))
+        check_seed_dtypes(self.path, seed.dtype, rate.dtype)
+        if self.path != "composed":
+            return self.kernel(x, seed, rate)
+        row = ops.expand_dims(ops.cast(self.range(0, x.shape[0], 1), mstype.int32), 1)
+        column = ops.expand_dims(ops.cast(self.range(0, x.shape[1], 1), mstype.int32), 0)
+        h = self.mixed(self.mixed(row * _ROW + seed) + column * _COLUMN)
+        kept = self.both(h, self.low_31) >= ops.cast(rate * 2147483648.0, mstype.int32)
+        wide = ops.cast(x, mstype.float32)
+        return ops.cast(self.select(kept, wide * (1 / (1 - rate)), self.zeros(wide)), x.dtype)
+
+    def mixed(self, h):
+        """A bijection of int32 in which every bit of the result depends on every bit of h."""
+        # Of a shift to the right the bits that came in from the sign are cleared.
+        h = self.exclusive_or(h, self.both(self.shift(h, self.by_16), self.low_16)) * _FIRST
+        h = self.exclusive_or(h, self.both(self.shift(h, self.by_15), self.low_17)) * _SECOND
+        return self.exclusive_or(h, self.both(self.shift(h, self.by_16), self.low_16))
+
+    def bprop(self, x, seed, rate, out, dout):
+        return self.construct(dout, seed, rate), ops.zeros_like(seed), ops.zeros_like(rate)
+
+
+class LoraDeltaWithDropout(nn.Cell):
+    r"""y = y0 + ((dropout(x) A^T) * scale) B^T, with gradients for y0, x, A, B and scale.
+
+    The backward keeps the seed: neither a mask nor the dropped x outlives the forward. Of LoraDelta's equations, x is
+    dropout(x) in dA and dB, and dx = dropout(D A).
+
+    Inputs:
+        - **y0**, **x**, **a**, **b**, **scale** - As in LoraDelta; any rank.
+        - **seed**, **rate** - As in LoraDropout.
+
+    Outputs:
+        Tensor [tokens, N] of the dtype of y0.
+
+    Raises:
+        BackendError: As LoraDropout.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Srivastava et al., 2014.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.products, self.depend = LoraDropout(), Products(), ops.Depend()
+
+    def construct(self, y0, x, a, b, scale, seed, rate):
+        check_dtypes("lora_delta with dropout", self.dropout.path, ("y0", "x", "A", "B"),
+                     (y0.dtype, x.dtype, a.dtype, b.dtype))
+        low = self.products.times_transposed(self.dropout(x, seed, rate), a)
+        return self.products.sum_as(y0, self.products.times_transposed(self.products.scaled(low, scale), b))
+
+    def bprop(self, y0, x, a, b, scale, seed, rate, out, dout):
+        # Else the compiler would find that the forward asked the same, and keep its answer until now.
+        seed = self.depend(seed, dout)
+        dropped = self.dropout.construct(x, seed, rate)
+        d_dropped, da, db, dscale = self.products.low_rank_grad(dout, dropped, a, b, scale)
+        dx = self.dropout.construct(d_dropped, seed, rate)
+        return dout, dx, da, db, dscale, ops.zeros_like(seed), ops.zeros_like(rate)
+
+
+@constexpr
+def check_seed_dtypes(path, seed, rate):
+    """Raises BackendError unless the two are int32 and float32. Runs when a graph is compiled."""
+    for name, dtype, wanted in (("seed", seed, ms.int32), ("rate", rate, ms.float32)):
+        if dtype != wanted:
+            raise BackendError(f"lora_dropout ({path}): {name} is {dtype}: it must be {wanted}.")
+
+
+@constexpr
+def _cell():
+    return current_cell(LoraDropout, "lora_dropout")
+
+
+def lora_dropout(x, seed, rate):
+    r"""y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element, else 0.
+
+    Args:
+        x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.
+        seed (Tensor): Shape [1], int32.
+        rate (Tensor): Shape [1], float32, in [0, 1).
+
+    Returns:
+        Tensor [tokens, K] of the dtype of x.
+
+    Raises:
+        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+
+    Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
+    """
+    return _cell()(x, seed, rate)

@@ -1,0 +1,110 @@
+"""Benchmark: what dropout on the low-rank path costs in memory and time, here and in MindFormers' own LoRA.
+
+A forward and backward through a stack of linear layers with LoRA, in graph mode and float32 on a CPU, each side in
+processes of its own. Memory of activations: the largest resident memory of a process that runs all tokens, less that of
+one that runs a single token through the same network; so weights, the compiler and libraries fall out. The time is the
+median of the steps after the first, in the process that ran all tokens.
+    python scripts/bench_dropout.py --json figures.json
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("GLOG_v", "3")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+SIDES = {"mindlora, no dropout": ("mindlora", 0.0), "mindlora, dropout 0.05": ("mindlora", 0.05),
+         "MindFormers, no dropout": ("mindformers", 0.0), "MindFormers, dropout 0.05": ("mindformers", 0.05)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each kind; the sides take turns")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    parser.add_argument("--child", nargs=2, metavar=("SIDE", "TOKENS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(run(args, args.child[0], int(args.child[1]))))
+        return
+    found = {side: {"MiB": [], "ms": []} for side in SIDES}
+    for _ in range(args.rounds):
+        for side, figures in found.items():
+            whole, single = child(side, args.tokens), child(side, 1)
+            figures["MiB"].append(whole["MiB"] - single["MiB"])
+            figures["ms"].append(whole["ms"])
+    result = {side: {unit: statistics.median(values) for unit, values in figures.items()}
+              for side, figures in found.items()}
+    print(f"{args.layers} layers {args.width} x {args.width}, rank {args.rank}, {args.tokens} tokens; median of "
+          f"{args.rounds} processes; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
+    print(f"{'':<26}  {'activations':>12}  {'of no dropout':>13}  {'step':>8}  {'of no dropout':>13}")
+    for side, figures in result.items():
+        base = result[f"{side.partition(',')[0]}, no dropout"]
+        print(f"{side:<26}  {figures['MiB']:8.0f} MiB  {figures['MiB'] / base['MiB']:12.2f}x  {figures['ms']:5.0f} ms"
+              f"  {figures['ms'] / base['ms']:12.2f}x")
+    print("Goal: activations with dropout at most 1.05x of those without.")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"arguments": vars(args), "cores": os.cpu_count(), "sides": result, "all": found}, file, indent=2)
+
+
+def child(side, tokens):
+    """Runs one side in a process of its own."""
+    output = subprocess.run([sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", side, str(tokens)],
+                            check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def run(args, side, tokens):
+    """Returns the largest resident memory in MiB and the median time of a step in ms."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor, nn
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    layer, rate = SIDES[side][0], SIDES[side][1]
+    network = nn.SequentialCell(*[LAYERS[layer](args.width, args.rank, rate) for _ in range(args.layers)])
+    for parameter in network.get_parameters():
+        parameter.requires_grad = "lora" in parameter.name
+        parameter.set_data(Tensor(np.full(parameter.shape, 1e-3, np.float32)))
+    network.set_train()
+
+    def total(x):
+        return network(x).sum()
+
+    step = ms.value_and_grad(total, None, network.trainable_params())
+    x, times = Tensor(np.ones((tokens, args.width), np.float32)), []
+    for _ in range(5):
+        start = time.perf_counter()
+        float(step(x)[0])
+        times.append(1000 * (time.perf_counter() - start))
+    with open("/proc/self/status", encoding="utf-8") as status:
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    return {"MiB": peak / 1024, "ms": statistics.median(times[1:])}
+
+
+def our_layer(width, rank, rate):
+    """A linear layer with mindlora's LoRA."""
+    from mindlora import LoRADense
+    return LoRADense(width, width, rank, 2 * rank, rate, has_bias=False)
+
+
+def their_layer(width, rank, rate):
+    """A linear layer with the LoRA that MindFormers puts on it."""
+    import mindspore as ms
+    from mindpet.delta.lora import LoRADense
+    return LoRADense(width, width, rank, 2 * rank, rate, has_bias=False, compute_dtype=ms.float32)
+
+
+LAYERS = {"mindlora": our_layer, "mindformers": their_layer}
+
+if __name__ == "__main__":
+    main()
