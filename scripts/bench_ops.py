@@ -1,4 +1,4 @@
-"""Benchmark: the operators of mindlora.ops on a CPU, in graph mode and float32, beside the frozen layer alone.
+"""Benchmark: the operators of mindlora.ops in graph mode, beside the frozen layer alone; float32, float16 on an NPU.
 
 The sides of a table take turns in one process, in every order, on the same data. Each figure is the median over the
 rounds; each ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides
@@ -6,6 +6,7 @@ of a round alike. Beside the time on the clock stands the time that the process 
 table holds its base twice: how far the ratio of the two is from 1 is how far a ratio there can be trusted.
     python scripts/bench_ops.py --json figures.json
     python scripts/bench_ops.py --quick
+    python scripts/bench_ops.py --device Ascend --json figures.json
 """
 import argparse
 import functools
@@ -25,11 +26,14 @@ import mindspore as ms  # noqa: E402  pylint: disable=wrong-import-position
 import numpy as np  # noqa: E402  pylint: disable=wrong-import-position
 from mindspore import Parameter, Tensor, nn, ops  # noqa: E402  pylint: disable=wrong-import-position
 
+from mindlora import LoraConfig, LoRADense  # noqa: E402  pylint: disable=wrong-import-position
 from mindlora.ops import (LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite,  # noqa: E402
                           backend_report)
 
 RANK, WARM_UP = 16, 4
-BASE, AGAIN = "base", "base, again"
+# The path of the kernels and the dtype, by device.
+DEVICES = {"CPU": ("cpu", ms.float32), "Ascend": ("ascend", ms.float16)}
+BASE, AGAIN, CELL = "base", "base, again", "LoRADense"
 
 
 def main():
@@ -37,9 +41,10 @@ def main():
     parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
     parser.add_argument("--only", choices=["forward", "training", "many"], help="one part alone")
+    parser.add_argument("--device", choices=list(DEVICES), default="CPU", help="default: CPU")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
-    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    ms.set_context(mode=ms.GRAPH_MODE, device_target=args.device)
     rounds, tables = args.rounds or (5 if args.quick else 40), []
     print("{cpu}, {cores} cores, MindSpore {mindspore}, load {load_average}\n".format(**machine()))
     print(f"{backend_report()}\n")
@@ -59,13 +64,15 @@ def forward(quick, rounds):
         for tokens in (1, 4, 8, 512):
             sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers),
                      "composed": Layers(functools.partial(WithDelta, "composed"), width, layers),
-                     "lora_delta (cpu)": Layers(functools.partial(WithDelta, "cpu"), width, layers)}
+                     f"lora_delta ({kernels()})": Layers(functools.partial(WithDelta, kernels()), width, layers),
+                     CELL: Layers(adapted_cell, width, layers)}
             if tokens <= 8:
                 # The same GEMV with next to no delta: what is fused, apart from what is a faster product.
                 sides["GEMV, rank 1"] = Layers(functools.partial(Fused, 1), width, layers)
-                sides["lora_linear (cpu)"] = Layers(functools.partial(Fused, RANK), width, layers)
+                sides[f"lora_linear ({kernels()})"] = Layers(functools.partial(Fused, RANK), width, layers)
             x = normal(tokens, width)
-            ratios = {"lora_linear / GEMV, rank 1": ("lora_linear (cpu)", "GEMV, rank 1")} if tokens <= 8 else {}
+            pair = (f"lora_linear ({kernels()})", "GEMV, rank 1")
+            ratios = {"lora_linear / GEMV, rank 1": pair} if tokens <= 8 else {}
             yield compare(f"forward, {layers} layers {width} x {width}, rank {RANK}, {tokens} tokens", sides, (x,),
                           rounds, "goal: 1.03", ratios)
 
@@ -76,7 +83,8 @@ def training(quick, rounds):
     sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers),
              "composed, autodiff": Layers(PlainDelta, width, layers),
              "composed, own backward": Layers(functools.partial(WithDelta, "composed"), width, layers),
-             "lora_delta (cpu)": Layers(functools.partial(WithDelta, "cpu"), width, layers)}
+             f"lora_delta ({kernels()})": Layers(functools.partial(WithDelta, kernels()), width, layers),
+             CELL: Layers(adapted_cell, width, layers).set_train()}
     steps = {side: Step(network) for side, network in sides.items()}
     yield compare(f"forward and backward, {layers} frozen layers {width} x {width}, rank {RANK}, {tokens} tokens",
                   steps, (normal(tokens, width),), rounds, "goal: 1.04")
@@ -98,7 +106,9 @@ def many(quick, rounds):
 
     width = 128 if quick else 1024
     sides, rng = {}, np.random.default_rng(0)
-    for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), ("10,000 registered", 10000)):
+    # An NPU's kernel finds the rows of an adapter by a table on the chip, which has no room for so many.
+    most = 10000 if kernels() == "cpu" else 8000
+    for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), (f"{most:,} registered", most)):
         pool = Pool(slots, 8, width)
         sides[name] = Served(Layers(Base, width, 1), pool, np.resize(rng.permutation(slots)[:10], 32).astype(np.int32))
     yield compare(f"base + multi_lora_delta, 32 rows of 10 adapters, width {width}, rank 8; base: 10 registered", sides,
@@ -118,7 +128,17 @@ def many(quick, rounds):
 
 def normal(*shape):
     """Returns normal values of size 1 / sqrt(last axis), so that layers keep the size of what goes through them."""
-    return Tensor((np.random.default_rng(0).standard_normal(shape, np.float32) / shape[-1] ** 0.5))
+    return Tensor(np.random.default_rng(0).standard_normal(shape, np.float32) / shape[-1] ** 0.5, dtype())
+
+
+def kernels():
+    """Returns the path of the kernels on this device."""
+    return DEVICES[ms.get_context("device_target")][0]
+
+
+def dtype():
+    """Returns the dtype in which this device is measured."""
+    return DEVICES[ms.get_context("device_target")][1]
 
 
 @functools.lru_cache(maxsize=None)
@@ -167,14 +187,21 @@ class WithDelta(Lora):
 
 
 class Fused(Lora):
-    """lora_linear in C++."""
+    """lora_linear as one kernel."""
 
     def __init__(self, rank, width, index):
         super().__init__(width, index, rank)
-        self.linear = on_path(LoraLinear, "cpu")
+        self.linear = on_path(LoraLinear, kernels())
 
     def construct(self, x):
         return self.linear(x, self.weight, self.a, self.b, self.scale)
+
+
+def adapted_cell(width, index):
+    """Returns what users get: a linear cell with LoRA on it, on the path that it picks by itself."""
+    dense = nn.Dense(width, width, has_bias=False, dtype=dtype())
+    dense.weight = frozen(width, index)
+    return LoRADense.from_dense(dense, LoraConfig(lora_rank=RANK, lora_alpha=RANK / 2, lora_b_init="normal"))
 
 
 class Layers(nn.Cell):
@@ -221,7 +248,7 @@ class Pool(nn.Cell):
 
     def __init__(self, slots, max_rank, width):
         super().__init__()
-        self.pool = Parameter(Tensor(np.full((slots, max_rank, 2 * width), 1 / width, np.float32)))
+        self.pool = Parameter(Tensor(np.full((slots, max_rank, 2 * width), 1 / width, np.float32), dtype()))
         self.ranks = Parameter(Tensor(np.full(slots, max_rank, np.int32)), requires_grad=False)
         self.scales = Parameter(Tensor(np.full(slots, 0.5, np.float32)), requires_grad=False)
 
@@ -232,7 +259,7 @@ class Served(nn.Cell):
     def __init__(self, base, pool, indices):
         super().__init__()
         self.base, self.pool, self.indices = base, pool, Tensor(indices)
-        self.delta = on_path(MultiLoraDelta, "cpu")
+        self.delta = on_path(MultiLoraDelta, kernels())
 
     def construct(self, x):
         return self.delta(self.base(x), x, self.pool.pool, self.pool.ranks, self.pool.scales, self.indices)

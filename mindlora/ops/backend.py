@@ -16,15 +16,25 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
+from mindlora.ops import ascend
 
-OPS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write")
+# The operators and their names in the CPU library and in CANN.
+OP_TYPES = {"lora_delta": "LoraDelta", "lora_dropout": "LoraDropout", "lora_linear": "LoraLinear",
+            "multi_lora_delta": "MultiLoraDelta", "multi_lora_slot_write": "MultiLoraSlotWrite",
+            "nf4_linear": "Nf4Linear"}
+OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"
 # Where build.py puts it; not imported from there, or `python -m mindlora.ops.build` would import it twice.
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libmindlora_cpu.so")
 DTYPES = (ms.float32, ms.float16, ms.bfloat16)
+# The largest rank of the kernels.
+MAX_RANK = 256
+# Worth a call in PyNative too. A write copies r rows, where plain operators write max_rank of them, and no bfloat16; to
+# drop elements by a hash takes them fifteen passes, and they decode a 4-bit weight into memory.
+_ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 1
+_LIBRARY_VERSION = 3
 _COMPOSED_ON_CPU = "; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 MatMul or Mul"
 
 
@@ -83,30 +93,69 @@ def choose(op: str) -> Choice:
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
     if forced == "composed":
         return Choice(op, "composed", f"{VARIABLE} asks for it{note}")
-    if forced == "ascend":
-        raise BackendError(f"{VARIABLE} is ascend, but the Ascend kernels are not built: this version of mindlora "
-                           f"has none that MindSpore can call. Unset it, or set it to cpu or composed.")
-    if forced not in ("", "cpu"):
+    if forced not in ("", "ascend", "cpu"):
         raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
-    problem = _cpu_problem(device)
-    if forced == "cpu":
-        if problem:
-            raise BackendError(f"{VARIABLE} is cpu, but {problem}.")
-        return Choice(op, "cpu", f"{VARIABLE} asks for it")
-    if device == "Ascend":
-        return Choice(op, "composed", "the Ascend kernels are not built")
+    path = forced or ("ascend" if device == "Ascend" else "cpu")
+    if path == "ascend" and device == "Ascend" and OP_TYPES[op] not in ascend.SIGNATURES:
+        return Choice(op, "composed", "it has no Ascend kernel")
+    problem = _ascend_problem(op, device) if path == "ascend" else _cpu_problem(device)
+    if forced and problem:
+        raise BackendError(f"{VARIABLE} is {forced}, but {problem}.")
+    if forced:
+        return Choice(op, path, f"{VARIABLE} asks for it")
     if problem:
         return Choice(op, "composed", problem + note)
-    if ms.get_context("mode") == ms.PYNATIVE_MODE and op != "multi_lora_slot_write":
+    if path == "ascend":
+        return Choice(op, "ascend", "Ascend C, from the operator package that CANN finds")
+    if ms.get_context("mode") == ms.PYNATIVE_MODE and op not in _ONE_PASS:
         return Choice(op, "composed", f"in PyNative a call of a custom operator costs more than it saves{note}")
-    # A write copies r rows; plain operators write max_rank of them, and no bfloat16.
-    return Choice(op, "cpu", f"{'one copy' if op == 'multi_lora_slot_write' else 'graph mode'} on a CPU, {LIBRARY}")
+    return Choice(op, "cpu", f"{_ONE_PASS.get(op, 'graph mode')} on a CPU, {LIBRARY}")
+
+
+def choose_for_cell(op: str, rank: int, dtype, sharded: bool) -> Choice:
+    """Picks the path of an operator for one cell, which may be such that only plain operators can serve it.
+
+    Args:
+        op (str): One of OPS.
+        rank (int): Of the cell's adapter.
+        dtype (mindspore.dtype): In which the cell computes.
+        sharded (bool): Whether the cell has a shard strategy.
+
+    Returns:
+        Choice.
+
+    Raises:
+        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had for this cell.
+    """
+    choice, problem = choose(op), ""
+    if sharded:
+        problem = "the cell has a shard strategy, which fused operators cannot follow"
+    elif rank > MAX_RANK:
+        problem = f"rank is {rank}, and the fused operators take 1 to {MAX_RANK}"
+    elif dtype not in DTYPES:
+        problem = f"the cell computes in {dtype}, and the fused operators in Float32, Float16 or BFloat16"
+    if choice.path == "composed" or not problem:
+        return choice
+    if os.environ.get(VARIABLE):
+        raise BackendError(f"{VARIABLE} is {choice.path}, but {problem}.")
+    return Choice(op, "composed", problem)
+
+
+def _ascend_problem(op, device) -> Optional[str]:
+    """Returns why the Ascend kernel of an operator cannot be used, or None."""
+    if device != "Ascend":
+        return f"device_target is {device}"
+    return ascend.problem(OP_TYPES[op]) or _library_problem()
 
 
 def _cpu_problem(device) -> Optional[str]:
     """Returns why the CPU library cannot be used, or None. MindSpore itself would find out at the first call."""
     if device != "CPU":
         return f"device_target is {device}"
+    return _library_problem()
+
+
+def _library_problem() -> Optional[str]:
     if not os.path.exists(LIBRARY):
         return f"{LIBRARY} is missing: build it with `python -m mindlora.ops.build`"
     allowed = os.environ.get("MS_CUSTOM_AOT_WHITE_LIST")
@@ -153,6 +202,22 @@ class CpuKernel(ops.Custom):
     def __deepcopy__(self, memo):
         # ops.Custom cannot be copied; cells that hold it are.
         return type(self)(*self._arguments)
+
+
+def make_kernel(path, op, inputs, writes=False):
+    """Returns the primitive of an operator on a path, None on the composed one.
+
+    Args:
+        path (str): ascend, cpu or composed.
+        op (str): One of OPS.
+        inputs (int): How many tensors it takes.
+        writes (bool): Whether it writes into an input. Default: False.
+    """
+    if path == "composed":
+        return None
+    if path == "ascend":
+        return ascend.AscendKernel(OP_TYPES[op], LIBRARY, writes)
+    return CpuKernel(OP_TYPES[op], inputs, writes)
 
 
 @constexpr

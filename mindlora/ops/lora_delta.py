@@ -3,7 +3,7 @@ from mindspore import nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
 from mindlora.ops.products import Products
 
 _NAMES = ("y0", "x", "A", "B")
@@ -18,7 +18,7 @@ class LoraDelta(nn.Cell):
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
         - **x** (Tensor) - Shape [tokens, K], dtype of y0.
-        - **a** (Tensor) - Shape [r, K], dtype of y0; on the cpu path r is 1 to 256.
+        - **a** (Tensor) - Shape [r, K], dtype of y0; r is 1 to 256, any on the composed path.
         - **b** (Tensor) - Shape [N, r], dtype of y0.
         - **scale** (Tensor) - One number, float32.
 
@@ -40,12 +40,11 @@ class LoraDelta(nn.Cell):
         self.choice = choose("lora_delta")
         self.path = self.choice.path
         self.products = Products()
-        if self.path == "cpu":
-            self.kernel = CpuKernel("LoraDelta", 5)
+        self.kernel = make_kernel(self.path, "lora_delta", 5)
 
     def construct(self, y0, x, a, b, scale):
         check_dtypes("lora_delta", self.path, _NAMES, (y0.dtype, x.dtype, a.dtype, b.dtype))
-        if self.path == "cpu":
+        if self.path != "composed":
             return self.kernel(y0, x, a, b, scale)
         low = self.products.scaled(self.products.times_transposed(x, a), scale)
         return self.products.sum_as(y0, self.products.times_transposed(low, b))

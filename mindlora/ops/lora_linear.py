@@ -3,7 +3,7 @@ from mindspore import nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
 from mindlora.ops.products import Products
 
 _NAMES = ("x", "W", "A", "B", "bias")
@@ -18,7 +18,7 @@ class LoraLinear(nn.Cell):
     Inputs:
         - **x** (Tensor) - Shape [tokens, K]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
         - **w** (Tensor) - Shape [N, K], dtype of x.
-        - **a** (Tensor) - Shape [r, K], dtype of x; on the cpu path r is 1 to 256.
+        - **a** (Tensor) - Shape [r, K], dtype of x; r is 1 to 256, any on the composed path.
         - **b** (Tensor) - Shape [N, r], dtype of x.
         - **scale** (Tensor) - One number, float32.
 
@@ -42,13 +42,15 @@ class LoraLinear(nn.Cell):
         self.choice = choose("lora_linear")
         self.path = self.choice.path
         self.products = Products()
-        if self.path == "cpu":
-            self.kernel = CpuKernel("LoraLinear", self.inputs)
+        self.kernel = make_kernel(self.path, "lora_linear", self.inputs)
 
     def construct(self, x, w, a, b, scale):
         check_dtypes("lora_linear", self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype))
         if self.path == "cpu":
             return self.kernel(x, w, a, b, scale)
+        if self.path == "ascend":
+            # There ops.Custom cannot leave an input out: a matrix in the place of the bias means that there is none.
+            return self.kernel(x, w, a, b, scale, b)
         return ops.cast(self.composed(x, w, a, b, scale), x.dtype)
 
     def composed(self, x, w, a, b, scale):
@@ -83,7 +85,7 @@ class LoraLinearWithBias(LoraLinear):
 
     def construct(self, x, w, a, b, scale, bias):
         check_dtypes("lora_linear", self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype, bias.dtype))
-        if self.path == "cpu":
+        if self.path != "composed":
             return self.kernel(x, w, a, b, scale, bias)
         return ops.cast(self.composed(x, w, a, b, scale) + self.products.wide(bias), x.dtype)
 

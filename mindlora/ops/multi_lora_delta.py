@@ -5,7 +5,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
-from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
 
 _NAMES = ("y0", "x", "pool")
 
@@ -49,13 +49,12 @@ class MultiLoraDelta(nn.Cell):
         self.path = self.choice.path
         self.widen = ms.get_context("device_target") == "CPU"
         self.batch = ops.BatchMatMul()
-        if self.path == "cpu":
-            self.kernel = CpuKernel("MultiLoraDelta", 6)
+        self.kernel = make_kernel(self.path, "multi_lora_delta", 6)
 
     def construct(self, y0, x, pool, ranks, scales, indices):
         check_dtypes("multi_lora_delta", self.path, _NAMES, (y0.dtype, x.dtype, pool.dtype))
         check_index_dtypes("multi_lora_delta", self.path, ranks.dtype, scales.dtype, indices.dtype)
-        if self.path == "cpu":
+        if self.path != "composed":
             return self.kernel(y0, x, pool, ranks, scales, indices)
         return self.composed(y0, x, pool, ranks, scales, indices)
 

@@ -5,7 +5,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
-from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
 
 _NAMES = ("pool", "packed")
 
@@ -54,12 +54,11 @@ class MultiLoraSlotWrite(nn.Cell):
         self.path = self.choice.path
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.update = ops.ScatterUpdate()
-        if self.path == "cpu":
-            self.kernel = CpuKernel("MultiLoraSlotWrite", 6, writes=True)
+        self.kernel = make_kernel(self.path, "multi_lora_slot_write", 6, writes=True)
 
     def construct(self, pool, ranks, scales, slot, packed, scale):
         check_dtypes("multi_lora_slot_write", self.path, _NAMES, (pool.dtype, packed.dtype))
-        if self.path == "cpu":
+        if self.path != "composed":
             return self.kernel(pool, ranks, scales, slot, packed, scale)
         if self.on_cpu:
             check_written_on_cpu(pool.dtype)

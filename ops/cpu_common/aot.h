@@ -19,7 +19,7 @@ namespace mindlora {
 constexpr int64_t kMaxRank = 256;
 
 [[noreturn]] inline void Refuse(const char* op, const std::string& why) {
-  throw std::runtime_error(std::string("mindlora ") + op + " (cpu): " + why);
+  throw std::runtime_error(std::string("mindlora ") + op + ": " + why);
 }
 
 // The shapes of one call, with checks that let unknown dimensions pass: they are made again when all are known.

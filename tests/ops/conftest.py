@@ -5,20 +5,10 @@ import os
 import pytest
 
 from tests.conftest import ROOT
+from tests.ops.paths import PATHS
 
 
-@pytest.fixture(scope="session")
-def library():
-    """The CPU library, built where it is missing or older than its sources."""
-    # Imported here: tests/ops/ascendc_model needs no MindSpore.
-    from mindlora.ops import build
-    from tests.ops import native
-    if not build.is_current():
-        build.build()
-    return native.library()
-
-
-@pytest.fixture(params=["cpu", "composed"])
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch, library):
     """Forces each path that can be had on this machine."""
     monkeypatch.setenv("MINDLORA_BACKEND", request.param)
@@ -38,8 +28,8 @@ def isa(request, library):
 
 @pytest.fixture
 def reference(request, library):
-    """The reference.py of the operator that the test file is named after."""
-    op = request.module.__name__.rpartition("test_")[2]
+    """The reference.py of the operator that the test file is named after, or that it calls OPERATOR."""
+    op = getattr(request.module, "OPERATOR", request.module.__name__.rpartition("test_")[2])
     spec = importlib.util.spec_from_file_location(f"reference_{op}", os.path.join(ROOT, "ops", op, "reference.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

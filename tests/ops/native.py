@@ -6,6 +6,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from mindlora.ops.build import LIBRARY
+from tests.ops.paths import PATHS
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Half a unit in the last place, relative: what rounding a float32 result to the dtype may cost.
@@ -42,8 +43,8 @@ def _decode(stored, dtype):
 
 def _guarded(stored, dtype):
     """Returns (whole, inner): a copy of ``stored`` between elements that spoil every sum that they enter."""
-    poison = np.full(_GUARD, np.nan, np.float32) if dtype != "int32" else np.full(_GUARD, 2 ** 30, np.int32)
-    poison = _encode(poison, dtype) if dtype != "int32" else poison
+    largest = {"int32": 2 ** 30, "uint8": 255}
+    poison = np.full(_GUARD, largest[dtype], dtype) if dtype in largest else _encode(np.full(_GUARD, np.nan), dtype)
     whole = np.concatenate([poison, stored.reshape(-1), poison])
     return whole, whole[_GUARD:len(whole) - _GUARD].reshape(stored.shape)
 
@@ -110,4 +111,6 @@ def assert_near(actual, expected, dtype, terms=1):
         terms (int): How many products of numbers of size 1 are summed. Default: 1.
     """
     assert actual.shape == expected.shape
-    np.testing.assert_allclose(actual, expected, rtol=1.01 * ROUNDING[dtype], atol=4e-7 * max(1, terms))
+    # An NPU's cube multiplies 16-bit numbers: the low-rank rows are rounded before they meet B.
+    cube = ROUNDING[dtype] if PATHS[0] == "ascend" and dtype != "float32" else 0
+    np.testing.assert_allclose(actual, expected, rtol=1.01 * ROUNDING[dtype], atol=(4e-7 + cube) * max(1, terms))

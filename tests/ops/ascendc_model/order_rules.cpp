@@ -110,6 +110,26 @@ RULE(barrier_of_one_pipe)
     }
     Adds(a, a, 1.0f, 64);
 }
+RULE(queue_buffers_in_turn)
+{
+    In queue;
+    env.pipe.InitBuffer(queue, 2, 256);
+    const auto a = env.Ones(64);
+    for (int i = 0; i < 2; ++i) {
+        auto b = queue.AllocTensor<float>();
+        if (i == 1) {  // the second buffer: its owner has not waited for the vector instruction on the first
+            if (!env.bad) {
+                PipeBarrier<PIPE_ALL>();
+            }
+            DataCopy(a, env.x, 64);
+        }
+        DataCopy(b, env.x, 64);
+        queue.EnQue(b);
+        b = queue.DeQue<float>();
+        Add(b, b, a, 64);
+        queue.FreeTensor(b);
+    }
+}
 RULE(queue_not_used_for_order)
 {
     In queue;

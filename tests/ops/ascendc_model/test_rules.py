@@ -101,6 +101,7 @@ ORDER_RULES = [
     ("chain", r"DataCopy: RAW hazard: src \(PIPE_MTE3\).*DataCopy \(PIPE_MTE2\) writes.*MTE2_MTE3", {}),
     ("second_reader", r"DataCopy: RAW hazard: src \(PIPE_MTE3\).*DataCopy \(PIPE_MTE2\) writes.*MTE2_MTE3", {}),
     ("barrier_of_one_pipe", r"RAW hazard.*MTE2_V", {}),
+    ("queue_buffers_in_turn", r"WAR hazard|WAW hazard", {}),
     ("queue_not_used_for_order", r"RAW hazard.*VECIN queue 0 buffer 0.*MTE2_V", {}),
     ("waw_in_to_in", r"WAW hazard.*\[0, 256\).*on the same pipe, without PipeBarrier<PIPE_MTE2>", {}),
     ("waw_out_to_out", r"WAW hazard.*of GM buffer y.*on the same pipe, without PipeBarrier<PIPE_MTE3>", {}),

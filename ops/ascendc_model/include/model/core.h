@@ -69,6 +69,7 @@ struct QueueState {
     pipe_t consumer = PIPE_S;
     int depth = 0;
     std::vector<QueueBuffer> buffers;
+    size_t next = 0;  // the buffer whose turn it is
     std::vector<size_t> fifo;
 };
 

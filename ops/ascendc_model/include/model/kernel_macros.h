@@ -68,4 +68,7 @@ inline int64_t GetSubBlockNum() { return ascendc_model::Me().perBlock; }
 inline int64_t GetTaskRatio() { return ascendc_model::Me().perBlock; }
 inline int64_t GetTaskRation() { return GetTaskRatio(); }  // the name in older documents
 
+// The system's part of the workspace is empty here.
+inline GM_ADDR GetUserWorkspace(GM_ADDR workspace) { return workspace; }
+
 }  // namespace AscendC

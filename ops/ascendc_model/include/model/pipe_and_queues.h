@@ -73,8 +73,12 @@ public:
         using namespace ascendc_model;
         QueueState& queue = State("AllocTensor");
         static_assert(depth > 0, "depth 0 (tensors in place) is not modelled");
-        for (QueueBuffer& buffer : queue.buffers) {
+        // Buffers are handed out in turn, or work on the second would never overlap with work on the first.
+        for (size_t i = 0; i < queue.buffers.size(); ++i) {
+            const size_t index = (queue.next + i) % queue.buffers.size();
+            QueueBuffer& buffer = queue.buffers[index];
             if (buffer.state == QueueBuffer::kIdle) {
+                queue.next = index + 1;
                 buffer.state = QueueBuffer::kAllocated;
                 if (!buffer.released.empty()) {
                     TheDevice().clocks.Learn(MyThread(queue.producer), buffer.released);

@@ -1,0 +1,115 @@
+"""The Ascend C kernels: what keeps them from being used on this machine, and how MindSpore calls them.
+
+scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore finds it where
+CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. Shapes are inferred by
+the CPU library, so that both devices refuse the same shapes with the same words, and dynamic shapes work.
+"""
+import json
+import os
+import shutil
+from typing import Optional
+
+from mindspore import ops
+from mindspore._c_expression import MSContext
+from mindspore.ops import CustomRegOp, DataType
+
+# What is built, as --soc of build_ascend.sh and MindSpore name it: Atlas A2 and Atlas A3.
+SOCS = ("ascend910b", "ascend910_93")
+# Where build_ascend.sh puts the package unless it is told otherwise.
+PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "vendors", "mindlora")
+# The inputs of each kernel; T is float32, float16 or bfloat16, the same for all.
+_T = None
+SIGNATURES = {
+    "LoraDelta": {"y0": _T, "x": _T, "a": _T, "b": _T, "scale": DataType.F32_Default},
+    "LoraLinear": {"x": _T, "w": _T, "a": _T, "b": _T, "scale": DataType.F32_Default, "bias": _T},
+    "MultiLoraDelta": {"y0": _T, "x": _T, "pool": _T, "ranks": DataType.I32_Default,
+                       "scales": DataType.F32_Default, "indices": DataType.I32_Default},
+    "MultiLoraSlotWrite": {"pool": _T, "ranks": DataType.I32_Default, "scales": DataType.F32_Default,
+                           "slot": DataType.I32_Default, "packed": _T, "scale": DataType.F32_Default},
+}
+# Of the kernels whose output is no T.
+_OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
+
+
+def problem(op_type) -> Optional[str]:
+    """Returns why the kernel of an operator cannot be called on this machine, or None.
+
+    Args:
+        op_type (str): Its name in SIGNATURES, which is also its name in CANN.
+    """
+    soc = MSContext.get_instance().get_ascend_soc_version()
+    if soc not in SOCS:
+        return f"the NPU is {soc or 'unknown'}, and the kernels are built for {' and '.join(SOCS)}"
+    opp = os.environ.get("ASCEND_OPP_PATH")
+    if not opp:
+        return "ASCEND_OPP_PATH is not set: source CANN's set_env.sh before Python starts"
+    if shutil.which("g++") is None:
+        return "there is no g++, with which MindSpore compiles its call of a custom operator"
+    packages = _packages(opp)
+    found = [package for package in packages if op_type in _operators(package, soc)]
+    if not found and op_type in _operators(PACKAGE, soc):
+        return f"the kernels are not registered: `source {PACKAGE}/bin/set_env.bash` before Python starts"
+    if not found:
+        return (f"{op_type} for {soc} is in none of {', '.join(packages) or 'no operator package'}: build the kernels "
+                f"with scripts/build_ascend.sh --soc {soc}, then source the set_env.bash that it names")
+    library = os.path.join(found[0], "op_api", "lib", "libcust_opapi.so")
+    if not os.path.exists(library):
+        return f"{library} is missing: build the kernels again with scripts/build_ascend.sh"
+    return None
+
+
+def _packages(opp):
+    """Returns the folders of the operator packages that CANN and MindSpore look at, in their order."""
+    folders = [folder for folder in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if folder]
+    vendors = os.path.join(opp, "vendors")
+    try:
+        with open(os.path.join(vendors, "config.ini"), encoding="utf-8") as file:
+            order = next((line.partition("=")[2] for line in file if line.startswith("load_priority")), "")
+    except OSError:
+        order = ""
+    return folders + [os.path.join(vendors, name.strip()) for name in order.split(",") if name.strip()]
+
+
+def _operators(package, soc):
+    """Returns the names of the operators that a package has for an NPU."""
+    path = os.path.join(package, "op_impl", "ai_core", "tbe", "config", soc, f"aic-{soc}-ops-info.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return set(json.load(file))
+    except (OSError, ValueError):
+        return set()
+
+
+def registration(op_type) -> dict:
+    """Returns what MindSpore is told of a kernel: its inputs, its output and their dtypes."""
+    inputs = SIGNATURES[op_type]
+    info = CustomRegOp(op_type)
+    for i, name in enumerate(inputs):
+        info.input(i, name, "required")
+    info.output(0, "output", "required")
+    for element in (DataType.F32_Default, DataType.F16_Default, DataType.BF16_Default):
+        info.dtype_format(*[dtype or element for dtype in inputs.values()], _OUTPUTS.get(op_type, element))
+    return info.target("Ascend").get_op_info()
+
+
+class AscendKernel(ops.Custom):
+    """A kernel of the operator package as a primitive, with one output.
+
+    MindSpore compiles its call with g++ when the primitive is made, and calls CANN's aclnn<op_type>.
+
+    Args:
+        op_type (str): Its name in SIGNATURES.
+        library (str): The CPU library, which infers shapes and types.
+        writes (bool): Whether it writes into an input, so that what reads that input must keep its place before or
+            behind it. Default: False.
+    """
+
+    def __init__(self, op_type, library, writes=False):
+        self._arguments = (op_type, library, writes)
+        super().__init__(f"{library}:{op_type}", None, None, "aot", reg_info=registration(op_type))
+        if writes:
+            self.add_prim_attr("side_effect_mem", True)
+
+    def __deepcopy__(self, memo):
+        # ops.Custom cannot be copied; cells that hold it are.
+        return type(self)(*self._arguments)

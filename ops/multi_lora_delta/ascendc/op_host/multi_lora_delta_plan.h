@@ -1,0 +1,71 @@
+// How multi_lora_delta is launched: what can be known without the indices.
+#pragma once
+
+#include <algorithm>
+
+#include "../op_kernel/multi_lora_delta_tiling.h"
+#include "ascendc_common/plan.h"
+#include "ascendc_common/prefill_plan.h"
+
+namespace mindlora {
+
+struct MultiLoraDeltaSizes {
+    int64_t tokens;
+    int64_t slots;
+    int64_t maxRank;
+    int64_t in;   // K
+    int64_t out;  // N
+};
+
+inline uint64_t RoundUp8(uint64_t number)
+{
+    return (number + 7) / 8 * 8;
+}
+
+constexpr uint64_t kDecodeRound = 512;      // tokens at a time
+constexpr uint32_t kDecodeExchange = 24;    // the bytes of the exchange: about 4% more
+constexpr uint32_t kDecodeRepeats = 10240;  // a few microseconds of arithmetic
+
+// A row of the pool is stepped over by a 32-bit number of bytes.
+constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
+
+constexpr uint32_t kLeastPrefill = 129;     // tokens; so many are hardly a row each of as many requests
+
+// Of the table in UB that finds rows of one adapter.
+inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
+{
+    const uint64_t buffers = kDecodeBuffers * kDecodeTile * sizeof(float);
+    return static_cast<int64_t>((chip.unifiedBuffer - buffers) / sizeof(int32_t) - kDecodeTables * kDecodeRound) -
+        kDecodeKeys;
+}
+
+// K, N and maxRank from 1, K + N up to kMultiLoraDeltaMaxColumns, maxRank up to 256, slots up to
+// MultiLoraDeltaMaxSlots, any number of tokens. elementBytes is 2 or 4.
+inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(const MultiLoraDeltaSizes& sizes, uint64_t elementBytes,
+    const Platform& chip)
+{
+    MultiLoraDeltaTiling t{};
+    t.tokens = static_cast<uint32_t>(sizes.tokens);
+    t.slots = static_cast<uint32_t>(sizes.slots);
+    t.maxRank = static_cast<uint32_t>(sizes.maxRank);
+    t.in = static_cast<uint32_t>(sizes.in);
+    t.out = static_cast<uint32_t>(sizes.out);
+    if (t.tokens >= kLeastPrefill && TakesPrefill(t.tokens, t.maxRank, uint64_t{t.in} + t.out, elementBytes)) {
+        Plan<MultiLoraDeltaTiling> plan{t, 0, kMultiLoraDeltaPrefill, 0, KernelKind::kCubeAndVector};
+        PlanPrefill(t.tokens, t.in, t.out, t.maxRank, chip, plan);
+        return plan;
+    }
+    t.round = static_cast<uint32_t>(RoundUp8(std::clamp<uint64_t>(t.tokens, 1, kDecodeRound)));
+    t.together = std::min(kDecodeRows, kDecodeTile / t.maxRank);
+    t.exchange = kDecodeExchange;
+    t.repeats = kDecodeRepeats;
+    // A round's sums are at most a rank of numbers for each token, a segment's its rows' share of them; each piece of
+    // a segment has partial sums, and there are at most as many pieces as segments and cores.
+    const uint64_t rank = RoundUp8(t.maxRank);
+    t.sums = static_cast<uint32_t>(t.round * rank);
+    const uint64_t partial = t.sums + chip.vectorCores * std::min(t.round, t.together) * rank;
+    const uint32_t blocks = t.tokens == 0 ? 1 : chip.vectorCores;
+    return {t, blocks, kMultiLoraDeltaDecode, (t.sums + partial) * sizeof(float), KernelKind::kVectorSynchronized};
+}
+
+}  // namespace mindlora

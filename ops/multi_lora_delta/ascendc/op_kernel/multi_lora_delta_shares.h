@@ -1,0 +1,100 @@
+// Which part of which segment is whose. The segments lie end to end on a line, each as long as its work, and the line
+// is cut into one piece a core: an adapter that stands alone in a batch keeps all cores busy, and of many adapters each
+// has few cores, which have few partial sums to exchange.
+#pragma once
+
+#include "ascendc_common/share.h"
+#include "multi_lora_delta_segments.h"
+
+namespace mindlora {
+
+// How many cores take part in a round. Each of those that share a segment writes, sums up and reads as many numbers as
+// the segment has, so bytes ask for few cores; arithmetic asks for many.
+__aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDeltaTiling& sizes, uint32_t elementBytes)
+{
+    constexpr uint64_t kHops = 3, kRepeat = 64;
+    const uint64_t columns = uint64_t{sizes.in} + sizes.out;
+    uint64_t bytes = 0, numbers = 0, work = 0, shared = 0;
+    for (uint32_t i = 0; i < segments.Count(); ++i) {
+        const Segment s = segments.At(i);
+        const uint64_t own = s.Rank() + s.Rows() + s.Numbers();
+        bytes += (s.Rank() * columns + s.Rows() * (sizes.in + 2 * uint64_t{sizes.out})) * elementBytes;
+        numbers += s.Numbers();
+        work += own;
+        shared += own * s.Numbers();
+    }
+    const uint64_t all = static_cast<uint64_t>(AscendC::GetBlockNum());
+    if (numbers == 0) {
+        return all;
+    }
+    // Of `cores`, a segment has cores * own / work, and up to one more.
+    const uint64_t transfers = bytes / sizes.exchange / (kHops * sizeof(float));
+    const uint64_t affordable = transfers > numbers ? (transfers - numbers) * work / shared : 0;
+    const uint64_t needed = (numbers * columns / kRepeat + sizes.repeats - 1) / sizes.repeats;
+    return Least(all, affordable > needed ? affordable : needed);
+}
+
+class Shares {
+public:
+    // Deals `length` columns out to at most `cores` cores. `moves`: how often a row itself moves, x once, y0 and y
+    // twice. Rows without an adapter have work to do if they are to be copied.
+    __aicore__ inline void Deal(const Segments& segments, uint32_t length, uint32_t moves, bool copies, uint64_t cores)
+    {
+        length_ = length;
+        steps_ = (length + kDecodeStep - 1) / kDecodeStep;
+        moves_ = moves;
+        copies_ = copies;
+        total_ = 0;
+        uint64_t widest = 1;
+        for (uint32_t i = 0; i < segments.Count(); ++i) {
+            const uint64_t work = WorkOf(segments.At(i));
+            total_ += work * steps_;
+            widest = work > widest ? work : widest;
+        }
+        // A piece is at least a step of any segment, so that there are no gaps between those of one segment.
+        cores_ = Least(cores, total_ / widest);
+        const uint64_t me = static_cast<uint64_t>(AscendC::GetBlockIdx());
+        begin_ = me < cores_ ? me * total_ / cores_ : total_;
+        end_ = me < cores_ ? (me + 1) * total_ / cores_ : total_;
+    }
+
+    __aicore__ inline uint64_t LengthOf(const Segment& segment) const { return WorkOf(segment) * steps_; }
+
+    // This core's columns of a segment that starts at `at` on the line.
+    __aicore__ inline Range Mine(const Segment& segment, uint64_t at) const
+    {
+        const uint64_t work = WorkOf(segment);
+        if (work == 0 || end_ <= at || begin_ >= at + work * steps_) {
+            return {0, 0};
+        }
+        const uint64_t from = begin_ <= at ? 0 : (begin_ - at) / work, to = (end_ - at) / work;
+        return {Least(from * kDecodeStep, length_), Least(to * kDecodeStep, length_)};
+    }
+
+    // How many cores have a piece of it, and the first of them.
+    __aicore__ inline uint32_t Cores(const Segment& segment, uint64_t at, uint64_t& first) const
+    {
+        const uint64_t work = WorkOf(segment);
+        if (work == 0) {
+            return 0;
+        }
+        first = CoreAt(at + work);
+        return static_cast<uint32_t>(CoreAt(at + work * steps_) - first + 1);
+    }
+
+private:
+    // What a segment costs at each column: what is moved, and what is multiplied.
+    __aicore__ inline uint64_t WorkOf(const Segment& segment) const
+    {
+        return segment.rank > 0 || copies_ ? segment.Rank() + moves_ * segment.rows + segment.Numbers() : 0;
+    }
+
+    // The first core whose piece of the line ends at `place` or behind it.
+    __aicore__ inline uint64_t CoreAt(uint64_t place) const { return (place * cores_ + total_ - 1) / total_ - 1; }
+
+    uint64_t total_ = 0, cores_ = 0, begin_ = 0, end_ = 0;
+    uint32_t length_ = 0, steps_ = 0, moves_ = 0;
+    bool copies_ = false;
+};
+
+}  // namespace mindlora

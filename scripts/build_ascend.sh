@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Builds the Ascend C kernels into an operator package of CANN and installs it. Needs CANN 8.3 or newer and cmake, and
+# no NPU. docs/ascend.md has the steps around it.
+#   bash scripts/build_ascend.sh                              for Atlas A2 and A3
+#   bash scripts/build_ascend.sh --soc ascend910b             for Atlas A2 alone
+#   bash scripts/build_ascend.sh --install-path /opt/mindlora into another folder than mindlora/ops/lib/ascend
+set -eu
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+BUILD=$ROOT/build/ascend
+SOCS="ascend910b,ascend910_93"
+INSTALL_PATH=$ROOT/mindlora/ops/lib/ascend
+OLDEST=8.3
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+check_socs() {
+    local soc
+    for soc in ${SOCS//,/ }; do
+        case $soc in
+            ascend910b | ascend910_93) ;;
+            ascend310p)
+                fail "no kernel of mindlora can be built for ascend310p: it has no DataCopyPad, no bfloat16 and no" \
+                    "flags between cores. mindlora uses MindSpore's own operators there; see docs/ascend.md." ;;
+            *)
+                fail "--soc names $soc: it must be ascend910b (Atlas A2), ascend910_93 (Atlas A3), or both with a" \
+                    "comma." ;;
+        esac
+    done
+}
+
+# Sets CANN to the folder of the toolkit, with its environment. MINDLORA_CANN_FOLDERS: where it may be otherwise.
+find_cann() {
+    local folder script looked=""
+    CANN=
+    for folder in "${ASCEND_HOME_PATH:-}" "${ASCEND_TOOLKIT_HOME:-}" ${MINDLORA_CANN_FOLDERS-/usr/local/Ascend/cann \
+        /usr/local/Ascend/ascend-toolkit/latest "$HOME/Ascend/cann" "$HOME/Ascend/ascend-toolkit/latest"}; do
+        [ -n "$folder" ] || continue
+        if [ -d "$folder" ]; then CANN=$folder; break; fi
+        looked="$looked $folder"
+    done
+    [ -n "$CANN" ] || fail "no CANN toolkit was found (looked for$looked). Install CANN $OLDEST or newer and source" \
+        "its set_env.sh."
+    if [ -z "${ASCEND_HOME_PATH:-}" ]; then
+        for script in "$CANN/set_env.sh" "$CANN/../set_env.sh"; do
+            # shellcheck disable=SC1090
+            if [ -f "$script" ]; then set +u; source "$script"; set -u; break; fi
+        done
+        export ASCEND_HOME_PATH=${ASCEND_HOME_PATH:-$CANN}
+    fi
+}
+
+# Prints the version that the toolkit's files name, or nothing.
+cann_version() {
+    local file
+    for file in "$CANN"/*/ascend_toolkit_install.info "$CANN"/ascend_toolkit_install.info "$CANN"/version.info \
+        "$CANN"/compiler/version.info "$CANN"/runtime/version.info "$CANN"/version.cfg; do
+        [ -f "$file" ] || continue
+        # version=8.3.RC1, or of version.cfg version=[package version:CANN version]
+        sed -nE 's/^[[:space:]]*(\w*_)?[Vv]ersion[[:space:]]*=[[:space:]]*\[?([0-9A-Za-z._:+-]+).*/\2/p' "$file" |
+            head -n 1 | sed 's/.*://' | grep . && return
+    done
+    return 0
+}
+
+check_version() {
+    local version
+    version=$(cann_version)
+    [ -n "$version" ] || fail "no file below $CANN names the version of CANN: is the toolkit whole? It must be $OLDEST" \
+        "or newer."
+    [ "$(printf '%s\n%s\n' "$OLDEST" "$version" | sort -V | head -n 1)" = "$OLDEST" ] ||
+        fail "CANN $version was found at $CANN: the kernels need $OLDEST or newer. Install it, source its set_env.sh" \
+            "and run this again."
+    echo "CANN $version at $CANN"
+}
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --soc) [ $# -gt 1 ] || fail "--soc needs a name, or several with commas."; SOCS=$2; shift 2 ;;
+        --install-path) [ $# -gt 1 ] || fail "--install-path needs a folder."; INSTALL_PATH=$2; shift 2 ;;
+        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        *) fail "$1 is no option. There are --soc, --install-path and --help." ;;
+    esac
+done
+
+check_socs
+find_cann
+check_version
+command -v cmake > /dev/null || fail "there is no cmake: install it (3.16 or newer)."
+
+rm -rf "$BUILD"
+cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}"
+cmake --build "$BUILD" --target binary package -j"$(nproc)"
+
+package=$(find "$BUILD" -maxdepth 1 -name 'custom_opp_*.run' | head -n 1)
+[ -n "$package" ] || fail "the build made no package (custom_opp_*.run in $BUILD): what CANN printed above says why."
+mkdir -p "$INSTALL_PATH"
+INSTALL_PATH=$(cd "$INSTALL_PATH" && pwd)
+bash "$package" --quiet --install-path="$INSTALL_PATH"
+
+vendor=$INSTALL_PATH/vendors/mindlora
+[ -f "$vendor/bin/set_env.bash" ] || fail "$package did not install into $vendor: what it printed above says why."
+cat <<END
+Built for ${SOCS//,/ and } and installed in $vendor. None of it has run on an NPU before: test it first.
+    source $vendor/bin/set_env.bash      before each Python that uses it
+    mindlora doctor                      says which operators are taken from it
+    MINDLORA_BACKEND=ascend python -m pytest tests/ops
+END

@@ -1,0 +1,169 @@
+"""Report: what the Ascend C kernels move and how many cores they keep at work, in the functional model.
+
+Not CANN and not an NPU: the model counts bytes of global memory and cores that worked, and knows nothing of time. Shapes
+are those of the linear layers of Llama 7B and 13B, bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are given
+over the least possible: each input once, each output once; what cores exchange through global memory counts as moved,
+and so does what a cache would serve. Beside them stands the plain composition of kernels (x A^T; scale; B^T; add; for
+many adapters also rows gathered and put back for each of them), by arithmetic: each kernel reads its inputs and writes
+its output once, a product deals out tiles of 16 x 256 of its output, and of its kernels the one with the fewest cores
+counts.
+    python scripts/report_ascend.py --json figures.json
+    python scripts/report_ascend.py --only lora_delta
+"""
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+
+import numpy as np
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
+TOKENS, RANKS, ADAPTERS = (1, 8, 32, 512), (8, 16, 64), (1, 4, 32)
+BYTES = 2  # of bfloat16
+# Up to so many tokens a step is called decode; lora_linear is made for nothing else.
+DECODE = 8
+GOALS = {"decode": 1.05, "prefill": 1.15}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(OPS), help="one operator alone")
+    parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers alone")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    args = parser.parse_args()
+    print(f"In a functional model of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
+          f"{kernels.VECTOR_CORES} vector cores.\nGoals: bytes at most {GOALS['decode']} of the least at decode (up to "
+          f"{DECODE} tokens), {GOALS['prefill']} at prefill.\n")
+    print(f"{'operator':<22}{'K':>6}{'N':>7}{'rank':>6}{'tokens':>8}{'adapters':>10}   {'bytes':>6} {'cores':>6}   "
+          f"{'composed: bytes':>15} {'cores':>6}")
+    rows = []
+    for op in [args.only] if args.only else OPS:
+        for layers in [args.layers] if args.layers else LAYERS:
+            for in_channels, out_channels in LAYERS[layers]:
+                for case in OPS[op](in_channels, out_channels):
+                    rows.append({"op": op, "model": layers, "K": in_channels, "N": out_channels, **case})
+                    print(line(rows[-1]), flush=True)
+    print(f"\n{summary(rows)}")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"cube_cores": kernels.CUBE_CORES, "vector_cores": kernels.VECTOR_CORES, "rows": rows}, file,
+                      indent=2)
+
+
+def lora_delta(k, n):
+    """Yields the figures of lora_delta for a layer."""
+    for rank in RANKS:
+        for tokens in TOKENS:
+            y0, x, a, b = (random(*shape) for shape in ((tokens, n), (tokens, k), (rank, k), (n, rank)))
+            report = run("lora_delta", [("y0", y0), ("x", x), ("a", a), ("b", b), ("scale", SCALE)],
+                         (tokens, n), (tokens, k, n, rank))
+            least = BYTES * (2 * y0.size + x.size + a.size + b.size) + SCALE.nbytes
+            yield figures(report, least, rank, tokens, 1, composed_delta(tokens, k, n, rank) / least,
+                          product_cores(tokens, rank))
+
+
+def lora_linear(k, n):
+    """Yields the figures of lora_linear for a layer, without a bias."""
+    for rank in RANKS:
+        for tokens in (t for t in TOKENS if t <= DECODE):
+            x, w, a, b = (random(*shape) for shape in ((tokens, k), (n, k), (rank, k), (n, rank)))
+            report = run("lora_linear", [("x", x), ("w", w), ("a", a), ("b", b), ("scale", SCALE), ("bias", b)],
+                         (tokens, n), (tokens, k, n, rank, 0))
+            least = BYTES * (x.size + w.size + a.size + b.size + tokens * n) + SCALE.nbytes
+            base = BYTES * (x.size + w.size + tokens * n)
+            yield figures(report, least, rank, tokens, 1, (base + composed_delta(tokens, k, n, rank)) / least,
+                          product_cores(tokens, rank))
+
+
+def multi_lora_delta(k, n):
+    """Yields the figures of multi_lora_delta for a layer: rows dealt out to the adapters in turn."""
+    for rank in RANKS:
+        for tokens in TOKENS:
+            for adapters in (count for count in ADAPTERS if count <= tokens):
+                y0, x, pool = random(tokens, n), random(tokens, k), random(adapters, rank, k + n)
+                indices = np.sort(np.arange(tokens, dtype=np.int32) % adapters)
+                ranks, scales = np.full(adapters, rank, np.int32), np.full(adapters, 0.5, np.float32)
+                report = run("multi_lora_delta", [("y0", y0), ("x", x), ("pool", pool), ("ranks", ranks),
+                                                  ("scales", scales), ("indices", indices)],
+                             (tokens, n), (tokens, adapters, rank, k, n))
+                least = BYTES * (2 * y0.size + x.size + pool.size) + 4 * (2 * adapters + tokens)
+                each = [int(np.sum(indices == i)) for i in range(adapters)]
+                # x and y0 of the adapter's rows are gathered, y is put back: each is read and written.
+                moved = sum(composed_delta(rows, k, n, rank) + 2 * BYTES * rows * (k + 2 * n) * (adapters > 1)
+                            for rows in each)
+                yield figures(report, least, rank, tokens, adapters, moved / least,
+                              min(product_cores(rows, rank) for rows in each))
+
+
+OPS = {"lora_delta": lora_delta, "lora_linear": lora_linear, "multi_lora_delta": multi_lora_delta}
+
+
+def composed_delta(tokens, k, n, rank):
+    """Returns the bytes that x A^T, scale, B^T and add move as kernels of their own."""
+    low, wide = tokens * rank, tokens * n
+    return BYTES * ((tokens * k + rank * k + low) + 2 * low + (low + n * rank + wide) + 3 * wide)
+
+
+def product_cores(tokens, columns):
+    """Returns how many cube cores find work in a product of that shape; of the delta's, x A^T has the fewest."""
+    return min(kernels.CUBE_CORES, math.ceil(tokens / 16) * math.ceil(columns / 256))
+
+
+def figures(report, least, rank, tokens, adapters, composed, composed_cores):
+    """Returns one row of the table."""
+    moved = sum(traffic["read"] + traffic["written"] for name, traffic in report["gm"].items() if name != "tiling")
+    return {"rank": rank, "tokens": tokens, "adapters": adapters, "bytes": moved, "least": least,
+            "ratio": moved / least, "cores": report["cores_that_worked"], "composed_ratio": composed,
+            "composed_cores": composed_cores}
+
+
+def line(row):
+    """Returns a row as text; a figure beyond its goal is marked."""
+    over = row["ratio"] > GOALS["decode" if row["tokens"] <= DECODE else "prefill"]
+    return (f"{row['op']:<22}{row['K']:>6}{row['N']:>7}{row['rank']:>6}{row['tokens']:>8}{row['adapters']:>10}   "
+            f"{row['ratio']:6.3f}{'*' if over else ' '}{row['cores']:>6}   {row['composed_ratio']:15.3f} "
+            f"{row['composed_cores']:>6}")
+
+
+def summary(rows):
+    """Returns, for each operator and kind of step, how many rows reach the goal, and the range of their figures."""
+    lines = ["* beyond the goal."]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        for step, goal in GOALS.items():
+            found = [row for row in rows if row["op"] == op and (row["tokens"] <= DECODE) == (step == "decode")]
+            if found:
+                ratios = [row["ratio"] for row in found]
+                lines.append(f"{op}, {step}: {sum(ratio <= goal for ratio in ratios)} of {len(found)} within {goal}; "
+                             f"{min(ratios):.3f} to {max(ratios):.3f}, composed "
+                             f"{min(row['composed_ratio'] for row in found):.3f} to "
+                             f"{max(row['composed_ratio'] for row in found):.3f}; cores {min(r['cores'] for r in found)}"
+                             f" to {max(row['cores'] for row in found)}")
+    return "\n".join(lines)
+
+
+def run(op, inputs, out_shape, sizes):
+    """Returns the model's report of an operator."""
+    return kernels.run(op, "bfloat16", inputs, [("y", np.empty(out_shape, np.uint16), "out")], sizes)
+
+
+def random(*shape):
+    """Returns bfloat16 numbers around 1, as their bits: no value changes what is counted."""
+    return np.random.default_rng(0).integers(0x3F00, 0x4000, shape, np.uint16)
+
+
+def load_kernels():
+    """Returns ops/ascendc_common/kernels.py as a module."""
+    spec = importlib.util.spec_from_file_location("kernels", os.path.join(ROOT, "ops", "ascendc_common", "kernels.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCALE = np.full(1, 0.5, np.float32)
+kernels = load_kernels()
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The Ascend C kernels in the functional model (not CANN and not an NPU), against the oracles in NumPy."""
+import importlib.util
+import pathlib
+
+import pytest
+
+OPS = pathlib.Path(__file__).resolve().parents[3] / "ops"
+
+
+def _load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """ops/ascendc_common/kernels.py."""
+    return _load("ascendc_kernels", OPS / "ascendc_common" / "kernels.py")
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """Returns the module reference.py of an operator."""
+    return lambda op: _load(f"{op}_reference", OPS / op / "reference.py")

@@ -1,0 +1,214 @@
+"""When the Ascend kernels are picked, on made-up operator packages, and how MindSpore is told to call them.
+
+Nothing is computed: this needs no NPU and shows nothing of one.
+"""
+import copy
+import ctypes
+import json
+import os
+import re
+
+import mindspore as ms
+import pytest
+from mindspore.ops.operations import custom_ops
+
+from mindlora.errors import BackendError
+from mindlora.ops import LoraDelta, MultiLoraSlotWrite, ascend, backend, backend_report
+from mindlora.ops.build import LIBRARY
+from tests.conftest import ROOT
+
+KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write")
+
+
+class Context:
+    """Stands for MindSpore's own, which knows the NPU."""
+    soc = "ascend910b"
+
+    @classmethod
+    def get_instance(cls):
+        return cls
+
+    @classmethod
+    def get_ascend_soc_version(cls):
+        return cls.soc
+
+
+@pytest.fixture(autouse=True)
+def npu(library, monkeypatch, tmp_path):
+    """A machine with an Atlas A2 in name, and a CANN without any operator package."""
+    real = ms.get_context
+    monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
+    monkeypatch.setattr(ascend, "MSContext", Context)
+    monkeypatch.setattr(Context, "soc", "ascend910b")
+    monkeypatch.setattr(ascend, "PACKAGE", str(tmp_path / "built"))
+    for variable in ("MINDLORA_BACKEND", "MS_CUSTOM_AOT_WHITE_LIST", "ASCEND_CUSTOM_OPP_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path / "opp"))
+    (tmp_path / "opp").mkdir()
+    return tmp_path
+
+
+def make_package(folder, soc="ascend910b", op_types=tuple(ascend.SIGNATURES)):
+    """What CANN's installer leaves of a package, as far as anything is looked at."""
+    config = folder / "op_impl/ai_core/tbe/config" / soc
+    config.mkdir(parents=True)
+    (config / f"aic-{soc}-ops-info.json").write_text(json.dumps({op_type: {} for op_type in op_types}))
+    (folder / "op_api/lib").mkdir(parents=True)
+    (folder / "op_api/lib/libcust_opapi.so").touch()
+    return str(folder)
+
+
+def paths():
+    return {choice.op: choice.path for choice in backend_report().choices if choice.op in KERNELS}
+
+
+def assert_out(monkeypatch, reason, ops=KERNELS):
+    """Without being forced the reason is reported; forced it is the error."""
+    found = {choice.op: choice for choice in backend_report().choices}
+    for op in ops:
+        assert found[op].path == "composed" and reason in found[op].reason, str(found[op])
+        monkeypatch.setenv("MINDLORA_BACKEND", "ascend")
+        with pytest.raises(BackendError) as error:
+            backend.choose(op)
+        assert str(error.value).startswith("MINDLORA_BACKEND is ascend, but ") and reason in str(error.value)
+        monkeypatch.delenv("MINDLORA_BACKEND")
+
+
+def test_a_registered_package_is_taken(monkeypatch, npu, mode):
+    package = make_package(npu / "vendors/mindlora")
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{npu}/another:{package}:")
+    assert set(paths().values()) == {"ascend"}
+    monkeypatch.setenv("MINDLORA_BACKEND", "ascend")
+    assert set(paths().values()) == {"ascend"}
+    monkeypatch.setenv("MINDLORA_BACKEND", "composed")
+    assert set(paths().values()) == {"composed"}
+
+
+def test_a_package_among_the_vendors_of_cann_is_taken(monkeypatch, npu):
+    make_package(npu / "opp/vendors/mindlora")
+    assert_out(monkeypatch, "is in none of no operator package")
+    (npu / "opp/vendors/config.ini").write_text("load_priority=customize,mindlora\n")
+    assert set(paths().values()) == {"ascend"}
+
+
+def test_an_operator_without_an_ascend_kernel_is_composed(monkeypatch, npu):
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package"))
+    for forced in ("", "ascend"):
+        monkeypatch.setenv("MINDLORA_BACKEND", forced)
+        others = [choice for choice in backend_report().choices if choice.op not in KERNELS]
+        assert {(choice.path, choice.reason) for choice in others} <= {("composed", "it has no Ascend kernel")}
+
+
+def test_a_package_that_is_built_but_not_registered(monkeypatch, npu):
+    make_package(npu / "built")
+    assert_out(monkeypatch, f"the kernels are not registered: `source {npu}/built/bin/set_env.bash` before Python")
+
+
+def test_a_package_that_lacks_an_operator(monkeypatch, npu):
+    package = make_package(npu / "package", op_types=("LoraDelta",))
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", package)
+    assert paths()["lora_delta"] == "ascend"
+    assert_out(monkeypatch, f"LoraLinear for ascend910b is in none of {package}: build the kernels with "
+                            "scripts/build_ascend.sh --soc ascend910b", ("lora_linear",))
+
+
+def test_a_package_for_another_npu(monkeypatch, npu):
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package", soc="ascend910_93"))
+    assert_out(monkeypatch, "for ascend910b is in none of")
+    monkeypatch.setattr(Context, "soc", "ascend910_93")
+    assert set(paths().values()) == {"ascend"}
+
+
+def test_a_package_without_its_library(monkeypatch, npu):
+    package = make_package(npu / "package")
+    os.remove(f"{package}/op_api/lib/libcust_opapi.so")
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", package)
+    assert_out(monkeypatch, f"{package}/op_api/lib/libcust_opapi.so is missing")
+
+
+def test_a_damaged_list_of_operators(monkeypatch, npu):
+    package = make_package(npu / "package")
+    (npu / "package/op_impl/ai_core/tbe/config/ascend910b/aic-ascend910b-ops-info.json").write_text("{")
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", package)
+    assert_out(monkeypatch, "is in none of")
+
+
+@pytest.mark.parametrize("soc, name", [("ascend310p", "ascend310p"), ("ascend910", "ascend910"), ("", "unknown")])
+def test_an_npu_that_has_no_kernels(monkeypatch, npu, soc, name):
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package", soc=soc or "x"))
+    monkeypatch.setattr(Context, "soc", soc)
+    assert_out(monkeypatch, f"the NPU is {name}, and the kernels are built for ascend910b and ascend910_93")
+
+
+def test_what_mindspore_needs_besides(monkeypatch, npu):
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package"))
+    with monkeypatch.context() as patch:
+        patch.delenv("ASCEND_OPP_PATH")
+        assert_out(patch, "ASCEND_OPP_PATH is not set: source CANN's set_env.sh")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(npu))
+        assert_out(patch, "there is no g++")
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "LIBRARY", str(npu / "none.so"))
+        assert_out(patch, f"{npu}/none.so is missing: build it with `python -m mindlora.ops.build`")
+
+
+@pytest.fixture
+def made(monkeypatch, npu):
+    """Lets cells with kernels be made: ops.Custom asks for the device and compiles its call against CANN's headers."""
+    real = custom_ops.context.get_context
+    monkeypatch.setattr(custom_ops.context, "get_context",
+                        lambda key: "Ascend" if key == "device_target" else real(key))
+    (npu / "include/acl").mkdir(parents=True)
+    (npu / "include/acl/acl_base.h").write_text("#include <cstdint>\n")
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package"))
+    monkeypatch.setenv("MS_COMPILER_CACHE_PATH", str(npu / "calls"))
+    monkeypatch.setattr(custom_ops.Custom, "compiled_bin", [])
+    return npu / "calls"
+
+
+@pytest.mark.parametrize("op_type", sorted(ascend.SIGNATURES))
+def test_the_call_that_mindspore_makes_of_a_kernel(made, op_type):
+    kernel = ascend.AscendKernel(op_type, LIBRARY, writes=op_type == "MultiLoraSlotWrite")
+    attributes = kernel.get_attr_dict()
+    # aclnn<op_type> is called, with the inputs and the output; shapes and types come from the CPU library.
+    assert attributes["reg_op_name"] == op_type and attributes["func_name"] == f"{LIBRARY}:{op_type}"
+    assert attributes["cpp_infer_shape"] and attributes["cpp_infer_type"] and not attributes["multi_output"]
+    assert attributes["custom_inputs_type"] == ["aclTensor*"] * (len(ascend.SIGNATURES[op_type]) + 1)
+    assert ("side_effect_mem" in attributes) == (op_type == "MultiLoraSlotWrite")
+    assert hasattr(ctypes.CDLL(str(made / f"{op_type}_callback.cc.so")), f"{op_type}GetWorkSpaceSize")
+    twin = copy.deepcopy(kernel)
+    assert twin is not kernel and twin.get_attr_dict()["func_name"] == attributes["func_name"]
+
+
+def test_the_cells_hold_the_kernels(made):
+    for cell in (LoraDelta(), MultiLoraSlotWrite()):
+        assert cell.path == "ascend" and isinstance(cell.kernel, ascend.AscendKernel)
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_cann_and_the_kernel_name_the_same_inputs(op):
+    def source(path):
+        with open(os.path.join(ROOT, "ops", op, "ascendc", path, f"{op}.cpp"), encoding="utf-8") as file:
+            return file.read()
+
+    inputs = list(ascend.SIGNATURES[backend.OP_TYPES[op]])
+    host, kernel = source("op_host"), source("op_kernel")
+    assert re.findall(r'In(?:Out)?\("(\w+)", ', host) == inputs and f"OP_ADD({backend.OP_TYPES[op]});" in host
+    outputs = re.findall(r'Out\("(\w+)", ', re.sub("InOut", "", host))
+    assert len(outputs) == 1
+    entry = re.search(rf"void {op}\(([^)]*)\)", kernel)[1]
+    assert re.findall(r"GM_ADDR (\w+)", entry) == [*inputs, *outputs, "workspace", "tiling"]
+    # CANN defines a macro for each input and output.
+    assert set(re.findall(r"DTYPE_(\w+)", kernel)) <= {name.upper() for name in inputs + outputs}
+
+
+def test_the_kernels_take_the_dtypes_of_their_tensors():
+    for op_type, inputs in ascend.SIGNATURES.items():
+        info = ascend.registration(op_type)
+        assert info["op_name"] == op_type and info["target"] == "Ascend"
+        assert [entry["name"] for entry in info["inputs"]] == list(inputs) and len(info["outputs"]) == 1
+        assert [row[0][0] for row in info["dtype_format"]] == ["float32", "float16", "bfloat16"]
+        for row in info["dtype_format"]:
+            assert len(row) == len(inputs) + 1
+            assert row[-1][0] == ("int32" if op_type == "MultiLoraSlotWrite" else row[0][0])
