@@ -1,0 +1,165 @@
+"""4-bit NormalFloat: a weight in 4.13 bits per number. What the bytes mean: ops/nf4_linear/README.md.
+
+NumPy alone, one tensor at a time: some 20 ns per number.
+Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+"""
+import dataclasses
+from typing import Tuple
+
+import numpy as np
+
+from mindlora.errors import QuantizationError
+
+# Quantiles of the standard normal distribution, scaled to [-1, 1], with an exact zero; those of the paper's own code.
+TABLE = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+# Weights of a block, which share an absmax, and blocks of a group, which share a scale and an offset.
+BLOCK, GROUP = 64, 256
+# What each of the 256 bytes stands for: (low half, high half).
+BYTE_VALUES = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]])
+_MIDDLES = (TABLE[:-1] + TABLE[1:]) / 2
+# So many numbers are quantized at a time, that what is made on the way stays small.
+_AT_ONCE = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Nf4Array:
+    """A quantized [N, K] weight; blocks = ceil(K / 64), groups = ceil(N * blocks / 256).
+
+    Attributes:
+        codes (ndarray): uint8 [N, blocks * 32]. Byte i of a block's 32 holds the code of its weight i in the low half
+            and of weight 32 + i in the high one. A code is an index of TABLE.
+        absmax (ndarray): uint8 [N, blocks], the code of the largest absolute value of each block.
+        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, rows after each other.
+        offsets (ndarray): float32 [groups]. The absmax of a block is offset + scale * code.
+        shape (tuple): (N, K).
+    """
+    codes: np.ndarray
+    absmax: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray
+    shape: Tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the four tensors."""
+        return self.codes.nbytes + self.absmax.nbytes + self.scales.nbytes + self.offsets.nbytes
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """8 * nbytes / (N * K)."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+
+def quantize(weight, name="weight") -> Nf4Array:
+    r"""Quantizes a weight: each number becomes absmax' * TABLE[code], with the code that comes nearest.
+
+    absmax' is the absmax of the number's block of 64 as it will be read back: itself quantized to 8 bits, between the
+    least and the largest of its group of 256 blocks. Codes are chosen for absmax', not for absmax, so that the error of
+    the second quantization is no error of the first.
+
+    Args:
+        weight (ndarray): Shape [N, K], any N and K from 1; float16, float32 or float64.
+        name (str): What an error calls the weight. Default: "weight".
+
+    Returns:
+        Nf4Array. The last block of a row is padded where K is no multiple of 64.
+
+    Raises:
+        QuantizationError: The weight is not a matrix of floating-point numbers, is empty, or holds infinity or NaN.
+
+    Source: Dettmers et al., QLoRA, 2023: NF4 and double quantization.
+    """
+    weight = np.asarray(weight)
+    if weight.ndim != 2 or weight.dtype not in (np.float16, np.float32, np.float64) or not weight.size:
+        raise QuantizationError(f"{name} is {weight.dtype}{list(weight.shape)}: NF4 takes a matrix of float16, float32 "
+                                f"or float64, with no side of 0.")
+    rows, columns = weight.shape
+    blocks, step = -(-columns // BLOCK), max(1, _AT_ONCE // columns)
+    exact = np.empty((rows, blocks), np.float32)
+    for start in range(0, rows, step):
+        exact[start:start + step] = _absmax(weight[start:start + step], blocks)
+    if not np.isfinite(exact).all():
+        row = int(np.flatnonzero(~np.isfinite(exact).all(axis=1))[0])
+        raise QuantizationError(f"{name} holds infinity, NaN or numbers that float32 cannot hold, the first in row "
+                                f"{row}: it cannot be quantized.")
+    absmax, scales, offsets = _quantize_absmax(exact)
+    back = dequantize_absmax(absmax, scales, offsets)
+    codes = np.empty((rows, blocks * BLOCK // 2), np.uint8)
+    for start in range(0, rows, step):
+        codes[start:start + step] = _encode(weight[start:start + step], back[start:start + step])
+    return Nf4Array(codes, absmax, scales, offsets, (rows, columns))
+
+
+def dequantize(array: Nf4Array) -> np.ndarray:
+    r"""W = absmax' * TABLE[codes].
+
+    Args:
+        array (Nf4Array): What quantize returned.
+
+    Returns:
+        ndarray, float32 [N, K].
+    """
+    rows, columns = array.shape
+    back = dequantize_absmax(array.absmax, array.scales, array.offsets)
+    weight = np.empty((rows, back.shape[1], 2, BLOCK // 2), np.float32)
+    codes = array.codes.reshape(rows, -1, BLOCK // 2)
+    for half, pairs in enumerate(BYTE_VALUES):
+        np.multiply(pairs[codes], back[:, :, None], out=weight[:, :, half])
+    return np.ascontiguousarray(weight.reshape(rows, -1)[:, :columns])
+
+
+def dequantize_absmax(absmax, scales, offsets) -> np.ndarray:
+    """absmax' = offset + scale * code, with the scale and offset of each block's group.
+
+    Args:
+        absmax (ndarray): uint8 [N, blocks].
+        scales (ndarray): float32 [groups].
+        offsets (ndarray): float32 [groups].
+
+    Returns:
+        ndarray, float32 [N, blocks].
+    """
+    group = (np.arange(absmax.size) // GROUP).reshape(absmax.shape)
+    return offsets[group] + scales[group] * absmax
+
+
+def _blocked(weight, blocks):
+    """Returns float32 [N, blocks, 64], padded with zeros."""
+    with np.errstate(over="ignore"):
+        weight = weight.astype(np.float32, copy=False)
+    padding = blocks * BLOCK - weight.shape[1]
+    if padding:
+        weight = np.pad(weight, [(0, 0), (0, padding)])
+    return weight.reshape(len(weight), blocks, BLOCK)
+
+
+def _absmax(weight, blocks):
+    """Returns the largest absolute value of each block; NaN where there is one."""
+    blocked = _blocked(weight, blocks)
+    return np.maximum(blocked.max(axis=2), -blocked.min(axis=2))
+
+
+def _quantize_absmax(absmax):
+    """Returns (codes, scales, offsets): 256 equal steps from the least to the largest absmax of a group."""
+    groups = -(-absmax.size // GROUP)
+    # Padded with the last one, which changes neither the least nor the largest of its group.
+    padded = np.pad(absmax.reshape(-1), (0, groups * GROUP - absmax.size), mode="edge").reshape(groups, GROUP)
+    offsets = padded.min(axis=1)
+    scales = (padded.max(axis=1) - offsets) / np.float32(255)
+    steps = np.where(scales > 0, scales, np.float32(1))[:, None]
+    codes = np.rint((padded - offsets[:, None]) / steps).clip(0, 255).astype(np.uint8)
+    return codes.reshape(-1)[:absmax.size].reshape(absmax.shape), scales, offsets
+
+
+def _encode(weight, absmax):
+    """Returns the nearest code of each number, two in a byte: how many of the middles between codes lie below it."""
+    blocked = _blocked(weight, absmax.shape[1])
+    codes = np.zeros(blocked.shape, np.uint8)
+    # In a block of zeros each number gets the code of zero.
+    absmax = np.where(absmax > 0, absmax, np.float32(1))
+    for middle in _MIDDLES:
+        codes += blocked > (middle * absmax)[:, :, None]
+    return (codes[:, :, :BLOCK // 2] | codes[:, :, BLOCK // 2:] << 4).reshape(len(weight), -1)
