@@ -10,9 +10,9 @@ namespace mindlora {
 __aicore__ inline void AddRowsUp(const AscendC::LocalTensor<float>& rows, uint32_t count, uint32_t width)
 {
     while (count > 1) {
-        const uint32_t half = count / 2;
-        AscendC::Add(rows, rows, rows[(count - half) * width], static_cast<int32_t>(half * width));
-        count -= half;
+        const uint32_t added = count / 2;
+        AscendC::Add(rows, rows, rows[(count - added) * width], static_cast<int32_t>(added * width));
+        count -= added;
     }
 }
 

@@ -12,7 +12,7 @@ namespace prefill {
 constexpr uint64_t kSide = 16;          // of a fractal
 constexpr uint64_t kElement = 2;        // bytes
 constexpr uint64_t kLeastTokens = 17;   // what fills one row of fractals only is left to the vector cores
-constexpr uint64_t kConstants = 2;      // fractals that stay on chip
+constexpr uint64_t kConstants = 2;      // fractals that stay in L0B
 constexpr uint64_t kMostStride = 65535;  // between rows that become fractals on their way in
 constexpr uint64_t kMostLow = 1u << 28;  // strides between partial sums are 32-bit numbers of bytes
 
@@ -73,7 +73,7 @@ void PlanPrefill(uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank, cons
         (chip.l0b - constants) / 2 / kElement / RoundUp(rank)));
     // What the tiles leave of L1 is for a slice of A or B.
     const uint64_t tiles = kElement * kPrefillTileRows * (kPrefillStages * step + RoundUp(rank));
-    const uint64_t mostWidth = RoundDown((chip.l1 - constants - tiles) / kElement / RoundUp(rank));
+    const uint64_t mostWidth = RoundDown((chip.l1 - tiles) / kElement / RoundUp(rank));
 
     const Split shrink = LeastBytes(tokens, in, mostWidth, cores, [&](const Split& split) {
         const uint64_t exchanged = split.rows * rank + split.slices * low / cores;  // the latter by the vector cores

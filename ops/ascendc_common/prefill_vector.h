@@ -1,11 +1,8 @@
 // What a vector core does between shrink and expand.
 #pragma once
 
-#include "ascendc_common/copy.h"
-#include "ascendc_common/exchange.h"
-#include "ascendc_common/prefill_exchange.h"
+#include "ascendc_common/partial_sums.h"
 #include "ascendc_common/prefill_tiling.h"
-#include "ascendc_common/share.h"
 
 namespace mindlora {
 
@@ -14,10 +11,8 @@ class PrefillVector {
 public:
     __aicore__ inline PrefillVector(AscendC::TPipe& pipe, const PrefillTiling& split,
         const PrefillExchange<T>& exchange)
-        : split_(split), exchange_(exchange)
+        : exchange_(exchange), sums_(pipe, exchange, split.shrinkSlices, split.reduceTile)
     {
-        pipe.InitBuffer(partials_, 2, split.shrinkSlices * split.reduceTile * sizeof(float));
-        pipe.InitBuffer(low_, 2, split.reduceTile * sizeof(T));
         pipe.InitBuffer(constants_, 1, kConstantsSize * sizeof(T));
     }
 
@@ -34,36 +29,12 @@ public:
         }
     }
 
-    // low = the sum of the partials times scale, for the numbers [begin, end) of low.
-    __aicore__ inline void Reduce(const Range& numbers, float scale)
-    {
-        for (uint32_t at = numbers.begin; at < numbers.end; at += split_.reduceTile) {
-            ReduceTile(at, Least(split_.reduceTile, numbers.end - at), scale);
-        }
-    }
+    // As PartialSums::Reduce.
+    __aicore__ inline void Reduce(const Range& numbers, float scale) { sums_.Reduce(numbers, scale); }
 
 private:
-    __aicore__ inline void ReduceTile(uint32_t at, uint32_t count, float scale)
-    {
-        AscendC::LocalTensor<float> partials = partials_.template AllocTensor<float>();
-        CopyRowsIn(partials, exchange_.partials[at], split_.shrinkSlices, count, exchange_.stride);
-        partials_.EnQue(partials);
-        partials = partials_.template DeQue<float>();
-        AddRowsUp(partials, split_.shrinkSlices, PitchOf<float>(count));
-        AscendC::Muls(partials, partials, scale, static_cast<int32_t>(count));
-        AscendC::LocalTensor<T> low = low_.template AllocTensor<T>();
-        AscendC::Cast(low, partials, AscendC::RoundMode::CAST_RINT, count);
-        partials_.FreeTensor(partials);
-        low_.EnQue(low);
-        low = low_.template DeQue<T>();
-        CopyRowsOut(exchange_.low[at], low, 1, count, count);
-        low_.FreeTensor(low);
-    }
-
-    const PrefillTiling& split_;
     const PrefillExchange<T>& exchange_;
-    AscendC::TQue<AscendC::TPosition::VECIN, 1> partials_;
-    AscendC::TQue<AscendC::TPosition::VECOUT, 1> low_;
+    PartialSums<T> sums_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> constants_;
 };
 

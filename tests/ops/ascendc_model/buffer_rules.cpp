@@ -233,6 +233,23 @@ RULE(queue_events)
     In queue;
     env.pipe.InitBuffer(queue, env.bad ? 9 : 8, 64);
 }
+RULE(queue_events_of_a_cube_core)
+{
+    if ASCEND_IS_AIC {
+        TQue<TPosition::A2, 1> left;
+        TQue<TPosition::B2, 1> right;
+        env.pipe.InitBuffer(left, 2, 512);
+        env.pipe.InitBuffer(right, env.bad ? 4 : 3, 512);
+    }
+}
+RULE(event_id_of_the_pipe)
+{
+    if ASCEND_IS_AIC {
+        const TEventID id = env.bad ? 2 : 3;
+        SetFlag<HardEvent::M_MTE1>(id);
+        WaitFlag<HardEvent::M_MTE1>(id);
+    }
+}
 RULE(queue_poisons_at_free)
 {
     In queue;

@@ -57,6 +57,8 @@ BUFFER_RULES = [
     ("queue_part_of_a_tensor", r"FreeTensor: VECIN queue 0: the tensor is none that this queue allocated", {}),
     ("queue_without_buffers", r"AllocTensor: the queue has no buffers: InitBuffer comes first", {}),
     ("queue_events", r"InitBuffer: all 8 event ids of MTE2_V are taken", {}),
+    ("queue_events_of_a_cube_core", r"AIC 0 .*InitBuffer: all 8 event ids of M_MTE1 are taken", MIX),
+    ("event_id_of_the_pipe", r"AIC 0 .*SetFlag: event id 2 of M_MTE1 belongs to a queue or to TPipe", MIX),
     ("queue_poisons_at_free", r"Adds: src reads byte 0 of VECIN queue 0 buffer 0, which was never written", {}),
 ]
 

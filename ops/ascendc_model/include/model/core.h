@@ -49,7 +49,7 @@ struct EventBank {
     struct Event {
         std::optional<Clocks::Snapshot> set;
         bool taken = false;       // by AllocEventID
-        bool ofQueue = false;     // by a queue's buffer
+        bool ofQueue = false;     // by a queue's buffer or TPipe
     };
     std::array<Event, kEventIds> events;
 };

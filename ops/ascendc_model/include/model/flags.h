@@ -74,7 +74,7 @@ inline EventBank& BankOf(const char* api, const EventInfo& info)
     return Me().events[{info.source, info.target}];
 }
 
-// A flag of the bank that belongs to neither a queue nor AllocEventID.
+// A flag of the bank that belongs to neither a queue, TPipe nor AllocEventID.
 inline int FreeEvent(const char* api, pipe_t source, pipe_t target)
 {
     EventBank& bank = Me().events[{source, target}];
@@ -91,8 +91,8 @@ inline EventBank::Event& EventOf(const char* api, const EventInfo& info, int32_t
     CheckRange(api, "eventID", eventID, 0, kEventIds - 1);
     EventBank::Event& event = BankOf(api, info).events[eventID];
     if (event.ofQueue) {
-        Refuse(api, "event id ", eventID, " of ", info.name, " belongs to a queue; take one from AllocEventID or "
-            "FetchEventID");
+        Refuse(api, "event id ", eventID, " of ", info.name, " belongs to a queue or to TPipe; take one from "
+            "AllocEventID or FetchEventID");
     }
     return event;
 }

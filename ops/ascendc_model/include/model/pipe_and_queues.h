@@ -228,6 +228,11 @@ public:
             ascendc_model::Refuse("TPipe", "a core has one TPipe at a time");
         }
         ascendc_model::Me().pipe = this;
+        if (ascendc_model::Me().cube) {
+            for (int id = 0; id < 3; ++id) {  // TPipe keeps them for the Matmul classes
+                ascendc_model::Me().events[{PIPE_M, PIPE_MTE1}].events[id].ofQueue = true;
+            }
+        }
     }
     TPipe(const TPipe&) = delete;
     TPipe& operator=(const TPipe&) = delete;

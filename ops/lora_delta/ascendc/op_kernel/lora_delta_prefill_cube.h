@@ -48,7 +48,7 @@ public:
         const uint32_t out = sizes_.outFeatures;
         const uint32_t slices = split_.expandSlices;
         const uint32_t parts = Ceil(sizes_.tokens, split_.expandRows) * slices;
-        AscendC::LocalTensor<T> constants = cube_.LoadConstants(exchange_.constants);
+        const AscendC::LocalTensor<T> constants = cube_.LoadConstants(exchange_.constants);
         for (uint32_t part = AscendC::GetBlockIdx(); part < parts; part += AscendC::GetBlockNum()) {
             const uint32_t begin = part % slices * split_.expandWidth;
             const uint32_t width = Least(split_.expandWidth, out - begin);
@@ -63,7 +63,6 @@ public:
             }
             cube_.FreeWeight(weight);
         }
-        cube_.FreeConstants(constants);
     }
 
 private:

@@ -52,7 +52,7 @@ public:
         yGm.SetGlobalBuffer((__gm__ T*)y);
         const uint32_t slices = split_.expandSlices;
         const uint32_t parts = Ceil(sizes_.tokens, split_.expandRows) * slices;
-        AscendC::LocalTensor<T> constants = cube_.LoadConstants(exchange_.constants);
+        const AscendC::LocalTensor<T> constants = cube_.LoadConstants(exchange_.constants);
         for (uint32_t part = AscendC::GetBlockIdx(); part < parts; part += AscendC::GetBlockNum()) {
             const uint32_t begin = part % slices * split_.expandWidth;
             const uint32_t width = Least(split_.expandWidth, sizes_.out - begin);
@@ -77,7 +77,6 @@ public:
             }
             Free();
         }
-        cube_.FreeConstants(constants);
     }
 
 private:
