@@ -1,6 +1,7 @@
 // y = x W^T (+ bias) + ((x A^T) * scale) B^T.
 #include "kernel_operator.h"
 
+#include "lora_linear_cube.h"
 #include "lora_linear_decode.h"
 #include "lora_linear_tiling.h"
 
@@ -16,5 +17,8 @@ extern "C" __global__ __aicore__ void lora_linear(GM_ADDR x, GM_ADDR w, GM_ADDR 
         mindlora::LoraLinearDecode<DTYPE_X> decode(pipe, sizes);
         decode.Bind(x, w, a, b, scale, bias, y, exchange);
         decode.Run();
+    } else if (TILING_KEY_IS(2)) {
+        KERNEL_TASK_TYPE(2, KERNEL_TYPE_MIX_AIC_1_2);
+        mindlora::LoraLinearFewTokens<DTYPE_X>(x, w, a, b, scale, bias, y, exchange, sizes);
     }
 }

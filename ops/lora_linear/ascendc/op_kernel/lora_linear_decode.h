@@ -17,13 +17,13 @@ template <class T>
 class LoraLinearDecode {
 public:
     __aicore__ inline LoraLinearDecode(AscendC::TPipe& pipe, const LoraLinearTiling& sizes)
-        : sizes_(sizes), lowPitch_(PitchOf<float>(sizes.rank))
+        : sizes_(sizes), split_(sizes.vector), lowPitch_(PitchOf<float>(sizes.rank))
     {
-        const uint32_t low = sizes_.tokensAtOnce * lowPitch_ * sizeof(float);
-        const uint32_t results = sizes_.tokensAtOnce * sizes_.rowsAtOnce;
-        const uint32_t rows = sizes_.products.rows;
+        const uint32_t low = split_.tokensAtOnce * lowPitch_ * sizeof(float);
+        const uint32_t results = split_.tokensAtOnce * split_.rowsAtOnce;
+        const uint32_t rows = split_.products.rows;
         AscendC::TBuf<> sums;
-        products_.Init(pipe, sizes_.products, rows > sizes_.expandRows ? rows : sizes_.expandRows);
+        products_.Init(pipe, split_.products, rows > split_.expandRows ? rows : split_.expandRows);
         pipe.InitBuffer(sums, results * sizeof(float));
         pipe.InitBuffer(yOut_, 1, results * sizeof(T));
         pipe.InitBuffer(lowOut_, 1, low);
@@ -53,8 +53,8 @@ public:
         const Range ranks{Least(dealt.begin, rank), Least(dealt.end, rank)};
         const Range rows{dealt.begin < rank ? 0 : dealt.begin - rank, dealt.end < rank ? 0 : dealt.end - rank};
         for (firstToken_ = 0; firstToken_ < sizes_.tokens; firstToken_ += tokens_) {
-            tokens_ = Least(sizes_.tokensAtOnce, sizes_.tokens - firstToken_);
-            const Range tile = TileOf(rows, rows.begin, sizes_.rowsAtOnce);
+            tokens_ = Least(split_.tokensAtOnce, sizes_.tokens - firstToken_);
+            const Range tile = TileOf(rows, rows.begin, split_.rowsAtOnce);
             if (cores == 1) {
                 AscendC::LocalTensor<float> low = Shrink(ranks);
                 MultiplyByW(tile);
@@ -105,7 +105,7 @@ private:
     __aicore__ inline void MultiplyByW(const Range& tile)
     {
         products_.Multiply(sums_, PitchOf<T>(tile.Size()), x_, firstToken_, tokens_, w_, tile, {0, sizes_.inFeatures});
-        SendB(TileOf(tile, tile.begin, sizes_.expandRows));
+        SendB(TileOf(tile, tile.begin, split_.expandRows));
         if (sizes_.hasBias != 0) {
             products_.SendVectors(bias_, 0, 1, tile);
         }
@@ -120,16 +120,16 @@ private:
                 AddBias(tile);
             }
             Store(tile);
-            tile = TileOf(rows, tile.end, sizes_.rowsAtOnce);
+            tile = TileOf(rows, tile.end, split_.rowsAtOnce);
             MultiplyByW(tile);
         }
     }
 
     __aicore__ inline void AddDelta(const Range& tile, const AscendC::LocalTensor<float>& low)
     {
-        Range part = TileOf(tile, tile.begin, sizes_.expandRows);
+        Range part = TileOf(tile, tile.begin, split_.expandRows);
         while (part.Size() > 0) {
-            const Range next = TileOf(tile, part.end, sizes_.expandRows);
+            const Range next = TileOf(tile, part.end, split_.expandRows);
             SendB(next);
             products_.AddTile(sums_[part.begin - tile.begin], PitchOf<T>(tile.Size()), low, lowPitch_, tokens_,
                 part.Size(), sizes_.rank);
@@ -164,6 +164,7 @@ private:
     }
 
     const LoraLinearTiling sizes_;
+    const LoraLinearVectorTiling split_;
     const uint32_t lowPitch_;
     uint32_t firstToken_ = 0;  // the tokens at hand
     uint32_t tokens_ = 0;
