@@ -5,12 +5,17 @@ import logging
 from typing import Callable, Dict, Iterator, List, Tuple
 
 from mindspore import nn
+from mindspore.common import dtype as mstype
 
 from mindlora import names
 from mindlora.config import LoraConfig
 from mindlora.errors import LoraError, TargetError, UnsupportedCellError
-from mindlora.nn.dense import LORA_A, LORA_B, LoRADense, check_supported, linear_types
-from mindlora.targets import select_targets
+from mindlora.nn.cell import PART_NAMES, LoRACell
+from mindlora.nn.kinds import adaptable_types, kind_of, linear_types
+from mindlora.nn.nf4 import parameter_count
+from mindlora.nn.tree import adapter_path, replace_children
+from mindlora.quantize import quantize_under
+from mindlora.targets import ALL_LINEAR, select_targets
 
 logger = logging.getLogger("mindlora")
 
@@ -23,7 +28,7 @@ class LoraReport:
 
     Attributes:
         replaced (tuple of str): Paths of the cells that are LoRADense now.
-        trainable (int): Number of elements in all A and B, and in the modules of modules_to_save.
+        trainable (int): Number of elements in all A and B that train, and in the modules of modules_to_save.
         total (int): Number of elements in all parameters, the adapters included.
     """
     replaced: Tuple[str, ...]
@@ -33,6 +38,8 @@ class LoraReport:
 
 def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
+
+    With quantize_base, all linear cells but output heads are made 4-bit first, whether they are selected or not.
 
     Args:
         network (nn.Cell): Any network of nn.Dense or MindFormers' Linear cells.
@@ -45,26 +52,38 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         LoraError: The network holds LoRADense cells already.
         TargetError: target_modules selects nothing, or not all of what it names.
         UnsupportedCellError: A selected cell cannot carry LoRA; all of them are listed and nothing is replaced.
+        QuantizationError: The base cannot be quantized.
     """
     present = [path for path, _ in lora_cells(network)]
     if present:
         raise LoraError(f"LoRA is on this network already, at {_listed(present)}. Applying it again would reset "
                         "what was trained; build the network anew instead.")
+    # PEFT's all-linear leaves embeddings and convolutions out as well.
+    types = linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
     linear, others = {}, {}
     for path, cell in network.cells_and_names():
-        (linear if path and isinstance(cell, linear_types()) else others)[path] = cell
+        (linear if path and isinstance(cell, types) else others)[path] = cell
     # MindSpore lists a cell that hangs in two places once, so put_lora finds what is shared by identity.
     selected = select_targets(list(linear), config.target_modules, config.exclude_modules,
                               {path: type(cell).__name__ for path, cell in others.items()},
                               config.layers_to_transform)
     whole = _whole_parameters(network, config.modules_to_save, selected)
-    put_lora(network, {adapter_path(linear[path], path): linear[path] for path in selected}, config.for_cell)
+    paths, started = {path: adapter_path(linear[path], path) for path in selected}, {}
+    if config.quantize_base:
+        # Before weights are given up.
+        _check_adaptable({path: linear[path] for path in selected}, config.for_cell)
+        quantized, started = quantize_under(network, config, selected, whole)
+        linear.update(quantized)
+    put_lora(network, {paths[path]: linear[path] for path in selected}, config.for_cell)
+    cells = dict(lora_cells(network))
+    for path, parts in started.items():
+        for part, array in parts.items():
+            cells[paths[path]].load_part(part, array)
     for parameter in whole:
         mark_saved_whole(parameter)
-    trainable = sum(p.size for _, cell in lora_cells(network) for p in cell.lora_parameters())
+    trainable = sum(p.size for cell in cells.values() for p in cell.trained_parameters())
     trainable += sum(p.size for p in whole)
-    report = LoraReport(tuple(selected), trainable, sum(p.size for p in network.get_parameters()))
-    return report
+    return LoraReport(tuple(selected), trainable, parameter_count(network))
 
 
 def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
@@ -73,22 +92,20 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
     Raises:
         UnsupportedCellError: A cell cannot carry LoRA; all of them are listed and nothing is replaced.
     """
-    refused = {path: reason for path, cell in cells.items() if (reason := _refusal(cell))}
-    if refused:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
-        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
+    _check_adaptable(cells, config_of)
     replacements = {}
     for path, cell in cells.items():
-        adapted = LoRADense.from_dense(cell, config_of(path))
-        adapted.mindpet_delta_lora_a.name = f"{path}.{LORA_A}"
-        adapted.mindpet_delta_lora_b.name = f"{path}.{LORA_B}"
+        config = config_of(path)
+        adapted = kind_of(cell, config).from_cell(cell, config)
+        for part, parameter in adapted.parts().items():
+            parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted
     replace_children(network, replacements)
     logger.info("LoRA put on %d cells: %s.", len(cells), _listed(cells))
 
 
 def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
-    """Freezes every parameter of ``network`` but A and B, and what modules_to_save named for apply_lora.
+    """Freezes every parameter of ``network`` but A (without freeze_lora_a) and B, and what modules_to_save named.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
@@ -100,7 +117,7 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
         LoraError: The network holds no LoRADense cell.
         TargetError: A pattern matches no parameter.
     """
-    adapters = {id(p) for _, cell in lora_cells(network) for p in cell.lora_parameters()}
+    adapters = {id(p) for _, cell in lora_cells(network) for p in cell.trained_parameters()}
     if not adapters:
         raise LoraError("The network holds no LoRADense cell: freezing the base would leave nothing to train. "
                         "Call apply_lora first.")
@@ -115,6 +132,10 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
             trains[parameter.name] = parameter.name in train
     if not any(trains.values()):
         raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
+    packed = [p.name for p in parameters if trains[p.name] and p.dtype == mstype.uint8]
+    if packed:
+        raise TargetError(f"modules_to_save or freeze_exclude trains {_listed(packed)}, which is quantized, and 4-bit "
+                          "weights do not train. Add it to quantize_exclude.")
     for parameter in parameters:
         parameter.requires_grad = trains[parameter.name]
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
@@ -124,11 +145,11 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
                        "mindspore.save_checkpoint.", len(extra), _listed(extra))
 
 
-def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRADense]]:
-    """Yields (adapter path, cell) for each LoRADense; the path is what stands before its parameters' own names."""
+def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRACell]]:
+    """Yields (adapter path, cell) for each cell with an adapter; the path stands before its parameters' own names."""
     for _, cell in network.cells_and_names():
-        if isinstance(cell, LoRADense):
-            yield cell.mindpet_delta_lora_a.name.rpartition(".")[0], cell
+        if isinstance(cell, LoRACell):
+            yield cell.adapter_path, cell
 
 
 def mark_saved_whole(parameter) -> None:
@@ -159,23 +180,30 @@ def trainable_summary(network: nn.Cell) -> str:
     if by_kind:
         rows = [("adapters on", "cells", "in x out", "rank", "alpha", "parameters")]
         for (_, in_channels, out_channels, rank, alpha), paths in by_kind.items():
-            count = sum(p.size for path in paths for p in cells[path].lora_parameters())
+            count = sum(p.size for path in paths for p in cells[path].trained_parameters())
             rows.append((_listed(paths), str(len(paths)), f"{in_channels} x {out_channels}", str(rank), f"{alpha:g}",
                          f"{count:,}"))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         for row in rows:
             lines.append("  ".join([row[0].ljust(widths[0])] + [text.rjust(width)
                                                                 for text, width in zip(row[1:], widths[1:])]))
-    total = sum(p.size for p in network.get_parameters())
+    total = parameter_count(network)
     trainable = sum(p.size for p in network.trainable_params())
     share = 100 * trainable / total if total else 0
     lines.append(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")
     return "\n".join(lines)
 
 
-def _refusal(cell) -> str:
+def _check_adaptable(cells, config_of):
+    refused = {path: reason for path, cell in cells.items() if (reason := _refusal(cell, config_of(path)))}
+    if refused:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
+
+
+def _refusal(cell, config) -> str:
     try:
-        check_supported(cell)
+        kind_of(cell, config).check(cell, config)
     except UnsupportedCellError as error:
         return str(error)
     return ""
@@ -195,29 +223,6 @@ def _whole_parameters(network, modules, selected) -> list:
                               "module is either trained whole or adapted.")
         whole += hits
     return whole
-
-
-def adapter_path(cell: nn.Cell, path: str) -> str:
-    """What stands before the names of a cell's parameters: its path, or more where the network has a prefix itself."""
-    stem, _, leaf = cell.weight.name.rpartition(".")
-    return stem if leaf == "weight" and (stem == path or stem.endswith("." + path)) else path
-
-
-def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
-    """Puts cells into the places of others, by the id of the cell to replace, wherever in ``network`` it hangs."""
-    # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
-    # pylint: disable=protected-access
-    for _, parent in list(network.cells_and_names()):
-        # A graph compiled before would go on running the plain cells.
-        parent.compile_cache.clear()
-        hit = False
-        for name, child in parent._cells.items():
-            if id(child) in replacements:
-                parent._cells[name] = replacements[id(child)]
-                hit = True
-        if hit and isinstance(parent, nn.SequentialCell):
-            # Its forward runs over this list of its own, not over _cells.
-            parent.cell_list = list(parent._cells.values())
 
 
 def _matched_names(parameters, patterns, field) -> set:

@@ -2,7 +2,7 @@
 import dataclasses
 import math
 import sys
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Set, Tuple
 
 import numpy as np
 
@@ -11,17 +11,23 @@ from mindlora.errors import (MissingTensorsError, NotFiniteError, RankMismatchEr
                              ShapeMismatchError)
 from mindlora.tensor_file import to_float32
 
-# A place is (path of the cell under MindFormers' names, "A" or "B").
+# A place is (path of the cell under MindFormers' names, part): "A", "B", and with DoRA "magnitude".
 Place = Tuple[str, str]
+PARTS = ("A", "B", "magnitude")
 
 
 @dataclasses.dataclass
 class Adapter:
-    """LoRA tensors by place; the weight of the cell at a path changes by scale B A.
+    """LoRA tensors by place; the weight W of the cell at a path changes by scale B A.
+
+    With DoRA (Liu et al., 2024) each row of W + scale B A is then brought to the size that the magnitude m has for it.
 
     Attributes:
-        tensors (dict): (path under MindFormers' names, "A" or "B") -> array, A [r, in] and B [out, r], each in its
-            stored dtype (tensor_file.BFLOAT16 for bfloat16).
+        tensors (dict): (path under MindFormers' names, part) -> array: "A" [r, in] and "B" [out, r], with DoRA also
+            "magnitude" [out], each in its stored dtype (tensor_file.BFLOAT16 for bfloat16).
+            Where the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1].
+        embeddings (set of str): The paths whose weight is a table [in, out] of embeddings, to which the transpose of
+            scale B A is added.
         alphas (dict): path -> lora_alpha; empty where the file does not say.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r) and not lora_alpha / r (Kalajdzievski, 2023).
         dropout (float): lora_dropout of the training, for whoever trains on.
@@ -31,6 +37,8 @@ class Adapter:
             the file has them; empty where it has none.
         base_model (str): Name or path of the base model under Hugging Face, or None.
         fingerprint (dict): Mark of the base it was trained on, or None.
+        start (str): lora_init of an adapter whose pairs are [A; A0] and [B, -B0], of what was trained and what that
+            began with (see mindlora.residual); None for any other.
         dialect (str): In whose form the file was, for messages.
     """
     tensors: Dict[Place, np.ndarray]
@@ -41,12 +49,23 @@ class Adapter:
     selection: Dict[str, object] = dataclasses.field(default_factory=dict)
     base_model: Optional[str] = None
     fingerprint: Optional[dict] = None
+    start: Optional[str] = None
     dialect: str = ""
+    embeddings: Set[str] = dataclasses.field(default_factory=set)
 
     @property
     def paths(self) -> List[str]:
         """Paths of the adapted cells, in the order of the file."""
         return list(dict.fromkeys(path for path, _ in self.tensors))
+
+    @property
+    def use_dora(self) -> bool:
+        """Whether the cells have magnitudes; check_pairs sees to it that all or none have one."""
+        return any(part == "magnitude" for _, part in self.tensors)
+
+    def parts(self, path: str) -> Dict[str, np.ndarray]:
+        """Returns part -> array of the cell at ``path``."""
+        return {part: self.tensors[path, part] for part in PARTS if (path, part) in self.tensors}
 
     def rank(self, path: str) -> int:
         """Returns the rank r of the pair at ``path``."""
@@ -65,9 +84,18 @@ class Adapter:
         return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
 
     def delta(self, path: str) -> np.ndarray:
-        """Returns scale B A, float32 [out, in]."""
-        a, b = (to_float32(self.tensors[path, half]) for half in "AB")
-        return (b * np.float32(self.scale(path))) @ a
+        """Returns what is added to the weight of the cell at ``path``, float32 and of its shape.
+
+        Raises:
+            ShapeMismatchError: The cell is a convolution with groups.
+        """
+        left, right = factors(*(to_float32(self.tensors[path, half]) for half in "AB"), path in self.embeddings)
+        return ((left * np.float32(self.scale(path))) @ right).reshape(self.weight_shape(path))
+
+    def weight_shape(self, path: str) -> Tuple[int, ...]:
+        """Returns the shape of the weight that the pair at ``path`` is for."""
+        a, b = (self.tensors[path, half].shape for half in "AB")
+        return (a[1], b[0]) if path in self.embeddings else (b[0], a[1] * b[1] // a[0], *a[2:])
 
     def set_alpha(self, alpha: float) -> None:
         """States lora_alpha for every pair, where the file did not.
@@ -90,18 +118,25 @@ class Adapter:
             declared (dict): path -> rank by the adapter's own configuration. Default: None.
 
         Raises:
-            MissingTensorsError: Half of a pair is missing.
+            MissingTensorsError: Half of a pair is missing, or some cells have a magnitude and others none.
             ShapeMismatchError: A tensor is not a matrix, is empty, or A and B have no rank in common.
             RankMismatchError: The rank is not the declared one.
         """
-        lone = [place for place in self.tensors if (place[0], "AB".replace(place[1], "")) not in self.tensors]
+        lone = [place for place in self.tensors if any((place[0], half) not in self.tensors for half in "AB")]
         if lone:
             raise MissingTensorsError(f"{source} lacks half of {len(lone)} pairs: it holds {listed(lone)} without its "
                                       "other half.")
+        bare = [(path, "") for path in self.paths if (path, "magnitude") not in self.tensors]
+        if bare and self.use_dora:
+            raise MissingTensorsError(f"{source} has DoRA magnitudes at some of its cells and lacks those of "
+                                      f"{listed(bare)}.")
         wrong = {}
         for path in self.paths:
             a, b = self.tensors[path, "A"].shape, self.tensors[path, "B"].shape
             problem = _pair_problem(a, b, (declared or {}).get(path))
+            magnitude = self.parts(path).get("magnitude", np.empty(b[:1])).shape
+            if not problem and magnitude != b[:1]:
+                problem = (ShapeMismatchError, f"the magnitude is {list(magnitude)} and must be [out]")
             if problem:
                 wrong.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
         for (kind, problem), found in wrong.items():
@@ -114,6 +149,32 @@ class Adapter:
         if bad:
             raise NotFiniteError(f"{source} holds tensors with NaN or infinity: "
                                  f"{', '.join(names.collapse_numbers(bad))}.")
+
+
+def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is B A as it is added to W.
+
+    Args:
+        a (array): A [r, in], or of a convolution [r, in, kh, kw].
+        b (array): B [out, r], or of a convolution [out, r / groups, 1, 1].
+        embeds (bool): Whether W is a table [in, out]. Default: False.
+
+    Raises:
+        ShapeMismatchError: There are groups.
+    """
+    if a.shape[0] != b.shape[1]:
+        raise ShapeMismatchError(f"The convolution has {a.shape[0] // b.shape[1]} groups, so that there is no change "
+                                 "of its weight that does what A and B do. Keep the adapter unmerged.")
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    return (a.T, b.T) if embeds else (b, a)
+
+
+def row_gains(weight: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """Returns what brings each row of ``weight`` to the size that ``magnitude`` [rows] gives it: float32 [rows, 1]."""
+    norms = np.linalg.norm(weight, axis=1)
+    # A row of zeros has no direction: what becomes of it is not finite, which whoever merges finds.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (magnitude / norms).astype(np.float32)[:, None]
 
 
 def is_finite(array: np.ndarray) -> bool:
@@ -137,13 +198,19 @@ def listed(places) -> str:
 
 def _pair_problem(a, b, declared) -> Optional[Tuple[type, str]]:
     """Returns the error class and the words for the shapes of a pair that do not fit, or None."""
-    if len(a) != 2 or len(b) != 2:
+    if (len(a), len(b)) not in ((2, 2), (4, 4)):
         return ShapeMismatchError, "A and B must be matrices"
     if 0 in a + b:
         return ShapeMismatchError, "A or B is empty"
     rank = declared if declared is not None else a[0]
+    if len(a) == 4:
+        if a[0] % b[1] or b[0] % (a[0] // b[1]) or a[1] % (a[0] // b[1]) or b[2:] != (1, 1):
+            return ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"
+        b = (b[0], a[0])
     if a[0] == rank and b[1] == rank:
         return None
+    if len(a) == 4:
+        return RankMismatchError, f"the configuration declares rank {rank} and the tensors have {a[0]}"
     if a[1] == rank and b[0] == rank:
         return ShapeMismatchError, "A and B are swapped"
     if a[1] == rank and b[1] == rank:

@@ -6,7 +6,7 @@ from typing import Callable, Dict, Tuple
 
 import numpy as np
 
-from mindlora import atomic, names
+from mindlora import atomic, names, starts
 from mindlora.adapter import Adapter, Place
 from mindlora.config import suggestion
 from mindlora.dialects import mindformers, peft, peft_config, slora, torch_pickle
@@ -86,11 +86,12 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         adapter.scale(cell)
     if to == "peft":
         _refuse_concatenated(adapter)
-        keys = {place: peft.tensor_key(*place) for place in adapter.tensors}
+        keys = {place: peft.tensor_key(*place, place[0] in adapter.embeddings) for place in adapter.tensors}
         tensors = {keys[place]: array for place, array in adapter.tensors.items()}
         tensors.update({peft.whole_key(name, adapter.paths): array for name, array in adapter.whole.items()})
         # "format" tells transformers which framework to load for.
-        metadata = {"format": "pt", _METADATA_KEY: json.dumps({"base_fingerprint": adapter.fingerprint})}
+        facts = {"base_fingerprint": adapter.fingerprint, **_start(adapter)}
+        metadata = {"format": "pt", _METADATA_KEY: json.dumps(facts)}
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, peft.WEIGHTS_FILE), tensors, metadata)
             _write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
@@ -172,9 +173,14 @@ def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) ->
     dialect, places, whole = _sort_keys(keys, facts.get("whole", ()), path)
     adapter = Adapter({}, dialect=dialect, use_rslora=facts.get("use_rslora", False),
                       dropout=float(facts.get("dropout", 0)), selection=facts.get("selection", {}),
-                      base_model=facts.get("base_model"), fingerprint=facts.get("base_fingerprint"))
+                      base_model=facts.get("base_model"), fingerprint=facts.get("base_fingerprint"),
+                      start=facts.get("start"))
+    adapter.embeddings = set(facts.get("embeddings", ()))
     for key, place in places.items():
         array = fetch(key)
+        # MindFormers' own form does not say it of the embedding that each of its models has.
+        if peft.is_embedding_key(key) if dialect == peft.NAME else place[0].endswith("tok_embeddings"):
+            adapter.embeddings.add(place[0])
         experts = mindformers.split_experts(key, array)
         for found, matrix in (experts or {place: array}).items():
             _check_tensor(key, found[0], matrix, path)
@@ -194,6 +200,8 @@ def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) ->
 def _apply_facts(adapter, facts, path):
     """Puts lora_alpha into ``adapter`` and checks that all is there that mindlora wrote."""
     adapter.alphas = {cell: float(alpha) for cell, alpha in facts.get("alphas", {}).items()}
+    if facts.get("use_dora") and not adapter.use_dora:
+        raise MissingTensorsError(f"{path} lacks the DoRA magnitudes that mindlora's own record in it names.")
     lost = sorted((set(adapter.alphas) - set(adapter.paths)) | (set(facts.get("whole", ())) - set(adapter.whole)))
     if lost:
         raise MissingTensorsError(f"{path} lacks tensors that mindlora's own record in it names: "
@@ -239,6 +247,9 @@ def _check_tensor(key, name, array, path):
 def _apply_config(adapter, config, path):
     """Puts into ``adapter`` what its adapter_config.json says, and checks its pairs against that."""
     adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
+    if config.use_dora != adapter.use_dora:
+        kind, found = (MissingTensorsError, "no") if config.use_dora else (UnexpectedTensorsError, "a")
+        raise kind(f"{path}: use_dora is {str(config.use_dora).lower()}, and there is {found} lora_magnitude_vector.")
     if adapter.dialect != peft.NAME:
         adapter.check_pairs(path)
         slora.check_rank(adapter, config, path)
@@ -267,9 +278,14 @@ def _manifest_alpha(path) -> float:
 
 
 def _facts(adapter) -> dict:
-    return {"alphas": adapter.alphas, "use_rslora": adapter.use_rslora, "dropout": adapter.dropout,
-            "selection": adapter.selection, "base_model": adapter.base_model, "whole": sorted(adapter.whole),
-            "base_fingerprint": adapter.fingerprint}
+    return {"alphas": adapter.alphas, "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
+            "dropout": adapter.dropout, "selection": adapter.selection, "base_model": adapter.base_model,
+            "whole": sorted(adapter.whole), "embeddings": sorted(adapter.embeddings),
+            "base_fingerprint": adapter.fingerprint, **_start(adapter)}
+
+
+def _start(adapter) -> dict:
+    return {"start": adapter.start} if adapter.start else {}
 
 
 def _parse_facts(text, path) -> dict:
@@ -311,11 +327,14 @@ def _is_text(value) -> bool:
 _RECORD = {
     "alphas": (lambda value: _is_table(value, _is_alpha), "numbers above 0 by path"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+    "use_dora": (lambda value: isinstance(value, bool), "true or false"),
     "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     "selection": (lambda value: isinstance(value, dict), "an object"),
     "base_model": (_is_text, "a text"),
     "whole": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
+    "embeddings": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
     "base_fingerprint": (lambda value: _is_table(value, _is_text), "texts by name"),
+    "start": (lambda value: _is_text(value) and starts.changes_base(value), "a lora_init that changes the base"),
 }
 
 

@@ -6,16 +6,17 @@ from typing import Dict
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora import adapter_file, fitting, names
+from mindlora import adapter_file, fitting, names, residual
 from mindlora.adapt import adapter_path, lora_cells, mark_saved_whole, put_lora, saved_whole
 from mindlora.adapter import Adapter, is_finite, listed
 from mindlora.ckpt_file import to_array
 from mindlora.config import LoraConfig
 from mindlora.errors import (BaseMismatchError, LoraError, NotFiniteError, ShapeMismatchError, TargetError,
                              UnexpectedTensorsError)
-from mindlora.fingerprint import base_difference, base_fingerprint, fingerprint_of
-from mindlora.nn.dense import linear_types
-from mindlora.targets import select_targets
+from mindlora.fingerprint import base_difference, base_fingerprint, fingerprint_of, forms_that_differ
+from mindlora.nn.kinds import adaptable_types, linear_types
+from mindlora.nn.tree import weight_of
+from mindlora.targets import ALL_LINEAR, select_targets
 from mindlora.tensor_file import dtype_name, to_float32
 
 logger = logging.getLogger("mindlora")
@@ -54,23 +55,27 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: str
 
 
 def adapter_of(network: nn.Cell) -> Adapter:
-    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters.
+    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, fit for the base as it was loaded.
 
     Raises:
-        LoraError: The adapter is merged into the base.
+        LoraError: The adapter is merged into the base, or its start has not been carried out.
     """
     cells = dict(lora_cells(network))
     _check_not_merged(cells)
-    tensors = {(path, half): to_array(parameter) for path, cell in cells.items()
-               for half, parameter in zip("AB", cell.lora_parameters())}
+    for cell in cells.values():
+        cell.prepare()
+    tensors = {(path, part): to_array(parameter) for path, cell in cells.items()
+               for part, parameter in cell.parts().items()}
     whole = {parameter.name: to_array(parameter) for parameter in saved_whole(network)}
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
         raise LoraError("Some cells of the network scale with use_rslora and some without. One adapter has one of "
                         "them.")
-    return Adapter(tensors, {path: float(cell.lora_alpha) for path, cell in cells.items()}, rslora.pop(),
-                   max(cell.dropout_rate for cell in cells.values()), whole, fingerprint=base_fingerprint(network),
-                   dialect="network")
+    adapter = Adapter(tensors, {path: float(cell.lora_alpha) for path, cell in cells.items()}, rslora.pop(),
+                      max(cell.dropout_rate for cell in cells.values()), whole, fingerprint=base_fingerprint(network),
+                      dialect="network", embeddings={path for path, cell in cells.items() if cell.embeds})
+    residual.make_plain(adapter, cells)
+    return adapter
 
 
 def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn",
@@ -79,6 +84,8 @@ def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch
 
     Where the network holds LoRADense cells, the adapter must be what they were built for. Where it holds none, it gets
     them: on the cells that the adapter names, with its ranks, its scales and its dtypes; call freeze_base to train on.
+    An adapter that was trained from a start which changes the base (lora_init "pissa", ...) fits the base as it was, at
+    twice the rank; a network that was built with that start and lora_rank goes on where the adapter was saved.
 
     Args:
         network (nn.Cell): A network of linear cells, under MindFormers' or Hugging Face's names.
@@ -97,7 +104,7 @@ def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch
         RankMismatchError, ScaleMismatchError, ShapeMismatchError, NotFiniteError: A tensor cannot be used.
         BaseMismatchError: Another base, with on_base_mismatch "error".
         UnsupportedCellError: The adapter is for a cell that LoRA cannot be put on.
-        LoraError: The network is merged, or on_base_mismatch is unknown.
+        LoraError: The network is merged, on_base_mismatch is unknown, or a start needs weights that are not there yet.
     """
     if on_base_mismatch not in ("warn", "error", "ignore"):
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
@@ -108,24 +115,28 @@ def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch
     adapter = adapter_file.read(path, allow_pickle)
     if bare:
         cells = {adapter_path(cell, name): cell for name, cell in network.cells_and_names()
-                 if name and isinstance(cell, linear_types())}
+                 if name and isinstance(cell, adaptable_types())}
     places = fitting.places_of(network, cells)
     relaid = fitting.fit_to(adapter, places)
+    if not bare:
+        fitting.check_kind(adapter, places, path)
     fitting.check_names(adapter, _selected(adapter, cells) if bare else list(cells), places, path, strict)
     fitting.check_shapes(adapter, places, path)
+    origins = {} if bare else residual.take_origins(adapter, network, path)
     if not bare:
         fitting.check_rank_and_scale(adapter, places, path)
     whole = _whole_parameters(adapter, network, path, strict)
     adapter.check_finite(path)
-    if not relaid:
-        adapted = [name for name in cells if (name, "A") in adapter.tensors] if bare else cells
-        _check_base(adapter, {name: cells[name].weight for name in adapted}, path, on_base_mismatch)
+    if not relaid and adapter.fingerprint is not None and on_base_mismatch != "ignore":
+        adapted = [name for name in cells if (name, "A") in adapter.tensors]
+        found = fingerprint_of({name: cells[name] for name in adapted}) if bare else base_fingerprint(network)
+        _check_base(adapter, found, path, on_base_mismatch)
     if bare:
         put_lora(network, {name: cells[name] for name in adapter.paths}, lambda name: _config(adapter, name))
         cells = dict(lora_cells(network))
-    for (name, half), array in adapter.tensors.items():
-        parameter = cells[name].lora_parameters()["AB".index(half)]
-        _set(parameter, array)
+    for (name, part), array in adapter.tensors.items():
+        cells[name].load_part(part, to_float32(array))
+    residual.settle_starts(network, adapter.paths, origins)
     for parameter, array in whole:
         _set(parameter, array)
         mark_saved_whole(parameter)
@@ -140,7 +151,7 @@ def _config(adapter, path) -> LoraConfig:
         # A small lora_alpha was warned of when the adapter was made.
         warnings.simplefilter("ignore")
         return LoraConfig(lora_rank=adapter.rank(path), lora_alpha=adapter.alphas[path], lora_dropout=adapter.dropout,
-                          use_rslora=adapter.use_rslora,
+                          use_rslora=adapter.use_rslora, use_dora=adapter.use_dora,
                           param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32")
 
 
@@ -149,7 +160,9 @@ def _selected(adapter, cells):
     selection = adapter.selection
     if not selection.get("target_modules"):
         return []
-    plain = list(cells)
+    # As apply_lora.
+    types = linear_types() if selection["target_modules"] == ALL_LINEAR else adaptable_types()
+    plain = [path for path, cell in cells.items() if isinstance(cell, types)]
     try:
         chosen = select_targets(plain, selection["target_modules"], selection.get("exclude_modules"))
     except TargetError:
@@ -188,7 +201,7 @@ def _whole_parameters(adapter, network, source, strict):
 
 def _target_modules(network, cells, adapter):
     """Returns the leaf names of the adapted cells under Hugging Face names, or full paths where a leaf is not whole."""
-    plain = {path.rpartition(".")[2] for path, cell in network.cells_and_names() if isinstance(cell, linear_types())}
+    plain = {path.rpartition(".")[2] for path, cell in network.cells_and_names() if isinstance(cell, adaptable_types())}
     whole = not plain & {path.rpartition(".")[2] for path in cells}
     paths = [names.to_hugging_face(path) for path in adapter.paths if path]
     return sorted({path.rpartition(".")[2] for path in paths} if whole else set(paths))
@@ -201,16 +214,17 @@ def _check_not_merged(cells: Dict[str, nn.Cell]):
                         "unmerge_lora first.")
 
 
-def _check_base(adapter, weights, path, on_base_mismatch):
-    if adapter.fingerprint is None or on_base_mismatch == "ignore":
-        return
-    found = fingerprint_of(weights)
+def _check_base(adapter, found, path, on_base_mismatch):
     if found is None:
         logger.warning("%s: the base has no values yet, so whether it is the one the adapter was trained on was not "
                        "checked.", path)
         return
     difference = base_difference(adapter.fingerprint, found)
-    if difference:
+    forms = forms_that_differ(adapter.fingerprint, found)
+    if difference and forms and adapter.fingerprint.get("shapes") == found["shapes"]:
+        logger.warning("%s was trained on a base in %s and this one is in %s: of the two, paths and shapes alone were "
+                       "compared.", path, *forms)
+    elif difference:
         message = f"{path} was trained on another base: {difference}. Load the base checkpoint it was trained on."
         if on_base_mismatch == "error":
             raise BaseMismatchError(message)

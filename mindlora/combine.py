@@ -67,7 +67,7 @@ def combine_adapters(adapters: List[Adapter], weights: List[float], method: str,
 
     Raises:
         ConfigError: An argument is wrong, or is one that the method does not take.
-        AdapterError: An adapter has modules saved whole, adapts no path that another does, or is not finite.
+        AdapterError: An adapter has modules saved whole, is DoRA's, adapts no path that another does, or is not finite.
         RankMismatchError: The ranks at a path differ, and the method needs equal ones.
         ShapeMismatchError: The cells at a path differ in their shapes.
         ScaleMismatchError: An adapter does not say lora_alpha.
@@ -90,6 +90,7 @@ def combine_adapters(adapters: List[Adapter], weights: List[float], method: str,
     first = adapters[0]
     return Adapter(tensors, alphas={path: float(tensors[path, "A"].shape[0]) for path in paths},
                    dropout=first.dropout, dialect=first.dialect,
+                   embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
                    base_model=next((adapter.base_model for adapter in adapters if adapter.base_model), None),
                    fingerprint=first.fingerprint if all(adapter.fingerprint == first.fingerprint
                                                         for adapter in adapters) else None)
@@ -217,6 +218,13 @@ def _check_adapters(adapters):
         if adapter.whole:
             raise AdapterError(f"{label} holds modules that were trained whole (modules_to_save), which cannot be "
                                f"combined: {', '.join(names.collapse_numbers(list(adapter.whole)))}.")
+        if adapter.use_dora:
+            raise AdapterError(f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
+                               "not defined. Merge the adapters into the base one after the other instead.")
+        convolutions = [path for path in adapter.paths if adapter.tensors[path, "A"].ndim > 2]
+        if convolutions:
+            raise AdapterError(f"{label} adapts convolutions, which cannot be combined: "
+                               f"{', '.join(names.collapse_numbers(convolutions))}.")
         adapter.check_pairs(label)
         adapter.check_finite(label)
         for path in adapter.paths:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Dict, List, Optional, Union
 
-from mindlora import names
+from mindlora import names, starts
 from mindlora.errors import ConfigError
 
 # Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
@@ -19,6 +19,7 @@ PRESETS = {
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16",
            "bfloat16": "bfloat16", "bf16": "bfloat16"}
+QUANTIZATIONS = ("nf4",)
 _ZERO_INITS = ("zero", "zeros")
 Patterns = Union[str, List[str], None]
 
@@ -37,13 +38,26 @@ class LoraConfig:
             is every linear cell but the output head. Hugging Face names (``q_proj``) mean their MindFormers
             counterparts (``wq``).
         exclude_modules (str or list of str): The same, for cells to leave alone. Default: None.
-        lora_a_init (str, Initializer or Tensor): Start of A. Default: ``"kaiming_uniform"``, that is He uniform
+        quantize_base (str): ``"nf4"`` for linear cells of the base, adapted or not, in 4-bit NormalFloat (Dettmers et
+            al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
+        quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, in the ways of
+            target_modules. Default: None.
+        lora_init (str): Start of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation 1 / r),
+            ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"`` or ``"loftq"`` (see mindlora.starts).
+            pissa and olora change the base and are made by start_adapters, once its weights are loaded; loftq goes
+            with quantize_base. PEFT calls it init_lora_weights. Default: None, what lora_a_init and lora_b_init say.
+        lora_a_init (str, Initializer or Tensor): Start of A. Default: None, ``"kaiming_uniform"``, that is He uniform
             with negative_slope sqrt(5); any name of a MindSpore initializer is taken too.
-        lora_b_init (str, Initializer or Tensor): Start of B. Default: ``"zeros"``, so that training starts at the base.
+        lora_b_init (str, Initializer or Tensor): Start of B. Default: None, ``"zeros"``, so that training starts at
+            the base.
         param_init_type (str): dtype in which A and B are kept: float32, float16 or bfloat16. Default: float32.
         compute_dtype (str): dtype of the products. Default: None, what the replaced cell computes in.
         use_rslora (bool): Scale by lora_alpha / sqrt(lora_rank) and not by lora_alpha / lora_rank, which keeps the
             size of the update at large ranks (Kalajdzievski, 2023). Default: False.
+        use_dora (bool): Train the size of each row of the weight apart from its direction (Liu et al., DoRA, 2024; see
+            DoRADense). Default: False.
+        freeze_lora_a (bool): Train B alone: A keeps its start, and needs neither gradient nor optimizer state (Zhang et
+            al., LoRA-FA, 2023). Default: False.
         rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha for the cells whose path, or
             an end of it that begins at a dot, it matches; the first that matches counts, as in PEFT. Default: None.
         layers_to_transform (int or list of int): The only layers whose cells get an adapter. Default: None, all.
@@ -62,11 +76,16 @@ class LoraConfig:
     lora_dropout: float = 0.0
     target_modules: Patterns = None
     exclude_modules: Patterns = None
-    lora_a_init: object = "kaiming_uniform"
-    lora_b_init: object = "zeros"
+    quantize_base: Optional[str] = None
+    quantize_exclude: Patterns = None
+    lora_init: Optional[str] = None
+    lora_a_init: object = None
+    lora_b_init: object = None
     param_init_type: str = "float32"
     compute_dtype: Optional[str] = None
     use_rslora: bool = False
+    use_dora: bool = False
+    freeze_lora_a: bool = False
     rank_pattern: Optional[Dict[str, int]] = None
     alpha_pattern: Optional[Dict[str, float]] = None
     layers_to_transform: Union[int, List[int], None] = None
@@ -83,22 +102,46 @@ class LoraConfig:
                 f"lora_alpha is {self.lora_alpha}, which looks like a learning rate: the scale lora_alpha / lora_rank "
                 f"becomes {self.scale:g}. Usual values are 8 to 64; the learning rate belongs in lr_schedule.",
                 stacklevel=3)
-        for field in ("target_modules", "exclude_modules"):
+        for field in ("target_modules", "exclude_modules", "quantize_exclude"):
             _check_patterns(getattr(self, field), field)
         for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
             _check_name_list(getattr(self, field), field)
-        if not isinstance(self.use_rslora, bool):
-            raise ConfigError(f"use_rslora is {self.use_rslora!r}: it must be True or False.")
+        for field in ("use_rslora", "use_dora", "freeze_lora_a"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} is {getattr(self, field)!r}: it must be True or False.")
         _check_pattern_values(self.rank_pattern, "rank_pattern", _check_rank)
         _check_pattern_values(self.alpha_pattern, "alpha_pattern", _check_alpha)
         _check_layers(self.layers_to_transform)
         self.param_init_type = dtype_name(self.param_init_type, "param_init_type")
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
-        if _is_zero(self.lora_a_init) and _is_zero(self.lora_b_init):
+        self._check_quantization()
+        _check_start(self.lora_init, self.lora_a_init, self.lora_b_init)
+        if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
                 "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
                 "Keep lora_b_init 'zeros' and leave lora_a_init at its default.")
+        if self.freeze_lora_a and _is_zero(self.lora_a_init):
+            raise ConfigError("freeze_lora_a is True and lora_a_init zeros: an A that stays zero lets no gradient "
+                              "reach B. Leave lora_a_init at its default.")
+
+    def _check_quantization(self):
+        if self.quantize_base not in (None, *QUANTIZATIONS):
+            raise ConfigError(f"quantize_base is {self.quantize_base!r}, which is not known."
+                              f"{suggestion(str(self.quantize_base), list(QUANTIZATIONS))}")
+        if self.quantize_base is None:
+            if self.quantize_exclude is not None:
+                raise ConfigError(f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
+                                  "nothing is quantized. Set quantize_base: nf4, or remove it.")
+            if self.lora_init == "loftq":
+                raise ConfigError("lora_init is 'loftq', which makes up for what quantizing the base loses, and the "
+                                  "base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
+            return
+        for field, unserved in (("use_dora", self.use_dora), ("lora_init", starts.changes_base(self.lora_init))):
+            if unserved:
+                raise ConfigError(f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
+                                  "which needs the base's weights in float. Leave one of them out; a start that suits "
+                                  "a quantized base is lora_init: loftq.")
 
     @property
     def scale(self) -> float:
@@ -112,6 +155,23 @@ class LoraConfig:
         if (rank, alpha) == (self.lora_rank, self.lora_alpha):
             return self
         return dataclasses.replace(self, lora_rank=rank, lora_alpha=alpha, rank_pattern=None, alpha_pattern=None)
+
+    def as_saved(self) -> "LoraConfig":
+        """Returns the configuration of the adapter that save_lora makes of this one.
+
+        It differs where lora_init changes the base: the saved adapter is a plain LoRA of twice the rank, at the same
+        scale (see mindlora.residual).
+        """
+        if self.lora_init == "loftq":
+            return dataclasses.replace(self, lora_init=None)
+        if not starts.changes_base(self.lora_init):
+            return self
+        growth = math.sqrt(2) if self.use_rslora else 2
+        ranks, alphas = self.rank_pattern, self.alpha_pattern
+        return dataclasses.replace(
+            self, lora_init=None, lora_rank=2 * self.lora_rank, lora_alpha=growth * self.lora_alpha,
+            rank_pattern=ranks and {key: 2 * rank for key, rank in ranks.items()},
+            alpha_pattern=alphas and {key: growth * alpha for key, alpha in alphas.items()})
 
     @classmethod
     def from_pet_config(cls, pet_config: Mapping) -> "LoraConfig":
@@ -148,7 +208,7 @@ class LoraConfig:
             raise ConfigError("pet_config has no target_modules: name the linear cells that get an adapter, "
                               "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'.")
         for key in ("target_modules", "exclude_modules", "freeze_include", "freeze_exclude", "modules_to_save",
-                    "layers_to_transform"):
+                    "layers_to_transform", "quantize_exclude"):
             if isinstance(given.get(key), tuple):
                 given[key] = list(given[key])
         return cls(**given)
@@ -200,6 +260,11 @@ def dtype_name(value, field: str) -> str:
     return name
 
 
+def check_ratio(ratio, field: str) -> None:
+    """Raises ConfigError, with the name of the field, unless ``ratio`` is a number of at least 1 (see lora_plus)."""
+    _check_number(ratio, field, (int, float), lambda v: 1 <= v < math.inf, "a number of at least 1")
+
+
 def _check_number(value, field, types, in_range, expected):
     if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
         raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
@@ -232,6 +297,19 @@ def _check_layers(value):
         raise ConfigError("layers_to_transform is an empty list: name at least one layer, or leave it out for all.")
     for layer in layers:
         _check_number(layer, "layers_to_transform", int, lambda v: v >= 0, "a layer number, or a list of them")
+
+
+def _check_start(start, a_init, b_init):
+    if start is None:
+        return
+    if not isinstance(start, str) or not starts.is_known(start):
+        raise ConfigError(f"lora_init is {start!r}, which is not known.{suggestion(str(start), list(starts.NAMES))}")
+    means = {"lora_a_init": start == "kaiming" and a_init == "kaiming_uniform",
+             "lora_b_init": start in ("kaiming", "gaussian") and _is_zero(b_init)}
+    for field, value in (("lora_a_init", a_init), ("lora_b_init", b_init)):
+        if value is not None and not means[field]:
+            raise ConfigError(f"lora_init is {start!r} and {field} {value!r}: both say how the adapter starts. Keep "
+                              "one of them.")
 
 
 def _check_patterns(value, field):

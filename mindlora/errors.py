@@ -29,6 +29,10 @@ class BackendError(LoraError):
     """An operator cannot be run in the way that was asked for, or on what it was given."""
 
 
+class QuantizationError(LoraError):
+    """A weight cannot be quantized."""
+
+
 class AdapterError(LoraError):
     """An adapter file cannot be used. The subclasses say in which way."""
 

@@ -6,9 +6,12 @@ from mindspore import nn
 
 from mindlora import names
 from mindlora.adapter import Adapter, listed, name_of
+from mindlora.config import LoraConfig
 from mindlora.dialects import concatenated
 from mindlora.errors import (MissingTensorsError, RankMismatchError, ScaleMismatchError, ShapeMismatchError,
                              UnexpectedTensorsError)
+from mindlora.nn.cell import LoRACell
+from mindlora.nn.kinds import kind_of
 
 logger = logging.getLogger("mindlora")
 
@@ -102,15 +105,27 @@ def check_names(adapter: Adapter, expected: List[str], places: Dict[str, Place],
 
 
 def check_shapes(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
-    """Raises ShapeMismatchError where A is not [r, in_channels] or B not [out_channels, r] of its cell."""
-    wrong = []
-    for (path, half), array in adapter.tensors.items():
-        cell, rank = places[path].cell, adapter.rank(path)
-        needed = (rank, cell.in_channels) if half == "A" else (cell.out_channels, rank)
+    """Raises ShapeMismatchError where a tensor has not the shape that its cell gives it."""
+    wrong, config = [], LoraConfig(use_dora=adapter.use_dora)
+    for (path, part), array in adapter.tensors.items():
+        cell = places[path].cell
+        kind = type(cell) if isinstance(cell, LoRACell) else kind_of(cell, config)
+        needed = kind.part_shapes(cell, adapter.rank(path))[part]
         if array.shape != needed:
-            wrong.append(f"{name_of((path, half))} is {list(array.shape)}, the network's is {list(needed)}")
+            wrong.append(f"{name_of((path, part))} is {list(array.shape)}, the network's is {list(needed)}")
     if wrong:
         raise ShapeMismatchError(f"{source}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}.")
+
+
+def check_kind(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
+    """Raises MissingTensorsError or UnexpectedTensorsError where one of the two is DoRA's and one is not."""
+    wrong = [path for path in adapter.paths if path in places
+             and ("magnitude" in places[path].cell.parts()) != adapter.use_dora]
+    if wrong:
+        built = not adapter.use_dora
+        raise (MissingTensorsError if built else UnexpectedTensorsError)(
+            f"{source} was trained with use_dora {adapter.use_dora}, the network was built with {built}, at "
+            f"{', '.join(names.collapse_numbers(wrong))}: set use_dora to {adapter.use_dora}.")
 
 
 def check_rank_and_scale(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
@@ -143,3 +158,4 @@ def _only(wrong, paths, field) -> str:
 def _rename(adapter, new_names):
     adapter.tensors = {(new_names.get(path, path), half): array for (path, half), array in adapter.tensors.items()}
     adapter.alphas = {new_names.get(path, path): alpha for path, alpha in adapter.alphas.items()}
+    adapter.embeddings = {new_names.get(path, path) for path in adapter.embeddings}

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora import adapter_file, names
-from mindlora.adapter import Adapter, is_finite, listed, name_of
+from mindlora.adapter import PARTS, Adapter, is_finite, listed, name_of
 from mindlora.tables import columns, facts, number
 from mindlora.tensor_file import dtype_name, to_float32
 
@@ -23,7 +23,7 @@ class CellNorms:
 
     Attributes:
         path (str): Under MindFormers' names.
-        shape (tuple of int): [out, in] of its weight.
+        shape (tuple of int): [out, in] of its weight; of a convolution, in counts each place of the kernel.
         rank (int): r of A [r, in] and B [out, r].
         alpha, scale (float): lora_alpha and what follows from it; None where the file does not say.
         norm_a, norm_b, norm_delta (float): Frobenius norms of A, B and scale B A; None where they are not finite, or
@@ -49,6 +49,8 @@ class InspectReport:
         dialect (str): In whose form it is.
         ranks, alphas, scales (tuple): The different ones among the cells.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
+        use_dora (bool): Whether each cell has a magnitude besides (DoRA), to which the rows of W + scale B A are
+            brought; then scale B A alone is not what changes.
         dropout (float): lora_dropout.
         targets (tuple of str): Paths of the cells, with layer numbers put together.
         tensors, parameters (int): How many there are; modules saved whole count.
@@ -67,6 +69,7 @@ class InspectReport:
     alphas: Tuple[float, ...]
     scales: Tuple[float, ...]
     use_rslora: bool
+    use_dora: bool
     dropout: float
     targets: Tuple[str, ...]
     tensors: int
@@ -87,6 +90,7 @@ class InspectReport:
             ("adapter", self.path), ("form", f"{self.form}, {self.dialect}"),
             ("rank", _few(self.ranks)), ("lora_alpha", _few(self.alphas) or unknown),
             ("scale", (_few(self.scales) or "not known") + " (rsLoRA: lora_alpha / sqrt(rank))" * self.use_rslora),
+            *((("DoRA", "yes, with a magnitude for each row"),) if self.use_dora else ()),
             ("dropout", number(self.dropout)), ("targets", ", ".join(self.targets)),
             ("saved whole", ", ".join(self.whole) or "nothing"),
             ("tensors", f"{self.tensors}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"),
@@ -104,9 +108,10 @@ class CellDifference:
 
     Attributes:
         path (str): Under MindFormers' names.
-        equal (bool): Whether A, B and the scale are the same, bit for bit.
+        equal (bool): Whether A, B, the magnitude and the scale are the same, bit for bit.
         difference_a, difference_b (float): Frobenius norm of the difference; None where the shapes differ, or a tensor
             is not finite.
+        difference_magnitude (float): The same of DoRA's magnitudes; None where one of the two has none too.
         difference_delta (float): The same of scale B A; None where a scale is not known too.
         relative (float): difference_delta by the norm of the first adapter's scale B A; None where that is zero.
     """
@@ -114,6 +119,7 @@ class CellDifference:
     equal: bool
     difference_a: Optional[float]
     difference_b: Optional[float]
+    difference_magnitude: Optional[float]
     difference_delta: Optional[float]
     relative: Optional[float]
 
@@ -148,9 +154,13 @@ class DiffReport:
                                                             ("only in second", self.only_in_second),
                                                             ("whole, changed", self.whole_changed)) if found),
             ("cells", f"{len(self.cells)} in both, {same} of them equal bit for bit")])
-        rows = [(cell.path, number(cell.difference_a), number(cell.difference_b), number(cell.difference_delta),
-                 number(cell.relative)) for cell in self.cells if not cell.equal]
-        titles = ("cell", "|dA|", "|dB|", "|d(scale B A)|", "relative")
+        shown = [("|dA|", "difference_a"), ("|dB|", "difference_b"), ("|dm|", "difference_magnitude"),
+                 ("|d(scale B A)|", "difference_delta"), ("relative", "relative")]
+        if all(cell.difference_magnitude is None for cell in self.cells):
+            del shown[2]
+        rows = [(cell.path, *(number(getattr(cell, field)) for _, field in shown))
+                for cell in self.cells if not cell.equal]
+        titles = ("cell", *(title for title, _ in shown))
         return f"{lines}\n\n{columns(titles, rows)}" if rows else lines
 
 
@@ -175,9 +185,10 @@ def inspect_adapter(path: str, *, alpha: float = None, allow_pickle: bool = Fals
     return InspectReport(
         path, _form(path), adapter.dialect, _different(cell.rank for cell in cells),
         _different(cell.alpha for cell in cells), _different(cell.scale for cell in cells), adapter.use_rslora,
-        adapter.dropout, tuple(names.collapse_numbers(adapter.paths)), len(arrays), sum(array.size for array in arrays),
-        _different(dtype_name(array.dtype) for array in arrays), sum(array.nbytes for array in arrays), _size(path),
-        adapter.base_model, adapter.fingerprint, tuple(names.collapse_numbers(list(adapter.whole))),
+        adapter.use_dora, adapter.dropout, tuple(names.collapse_numbers(adapter.paths)), len(arrays),
+        sum(array.size for array in arrays), _different(dtype_name(array.dtype) for array in arrays),
+        sum(array.nbytes for array in arrays), _size(path), adapter.base_model, adapter.fingerprint,
+        tuple(names.collapse_numbers(list(adapter.whole))),
         tuple(_warnings(adapter, cells)), cells)
 
 
@@ -225,8 +236,9 @@ def read_adapters(paths: List[str], alpha: float = None, allow_pickle: bool = Fa
 
 def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
     """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r])."""
-    a = np.concatenate([to_float32(a).astype(np.float64) for _, a, _ in parts])
-    b = np.concatenate([scale * to_float32(b).astype(np.float64) for scale, _, b in parts], axis=1)
+    pairs = [(scale, *(to_float32(half).astype(np.float64).reshape(len(half), -1) for half in pair))
+             for scale, *pair in parts]
+    a, b = np.concatenate([a for _, a, _ in pairs]), np.concatenate([scale * b for scale, _, b in pairs], axis=1)
     # Where parts cancel, rounding may leave a square just below zero.
     return math.sqrt(max(0.0, float(((a @ a.T) * (b.T @ b)).sum())))
 
@@ -234,25 +246,35 @@ def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
 def _cell(adapter, path) -> CellNorms:
     a, b = (adapter.tensors[path, half] for half in "AB")
     scale = adapter.scale(path) if path in adapter.alphas else None
-    usable = scale is not None and is_finite(a) and is_finite(b)
-    return CellNorms(path, (b.shape[0], a.shape[1]), adapter.rank(path), adapter.alphas.get(path), scale, _norm(a),
-                     _norm(b), delta_norm((scale, a, b)) if usable else None)
+    # A convolution with groups has no scale B A.
+    usable = scale is not None and is_finite(a) and is_finite(b) and b.shape[1] == a.shape[0]
+    return CellNorms(path, (b.shape[0], a.size // a.shape[0]), adapter.rank(path), adapter.alphas.get(path), scale,
+                     _norm(a), _norm(b), delta_norm((scale, a, b)) if usable else None)
 
 
 def _cell_difference(one, two, path) -> CellDifference:
-    first, second = ([adapter.tensors[path, half] for half in "AB"] for adapter in (one, two))
+    parts = [adapter.parts(path) for adapter in (one, two)]
+    first, second = ([found[half] for half in "AB"] for found in parts)
     scales = [adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two)]
-    if scales[0] == scales[1] and all(map(_same, first, second)):
-        return CellDifference(path, True, 0.0, 0.0, 0.0, 0.0)
-    differences = [_norm(to_float32(mine).astype(np.float64) - to_float32(other)) if mine.shape == other.shape else None
-                   for mine, other in zip(first, second)]
-    fits = first[0].shape[1] == second[0].shape[1] and first[1].shape[0] == second[1].shape[0]
+    if (scales[0] == scales[1] and parts[0].keys() == parts[1].keys()
+            and all(_same(array, parts[1][part]) for part, array in parts[0].items())):
+        return CellDifference(path, True, 0.0, 0.0, 0.0 if "magnitude" in parts[0] else None, 0.0, 0.0)
+    differences = [_difference(*(found.get(part) for found in parts)) for part in PARTS]
+    fits = (first[0].shape[1:] == second[0].shape[1:] and first[1].shape[0] == second[1].shape[0]
+            and all(b.shape[1] == a.shape[0] for a, b in (first, second)))
     delta = relative = None
     if fits and None not in scales and all(map(is_finite, first + second)):
         delta = delta_norm((scales[0], *first), (-scales[1], *second))
         norm = delta_norm((scales[0], *first))
         relative = delta / norm if norm else None
     return CellDifference(path, False, *differences, delta, relative)
+
+
+def _difference(one, two) -> Optional[float]:
+    """Returns the norm of one - two, or None where one of them is missing or they differ in shape."""
+    if one is None or two is None or one.shape != two.shape:
+        return None
+    return _norm(to_float32(one).astype(np.float64) - to_float32(two))
 
 
 def _settings(adapter) -> Dict[str, str]:
@@ -262,7 +284,8 @@ def _settings(adapter) -> Dict[str, str]:
 
     return {"form": adapter.dialect, "rank": _few(_different(map(adapter.rank, adapter.paths))),
             "lora_alpha": over_cells(adapter.alphas.get), "scale": over_cells(adapter.scale),
-            "dropout": number(adapter.dropout), "targets": ", ".join(names.collapse_numbers(sorted(adapter.paths))),
+            "DoRA": "yes" if adapter.use_dora else "no", "dropout": number(adapter.dropout),
+            "targets": ", ".join(names.collapse_numbers(sorted(adapter.paths))),
             "dtype": ", ".join(_different(dtype_name(array.dtype) for array in adapter.tensors.values())),
             "base model": adapter.base_model or "not in the file", "base's mark": str(adapter.fingerprint)}
 
@@ -272,7 +295,8 @@ def _warnings(adapter, cells):
         return f"{len(chosen)} of {len(cells)} cells: {listed((cell.path, '') for cell in chosen)}"
 
     broken = [cell for cell in cells if cell.norm_a is None or cell.norm_b is None]
-    idle = [cell for cell in cells if 0.0 in (cell.norm_a, cell.norm_b)]
+    # A magnitude acts on W alone too.
+    idle = [] if adapter.use_dora else [cell for cell in cells if 0.0 in (cell.norm_a, cell.norm_b)]
     wide = [cell for cell in cells if cell.rank > min(cell.shape)]
     if broken:
         yield f"A or B holds NaN or infinity at {at(broken)}."

@@ -7,15 +7,20 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindlora import names
-from mindlora.adapt import lora_cells, replace_children
+from mindlora.adapt import lora_cells
+from mindlora.adapter import factors, row_gains
 from mindlora.errors import LoraError, MergeError
-from mindlora.nn.dense import LoRADense
+from mindlora.nn.cell import LoRACell
+from mindlora.nn.tree import replace_children
+from mindlora.ops.nf4 import dequantize, quantize
 from mindlora.tensor_file import ROUNDING
 
 logger = logging.getLogger("mindlora")
 
 # Weights are worked on in pieces of whole rows, so that only a piece of what is float32 or float64 is in memory.
 _BLOCK_ELEMENTS = 1 << 20
+# What is looked at to say how merged weights would be quantized again.
+_SAMPLED_CELLS, _SAMPLED_ROWS = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +62,14 @@ def merge_lora(network: nn.Cell, *probe) -> MergeReport:
     The sum is formed in float32, whatever the dtypes of W, A and B, and rounded once, to the dtype of W. W and B are
     kept on the host for unmerge_lora, and B is zero while merged, so that graphs that were compiled before stay right.
 
+    With DoRA, W' = round(g (W + scale B A)) with g = m / ||W + scale B A|| for each row; below, g W stands for W then,
+    g B for B, and the magnitude m is kept too.
+
     For each cell, x W^T + scale (x A^T) B^T and x W'^T are compared in float64, with a few random rows x and a few that
     the adapter answers to most. Rounding, by at most a share u of a number (2^-24 in float32, 2^-11 in float16, 2^-8 in
     bfloat16), explains in each element
 
-        |difference| <= (u + u32) |x| |W|^T + (u + (r + 4) u32) scale |x| |A|^T |B|^T
+        |difference| <= (u + 2 u32) |x| |W|^T + (u + (r + 5) u32) scale |x| |A|^T |B|^T
 
     and next to nothing more. On any error, every weight is byte for byte what it was.
 
@@ -123,6 +131,9 @@ def unmerge_lora(network: nn.Cell) -> None:
 def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
     """Merges as merge_lora does, then puts the plain cells back: the network is as before apply_lora, with W' for W.
 
+    Where the base is quantized, the adapted cells are made float cells again first, of the dtype they had; quantized
+    cells without an adapter stay as they are.
+
     Args:
         network (nn.Cell): A network with LoRADense cells inside.
         *probe: As for merge_lora.
@@ -135,10 +146,19 @@ def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
-    if isinstance(network, LoRADense):
-        raise MergeError("The network is itself a LoRADense, so no cell is around it to put the plain one into. Use "
-                         "merge_lora, or put it into a network.")
-    report = merge_lora(network, *probe)
+    if isinstance(network, LoRACell):
+        raise MergeError(f"The network is itself a {type(network).__name__}, so no cell is around it to put the plain "
+                         "one into. Use merge_lora, or put it into a network.")
+    quantized = [cell for _, cell in _cells(network) if cell.quantization]
+    in_float = {id(cell): cell.in_float() for cell in quantized}
+    replace_children(network, in_float)
+    try:
+        report = merge_lora(network, *probe)
+    except BaseException:
+        replace_children(network, {id(in_float[id(cell)]): cell for cell in quantized})
+        for cell in quantized:
+            cell.drop_float()
+        raise
     cells = [cell for _, cell in _cells(network)]
     for cell in cells:
         cell.kept = None
@@ -146,7 +166,7 @@ def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
     return dataclasses.replace(report, kept_bytes=0)
 
 
-def _cells(network) -> List[Tuple[str, LoRADense]]:
+def _cells(network) -> List[Tuple[str, LoRACell]]:
     cells = [(path or type(cell).__name__, cell) for path, cell in lora_cells(network)]
     if not cells:
         raise LoraError("The network holds no LoRADense cell, so there is no adapter to merge or unmerge. Call "
@@ -162,6 +182,13 @@ def _check_can_merge(network, cells):
     if training:
         raise MergeError(f"The network is in training mode, at {_listed(training)}: call network.set_train(False) "
                          "before merging.")
+    quantized = [(path, cell) for path, cell in cells if cell.quantization]
+    if quantized:
+        error, change = requantization_error(*(cell for _, cell in quantized))
+        raise MergeError(f"The weights of {_listed(path for path, _ in quantized)} are quantized, and merged ones "
+                         f"would have to be quantized again: that would err by {error:.2g} (root mean square of a "
+                         f"sample), where the adapter changes them by {change:.2g}. Use merge_and_unload, which makes "
+                         "float cells of them, or merge the adapter into the base in float (mindlora merge).")
     for path, cell in cells:
         if cell.weight.has_init:
             raise MergeError(f"The weight of {path} has no values yet: load the base checkpoint before merging.")
@@ -177,18 +204,35 @@ def _check_can_merge(network, cells):
                                  "too. Keep the adapter unmerged, or untie the two before apply_lora.")
 
 
+def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
+    """Returns what quantizing merged weights again would change them by, and what the adapter does, root mean squares.
+
+    Of the first rows of up to 8 of the cells, evenly spread.
+    """
+    errors, changes = [], []
+    for index in sorted({round(i) for i in np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells)))}):
+        before, change = cells[index].sample(_SAMPLED_ROWS)
+        errors.append(np.square(dequantize(quantize(before + change)) - (before + change)))
+        changes.append(np.square(change))
+    return tuple(float(np.sqrt(np.mean(np.concatenate([array.reshape(-1) for array in squares]))))
+                 for squares in (errors, changes))
+
+
 # What overflows is found by comparing results, with a better message than numpy's.
 @np.errstate(over="ignore", invalid="ignore")
 def _merge_cell(path, cell) -> Tuple[float, float]:
     """Merges one cell; returns its largest difference on the probe and the bound of that element."""
+    cell.prepare()
     # Copies, because asnumpy may look into the parameter's own memory.
-    weight, b = cell.weight.asnumpy().copy(), cell.mindpet_delta_lora_b.asnumpy().copy()
-    a = cell.mindpet_delta_lora_a.asnumpy()
-    cell.kept = (weight, b)
+    cell.kept = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
+    whole, b, *magnitude = cell.kept
+    weight = whole.reshape(len(whole), -1)
+    b, a = factors(cell.mindpet_delta_lora_a.asnumpy(), b, cell.embeds)
+    gains = _gains(weight, a, b, cell.scale, *magnitude)
     # from_numpy takes the array over, where Tensor would hold a second copy of the weight for a moment.
-    cell.weight.set_data(Tensor.from_numpy(_folded(weight, a, b, cell.scale)))
-    cell.mindpet_delta_lora_b.set_data(Tensor.from_numpy(np.zeros_like(b)))
-    difference, bound = _measure(weight, cell.weight.asnumpy(), a, b, cell.scale)
+    cell.weight.set_data(Tensor.from_numpy(_folded(weight, a, b, cell.scale, gains).reshape(whole.shape)))
+    cell.silence()
+    difference, bound = _measure(weight, cell.weight.asnumpy().reshape(weight.shape), a, b, cell.scale, gains)
     if not np.isfinite(bound).all():
         raise MergeError(f"{path}: W, A or B holds NaN or infinity, so that nothing was merged. Load the base or "
                          "the adapter again.")
@@ -201,18 +245,28 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     return float(difference[place]), float(bound[place])
 
 
-def _folded(weight, a, b, scale) -> np.ndarray:
-    """Returns round(weight + scale b a) in the dtype of ``weight``."""
+def _gains(weight, a, b, scale, magnitude=None) -> np.ndarray:
+    """Returns what each row of weight + scale b a is multiplied by, float32 [rows, 1]: 1 without DoRA."""
+    gains = np.ones((len(weight), 1), np.float32)
+    if magnitude is not None:
+        a, b = a.astype(np.float32), np.float32(scale) * b.astype(np.float32)
+        for rows in _blocks(weight):
+            gains[rows] = row_gains(weight[rows].astype(np.float32) + b[rows] @ a, magnitude[rows].astype(np.float32))
+    return gains
+
+
+def _folded(weight, a, b, scale, gains) -> np.ndarray:
+    """Returns round(gains (weight + scale b a)) in the dtype of ``weight``."""
     merged = np.empty_like(weight)
     a, b = a.astype(np.float32), np.float32(scale) * b.astype(np.float32)
     for rows in _blocks(weight):
-        merged[rows] = weight[rows].astype(np.float32) + b[rows] @ a
+        merged[rows] = (weight[rows].astype(np.float32) + b[rows] @ a) * gains[rows]
     return merged
 
 
-def _measure(weight, merged, a, b, scale) -> Tuple[np.ndarray, np.ndarray]:
+def _measure(weight, merged, a, b, scale, gains) -> Tuple[np.ndarray, np.ndarray]:
     """Returns |difference| and its bound (see merge_lora), each [rows of x, out]."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    a, b = a.astype(np.float64), b.astype(np.float64) * gains
     # An update far smaller than W is lost in the rounding of x W^T for most x. Mixtures of the rows of A answer to it
     # most, and tell whether it is there.
     rng = np.random.default_rng(0)
@@ -222,11 +276,12 @@ def _measure(weight, merged, a, b, scale) -> Tuple[np.ndarray, np.ndarray]:
     (unit, smallest), (unit32, _) = ROUNDING[weight.dtype.name], ROUNDING["float32"]
     difference, bound = np.empty((2, len(x), len(weight)))
     for rows in _blocks(weight):
-        block = weight[rows].astype(np.float64)
+        block = weight[rows].astype(np.float64) * gains[rows]
         expected = x @ block.T + low_rank @ b[rows].T
         difference[:, rows] = np.abs(x @ merged[rows].astype(np.float64).T - expected)
-        bound[:, rows] = ((unit + unit32) * (x_size @ np.abs(block).T)
-                          + (unit + (len(a) + 4) * unit32) * (low_rank_size @ np.abs(b[rows]).T))
+        # The second unit32 is for the product with gains.
+        bound[:, rows] = ((unit + 2 * unit32) * (x_size @ np.abs(block).T)
+                          + (unit + (len(a) + 5) * unit32) * (low_rank_size @ np.abs(b[rows]).T))
     # One hundredth for the products of these roundings, and for float64's own.
     return difference, 1.01 * (bound + smallest * x_size.sum(axis=1, keepdims=True))
 
@@ -239,9 +294,8 @@ def _blocks(weight) -> Iterator[slice]:
 def _restore(cells):
     for _, cell in cells:
         if cell.merged:
-            weight, b = cell.kept
-            cell.weight.set_data(Tensor.from_numpy(weight))
-            cell.mindpet_delta_lora_b.set_data(Tensor.from_numpy(b))
+            for parameter, array in zip(cell.merge_parameters(), cell.kept):
+                parameter.set_data(Tensor.from_numpy(array))
             cell.kept = None
 
 

@@ -2,7 +2,7 @@
 import math
 from typing import List, Optional, Tuple
 
-# (Hugging Face, MindFormers): the part of a path that differs, for linear cells and for what holds them.
+# (Hugging Face, MindFormers): the part of a path that differs, for the cells that carry adapters.
 _PARTS = (
     ("self_attn.q_proj", "attention.wq"),
     ("self_attn.k_proj", "attention.wk"),
@@ -11,6 +11,7 @@ _PARTS = (
     ("mlp.gate_proj", "feed_forward.w1"),
     ("mlp.down_proj", "feed_forward.w2"),
     ("mlp.up_proj", "feed_forward.w3"),
+    ("embed_tokens", "tok_embeddings"),
 )
 
 # (Hugging Face, MindFormers): how the name of any other parameter of a Llama ends.

@@ -48,6 +48,25 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
     return selected if layers is None else _in_layers(selected, layers)
 
 
+def select_quantized(linear_paths: Sequence[str], exclude=None) -> List[str]:
+    """Returns the paths in ``linear_paths`` that quantize_base makes 4-bit: all but output heads and ``exclude``.
+
+    Args:
+        linear_paths (Sequence[str]): Full paths of linear cells, in order.
+        exclude (str or list): quantize_exclude, in the ways of target_modules. Default: None.
+
+    Raises:
+        TargetError: An item of ``exclude`` matches nothing, or nothing is left.
+    """
+    left_out = set() if exclude is None else set(_matching(linear_paths, exclude, "quantize_exclude", {}))
+    selected = [path for path in linear_paths
+                if path.rpartition(".")[2] not in OUTPUT_HEADS and path not in left_out]
+    if not selected:
+        raise TargetError("quantize_base finds no linear cell to quantize: output heads are left as they are, and "
+                          f"quantize_exclude is {exclude!r}." + _candidates(linear_paths))
+    return selected
+
+
 def _in_layers(paths, layers) -> List[str]:
     """Returns the paths whose first number is one of ``layers``."""
     wanted = [layers] if isinstance(layers, int) else list(layers)

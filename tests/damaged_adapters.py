@@ -164,7 +164,7 @@ for field, values in (("lora_alpha", (0, -1, float("nan"), float("inf"), "3", No
     for value in values:
         add(f"{field} {str(value)[:9]!r}", with_tensors(lambda _: None, **{field: value}), FORMAT, CONFIG,
             f"{field} is {value!r}"[:200], "it must be a ")
-for field, value in (("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True), ("bias", "all"),
+for field, value in (("use_dora", "false"), ("lora_bias", True), ("fan_in_fan_out", True), ("bias", "all"),
                      ("peft_type", "IA3"), ("init_lora_weights", "pissa"), ("use_rslora", "false"),
                      ("lora_dropout", 2), ("target_modules", 5), ("layers_to_transform", "0"), ("modules_to_save", "x"),
                      ("rank_pattern", [1]), ("alpha_pattern", {"(": 1}), ("base_model_name_or_path", 5)):

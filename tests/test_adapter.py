@@ -116,3 +116,19 @@ def test_large_numbers_whose_sum_overflows_are_finite():
     assert is_finite(np.full((4, 4), 3e38, np.float32)) and is_finite(np.full(9, 65504, np.float16))
     assert not is_finite(np.array([np.inf, -np.inf], np.float32)) and is_finite(np.zeros((0, 3), np.float32))
     assert is_finite(np.array([1, 2], np.int32))
+
+
+@pytest.mark.parametrize("a, b, kind, message", [
+    ((4, 6, 3, 3), (8, 4, 1, 1), None, ""), ((4, 6, 3, 3), (8, 2, 1, 1), None, ""),
+    ((4, 6, 3, 3), (8, 3, 1, 1), ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"),
+    ((4, 6, 3, 3), (8, 4, 3, 1), ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"),
+    ((4, 6, 3, 3), (8, 4), ShapeMismatchError, "A and B must be matrices"),
+    ((5, 6, 3, 3), (8, 5, 1, 1), RankMismatchError, "the configuration declares rank 4 and the tensors have 5")])
+def test_pairs_of_convolutions(a, b, kind, message):
+    adapter = Adapter({("patch", "A"): np.ones(a, np.float32), ("patch", "B"): np.ones(b, np.float32)}, {"patch": 1.0})
+    if kind is None:
+        adapter.check_pairs("It", {"patch": 4})
+        return
+    with pytest.raises(kind) as error:
+        adapter.check_pairs("It", {"patch": 4})
+    assert str(error.value) == f"It: {message}, at patch (A {list(a)}, B {list(b)})."

@@ -167,7 +167,8 @@ def test_a_folder_holds_two_files_and_its_config_is_peft_s(tmp_path):
         "alpha_pattern": {}, "base_model_name_or_path": "meta-llama/Llama-2-7b", "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "lora_alpha": 3,
         "lora_dropout": 0.1, "modules_to_save": None, "peft_type": "LORA", "r": 2, "rank_pattern": {},
-        "target_modules": ["down_proj", "q_proj"], "task_type": "CAUSAL_LM", "use_rslora": False}
+        "target_modules": ["down_proj", "q_proj"], "task_type": "CAUSAL_LM", "use_dora": False,
+        "use_rslora": False}
 
 
 def test_cells_that_are_not_all_of_their_name_are_listed_by_their_paths(tmp_path):
@@ -205,7 +206,7 @@ def test_a_ckpt_holds_lora_tensors_under_mindformers_names_and_a_record_of_ours(
     assert json.loads(str(content["mindlora"])) == {
         "alphas": {f"model.layers.{layer}.attention.{leaf}": 3.0 for layer in range(2) for leaf in ("wq", "wk")},
         "base_fingerprint": base_fingerprint(network(seed=2)), "base_model": None, "dropout": 0.0, "selection": {},
-        "use_rslora": False, "whole": []}
+        "embeddings": [], "use_dora": False, "use_rslora": False, "whole": []}
 
 
 def test_mindspore_loads_a_ckpt_into_the_network(saved_ckpt):
@@ -444,7 +445,7 @@ def test_a_folder_without_a_config(saved):
     ('{"r": 2', f"{CONFIG} is not JSON: "), ("", f"{CONFIG} is not JSON: "),
     ("[2, 3]", f"{CONFIG} holds a list and not a JSON object."),
     ('{"lora_alpha": 3}', f"{CONFIG}: r is None, it must be a whole number of at least 1."),
-    ('{"r": 2, "lora_alpha": 3, "use_dora": true}', f"{CONFIG}: use_dora is True, which is not supported")])
+    ('{"r": 2, "lora_alpha": 3, "use_bdlora": true}', f"{CONFIG}: use_bdlora is True, which is not supported")])
 def test_a_config_that_cannot_be_used(saved, text, message):
     pathlib.Path(saved, CONFIG).write_text(text)
     refused(network(), saved, AdapterFormatError, message)
@@ -470,10 +471,10 @@ def test_a_ckpt_without_lora_tensors(tmp_path):
 def test_a_file_of_peft_with_foreign_tensors(saved):
     edited(saved, lambda tensors: tensors.update({
         "lm_head.weight": np.ones(2, np.float32),
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": np.ones(6, np.float32)}))
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight": np.ones(6, np.float32)}))
     refused(network(), saved, UnexpectedTensorsError,
             f"{WEIGHTS} holds tensors that are not LoRA's: base_model.model.model.layers.0.self_attn.q_proj."
-            "lora_magnitude_vector, lm_head.weight.")
+            "lora_magnitude_vector.weight, lm_head.weight.")
 
 
 def test_a_file_of_peft_with_a_base_weight_that_modules_to_save_does_not_name(saved):

@@ -58,6 +58,22 @@ PET = {"pet_type": "lora", "target_modules": ".*wq"}
     ({"lora_a_init": "ZERO", "lora_b_init": "zero"}, "lora_a_init and lora_b_init are both zeros: then no gradient "
                                                      "ever reaches A or B. Keep lora_b_init 'zeros' and leave "
                                                      "lora_a_init at its default."),
+    ({"lora_init": "pisa"}, "lora_init is 'pisa', which is not known. Did you mean 'pissa'? Known: gaussian, kaiming, "
+                            "loftq, olora, orthogonal, pissa, pissa_niter_N."),
+    ({"lora_init": True}, "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, olora, orthogonal, "
+                          "pissa, pissa_niter_N."),
+    ({"lora_init": "loftq"}, "lora_init is 'loftq', which makes up for what quantizing the base loses, and the base is "
+                             "not quantized. Set quantize_base: nf4, or use 'pissa'."),
+    ({"lora_init": "gaussian", "lora_a_init": "normal"}, "lora_init is 'gaussian' and lora_a_init 'normal': both say "
+                                                         "how the adapter starts. Keep one of them."),
+    ({"lora_init": "kaiming", "lora_b_init": "ones"}, "lora_init is 'kaiming' and lora_b_init 'ones': both say how the "
+                                                      "adapter starts. Keep one of them."),
+    ({"lora_init": "pissa", "lora_b_init": "zeros"}, "lora_init is 'pissa' and lora_b_init 'zeros': both say how the "
+                                                     "adapter starts. Keep one of them."),
+    ({"freeze_lora_a": "True"}, "freeze_lora_a is 'True': it must be True or False."),
+    ({"freeze_lora_a": True, "lora_a_init": "zeros", "lora_b_init": "ones"},
+     "freeze_lora_a is True and lora_a_init zeros: an A that stays zero lets no gradient reach B. Leave lora_a_init at "
+     "its default."),
 ])
 def test_a_wrong_field_is_refused_by_name_and_value(fields, message):
     with pytest.raises(ConfigError) as error:
@@ -71,7 +87,9 @@ def test_a_wrong_field_is_refused_by_name_and_value(fields, message):
     {"lora_dropout": 0.999}, {"target_modules": "wq|wk"}, {"target_modules": ["wq"]}, {"target_modules": ("wq",)},
     {"exclude_modules": ["lm_head"]}, {"freeze_include": ["*norm*"]}, {"freeze_exclude": ("lm_head.weight",)},
     {"lora_a_init": "normal"}, {"lora_a_init": Normal(0.1)}, {"lora_a_init": "zeros", "lora_b_init": "ones"},
-    {"lora_a_init": ms.Tensor(np.ones((8, 4), np.float32))}])
+    {"lora_a_init": ms.Tensor(np.ones((8, 4), np.float32))}, {"lora_init": "pissa_niter_16"}, {"lora_init": "olora"},
+    {"lora_init": "kaiming", "lora_a_init": "kaiming_uniform", "lora_b_init": "zero"},
+    {"lora_init": "gaussian", "lora_b_init": "zeros"}, {"lora_init": "orthogonal", "freeze_lora_a": True}])
 def test_values_at_the_edge_of_what_is_right_are_taken(fields):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -92,14 +110,27 @@ def test_defaults_are_those_of_the_documentation():
     config = LoraConfig()
     assert config.to_dict() == {
         "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": None, "exclude_modules": None,
-        "lora_a_init": "kaiming_uniform", "lora_b_init": "zeros", "param_init_type": "float32", "compute_dtype": None,
-        "use_rslora": False, "rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None,
+        "quantize_base": None, "quantize_exclude": None, "lora_init": None, "lora_a_init": None, "lora_b_init": None, "param_init_type": "float32", "compute_dtype": None,
+        "use_rslora": False, "use_dora": False, "freeze_lora_a": False, "rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None,
         "modules_to_save": None, "freeze_include": None, "freeze_exclude": None}
 
 
 @pytest.mark.parametrize("rank, alpha, scale", [(8, 16, 2.0), (16, 8, 0.5), (3, 7, 7 / 3)])
 def test_scale_is_alpha_by_rank(rank, alpha, scale):
     assert LoraConfig(lora_rank=rank, lora_alpha=alpha).scale == scale
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_is_saved_of_a_start_that_changes_the_base(rslora):
+    config = LoraConfig(lora_rank=4, lora_alpha=6, lora_init="pissa", use_rslora=rslora, target_modules="wq",
+                        rank_pattern={"wq": 3}, alpha_pattern={"wv": 5})
+    saved = config.as_saved()
+    assert saved.lora_rank == 8 and saved.rank_pattern == {"wq": 6} and saved.lora_init is None
+    for path in ("a.wq", "a.wv", "a.wo"):
+        assert saved.for_cell(path).scale == pytest.approx(config.for_cell(path).scale, rel=1e-15)
+    assert config.lora_rank == 4 and config.rank_pattern == {"wq": 3}
+    plain = LoraConfig(lora_init="gaussian")
+    assert plain.as_saved() is plain and LoraConfig(lora_init="olora").as_saved().rank_pattern is None
 
 
 def test_an_alpha_below_one_warns_and_points_at_the_caller():
@@ -114,15 +145,18 @@ def test_an_alpha_below_one_warns_and_points_at_the_caller():
 def test_pet_config_becomes_fields():
     config = LoraConfig.from_pet_config({
         "pet_type": "lora", "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv",
-        "exclude_modules": ["layers.0.attention.wq"], "lora_a_init": "normal", "lora_b_init": "zeros",
+        "exclude_modules": ["layers.0.attention.wq"], "quantize_base": "nf4", "quantize_exclude": ("w2",),
+        "lora_a_init": "normal", "lora_b_init": "zeros",
         "param_init_type": "fp16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"],
-        "use_rslora": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5}, "layers_to_transform": (0, 1),
+        "use_rslora": True, "freeze_lora_a": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5},
+        "layers_to_transform": (0, 1),
         "modules_to_save": ("lm_head",)})
     assert config.to_dict() == {
         "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv",
-        "exclude_modules": ["layers.0.attention.wq"], "lora_a_init": "normal", "lora_b_init": "zeros",
-        "param_init_type": "float16", "compute_dtype": "float16", "freeze_include": ["a"], "freeze_exclude": ["b"],
-        "use_rslora": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5}, "layers_to_transform": [0, 1],
+        "exclude_modules": ["layers.0.attention.wq"], "quantize_base": "nf4", "quantize_exclude": ["w2"],
+        "lora_init": None, "lora_a_init": "normal",
+        "lora_b_init": "zeros", "param_init_type": "float16", "compute_dtype": "float16", "freeze_include": ["a"],
+        "freeze_exclude": ["b"], "use_rslora": True, "use_dora": False, "freeze_lora_a": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5}, "layers_to_transform": [0, 1],
         "modules_to_save": ["lm_head"]}
 
 
@@ -144,9 +178,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
         LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
     assert str(error.value) == (
         "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, compute_dtype, "
-        "exclude_layers, exclude_modules, freeze_exclude, freeze_include, layers_to_transform, lora_a_init, "
-        "lora_alpha, lora_b_init, lora_dropout, lora_rank, modules_to_save, param_init_type, pet_type, preset, "
-        "rank_pattern, target_modules, use_rslora.")
+        "exclude_layers, exclude_modules, freeze_exclude, freeze_include, freeze_lora_a, layers_to_transform, "
+        "lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, lora_rank, modules_to_save, param_init_type, "
+        "pet_type, preset, quantize_base, quantize_exclude, rank_pattern, target_modules, use_dora, use_rslora.")
 
 
 @pytest.mark.parametrize("key, meant", [("lora_aplha", "lora_alpha"), ("target_module", "target_modules"),

@@ -120,6 +120,8 @@ def test_a_yaml_without_faults(write):
     ({"model.model_config.rms_norm_eps": "1.0e5"}, "warning", "model.model_config.rms_norm_eps", "YAML reads 1.0e5 as"),
     ({"load_checkpoint": "none.ckpt"}, "error", "load_checkpoint", "none.ckpt does not exist, seen from "),
     ({"load_checkpoint": 3}, "error", "load_checkpoint", "It is 3."),
+    ({f"{PET}.loraplus_lr_ratio": 0.5}, "error", f"{PET}.loraplus_lr_ratio", "loraplus_lr_ratio is 0.5: it must"),
+    ({f"{PET}.lora_init": "pisa"}, "error", f"{PET}.lora_init", "lora_init is 'pisa', which is not known."),
     ({f"{PET}.adapter_path": "none"}, "error", f"{PET}.adapter_path", "none does not exist"),
     ({DATA: "none.mindrecord"}, "error", DATA, "none.mindrecord does not exist"),
     ({"train_dataset": {}}, "error", "train_dataset.data_loader", "It is missing."),
@@ -381,3 +383,17 @@ def test_it_works_where_nothing_is_installed(write):
                           env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == ""
     assert "MindFormers  not installed" in done.stdout and "matches no linear cell" in done.stdout
+
+
+@pytest.mark.parametrize("keys", [{"use_dora": True}, {"target_modules": ["embed_tokens", "wq"]}])
+def test_parameters_of_variants_are_those_that_are_trained(keys, make_llama, tmp_path):
+    from mindlora import LoraConfig, apply_lora
+
+    pet = {"pet_type": "lora", "lora_rank": 2, "target_modules": ["wq", "w2"], **keys}
+    model = {"type": "LlamaConfig", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2,
+             "vocab_size": 64, "intermediate_size": 48, "pet_config": pet}
+    path = tmp_path / "x.yaml"
+    path.write_text(json.dumps({"model": {"model_config": model, "arch": {"type": "LlamaForCausalLM"}}}))
+    found = "".join(finding.found for finding in check_yaml(str(path)))
+    report = apply_lora(make_llama(), LoraConfig.from_pet_config(pet))
+    assert f"LoRA on {len(report.replaced)} cells, {report.trainable:,} parameters" in found

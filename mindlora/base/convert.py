@@ -3,6 +3,7 @@
 Elements are copied as they are: MindFormers rotates pairs of positions as Hugging Face does, so no row of q or k moves.
 """
 import dataclasses
+import functools
 import time
 from typing import Callable, List, Optional, Tuple
 
@@ -103,6 +104,20 @@ def convert_base(source: str, output: str, from_: Optional[str], to: str, concat
     return ConvertReport(str(source), str(output), base.world, to, tuple(files), len(tensors),
                          sum(tensor.nbytes for tensor in tensors), tuple(plan.skipped), tuple(notes),
                          time.perf_counter() - started)
+
+
+def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List[str]]:
+    """Returns the tensors of ``base`` as convert_base would write them for MindFormers, and its notes.
+
+    Raises:
+        CheckpointError: A name is not known, or the output head is missing.
+    """
+    if base.world == "mindformers":
+        return [OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
+                for name, info in base.tensors.items()], []
+    plan = _Plan(base, "mindformers", False, None, None)
+    notes = _settle_head(base, plan, "mindformers", False)
+    return [tensor for shard in plan.shards for tensor in shard.tensors], notes
 
 
 class _Plan:

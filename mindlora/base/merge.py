@@ -7,7 +7,7 @@ from typing import Callable, Dict, List, Tuple
 import numpy as np
 
 from mindlora import adapter_file, names
-from mindlora.adapter import Adapter, is_finite
+from mindlora.adapter import Adapter, factors, is_finite, row_gains
 from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
 from mindlora.base.writer import OutputTensor, Shard, check_output, write
 from mindlora.dialects import concatenated
@@ -17,6 +17,8 @@ from mindlora.tensor_file import FLOATS, ROUNDING, dtype_name, from_float32, rou
 # Signs are random, so errors of a float32 sum of n products grow as sqrt(n); this many of their deviations is never.
 _SLACK = 16 * 2.0**-24
 _HEAD = "lm_head.weight"
+# How the table of an embedding is called.
+_TABLES = ("embedding_weight", "embedding_table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,8 @@ class MergeReport:
 def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = None, kv_heads: int = None,
                      allow_pickle: bool = False, overwrite: bool = False,
                      progress: Callable[[int, int], None] = None) -> MergeReport:
-    """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A).
+    """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A), with DoRA
+    round(m / ||W + scale B A|| (W + scale B A)) for each row.
 
     The sum is taken in float32 and rounded once to the dtype that W is stored in. Each merged tensor is verified on a
     random probe x: max |x W'^T - (x W^T + scale (x A^T) B^T)| is no more than that rounding explains. Tensors that
@@ -104,7 +107,7 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
         files = write(output, shards, source.world, source.companions(), progress)
     count = len(content.paths)
     # An adapted module whose own weight the adapter holds besides is merged, and counted once.
-    replaced = len(content.whole) - sum(f"{path}.weight" in content.whole for path in content.paths)
+    replaced = len(content.whole) - sum(merging.weight_name(path) in content.whole for path in content.paths)
     tensor, (difference, bound) = merging.worst()
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     return MergeReport(str(base), str(adapter), str(output), tuple(files), count, replaced,
@@ -122,7 +125,7 @@ class _Merging:
         self._fit_concatenation(kv_heads or base.config.get("num_key_value_heads")
                                 or base.config.get("num_attention_heads"))
         self._check_names()
-        self._pairs = {self._own[f"{path}.weight"]: path for path in adapter.paths}
+        self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._wholes = {self._own[name]: array for name, array in adapter.whole.items()}
         self._check_dtypes()
         for name, path in self._pairs.items():
@@ -130,6 +133,11 @@ class _Merging:
         for name, array in self._wholes.items():
             self._check_whole(name, array)
         self._shown: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
+
+    def weight_name(self, path: str) -> str:
+        """Returns the name of the weight at a path of the adapter, under MindFormers' names."""
+        named = (f"{path}.{leaf}" for leaf in _TABLES if path in self.adapter.embeddings)
+        return next((name for name in named if name in self._own), f"{path}.weight")
 
     def tensor(self, name: str) -> OutputTensor:
         """Returns what is written for a tensor of the base."""
@@ -149,9 +157,12 @@ class _Merging:
 
     def _merged(self, name, own_rows, begin, end):
         path, dtype = self._pairs[name], self.base.tensors[name].dtype
-        a = to_float32(self.adapter.tensors[path, "A"])
-        b = to_float32(self.adapter.tensors[path, "B"][begin:end]) * np.float32(self.adapter.scale(path))
-        rows, difference, bound = fold(to_float32(own_rows(begin, end)), b, a, dtype)
+        parts = {part: to_float32(array) for part, array in self.adapter.parts(path).items()}
+        left, right = factors(parts["A"], parts["B"], path in self.adapter.embeddings)
+        left, weight = left[begin:end] * np.float32(self.adapter.scale(path)), to_float32(own_rows(begin, end))
+        magnitude = parts["magnitude"][begin:end] if "magnitude" in parts else None
+        rows, difference, bound = fold(weight.reshape(len(weight), -1), left, right, dtype, magnitude)
+        rows = rows.reshape(weight.shape)
         # NaN is worse than any number, and so is infinity, which makes the bound infinite too.
         with np.errstate(invalid="ignore"):
             worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
@@ -190,8 +201,13 @@ class _Merging:
                 concatenated.split_pairs(self.adapter, path, kv_heads, head_dim)
 
     def _check_names(self):
-        wanted = [f"{path}.weight" for path in self.adapter.paths] + list(self.adapter.whole)
+        wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.whole)
         tied = self.base.config.get("tie_word_embeddings") is True
+        embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
+        if embeddings and tied:
+            raise MergeError(f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied "
+                             "embeddings, so that the output head would change too. Save the base with lm_head.weight and "
+                             "tie_word_embeddings: false first.")
         if _HEAD in wanted and (tied or _HEAD not in self._own):
             raise MergeError(f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
                              "embeddings are tied, so a change of the head would change the input embedding too. Save "
@@ -204,10 +220,11 @@ class _Merging:
 
     def _check_pair(self, name, path):
         self.adapter.scale(path)
-        a, b = (self.adapter.tensors[path, half].shape for half in "AB")
-        if self.base.tensors[name].shape != (b[0], a[1]):
+        needed = self.adapter.weight_shape(path)
+        if self.base.tensors[name].shape != needed:
             raise ShapeMismatchError(f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter "
-                                     f"{self.source} is for {[b[0], a[1]]}. It belongs to another model.")
+                                     f"{self.source} is for {list(needed)}. It belongs to another model.")
+        factors(*(self.adapter.tensors[path, half] for half in "AB"))
 
     def _check_whole(self, name, array):
         if array.shape != self.base.tensors[name].shape:
@@ -225,14 +242,18 @@ class _Merging:
         return self.base.tensors[self._own[name]].shape
 
 
-def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, ...]:
+def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype,
+         magnitude: np.ndarray = None) -> Tuple[np.ndarray, ...]:
     """Returns round(W + B A) for some rows of W, and how far its results on a random probe are from W's and B A's.
+
+    With a magnitude, each row of W + B A is brought to that size before it is rounded.
 
     Args:
         weight (array): Rows of W, float32 [rows, in]; its memory is used up.
         b (array): The same rows of B times the scale, float32 [rows, r].
         a (array): A, float32 [r, in].
         dtype (dtype): What to round to.
+        magnitude (array): DoRA's, of the same rows, float32 [rows]. Default: None.
 
     Returns:
         tuple of the rows in ``dtype``, |x W'^T - (x W^T + (x A^T) B^T)| for each row, and what it may be at most.
@@ -242,6 +263,9 @@ def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype) -> T
     with np.errstate(over="ignore", invalid="ignore"):
         expected = weight @ probe + b @ (a @ probe)
         weight += b @ a
+        if magnitude is not None:
+            gains = row_gains(weight, magnitude)
+            weight, expected, b = weight * gains, expected * gains[:, 0], b * gains
         rows, stored = rounded(weight, dtype)
         difference = np.abs(stored @ probe - expected).astype(np.float64)
         # x is of signs, so the sums of |x| |W'| and |x| |A| are those of |W'| and |A|.

@@ -1,4 +1,4 @@
-"""mindlora convert-base, merge: checkpoints of base models."""
+"""mindlora convert-base, quantize-base, merge: checkpoints of base models."""
 import os
 
 from mindlora.cli.verb import Verb, add_command
@@ -32,6 +32,25 @@ def convert_base(arguments):
             arguments.source, arguments.output, arguments.from_, arguments.to, concat=arguments.concat,
             tied=arguments.tied, heads=arguments.heads, kv_heads=arguments.kv_heads, overwrite=arguments.overwrite,
             progress=bar)
+
+
+def _quantize_options(parser):
+    parser.add_argument("source", metavar="IN", help=_FORMS)
+    parser.add_argument("output", metavar="OUT", help="a .safetensors file, under MindFormers' names")
+    parser.add_argument("--exclude", action="append", metavar="CELL",
+                        help="cells to leave in float besides lm_head, by ends of their paths; quantize_exclude of the "
+                             "YAML must be the same (may be given several times)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    add_command(parser, quantize_base)
+
+
+def quantize_base(arguments):
+    """mindlora quantize-base"""
+    from mindlora.base.quantize import quantize_checkpoint
+
+    with _Bar("quantize-base") as bar:
+        return quantize_checkpoint(arguments.source, arguments.output, arguments.exclude,
+                                   overwrite=arguments.overwrite, progress=bar)
 
 
 def _merge_options(parser):
@@ -85,5 +104,7 @@ class _Bar:
 VERBS = (
     Verb("convert-base", "Rename a Llama's or Qwen2's base checkpoint between Hugging Face and MindFormers.",
          _convert_options),
+    Verb("quantize-base", "Write a base checkpoint with its linear weights in 4-bit NormalFloat, for QLoRA.",
+         _quantize_options),
     Verb("merge", "Write a base checkpoint with an adapter merged into it.", _merge_options),
 )

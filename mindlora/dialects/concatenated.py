@@ -49,9 +49,9 @@ def split_gate_rows(joined: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
 def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = None) -> None:
     """Replaces the pairs of wq, wk, wv (or of w1, w3) in ``adapter`` by one for the concatenated cell at ``path``.
 
-    A = [A_q; A_k; A_v] and B is block-diagonal, its rows in the order of the cell's; the scale stays, since lora_alpha
-    grows as the rank does. A part without a pair gets rows of zeros. Parts that all share one A, as split_pairs leaves
-    those of a pair that was trained as one, become that pair again, with its rank.
+    A = [A_q; A_k; A_v] and B is block-diagonal, its rows in the order of the cell's, and so are DoRA's magnitudes; the
+    scale stays, since lora_alpha grows as the rank does. A part without a pair gets rows of zeros. Parts that all share
+    one A, as split_pairs leaves those of a pair that was trained as one, become that pair again, with its rank.
 
     Args:
         adapter (Adapter): Changed in place; it holds a pair for at least one of the parts.
@@ -61,7 +61,8 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
 
     Raises:
         ShapeMismatchError: The parts do not make up ``out_channels`` rows or take different inputs.
-        AdapterError: kv_heads is needed and missing, or does not divide the rows.
+        AdapterError: kv_heads is needed and missing, or does not divide the rows; or a part has no pair, and so no
+            magnitude, where the others have one.
     """
     parts = names.concatenated_parts(path)
     present = [part for part in parts if (part, "A") in adapter.tensors]
@@ -71,7 +72,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
     if len({adapter.tensors[part, half].dtype for part in present for half in "AB"}) > 1:
         # float32 holds each of float16 and bfloat16.
         adapter.tensors.update({(part, half): to_float32(adapter.tensors[part, half]) for part in present
-                                for half in "AB"})
+                                for half in adapter.parts(part)})
     blocks_a = [adapter.tensors[part, "A"] for part in present]
     if len({a.shape[1] for a in blocks_a}) > 1:
         raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot stand for "
@@ -83,13 +84,18 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
         blocks_b[part] = np.zeros((rows[part], total), adapter.tensors[present[0], "B"].dtype)
         if part in columns:
             blocks_b[part][:, columns[part]] = _rescaled(adapter.tensors[part, "B"], adapter.scale(part) / scale)
+    magnitudes = _magnitudes(adapter, path, parts)
     growth = total / adapter.rank(present[0])
+    if growth > 1:
+        # The halves of each part are not those of the whole.
+        adapter.start = None
     alpha = adapter.alphas[present[0]] * (math.sqrt(growth) if adapter.use_rslora else growth)
     for part in present:
         _remove(adapter, part)
     adapter.tensors[path, "A"] = np.concatenate(blocks_a)[:total]
-    adapter.tensors[path, "B"] = (join_gate_rows(*blocks_b.values()) if len(parts) == 2
-                                  else join_qkv_rows(*blocks_b.values(), kv_heads))
+    joined = {"B": list(blocks_b.values()), **magnitudes}
+    for part, blocks in joined.items():
+        adapter.tensors[path, part] = (join_gate_rows(*blocks) if len(parts) == 2 else join_qkv_rows(*blocks, kv_heads))
     adapter.alphas[path] = alpha
 
 
@@ -114,12 +120,17 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: int = None, head_dim: int
         raise AdapterError(f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads "
                            f"of size {head_dim} do not divide. Give the model's n_kv_heads and head size.")
     blocks = dict(zip(parts, split_gate_rows(b) if len(parts) == 2 else split_qkv_rows(b, kv_heads, head_dim)))
+    sizes = adapter.parts(path).get("magnitude")
+    if sizes is not None:
+        split = split_gate_rows(sizes) if len(parts) == 2 else split_qkv_rows(sizes, kv_heads, head_dim)
     columns = _own_columns(blocks) or {part: slice(0, len(a)) for part in parts}
     alpha = adapter.alphas.get(path)
     _remove(adapter, path)
     for part, own in columns.items():
         adapter.tensors[part, "A"] = np.ascontiguousarray(a[own])
         adapter.tensors[part, "B"] = np.ascontiguousarray(blocks[part][:, own])
+        if sizes is not None:
+            adapter.tensors[part, "magnitude"] = np.ascontiguousarray(split[parts.index(part)])
         if alpha is not None:
             share = adapter.rank(part) / len(a)
             adapter.alphas[part] = alpha * (math.sqrt(share) if adapter.use_rslora else share)
@@ -147,6 +158,18 @@ def _check_heads(path, rows, kv_heads):
     if len(rows) == 3 and (not kv_heads or any(count % kv_heads for count in rows)):
         raise AdapterError(f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
                            f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads.")
+
+
+def _magnitudes(adapter, path, parts) -> Dict[str, List[np.ndarray]]:
+    """Returns {"magnitude": those of the parts}, or {} without DoRA."""
+    if not adapter.use_dora:
+        return {}
+    lacking = [part for part in parts if (part, "magnitude") not in adapter.tensors]
+    if lacking:
+        raise AdapterError(f"{path} stands for {', '.join(parts)}, and the DoRA adapter has none for "
+                           f"{', '.join(lacking)}: what the magnitudes of their rows are, only the base says. Build "
+                           "the model with qkv_concat: False.")
+    return {"magnitude": [adapter.tensors[part, "magnitude"] for part in parts]}
 
 
 def _columns(adapter, present, blocks_a, scale) -> Dict[str, slice]:
@@ -177,5 +200,5 @@ def _rescaled(b, factor) -> np.ndarray:
 
 def _remove(adapter, path):
     adapter.alphas.pop(path, None)
-    for half in "AB":
-        del adapter.tensors[path, half]
+    for part in adapter.parts(path):
+        del adapter.tensors[path, part]

@@ -13,7 +13,7 @@ class Dialect(NamedTuple):
 
     Attributes:
         name (str): For messages.
-        endings (dict): How a key ends -> half of the pair; the first for each half is the one that is written.
+        endings (dict): How a key ends -> part of the adapter; the first for each part is the one that is written.
         renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' Llama.
         only (str): Regular expression that at least one key of a file in this form matches. Default: any.
     """
@@ -40,7 +40,7 @@ _MCORE_CELLS = (
 )
 
 MINDPET = Dialect("MindFormers' LoRA (mindpet_delta_lora)", {
-    ".mindpet_delta_lora_a": "A", ".mindpet_delta_lora_b": "B",
+    ".mindpet_delta_lora_a": "A", ".mindpet_delta_lora_b": "B", ".mindpet_delta_lora_magnitude": "magnitude",
     # A LoRADense of MindPet's that was never put into a network saves under capital letters.
     ".mindpet_delta_lora_A": "A", ".mindpet_delta_lora_B": "B"})
 TK_DELTA = Dialect("MindFormers' LoRA of before 2023 (tk_delta_lora)", {
@@ -56,22 +56,22 @@ _OPTIMIZER_PREFIXES = ("adam_m.", "adam_v.", "moments.", "moment1.", "moment2.",
 _EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
 
 
-def tensor_key(path: str, half: str, dialect: Dialect = MINDPET) -> str:
-    """Returns the key of half "A" or "B" of the adapter at ``path``."""
-    ending = next(ending for ending, kind in dialect.endings.items() if kind == half)
+def tensor_key(path: str, part: str, dialect: Dialect = MINDPET) -> str:
+    """Returns the key of a part of the adapter at ``path``."""
+    ending = next(ending for ending, kind in dialect.endings.items() if kind == part)
     return f"{path}{ending}" if path else ending[1:]
 
 
 def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[Place]:
-    """Returns (path, "A" or "B") for a LoRA tensor, or None for a tensor of the base or of the optimizer."""
+    """Returns (path, part) for a LoRA tensor, or None for a tensor of the base or of the optimizer."""
     if key.startswith(_OPTIMIZER_PREFIXES):
         return None
-    for ending, half in dialect.endings.items():
+    for ending, part in dialect.endings.items():
         if ("." + key).endswith(ending):
             path = key[:-len(ending)] if key.endswith(ending) else ""
             for pattern, replacement in dialect.renamed:
                 path = re.sub(pattern, replacement, path)
-            return path, half
+            return path, part
     return None
 
 

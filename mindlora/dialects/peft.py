@@ -10,24 +10,30 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
+_EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
 # Where an adapted module's own weight was saved besides, as PEFT does for embeddings and output heads.
 _BASE_LAYER = ".base_layer."
 
 
-def tensor_key(path: str, half: str) -> str:
-    """Returns the key of half "A" or "B" of the adapter at ``path`` (MindFormers' names)."""
-    return _PREFIX + names.to_hugging_face(path) + _SUFFIXES[half]
+def tensor_key(path: str, part: str, embeds: bool = False) -> str:
+    """Returns the key of a part of the adapter at ``path`` (MindFormers' names), which may be an embedding's."""
+    return _PREFIX + names.to_hugging_face(path) + (_EMBEDDING_SUFFIXES if embeds else _SUFFIXES)[part]
 
 
 def parse_key(key: str) -> Optional[Place]:
-    """Returns (path under MindFormers' names, "A" or "B") for a key of PEFT's, or None for any other."""
+    """Returns (path under MindFormers' names, part) for a key of PEFT's, or None for any other."""
     if not key.startswith(_PREFIX):
         return None
-    for half, suffix in _SUFFIXES.items():
+    for part, suffix in (*_SUFFIXES.items(), *_EMBEDDING_SUFFIXES.items()):
         if key.endswith(suffix):
-            return names.to_mindformers(key[len(_PREFIX):-len(suffix)]), half
+            return names.to_mindformers(key[len(_PREFIX):-len(suffix)]), part
     return None
+
+
+def is_embedding_key(key: str) -> bool:
+    """Tells whether a key of PEFT's is of an embedding."""
+    return key.endswith(tuple(_EMBEDDING_SUFFIXES.values()))
 
 
 def whole_key(name: str, adapted: List[str]) -> str:
@@ -77,6 +83,7 @@ def adapter_config(adapter: Adapter) -> Dict:
         # A bare cell has no name.
         "target_modules": sorted(filter(None, modules.values())),
         "task_type": "CAUSAL_LM",
+        "use_dora": adapter.use_dora,
         "use_rslora": adapter.use_rslora,
         **adapter.selection,
     }

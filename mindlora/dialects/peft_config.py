@@ -32,14 +32,13 @@ _UNSUPPORTED = {
     "target_parameters": "LoRA is then on parameters that are no module's weight",
     "trainable_token_indices": "rows of the embedding are then trained besides",
     "use_bdlora": "A or B is then block-diagonal",
-    "use_dora": "the update is then normalized (DoRA)",
     "use_qalora": "the input is then pooled",
     "velora_config": "the update is then compressed",
 }
 # Starts that subtract from the base what they put into A and B.
 _BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _USED = ("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save",
-         "peft_type", "r", "rank_pattern", "alpha_pattern", "use_rslora")
+         "peft_type", "r", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +50,7 @@ class PeftConfig:
         alpha (float): lora_alpha.
         dropout (float): lora_dropout.
         use_rslora (bool): Scale by lora_alpha / sqrt(r).
+        use_dora (bool): DoRA, so that each module has a magnitude too.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
         modules_to_save (tuple of str): Modules that are saved whole.
         selection (dict): The fields that select modules, as they are.
@@ -60,6 +60,7 @@ class PeftConfig:
     alpha: float
     dropout: float
     use_rslora: bool
+    use_dora: bool
     rank_pattern: Dict[str, int]
     alpha_pattern: Dict[str, float]
     modules_to_save: tuple
@@ -95,7 +96,8 @@ def read(path: str) -> PeftConfig:
                      for key, value in _pattern(content, "alpha_pattern", path).items()}
     return PeftConfig(
         rank=_whole(content.get("r"), "r", path), alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
-        dropout=_dropout(content.get("lora_dropout"), path), use_rslora=_flag(content.get("use_rslora"), path),
+        dropout=_dropout(content.get("lora_dropout"), path), use_rslora=_flag(content, "use_rslora", path),
+        use_dora=_flag(content, "use_dora", path),
         rank_pattern=rank_pattern, alpha_pattern=alpha_pattern,
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
         selection=selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
@@ -171,10 +173,11 @@ def _dropout(value, path) -> float:
     return float(value)
 
 
-def _flag(value, path) -> bool:
+def _flag(content, field, path) -> bool:
     # Not by its truth: "false" would change every scale.
+    value = content.get(field)
     if value is not None and not isinstance(value, bool):
-        raise AdapterFormatError(f"{path}: use_rslora is {shown(value)}, it must be true or false.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be true or false.")
     return bool(value)
 
 

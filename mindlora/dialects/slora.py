@@ -20,8 +20,16 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     scales differ, the rest of each goes into its B.
 
     Raises:
-        AdapterError: Modules were trained whole, for which slora has no place.
+        AdapterError: Modules were trained whole, the adapter is DoRA's, or cells are not linear: slora has no place for
+            them.
     """
+    other = [path for path in adapter.paths if path in adapter.embeddings or adapter.tensors[path, "A"].ndim > 2]
+    if other:
+        raise AdapterError(f"slora has no place for adapters of embeddings and convolutions: {', '.join(other)}. Write "
+                           "format 'peft'.")
+    if adapter.use_dora:
+        raise AdapterError("slora has no place for the magnitudes of DoRA (use_dora). Merge the adapter into its base, "
+                           "or write format 'peft'.")
     if adapter.whole:
         raise AdapterError(f"slora has no place for modules that were trained whole: {', '.join(adapter.whole)}.")
     written, scale = {}, _scale(adapter)

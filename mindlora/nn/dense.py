@@ -1,29 +1,27 @@
 """LoRADense: a frozen linear cell with a trainable low-rank path beside it."""
-import math
 import sys
 
 from mindspore import Parameter, Tensor, get_context, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.common.initializer import HeUniform, initializer
 from mindspore.ops import functional
 
+from mindlora import starts
 from mindlora.config import LoraConfig
-from mindlora.errors import ConfigError, MergeError, UnsupportedCellError
+from mindlora.errors import UnsupportedCellError
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.seeds import SeedDraw
+from mindlora.nn.start import start_pair
 from mindlora.ops.backend import choose_for_cell
 from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 
-# Up to so many tokens, one pass over W beats MatMul and lora_delta: measured on a CPU (scripts/bench_ops.py); by the
-# arithmetic of a vector core on Ascend, where the cube multiplies W by more than one token faster.
-_DECODE_TOKENS = {"cpu": 8, "ascend": 1}
-
-LORA_A = "mindpet_delta_lora_a"
-LORA_B = "mindpet_delta_lora_b"
+# Up to so many tokens, one pass over W beats MatMul and lora_delta: measured on a CPU (scripts/bench_ops.py); on Ascend
+# by the bytes that are moved (scripts/report_ascend.py), with MatMul's own counted as the least.
+_DECODE_TOKENS = 8
 
 
-class LoRADense(nn.Cell):
+class LoRADense(LoRACell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
     scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023) and is applied
@@ -36,10 +34,11 @@ class LoRADense(nn.Cell):
         lora_rank (int): Rank r.
         lora_alpha (float): Numerator of the scale.
         lora_dropout (float): Probability of dropping an element of x on the low-rank path. Default: 0.0.
-        lora_a_init, lora_b_init: Starts of A and B, as in LoraConfig.
+        lora_init, lora_a_init, lora_b_init: Starts of A and B, as in LoraConfig.
         param_init_type (str): dtype of A and B. Default: float32.
         compute_dtype (str): dtype of the products. Default: None, the dtype of W.
         use_rslora (bool): Divide by sqrt(lora_rank) in the scale. Default: False.
+        freeze_lora_a (bool): Train B alone (Zhang et al., LoRA-FA, 2023). Default: False.
         **dense: Further arguments of nn.Dense: weight_init, bias_init, has_bias, activation, dtype.
 
     Parameters:
@@ -66,15 +65,16 @@ class LoRADense(nn.Cell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    kept = None
+    takes_whole_starts = True
 
     def __init__(self, in_channels, out_channels, lora_rank, lora_alpha, lora_dropout=0.0, *,
-                 lora_a_init="kaiming_uniform", lora_b_init="zeros", param_init_type="float32", compute_dtype=None,
-                 use_rslora=False, **dense):
+                 lora_init=None, lora_a_init=None, lora_b_init=None, param_init_type="float32", compute_dtype=None,
+                 use_rslora=False, freeze_lora_a=False, **dense):
         super().__init__()
         config = LoraConfig(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
-                            lora_a_init=lora_a_init, lora_b_init=lora_b_init, param_init_type=param_init_type,
-                            compute_dtype=compute_dtype, use_rslora=use_rslora)
+                            lora_init=lora_init, lora_a_init=lora_a_init, lora_b_init=lora_b_init,
+                            param_init_type=param_init_type, compute_dtype=compute_dtype, use_rslora=use_rslora,
+                            freeze_lora_a=freeze_lora_a)
         self._adopt(nn.Dense(in_channels, out_channels, **dense), config)
 
     @classmethod
@@ -92,16 +92,46 @@ class LoRADense(nn.Cell):
             UnsupportedCellError: The cell is of another kind, holds experts, keeps its weight as
                 [in_channels, out_channels], or is sharded by Layouts.
         """
-        check_supported(cell)
-        self = cls.__new__(cls)
-        nn.Cell.__init__(self)
-        self._adopt(cell, config)
-        return self
+        return cls.from_cell(cell, config)
+
+    @classmethod
+    def base_types(cls):
+        return linear_types()
+
+    @classmethod
+    def serves(cls, config):
+        return not config.use_dora
+
+    @classmethod
+    def part_shapes(cls, cell, rank):
+        return {"A": (rank, cell.in_channels), "B": (cell.out_channels, rank)}
+
+    @classmethod
+    def check(cls, cell, config):
+        kind = type(cell).__name__
+        if isinstance(cell, LoRACell):
+            raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
+        if not isinstance(cell, linear_types()):
+            raise UnsupportedCellError(f"{kind} is neither nn.Dense nor MindFormers' Linear.")
+        if not any(type(cell).construct is base.construct for base in linear_types()):
+            raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
+        if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
+            raise UnsupportedCellError(f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "
+                                       "supported. Add it to exclude_modules.")
+        if not getattr(cell, "transpose_b", True):
+            raise UnsupportedCellError(f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
+                                       "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules.")
+        if getattr(cell.matmul, "in_layout", None) is not None:
+            raise UnsupportedCellError(f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
+                                       "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
+        strategy = getattr(cell.matmul, "in_strategy", None)
+        if config and starts.needs_whole_matrices(config.lora_init) and strategy and max(strategy[1]) > 1:
+            raise UnsupportedCellError(f"{kind} is sharded, and lora_init {config.lora_init!r} needs whole weights. "
+                                       "Set lora_init: kaiming, or model_parallel: 1.")
 
     def _adopt(self, cell, config):
         """Takes over what the forward of ``cell`` uses, then adds A and B."""
-        # In a tuple, where MindSpore does not see it: as a child it would name and save the base's parameters twice.
-        self._adopted = (cell,)
+        self._describe(cell, config)
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
         self.weight, self.bias, self.has_bias = cell.weight, cell.bias, cell.has_bias
         self.matmul = cell.matmul
@@ -112,21 +142,16 @@ class LoRADense(nn.Cell):
         inherited = getattr(cell, "dtype", cell.weight.dtype)
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else inherited
 
-        self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
-        self.scale = config.scale
-        self.dropout_rate = float(config.lora_dropout)
-        param_type = getattr(mstype, config.param_init_type)
-        self.mindpet_delta_lora_a = Parameter(
-            _start(config.lora_a_init, [self.lora_rank, self.in_channels], param_type, "lora_a_init"), name=LORA_A)
-        self.mindpet_delta_lora_b = Parameter(
-            _start(config.lora_b_init, [self.out_channels, self.lora_rank], param_type, "lora_b_init"), name=LORA_B)
+        a, b = start_pair(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
+        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
+        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
         self.lora_a_matmul = ops.MatMul(transpose_b=True)
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
         self.lora_mul = ops.Mul()
         self.lora_add = ops.Add()
         self.cast = ops.Cast()
         self.reshape = ops.Reshape()
-        _carry_settings(cell, self)
+        carry_settings(cell, self)
         strategy = getattr(cell.matmul, "in_strategy", None)
         self._pick_operators(sharded=strategy is not None)
         if strategy is not None:
@@ -136,7 +161,7 @@ class LoRADense(nn.Cell):
         """Makes the fused operators that this cell can use, and its dropout."""
         self.choice = choose_for_cell("lora_delta", self.lora_rank, self.dtype, sharded)
         self.fused, self.trains_fused = self.choice.path != "composed", self.choice.path == "ascend"
-        self.decode_tokens = _DECODE_TOKENS.get(self.choice.path, 0)
+        self.decode_tokens = _DECODE_TOKENS if self.fused else 0
         if self.fused:
             self.lora_delta = LoraDelta()
             self.lora_linear = LoraLinearWithBias() if self.has_bias else LoraLinear()
@@ -162,12 +187,12 @@ class LoRADense(nn.Cell):
         out_shape = x.shape[:-1] + (self.out_channels,)
         input_dtype = x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        weight, a = self.cast(self.weight, self.dtype), self.cast(self.mindpet_delta_lora_a, self.dtype)
-        bias, b = self._bias(), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        bias = self._bias()
         if self._decodes(x):
-            y = self._decode(x, weight, a, b, bias)
+            y = self._decode(x, self.cast(self.weight, self.dtype), a, b, bias)
         else:
-            y = self.matmul(x, weight)
+            y = self._base_product(x)
             if self.has_bias:
                 y = self.bias_add(y, bias)
             y = self._add_low_rank(y, x, a, b)
@@ -175,12 +200,17 @@ class LoRADense(nn.Cell):
             y = self.activation(y)
         return self.cast(self.reshape(y, out_shape), input_dtype)
 
+    def _base_product(self, x):
+        """x W^T."""
+        return self.matmul(x, self.cast(self.weight, self.dtype))
+
     def _bias(self):
         return self.cast(self.bias, self.dtype) if self.has_bias else None
 
     def _decodes(self, x):
         """Whether a forward that does not train is known, when it is compiled, to be of a few tokens."""
-        return (self.fused and not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.decode_tokens)
+        return (self.fused and not self.training and functional.isconstant(x.shape[0])
+                and x.shape[0] <= self.decode_tokens)
 
     def _decode(self, x, weight, a, b, bias):
         scale = self.cast(self.scale, mstype.float32)
@@ -199,34 +229,6 @@ class LoRADense(nn.Cell):
         low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.scale, self.dtype))
         return self.lora_add(y, self.lora_b_matmul(low_rank, b))
 
-    def lora_parameters(self):
-        """Returns (A, B)."""
-        return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
-
-    @property
-    def merged(self) -> bool:
-        """Whether W holds the low-rank path (see merge_lora); B is zero then."""
-        return self.kept is not None
-
-    def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one took the place of, with this one's weight, bias and settings."""
-        cell, = self._adopted
-        cell.weight, cell.bias = self.weight, self.bias
-        _carry_settings(self, cell)
-        return cell
-
-    def add_flags(self, **flags):
-        """Sets flags of the cell as nn.Cell does; here, and not at set_train, a network's set_train reaches a cell.
-
-        Raises:
-            MergeError: The flag is training while the adapter is merged.
-        """
-        if flags.get("training") and self.merged:
-            raise MergeError(f"{self.mindpet_delta_lora_a.name.rpartition('.')[0] or 'The cell'} is merged into its "
-                             "base and cannot train: call unmerge_lora first, or set_train(False) to go on without "
-                             "training.")
-        return super().add_flags(**flags)
-
     def extend_repr(self):
         return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
                 f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
@@ -237,47 +239,3 @@ def linear_types() -> tuple:
     """Returns the classes that from_dense takes. MindFormers' Linear can only be met where MindFormers is imported."""
     layers = sys.modules.get("mindformers.modules.layers")
     return (nn.Dense, layers.Linear) if layers else (nn.Dense,)
-
-
-def check_supported(cell: nn.Cell):
-    """Raises UnsupportedCellError, with the reason, for a cell that LoRADense cannot stand in for."""
-    kind = type(cell).__name__
-    if isinstance(cell, LoRADense):
-        raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
-    if not isinstance(cell, linear_types()):
-        raise UnsupportedCellError(f"{kind} is neither nn.Dense nor MindFormers' Linear.")
-    if not any(type(cell).construct is base.construct for base in linear_types()):
-        raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
-    if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
-        raise UnsupportedCellError(f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not supported. "
-                                   "Add it to exclude_modules.")
-    if not getattr(cell, "transpose_b", True):
-        raise UnsupportedCellError(f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
-                                   "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules.")
-    if getattr(cell.matmul, "in_layout", None) is not None:
-        raise UnsupportedCellError(f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
-                                   "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
-
-
-def _carry_settings(source, target):
-    """Carries over recomputation, pipeline stage and training mode from the cell that ``target`` replaces."""
-    # pylint: disable=protected-access
-    target._scope = source._scope
-    target._has_config_recompute = source._has_config_recompute
-    target.add_flags(**source.get_flags())
-    if hasattr(source, "_pipeline_stage"):
-        target.pipeline_stage = source.pipeline_stage
-    target.set_train(source.training)
-
-
-def _start(init, shape, dtype, field):
-    """Returns the initial value of A or B, which stays unallocated where MindSpore delays initialization."""
-    if isinstance(init, str) and init == "kaiming_uniform":
-        init = HeUniform(negative_slope=math.sqrt(5))
-    elif isinstance(init, Tensor):
-        if list(init.shape) != shape:
-            raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")
-    try:
-        return initializer(init, shape, dtype)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{field} is {init!r}, which is no MindSpore initializer: {error}") from error

@@ -4,7 +4,7 @@ NumPy alone, one tensor at a time: some 20 ns per number.
 Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
 """
 import dataclasses
-from typing import Tuple
+from typing import Dict, Tuple
 
 import numpy as np
 
@@ -19,6 +19,8 @@ TABLE = np.array([
 BLOCK, GROUP = 64, 256
 # What each of the 256 bytes stands for: (low half, high half).
 BYTE_VALUES = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]])
+# Field of Nf4Array -> how its tensor is called in a network and in a checkpoint, after the path of its cell.
+TENSOR_NAMES = {"codes": "weight", "absmax": "weight_absmax", "scales": "weight_scales", "offsets": "weight_offsets"}
 _MIDDLES = (TABLE[:-1] + TABLE[1:]) / 2
 # So many numbers are quantized at a time, that what is made on the way stays small.
 _AT_ONCE = 1 << 18
@@ -109,6 +111,14 @@ def dequantize(array: Nf4Array) -> np.ndarray:
     for half, pairs in enumerate(BYTE_VALUES):
         np.multiply(pairs[codes], back[:, :, None], out=weight[:, :, half])
     return np.ascontiguousarray(weight.reshape(rows, -1)[:, :columns])
+
+
+def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype]]:
+    """Returns field of Nf4Array -> (shape, dtype) for a weight [rows, columns]."""
+    blocks = -(-columns // BLOCK)
+    groups = (-(-rows * blocks // GROUP),)
+    return {"codes": ((rows, blocks * BLOCK // 2), np.dtype(np.uint8)), "absmax": ((rows, blocks), np.dtype(np.uint8)),
+            "scales": (groups, np.dtype(np.float32)), "offsets": (groups, np.dtype(np.float32))}
 
 
 def dequantize_absmax(absmax, scales, offsets) -> np.ndarray:

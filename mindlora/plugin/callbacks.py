@@ -1,4 +1,4 @@
-"""Callbacks to name in a YAML: LoraCheckpoint, HeldOutLoss, LossCurve, ProgressBar."""
+"""Callbacks to name in a YAML: LoraCheckpoint, LoraStart, HeldOutLoss, LossCurve, ProgressBar."""
 import json
 import os
 
@@ -16,6 +16,7 @@ from mindlora.plugin import resume as training_state
 from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
 from mindlora.plugin.log import logger
 from mindlora.plugin.network import base_of
+from mindlora.residual import start_adapters
 
 register = MindFormerRegister.register(MindFormerModuleType.CALLBACK, legacy=True)
 
@@ -79,6 +80,8 @@ class LoraCheckpoint(Callback):
             if any(cell.dropout_rate > 0 for _, cell in lora_cells(params.train_network)):
                 logger.warning("lora_dropout is above 0: the resumed run drops other elements than the run would have "
                                "that was stopped, so its losses differ a little from now on.")
+        else:
+            start_adapters(base_of(params.train_network))
         if get_real_rank() == 0:
             aside = training_state.set_aside(self.directory, params.cur_step_num)
             if aside:
@@ -137,6 +140,17 @@ class LoraCheckpoint(Callback):
         if self.losses:
             reported["loss"] = float(np.mean(self.losses))
         return reported
+
+
+@register
+class LoraStart(Callback):
+    """Carries out a lora_init that changes the base, once the base is loaded; only for runs without LoraCheckpoint."""
+
+    def on_train_begin(self, run_context):
+        params = run_context.original_args()
+        # Which resumes where a run stopped, or else starts itself.
+        if not any(isinstance(callback, LoraCheckpoint) for callback in params.list_callback):
+            start_adapters(base_of(params.train_network))
 
 
 @register

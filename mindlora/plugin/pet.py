@@ -8,7 +8,8 @@ from mindspore import nn
 
 from mindlora.adapt import apply_lora, freeze_base, saved_whole, trainable_summary
 from mindlora.checkpoint import load_lora
-from mindlora.config import LoraConfig
+from mindlora.config import LoraConfig, check_ratio
+from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
 
 PET_TYPE = "lora"
@@ -27,9 +28,14 @@ class MindloraModel(LoraModel):
 
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
         config = self.config.pet_config
-        apply_lora(base_model, config)
+        if config.loraplus_lr_ratio is not None:
+            raise ConfigError("loraplus_lr_ratio is a key that mindlora-run turns into learning rates. Under another "
+                              "launcher, write grouped_lr_schedule (docs/finetune.md).")
+        # A saved adapter fits the base as it is loaded, whatever start it was trained from.
+        apply_lora(base_model, config.as_saved() if config.adapter_path else config)
         freeze_base(base_model, config)
         # MindFormers freezes once more, by MindPet's names and by this list, which is of paths in its own wrapper.
+        # What has mindpet_delta_lora in its name stays as it is, an A of LoRA-FA's frozen.
         whole = [f"*.{parameter.name}" for parameter in saved_whole(base_model)]
         config.freeze_exclude = [*(config.freeze_exclude or ()), *whole] or None
         if config.adapter_path:
@@ -48,11 +54,19 @@ class PetLoraConfig(LoraConfig):
 
     Args:
         adapter_path (str): An adapter that is loaded when the network is built: to train on, to evaluate or to
-            predict with it. Default: None.
+            predict with it. It takes the place of lora_init. Default: None.
+        loraplus_lr_ratio (float): How many times as fast as A B learns (Hayou et al., LoRA+, 2024); at least 1.
+            mindlora-run turns it into grouped learning rates. Default: None, B learns as A does.
     """
     # MindFormers asks for it when it generates.
     pet_type: ClassVar[str] = PET_TYPE
     adapter_path: Optional[str] = None
+    loraplus_lr_ratio: Optional[float] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loraplus_lr_ratio is not None:
+            check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")
 
 
 def register():

@@ -1,12 +1,18 @@
 """Checks of a MindFormers YAML before anything is built, and the few settings that mindlora-run fills in."""
+import contextlib
 import os
 from typing import Mapping
 
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora import starts
+from mindlora.base import quantize
 from mindlora.config import PRESETS, suggestion
 from mindlora.errors import ConfigError
-from mindlora.plugin import resume
+from mindlora.plugin import lora_plus, resume
 from mindlora.plugin.log import logger
 from mindlora.plugin.pet import PET_TYPE, PetLoraConfig
+from mindlora.tensor_file import TensorFile
 
 # PET types that MindFormers handles itself and mindlora leaves alone.
 _MINDFORMERS_PET_TYPES = ("prefixtuning", "ptuning2", "slora")
@@ -85,6 +91,9 @@ def prepare(config) -> None:
         _check_sharded_adapter(config)
         _fill_preset_learning_rate(config)
         _fill_resume(config)
+        _add_start(config)
+    _fill_lora_plus(config, training)
+    _check_quantized_base(config)
 
 
 def _check_cpu(config, training):
@@ -136,6 +145,48 @@ def _fill_preset_learning_rate(config):
     if preset and config.lr_schedule and config.lr_schedule.get("learning_rate") is None:
         config.lr_schedule.learning_rate = PRESETS[preset]["learning_rate"]
         logger.info("lr_schedule.learning_rate is %g, from preset %s.", config.lr_schedule.learning_rate, preset)
+
+
+def _add_start(config):
+    """Lets a start that changes the base be carried out: MindFormers loads the base after the network was built."""
+    pet_config = config.model.model_config.pet_config or {}
+    if not starts.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
+        return
+    parallel = config.parallel or {}
+    if config.use_parallel and parallel.get("enable_parallel_optimizer") and (
+            parallel.get("parallel_mode") in _GRAPH_PARALLEL_MODES):
+        raise ConfigError(f"pet_config has lora_init {pet_config['lora_init']} and parallel.enable_parallel_optimizer "
+                          "is True: each device then holds a part of a weight. Set enable_parallel_optimizer: False.")
+    if not any(callback.get("type") in ("LoraCheckpoint", "LoraStart") for callback in config.callbacks or []):
+        config.callbacks = [MindFormerConfig(type="LoraStart"), *(config.callbacks or [])]
+
+
+def _check_quantized_base(config):
+    """Checks that load_checkpoint is quantized where quantize_base says so, and lets MindFormers read it."""
+    pet_config, path = config.model.model_config.pet_config or {}, config.load_checkpoint
+    if not path or not os.path.exists(path):
+        return
+    is_safetensors = path.endswith(".safetensors") and os.path.isfile(path)
+    if not pet_config.get("quantize_base"):
+        with TensorFile(path) if is_safetensors else contextlib.nullcontext() as file:
+            if file and quantize.quantized_paths(file.tensors):
+                raise ConfigError(f"load_checkpoint: {path} is quantized, and pet_config has no quantize_base. Set "
+                                  "quantize_base: nf4, or give the base in float.")
+        return
+    if not is_safetensors:
+        raise ConfigError(f"load_checkpoint: {path} is no .safetensors file, and pet_config has quantize_base. Write a "
+                          f"quantized base, once: mindlora quantize-base {path} base-nf4.safetensors")
+    quantize.check_fits(path, pet_config.get("quantize_exclude"))
+    if config.load_ckpt_format != "safetensors":
+        config.load_ckpt_format = "safetensors"
+        logger.info("load_ckpt_format is safetensors, as a quantized base is.")
+
+
+def _fill_lora_plus(config, training):
+    """Takes loraplus_lr_ratio out of pet_config, where it would be no setting of an adapter, into learning rates."""
+    ratio = (config.model.model_config.pet_config or {}).pop(lora_plus.KEY, None)
+    if ratio is not None and training:
+        lora_plus.set_groups(config, ratio)
 
 
 def _fill_resume(config):

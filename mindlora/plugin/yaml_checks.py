@@ -13,7 +13,7 @@ from typing import Iterator, List, Optional
 import yaml
 
 from mindlora import names, targets
-from mindlora.config import LoraConfig, dtype_name, pattern_value, suggestion
+from mindlora.config import LoraConfig, check_ratio, dtype_name, pattern_value, suggestion
 from mindlora.errors import ConfigError, LoraError, TargetError
 from mindlora.plugin.llama import llama_sizes
 
@@ -45,8 +45,14 @@ class Finding:
 
 @dataclasses.dataclass
 class _PetConfig(LoraConfig):
-    """LoraConfig with the one key more that a pet_config node may have (see plugin/pet.py, which needs MindFormers)."""
+    """LoraConfig with the keys more that a pet_config node may have (see plugin/pet.py, which needs MindFormers)."""
     adapter_path: Optional[str] = None
+    loraplus_lr_ratio: Optional[float] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loraplus_lr_ratio is not None:
+            check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")
 
 
 def check_yaml(path: str) -> List[Finding]:
@@ -176,6 +182,8 @@ def _check_targets(config, lora) -> List[Finding]:
         return [Finding("error", "model.model_config", f"The sizes of the model cannot be worked out: {error}.",
                         "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be "
                         "whole numbers.")]
+    if lora.target_modules != targets.ALL_LINEAR:
+        sizes["model.tok_embeddings"] = sizes["lm_head"]
     findings = []
     with _said_by(targets.logger) as said:
         try:
@@ -186,7 +194,7 @@ def _check_targets(config, lora) -> List[Finding]:
             return [Finding("error", f"{PET}.{field}", str(error))]
     findings += [Finding("warning", f"{PET}.target_modules", text) for text in said]
     cells = {path: lora.for_cell(path) for path in selected}
-    count = sum(cell.lora_rank * sum(sizes[path]) for path, cell in cells.items())
+    count = sum(cell.lora_rank * sum(sizes[path]) + cell.use_dora * sizes[path][0] for path, cell in cells.items())
     findings.append(Finding("note", f"{PET}.target_modules", f"LoRA on {len(cells)} cells, {count:,} parameters: "
                             f"{_listed(cells)}."))
     wasteful = [path for path, cell in cells.items() if cell.lora_rank > min(sizes[path])]

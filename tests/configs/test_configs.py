@@ -11,10 +11,13 @@ import yaml
 
 from mindlora import LoRADense
 from mindlora.adapt import lora_cells
+from mindlora.nn.nf4 import parameter_count
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PATHS = sorted(os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "configs", "*", "*.yaml")))
 ON_ASCEND = [path for path in PATHS if not path.startswith(os.path.join("configs", "tiny"))]
+QLORA = os.path.join("configs", "llama2", "qlora_llama2_7b.yaml")
+ON_8 = [path for path in ON_ASCEND if path != QLORA]
 ATTENTION = {"wq", "wk", "wv", "wo"}
 LEAVES = {".*wq|.*wk|.*wv|.*wo": ATTENTION, "all-linear": ATTENTION | {"w1", "w2", "w3"}, None: set()}
 SMALL = {"seq_length": 16, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96,
@@ -57,7 +60,7 @@ def test_it_builds_the_network_it_names(path):
         assert (a.shape, b.shape) == ((rank, in_channels), (out_channels, rank))
         assert cell.scale == alpha / rank and cell.dropout_rate == dropout
         assert str(a.dtype) == str(b.dtype) == "Float32"
-        assert str(cell.weight.dtype).lower() == model.param_init_type
+        assert str(cell.weight.dtype).lower() == ("uint8" if path == QLORA else model.param_init_type)
         assert str(cell.dtype).lower() == model.compute_dtype
     trained = {p.name for p in network.trainable_params()}
     if pet:
@@ -65,7 +68,7 @@ def test_it_builds_the_network_it_names(path):
         assert sum(p.size for p in network.trainable_params()) == adapter_count(config)
     else:
         assert trained == {p.name for p in network.get_parameters()}
-    assert sum(p.size for p in network.get_parameters()) == base_count(config) + adapter_count(config)
+    assert parameter_count(network) == base_count(config) + adapter_count(config)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -86,7 +89,7 @@ def test_recompute_reaches_the_adapters(path):
     assert cells and all("recompute" in cell.get_scope() for cell in cells.values())
 
 
-@pytest.mark.parametrize("path", ON_ASCEND)
+@pytest.mark.parametrize("path", ON_8)
 def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus(path, monkeypatch):
     import mindspore as ms
     from mindformers.modules.transformer import op_parallel_config
@@ -104,7 +107,7 @@ def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus(path, monkeypa
         assert cell.lora_a_matmul.in_strategy == cell.lora_b_matmul.in_strategy == ((8, 1), (1, 1))
 
 
-@pytest.mark.parametrize("path", ON_ASCEND)
+@pytest.mark.parametrize("path", ON_8)
 def test_a_hugging_face_folder_loads_under_the_adapters(path, tmp_path):
     """With the calls that MindFormers makes on several devices, but for the strategies of a graph compiled for them."""
     import mindspore as ms
@@ -211,11 +214,16 @@ def test_the_figures_are_those_of_the_shapes(path):
 def test_the_memory_is_what_its_factors_make(path):
     config = load(path)
     model = config.model.model_config
-    lines = dict(re.findall(r"^#   (base weights|adapter|inputs of the layers|logits) +(.*? GB)$", read(path), re.M))
+    lines = dict(re.findall(r"^#   (\w[\w ]+?)  +(.*? GB)$", read(path), re.M))
     tokens = config.runner_config.batch_size * model.seq_length
     factors = {"base weights": [base_count(config), 2], "adapter": [adapter_count(config), 4 + 4 + 8],
                "inputs of the layers": [model.num_layers, tokens, model.hidden_size, 2],
                "logits": [tokens, model.vocab_size, 4]}
+    if path == QLORA:
+        packed = model.num_layers * sum(out * in_ for out, in_ in linear_shapes(model).values())
+        assert lines.pop("weights in NF4").split() == [f"{packed:,}", "x", "4.129", "/", "8", "bytes",
+                                                       f"{packed * 4.129 / 8e9:.1f}", "GB"]
+        factors["other weights"] = [factors.pop("base weights")[0] - packed, 2]
     assert set(lines) == set(factors)
     for name, line in lines.items():
         written, size = re.fullmatch(r"(.*?bytes).*? ([\d.]+) GB", line).groups()
@@ -235,6 +243,9 @@ def test_the_commands_are_ones_that_we_have(path, monkeypatch):
     for words in commands(path):
         if words[:2] == ["mindlora", "data"]:
             assert cli._parser().parse_args(words[1:]).seq_length == load(path).model.model_config.seq_length
+            continue
+        if words[:2] == ["mindlora", "quantize-base"]:
+            assert cli._parser().parse_args(words[1:]).output == "llama2-7b-nf4.safetensors"
             continue
         if words[0] == "bash":
             assert os.path.exists(words[1]) and words[3] == "8"

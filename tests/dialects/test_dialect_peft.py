@@ -42,7 +42,7 @@ def test_keys_make_the_round_trip(path, half):
 
 @pytest.mark.parametrize("key", [
     "model.layers.0.self_attn.q_proj.lora_A.weight", "base_model.model.lm_head.weight",
-    "base_model.model.lm_head.lora_embedding_A", "base_model.model.lm_head.lora_magnitude_vector",
+    "base_model.model.lm_head.lora_embedding_A.weight", "base_model.model.lm_head.lora_magnitude_vector.weight",
     "base_model.model.lm_head.lora_A.bias", "base_model.model.lm_head.lora_a.weight",
     "base_model.model.lm_head.lora_A.default.weight", "lm_head.mindpet_delta_lora_a", ""])
 def test_other_keys_are_none_of_it(key):
@@ -82,7 +82,7 @@ def test_config_has_the_stable_fields(alpha, kept):
         "lora_dropout": 0.1, "modules_to_save": None, "peft_type": "LORA", "r": 8, "rank_pattern": {},
         "target_modules": [f"model.layers.{layer}.self_attn.{leaf}" for layer in range(2)
                            for leaf in ("q_proj", "v_proj")],
-        "task_type": "CAUSAL_LM", "use_rslora": False}
+        "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": False}
     assert isinstance(config["lora_alpha"], type(kept))
 
 

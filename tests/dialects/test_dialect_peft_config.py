@@ -32,7 +32,7 @@ def refused(path, message):
 def test_the_least_that_a_config_can_hold(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         config = read(tmp_path)
-    assert config == peft_config.PeftConfig(8, 16.0, 0.0, False, {}, {}, (), {}, None)
+    assert config == peft_config.PeftConfig(8, 16.0, 0.0, False, False, {}, {}, (), {}, None)
     assert (config.rank_of(Q), config.alpha_of(Q)) == (8, 16.0)
     assert not caplog.records
 
@@ -143,13 +143,14 @@ def test_dropouts_that_are_none(tmp_path, value):
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, [], "", {}])
 def test_rslora_is_not_told_by_truth(tmp_path, value):
     refused(written(tmp_path, {**PLAIN, "use_rslora": value}), f": use_rslora is {value!r}, it must be true or false.")
+    refused(written(tmp_path, {**PLAIN, "use_dora": value}), f": use_dora is {value!r}, it must be true or false.")
 
 
 @pytest.mark.parametrize("field, value", [
     ("alora_invocation_tokens", [1, 2]), ("arrow_config", {"top_k": 2}), ("fan_in_fan_out", True),
     ("kasa_config", {"a": 1}), ("layer_replication", [[0, 4], [2, 5]]), ("lora_bias", True),
     ("monteclora_config", {"a": 1}), ("target_parameters", ["experts.gate_up_proj"]),
-    ("trainable_token_indices", [5]), ("use_bdlora", True), ("use_dora", True), ("use_dora", "false"),
+    ("trainable_token_indices", [5]), ("use_bdlora", True),
     ("use_qalora", True), ("velora_config", {"a": 1})])
 def test_what_changes_the_mathematics_is_refused_by_name(tmp_path, field, value):
     refused(written(tmp_path, {**PLAIN, field: value}),

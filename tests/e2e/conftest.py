@@ -41,15 +41,18 @@ def trained(data, base, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fresh_network(base, mindformers):
-    """Returns a function that builds the tiny network here, with the base loaded and adapters that do nothing."""
-    def build():
+    """Returns a function that builds the tiny network here, with the base loaded and adapters that do nothing.
+
+    Its keys override those of the YAML's pet_config.
+    """
+    def build(**keys):
         import mindspore as ms
 
         from mindlora import LoraConfig, apply_lora, freeze_base
         from mindformers.tools.register import MindFormerConfig
         model = MindFormerConfig(LORA_YAML).model.model_config
         model.update(SIZES)
-        config = LoraConfig.from_pet_config(model.pop("pet_config"))
+        config = LoraConfig.from_pet_config({**model.pop("pet_config"), **keys})
         model.pop("type")
         network = mindformers.LlamaForCausalLM(mindformers.LlamaConfig(**model))
         missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(str(base)))

@@ -50,6 +50,12 @@ ADAPTERS = {
     # vocabulary grew, those of the embedding and the head without a word in the configuration.
     "lm_head": _case("plain", target_modules=["q_proj", "lm_head"]),
     "embeddings": _case("plain", embeddings=True, target_modules=["q_proj"]),
+    "dora": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], use_dora=True),
+    "dora-grouped": _case("grouped", target_modules="all-linear", use_dora=True, use_rslora=True,
+                          rank_pattern={"v_proj": 3}),
+    "dora-bfloat16": _case("plain", "bfloat16", target_modules=["k_proj", "up_proj"], use_dora=True),
+    "embedding": _case("plain", target_modules=["embed_tokens", "q_proj"]),
+    "embedding-alone": _case("grouped", embeddings=False, target_modules=["embed_tokens"], use_rslora=True),
     "bin": _case("plain", safetensors=False, target_modules=["q_proj", "o_proj"]),
     "combine-1": _case("plain", target_modules=["q_proj", "k_proj", "v_proj"]),
     "combine-2": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], lora_alpha=10),

@@ -41,7 +41,7 @@ def make_adapter(model, folder, seed, config, dtype, safetensors, embeddings):
     adapted = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config))
     saved = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings)
     for name, parameter in adapted.named_parameters():
-        if name.replace(".default", "").replace(".modules_to_save", "") in saved:
+        if key_of(name) in saved:
             parameter.data += 0.1 * torch.randn_like(parameter)
             parameter.data = parameter.data.to(getattr(torch, dtype))
     adapted.save_pretrained(folder, safe_serialization=safetensors, save_embedding_layers=embeddings)
@@ -59,8 +59,8 @@ def gradients(model, adapter, ids, path):
     adapted = load_adapted(model, adapter, trainable=True)
     loss = adapted(torch.tensor(ids), labels=torch.tensor(ids)).loss
     loss.backward()
-    save_file({name.replace(".default", "").replace(".modules_to_save", ""): parameter.grad
-               for name, parameter in adapted.named_parameters() if parameter.requires_grad}, path)
+    save_file({key_of(name): parameter.grad for name, parameter in adapted.named_parameters()
+               if parameter.requires_grad}, path)
     return loss.item()
 
 
@@ -81,6 +81,28 @@ def merge(model, adapter, folder):
     load_adapted(model, adapter).merge_and_unload().save_pretrained(folder)
 
 
+def convolve(tensors, folder, conv, config):
+    """Puts LoRA on a convolution; saves the adapter in ``folder``, and its outputs and gradients beside it.
+
+    ``tensors`` is a file with weight, bias, x, A, B and weights: the loss is sum(output * weights).
+    """
+    given = load_file(tensors)
+    base = torch.nn.ModuleDict({"patch": torch.nn.Conv2d(*conv.pop("sizes"), **conv)})
+    base["patch"].weight.data, base["patch"].bias.data = given["weight"], given["bias"]
+    adapted = get_peft_model(base, LoraConfig(target_modules=["patch"], **config)).eval()
+    layer = adapted.base_model.model["patch"]
+    layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = given["A"], given["B"]
+    adapted.save_pretrained(folder)
+    output = layer(given["x"].requires_grad_())
+    (output * given["weights"]).sum().backward()
+    found = {"output": output, "x": given["x"].grad, "A": layer.lora_A["default"].weight.grad,
+             "B": layer.lora_B["default"].weight.grad}
+    if layer.get_base_layer().groups == 1:
+        layer.merge()
+        found["merged"] = layer.get_base_layer().weight
+    save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, os.path.join(folder, "found"))
+
+
 def combine(model, adapters, folder, **arguments):
     """Saves PEFT's weighted combination of adapters."""
     names = [f"adapter{index}" for index in range(len(adapters))]
@@ -96,6 +118,12 @@ def combine(model, adapters, folder, **arguments):
     os.makedirs(folder)
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, os.path.join(folder, "tensors.safetensors"))
     return sorted(scalings)
+
+
+def key_of(name):
+    """Returns the key in an adapter's file of a parameter in a model with one."""
+    return (name.replace(".default", "").replace(".modules_to_save", "")
+            .replace("lora_magnitude_vector.weight", "lora_magnitude_vector"))
 
 
 def load_model(folder):
@@ -143,8 +171,34 @@ def seed_all(seed):
     torch.manual_seed(seed)
 
 
+def start_layers(model, config, path):
+    """Saves A, B, the base's weight and the scale of each layer as PEFT starts them, by Hugging Face name."""
+    seed_all(1)
+    found = {}
+    for name, module in get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).named_modules():
+        if isinstance(module, LoraLayer):
+            name = name.removeprefix("base_model.model.")
+            found.update({f"{name}.A": module.lora_A["default"].weight, f"{name}.B": module.lora_B["default"].weight,
+                          f"{name}.W": module.base_layer.weight,
+                          f"{name}.scale": torch.tensor([module.scaling["default"]])})
+    save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, path)
+
+
+def train_from_start(model, config, folder, ids, path):
+    """Saves an adapter that was moved from its start, converted to a plain LoRA, and the logits that it had before."""
+    seed_all(2)
+    adapted = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    adapted.save_pretrained(f"{folder}-initial")
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    with torch.no_grad():
+        np.save(path, adapted(torch.tensor(ids)).logits.numpy())
+    adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=f"{folder}-initial")
+
+
 VERBS = {verb.__name__: verb for verb in (make_model, make_adapter, logits, gradients, describe, save_again, merge,
-                                             combine)}
+                                             combine, convolve, start_layers, train_from_start)}
 
 
 def main():

@@ -43,7 +43,7 @@ def test_adapter_says_the_same(name, made, make_network, logits_of, peft_logits)
     assert_same(logits_of(network), expected)
 
 
-@pytest.mark.parametrize("name", ["grouped", "all-linear", "patterns-rslora", "regex", "one-layer"])
+@pytest.mark.parametrize("name", ["grouped", "all-linear", "patterns-rslora", "regex", "one-layer", "dora-grouped"])
 def test_adapter_says_the_same_on_joined_cells(name, made, make_network, logits_of, peft_logits):
     """With qkv_concat, MindFormers has one cell for q, k and v and one for gate and up, their rows interleaved."""
     model = cases.ADAPTERS[name]["model"]
@@ -87,7 +87,8 @@ def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp
     assert peer.describe(adapter=tmp_path / "again", **asked) == peer.describe(adapter=made.adapters[name], **asked)
 
 
-@pytest.mark.parametrize("name", ["all-linear", "grouped", "patterns-rslora", "whole-norms"])
+@pytest.mark.parametrize("name", ["all-linear", "grouped", "patterns-rslora", "whole-norms", "dora", "dora-grouped",
+                                  "embedding-alone"])
 def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
     """One batch of training gives PyTorch's loss and its gradient of each A, B and module that is trained whole."""
     model = cases.ADAPTERS[name]["model"]
@@ -115,9 +116,17 @@ def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
         np.testing.assert_allclose(found[key], gradient, rtol=0, atol=2e-6, err_msg=key)
 
 
+def ending_of(path, part):
+    """Returns how PEFT's key of a part of the adapter at a path ends."""
+    if part == "magnitude":
+        return "lora_magnitude_vector"
+    return f"lora_embedding_{part}" if path.endswith("tok_embeddings") else f"lora_{part}.weight"
+
+
 def key_of(name):
     """Returns PEFT's key of a trained parameter."""
     path, _, leaf = name.rpartition(".")
     if leaf.startswith("mindpet_delta_lora_"):
-        return f"base_model.model.{names.to_hugging_face(path)}.lora_{leaf[-1].upper()}.weight"
+        part = "magnitude" if leaf.endswith("magnitude") else leaf[-1].upper()
+        return f"base_model.model.{names.to_hugging_face(path)}.{ending_of(path, part)}"
     return f"base_model.model.{names.parameter_to_hugging_face(name)}"

@@ -11,6 +11,7 @@ import pytest
 from mindlora import adapt, names, save_lora
 from tests.peers import cases, trained
 from tests.peers.peer import read_json, stored
+from tests.peers.test_load_from_peft import ending_of
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -46,8 +47,8 @@ def test_file_holds_what_was_trained(run):
     """Each tensor in the dtype of its parameter, bit for bit; and the configuration names the base and the dropout."""
     expected = {}
     for path, cell in adapt.lora_cells(run.network):
-        for half, parameter in zip("AB", cell.lora_parameters()):
-            expected[f"base_model.model.{names.to_hugging_face(path)}.lora_{half}.weight"] = parameter
+        for part, parameter in cell.parts().items():
+            expected[f"base_model.model.{names.to_hugging_face(path)}.{ending_of(path, part)}"] = parameter
     for parameter in adapt.saved_whole(run.network):
         expected["base_model.model." + names.parameter_to_hugging_face(parameter.name)] = parameter
     found = stored(run.folder / cases.WEIGHTS)
@@ -67,8 +68,9 @@ def test_peft_saves_the_same_again(run, peer, made, tmp_path):
     """What PEFT writes after loading is the same file, in PEFT's float32."""
     peer.save_again(model=made.models[run.model], adapter=run.folder, folder=tmp_path / "again")
     theirs, ours = stored(tmp_path / "again" / cases.WEIGHTS), stored(run.folder / cases.WEIGHTS)
-    # Where lm_head is a target, PEFT takes the base's own weight along.
-    theirs.pop("base_model.model.lm_head.base_layer.weight", None)
+    # Where lm_head or the embedding is a target, PEFT takes the base's own weight along.
+    for module in ("lm_head", "model.embed_tokens"):
+        theirs.pop(f"base_model.model.{module}.base_layer.weight", None)
     assert set(theirs) == set(ours)
     if run.config.param_init_type == "float32":
         assert theirs == ours

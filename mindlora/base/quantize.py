@@ -1,0 +1,186 @@
+"""quantize_checkpoint: the linear weights of a Llama's or Qwen2's base checkpoint to 4-bit NormalFloat, as a stream."""
+import dataclasses
+import json
+import math
+import time
+from typing import Callable, Iterator, List, Tuple
+
+import numpy as np
+
+from mindlora import atomic, names
+from mindlora.base.checkpoint import BaseCheckpoint, examples
+from mindlora.base.convert import in_mindformers_names
+from mindlora.base.writer import OutputTensor, check_output
+from mindlora.errors import CheckpointError
+from mindlora.ops.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
+from mindlora.targets import OUTPUT_HEADS, select_quantized
+from mindlora.tensor_file import FLOATS, TensorFile, dtype_name, to_float32, write
+
+_WEIGHT = ".weight"
+# So many numbers are read at a time.
+_AT_ONCE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReport:
+    """What quantize_checkpoint did; str() says it to people.
+
+    Attributes:
+        source, output (str): The two checkpoints.
+        quantized (tuple of str): Paths of the cells whose weights are 4-bit now.
+        bytes_before, bytes (int): Size of all tensors, before and now.
+        notes (tuple of str): What was left out, and what was decided about tied embeddings.
+        seconds (float): How long it took.
+    """
+    source: str
+    output: str
+    quantized: Tuple[str, ...]
+    bytes_before: int
+    bytes: int
+    notes: Tuple[str, ...]
+    seconds: float
+
+    def __str__(self):
+        return "\n".join([
+            f"{self.output}: {self.bytes / 1e9:.2f} GB of {self.bytes_before / 1e9:.2f} GB; weights in NF4: "
+            f"{len(self.quantized)}, {', '.join(names.collapse_numbers(list(self.quantized)))}; {self.seconds:.1f} s.",
+            "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.", *self.notes])
+
+
+def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool = False,
+                        progress: Callable[[int, int], None] = None) -> QuantizeReport:
+    """Writes a base checkpoint under MindFormers' names whose linear weights are 4-bit, in one atomic step.
+
+    What is quantized are the weights that quantize_base would quantize in a network, to the same bytes. Everything else
+    keeps its bytes and its dtype, but for an optimizer's state, which is left out. Of safetensors
+    a million numbers are in memory at a time; a .ckpt is read whole.
+
+    Args:
+        source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file, under Hugging
+            Face's or MindFormers' names.
+        output (str): A .safetensors file.
+        exclude (str or list of str): Cells to leave as they are, besides lm_head: the quantize_exclude of the run that
+            will load it. Default: None.
+        overwrite (bool): Whether to replace what stands at ``output``. Default: False.
+        progress (callable): Takes the bytes of each piece that is written, and of all. Default: None.
+
+    Returns:
+        QuantizeReport.
+
+    Raises:
+        CheckpointError: The source cannot be read, holds a name that is not known or is quantized already, or
+            ``output`` stands in the way or is no .safetensors file.
+        TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
+        QuantizationError: A weight holds NaN or infinity.
+        TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+    started = time.perf_counter()
+    if not str(output).endswith(".safetensors"):
+        raise CheckpointError(f"The output {output} is no .safetensors file, the one form of a quantized base: let its "
+                              "name end so.")
+    check_output(output, [source], overwrite)
+    with BaseCheckpoint(source) as base:
+        if quantized_paths(base.tensors):
+            raise CheckpointError(f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
+                                  "the checkpoint in float.")
+        tensors, notes = in_mindformers_names(base)
+        # What an optimizer keeps of a parameter is called as the parameter, after a word of its own.
+        states = [tensor for tensor in tensors if tensor.name.partition(".")[2] in base.tensors]
+        tensors = [tensor for tensor in tensors if tensor not in states]
+        if states:
+            notes = [*notes, f"Left out, the state of an optimizer: {examples(tensor.name for tensor in states)}."]
+        chosen = select_quantized(_linear_paths(tensor.name for tensor in tensors), exclude)
+        _check_floats(source, tensors, chosen)
+        written = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
+        total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in written)
+        with atomic.replace_file(output) as path:
+            write(path, written, _told(_contents(tensors, chosen), progress, total),
+                  {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})})
+    return QuantizeReport(str(source), str(output), tuple(chosen), sum(tensor.nbytes for tensor in tensors), total,
+                          tuple(notes), time.perf_counter() - started)
+
+
+def quantized_paths(tensor_names) -> List[str]:
+    """Returns the paths of the cells whose weights are 4-bit, by the names of a checkpoint's tensors."""
+    suffix = "." + TENSOR_NAMES["absmax"]
+    return [name[:-len(suffix)] for name in tensor_names if name.endswith(suffix)]
+
+
+def check_fits(path: str, exclude) -> None:
+    """Raises CheckpointError unless the .safetensors file at ``path`` is what a run with quantize_base loads.
+
+    Args:
+        path (str): A .safetensors file under MindFormers' names; only its header is read.
+        exclude (str or list of str): quantize_exclude of the run.
+    """
+    with TensorFile(path) as file:
+        found = quantized_paths(file.tensors)
+        if not found:
+            raise CheckpointError(f"{path} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
+                                  f"mindlora quantize-base {path} base-nf4.safetensors")
+        wanted = select_quantized(_linear_paths(file.tensors), exclude)
+    differ = sorted(set(found) ^ set(wanted))
+    if differ:
+        raise CheckpointError(f"{path} was quantized with another quantize_exclude: it and this run differ at "
+                              f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base anew with "
+                              "--exclude.")
+
+
+def _linear_paths(tensor_names) -> List[str]:
+    """Returns the paths of the linear cells of a Llama, whose weights the names are, under MindFormers' names."""
+    paths = map(_path, tensor_names)
+    return [path for path in paths if path and (names.to_hugging_face(path) != path or names.concatenated_parts(path)
+                                                or path.rpartition(".")[2] in OUTPUT_HEADS)]
+
+
+def _path(name) -> str:
+    """Returns the path of the cell whose weight ``name`` is, or "" for any other parameter."""
+    return name[:-len(_WEIGHT)] if name.endswith(_WEIGHT) else ""
+
+
+def _check_floats(source, tensors, chosen):
+    for tensor in tensors:
+        if _path(tensor.name) in chosen and (tensor.dtype not in FLOATS or len(tensor.shape) != 2):
+            raise CheckpointError(f"{source}: {tensor.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, which "
+                                  "is no matrix of float32, float16 or bfloat16. Give the checkpoint in float.")
+
+
+def _entries(tensor, chosen) -> list:
+    """Returns (name, dtype, shape) of what is written in the place of ``tensor``."""
+    if _path(tensor.name) not in chosen:
+        return [tensor[:3]]
+    return [(f"{_path(tensor.name)}.{TENSOR_NAMES[field]}", dtype, shape)
+            for field, (shape, dtype) in layout(*tensor.shape).items()]
+
+
+def _contents(tensors: List[OutputTensor], chosen) -> Iterator[np.ndarray]:
+    """Yields the pieces of all tensors, in the order of their entries."""
+    for tensor in tensors:
+        if _path(tensor.name) not in chosen:
+            yield from (tensor.rows(*rows) for rows in _pieces(tensor, tensor.unit))
+            continue
+        # Whole groups of blocks, so that a piece is quantized as it would be within the whole.
+        blocks = -(-tensor.shape[1] // BLOCK)
+        small = {field: [] for field in ("absmax", "scales", "offsets")}
+        for begin, end in _pieces(tensor, math.lcm(tensor.unit, GROUP // math.gcd(blocks, GROUP))):
+            array = quantize(to_float32(tensor.rows(begin, end)), f"{tensor.name}, from row {begin} on,")
+            yield array.codes
+            for field, parts in small.items():
+                parts.append(getattr(array, field))
+        for parts in small.values():
+            yield from parts
+
+
+def _pieces(tensor, unit) -> Iterator[Tuple[int, int]]:
+    columns = math.prod(tensor.shape[1:])
+    step = max(_AT_ONCE // max(columns * unit, 1), 1) * unit
+    return ((begin, min(begin + step, tensor.count)) for begin in range(0, tensor.count, step))
+
+
+def _told(pieces, progress, total) -> Iterator[np.ndarray]:
+    for piece in pieces:
+        yield piece
+        if progress:
+            progress(piece.nbytes, total)

@@ -1,0 +1,97 @@
+"""LoRAConv2d: a frozen convolution with a trainable low-rank path beside it."""
+from mindspore import Parameter, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.errors import UnsupportedCellError
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.start import start_pair
+
+
+class LoRAConv2d(LoRACell):
+    """A convolution with a low-rank update: y = conv(x, W) + bias + conv(conv(dropout(x), A) * scale, B).
+
+    A has the kernel, stride and padding of W and no groups; B is 1 x 1 and has the groups of W, which must divide the
+    rank. Both are PEFT's. W changes by scale B A where there is one group; with several, A sees channels that W's group
+    does not, so that there is no W to merge into.
+
+    Parameters:
+        weight [out, in / groups, kh, kw], bias [out], mindpet_delta_lora_a [r, in, kh, kw],
+        mindpet_delta_lora_b [out, r / groups, 1, 1].
+
+    Inputs:
+        - **x** (Tensor) - Shape [N, in, H, W].
+
+    Outputs:
+        Tensor of shape [N, out, H', W'] and of the dtype of x.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    @classmethod
+    def base_types(cls):
+        return (nn.Conv2d,)
+
+    @classmethod
+    def serves(cls, config):
+        return True
+
+    @classmethod
+    def check(cls, cell, config):
+        kind = type(cell).__name__
+        if type(cell).construct is not nn.Conv2d.construct:
+            raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAConv2d would drop.")
+        if cell.data_format != "NCHW" or tuple(cell.dilation) not in ((1, 1), (1, 1, 1, 1)):
+            raise UnsupportedCellError(f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
+                                       "is on convolutions of NCHW without dilation, as in PEFT. Add it to "
+                                       "exclude_modules.")
+        if getattr(cell.conv2d, "in_strategy", None) is not None:
+            raise UnsupportedCellError(f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it "
+                                       "to exclude_modules.")
+        if config.lora_rank % cell.group:
+            raise UnsupportedCellError(f"{kind} has {cell.group} groups, which do not divide lora_rank "
+                                       f"{config.lora_rank}. Choose a multiple of them (rank_pattern), or add it to "
+                                       "exclude_modules.")
+        if config.use_dora:
+            raise UnsupportedCellError(f"{kind} is a convolution, for which use_dora is not supported. Add it to "
+                                       "exclude_modules, or set use_dora: False.")
+
+    @classmethod
+    def part_shapes(cls, cell, rank):
+        return {"A": (rank, cell.in_channels, *cell.kernel_size), "B": (cell.out_channels, rank // cell.group, 1, 1)}
+
+    def _adopt(self, cell, config):
+        self._describe(cell, config)
+        self.in_channels, self.out_channels, self.group = cell.in_channels, cell.out_channels, cell.group
+        self.kernel_size = cell.kernel_size
+        self.weight, self.bias, self.has_bias, self.conv2d = cell.weight, cell.bias, cell.has_bias, cell.conv2d
+        self.bias_add = cell.bias_add
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.weight.dtype
+        shapes = self.part_shapes(cell, self.lora_rank)
+        a, b = start_pair(config, shapes["A"], shapes["B"])
+        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
+        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
+        self.lora_a_conv = ops.Conv2D(self.lora_rank, cell.kernel_size, pad_mode=cell.pad_mode, pad=cell.padding,
+                                      stride=cell.stride)
+        self.lora_b_conv = ops.Conv2D(self.out_channels, 1, group=self.group)
+        if self.dropout_rate > 0:
+            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
+        self.cast = ops.Cast()
+        carry_settings(cell, self)
+
+    def construct(self, x):
+        input_dtype = x.dtype
+        x = self.cast(x, self.dtype)
+        y = self.conv2d(x, self.cast(self.weight, self.dtype))
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        if self.dropout_rate > 0 and self.training:
+            x = self.lora_dropout(x)
+        low_rank = self.lora_a_conv(x, self.cast(self.mindpet_delta_lora_a, self.dtype))
+        low_rank = low_rank * self.cast(self.scale, self.dtype)
+        y = y + self.lora_b_conv(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype))
+        return self.cast(y, input_dtype)
+
+    def extend_repr(self):
+        return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, kernel_size={self.kernel_size}, "
+                f"group={self.group}, lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, "
+                f"lora_dropout={self.dropout_rate}, compute_dtype={self.dtype}")

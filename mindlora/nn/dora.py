@@ -1,0 +1,190 @@
+"""DoRADense: LoRADense with a trained size for each row of the weight."""
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Constant, initializer
+
+from mindlora.errors import LoraError, UnsupportedCellError
+from mindlora.nn.cell import MAGNITUDE, fill
+from mindlora.nn.dense import LoRADense
+from mindlora.ops.backend import Choice
+
+# So many rows of W, evenly spread, tell whether it is another than when the magnitude started.
+_SAMPLED_ROWS = 4
+
+
+class DoRADense(LoRADense):
+    r"""A linear cell whose weight W + scale B A is brought to rows of trained sizes m.
+
+    .. math::
+        g = m / \|W + scale \, B A\|_{row}, \quad y = activation(g (x W^T + ((x A^T) scale) B^T) + bias)
+
+    The norm counts as a constant in the backward, as in the paper (section 4.3). With dropout in training, x W^T stays
+    as it is and what DoRA adds is of the dropped x, as in PEFT: y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T)
+    - x' W^T) + bias, which takes two products with W.
+
+    The norm of a row is taken from products with A and B, without the matrix scale B A:
+    ||W||^2 + 2 scale (W A^T . B) + scale^2 (B (A A^T) . B), in float32; where W + scale B A is next to nothing beside
+    W, it has the error of that difference.
+
+    The magnitude m is NaN until it starts, as the row norms of W + scale B A. It does so by itself when it is needed
+    (set_train(True), save_lora, merge_lora), so that a base that is loaded after the cell was made is the one that
+    counts; until then the cell computes what it did before, and should m be trained all the same, the loss is NaN. A
+    base that is loaded after m has started lets it start again, or raises where m has been trained by then.
+
+    Args:
+        As of LoRADense.
+
+    Parameters:
+        As of LoRADense, and mindpet_delta_lora_magnitude [out_channels].
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Raises:
+        ConfigError: An argument is out of range.
+
+    Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
+    """
+
+    # What the magnitude started as, and rows of the W that it is of; None before, and where it came from a file.
+    _started = None
+
+    @classmethod
+    def serves(cls, config):
+        return config.use_dora
+
+    @classmethod
+    def check(cls, cell, config):
+        super().check(cell, config)
+        if getattr(cell.matmul, "in_strategy", None) is not None:
+            raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and DoRA on sharded cells is not supported. "
+                                       "Set use_dora: False, or model_parallel: 1.")
+
+    @classmethod
+    def part_shapes(cls, cell, rank):
+        return {**super().part_shapes(cell, rank), "magnitude": (cell.out_channels,)}
+
+    def _adopt(self, cell, config):
+        super()._adopt(cell, config)
+        self.mindpet_delta_lora_magnitude = Parameter(
+            initializer(Constant(float("nan")), [self.out_channels], getattr(mstype, config.param_init_type)),
+            name=MAGNITUDE)
+        self.mul, self.row_sum, self.sqrt, self.div = ops.Mul(), ops.ReduceSum(), ops.Sqrt(), ops.RealDiv()
+        self.is_nan, self.select, self.stop_gradient = ops.IsNan(), ops.Select(), ops.StopGradient()
+        self.ones = Tensor(np.ones(self.out_channels, np.float32))
+        if self.training:
+            self.prepare()
+
+    def _pick_operators(self, sharded):
+        self.choice = Choice("lora_delta", "composed", "DoRA scales what the fused operators add to y")
+        if self.dropout_rate > 0:
+            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
+
+    def construct(self, x):
+        out_shape = x.shape[:-1] + (self.out_channels,)
+        input_dtype = x.dtype
+        x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
+        weight, a = self.cast(self.weight, self.dtype), self.cast(self.mindpet_delta_lora_a, self.dtype)
+        b = self.cast(self.mindpet_delta_lora_b, self.dtype)
+        gain = self.cast(self._gain(weight, a, b), self.dtype)
+        if self.dropout_rate > 0 and self.training:
+            dropped = self.lora_dropout(x)
+            plain = self.matmul(dropped, weight)
+            y = self.lora_add(self.matmul(x, weight), self.mul(gain, self._directed(plain, dropped, a, b)) - plain)
+        else:
+            y = self.mul(gain, self._directed(self.matmul(x, weight), x, a, b))
+        if self.has_bias:
+            y = self.bias_add(y, self._bias())
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.cast(self.reshape(y, out_shape), input_dtype)
+
+    def _directed(self, y, x, a, b):
+        low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.scale, self.dtype))
+        return self.lora_add(y, self.lora_b_matmul(low_rank, b))
+
+    def _gain(self, weight, a, b):
+        """Returns m / ||W + scale B A||, float32 [out], where the norm is a constant."""
+        magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
+        gain = self.div(magnitude, self._norm(self.stop_gradient(weight), self.stop_gradient(a), self.stop_gradient(b)))
+        # In training a magnitude that never started must show.
+        return gain if self.training else self.select(self.is_nan(magnitude), self.ones, gain)
+
+    def _norm(self, weight, a, b):
+        scale = self.scale
+        on_a = self.cast(self.lora_a_matmul(weight, a), mstype.float32)
+        a, b = self.cast(a, mstype.float32), self.cast(b, mstype.float32)
+        # Not of `weight`, whose squares can be too large for float16.
+        weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
+        on_b = self.lora_b_matmul(b, self.lora_a_matmul(a, a))
+        crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
+        return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
+
+    def prepare(self):
+        """Lets the magnitude start, or start again where W is another since and the magnitude was not trained.
+
+        Raises:
+            LoraError: W is another since the magnitude started, which has been trained; or a row of W + scale B A is 0.
+        """
+        magnitude = self.mindpet_delta_lora_magnitude
+        if self.weight.has_init or magnitude.has_init or self.merged:
+            return
+        values = _array(magnitude)
+        if not np.isnan(values).all():
+            if self._started is None:
+                return
+            same, trained = np.array_equal(self._sample(), self._started[1]), (values != self._started[0]).any()
+            if trained and not same and not self.weight.requires_grad:
+                raise LoraError(f"The weight of {self.adapter_path or 'the cell'} was loaded after its DoRA magnitude "
+                                "had started from another one and was trained. Load the base before set_train(True).")
+            if trained:
+                self._started = None
+            if trained or same:
+                return
+        norms = row_norms(_array(self.weight), *map(_array, (self.mindpet_delta_lora_a, self.mindpet_delta_lora_b)),
+                          self.scale)
+        if not norms.all():
+            raise LoraError(f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows "
+                            "of zeros, which have no direction, so DoRA is not defined there. Add it to "
+                            "exclude_modules, or set use_dora: False.")
+        magnitude.set_data(Tensor(norms, magnitude.dtype))
+        self._started = _array(magnitude), self._sample()
+
+    def load_part(self, part, array):
+        super().load_part(part, array)
+        if part == "magnitude":
+            self._started = None
+
+    def merge_parameters(self):
+        return *super().merge_parameters(), self.mindpet_delta_lora_magnitude
+
+    def silence(self):
+        super().silence()
+        fill(self.mindpet_delta_lora_magnitude, np.nan)
+
+    def add_flags(self, **flags):
+        super().add_flags(**flags)
+        if flags.get("training") and hasattr(self, MAGNITUDE):
+            self.prepare()
+        return self
+
+    def _sample(self):
+        weight = self.weight.asnumpy()
+        return weight[np.linspace(0, len(weight) - 1, min(_SAMPLED_ROWS, len(weight))).astype(int)].copy()
+
+
+def row_norms(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Returns ||W + scale B A|| of each row, float32 [out], of W [out, in], A [r, in] and B [out, r]."""
+    norms = np.empty(len(weight), np.float32)
+    for begin in range(0, len(weight), 256):
+        rows = slice(begin, begin + 256)
+        norms[rows] = np.linalg.norm(weight[rows] + np.float32(scale) * (b[rows] @ a), axis=1)
+    return norms
+
+
+def _array(parameter) -> np.ndarray:
+    return parameter.asnumpy().astype(np.float32)

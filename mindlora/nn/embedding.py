@@ -1,0 +1,107 @@
+"""LoRAEmbedding: a frozen table of embeddings with a trainable low-rank path beside it."""
+import sys
+
+from mindspore import Parameter, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Normal
+
+from mindlora.errors import UnsupportedCellError
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.start import start
+from mindlora.nn.tree import weight_of
+
+
+class LoRAEmbedding(LoRACell):
+    """An embedding with a low-rank update: y = W[ids] + ((A^T)[ids] * scale) B^T.
+
+    As in PEFT, A starts at zero and B normal, so that training starts at the base and rows that no token takes stay
+    as they are; where lora_a_init or lora_b_init is given, both are as in LoRADense. Dropout is not applied, as in
+    PEFT. A table that an output head shares changes for the embedding alone.
+
+    Parameters:
+        weight [vocabulary, dim] under the name that it had, mindpet_delta_lora_a [r, vocabulary],
+        mindpet_delta_lora_b [dim, r].
+
+    Inputs:
+        - **ids** (Tensor) - int32 or int64, of any shape.
+
+    Outputs:
+        Tensor of shape [*ids.shape, dim] and of the dtype of W.
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    embeds = True
+
+    @classmethod
+    def base_types(cls):
+        return embedding_types()
+
+    @classmethod
+    def serves(cls, config):
+        return True
+
+    @classmethod
+    def check(cls, cell, config):
+        kind = type(cell).__name__
+        if not any(type(cell).construct is base.construct for base in embedding_types()):
+            raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAEmbedding would drop.")
+        if getattr(cell, "use_one_hot", False):
+            raise UnsupportedCellError(f"{kind} multiplies one-hot vectors, which LoRAEmbedding would not. Set "
+                                       "use_one_hot: False.")
+        if getattr(cell.gather, "in_strategy", None) is not None:
+            raise UnsupportedCellError(f"{kind} is sharded, and LoRA on sharded embeddings is not supported. Add it to "
+                                       "exclude_modules.")
+        for field in ("use_dora", "freeze_lora_a"):
+            if getattr(config, field, False):
+                raise UnsupportedCellError(f"{kind} is an embedding, for which {field} is not supported. Add it to "
+                                           f"exclude_modules, or set {field}: False.")
+
+    @classmethod
+    def part_shapes(cls, cell, rank):
+        vocabulary, dim = weight_of(cell).shape
+        return {"A": (rank, vocabulary), "B": (dim, rank)}
+
+    def _adopt(self, cell, config):
+        self._describe(cell, config)
+        self.weight = weight_of(cell)
+        # Others read the table under its own name, such as an output head that shares it.
+        setattr(self, _table_name(cell), self.weight)
+        self.in_channels, self.out_channels = self.weight.shape
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
+        self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
+        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(cell, self.lora_rank)
+        starts = config.lora_a_init, config.lora_b_init
+        if starts == (None, None):
+            starts = "zeros", Normal(1.0)
+        self.mindpet_delta_lora_a = Parameter(start(starts[0], list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A)
+        self.mindpet_delta_lora_b = Parameter(start(starts[1], list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B)
+        self.gather, self.cast, self.reshape = ops.Gather(), ops.Cast(), ops.Reshape()
+        self.transpose, self.lora_b_matmul = ops.Transpose(), ops.MatMul(transpose_b=True)
+        carry_settings(cell, self)
+
+    def construct(self, ids):
+        if self.flattens:
+            ids = ids.reshape(-1)
+        y = self.gather(self.weight, ids, 0)
+        a = self.transpose(self.cast(self.mindpet_delta_lora_a, self.dtype), (1, 0))
+        low_rank = self.gather(a, self.reshape(ids, (-1,)), 0) * self.cast(self.scale, self.dtype)
+        update = self.lora_b_matmul(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype))
+        return y + self.cast(self.reshape(update, y.shape), y.dtype)
+
+    def _give_back(self, cell):
+        setattr(cell, _table_name(cell), self.weight)
+
+    def extend_repr(self):
+        return (f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
+                f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}")
+
+
+def embedding_types() -> tuple:
+    """Returns the classes that LoRAEmbedding takes. MindFormers' can only be met where MindFormers is imported."""
+    layers = sys.modules.get("mindformers.models.llama.llama_layer")
+    return (nn.Embedding, layers.LlamaEmbedding) if layers else (nn.Embedding,)
+
+
+def _table_name(cell) -> str:
+    return "embedding_table" if isinstance(cell, nn.Embedding) else "embedding_weight"

@@ -1,0 +1,147 @@
+"""NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Constant, initializer
+
+from mindlora.errors import UnsupportedCellError
+from mindlora.nn.cell import carry_settings
+from mindlora.nn.dense import LoRADense
+from mindlora.ops.nf4 import TENSOR_NAMES, Nf4Array, dequantize, layout, quantize
+from mindlora.ops.nf4_linear import Nf4Linear
+
+
+class NF4Dense(nn.Cell):
+    r"""A frozen linear cell, as from_dense makes it: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
+
+    mindlora.ops.nf4 says what the codes are.
+
+    W takes 4.13 bits per number and stands nowhere in full between two steps; on a CPU not within a step either (see
+    Nf4Linear). There is a gradient for x, and none for W.
+
+    Parameters:
+        weight [out_channels, blocks * 32] uint8, the codes, two in a byte; weight_absmax [out_channels, blocks] uint8;
+        weight_scales and weight_offsets [groups] float32; bias [out_channels] as it was.
+        blocks = ceil(in_channels / 64), groups = ceil(out_channels * blocks / 256).
+
+    Attributes:
+        dtype: In which x is multiplied: what the plain cell computed in.
+        weight_dtype: What W was stored in.
+        quantization (str): "nf4".
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+
+    quantization = "nf4"
+
+    @classmethod
+    def from_dense(cls, cell: nn.Cell, stem: str = "", array: Nf4Array = None) -> "NF4Dense":
+        """Quantizes a linear cell, which loses its weight: nothing is left of it in float.
+
+        Where the weight has no values yet (MindFormers builds networks so that a checkpoint fills), the quantized ones
+        are to be loaded too; until then they are NaN.
+
+        Args:
+            cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
+            stem (str): What stands before the names of its parameters; empty for a cell outside of a network.
+            array (Nf4Array): What stands for its weight. Default: None, quantize(weight).
+
+        Returns:
+            NF4Dense.
+
+        Raises:
+            UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
+            QuantizationError: The weight holds infinity or NaN.
+        """
+        cls.check(cell)
+        self = cls.__new__(cls)
+        nn.Cell.__init__(self)
+        self._adopt(cell, f"{stem}." if stem else "", array)
+        return self
+
+    @classmethod
+    def check(cls, cell: nn.Cell) -> None:
+        """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
+        LoRADense.check(cell, None)
+        if any(getattr(cell.matmul, name, None) is not None for name in ("in_strategy", "in_layout")):
+            raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and NF4 weights are not supported there. "
+                                       "Leave quantize_base out, or run on one device.")
+
+    def _adopt(self, cell, prefix, array):
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.weight_dtype = cell.weight.dtype
+        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
+        self.dtype = getattr(cell, "dtype", cell.weight.dtype)
+        if array is None and not cell.weight.has_init:
+            array = quantize(as_float32(cell.weight), f"The weight of {prefix[:-1] or 'the cell'}")
+        for field, (shape, dtype) in layout(self.out_channels, self.in_channels).items():
+            if array is None:
+                unset, dtype = (np.nan, mstype.float32) if dtype == np.float32 else (0, mstype.uint8)
+                value = initializer(Constant(unset), list(shape), dtype)
+            else:
+                value = Tensor.from_numpy(getattr(array, field))
+            name = TENSOR_NAMES[field]
+            setattr(self, name, Parameter(value, name=prefix + name, requires_grad=False))
+        self.bias, self.has_bias, self.matmul = cell.bias, cell.has_bias, Nf4Linear()
+        if cell.has_bias:
+            self.bias_add = cell.bias_add
+        self.activation, self.activation_flag = cell.activation, cell.activation_flag
+        self.cast, self.reshape = ops.Cast(), ops.Reshape()
+        carry_settings(cell, self)
+        # In a tuple, where MindSpore does not see it. Without the weight, which would stay in memory.
+        self._emptied = (cell,)
+        del cell.weight
+
+    def construct(self, x):
+        out_shape = x.shape[:-1] + (self.out_channels,)
+        input_dtype = x.dtype
+        x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
+        y = self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.cast(self.reshape(y, out_shape), input_dtype)
+
+    @property
+    def emptied_cell(self) -> nn.Cell:
+        """The cell that this one took the place of, without a weight."""
+        return self._emptied[0]
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the cell that this one took the place of, with the dequantized weight."""
+        cell = self.emptied_cell
+        weight = Tensor(dequantize(nf4_array(self)), self.weight_dtype)
+        cell.weight = Parameter(weight, name=self.weight.name, requires_grad=False)
+        carry_settings(self, cell)
+        return cell
+
+    def extend_repr(self):
+        return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+                f"compute_dtype={self.dtype}")
+
+
+def nf4_array(cell: nn.Cell) -> Nf4Array:
+    """Returns the quantized weight of an NF4Dense, or of what adopted one, in NumPy."""
+    return Nf4Array(**{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()},
+                    shape=(cell.out_channels, cell.in_channels))
+
+
+def as_float32(parameter: Parameter) -> np.ndarray:
+    """Returns the values of a parameter in NumPy, of which it may be a view."""
+    array = parameter.asnumpy()
+    return array if array.dtype in (np.float32, np.float16) else array.astype(np.float32)
+
+
+def parameter_count(network: nn.Cell) -> int:
+    """Returns the number of elements of all parameters; of a quantized weight as many as it stands for, as in PEFT."""
+    quantized = [cell for _, cell in network.cells_and_names() if getattr(cell, "quantization", None)]
+    packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
+    return (sum(p.size for p in network.get_parameters() if id(p) not in packed)
+            + sum(cell.in_channels * cell.out_channels for cell in quantized))

@@ -1,0 +1,91 @@
+"""QLoRADense: LoRADense on a weight in 4-bit NormalFloat."""
+from typing import Tuple
+
+import numpy as np
+
+from mindlora import starts
+from mindlora.config import LoraConfig
+from mindlora.errors import UnsupportedCellError
+from mindlora.nn.cell import carry_settings
+from mindlora.nn.dense import LoRADense
+from mindlora.nn.nf4 import NF4Dense, nf4_array
+from mindlora.ops.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize
+
+
+class QLoRADense(LoRADense):
+    r"""A quantized linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
+
+    W = absmax' * TABLE[codes] is that of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a gradient.
+    A and B are as in LoRADense, in float.
+
+    Args:
+        As of LoRADense; made by from_cell alone.
+
+    Parameters:
+        As of NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+
+    @property
+    def quantization(self) -> str:
+        """How the base is quantized: "loftq" where that took the adapter's start into account, else "nf4"."""
+        return "loftq" if self.lora_init == "loftq" else NF4Dense.quantization
+
+    @classmethod
+    def base_types(cls):
+        return (NF4Dense,)
+
+    @classmethod
+    def check(cls, cell, config):
+        unserved = "DoRA" if config.use_dora else starts.changes_base(config.lora_init) and config.lora_init
+        if unserved:
+            raise UnsupportedCellError(f"The weight is quantized, which {unserved} does not take: it works on a weight "
+                                       "in float. Leave use_dora and lora_init out, or quantize_base.")
+
+    def _adopt(self, cell, config):
+        super()._adopt(cell, config)
+        for name in TENSOR_NAMES.values():
+            setattr(self, name, getattr(cell, name))
+
+    def _pick_operators(self, sharded):
+        super()._pick_operators(sharded)
+        # The operator that decodes in one pass over W reads it in float.
+        self.decode_tokens = 0
+
+    def _base_product(self, x):
+        return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
+
+    def in_float(self) -> LoRADense:
+        """Returns a LoRADense with the same A and B on the plain cell, whose weight is the dequantized one."""
+        quantized, = self._adopted
+        config = LoraConfig(lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, lora_dropout=self.dropout_rate,
+                            use_rslora=self.use_rslora, compute_dtype=str(self.dtype),
+                            freeze_lora_a=self.freeze_lora_a)
+        lora = LoRADense.from_dense(quantized.plain_cell(), config)
+        lora.mindpet_delta_lora_a, lora.mindpet_delta_lora_b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
+        carry_settings(self, lora)
+        return lora
+
+    def drop_float(self) -> None:
+        """Takes back in_float: nothing is left of W in float."""
+        del self._adopted[0].emptied_cell.weight
+
+    def sample(self, rows: int) -> Tuple[np.ndarray, np.ndarray]:
+        """Returns the first rows of W and of scale B A, float32 [rows, in_channels]."""
+        array = nf4_array(self)
+        rows = min(rows, self.out_channels)
+        groups = -(-rows * array.absmax.shape[1] // GROUP)
+        first = Nf4Array(array.codes[:rows], array.absmax[:rows], array.scales[:groups], array.offsets[:groups],
+                         (rows, self.in_channels))
+        a, b = (parameter.asnumpy().astype(np.float32) for parameter in self.lora_parameters())
+        return dequantize(first), (b[:rows] * np.float32(self.scale)) @ a
+
+    def extend_repr(self):
+        return f"{super().extend_repr()}, quantization={self.quantization}"

@@ -1,0 +1,36 @@
+"""Cells in a network: how their parameters are called, and how one takes the place of another."""
+from typing import Dict
+
+from mindspore import Parameter, nn
+
+
+# How the weight of a cell is called: of most, of MindFormers' embeddings, of MindSpore's.
+WEIGHTS = ("weight", "embedding_weight", "embedding_table")
+
+
+def weight_of(cell: nn.Cell) -> Parameter:
+    """Returns the base's weight of a cell that carries an adapter, or can carry one."""
+    return next(getattr(cell, name) for name in WEIGHTS if hasattr(cell, name))
+
+
+def adapter_path(cell: nn.Cell, path: str) -> str:
+    """What stands before the names of a cell's parameters: its path, or more where the network has a prefix itself."""
+    stem, _, leaf = weight_of(cell).name.rpartition(".")
+    return stem if leaf in WEIGHTS and (stem == path or stem.endswith("." + path)) else path
+
+
+def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
+    """Puts cells into the places of others, by the id of the cell to replace, wherever in ``network`` it hangs."""
+    # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
+    # pylint: disable=protected-access
+    for _, parent in list(network.cells_and_names()):
+        # A graph compiled before would go on running the plain cells.
+        parent.compile_cache.clear()
+        hit = False
+        for name, child in parent._cells.items():
+            if id(child) in replacements:
+                parent._cells[name] = replacements[id(child)]
+                hit = True
+        if hit and isinstance(parent, nn.SequentialCell):
+            # Its forward runs over this list of its own, not over _cells.
+            parent.cell_list = list(parent._cells.values())

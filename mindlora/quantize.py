@@ -1,0 +1,134 @@
+"""quantize_base: the linear cells of a network in 4-bit NormalFloat, in place."""
+import logging
+from typing import Callable, Dict, List, Tuple
+
+import numpy as np
+from mindspore import Parameter, nn
+
+from mindlora import names, starts
+from mindlora.adapter import is_finite
+from mindlora.config import LoraConfig
+from mindlora.errors import LoraError, QuantizationError, TargetError, UnsupportedCellError
+from mindlora.nn.cell import LoRACell
+from mindlora.nn.dense import linear_types
+from mindlora.nn.nf4 import NF4Dense, as_float32
+from mindlora.nn.tree import adapter_path, replace_children
+from mindlora.ops.nf4 import Nf4Array, dequantize, quantize
+from mindlora.targets import select_quantized
+
+logger = logging.getLogger("mindlora")
+
+
+def quantize_base(network: nn.Cell, exclude=None) -> Tuple[str, ...]:
+    """Replaces the linear cells of ``network`` by NF4Dense, in place, one after another: 4.13 bits per weight.
+
+    Their weights in float are gone afterwards. What is quantized already stays as it is. Apply LoRA after it; with
+    LoraConfig(quantize_base="nf4") apply_lora does both.
+
+    Args:
+        network (nn.Cell): A network of nn.Dense or MindFormers' Linear cells. Where weights have no values yet, a
+            checkpoint that ``mindlora quantize-base`` wrote is to be loaded into it.
+        exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), in the ways of
+            target_modules (see LoraConfig). Default: None.
+
+    Returns:
+        tuple of str, the paths of the cells that were quantized.
+
+    Raises:
+        TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
+        UnsupportedCellError: Cells cannot be quantized; all of them are listed.
+        QuantizationError: A weight holds NaN or infinity. On every error nothing of the network has changed.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
+    return tuple(quantize_cells(network, cells_to_quantize(network, exclude)))
+
+
+def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
+    """Returns path -> cell for the linear cells that quantize_base would replace; raises as it does."""
+    linear = {path: cell for path, cell in network.cells_and_names()
+              if path and isinstance(cell, (*linear_types(), LoRACell, NF4Dense))}
+    cells = {path: linear[path] for path in select_quantized(list(linear), exclude)
+             if not isinstance(linear[path], NF4Dense)}
+    refused = {path: reason for path, cell in cells.items() if (reason := _refusal(cell))}
+    if refused:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        raise UnsupportedCellError(f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
+                                   f"quantize_exclude. {reasons}")
+    # Before the first weight is given up.
+    bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
+    if bad:
+        raise QuantizationError(f"The weights of {_listed(bad)} hold NaN or infinity: the base cannot be quantized. "
+                                "Load it again.")
+    return cells
+
+
+def quantize_cells(network: nn.Cell, cells: Dict[str, nn.Cell],
+                   array_of: Callable[[str, nn.Cell], Nf4Array] = None) -> Dict[str, NF4Dense]:
+    """Replaces what cells_to_quantize returned; returns path -> the new cell.
+
+    Args:
+        network (nn.Cell): The network.
+        cells (dict): Path -> cell.
+        array_of (callable): Path, cell -> what shall stand for its weight, or None for quantize(weight). Default: None.
+    """
+    quantized = {path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
+                 for path, cell in cells.items()}
+    replace_children(network, {id(cell): quantized[path] for path, cell in cells.items()})
+    logger.info("Quantized to NF4: %d cells, %s.", len(cells), _listed(cells))
+    return quantized
+
+
+def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], whole: List[Parameter]):
+    """Quantizes the base as ``config`` says, for apply_lora, before adapters are put on it.
+
+    Args:
+        network (nn.Cell): The network.
+        config (LoraConfig): With quantize_base.
+        selected (list of str): Paths of the cells that get adapters.
+        whole (list of Parameter): What is trained whole, and so must stay in float.
+
+    Returns:
+        (path -> NF4Dense, path -> what the adapter starts with, by part: with lora_init "loftq").
+
+    Raises:
+        TargetError, UnsupportedCellError, QuantizationError: As quantize_base; or a module of modules_to_save would be
+            quantized. On every error nothing of the network has changed.
+        LoraError, ConfigError: loftq cannot be carried out.
+    """
+    cells, started = cells_to_quantize(network, config.quantize_exclude), {}
+    packed = [p.name for p in whole if any(p is cell.weight or p is cell.bias for cell in cells.values())]
+    if packed:
+        raise TargetError(f"modules_to_save names {_listed(packed)}, which quantize_base would quantize, and 4-bit "
+                          "weights do not train. Add it to quantize_exclude.")
+    if config.lora_init != "loftq":
+        return quantize_cells(network, cells), started
+    adapted = [path for path in selected if path in cells]
+    empty = [path for path in adapted if cells[path].weight.has_init]
+    if empty:
+        raise LoraError(f"lora_init 'loftq' is made from the base's weights in float, which have no values at "
+                        f"{_listed(empty)}. Load them before apply_lora; in a YAML, leave lora_init out.")
+    for path in adapted:
+        starts.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
+
+    def array_of(path, cell):
+        if path not in adapted:
+            return None
+        own, weight = config.for_cell(path), as_float32(cell.weight).astype(np.float32, copy=False)
+        array, a, b = starts.loftq(weight, own.lora_rank, quantize, dequantize, scale=own.scale)
+        started[path] = {"A": a, "B": b}
+        return array
+
+    return quantize_cells(network, cells, array_of), started
+
+
+def _refusal(cell) -> str:
+    try:
+        NF4Dense.check(cell)
+    except UnsupportedCellError as error:
+        return str(error)
+    return ""
+
+
+def _listed(paths) -> str:
+    return ", ".join(names.collapse_numbers(list(paths)))

@@ -1,0 +1,157 @@
+"""Benchmark: what a variant of LoRA costs beside plain LoRA, here and in PEFT.
+
+One linear layer, forward and backward with the gradients of x and of all that trains, in float32 on a CPU. The sides
+take turns, step by step, and the figures are medians. PEFT runs in a process of its own, with the Python that has it:
+    python scripts/bench_variants.py --peft-python PEFT_ENV/bin/python --json figures.json
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("GLOG_v", "3")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+# Variant -> the keys that make it, the same ones here and in PEFT.
+VARIANTS = {"LoRA": {}, "DoRA": {"use_dora": True}}
+GOALS = {"DoRA": 1.25}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=31)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peft-python", metavar="FILE", help="measure PEFT too, with this Python")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        answer(peft_steps(args))
+        return
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    sides = {"mindlora": mindlora_steps(args)}
+    if args.peft_python:
+        sides["PEFT"] = child_steps(args)
+    for _ in range(3):
+        measure(sides, {})
+    found = {}
+    for _ in range(args.steps):
+        measure(sides, found)
+    medians = {key: statistics.median(times) for key, times in found.items()}
+    print(f"{args.width} x {args.width}, rank {args.rank}, dropout {args.dropout:g}, {args.tokens} tokens, forward and "
+          f"backward; median of {args.steps}; threads {args.threads}, load {os.getloadavg()[0]:.1f}\n")
+    print(f"{'':<16}  {'step':>9}  {'of LoRA':>8}  goal")
+    result = {}
+    for (side, variant), median in medians.items():
+        ratio = median / medians[side, "LoRA"]
+        goal = f"at most {GOALS[variant]}x" if side == "mindlora" and variant in GOALS else ""
+        print(f"{side + ' ' + variant:<16}  {median:6.1f} ms  {ratio:7.3f}x  {goal}")
+        result[f"{side} {variant}"] = {"ms": median, "of LoRA": ratio, "all ms": found[side, variant]}
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"arguments": vars(args), "cores": os.cpu_count(), "sides": result}, file, indent=2)
+
+
+def measure(sides, found):
+    """Runs a step of each variant of each side in turn."""
+    for side, steps in sides.items():
+        for variant, step in steps.items():
+            found.setdefault((side, variant), []).append(step())
+
+
+def timed(step):
+    """Returns a function that runs ``step`` and says how many ms it took."""
+    def run():
+        start = time.perf_counter()
+        step()
+        return 1000 * (time.perf_counter() - start)
+    return run
+
+
+def mindlora_steps(args):
+    """Returns variant -> a timed step in graph mode."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor, nn
+
+    from mindlora import LoraConfig, apply_lora, freeze_base
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    rng = np.random.default_rng(0)
+    x = Tensor(rng.normal(size=(args.tokens, args.width)).astype(np.float32))
+
+    def step_of(keys):
+        network = nn.SequentialCell(nn.Dense(args.width, args.width, has_bias=False))
+        apply_lora(network, LoraConfig(target_modules=".*", lora_rank=args.rank, lora_alpha=2 * args.rank,
+                                       lora_dropout=args.dropout, lora_b_init="normal", **keys))
+        freeze_base(network)
+        network.set_train()
+        step = ms.value_and_grad(lambda_sum(network), 0, network.trainable_params())
+        return timed(lambda: float(step(x)[0]))
+
+    return {variant: step_of(keys) for variant, keys in VARIANTS.items()}
+
+
+def lambda_sum(network):
+    """Returns a function whose value is the sum of the network's squares, so that no gradient is a constant."""
+    def total(x):
+        y = network(x)
+        return (y * y).sum()
+    return total
+
+
+def peft_steps(args):
+    """Returns variant -> a timed step of PEFT's layer."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    x = torch.randn(args.tokens, args.width, requires_grad=True)
+
+    def step_of(keys):
+        model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(args.width, args.width, bias=False)), LoraConfig(
+            target_modules=["0"], r=args.rank, lora_alpha=2 * args.rank, lora_dropout=args.dropout, **keys))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.01)
+        model.train()
+
+        def step():
+            model.zero_grad()
+            x.grad = None
+            model(x).square().sum().backward()
+        return timed(step)
+
+    return {variant: step_of(keys) for variant, keys in VARIANTS.items()}
+
+
+def child_steps(args):
+    """Returns variant -> a function that asks PEFT's process for a timed step."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # It ends as its stdin does.
+    process = subprocess.Popen([args.peft_python, os.path.abspath(__file__), *sys.argv[1:], "--child"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def ask(variant):
+        process.stdin.write(variant + "\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
+
+    return {variant: lambda variant=variant: ask(variant) for variant in VARIANTS}
+
+
+def answer(steps):
+    """Runs the variant that each line of stdin names, and prints its ms."""
+    for line in sys.stdin:
+        print(steps[line.strip()](), flush=True)
+
+
+if __name__ == "__main__":
+    main()

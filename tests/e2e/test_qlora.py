@@ -1,0 +1,65 @@
+"""QLoRA from a YAML: the base quantized by the command, a fine-tuning on it, and what is refused before training."""
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora import load_lora
+from tests.e2e.conftest import TRAINING
+from tests.e2e.runs import launch, python, succeeded
+from tests.e2e.test_launcher import loss_of, step_losses
+
+QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
+
+
+@pytest.fixture(scope="module")
+def quantized(base, tmp_path_factory):
+    """The tiny base in 4 bits, by the command."""
+    folder = tmp_path_factory.mktemp("quantized")
+    stdout = succeeded(python(["-m", "mindlora.cli", "quantize-base", base, folder / "base.safetensors"], folder))
+    assert "weights in NF4: 14, model.layers.{0..1}.attention.wq" in stdout and "the state of an optimizer" in stdout
+    return folder / "base.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(data, quantized, tmp_path_factory):
+    """A fine-tuning on it: the folder and what it printed."""
+    folder = tmp_path_factory.mktemp("qlora")
+    return folder / "output" / "lora_checkpoint" / "best", succeeded(
+        launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *QLORA, *TRAINING))
+
+
+def test_the_loss_falls_as_on_the_base_in_float(run, trained):
+    losses, in_float = step_losses(run[1]), step_losses(trained.stdout)
+    assert losses[-1] < losses[0] - 0.3
+    assert abs(losses[0] - in_float[0]) < 0.1 * in_float[0]  # the base was loaded
+    assert losses[-1] < 1.1 * in_float[-1]
+
+
+def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, quantized, tmp_path):
+    network = fresh_network(quantize_base="nf4")
+    stored = load_file(str(quantized))
+    parameters = {p.name: p for p in network.get_parameters()}
+    for name, array in stored.items():  # the command and quantize_base make the same bytes
+        np.testing.assert_array_equal(parameters[name].asnumpy(), array)
+    load_lora(network, str(run[0]), on_base_mismatch="error")
+    stdout = succeeded(launch(tmp_path, "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size", "4",
+                              "--load_checkpoint", quantized, *QLORA,
+                              "--model.model_config.pet_config.adapter_path", run[0]))
+    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
+
+
+@pytest.mark.parametrize("flags, given, message", [
+    (QLORA, "base", "is no .safetensors file, and pet_config has quantize_base. Write a quantized base, once: mindlora "
+                    "quantize-base "),
+    ((), "quantized", "is quantized, and pet_config has no quantize_base."),
+    ((*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"), "quantized",
+     "was quantized with another quantize_exclude: it and this run differ at model.layers.{0..1}.attention.wq."),
+])
+def test_another_base_is_refused_before_training(flags, given, message, data, base, quantized, tmp_path):
+    checkpoint = {"base": base, "quantized": quantized}[given]
+    run = launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", checkpoint, *flags, *TRAINING)
+    assert run.returncode == 1 and f"mindlora-run: error: {'' if 'another' in message else 'load_checkpoint: '}" \
+                                   f"{checkpoint} {message}" in run.stderr

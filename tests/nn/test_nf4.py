@@ -1,0 +1,265 @@
+"""NF4Dense and QLoRADense against numpy on the dequantized weight: equation, gradients, memory, what they take over."""
+import os
+import subprocess
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from mindspore.nn.utils import no_init_parameters
+
+from mindlora import LoRADense, LoraConfig
+from mindlora.errors import QuantizationError, UnsupportedCellError
+from mindlora.nn.nf4 import NF4Dense, nf4_array
+from mindlora.nn.qlora import QLoRADense
+from mindlora.ops.nf4 import TENSOR_NAMES, dequantize, quantize
+from tests.conftest import ROOT
+from tests.helpers import WeightedSum, as_array, assert_close, lora_forward, randomize
+
+IN, OUT, RANK, ALPHA = 70, 5, 3, 4.5
+SCALE = ALPHA / RANK
+CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
+
+
+def silu(y):
+    return y / (1 + np.exp(-y))
+
+
+KINDS = {
+    "dense": ("Dense", {"has_bias": False}, None),
+    "dense with bias and relu": ("Dense", {"activation": "relu"}, lambda y: np.maximum(y, 0)),
+    "linear with bias and silu": ("Linear", {"activation": "silu"}, silu),
+}
+
+
+@pytest.fixture(params=KINDS)
+def plain(request, mindformers):
+    """A linear cell with normal weights, and its activation in numpy."""
+    kind, arguments, activation = KINDS[request.param]
+    cell = (nn.Dense(IN, OUT, **arguments) if kind == "Dense" else
+            mindformers.modules.layers.Linear(IN, OUT, compute_dtype=ms.float32, **arguments))
+    randomize(cell.get_parameters(), seed=1)
+    return cell, activation
+
+
+def dense(seed=1, **arguments):
+    cell = nn.Dense(IN, OUT, **arguments)
+    randomize(cell.get_parameters(), seed)
+    return cell
+
+
+def adapted(cell, config=CONFIG):
+    """Returns a QLoRADense over ``cell`` whose A and B are normal."""
+    lora = QLoRADense.from_cell(NF4Dense.from_dense(cell), config)
+    randomize(lora.lora_parameters(), seed=2)
+    return lora
+
+
+def oracle(lora, x, activation=None):
+    a, b = (as_array(p) for p in lora.lora_parameters())
+    return lora_forward(x, dequantize(nf4_array(lora)), a, b, SCALE, None if lora.bias is None else as_array(lora.bias),
+                        activation)
+
+
+def normal(*shape, seed=3):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# The equation ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
+def test_forward_is_the_equation_on_the_dequantized_weight(mode, plain, shape):
+    cell, activation = plain
+    weight, bias = cell.weight.asnumpy().copy(), None if cell.bias is None else as_array(cell.bias)
+    nf4, x = NF4Dense.from_dense(cell), normal(*shape)
+    array = quantize(weight)
+    assert_close(nf4(Tensor(x)), lora_forward(x, dequantize(array), np.zeros((1, IN)), np.zeros((OUT, 1)), 1, bias,
+                                              activation))
+    lora = QLoRADense.from_cell(nf4, CONFIG)
+    for training in (True, False):
+        lora.set_train(training)
+        np.testing.assert_array_equal(lora(Tensor(x)).asnumpy(), nf4(Tensor(x)).asnumpy())  # B is zero
+    randomize(lora.lora_parameters(), seed=2)
+    for training in (True, False):
+        lora.set_train(training)
+        assert_close(lora(Tensor(x)), oracle(lora, x, activation))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_it_computes_in_the_dtype_of_the_plain_cell(mode, dtype):
+    x, cell = normal(3, IN), dense(dtype=getattr(ms, dtype), has_bias=False)
+    nf4 = NF4Dense.from_dense(cell)
+    lora = QLoRADense.from_cell(nf4, CONFIG)
+    randomize(lora.lora_parameters(), seed=2)
+    # Of 16-bit types a CPU has no product of A and B in bfloat16, but for the fused one in graph mode.
+    for made in (nf4, lora) if dtype == "float16" or mode == ms.GRAPH_MODE else (nf4,):
+        y = made(Tensor(x, getattr(ms, dtype)))
+        assert str(y.dtype).lower() == dtype == str(made.dtype).lower()
+        if made is nf4:
+            assert_close(y.astype(ms.float32), x @ dequantize(nf4_array(nf4)).T.astype(np.float64), dtype)
+        else:
+            assert_close(y.astype(ms.float32), oracle(lora, x), dtype)
+
+
+@pytest.mark.parametrize("param_init_type", ["float32", "bfloat16"])
+def test_gradients_reach_x_a_and_b_and_nothing_else(mode, param_init_type):
+    config = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, param_init_type=param_init_type)
+    lora = adapted(dense(), config)
+    lora.bias.requires_grad = False
+    lora.set_train()
+    x, weights = normal(4, IN), normal(4, OUT, seed=4)
+    assert [p.name for p in lora.trainable_params()] == [p.name for p in lora.lora_parameters()]
+    _, (dx, (da, db)) = ms.value_and_grad(WeightedSum(lora), 0, lora.trainable_params())(Tensor(x), Tensor(weights))
+    a, b = (as_array(p) for p in lora.lora_parameters())
+    w = dequantize(nf4_array(lora)).astype(np.float64) + SCALE * b @ a
+    assert_close(dx, weights @ w)
+    assert_close(da.astype(ms.float32), SCALE * (weights @ b).T @ x, param_init_type)
+    assert_close(db.astype(ms.float32), SCALE * weights.T @ (x @ a.T), param_init_type)
+
+
+def test_dropout_drops_on_the_low_rank_path_alone(mode):
+    lora = adapted(dense(), LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_dropout=0.9))
+    lora.set_train()
+    x = Tensor(np.ones((64, IN), np.float32))
+    first = lora(x).asnumpy()
+    lora.mindpet_delta_lora_b.set_data(Tensor(np.zeros((OUT, RANK), np.float32)))
+    still = lora(x).asnumpy()
+    assert np.ptp(first, axis=0).min() > 0 and np.ptp(still, axis=0).max() < 1e-4
+
+
+# What it holds --------------------------------------------------------------------------------------------------
+
+def test_its_parameters_are_those_of_quantize_under_the_name_of_the_cell():
+    cell = dense()
+    weight, bias = cell.weight.asnumpy().copy(), cell.bias
+    nf4, array = NF4Dense.from_dense(cell, "layers.0.wq"), quantize(weight)
+    for field, name in TENSOR_NAMES.items():
+        parameter = getattr(nf4, name)
+        np.testing.assert_array_equal(parameter.asnumpy(), getattr(array, field))
+        assert parameter.name == f"layers.0.wq.{name}" and not parameter.requires_grad
+    assert nf4.bias is bias
+    assert {p.name for p in nf4.get_parameters()} == {bias.name} | {f"layers.0.wq.{n}" for n in TENSOR_NAMES.values()}
+    assert not hasattr(cell, "weight")  # nothing holds it
+
+
+def test_a_weight_takes_4_13_bits():
+    nf4 = NF4Dense.from_dense(nn.Dense(512, 256, has_bias=False))
+    nbytes = sum(p.asnumpy().nbytes for p in nf4.get_parameters())
+    assert 8 * nbytes / (512 * 256) <= 4.13
+
+
+MEMORY = """
+import ctypes, gc, os, sys
+import numpy as np, mindspore as ms
+from mindspore import Tensor, nn
+from mindlora import LoraConfig, apply_lora, freeze_base
+SIZE, CELLS = 2048, 12
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def network(cells, size, quantize):
+    made = nn.SequentialCell([nn.Dense(size, size, has_bias=False) for _ in range(cells)])
+    apply_lora(made, LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base=quantize))
+    freeze_base(made)
+    return made
+
+def step(made, x):
+    made.set_train()
+    loss, grads = ms.value_and_grad(made, None, made.trainable_params())(x)
+    return float(loss.asnumpy().sum())
+
+step(network(2, 64, "nf4"), Tensor(np.ones((1, 64), np.float32)))  # what the first run costs
+before = resident()
+made = network(CELLS, SIZE, "nf4")
+for _ in range(2):
+    step(made, Tensor(np.ones((1, SIZE), np.float32)))
+print((resident() - before) / (CELLS * SIZE * SIZE))
+"""
+
+
+def test_no_weight_in_float_stays_in_the_process(tmp_path):
+    script = tmp_path / "memory.py"  # in graph mode the source must be a file
+    script.write_text(MEMORY)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
+                         env={**os.environ, "PYTHONPATH": ROOT})
+    assert run.returncode == 0, run.stderr[-2000:]
+    bytes_a_weight = float(run.stdout.split()[-1])
+    print(f"{bytes_a_weight:.3f} bytes a weight after two steps (float32: 4)")
+    assert bytes_a_weight < 0.8
+
+
+def test_where_weights_are_still_to_be_loaded_so_are_the_quantized_ones():
+    with no_init_parameters():
+        nf4 = NF4Dense.from_dense(nn.Dense(IN, OUT, has_bias=False), "wq")
+        assert all(p.has_init for p in nf4.get_parameters())
+    source = NF4Dense.from_dense(dense(has_bias=False), "wq")
+    unset = nf4(Tensor(normal(2, IN))).asnumpy()
+    assert np.isnan(unset).all()  # nobody mistakes it for a base
+    ms.load_param_into_net(nf4, {p.name: p for p in source.get_parameters()}, strict_load=True)
+    x = Tensor(normal(2, IN))
+    np.testing.assert_array_equal(nf4(x).asnumpy(), source(x).asnumpy())
+
+
+def test_settings_of_the_plain_cell_are_kept():
+    cell = dense()
+    cell.recompute()
+    cell.set_train()
+    lora = adapted(cell)
+    assert "recompute" in lora.get_scope() and lora.training
+    assert "quantization=nf4" in str(lora) and f"in_channels={IN}" in str(NF4Dense.from_dense(dense()))
+
+
+def test_back_in_float_it_is_the_dequantized_cell(plain):
+    cell, _ = plain
+    lora = adapted(cell)
+    x = normal(3, IN)
+    expected = lora(Tensor(x)).asnumpy()
+    back = lora.in_float()
+    assert type(back) is LoRADense and back.lora_parameters() == lora.lora_parameters()
+    np.testing.assert_array_equal(back.weight.asnumpy(), dequantize(nf4_array(lora)))
+    assert_close(back(Tensor(x)), expected.astype(np.float64))
+    lora.drop_float()
+    assert not hasattr(cell, "weight")
+
+
+# What is refused ------------------------------------------------------------------------------------------------
+
+class Own(nn.Dense):
+    def construct(self, x):
+        return x
+
+
+def refused(make, error, message):
+    with pytest.raises(error) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_cells_that_cannot_be_quantized(mindformers):
+    linear = mindformers.modules.layers.Linear
+    sharded = linear(IN, OUT)
+    sharded.matmul.shard(((1, 1), (1, 1)))
+    nan = dense()
+    nan.weight.set_data(Tensor(np.full((OUT, IN), np.nan, np.float32)))
+    for cell, error, message in (
+            (nn.ReLU(), UnsupportedCellError, "ReLU is neither nn.Dense nor MindFormers' Linear."),
+            (Own(IN, OUT), UnsupportedCellError, "Own has a forward of its own"),
+            (linear(IN, OUT, expert_num=2), UnsupportedCellError, "Linear holds 2 experts"),
+            (linear(IN, OUT, transpose_b=False), UnsupportedCellError, "keeps its weight as [in_channels, out"),
+            (sharded, UnsupportedCellError, "Linear is sharded, and NF4 weights are not supported there."),
+            (LoRADense.from_dense(dense(), CONFIG), UnsupportedCellError, "adapters do not stack"),
+            (nan, QuantizationError, "The weight of the cell holds infinity, NaN")):
+        refused(lambda cell=cell: NF4Dense.from_dense(cell), error, message)
+        assert not hasattr(cell, "out_channels") or hasattr(cell, "weight")
+
+
+@pytest.mark.parametrize("fields, name", [({"use_dora": True}, "DoRA"), ({"lora_init": "pissa"}, "pissa")])
+def test_adapters_that_need_the_weight_in_float(fields, name):
+    nf4 = NF4Dense.from_dense(dense())
+    refused(lambda: QLoRADense.from_cell(nf4, LoraConfig(lora_rank=2, **fields)), UnsupportedCellError,
+            f"The weight is quantized, which {name} does not take")
