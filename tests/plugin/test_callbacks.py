@@ -10,6 +10,7 @@ from mindformers.models.build_model import build_network
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
+from mindlora.adapt import lora_cells
 from mindlora.errors import ConfigError
 from mindlora.plugin import hooks, preflight  # noqa: F401
 from mindlora.plugin.callbacks import HeldOutLoss, LossCurve, ProgressBar
@@ -130,9 +131,8 @@ def test_measuring_leaves_training_as_it_was(network, held_out, graph_mode):
 
 
 def switch_dropout_off(network):
-    for _, cell in network.cells_and_names():
-        if isinstance(cell, nn.Dropout):
-            cell.p, cell.keep_prob = 0.0, 1.0
+    for _, cell in lora_cells(network):
+        cell.dropout_rate = 0.0
 
 
 class Params(dict):
