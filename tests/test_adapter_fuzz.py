@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 
-from mindlora import adapter_file, ckpt_file
+from mindlora import adapter_file, ckpt_file, names
 from mindlora.dialects import peft_config
 from mindlora.errors import AdapterFormatError, LoraError
 from mindlora.tensor_file import TensorFile, dtype_name
@@ -170,6 +170,8 @@ def test_values_in_the_config(place, fields):
     assert isinstance(adapter.use_rslora, bool)
     again = place.parent / "again"
     adapter_file.write(adapter, str(again))
+    # Where no modules are named, those of the tensors are.
+    adapter.selection.setdefault("target_modules", sorted(names.to_hugging_face(path) for path in adapter.paths))
     assert_same(adapter_file.read(str(again)), adapter)
 
 
