@@ -13,7 +13,7 @@ from mindlora.errors import LoraError, TargetError, UnsupportedCellError
 from mindlora.nn.cell import PART_NAMES, LoRACell
 from mindlora.nn.kinds import adaptable_types, kind_of, linear_types
 from mindlora.nn.nf4 import parameter_count
-from mindlora.nn.tree import adapter_path, replace_children
+from mindlora.nn.tree import adapter_path, refusals, replace_children
 from mindlora.quantize import quantize_under
 from mindlora.targets import ALL_LINEAR, select_targets
 
@@ -56,7 +56,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """
     present = [path for path, _ in lora_cells(network)]
     if present:
-        raise LoraError(f"LoRA is on this network already, at {_listed(present)}. Applying it again would reset "
+        raise LoraError(f"LoRA is on this network already, at {names.listed(present)}. Applying it again would reset "
                         "what was trained; build the network anew instead.")
     # PEFT's all-linear leaves embeddings and convolutions out as well.
     types = linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
@@ -101,7 +101,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
             parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted
     replace_children(network, replacements)
-    logger.info("LoRA put on %d cells: %s.", len(cells), _listed(cells))
+    logger.info("LoRA put on %d cells: %s.", len(cells), names.listed(cells))
 
 
 def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
@@ -134,15 +134,15 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
         raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
     packed = [p.name for p in parameters if trains[p.name] and p.dtype == mstype.uint8]
     if packed:
-        raise TargetError(f"modules_to_save or freeze_exclude trains {_listed(packed)}, which is quantized, and 4-bit "
-                          "weights do not train. Add it to quantize_exclude.")
+        raise TargetError(f"modules_to_save or freeze_exclude trains {names.listed(packed)}, which is quantized, and "
+                          "4-bit weights do not train. Add it to quantize_exclude.")
     for parameter in parameters:
         parameter.requires_grad = trains[parameter.name]
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
         logger.warning("Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
                        "tensors and the modules of modules_to_save alone, so name these there, or keep them with "
-                       "mindspore.save_checkpoint.", len(extra), _listed(extra))
+                       "mindspore.save_checkpoint.", len(extra), names.listed(extra))
 
 
 def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRACell]]:
@@ -181,8 +181,8 @@ def trainable_summary(network: nn.Cell) -> str:
         rows = [("adapters on", "cells", "in x out", "rank", "alpha", "parameters")]
         for (_, in_channels, out_channels, rank, alpha), paths in by_kind.items():
             count = sum(p.size for path in paths for p in cells[path].trained_parameters())
-            rows.append((_listed(paths), str(len(paths)), f"{in_channels} x {out_channels}", str(rank), f"{alpha:g}",
-                         f"{count:,}"))
+            rows.append((names.listed(paths), str(len(paths)), f"{in_channels} x {out_channels}", str(rank),
+                         f"{alpha:g}", f"{count:,}"))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         for row in rows:
             lines.append("  ".join([row[0].ljust(widths[0])] + [text.rjust(width)
@@ -195,18 +195,13 @@ def trainable_summary(network: nn.Cell) -> str:
 
 
 def _check_adaptable(cells, config_of):
-    refused = {path: reason for path, cell in cells.items() if (reason := _refusal(cell, config_of(path)))}
-    if refused:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
-        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {reasons}")
-
-
-def _refusal(cell, config) -> str:
-    try:
+    def check(path, cell):
+        config = config_of(path)
         kind_of(cell, config).check(cell, config)
-    except UnsupportedCellError as error:
-        return str(error)
-    return ""
+
+    refused = refusals(cells, check)
+    if refused:
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {'; '.join(refused)}")
 
 
 def _whole_parameters(network, modules, selected) -> list:
@@ -216,11 +211,11 @@ def _whole_parameters(network, modules, selected) -> list:
         hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]
         if not hits:
             raise TargetError(f"modules_to_save names {module!r}, which matches no module. "
-                              f"Parameters: {_listed(p.name for p in network.get_parameters())}.")
+                              f"Parameters: {names.listed(p.name for p in network.get_parameters())}.")
         adapted = [path for path in selected if any(p.name.startswith(path + ".") for p in hits)]
         if adapted:
-            raise TargetError(f"modules_to_save names {module!r}, and so does target_modules: {_listed(adapted)}. A "
-                              "module is either trained whole or adapted.")
+            raise TargetError(f"modules_to_save names {module!r}, and so does target_modules: {names.listed(adapted)}. "
+                              "A module is either trained whole or adapted.")
         whole += hits
     return whole
 
@@ -231,10 +226,6 @@ def _matched_names(parameters, patterns, field) -> set:
         hits = {p.name for p in parameters if fnmatch.fnmatchcase(p.name, pattern)}
         if not hits:
             raise TargetError(f"{field} pattern {pattern!r} matches no parameter. "
-                              f"Parameters: {_listed(p.name for p in parameters)}.")
+                              f"Parameters: {names.listed(p.name for p in parameters)}.")
         matched |= hits
     return matched
-
-
-def _listed(paths) -> str:
-    return ", ".join(names.collapse_numbers(list(paths)))

@@ -140,7 +140,7 @@ class Adapter:
             if problem:
                 wrong.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
         for (kind, problem), found in wrong.items():
-            raise kind(f"{source}: {problem}, at {', '.join(names.collapse_numbers(found))}.")
+            raise kind(f"{source}: {problem}, at {names.listed(found)}.")
 
     def check_finite(self, source: str) -> None:
         """Raises NotFiniteError where a tensor holds NaN or infinity."""
@@ -148,7 +148,7 @@ class Adapter:
         bad += [name for name, array in self.whole.items() if not is_finite(array)]
         if bad:
             raise NotFiniteError(f"{source} holds tensors with NaN or infinity: "
-                                 f"{', '.join(names.collapse_numbers(bad))}.")
+                                 f"{names.listed(bad)}.")
 
 
 def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Tuple[np.ndarray, np.ndarray]:

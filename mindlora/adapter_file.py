@@ -209,7 +209,7 @@ def _apply_facts(adapter, facts, path):
     silent = sorted(set(adapter.paths) - set(adapter.alphas)) if adapter.alphas else []
     if silent:
         raise AdapterFormatError(f"mindlora's own record in {path} is damaged: it says no lora_alpha for "
-                                 f"{', '.join(names.collapse_numbers(silent))}.")
+                                 f"{names.listed(silent)}.")
 
 
 def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, Place], Dict[str, str]]:
@@ -266,7 +266,7 @@ def _apply_config(adapter, config, path):
                      and name.rpartition(".")[0] not in (*adapter.paths, "model.tok_embeddings", "lm_head"))
     if strange:
         raise UnexpectedTensorsError(f"{path} holds tensors that are neither LoRA's nor of modules_to_save: "
-                                     f"{', '.join(names.collapse_numbers(strange))}.")
+                                     f"{names.listed(strange)}.")
 
 
 def _manifest_alpha(path) -> float:
@@ -351,7 +351,7 @@ def _write_json(path, content):
 def _refuse_concatenated(adapter):
     joined = [path for path in adapter.paths if names.concatenated_parts(path)]
     if joined:
-        raise AdapterError(f"PEFT has no module for {', '.join(names.collapse_numbers(joined))}, which stand for "
+        raise AdapterError(f"PEFT has no module for {names.listed(joined)}, which stand for "
                            "several. Split them first: give the model's n_kv_heads and head size.")
 
 
@@ -359,4 +359,4 @@ def _refuse_experts(adapter, to):
     experts = [path for path in adapter.paths if ".experts." in path]
     if experts:
         raise AdapterError(f"Format {to!r} has no place for adapters of single experts: "
-                           f"{', '.join(names.collapse_numbers(experts))}. Write format 'peft'.")
+                           f"{names.listed(experts)}. Write format 'peft'.")

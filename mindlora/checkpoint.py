@@ -15,7 +15,6 @@ from mindlora.errors import (BaseMismatchError, LoraError, NotFiniteError, Shape
                              UnexpectedTensorsError)
 from mindlora.fingerprint import base_difference, base_fingerprint, fingerprint_of, forms_that_differ
 from mindlora.nn.kinds import adaptable_types, linear_types
-from mindlora.nn.tree import weight_of
 from mindlora.targets import ALL_LINEAR, select_targets
 from mindlora.tensor_file import dtype_name, to_float32
 
@@ -210,7 +209,7 @@ def _target_modules(network, cells, adapter):
 def _check_not_merged(cells: Dict[str, nn.Cell]):
     merged = [path for path, cell in cells.items() if cell.merged]
     if merged:
-        raise LoraError(f"The adapter is merged into the base, at {', '.join(names.collapse_numbers(merged))}. Call "
+        raise LoraError(f"The adapter is merged into the base, at {names.listed(merged)}. Call "
                         "unmerge_lora first.")
 
 

@@ -217,14 +217,14 @@ def _check_adapters(adapters):
         label = f"Adapter {number}"
         if adapter.whole:
             raise AdapterError(f"{label} holds modules that were trained whole (modules_to_save), which cannot be "
-                               f"combined: {', '.join(names.collapse_numbers(list(adapter.whole)))}.")
+                               f"combined: {names.listed(adapter.whole)}.")
         if adapter.use_dora:
             raise AdapterError(f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
                                "not defined. Merge the adapters into the base one after the other instead.")
         convolutions = [path for path in adapter.paths if adapter.tensors[path, "A"].ndim > 2]
         if convolutions:
             raise AdapterError(f"{label} adapts convolutions, which cannot be combined: "
-                               f"{', '.join(names.collapse_numbers(convolutions))}.")
+                               f"{names.listed(convolutions)}.")
         adapter.check_pairs(label)
         adapter.check_finite(label)
         for path in adapter.paths:

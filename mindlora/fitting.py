@@ -125,7 +125,7 @@ def check_kind(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
         built = not adapter.use_dora
         raise (MissingTensorsError if built else UnexpectedTensorsError)(
             f"{source} was trained with use_dora {adapter.use_dora}, the network was built with {built}, at "
-            f"{', '.join(names.collapse_numbers(wrong))}: set use_dora to {adapter.use_dora}.")
+            f"{names.listed(wrong)}: set use_dora to {adapter.use_dora}.")
 
 
 def check_rank_and_scale(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
@@ -152,7 +152,7 @@ def check_rank_and_scale(adapter: Adapter, places: Dict[str, Place], source: str
 
 def _only(wrong, paths, field) -> str:
     """Names the cells that a message is about, where those are not all."""
-    return "" if len(wrong) == len(paths) else f" ({field}) for {', '.join(names.collapse_numbers(wrong))}"
+    return "" if len(wrong) == len(paths) else f" ({field}) for {names.listed(wrong)}"
 
 
 def _rename(adapter, new_names):

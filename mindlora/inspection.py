@@ -308,7 +308,7 @@ def _warnings(adapter, cells):
         yield f"The rank is above the smaller side of the weight, which no change of it can use, at {at(wide)}."
     spoilt = [name for name, array in adapter.whole.items() if not is_finite(array)]
     if spoilt:
-        yield f"Saved whole, with NaN or infinity: {', '.join(names.collapse_numbers(spoilt))}."
+        yield f"Saved whole, with NaN or infinity: {names.listed(spoilt)}."
 
 
 def _progress(items, label) -> tqdm:

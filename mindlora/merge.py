@@ -45,7 +45,7 @@ class MergeReport:
     output_bound: Optional[float] = None
 
     def __str__(self):
-        lines = [f"Adapters merged into the base: {len(self.merged)}, at {_listed(self.merged)}.",
+        lines = [f"Adapters merged into the base: {len(self.merged)}, at {names.listed(self.merged)}.",
                  f"Largest difference of a cell's result on a random probe: {self.difference:.3g}, at {self.cell}; "
                  f"rounding explains up to {self.bound:.3g}."]
         if self.output_difference is not None:
@@ -123,9 +123,9 @@ def unmerge_lora(network: nn.Cell) -> None:
     changed = [path for path, cell in cells if cell.mindpet_delta_lora_b.asnumpy().astype(np.float32).any()]
     if changed:
         logger.warning("B was changed while it was merged, at %s, by training or by loading: that is lost, for "
-                       "unmerge_lora restores what was before the merge.", _listed(changed))
+                       "unmerge_lora restores what was before the merge.", names.listed(changed))
     _restore(cells)
-    logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), _listed(path for path, _ in cells))
+    logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), names.listed(path for path, _ in cells))
 
 
 def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
@@ -177,15 +177,15 @@ def _cells(network) -> List[Tuple[str, LoRACell]]:
 def _check_can_merge(network, cells):
     merged = [path for path, cell in cells if cell.merged]
     if merged:
-        raise MergeError(f"Adapters are merged already, at {_listed(merged)}: call unmerge_lora first.")
+        raise MergeError(f"Adapters are merged already, at {names.listed(merged)}: call unmerge_lora first.")
     training = [path for path, cell in cells if cell.training]
     if training:
-        raise MergeError(f"The network is in training mode, at {_listed(training)}: call network.set_train(False) "
+        raise MergeError(f"The network is in training mode, at {names.listed(training)}: call network.set_train(False) "
                          "before merging.")
     quantized = [(path, cell) for path, cell in cells if cell.quantization]
     if quantized:
         error, change = requantization_error(*(cell for _, cell in quantized))
-        raise MergeError(f"The weights of {_listed(path for path, _ in quantized)} are quantized, and merged ones "
+        raise MergeError(f"The weights of {names.listed(path for path, _ in quantized)} are quantized, and merged ones "
                          f"would have to be quantized again: that would err by {error:.2g} (root mean square of a "
                          f"sample), where the adapter changes them by {change:.2g}. Use merge_and_unload, which makes "
                          "float cells of them, or merge the adapter into the base in float (mindlora merge).")
@@ -324,7 +324,3 @@ def _compare_outputs(before, after, cells) -> Tuple[float, float]:
                          f"explains about {bound:.3g}. The merge is undone: keep the adapter unmerged, or leave the "
                          "probe out if the output is random by itself.")
     return difference, bound
-
-
-def _listed(paths) -> str:
-    return ", ".join(names.collapse_numbers(list(paths)))

@@ -1,6 +1,6 @@
 """How Hugging Face and MindFormers name the cells and the parameters of a Llama."""
 import math
-from typing import List, Optional, Tuple
+from typing import Iterable, List, Optional, Tuple
 
 # (Hugging Face, MindFormers): the part of a path that differs, for the cells that carry adapters.
 _PARTS = (
@@ -83,6 +83,11 @@ def concatenated_parts(path: str) -> List[str]:
     """Returns the paths that a concatenated cell stands for, or [] for any other cell."""
     parent, _, leaf = path.rpartition(".")
     return [f"{parent}.{part}" if parent else part for part in CONCATENATED.get(leaf, ())]
+
+
+def listed(paths: Iterable[str]) -> str:
+    """Returns paths as text for a message, with those that differ in layer numbers alone put into one."""
+    return ", ".join(collapse_numbers(list(paths)))
 
 
 def collapse_numbers(paths: List[str]) -> List[str]:

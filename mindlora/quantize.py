@@ -12,7 +12,7 @@ from mindlora.errors import LoraError, QuantizationError, TargetError, Unsupport
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.dense import linear_types
 from mindlora.nn.nf4 import NF4Dense, as_float32
-from mindlora.nn.tree import adapter_path, replace_children
+from mindlora.nn.tree import adapter_path, refusals, replace_children
 from mindlora.ops.nf4 import Nf4Array, dequantize, quantize
 from mindlora.targets import select_quantized
 
@@ -50,16 +50,15 @@ def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
               if path and isinstance(cell, (*linear_types(), LoRACell, NF4Dense))}
     cells = {path: linear[path] for path in select_quantized(list(linear), exclude)
              if not isinstance(linear[path], NF4Dense)}
-    refused = {path: reason for path, cell in cells.items() if (reason := _refusal(cell))}
+    refused = refusals(cells, lambda _, cell: NF4Dense.check(cell))
     if refused:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
         raise UnsupportedCellError(f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
-                                   f"quantize_exclude. {reasons}")
+                                   f"quantize_exclude. {'; '.join(refused)}")
     # Before the first weight is given up.
     bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
     if bad:
-        raise QuantizationError(f"The weights of {_listed(bad)} hold NaN or infinity: the base cannot be quantized. "
-                                "Load it again.")
+        raise QuantizationError(f"The weights of {names.listed(bad)} hold NaN or infinity: the base cannot be "
+                                "quantized. Load it again.")
     return cells
 
 
@@ -75,7 +74,7 @@ def quantize_cells(network: nn.Cell, cells: Dict[str, nn.Cell],
     quantized = {path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
                  for path, cell in cells.items()}
     replace_children(network, {id(cell): quantized[path] for path, cell in cells.items()})
-    logger.info("Quantized to NF4: %d cells, %s.", len(cells), _listed(cells))
+    logger.info("Quantized to NF4: %d cells, %s.", len(cells), names.listed(cells))
     return quantized
 
 
@@ -99,15 +98,15 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
     cells, started = cells_to_quantize(network, config.quantize_exclude), {}
     packed = [p.name for p in whole if any(p is cell.weight or p is cell.bias for cell in cells.values())]
     if packed:
-        raise TargetError(f"modules_to_save names {_listed(packed)}, which quantize_base would quantize, and 4-bit "
-                          "weights do not train. Add it to quantize_exclude.")
+        raise TargetError(f"modules_to_save names {names.listed(packed)}, which quantize_base would quantize, and "
+                          "4-bit weights do not train. Add it to quantize_exclude.")
     if config.lora_init != "loftq":
         return quantize_cells(network, cells), started
     adapted = [path for path in selected if path in cells]
     empty = [path for path in adapted if cells[path].weight.has_init]
     if empty:
         raise LoraError(f"lora_init 'loftq' is made from the base's weights in float, which have no values at "
-                        f"{_listed(empty)}. Load them before apply_lora; in a YAML, leave lora_init out.")
+                        f"{names.listed(empty)}. Load them before apply_lora; in a YAML, leave lora_init out.")
     for path in adapted:
         starts.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
 
@@ -120,15 +119,3 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
         return array
 
     return quantize_cells(network, cells, array_of), started
-
-
-def _refusal(cell) -> str:
-    try:
-        NF4Dense.check(cell)
-    except UnsupportedCellError as error:
-        return str(error)
-    return ""
-
-
-def _listed(paths) -> str:
-    return ", ".join(names.collapse_numbers(list(paths)))

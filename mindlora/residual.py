@@ -53,9 +53,9 @@ def start_adapters(network: nn.Cell) -> Tuple[str, ...]:
     _check_weights(network, waiting)
     trained = [path for path, cell in waiting.items() if to_float32(to_array(cell.mindpet_delta_lora_b)).any()]
     if trained:
-        raise LoraError(f"B is not zero at {_listed(trained)}, where lora_init {cells[trained[0]].lora_init!r} is to "
-                        "start: the checkpoint of the base holds a trained adapter. Load a base without LoRA; to go on "
-                        "with a run, use resume of LoraCheckpoint.")
+        raise LoraError(f"B is not zero at {names.listed(trained)}, where lora_init {cells[trained[0]].lora_init!r} is "
+                        "to start: the checkpoint of the base holds a trained adapter. Load a base without LoRA; to "
+                        "go on with a run, use resume of LoraCheckpoint.")
     mark = base_fingerprint(network)
     for path, cell in waiting.items():
         weight = to_float32(to_array(cell.weight))
@@ -68,7 +68,7 @@ def start_adapters(network: nn.Cell) -> Tuple[str, ...]:
         _correct(cell, Origin(*(to_array(cell.parts()[part]).copy() for part in "AB"), mark))
         if cell.training:
             cell.prepare()
-    logger.info("Adapters started by lora_init: %d, at %s.", len(waiting), _listed(waiting))
+    logger.info("Adapters started by lora_init: %d, at %s.", len(waiting), names.listed(waiting))
     return tuple(waiting)
 
 
@@ -84,8 +84,8 @@ def make_plain(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
     """
     waiting = [path for path, cell in cells.items() if cell.awaits_start]
     if waiting:
-        raise LoraError(f"lora_init {cells[waiting[0]].lora_init!r} has not been carried out at {_listed(waiting)}. "
-                        "Call start_adapters once the base is loaded, before training.")
+        raise LoraError(f"lora_init {cells[waiting[0]].lora_init!r} has not been carried out at "
+                        f"{names.listed(waiting)}. Call start_adapters once the base is loaded, before training.")
     for path, cell in cells.items():
         if cell.origin:
             a, b = (adapter.tensors[path, half] for half in "AB")
@@ -145,7 +145,7 @@ def settle_starts(network: nn.Cell, paths: Iterable[str], origins: Dict[str, Ori
             cell.lora_init = None
             plain.append(path)
     if plain:
-        logger.warning("lora_init is not carried out at %s, where a plain adapter was loaded.", _listed(plain))
+        logger.warning("lora_init is not carried out at %s, where a plain adapter was loaded.", names.listed(plain))
 
 
 def _take_half(adapter, path) -> Origin:
@@ -168,11 +168,12 @@ def _check_weights(network, cells):
     empty = [path for path, cell in cells.items() if cell.weight.has_init]
     if empty:
         raise LoraError(f"lora_init {cells[empty[0]].lora_init!r} is made from the base's weights, which have no "
-                        f"values yet at {_listed(empty)}. Load the base first.")
+                        f"values yet at {names.listed(empty)}. Load the base first.")
     for path, cell in cells.items():
         if tuple(cell.weight.shape) != (cell.out_channels, cell.in_channels):
             raise LoraError(f"The weight of {path or 'the cell'} is a part of a sharded one, "
-                            f"{list(cell.weight.shape)}, and lora_init {cell.lora_init!r} needs whole weights. Set lora_init: kaiming.")
+                            f"{list(cell.weight.shape)}, and lora_init {cell.lora_init!r} needs whole "
+                            "weights. Set lora_init: kaiming.")
         if str(cell.weight.dtype).lower() not in ROUNDING:
             raise LoraError(f"The weight of {path or 'the cell'} is {cell.weight.dtype}: lora_init {cell.lora_init!r} "
                             "is made from float32, float16 or bfloat16.")
@@ -192,7 +193,3 @@ def _negative(array) -> np.ndarray:
 def _growth(use_rslora) -> float:
     """By how much lora_alpha grows with twice the rank, so that the scale stays."""
     return math.sqrt(2) if use_rslora else 2
-
-
-def _listed(paths) -> str:
-    return ", ".join(names.collapse_numbers(list(paths)))

@@ -44,7 +44,7 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
     selected = [path for path in chosen if path not in excluded]
     if not selected:
         raise TargetError(f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
-                          f"target_modules {target_modules!r} selects: {_listed(chosen)}.")
+                          f"target_modules {target_modules!r} selects: {names.listed(chosen)}.")
     return selected if layers is None else _in_layers(selected, layers)
 
 
@@ -74,7 +74,7 @@ def _in_layers(paths, layers) -> List[str]:
     idle = sorted(set(wanted) - set(numbers.values()))
     if idle:
         raise TargetError(f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "
-                          f"nothing. It selects: {_listed(paths)}.")
+                          f"nothing. It selects: {names.listed(paths)}.")
     return [path for path in paths if numbers[path] in wanted]
 
 
@@ -180,8 +180,4 @@ def _near_misses(alternatives, other_cells) -> str:
 
 
 def _candidates(linear_paths) -> str:
-    return f" Linear cells of this network: {_listed(linear_paths)}."
-
-
-def _listed(paths) -> str:
-    return ", ".join(names.collapse_numbers(list(paths)))
+    return f" Linear cells of this network: {names.listed(linear_paths)}."

@@ -206,8 +206,8 @@ class _Merging:
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
         if embeddings and tied:
             raise MergeError(f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied "
-                             "embeddings, so that the output head would change too. Save the base with lm_head.weight and "
-                             "tie_word_embeddings: false first.")
+                             "embeddings, so that the output head would change too. Save the base with lm_head.weight "
+                             "and tie_word_embeddings: false first.")
         if _HEAD in wanted and (tied or _HEAD not in self._own):
             raise MergeError(f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
                              "embeddings are tied, so a change of the head would change the input embedding too. Save "

@@ -43,7 +43,7 @@ class QuantizeReport:
     def __str__(self):
         return "\n".join([
             f"{self.output}: {self.bytes / 1e9:.2f} GB of {self.bytes_before / 1e9:.2f} GB; weights in NF4: "
-            f"{len(self.quantized)}, {', '.join(names.collapse_numbers(list(self.quantized)))}; {self.seconds:.1f} s.",
+            f"{len(self.quantized)}, {names.listed(self.quantized)}; {self.seconds:.1f} s.",
             "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.", *self.notes])
 
 

@@ -1,8 +1,9 @@
 """Cells in a network: how their parameters are called, and how one takes the place of another."""
-from typing import Dict
+from typing import Callable, Dict, List
 
 from mindspore import Parameter, nn
 
+from mindlora.errors import UnsupportedCellError
 
 # How the weight of a cell is called: of most, of MindFormers' embeddings, of MindSpore's.
 WEIGHTS = ("weight", "embedding_weight", "embedding_table")
@@ -17,6 +18,17 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
     """What stands before the names of a cell's parameters: its path, or more where the network has a prefix itself."""
     stem, _, leaf = weight_of(cell).name.rpartition(".")
     return stem if leaf in WEIGHTS and (stem == path or stem.endswith("." + path)) else path
+
+
+def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:
+    """Returns "path: reason" for each of the cells for which ``check`` raises UnsupportedCellError."""
+    found = []
+    for path, cell in cells.items():
+        try:
+            check(path, cell)
+        except UnsupportedCellError as error:
+            found.append(f"{path}: {error}")
+    return found
 
 
 def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:

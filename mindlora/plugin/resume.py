@@ -138,7 +138,7 @@ def restore(folder: str, params) -> None:
     parameters = {p.name: p for p in _state_parameters(params.train_network)}
     differing = sorted(name for name in set(tensors) & set(parameters)
                        if tensors[name].shape != tuple(parameters[name].shape))
-    problems = [f"{what}: {', '.join(names.collapse_numbers(which))}" for what, which in (
+    problems = [f"{what}: {names.listed(which)}" for what, which in (
         ("only in the folder", sorted(set(tensors) - set(parameters))),
         ("only in this run", sorted(set(parameters) - set(tensors))),
         ("of another shape", differing)) if which]

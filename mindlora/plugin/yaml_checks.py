@@ -196,24 +196,20 @@ def _check_targets(config, lora) -> List[Finding]:
     cells = {path: lora.for_cell(path) for path in selected}
     count = sum(cell.lora_rank * sum(sizes[path]) + cell.use_dora * sizes[path][0] for path, cell in cells.items())
     findings.append(Finding("note", f"{PET}.target_modules", f"LoRA on {len(cells)} cells, {count:,} parameters: "
-                            f"{_listed(cells)}."))
+                            f"{names.listed(cells)}."))
     wasteful = [path for path, cell in cells.items() if cell.lora_rank > min(sizes[path])]
     if wasteful:
         least = min(min(sizes[path]) for path in wasteful)
         findings.append(Finding("warning", f"{PET}.lora_rank", f"The rank is above the smaller side of {len(wasteful)} "
-                                f"weights, {least} at the least: {_listed(wasteful)}.",
+                                f"weights, {least} at the least: {names.listed(wasteful)}.",
                                 "No change of a weight has a higher rank than that: lower it, or for these cells "
                                 "alone with rank_pattern."))
     for field in ("rank_pattern", "alpha_pattern"):
         for expression in getattr(lora, field) or {}:
             if not any(pattern_value({expression: True}, path, False) for path in selected):
                 findings.append(Finding("warning", f"{PET}.{field}", f"{expression!r} matches none of the cells that "
-                                        "target_modules selects.", f"They are: {_listed(selected)}."))
+                                        "target_modules selects.", f"They are: {names.listed(selected)}."))
     return findings
-
-
-def _listed(paths) -> str:
-    return ", ".join(names.collapse_numbers(list(paths)))
 
 
 @contextlib.contextmanager
