@@ -93,10 +93,13 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
         UnsupportedCellError: A cell cannot carry LoRA; all of them are listed and nothing is replaced.
     """
     _check_adaptable(cells, config_of)
-    replacements = {}
+    replacements, common = {}, {}
+    kinds = {path: kind_of(cell, config_of(path)) for path, cell in cells.items()}
     for path, cell in cells.items():
-        config = config_of(path)
-        adapted = kind_of(cell, config).from_cell(cell, config)
+        kind, config = kinds[path], config_of(path)
+        if kind not in common:
+            common[kind] = kind.common_parameters([cells[other] for other in cells if kinds[other] is kind], config)
+        adapted = kind.from_cell(cell, config, common[kind])
         for part, parameter in adapted.parts().items():
             parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted

@@ -11,9 +11,13 @@ from mindlora.errors import (MissingTensorsError, NotFiniteError, RankMismatchEr
                              ShapeMismatchError)
 from mindlora.tensor_file import to_float32
 
-# A place is (path of the cell under MindFormers' names, part): "A", "B", and with DoRA "magnitude".
+# A place is (path of the cell under MindFormers' names, part).
 Place = Tuple[str, str]
-PARTS = ("A", "B", "magnitude")
+PARTS = ("A", "B", "magnitude", "lambda_d", "lambda_b")
+# VeRA's A and B in a file, where they stand once for all cells.
+COMMON = {"A": ("", "common A"), "B": ("", "common B")}
+# What a kind of adapter has besides A and B -> how a configuration asks for it.
+_KINDS = {"magnitude": "use_dora", "lambda_d": "use_vera", "lambda_b": "use_vera"}
 
 
 @dataclasses.dataclass
@@ -21,14 +25,17 @@ class Adapter:
     """LoRA tensors by place; the weight W of the cell at a path changes by scale B A.
 
     With DoRA (Liu et al., 2024) each row of W + scale B A is then brought to the size that the magnitude m has for it.
+    With VeRA (Kopiczko et al., 2024) W changes by diag(lambda_b) B diag(lambda_d) A, where A and B are the first
+    columns and rows of what all cells have in common.
 
     Attributes:
         tensors (dict): (path under MindFormers' names, part) -> array: "A" [r, in] and "B" [out, r], with DoRA also
             "magnitude" [out], each in its stored dtype (tensor_file.BFLOAT16 for bfloat16).
-            Where the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1].
+            Where the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1]. With VeRA also
+            "lambda_d" [r] and "lambda_b" [out]; A is as wide as the widest cell until ``narrow``.
         embeddings (set of str): The paths whose weight is a table [in, out] of embeddings, to which the transpose of
             scale B A is added.
-        alphas (dict): path -> lora_alpha; empty where the file does not say.
+        alphas (dict): path -> lora_alpha; empty where the file does not say. With VeRA r, so that the scale is 1.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r) and not lora_alpha / r (Kalajdzievski, 2023).
         dropout (float): lora_dropout of the training, for whoever trains on.
         whole (dict): Parameter name under MindFormers' names -> array, for modules that were trained whole
@@ -40,6 +47,7 @@ class Adapter:
         start (str): lora_init of an adapter whose pairs are [A; A0] and [B, -B0], of what was trained and what that
             began with (see mindlora.residual); None for any other.
         dialect (str): In whose form the file was, for messages.
+        projection_key (int): What VeRA's A and B were drawn from; 0 where that is not known.
     """
     tensors: Dict[Place, np.ndarray]
     alphas: Dict[str, float] = dataclasses.field(default_factory=dict)
@@ -52,6 +60,7 @@ class Adapter:
     start: Optional[str] = None
     dialect: str = ""
     embeddings: Set[str] = dataclasses.field(default_factory=set)
+    projection_key: int = 0
 
     @property
     def paths(self) -> List[str]:
@@ -62,6 +71,11 @@ class Adapter:
     def use_dora(self) -> bool:
         """Whether the cells have magnitudes; check_pairs sees to it that all or none have one."""
         return any(part == "magnitude" for _, part in self.tensors)
+
+    @property
+    def use_vera(self) -> bool:
+        """Whether the cells have VeRA's vectors; check_pairs sees to it that all or none have them."""
+        return any(part == "lambda_d" for _, part in self.tensors)
 
     def parts(self, path: str) -> Dict[str, np.ndarray]:
         """Returns part -> array of the cell at ``path``."""
@@ -83,13 +97,56 @@ class Adapter:
         rank = self.rank(path)
         return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def pair(self, path: str) -> Tuple[np.ndarray, np.ndarray]:
+        """Returns A and B in float32, of which scale B A is what is added: with VeRA, with its vectors in them."""
+        parts = {part: to_float32(array) for part, array in self.parts(path).items()}
+        if "lambda_d" not in parts:
+            return parts["A"], parts["B"]
+        return parts["lambda_d"][:, None] * parts["A"], parts["lambda_b"][:, None] * parts["B"]
+
+    def narrow(self, path: str, in_channels: Optional[int]) -> None:
+        """Takes of VeRA's A the columns that are for the cell at ``path``; does nothing to a LoRA."""
+        if (path, "lambda_d") in self.tensors:
+            self.tensors[path, "A"] = self.tensors[path, "A"][:, :in_channels]
+
+    def stored_tensors(self) -> Dict[Place, np.ndarray]:
+        """Returns the tensors as they stand in a file: VeRA's A and B once, the widest, under COMMON."""
+        if not self.use_vera:
+            return dict(self.tensors)
+        stored = {place: array for place, array in self.tensors.items() if place[1] not in COMMON}
+        for part, place in COMMON.items():
+            stored[place] = max((self.tensors[path, part] for path in self.paths), key=lambda array: array.size)
+        return stored
+
+    def take_common(self, source: str) -> None:
+        """Gives each cell its part of VeRA's A and B, as they stood in a file: the reverse of stored_tensors.
+
+        Raises:
+            MissingTensorsError: There are vectors and no A or B.
+            ShapeMismatchError: B has fewer rows than a cell has.
+        """
+        common = {part: self.tensors.pop(place, None) for part, place in COMMON.items()}
+        if not self.use_vera:
+            return
+        lost = [part for part, array in common.items() if array is None]
+        if lost:
+            raise MissingTensorsError(f"{source} holds VeRA's vectors and lacks {' and '.join(lost)}, the matrices "
+                                      "between them. Save it with them (save_projection: true).")
+        for path in [path for path, part in self.tensors if part == "lambda_b"]:
+            rows = len(self.tensors[path, "lambda_b"])
+            if rows > len(common["B"]):
+                raise ShapeMismatchError(f"{source}: lambda_b of {path} has {rows} elements, and B, which all cells "
+                                         f"have in common, is {list(common['B'].shape)}.")
+            self.tensors[path, "A"], self.tensors[path, "B"] = common["A"], common["B"][:rows]
+            self.alphas[path] = float(len(common["A"]))
+
     def delta(self, path: str) -> np.ndarray:
         """Returns what is added to the weight of the cell at ``path``, float32 and of its shape.
 
         Raises:
             ShapeMismatchError: The cell is a convolution with groups.
         """
-        left, right = factors(*(to_float32(self.tensors[path, half]) for half in "AB"), path in self.embeddings)
+        left, right = factors(*self.pair(path), path in self.embeddings)
         return ((left * np.float32(self.scale(path))) @ right).reshape(self.weight_shape(path))
 
     def weight_shape(self, path: str) -> Tuple[int, ...]:
@@ -126,17 +183,20 @@ class Adapter:
         if lone:
             raise MissingTensorsError(f"{source} lacks half of {len(lone)} pairs: it holds {listed(lone)} without its "
                                       "other half.")
-        bare = [(path, "") for path in self.paths if (path, "magnitude") not in self.tensors]
-        if bare and self.use_dora:
-            raise MissingTensorsError(f"{source} has DoRA magnitudes at some of its cells and lacks those of "
-                                      f"{listed(bare)}.")
+        for part in _KINDS:
+            bare = [(path, "") for path in self.paths if (path, part) not in self.tensors]
+            if bare and len(bare) < len(self.paths):
+                raise MissingTensorsError(f"{source} has a {part} at some of its cells and lacks that of "
+                                          f"{listed(bare)}.")
         wrong = {}
         for path in self.paths:
             a, b = self.tensors[path, "A"].shape, self.tensors[path, "B"].shape
             problem = _pair_problem(a, b, (declared or {}).get(path))
-            magnitude = self.parts(path).get("magnitude", np.empty(b[:1])).shape
-            if not problem and magnitude != b[:1]:
-                problem = (ShapeMismatchError, f"the magnitude is {list(magnitude)} and must be [out]")
+            for part, (name, size) in {"magnitude": ("out", b[:1]), "lambda_d": ("r", a[:1]),
+                                       "lambda_b": ("out", b[:1])}.items():
+                found = self.parts(path).get(part, np.empty(size)).shape
+                if not problem and found != size:
+                    problem = (ShapeMismatchError, f"the {part} is {list(found)} and must be [{name}]")
             if problem:
                 wrong.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
         for (kind, problem), found in wrong.items():

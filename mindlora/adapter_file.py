@@ -19,6 +19,9 @@ _METADATA_KEY = "mindlora"
 _MANIFEST = "mindformers_adapter_config.json"  # MindFormers 2's, beside the adapter's safetensors.
 _MAX_NAME = 1000
 
+# How a configuration asks for a kind of adapter -> the tensors that it has besides.
+_KINDS = {"use_dora": "DoRA magnitudes", "use_vera": "VeRA vectors"}
+
 FORMS = ("peft", "mindformers", "ckpt", "slora")
 
 
@@ -86,8 +89,8 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         adapter.scale(cell)
     if to == "peft":
         _refuse_concatenated(adapter)
-        keys = {place: peft.tensor_key(*place, place[0] in adapter.embeddings) for place in adapter.tensors}
-        tensors = {keys[place]: array for place, array in adapter.tensors.items()}
+        tensors = {peft.tensor_key(*place, place[0] in adapter.embeddings): array
+                   for place, array in adapter.stored_tensors().items()}
         tensors.update({peft.whole_key(name, adapter.paths): array for name, array in adapter.whole.items()})
         # "format" tells transformers which framework to load for.
         facts = {"base_fingerprint": adapter.fingerprint, **_start(adapter)}
@@ -104,7 +107,8 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
             ckpt_file.write(os.path.join(folder, slora.WEIGHTS_FILE), slora.tensors(adapter), "{}")
             _write_json(os.path.join(folder, peft.CONFIG_FILE), slora.config(adapter))
         return
-    tensors = {mindformers.tensor_key(*place): array for place, array in adapter.tensors.items()} | adapter.whole
+    tensors = {mindformers.tensor_key(*place): array for place, array in adapter.stored_tensors().items()}
+    tensors |= adapter.whole
     if to == "ckpt":
         from mindlora import ckpt_file
 
@@ -174,7 +178,7 @@ def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) ->
     adapter = Adapter({}, dialect=dialect, use_rslora=facts.get("use_rslora", False),
                       dropout=float(facts.get("dropout", 0)), selection=facts.get("selection", {}),
                       base_model=facts.get("base_model"), fingerprint=facts.get("base_fingerprint"),
-                      start=facts.get("start"))
+                      start=facts.get("start"), projection_key=facts.get("projection_key", 0))
     adapter.embeddings = set(facts.get("embeddings", ()))
     for key, place in places.items():
         array = fetch(key)
@@ -187,6 +191,7 @@ def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) ->
             if found in adapter.tensors:
                 raise AdapterFormatError(f"{path} holds the {found[1]} of {found[0]} twice, under two names.")
             adapter.tensors[found] = matrix
+    adapter.take_common(path)
     for key, name in whole.items():
         array = fetch(key)
         _check_tensor(key, name, array, path)
@@ -199,9 +204,10 @@ def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) ->
 
 def _apply_facts(adapter, facts, path):
     """Puts lora_alpha into ``adapter`` and checks that all is there that mindlora wrote."""
-    adapter.alphas = {cell: float(alpha) for cell, alpha in facts.get("alphas", {}).items()}
-    if facts.get("use_dora") and not adapter.use_dora:
-        raise MissingTensorsError(f"{path} lacks the DoRA magnitudes that mindlora's own record in it names.")
+    adapter.alphas.update({cell: float(alpha) for cell, alpha in facts.get("alphas", {}).items()})
+    for field, tensors in _KINDS.items():
+        if facts.get(field) and not getattr(adapter, field):
+            raise MissingTensorsError(f"{path} lacks the {tensors} that mindlora's own record in it names.")
     lost = sorted((set(adapter.alphas) - set(adapter.paths)) | (set(facts.get("whole", ())) - set(adapter.whole)))
     if lost:
         raise MissingTensorsError(f"{path} lacks tensors that mindlora's own record in it names: "
@@ -247,9 +253,11 @@ def _check_tensor(key, name, array, path):
 def _apply_config(adapter, config, path):
     """Puts into ``adapter`` what its adapter_config.json says, and checks its pairs against that."""
     adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
-    if config.use_dora != adapter.use_dora:
-        kind, found = (MissingTensorsError, "no") if config.use_dora else (UnexpectedTensorsError, "a")
-        raise kind(f"{path}: use_dora is {str(config.use_dora).lower()}, and there is {found} lora_magnitude_vector.")
+    for field, tensors in _KINDS.items():
+        if getattr(config, field) != getattr(adapter, field):
+            kind, found = (MissingTensorsError, "no ") if getattr(config, field) else (UnexpectedTensorsError, "")
+            raise kind(f"{path}: {field} is {getattr(config, field)}, and there are {found}{tensors}.")
+    adapter.projection_key = config.projection_key
     if adapter.dialect != peft.NAME:
         adapter.check_pairs(path)
         slora.check_rank(adapter, config, path)
@@ -281,11 +289,15 @@ def _facts(adapter) -> dict:
     return {"alphas": adapter.alphas, "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
             "dropout": adapter.dropout, "selection": adapter.selection, "base_model": adapter.base_model,
             "whole": sorted(adapter.whole), "embeddings": sorted(adapter.embeddings),
-            "base_fingerprint": adapter.fingerprint, **_start(adapter)}
+            "base_fingerprint": adapter.fingerprint, **_start(adapter), **_vera(adapter)}
 
 
 def _start(adapter) -> dict:
     return {"start": adapter.start} if adapter.start else {}
+
+
+def _vera(adapter) -> dict:
+    return {"use_vera": True, "projection_key": adapter.projection_key} if adapter.use_vera else {}
 
 
 def _parse_facts(text, path) -> dict:
@@ -328,6 +340,9 @@ _RECORD = {
     "alphas": (lambda value: _is_table(value, _is_alpha), "numbers above 0 by path"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
     "use_dora": (lambda value: isinstance(value, bool), "true or false"),
+    "use_vera": (lambda value: isinstance(value, bool), "true or false"),
+    "projection_key": (lambda value: _is_number(value) and isinstance(value, int) and 0 <= value < 2**64,
+                       "a whole number from 0 to 2^64 - 1"),
     "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     "selection": (lambda value: isinstance(value, dict), "an object"),
     "base_model": (_is_text, "a text"),

@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 
 from mindlora import adapter_file, fitting, names, residual
 from mindlora.adapt import adapter_path, lora_cells, mark_saved_whole, put_lora, saved_whole
-from mindlora.adapter import Adapter, is_finite, listed
+from mindlora.adapter import COMMON, Adapter, is_finite, listed
 from mindlora.ckpt_file import to_array
 from mindlora.config import LoraConfig
 from mindlora.errors import (BaseMismatchError, LoraError, NotFiniteError, ShapeMismatchError, TargetError,
@@ -65,6 +65,9 @@ def adapter_of(network: nn.Cell) -> Adapter:
         cell.prepare()
     tensors = {(path, part): to_array(parameter) for path, cell in cells.items()
                for part, parameter in cell.parts().items()}
+    # Of one cell: the others have the same.
+    common = next(iter(cells.values())).common_parts()
+    tensors |= {COMMON[part]: to_array(parameter) for part, parameter in common.items()}
     whole = {parameter.name: to_array(parameter) for parameter in saved_whole(network)}
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
@@ -72,7 +75,9 @@ def adapter_of(network: nn.Cell) -> Adapter:
                         "them.")
     adapter = Adapter(tensors, {path: float(cell.lora_alpha) for path, cell in cells.items()}, rslora.pop(),
                       max(cell.dropout_rate for cell in cells.values()), whole, fingerprint=base_fingerprint(network),
-                      dialect="network", embeddings={path for path, cell in cells.items() if cell.embeds})
+                      dialect="network", embeddings={path for path, cell in cells.items() if cell.embeds},
+                      projection_key=max(cell.projection_key for cell in cells.values()))
+    adapter.take_common("The network")
     residual.make_plain(adapter, cells)
     return adapter
 
@@ -150,7 +155,8 @@ def _config(adapter, path) -> LoraConfig:
         # A small lora_alpha was warned of when the adapter was made.
         warnings.simplefilter("ignore")
         return LoraConfig(lora_rank=adapter.rank(path), lora_alpha=adapter.alphas[path], lora_dropout=adapter.dropout,
-                          use_rslora=adapter.use_rslora, use_dora=adapter.use_dora,
+                          use_rslora=adapter.use_rslora, use_dora=adapter.use_dora, use_vera=adapter.use_vera,
+                          projection_prng_key=adapter.projection_key if adapter.use_vera else None,
                           param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32")
 
 

@@ -221,6 +221,9 @@ def _check_adapters(adapters):
         if adapter.use_dora:
             raise AdapterError(f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
                                "not defined. Merge the adapters into the base one after the other instead.")
+        if adapter.use_vera:
+            raise AdapterError(f"{label} is VeRA's (use_vera), whose cells share A and B as wide as the widest of "
+                               "them. Merge the adapters into the base one after the other instead.")
         convolutions = [path for path in adapter.paths if adapter.tensors[path, "A"].ndim > 2]
         if convolutions:
             raise AdapterError(f"{label} adapts convolutions, which cannot be combined: "

@@ -20,6 +20,8 @@ PRESETS = {
 _DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16",
            "bfloat16": "bfloat16", "bf16": "bfloat16"}
 QUANTIZATIONS = ("nf4",)
+_NOT_WITH_VERA = ("use_rslora", "use_dora", "freeze_lora_a", "rank_pattern", "alpha_pattern", "lora_init",
+                  "lora_a_init", "lora_b_init", "quantize_base")
 _ZERO_INITS = ("zero", "zeros")
 Patterns = Union[str, List[str], None]
 
@@ -56,6 +58,10 @@ class LoraConfig:
             size of the update at large ranks (Kalajdzievski, 2023). Default: False.
         use_dora (bool): Train the size of each row of the weight apart from its direction (Liu et al., DoRA, 2024; see
             DoRADense). Default: False.
+        use_vera (bool): Train two vectors around random matrices A and B that the network's cells share (Kopiczko et
+            al., VeRA, 2024; see VeRADense). It has no lora_alpha: leave it out. Default: False.
+        d_initial (float): Start of VeRA's vector between A and B; not 0. Default: None, 0.1 with use_vera.
+        projection_prng_key (int): What VeRA's A and B are drawn from, as in PEFT. Default: None, 0 with use_vera.
         freeze_lora_a (bool): Train B alone: A keeps its start, and needs neither gradient nor optimizer state (Zhang et
             al., LoRA-FA, 2023). Default: False.
         rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha for the cells whose path, or
@@ -85,6 +91,9 @@ class LoraConfig:
     compute_dtype: Optional[str] = None
     use_rslora: bool = False
     use_dora: bool = False
+    use_vera: bool = False
+    d_initial: Optional[float] = None
+    projection_prng_key: Optional[int] = None
     freeze_lora_a: bool = False
     rank_pattern: Optional[Dict[str, int]] = None
     alpha_pattern: Optional[Dict[str, float]] = None
@@ -106,7 +115,7 @@ class LoraConfig:
             _check_patterns(getattr(self, field), field)
         for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
             _check_name_list(getattr(self, field), field)
-        for field in ("use_rslora", "use_dora", "freeze_lora_a"):
+        for field in ("use_rslora", "use_dora", "use_vera", "freeze_lora_a"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} is {getattr(self, field)!r}: it must be True or False.")
         _check_pattern_values(self.rank_pattern, "rank_pattern", _check_rank)
@@ -116,6 +125,7 @@ class LoraConfig:
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
         self._check_quantization()
+        self._check_vera()
         _check_start(self.lora_init, self.lora_a_init, self.lora_b_init)
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
@@ -142,6 +152,29 @@ class LoraConfig:
                 raise ConfigError(f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
                                   "which needs the base's weights in float. Leave one of them out; a start that suits "
                                   "a quantized base is lora_init: loftq.")
+
+    def _check_vera(self):
+        if not self.use_vera:
+            for field in ("d_initial", "projection_prng_key"):
+                if getattr(self, field) is not None:
+                    raise ConfigError(f"{field} is {getattr(self, field)!r}, and use_vera is not set, so nothing is "
+                                      "made from it. Set use_vera: True, or remove it.")
+            return
+        for field in _NOT_WITH_VERA:
+            if getattr(self, field):
+                raise ConfigError(f"use_vera is True and {field} {getattr(self, field)!r}, which VeRA does not have. "
+                                  "Leave one of them out.")
+        if self.lora_alpha not in (LoraConfig.lora_alpha, self.lora_rank):
+            raise ConfigError(f"use_vera is True and lora_alpha {self.lora_alpha!r}: VeRA's trained vectors are its "
+                              "scale. Leave lora_alpha out.")
+        # A scale of 1.
+        self.lora_alpha = self.lora_rank
+        self.d_initial = 0.1 if self.d_initial is None else self.d_initial
+        self.projection_prng_key = 0 if self.projection_prng_key is None else self.projection_prng_key
+        _check_number(self.d_initial, "d_initial", (int, float), lambda v: 0 < abs(v) < math.inf,
+                      "a number other than 0: from 0, no gradient reaches VeRA's vectors")
+        _check_number(self.projection_prng_key, "projection_prng_key", int, lambda v: 0 <= v < 2**64,
+                      "a whole number from 0 to 2^64 - 1")
 
     @property
     def scale(self) -> float:

@@ -64,6 +64,10 @@ def fit_to(adapter: Adapter, places: Dict[str, Place]) -> bool:
             concatenated.split_pairs(adapter, path, place.kv_heads, place.head_dim)
             relaid = True
     _rename(adapter, own)
+    for path in adapter.paths:
+        if path in places:
+            # An embedding has none, and no VeRA either.
+            adapter.narrow(path, getattr(places[path].cell, "in_channels", None))
     return relaid
 
 
@@ -106,26 +110,30 @@ def check_names(adapter: Adapter, expected: List[str], places: Dict[str, Place],
 
 def check_shapes(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
     """Raises ShapeMismatchError where a tensor has not the shape that its cell gives it."""
-    wrong, config = [], LoraConfig(use_dora=adapter.use_dora)
+    wrong, config = [], LoraConfig(use_dora=adapter.use_dora, use_vera=adapter.use_vera)
     for (path, part), array in adapter.tensors.items():
         cell = places[path].cell
         kind = type(cell) if isinstance(cell, LoRACell) else kind_of(cell, config)
-        needed = kind.part_shapes(cell, adapter.rank(path))[part]
-        if array.shape != needed:
+        needed = kind.part_shapes(cell, adapter.rank(path)).get(part)
+        if needed is None:
+            wrong.append(f"{name_of((path, part))} is {list(array.shape)}, and the network's {type(cell).__name__} "
+                         "takes none")
+        elif array.shape != needed:
             wrong.append(f"{name_of((path, part))} is {list(array.shape)}, the network's is {list(needed)}")
     if wrong:
         raise ShapeMismatchError(f"{source}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}.")
 
 
 def check_kind(adapter: Adapter, places: Dict[str, Place], source: str) -> None:
-    """Raises MissingTensorsError or UnexpectedTensorsError where one of the two is DoRA's and one is not."""
-    wrong = [path for path in adapter.paths if path in places
-             and ("magnitude" in places[path].cell.parts()) != adapter.use_dora]
-    if wrong:
-        built = not adapter.use_dora
-        raise (MissingTensorsError if built else UnexpectedTensorsError)(
-            f"{source} was trained with use_dora {adapter.use_dora}, the network was built with {built}, at "
-            f"{names.listed(wrong)}: set use_dora to {adapter.use_dora}.")
+    """Raises MissingTensorsError or UnexpectedTensorsError where one of the two is DoRA's or VeRA's and one is not."""
+    for field, part in (("use_dora", "magnitude"), ("use_vera", "lambda_d")):
+        trained = getattr(adapter, field)
+        wrong = [path for path in adapter.paths if path in places
+                 and (part in places[path].cell.parts()) != trained]
+        if wrong:
+            raise (UnexpectedTensorsError if trained else MissingTensorsError)(
+                f"{source} was trained with {field} {trained}, the network was built with {not trained}, at "
+                f"{names.listed(wrong)}: set {field} to {trained}.")
 
 
 def check_rank_and_scale(adapter: Adapter, places: Dict[str, Place], source: str) -> None:

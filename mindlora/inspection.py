@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora import adapter_file, names
-from mindlora.adapter import PARTS, Adapter, is_finite, listed, name_of
+from mindlora.adapter import Adapter, is_finite, listed, name_of
 from mindlora.tables import columns, facts, number
 from mindlora.tensor_file import dtype_name, to_float32
 
@@ -27,7 +27,8 @@ class CellNorms:
         rank (int): r of A [r, in] and B [out, r].
         alpha, scale (float): lora_alpha and what follows from it; None where the file does not say.
         norm_a, norm_b, norm_delta (float): Frobenius norms of A, B and scale B A; None where they are not finite, or
-            the scale is not known.
+            the scale is not known. With VeRA of diag(lambda_d) A and diag(lambda_b) B, where A is as wide as the widest
+            cell: which cell is narrower, the file does not say.
     """
     path: str
     shape: Tuple[int, int]
@@ -51,6 +52,7 @@ class InspectReport:
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
         use_dora (bool): Whether each cell has a magnitude besides (DoRA), to which the rows of W + scale B A are
             brought; then scale B A alone is not what changes.
+        use_vera (bool): Whether the cells have A and B in common and vectors of their own (VeRA).
         dropout (float): lora_dropout.
         targets (tuple of str): Paths of the cells, with layer numbers put together.
         tensors, parameters (int): How many there are; modules saved whole count.
@@ -70,6 +72,7 @@ class InspectReport:
     scales: Tuple[float, ...]
     use_rslora: bool
     use_dora: bool
+    use_vera: bool
     dropout: float
     targets: Tuple[str, ...]
     tensors: int
@@ -91,6 +94,8 @@ class InspectReport:
             ("rank", _few(self.ranks)), ("lora_alpha", _few(self.alphas) or unknown),
             ("scale", (_few(self.scales) or "not known") + " (rsLoRA: lora_alpha / sqrt(rank))" * self.use_rslora),
             *((("DoRA", "yes, with a magnitude for each row"),) if self.use_dora else ()),
+            *((("VeRA", "yes: A and B are the same in all cells; below, they are with each cell's vectors in them, A "
+                        "as wide as the widest cell"),) if self.use_vera else ()),
             ("dropout", number(self.dropout)), ("targets", ", ".join(self.targets)),
             ("saved whole", ", ".join(self.whole) or "nothing"),
             ("tensors", f"{self.tensors}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"),
@@ -181,11 +186,11 @@ def inspect_adapter(path: str, *, alpha: float = None, allow_pickle: bool = Fals
     """
     adapter, = read_adapters([path], alpha, allow_pickle)
     cells = tuple(_cell(adapter, place) for place in _progress(adapter.paths, "norms"))
-    arrays = [*adapter.tensors.values(), *adapter.whole.values()]
+    arrays = [*adapter.stored_tensors().values(), *adapter.whole.values()]
     return InspectReport(
         path, _form(path), adapter.dialect, _different(cell.rank for cell in cells),
         _different(cell.alpha for cell in cells), _different(cell.scale for cell in cells), adapter.use_rslora,
-        adapter.use_dora, adapter.dropout, tuple(names.collapse_numbers(adapter.paths)), len(arrays),
+        adapter.use_dora, adapter.use_vera, adapter.dropout, tuple(names.collapse_numbers(adapter.paths)), len(arrays),
         sum(array.size for array in arrays), _different(dtype_name(array.dtype) for array in arrays),
         sum(array.nbytes for array in arrays), _size(path), adapter.base_model, adapter.fingerprint,
         tuple(names.collapse_numbers(list(adapter.whole))),
@@ -244,7 +249,7 @@ def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
 
 
 def _cell(adapter, path) -> CellNorms:
-    a, b = (adapter.tensors[path, half] for half in "AB")
+    a, b = _pair(adapter, path)
     scale = adapter.scale(path) if path in adapter.alphas else None
     # A convolution with groups has no scale B A.
     usable = scale is not None and is_finite(a) and is_finite(b) and b.shape[1] == a.shape[0]
@@ -254,20 +259,26 @@ def _cell(adapter, path) -> CellNorms:
 
 def _cell_difference(one, two, path) -> CellDifference:
     parts = [adapter.parts(path) for adapter in (one, two)]
-    first, second = ([found[half] for half in "AB"] for found in parts)
+    first, second = (_pair(adapter, path) for adapter in (one, two))
     scales = [adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two)]
     if (scales[0] == scales[1] and parts[0].keys() == parts[1].keys()
             and all(_same(array, parts[1][part]) for part, array in parts[0].items())):
         return CellDifference(path, True, 0.0, 0.0, 0.0 if "magnitude" in parts[0] else None, 0.0, 0.0)
-    differences = [_difference(*(found.get(part) for found in parts)) for part in PARTS]
+    differences = [*map(_difference, first, second), _difference(*(found.get("magnitude") for found in parts))]
     fits = (first[0].shape[1:] == second[0].shape[1:] and first[1].shape[0] == second[1].shape[0]
             and all(b.shape[1] == a.shape[0] for a, b in (first, second)))
     delta = relative = None
-    if fits and None not in scales and all(map(is_finite, first + second)):
+    if fits and None not in scales and all(map(is_finite, (*first, *second))):
         delta = delta_norm((scales[0], *first), (-scales[1], *second))
         norm = delta_norm((scales[0], *first))
         relative = delta / norm if norm else None
     return CellDifference(path, False, *differences, delta, relative)
+
+
+def _pair(adapter, path) -> Tuple[np.ndarray, np.ndarray]:
+    # What is not finite is told of by its norm.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return adapter.pair(path)
 
 
 def _difference(one, two) -> Optional[float]:
@@ -284,7 +295,8 @@ def _settings(adapter) -> Dict[str, str]:
 
     return {"form": adapter.dialect, "rank": _few(_different(map(adapter.rank, adapter.paths))),
             "lora_alpha": over_cells(adapter.alphas.get), "scale": over_cells(adapter.scale),
-            "DoRA": "yes" if adapter.use_dora else "no", "dropout": number(adapter.dropout),
+            "DoRA": "yes" if adapter.use_dora else "no", "VeRA": "yes" if adapter.use_vera else "no",
+            "dropout": number(adapter.dropout),
             "targets": ", ".join(names.collapse_numbers(sorted(adapter.paths))),
             "dtype": ", ".join(_different(dtype_name(array.dtype) for array in adapter.tensors.values())),
             "base model": adapter.base_model or "not in the file", "base's mark": str(adapter.fingerprint)}

@@ -120,10 +120,10 @@ def unmerge_lora(network: nn.Cell) -> None:
     cells = [(path, cell) for path, cell in _cells(network) if cell.merged]
     if not cells:
         raise MergeError("No adapter of the network is merged, so there is nothing to take out of the base.")
-    changed = [path for path, cell in cells if cell.mindpet_delta_lora_b.asnumpy().astype(np.float32).any()]
+    changed = [path for path, cell in cells if cell.parts()[cell.zero_part].asnumpy().astype(np.float32).any()]
     if changed:
-        logger.warning("B was changed while it was merged, at %s, by training or by loading: that is lost, for "
-                       "unmerge_lora restores what was before the merge.", names.listed(changed))
+        logger.warning("The adapter was changed while it was merged, at %s, by training or by loading: that is "
+                       "lost, for unmerge_lora restores what was before the merge.", names.listed(changed))
     _restore(cells)
     logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), names.listed(path for path, _ in cells))
 
@@ -225,9 +225,9 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     cell.prepare()
     # Copies, because asnumpy may look into the parameter's own memory.
     cell.kept = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
-    whole, b, *magnitude = cell.kept
+    whole, _, *magnitude = cell.kept
     weight = whole.reshape(len(whole), -1)
-    b, a = factors(cell.mindpet_delta_lora_a.asnumpy(), b, cell.embeds)
+    b, a = factors(*cell.pair(), cell.embeds)
     gains = _gains(weight, a, b, cell.scale, *magnitude)
     # from_numpy takes the array over, where Tensor would hold a second copy of the weight for a moment.
     cell.weight.set_data(Tensor.from_numpy(_folded(weight, a, b, cell.scale, gains).reshape(whole.shape)))

@@ -16,9 +16,12 @@ os.environ.setdefault("GLOG_v", "3")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-# Variant -> the keys that make it, the same ones here and in PEFT.
-VARIANTS = {"LoRA": {}, "DoRA": {"use_dora": True}}
-GOALS = {"DoRA": 1.25}
+# Variant -> the keys that make it here. PEFT has no key for an A that is frozen (LoRA-FA).
+VARIANTS = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "LoRA-FA": {"freeze_lora_a": True}, "DoRA": {"use_dora": True},
+            "VeRA": {"use_vera": True}}
+IN_PEFT = ("LoRA", "DoRA", "VeRA")
+# No more than the arithmetic: where nothing is added to LoRA's, what two equal sides can differ by.
+GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02}
 
 
 def main():
@@ -89,8 +92,9 @@ def mindlora_steps(args):
 
     def step_of(keys):
         network = nn.SequentialCell(nn.Dense(args.width, args.width, has_bias=False))
-        apply_lora(network, LoraConfig(target_modules=".*", lora_rank=args.rank, lora_alpha=2 * args.rank,
-                                       lora_dropout=args.dropout, lora_b_init="normal", **keys))
+        if "use_vera" not in keys:
+            keys = {"lora_alpha": 2 * args.rank, "lora_b_init": "normal", **keys}
+        apply_lora(network, LoraConfig(target_modules=".*", lora_rank=args.rank, lora_dropout=args.dropout, **keys))
         freeze_base(network)
         network.set_train()
         step = ms.value_and_grad(lambda_sum(network), 0, network.trainable_params())
@@ -110,14 +114,16 @@ def lambda_sum(network):
 def peft_steps(args):
     """Returns variant -> a timed step of PEFT's layer."""
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, VeraConfig, get_peft_model
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     x = torch.randn(args.tokens, args.width, requires_grad=True)
 
-    def step_of(keys):
-        model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(args.width, args.width, bias=False)), LoraConfig(
-            target_modules=["0"], r=args.rank, lora_alpha=2 * args.rank, lora_dropout=args.dropout, **keys))
+    def step_of(variant):
+        config = (VeraConfig(vera_dropout=args.dropout) if variant == "VeRA" else
+                  LoraConfig(lora_alpha=2 * args.rank, lora_dropout=args.dropout, use_dora=variant == "DoRA"))
+        config.target_modules, config.r = {"0"}, args.rank
+        model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(args.width, args.width, bias=False)), config)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.01)
@@ -129,7 +135,7 @@ def peft_steps(args):
             model(x).square().sum().backward()
         return timed(step)
 
-    return {variant: step_of(keys) for variant, keys in VARIANTS.items()}
+    return {variant: step_of(variant) for variant in IN_PEFT}
 
 
 def child_steps(args):
@@ -144,7 +150,7 @@ def child_steps(args):
         process.stdin.flush()
         return float(process.stdout.readline())
 
-    return {variant: lambda variant=variant: ask(variant) for variant in VARIANTS}
+    return {variant: lambda variant=variant: ask(variant) for variant in IN_PEFT}
 
 
 def answer(steps):

@@ -1,4 +1,5 @@
 """LoraConfig: what it takes, and with which words it refuses the rest."""
+import dataclasses
 import warnings
 
 import mindspore as ms
@@ -110,8 +111,10 @@ def test_defaults_are_those_of_the_documentation():
     config = LoraConfig()
     assert config.to_dict() == {
         "lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": None, "exclude_modules": None,
-        "quantize_base": None, "quantize_exclude": None, "lora_init": None, "lora_a_init": None, "lora_b_init": None, "param_init_type": "float32", "compute_dtype": None,
-        "use_rslora": False, "use_dora": False, "freeze_lora_a": False, "rank_pattern": None, "alpha_pattern": None, "layers_to_transform": None,
+        "quantize_base": None, "quantize_exclude": None, "lora_init": None, "lora_a_init": None, "lora_b_init": None,
+        "param_init_type": "float32", "compute_dtype": None, "use_rslora": False, "use_dora": False, "use_vera": False,
+        "d_initial": None, "projection_prng_key": None, "freeze_lora_a": False, "rank_pattern": None,
+        "alpha_pattern": None, "layers_to_transform": None,
         "modules_to_save": None, "freeze_include": None, "freeze_exclude": None}
 
 
@@ -156,7 +159,9 @@ def test_pet_config_becomes_fields():
         "exclude_modules": ["layers.0.attention.wq"], "quantize_base": "nf4", "quantize_exclude": ["w2"],
         "lora_init": None, "lora_a_init": "normal",
         "lora_b_init": "zeros", "param_init_type": "float16", "compute_dtype": "float16", "freeze_include": ["a"],
-        "freeze_exclude": ["b"], "use_rslora": True, "use_dora": False, "freeze_lora_a": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5}, "layers_to_transform": [0, 1],
+        "freeze_exclude": ["b"], "use_rslora": True, "use_dora": False, "use_vera": False, "d_initial": None,
+        "projection_prng_key": None, "freeze_lora_a": True, "rank_pattern": {"wv": 2}, "alpha_pattern": {"wq": 1.5},
+        "layers_to_transform": [0, 1],
         "modules_to_save": ["lm_head"]}
 
 
@@ -178,9 +183,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
         LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
     assert str(error.value) == (
         "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, compute_dtype, "
-        "exclude_layers, exclude_modules, freeze_exclude, freeze_include, freeze_lora_a, layers_to_transform, "
-        "lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, lora_rank, modules_to_save, param_init_type, "
-        "pet_type, preset, quantize_base, quantize_exclude, rank_pattern, target_modules, use_dora, use_rslora.")
+        "d_initial, exclude_layers, exclude_modules, freeze_exclude, freeze_include, freeze_lora_a, "
+        "layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, lora_rank, modules_to_save, param_init_type, "
+        "pet_type, preset, projection_prng_key, quantize_base, quantize_exclude, rank_pattern, target_modules, "
+        "use_dora, use_rslora, use_vera.")
 
 
 @pytest.mark.parametrize("key, meant", [("lora_aplha", "lora_alpha"), ("target_module", "target_modules"),
@@ -272,6 +278,41 @@ def test_patterns_match_a_path_from_a_dot_on(path, rank, alpha):
     ({"layers_to_transform": [0, "1"]}, "layers_to_transform is '1': it must be a layer number, or a list of them."),
     ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head': it must be a list of names that is not empty.")])
 def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
+    with pytest.raises(ConfigError) as error:
+        LoraConfig(**fields)
+    assert str(error.value).startswith(message)
+
+
+# VeRA -----------------------------------------------------------------------------------------------------------
+
+def test_vera_fills_in_what_it_starts_from():
+    config = LoraConfig(lora_rank=256, use_vera=True)
+    assert (config.d_initial, config.projection_prng_key, config.scale) == (0.1, 0, 1)
+    # As a copy of it is made, for a cell or a saved adapter.
+    assert dataclasses.replace(config, lora_rank=256) == config
+    config = LoraConfig(lora_rank=4, use_vera=True, d_initial=-1, projection_prng_key=7)
+    assert (config.d_initial, config.projection_prng_key) == (-1, 7)
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"d_initial": 0.1}, "d_initial is 0.1, and use_vera is not set, so nothing is made from it. Set use_vera: True, "
+                         "or remove it."),
+    ({"projection_prng_key": 0}, "projection_prng_key is 0, and use_vera is not set, so nothing is made from it."),
+    ({"use_vera": 1}, "use_vera is 1: it must be True or False."),
+    ({"use_vera": True, "use_dora": True}, "use_vera is True and use_dora True, which VeRA does not have. Leave one of "
+                                           "them out."),
+    ({"use_vera": True, "rank_pattern": {"wq": 2}}, "use_vera is True and rank_pattern {'wq': 2}, which VeRA does not"),
+    ({"use_vera": True, "lora_a_init": "normal"}, "use_vera is True and lora_a_init 'normal', which VeRA does not"),
+    ({"use_vera": True, "quantize_base": "nf4"}, "use_vera is True and quantize_base 'nf4', which VeRA does not"),
+    ({"use_vera": True, "lora_alpha": 32}, "use_vera is True and lora_alpha 32: VeRA's trained vectors are its scale. "
+                                           "Leave lora_alpha out."),
+    ({"use_vera": True, "d_initial": 0}, "d_initial is 0: it must be a number other than 0: from 0, no gradient "
+                                         "reaches VeRA's vectors."),
+    ({"use_vera": True, "d_initial": float("nan")}, "d_initial is nan: it must be a number other than 0"),
+    ({"use_vera": True, "projection_prng_key": True}, "projection_prng_key is True: it must be a whole number from 0"),
+    ({"use_vera": True, "projection_prng_key": -1}, "projection_prng_key is -1: it must be a whole number from 0"),
+])
+def test_vera_refuses_by_name(fields, message):
     with pytest.raises(ConfigError) as error:
         LoraConfig(**fields)
     assert str(error.value).startswith(message)

@@ -121,8 +121,8 @@ def test_conversion_and_back(tmp_path):
     convert_adapter(str(tmp_path / "a"), str(tmp_path / "b.ckpt"), "ckpt")
     convert_adapter(str(tmp_path / "b.ckpt"), str(tmp_path / "c"), "peft")
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "c" / WEIGHTS).read_bytes()
-    refused(AdapterError, "slora has no place for the magnitudes of DoRA (use_dora). Merge the adapter into its base, "
-            "or write format 'peft'.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "d"), "slora")
+    refused(AdapterError, "slora has no place for the vectors that use_dora trains. Merge the adapter into its base, or "
+            "write format 'peft'.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "d"), "slora")
 
 
 def rewritten(path, change=None, **fields):
@@ -143,11 +143,11 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
 
 
 @pytest.mark.parametrize("kind, message, change, fields", [
-    (UnexpectedTensorsError, ": use_dora is false, and there is a lora_magnitude_vector.", None, {"use_dora": False}),
-    (UnexpectedTensorsError, ": use_dora is false, and there is a lora_magnitude_vector.", None, {"use_dora": None}),
-    (MissingTensorsError, ": use_dora is true, and there is no lora_magnitude_vector.",
+    (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": False}),
+    (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": None}),
+    (MissingTensorsError, ": use_dora is True, and there are no DoRA magnitudes.",
      lambda tensors: [tensors.pop(QK.format(cell)) for cell in "qk"], {}),
-    (MissingTensorsError, " has DoRA magnitudes at some of its cells and lacks those of model.layers.0.attention.wq.",
+    (MissingTensorsError, " has a magnitude at some of its cells and lacks that of model.layers.0.attention.wq.",
      lambda tensors: tensors.pop(QK.format("q")), {}),
     (MissingTensorsError, " lacks half of 1 pairs: it holds model.layers.0.attention.wv magnitude without its other "
      "half.",

@@ -260,8 +260,8 @@ def test_training_that_went_unnoticed_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         unmerge_lora(network)
     assert [record.getMessage() for record in caplog.records] == [
-        "B was changed while it was merged, at second, by training or by loading: that is lost, for unmerge_lora "
-        "restores what was before the merge."]
+        "The adapter was changed while it was merged, at second, by training or by loading: that is lost, for "
+        "unmerge_lora restores what was before the merge."]
     assert snapshot(network) == before
 
 

@@ -157,10 +157,11 @@ class _Merging:
 
     def _merged(self, name, own_rows, begin, end):
         path, dtype = self._pairs[name], self.base.tensors[name].dtype
-        parts = {part: to_float32(array) for part, array in self.adapter.parts(path).items()}
-        left, right = factors(parts["A"], parts["B"], path in self.adapter.embeddings)
+        left, right = factors(*self.adapter.pair(path), path in self.adapter.embeddings)
         left, weight = left[begin:end] * np.float32(self.adapter.scale(path)), to_float32(own_rows(begin, end))
-        magnitude = parts["magnitude"][begin:end] if "magnitude" in parts else None
+        magnitude = self.adapter.parts(path).get("magnitude")
+        if magnitude is not None:
+            magnitude = to_float32(magnitude[begin:end])
         rows, difference, bound = fold(weight.reshape(len(weight), -1), left, right, dtype, magnitude)
         rows = rows.reshape(weight.shape)
         # NaN is worse than any number, and so is infinity, which makes the bound infinite too.
@@ -220,6 +221,7 @@ class _Merging:
 
     def _check_pair(self, name, path):
         self.adapter.scale(path)
+        self.adapter.narrow(path, self.base.tensors[name].shape[-1])
         needed = self.adapter.weight_shape(path)
         if self.base.tensors[name].shape != needed:
             raise ShapeMismatchError(f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter "

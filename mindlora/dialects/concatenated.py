@@ -64,6 +64,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
         AdapterError: kv_heads is needed and missing, or does not divide the rows; or a part has no pair, and so no
             magnitude, where the others have one.
     """
+    _refuse_vera(adapter, path)
     parts = names.concatenated_parts(path)
     present = [part for part in parts if (part, "A") in adapter.tensors]
     rows = _part_rows(adapter, path, parts, present, out_channels)
@@ -113,6 +114,7 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: int = None, head_dim: int
     Raises:
         AdapterError: kv_heads or head_dim is needed and missing, or does not fit the rows.
     """
+    _refuse_vera(adapter, path)
     parts = names.concatenated_parts(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
     if len(parts) == 3 and (not head_dim or not kv_heads or len(b) % kv_heads
@@ -134,6 +136,13 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: int = None, head_dim: int
         if alpha is not None:
             share = adapter.rank(part) / len(a)
             adapter.alphas[part] = alpha * (math.sqrt(share) if adapter.use_rslora else share)
+
+
+def _refuse_vera(adapter, path):
+    if adapter.use_vera:
+        raise AdapterError(f"{path} stands for {', '.join(names.concatenated_parts(path))}, and VeRA's vectors belong "
+                           "to rows of matrices that all cells share: they can be neither joined nor split. Build the "
+                           "model with qkv_concat as it was trained.")
 
 
 def _part_rows(adapter, path, parts, present, out_channels) -> Dict[str, int]:

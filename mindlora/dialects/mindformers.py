@@ -4,7 +4,7 @@ from typing import Dict, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapter import Place
+from mindlora.adapter import COMMON, Place
 from mindlora.errors import ShapeMismatchError
 
 
@@ -41,6 +41,8 @@ _MCORE_CELLS = (
 
 MINDPET = Dialect("MindFormers' LoRA (mindpet_delta_lora)", {
     ".mindpet_delta_lora_a": "A", ".mindpet_delta_lora_b": "B", ".mindpet_delta_lora_magnitude": "magnitude",
+    ".mindpet_delta_lora_lambda_d": "lambda_d", ".mindpet_delta_lora_lambda_b": "lambda_b",
+    ".mindpet_delta_lora_vera_a": COMMON["A"][1], ".mindpet_delta_lora_vera_b": COMMON["B"][1],
     # A LoRADense of MindPet's that was never put into a network saves under capital letters.
     ".mindpet_delta_lora_A": "A", ".mindpet_delta_lora_B": "B"})
 TK_DELTA = Dialect("MindFormers' LoRA of before 2023 (tk_delta_lora)", {
@@ -68,7 +70,8 @@ def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[Place]:
         return None
     for ending, part in dialect.endings.items():
         if ("." + key).endswith(ending):
-            path = key[:-len(ending)] if key.endswith(ending) else ""
+            # What all cells have in common MindSpore may call by the first of them.
+            path = key[:-len(ending)] if key.endswith(ending) and ("", part) not in COMMON.values() else ""
             for pattern, replacement in dialect.renamed:
                 path = re.sub(pattern, replacement, path)
             return path, part

@@ -4,13 +4,15 @@ from typing import Dict, List, Optional
 
 from mindlora import names
 from mindlora.adapter import Adapter, Place
+from mindlora.dialects import peft_vera
 
 NAME = "PEFT"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
+_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector",
+             **peft_vera.SUFFIXES}
 _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
 # Where an adapted module's own weight was saved besides, as PEFT does for embeddings and output heads.
 _BASE_LAYER = ".base_layer."
@@ -18,11 +20,16 @@ _BASE_LAYER = ".base_layer."
 
 def tensor_key(path: str, part: str, embeds: bool = False) -> str:
     """Returns the key of a part of the adapter at ``path`` (MindFormers' names), which may be an embedding's."""
+    for key, place in peft_vera.COMMON_KEYS.items():
+        if place == (path, part):
+            return key
     return _PREFIX + names.to_hugging_face(path) + (_EMBEDDING_SUFFIXES if embeds else _SUFFIXES)[part]
 
 
 def parse_key(key: str) -> Optional[Place]:
     """Returns (path under MindFormers' names, part) for a key of PEFT's, or None for any other."""
+    if key in peft_vera.COMMON_KEYS:
+        return peft_vera.COMMON_KEYS[key]
     if not key.startswith(_PREFIX):
         return None
     for part, suffix in (*_SUFFIXES.items(), *_EMBEDDING_SUFFIXES.items()):
@@ -67,7 +74,7 @@ def adapter_config(adapter: Adapter) -> Dict:
     ranks = {path: adapter.rank(path) for path in modules}
     alphas = {path: _plain(adapter.alphas[path]) for path in modules}
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    return {
+    config = {
         "alpha_pattern": {patterns[path]: value for path, value in alphas.items() if value != alpha},
         "base_model_name_or_path": adapter.base_model,
         "bias": "none",
@@ -87,6 +94,7 @@ def adapter_config(adapter: Adapter) -> Dict:
         "use_rslora": adapter.use_rslora,
         **adapter.selection,
     }
+    return peft_vera.of_lora(config, adapter.projection_key) if adapter.use_vera else config
 
 
 def is_of_module(name: str, module: str) -> bool:

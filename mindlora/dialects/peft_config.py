@@ -8,6 +8,7 @@ import sys
 from typing import Dict, Optional
 
 from mindlora.config import pattern_value
+from mindlora.dialects import peft_vera
 from mindlora.errors import AdapterFormatError
 
 logger = logging.getLogger("mindlora")
@@ -51,6 +52,8 @@ class PeftConfig:
         dropout (float): lora_dropout.
         use_rslora (bool): Scale by lora_alpha / sqrt(r).
         use_dora (bool): DoRA, so that each module has a magnitude too.
+        use_vera (bool): VeRA, so that each module has two vectors and all have A and B in common.
+        projection_key (int): VeRA's projection_prng_key.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
         modules_to_save (tuple of str): Modules that are saved whole.
         selection (dict): The fields that select modules, as they are.
@@ -61,6 +64,8 @@ class PeftConfig:
     dropout: float
     use_rslora: bool
     use_dora: bool
+    use_vera: bool
+    projection_key: int
     rank_pattern: Dict[str, int]
     alpha_pattern: Dict[str, float]
     modules_to_save: tuple
@@ -86,6 +91,9 @@ def read(path: str) -> PeftConfig:
             the mathematics in a way that is not supported.
     """
     content = json_object(path)
+    use_vera, projection_key = content.get("peft_type") == peft_vera.KIND, peft_vera.projection_key(content)
+    if use_vera:
+        content = peft_vera.as_lora(content, path)
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
         logger.warning("%s has fields that mindlora does not know, and passes over: %s.", path, ", ".join(unknown))
@@ -97,7 +105,7 @@ def read(path: str) -> PeftConfig:
     return PeftConfig(
         rank=_whole(content.get("r"), "r", path), alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
         dropout=_dropout(content.get("lora_dropout"), path), use_rslora=_flag(content, "use_rslora", path),
-        use_dora=_flag(content, "use_dora", path),
+        use_dora=_flag(content, "use_dora", path), use_vera=use_vera, projection_key=projection_key,
         rank_pattern=rank_pattern, alpha_pattern=alpha_pattern,
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
         selection=selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
@@ -140,7 +148,7 @@ def _unique(pairs, path) -> dict:
 def _refuse_unsupported(content, path):
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA'.")
+        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA' or 'VERA'.")
     if content.get("bias", "none") != "none":
         raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
                                  "is not supported: it must be 'none'.")

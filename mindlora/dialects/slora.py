@@ -27,9 +27,10 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     if other:
         raise AdapterError(f"slora has no place for adapters of embeddings and convolutions: {', '.join(other)}. Write "
                            "format 'peft'.")
-    if adapter.use_dora:
-        raise AdapterError("slora has no place for the magnitudes of DoRA (use_dora). Merge the adapter into its base, "
-                           "or write format 'peft'.")
+    for field in ("use_dora", "use_vera"):
+        if getattr(adapter, field):
+            raise AdapterError(f"slora has no place for the vectors that {field} trains. Merge the adapter into its "
+                               "base, or write format 'peft'.")
     if adapter.whole:
         raise AdapterError(f"slora has no place for modules that were trained whole: {', '.join(adapter.whole)}.")
     written, scale = {}, _scale(adapter)

@@ -1,5 +1,5 @@
 """LoRACell: what every cell with an adapter has, whatever it computes."""
-from typing import Dict, Tuple
+from typing import Dict, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -13,7 +13,8 @@ LORA_B = "mindpet_delta_lora_b"
 # MindFormers freezes once more what has no mindpet_delta_lora in its name.
 MAGNITUDE = "mindpet_delta_lora_magnitude"
 # Part of an adapter -> how its parameter is called in a network.
-PART_NAMES = {"A": LORA_A, "B": LORA_B, "magnitude": MAGNITUDE}
+PART_NAMES = {"A": LORA_A, "B": LORA_B, "magnitude": MAGNITUDE,
+              "lambda_d": "mindpet_delta_lora_lambda_d", "lambda_b": "mindpet_delta_lora_lambda_b"}
 
 
 class LoRACell(nn.Cell):
@@ -28,25 +29,31 @@ class LoRACell(nn.Cell):
         embeds (bool): Whether W is a table [vocabulary, dim], to which the transpose of scale B A is added.
         quantization (str or None): How W is quantized.
         lora_init (str or None): As in LoraConfig; None once an adapter was loaded in the place of its start.
+        zero_part (str): The part of the adapter without which it does nothing.
         takes_whole_starts (bool): Whether the starts that need W, or A and B together, are known for such a cell.
         origin (Origin or None): What the start took from the base (see start_adapters).
+        projection_key (int): What VeRA's A and B were drawn from.
         freeze_lora_a (bool): Whether B alone trains.
         kept (tuple or None): While the adapter is merged (see merge_lora), what merge_parameters() were, as arrays.
     """
 
     embeds = False
+    zero_part = "B"
     takes_whole_starts = False
     quantization = None
     origin = None
+    projection_key = 0
     kept = None
 
     @classmethod
-    def from_cell(cls, cell: nn.Cell, config: LoraConfig) -> "LoRACell":
+    def from_cell(cls, cell: nn.Cell, config: LoraConfig, common: Tuple[Parameter, ...] = None) -> "LoRACell":
         """Puts an adapter on an existing cell, whose parameters and operators are shared and not copied.
 
         Args:
             cell (nn.Cell): The cell to replace, of a kind that ``check`` takes.
             config (LoraConfig): Rank, scale, dropout, starts and dtypes.
+            common (tuple of Parameter): What ``common_parameters`` gave for all cells of the network. Default: None,
+                what it gives for this cell.
 
         Returns:
             LoRACell.
@@ -58,6 +65,7 @@ class LoRACell(nn.Cell):
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
         self._adopt(cell, config)
+        self._join(cls.common_parameters([cell], config) if common is None else common)
         return self
 
     @classmethod
@@ -80,8 +88,16 @@ class LoRACell(nn.Cell):
         """Returns the shape of each part of an adapter of this kind for ``cell``, adapted already or not."""
         raise NotImplementedError
 
+    @classmethod
+    def common_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
+        """Returns what the adapters of all ``cells`` of a network have in common: nothing, but with VeRA."""
+        return ()
+
     def _adopt(self, cell, config):
         raise NotImplementedError
+
+    def _join(self, common):
+        """Takes what ``common_parameters`` made."""
 
     def _describe(self, cell, config):
         """Takes over what cells of every kind have."""
@@ -97,12 +113,20 @@ class LoRACell(nn.Cell):
         self.lora_init, self.freeze_lora_a = config.lora_init, config.freeze_lora_a
 
     def parts(self) -> Dict[str, Parameter]:
-        """Returns the parameters of the adapter by part: "A", "B", and what else its kind has."""
+        """Returns the parameters of the adapter that are this cell's own, by part, as PART_NAMES has them."""
         return {part: getattr(self, name) for part, name in PART_NAMES.items() if hasattr(self, name)}
 
+    def common_parts(self) -> Dict[str, Parameter]:
+        """Returns what the adapter has in common with those of the network's other cells, by part."""
+        return {}
+
     def lora_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters of the adapter: (A, B), and what else its kind has."""
+        """Returns the parameters of parts()."""
         return tuple(self.parts().values())
+
+    def pair(self) -> Tuple[np.ndarray, np.ndarray]:
+        """Returns copies of A and B in NumPy, of which scale B A is what the adapter adds to W."""
+        return self.mindpet_delta_lora_a.asnumpy().copy(), self.mindpet_delta_lora_b.asnumpy().copy()
 
     def trained_parameters(self) -> Tuple[Parameter, ...]:
         """Returns those of lora_parameters() that train."""
@@ -122,12 +146,12 @@ class LoRACell(nn.Cell):
         """Called before the adapter is read out of the cell, to train, save or merge it."""
 
     def merge_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters that merging changes: W, B, and then those of the cell's own kind."""
-        return self.weight, self.mindpet_delta_lora_b
+        """Returns the parameters that merging changes: W, that of zero_part, and then those of the cell's own kind."""
+        return self.weight, self.parts()[self.zero_part]
 
     def silence(self) -> None:
         """Takes the adapter out of the forward, which is that of the plain cell from then on."""
-        fill(self.mindpet_delta_lora_b, 0)
+        fill(self.parts()[self.zero_part], 0)
 
     @property
     def merged(self) -> bool:
@@ -137,7 +161,7 @@ class LoRACell(nn.Cell):
     @property
     def adapter_path(self) -> str:
         """What stands before the names of the adapter's parameters; empty for a cell outside of a network."""
-        return self.mindpet_delta_lora_a.name.rpartition(".")[0]
+        return self.parts()[self.zero_part].name.rpartition(".")[0]
 
     def plain_cell(self) -> nn.Cell:
         """Returns the cell that this one took the place of, with this one's weight, bias and settings."""

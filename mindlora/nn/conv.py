@@ -51,9 +51,10 @@ class LoRAConv2d(LoRACell):
             raise UnsupportedCellError(f"{kind} has {cell.group} groups, which do not divide lora_rank "
                                        f"{config.lora_rank}. Choose a multiple of them (rank_pattern), or add it to "
                                        "exclude_modules.")
-        if config.use_dora:
-            raise UnsupportedCellError(f"{kind} is a convolution, for which use_dora is not supported. Add it to "
-                                       "exclude_modules, or set use_dora: False.")
+        for field in ("use_dora", "use_vera"):
+            if getattr(config, field):
+                raise UnsupportedCellError(f"{kind} is a convolution, for which {field} is not supported. Add it to "
+                                           f"exclude_modules, or set {field}: False.")
 
     @classmethod
     def part_shapes(cls, cell, rank):

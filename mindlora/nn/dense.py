@@ -100,7 +100,7 @@ class LoRADense(LoRACell):
 
     @classmethod
     def serves(cls, config):
-        return not config.use_dora
+        return not config.use_dora and not config.use_vera
 
     @classmethod
     def part_shapes(cls, cell, rank):
@@ -142,9 +142,7 @@ class LoRADense(LoRACell):
         inherited = getattr(cell, "dtype", cell.weight.dtype)
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else inherited
 
-        a, b = start_pair(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
-        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
-        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
+        self._add_adapter(config)
         self.lora_a_matmul = ops.MatMul(transpose_b=True)
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
         self.lora_mul = ops.Mul()
@@ -156,6 +154,11 @@ class LoRADense(LoRACell):
         self._pick_operators(sharded=strategy is not None)
         if strategy is not None:
             self._shard_lora(strategy)
+
+    def _add_adapter(self, config):
+        a, b = start_pair(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
+        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
+        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
 
     def _pick_operators(self, sharded):
         """Makes the fused operators that this cell can use, and its dropout."""
@@ -187,7 +190,7 @@ class LoRADense(LoRACell):
         out_shape = x.shape[:-1] + (self.out_channels,)
         input_dtype = x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        a, b = self._pair()
         bias = self._bias()
         if self._decodes(x):
             y = self._decode(x, self.cast(self.weight, self.dtype), a, b, bias)
@@ -199,6 +202,10 @@ class LoRADense(LoRACell):
         if self.activation_flag:
             y = self.activation(y)
         return self.cast(self.reshape(y, out_shape), input_dtype)
+
+    def _pair(self):
+        """A and B as they are multiplied with."""
+        return self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
 
     def _base_product(self, x):
         """x W^T."""

@@ -52,7 +52,7 @@ class LoRAEmbedding(LoRACell):
         if getattr(cell.gather, "in_strategy", None) is not None:
             raise UnsupportedCellError(f"{kind} is sharded, and LoRA on sharded embeddings is not supported. Add it to "
                                        "exclude_modules.")
-        for field in ("use_dora", "freeze_lora_a"):
+        for field in ("use_dora", "use_vera", "freeze_lora_a"):
             if getattr(config, field, False):
                 raise UnsupportedCellError(f"{kind} is an embedding, for which {field} is not supported. Add it to "
                                            f"exclude_modules, or set {field}: False.")

@@ -10,10 +10,12 @@ from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.qlora import QLoRADense
+from mindlora.nn.vera import VeRADense
 
 # The first one that takes the base cell and serves the configuration.
 KINDS = (
     DoRADense,
+    VeRADense,
     LoRADense,
     QLoRADense,
     LoRAEmbedding,

@@ -44,10 +44,11 @@ class QLoRADense(LoRADense):
 
     @classmethod
     def check(cls, cell, config):
-        unserved = "DoRA" if config.use_dora else starts.changes_base(config.lora_init) and config.lora_init
+        unserved = ("use_dora" if config.use_dora else "use_vera" if config.use_vera
+                    else starts.changes_base(config.lora_init) and f"lora_init {config.lora_init}")
         if unserved:
             raise UnsupportedCellError(f"The weight is quantized, which {unserved} does not take: it works on a weight "
-                                       "in float. Leave use_dora and lora_init out, or quantize_base.")
+                                       f"in float. Leave {unserved.split()[0]} or quantize_base out.")
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)

@@ -67,6 +67,9 @@ class PetLoraConfig(LoraConfig):
         super().__post_init__()
         if self.loraplus_lr_ratio is not None:
             check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")
+            if self.use_vera:
+                raise ConfigError(f"use_vera is True and loraplus_lr_ratio {self.loraplus_lr_ratio!r}, which is for "
+                                  "the B that VeRA does not train. Leave one of them out.")
 
 
 def register():

@@ -194,10 +194,12 @@ def _check_targets(config, lora) -> List[Finding]:
             return [Finding("error", f"{PET}.{field}", str(error))]
     findings += [Finding("warning", f"{PET}.target_modules", text) for text in said]
     cells = {path: lora.for_cell(path) for path in selected}
-    count = sum(cell.lora_rank * sum(sizes[path]) + cell.use_dora * sizes[path][0] for path, cell in cells.items())
+    count = sum(cell.lora_rank * (1 if cell.use_vera else sum(sizes[path]))
+                + (cell.use_dora or cell.use_vera) * sizes[path][0] for path, cell in cells.items())
     findings.append(Finding("note", f"{PET}.target_modules", f"LoRA on {len(cells)} cells, {count:,} parameters: "
                             f"{names.listed(cells)}."))
-    wasteful = [path for path, cell in cells.items() if cell.lora_rank > min(sizes[path])]
+    # VeRA's ranks are larger: it does not train its matrices.
+    wasteful = [path for path, cell in cells.items() if cell.lora_rank > min(sizes[path]) and not lora.use_vera]
     if wasteful:
         least = min(min(sizes[path]) for path in wasteful)
         findings.append(Finding("warning", f"{PET}.lora_rank", f"The rank is above the smaller side of {len(wasteful)} "

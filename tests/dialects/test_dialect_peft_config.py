@@ -32,7 +32,7 @@ def refused(path, message):
 def test_the_least_that_a_config_can_hold(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         config = read(tmp_path)
-    assert config == peft_config.PeftConfig(8, 16.0, 0.0, False, False, {}, {}, (), {}, None)
+    assert config == peft_config.PeftConfig(8, 16.0, 0.0, False, False, False, 0, {}, {}, (), {}, None)
     assert (config.rank_of(Q), config.alpha_of(Q)) == (8, 16.0)
     assert not caplog.records
 
@@ -170,7 +170,8 @@ def test_biases_are_refused(tmp_path, value):
 
 @pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
 def test_another_kind_of_adapter_is_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}, it must be 'LORA'.")
+    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}, it must be "
+            "'LORA' or 'VERA'.")
 
 
 @pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])

@@ -258,7 +258,8 @@ def test_cells_that_cannot_be_quantized(mindformers):
         assert not hasattr(cell, "out_channels") or hasattr(cell, "weight")
 
 
-@pytest.mark.parametrize("fields, name", [({"use_dora": True}, "DoRA"), ({"lora_init": "pissa"}, "pissa")])
+@pytest.mark.parametrize("fields, name", [({"use_dora": True}, "use_dora"),
+                                          ({"lora_init": "pissa"}, "lora_init pissa")])
 def test_adapters_that_need_the_weight_in_float(fields, name):
     nf4 = NF4Dense.from_dense(dense())
     refused(lambda: QLoRADense.from_cell(nf4, LoraConfig(lora_rank=2, **fields)), UnsupportedCellError,

@@ -21,7 +21,11 @@ MODELS = {
 def _case(model, dtype="float32", safetensors=True, embeddings="auto", **config):
     """One adapter: its model, the keys of PEFT's LoraConfig, and how it is saved."""
     return {"model": model, "dtype": dtype, "safetensors": safetensors, "embeddings": embeddings,
-            "config": {"r": 4, "lora_alpha": 6, "lora_dropout": 0.1, **config}}
+            "kind": "LoraConfig", "config": {"r": 4, "lora_alpha": 6, "lora_dropout": 0.1, **config}}
+
+
+def _vera(model, **config):
+    return {**_case(model), "kind": "VeraConfig", "config": {"r": 6, "vera_dropout": 0.1, "d_initial": 0.5, **config}}
 
 
 ADAPTERS = {
@@ -56,6 +60,10 @@ ADAPTERS = {
     "dora-bfloat16": _case("plain", "bfloat16", target_modules=["k_proj", "up_proj"], use_dora=True),
     "embedding": _case("plain", target_modules=["embed_tokens", "q_proj"]),
     "embedding-alone": _case("grouped", embeddings=False, target_modules=["embed_tokens"], use_rslora=True),
+    # Cells of several sizes, so that most take a part of A and B.
+    "vera": _vera("plain", target_modules=["q_proj", "v_proj", "down_proj"], projection_prng_key=7),
+    "vera-grouped": _vera("grouped", target_modules=[*ATTENTION, "up_proj"], layers_to_transform=[1],
+                          modules_to_save=["norm"]),
     "bin": _case("plain", safetensors=False, target_modules=["q_proj", "o_proj"]),
     "combine-1": _case("plain", target_modules=["q_proj", "k_proj", "v_proj"]),
     "combine-2": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], lora_alpha=10),

@@ -16,9 +16,11 @@ os.dup2(2, 1)
 
 # pylint: disable=wrong-import-position
 import numpy as np  # noqa: E402
+import peft  # noqa: E402
 import torch  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
+from peft.tuners.vera import VeraLayer  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -35,10 +37,10 @@ def make_model(folder, seed, shard_size, **config):
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 
-def make_adapter(model, folder, seed, config, dtype, safetensors, embeddings):
+def make_adapter(model, folder, seed, kind, config, dtype, safetensors, embeddings):
     """Saves an adapter for a model, with all that is saved random: A, B, whole modules and embeddings."""
     seed_all(seed)
-    adapted = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config))
+    adapted = get_peft_model(load_model(model), getattr(peft, kind)(task_type="CAUSAL_LM", **config))
     saved = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings)
     for name, parameter in adapted.named_parameters():
         if key_of(name) in saved:
@@ -65,10 +67,11 @@ def gradients(model, adapter, ids, path):
 
 
 def describe(model, adapter):
-    """Returns module -> [r, lora_alpha, scaling] as PEFT resolves an adapter's configuration."""
+    """Returns module -> [r, lora_alpha, scaling] as PEFT resolves an adapter's configuration; VeRA's scale is 1."""
     modules = load_adapted(model, adapter).base_model.model.named_modules()
-    return {name: [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
-            for name, module in modules if isinstance(module, LoraLayer)}
+    return {name: [module.r["default"], module.r["default"], 1] if isinstance(module, VeraLayer) else
+            [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
+            for name, module in modules if isinstance(module, (LoraLayer, VeraLayer))}
 
 
 def save_again(model, adapter, folder):

@@ -88,7 +88,7 @@ def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp
 
 
 @pytest.mark.parametrize("name", ["all-linear", "grouped", "patterns-rslora", "whole-norms", "dora", "dora-grouped",
-                                  "embedding-alone"])
+                                  "embedding-alone", "vera", "vera-grouped"])
 def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
     """One batch of training gives PyTorch's loss and its gradient of each A, B and module that is trained whole."""
     model = cases.ADAPTERS[name]["model"]
@@ -120,6 +120,8 @@ def ending_of(path, part):
     """Returns how PEFT's key of a part of the adapter at a path ends."""
     if part == "magnitude":
         return "lora_magnitude_vector"
+    if part.startswith("lambda"):
+        return f"vera_{part}"
     return f"lora_embedding_{part}" if path.endswith("tok_embeddings") else f"lora_{part}.weight"
 
 
@@ -127,6 +129,7 @@ def key_of(name):
     """Returns PEFT's key of a trained parameter."""
     path, _, leaf = name.rpartition(".")
     if leaf.startswith("mindpet_delta_lora_"):
-        part = "magnitude" if leaf.endswith("magnitude") else leaf[-1].upper()
+        own = leaf.removeprefix("mindpet_delta_lora_")
+        part = own.upper() if own in "ab" else own
         return f"base_model.model.{names.to_hugging_face(path)}.{ending_of(path, part)}"
     return f"base_model.model.{names.parameter_to_hugging_face(name)}"

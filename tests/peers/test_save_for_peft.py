@@ -49,6 +49,8 @@ def test_file_holds_what_was_trained(run):
     for path, cell in adapt.lora_cells(run.network):
         for part, parameter in cell.parts().items():
             expected[f"base_model.model.{names.to_hugging_face(path)}.{ending_of(path, part)}"] = parameter
+        for part, parameter in cell.common_parts().items():
+            expected[f"base_model.vera_{part}"] = parameter
     for parameter in adapt.saved_whole(run.network):
         expected["base_model.model." + names.parameter_to_hugging_face(parameter.name)] = parameter
     found = stored(run.folder / cases.WEIGHTS)
@@ -60,7 +62,7 @@ def test_file_holds_what_was_trained(run):
         if dtype != "BF16":
             assert content == parameter.asnumpy().tobytes()
     config = read_json(run.folder, "adapter_config.json")
-    assert config["lora_dropout"] == run.config.lora_dropout
+    assert config["vera_dropout" if run.config.use_vera else "lora_dropout"] == run.config.lora_dropout
     assert config["base_model_name_or_path"].endswith(run.model)
 
 

@@ -25,6 +25,9 @@ CONFIGS = {
     "frozen-a": ("plain", LoraConfig(target_modules=["wq", "w2"], lora_rank=4, lora_alpha=6, freeze_lora_a=True)),
     "lm_head": ("plain", LoraConfig(target_modules=["wq", "lm_head"], lora_rank=4, lora_alpha=8)),
     "dora": ("grouped", LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=4, lora_alpha=8, use_dora=True)),
+    # A step moves a vector by RATE, of which little is seen where the other one is small.
+    "vera": ("grouped", LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=6, lora_dropout=0.1, use_vera=True,
+                                   d_initial=1.0, projection_prng_key=3)),
     "embedding": ("plain", LoraConfig(target_modules=["tok_embeddings", "wv"], lora_rank=4, lora_alpha=8)),
     "float16": ("plain", LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=8, param_init_type="float16")),
     "bfloat16": ("plain", LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=8,

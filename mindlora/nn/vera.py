@@ -1,0 +1,116 @@
+"""VeRADense: a linear cell that trains two vectors around random matrices that the whole network shares."""
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Constant, initializer
+
+from mindlora.errors import ShapeMismatchError, UnsupportedCellError
+from mindlora.nn.cell import PART_NAMES
+from mindlora.nn.dense import LoRADense
+from mindlora.ops.backend import Choice
+from mindlora.projection import projection
+
+# A bears mindpet_delta_lora so that MindFormers takes it for what it is: the adapter's.
+VERA_A, VERA_B = "mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"
+
+
+class VeRADense(LoRADense):
+    r"""A linear cell with a low-rank path of frozen random matrices, scaled by two trained vectors.
+
+    .. math::
+        y = activation(x W^T + bias + \lambda_b (((dropout(x) A^T) \lambda_d) B^T))
+
+    A and B are the same two parameters in all cells of a network, as wide as its widest adapted cell, of which each
+    takes the first columns and the first rows (see mindlora.projection). lambda_d starts at d_initial and lambda_b at
+    zero, so the cell starts as the plain one; these two train, r + out numbers.
+
+    The fused operators do not serve it. The gradients of A and B are never computed.
+
+    Parameters:
+        weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_lambda_d [r],
+        mindpet_delta_lora_lambda_b [out_channels], and, common to all cells, mindpet_delta_lora_vera_a
+        [r, widest in_channels] and mindpet_delta_lora_vera_b [widest out_channels, r].
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2024.
+    """
+
+    zero_part = "lambda_b"
+
+    @classmethod
+    def serves(cls, config):
+        return config.use_vera
+
+    @classmethod
+    def check(cls, cell, config):
+        super().check(cell, config)
+        if getattr(cell.matmul, "in_strategy", None) is not None:
+            raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and VeRA on sharded cells is not supported. "
+                                       "Set use_vera: False, or model_parallel: 1.")
+
+    @classmethod
+    def part_shapes(cls, cell, rank):
+        return {**super().part_shapes(cell, rank), "lambda_d": (rank,), "lambda_b": (cell.out_channels,)}
+
+    @classmethod
+    def common_parameters(cls, cells, config):
+        a, b = projection(config.projection_prng_key, config.lora_rank, max(cell.in_channels for cell in cells),
+                          max(cell.out_channels for cell in cells))
+        dtype = getattr(mstype, config.param_init_type)
+        return tuple(Parameter(Tensor(array, dtype), name=name, requires_grad=False)
+                     for name, array in ((VERA_A, a), (VERA_B, b)))
+
+    def _add_adapter(self, config):
+        self.projection_key = config.projection_prng_key
+        dtype = getattr(mstype, config.param_init_type)
+        for part, size, value in (("lambda_d", self.lora_rank, config.d_initial), ("lambda_b", self.out_channels, 0)):
+            name = PART_NAMES[part]
+            setattr(self, name, Parameter(initializer(Constant(value), [size], dtype), name=name))
+
+    def _join(self, common):
+        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = common
+
+    def _pick_operators(self, sharded):
+        self.choice = Choice("lora_delta", "composed", "VeRA scales between and after the two products")
+        self.fused = self.reseeds = False
+        if self.dropout_rate > 0:
+            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
+
+    def common_parts(self):
+        return {"A": self.mindpet_delta_lora_vera_a, "B": self.mindpet_delta_lora_vera_b}
+
+    def pair(self):
+        parts = {**self.common_parts(), **self.parts()}
+        a, b, lambda_d, lambda_b = (parameter.asnumpy().astype(np.float32) for parameter in parts.values())
+        return lambda_d[:, None] * a[:, :self.in_channels], lambda_b[:, None] * b[:self.out_channels]
+
+    def load_part(self, part, array):
+        if part not in "AB":
+            super().load_part(part, array)
+            return
+        common = self.common_parts()[part]
+        values = common.asnumpy().astype(np.float32)
+        rows, columns = array.shape
+        if rows > len(values) or columns > values.shape[1]:
+            raise ShapeMismatchError(f"{part} is {list(array.shape)}, and the network's is {list(values.shape)}.")
+        if not np.array_equal(values[:rows, :columns], array):
+            values[:rows, :columns] = array
+            common.set_data(Tensor(values, common.dtype))
+
+    def _pair(self):
+        # Cast before: not every dtype that A and B can be kept in can be cut on a CPU.
+        a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
+        b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
+        return a[:, :self.in_channels], b[:self.out_channels]
+
+    def _add_low_rank(self, y, x, a, b):
+        if self.dropout_rate > 0 and self.training:
+            x = self.lora_dropout(x)
+        low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.mindpet_delta_lora_lambda_d, self.dtype))
+        update = self.lora_b_matmul(low_rank, b)
+        return self.lora_add(y, self.lora_mul(update, self.cast(self.mindpet_delta_lora_lambda_b, self.dtype)))

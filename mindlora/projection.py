@@ -1,0 +1,34 @@
+"""VeRA's two random matrices, the same numbers as PEFT draws for the same key."""
+import math
+from typing import Tuple
+
+import numpy as np
+
+
+def projection(key: int, rank: int, in_channels: int, out_channels: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns the frozen A and B that all cells of a VeRA network share, uniform in +-sqrt(6 / fan_in).
+
+    They are drawn as PyTorch's CPU generator does from ``key``, A first, so that they are PEFT's bit for bit.
+
+    Args:
+        key (int): What PEFT calls projection_prng_key; PyTorch's generator looks at its lower 32 bits.
+        rank (int): r.
+        in_channels, out_channels (int): The largest of the adapted cells; a smaller cell takes the first columns of A
+            and the first rows of B.
+
+    Returns:
+        A [r, in_channels] with fan_in in_channels, B [out_channels, r] with fan_in r; float32.
+
+    Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2024, section 3.2.
+    """
+    generator = np.random.RandomState(key & 0xFFFFFFFF)
+    return (_uniform(generator, (rank, in_channels), in_channels), _uniform(generator, (out_channels, rank), rank))
+
+
+def _uniform(generator, shape, fan_in) -> np.ndarray:
+    # The lower 24 bits of each word of the Mersenne Twister are the fraction.
+    words = generator.randint(0, 2**32, size=shape, dtype=np.uint32) & np.uint32(2**24 - 1)
+    bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(fan_in))
+    low, high = np.float32(-bound), np.float32(bound)
+    # Multiplied and added with one rounding, as PyTorch does: the product is exact in float64.
+    return (words * (2.0**-24 * np.float64(high - low)) + np.float64(low)).astype(np.float32)
