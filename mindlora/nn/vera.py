@@ -1,6 +1,6 @@
 """VeRADense: a linear cell that trains two vectors around random matrices that the whole network shares."""
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
@@ -18,13 +18,13 @@ class VeRADense(LoRADense):
     r"""A linear cell with a low-rank path of frozen random matrices, scaled by two trained vectors.
 
     .. math::
-        y = activation(x W^T + bias + \lambda_b (((dropout(x) A^T) \lambda_d) B^T))
+        y = activation(x W^T + bias + ((dropout(x) A^T) \lambda_d) (diag(\lambda_b) B)^T)
 
     A and B are the same two parameters in all cells of a network, as wide as its widest adapted cell, of which each
     takes the first columns and the first rows (see mindlora.projection). lambda_d starts at d_initial and lambda_b at
     zero, so the cell starts as the plain one; these two train, r + out numbers.
 
-    The fused operators do not serve it. The gradients of A and B are never computed.
+    The fused operators do not serve it.
 
     Parameters:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_lambda_d [r],
@@ -67,6 +67,7 @@ class VeRADense(LoRADense):
 
     def _add_adapter(self, config):
         self.projection_key = config.projection_prng_key
+        self.slice = ops.Slice()
         dtype = getattr(mstype, config.param_init_type)
         for part, size, value in (("lambda_d", self.lora_rank, config.d_initial), ("lambda_b", self.out_channels, 0)):
             name = PART_NAMES[part]
@@ -106,11 +107,17 @@ class VeRADense(LoRADense):
         # Cast before: not every dtype that A and B can be kept in can be cut on a CPU.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
-        return a[:, :self.in_channels], b[:self.out_channels]
+        # On the rows of B and not on y: so nothing of the size of y is kept for the backward.
+        lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
+        return (self._first(a, self.lora_rank, self.in_channels),
+                self.lora_mul(lambda_b, self._first(b, self.out_channels, self.lora_rank)))
+
+    def _first(self, matrix, rows, columns):
+        """The first rows and columns; no copy of the whole."""
+        return matrix if matrix.shape == (rows, columns) else self.slice(matrix, (0, 0), (rows, columns))
 
     def _add_low_rank(self, y, x, a, b):
         if self.dropout_rate > 0 and self.training:
             x = self.lora_dropout(x)
         low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.mindpet_delta_lora_lambda_d, self.dtype))
-        update = self.lora_b_matmul(low_rank, b)
-        return self.lora_add(y, self.lora_mul(update, self.cast(self.mindpet_delta_lora_lambda_b, self.dtype)))
+        return self.lora_add(y, self.lora_b_matmul(low_rank, b))
