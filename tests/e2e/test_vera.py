@@ -1,0 +1,38 @@
+"""VeRA from a YAML: trained, saved as PEFT's, resumed from its adapter and evaluated."""
+import json
+import re
+
+import numpy as np
+
+from mindlora import adapter_file, load_lora
+from mindlora.projection import projection
+from tests.e2e.conftest import TRAINING
+from tests.e2e.runs import launch, succeeded
+from tests.e2e.test_launcher import loss_of, step_losses
+
+PET = "--model.model_config.pet_config."
+# Ten times LoRA's learning rate, as the paper has it.
+VERA = (PET + "use_vera", "True", PET + "lora_rank", "32", PET + "lora_alpha", "32", PET + "d_initial", "1.0",
+        PET + "projection_prng_key", "5")
+
+
+def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_path):
+    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", base, *VERA,
+                              *TRAINING))
+    losses = step_losses(stdout)
+    assert losses[-1] < losses[0] - 0.1
+    folder = tmp_path / "train" / "output" / "lora_checkpoint" / "best"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["projection_prng_key"]) == ("VERA", 32, 5)
+    adapter = adapter_file.read(str(folder))
+    # A stands in each path as wide as for w2, B as high as for w1 and w3.
+    a, b = (max((adapter.tensors[path, half] for path in adapter.paths), key=np.size) for half in "AB")
+    for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):
+        np.testing.assert_array_equal(array, expected)
+    assert all(adapter.tensors[path, "lambda_b"].any() for path in adapter.paths)
+    stdout = succeeded(launch(tmp_path / "eval", "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size",
+                              "4", "--load_checkpoint", base, *VERA, PET + "adapter_path", folder))
+    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    network = fresh_network(use_vera=True, lora_rank=32, lora_alpha=32)
+    load_lora(network, str(folder))
+    assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
