@@ -25,8 +25,8 @@ class LoRADense(LoRACell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
     scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023) and is applied
-    to the rank-sized tensor, the smallest one. W and bias are meant to
-    be frozen (see freeze_base); A and B train. B starts at zero, so the cell starts as the plain one.
+    to the rank-sized tensor, the smallest one. W and bias are meant to be frozen (see freeze_base); A and B train. B
+    starts at zero, so the cell starts as the plain one.
 
     Args:
         in_channels (int): Size of the last axis of x.
@@ -51,7 +51,6 @@ class LoRADense(LoRACell):
 
     Attributes:
         choice (Choice): The path that was picked when the cell was made, and why.
-        kept (tuple or None): While the adapter is merged (see merge_lora), W and B as they were, as NumPy arrays.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
