@@ -1,4 +1,5 @@
 """Shared by the tests of the core: the numpy oracle, small networks, and what is asked of a network's parameters."""
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
@@ -34,6 +35,17 @@ def randomize(parameters, seed=0):
         parameter.set_data(Tensor(rng.normal(size=parameter.shape).astype(np.float32), parameter.dtype))
 
 
+def normal(*shape, seed=3):
+    """Returns normal values in float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def gradients(cell, x, weights):
+    """Returns d sum(cell(x) * weights) / d x and then d each tensor of the cell's adapter, as MindSpore computes them."""
+    of_x, of_adapter = ms.grad(WeightedSum(cell), 0, cell.lora_parameters())(Tensor(x), Tensor(weights))
+    return (of_x, *of_adapter)
+
+
 def adapters(network):
     """Returns the A and B of a network, by name."""
     return {p.name: p for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
@@ -42,6 +54,42 @@ def adapters(network):
 def snapshot(network):
     """Returns the bytes of every parameter of a network, by name."""
     return {p.name: p.asnumpy().tobytes() for p in network.get_parameters()}
+
+
+def _relu(y):
+    return np.maximum(y, 0)
+
+
+def _silu(y):
+    return y / (1 + np.exp(-y))
+
+
+# Linear cells by name: nn.Dense or MindFormers' Linear, what they are built with, and their activation in numpy.
+LINEAR_CELLS = {
+    "dense": ("Dense", {"has_bias": False}, None),
+    "dense with bias": ("Dense", {}, None),
+    "dense with relu": ("Dense", {"activation": "relu"}, _relu),
+    "linear": ("Linear", {"has_bias": False}, None),
+    "linear with bias": ("Linear", {}, None),
+    "linear with silu": ("Linear", {"activation": "silu"}, _silu),
+}
+
+
+def linear_cell(name, in_channels, out_channels, mindformers):
+    """Returns one of LINEAR_CELLS with normal weights, and its activation."""
+    kind, arguments, activation = LINEAR_CELLS[name]
+    if kind == "Dense":
+        return normal_dense(in_channels, out_channels, **arguments), activation
+    cell = mindformers.modules.layers.Linear(in_channels, out_channels, compute_dtype=ms.float32, **arguments)
+    randomize(cell.get_parameters(), seed=1)
+    return cell, activation
+
+
+def normal_dense(in_channels, out_channels, seed=1, **arguments):
+    """Returns an nn.Dense with normal weights."""
+    cell = nn.Dense(in_channels, out_channels, **arguments)
+    randomize(cell.get_parameters(), seed)
+    return cell
 
 
 class WeightedSum(nn.Cell):

@@ -12,7 +12,7 @@ from mindlora import LoRADense, LoraConfig, LoraError, apply_lora, freeze_base
 from mindlora.adapt import lora_cells
 from mindlora.errors import MergeError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
-from tests.helpers import TinyModel, WeightedSum, as_array, assert_close, lora_forward, randomize, snapshot
+from tests.helpers import TinyModel, WeightedSum, as_array, assert_close, lora_forward, normal, randomize, snapshot
 
 DTYPES = ["float32", "float16", "bfloat16"]
 CONFIG = LoraConfig(lora_rank=3, lora_alpha=4.5, target_modules=".*")  # scale 1.5
@@ -45,10 +45,6 @@ def folded(cell, scale=1.5):
     """The oracle: W + scale B A, in float64."""
     a, b = cell.lora_parameters()
     return as_array(cell.weight) + scale * as_array(b) @ as_array(a)
-
-
-def normal(*shape, seed=3):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def pair_forward(network, x, first, second):

@@ -1,4 +1,6 @@
 """DoRADense against numpy: equation, gradients with a constant norm, dropout, and how its magnitude starts."""
+import functools
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -9,32 +11,19 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.cell import MAGNITUDE
 from mindlora.nn.dora import DoRADense, row_norms
-from tests.helpers import TinyModel, WeightedSum, as_array, assert_close, randomize, snapshot
+from tests.helpers import (TinyModel, as_array, assert_close, gradients, linear_cell, normal, normal_dense, randomize,
+                           snapshot)
 
 IN, OUT, RANK, ALPHA = 7, 5, 3, 4.5
 SCALE = ALPHA / RANK
 CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, use_dora=True)
+small_dense = functools.partial(normal_dense, IN, OUT)
 
 
-def silu(y):
-    return y / (1 + np.exp(-y))
-
-
-KINDS = {
-    "dense": ("Dense", {"has_bias": False}, None),
-    "dense with bias and relu": ("Dense", {"activation": "relu"}, lambda y: np.maximum(y, 0)),
-    "linear with bias and silu": ("Linear", {"activation": "silu"}, silu),
-}
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["dense", "dense with relu", "linear with silu"])
 def plain(request, mindformers):
     """A linear cell with normal weights, and its activation in numpy."""
-    kind, arguments, activation = KINDS[request.param]
-    cell = (nn.Dense(IN, OUT, **arguments) if kind == "Dense" else
-            mindformers.modules.layers.Linear(IN, OUT, compute_dtype=ms.float32, **arguments))
-    randomize(cell.get_parameters(), seed=1)
-    return cell, activation
+    return linear_cell(request.param, IN, OUT, mindformers)
 
 
 def adapted(cell, config=CONFIG):
@@ -42,12 +31,6 @@ def adapted(cell, config=CONFIG):
     dora = DoRADense.from_dense(cell, config)
     randomize(dora.lora_parameters(), seed=2)
     return dora
-
-
-def small_dense(**arguments):
-    dense = nn.Dense(IN, OUT, **arguments)
-    randomize(dense.get_parameters(), seed=1)
-    return dense
 
 
 def directions(dora):
@@ -63,10 +46,6 @@ def oracle(dora, x, activation=None):
     if dora.bias is not None:
         y = y + as_array(dora.bias)
     return y if activation is None else activation(y)
-
-
-def normal(*shape, seed=3):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 # The equation ---------------------------------------------------------------------------------------------------
@@ -99,7 +78,7 @@ def test_gradients_hold_the_norm_constant(mode, plain):
     if cell.activation_flag:
         cell.activation_flag = False
     dora, x, weights = adapted(cell).set_train(), normal(4, IN), normal(4, OUT, seed=4)
-    of_x, (of_a, of_b, of_m) = ms.grad(WeightedSum(dora), 0, dora.lora_parameters())(Tensor(x), Tensor(weights))
+    of_x, of_a, of_b, of_m = gradients(dora, x, weights)
     (whole, norms), (a, b, m) = directions(dora), (as_array(p) for p in dora.lora_parameters())
     slope = weights * (m / norms)
     assert_close(of_x, slope @ whole)
@@ -137,8 +116,7 @@ def test_dropout_is_of_the_low_rank_path_too(mode):
 @pytest.mark.parametrize("weight_dtype, compute_dtype", [("float16", None), ("float16", "float32"),
                                                          ("float32", "float16"), ("bfloat16", "float32")])
 def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
-    dense = nn.Dense(IN, OUT, has_bias=False, dtype=getattr(ms, weight_dtype))
-    randomize(dense.get_parameters(), seed=1)
+    dense = small_dense(has_bias=False, dtype=getattr(ms, weight_dtype))
     dora = adapted(dense, LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, param_init_type=param_init_type, use_dora=True,
                                      compute_dtype=compute_dtype))
     x = Tensor(normal(2, 3, IN), dense.weight.dtype)

@@ -1,4 +1,5 @@
 """NF4Dense and QLoRADense against numpy on the dequantized weight: equation, gradients, memory, what they take over."""
+import functools
 import os
 import subprocess
 import sys
@@ -15,38 +16,19 @@ from mindlora.nn.nf4 import NF4Dense, nf4_array
 from mindlora.nn.qlora import QLoRADense
 from mindlora.ops.nf4 import TENSOR_NAMES, dequantize, quantize
 from tests.conftest import ROOT
-from tests.helpers import WeightedSum, as_array, assert_close, lora_forward, randomize
+from tests.helpers import (as_array, assert_close, gradients, linear_cell, lora_forward, normal, normal_dense,
+                           randomize)
 
 IN, OUT, RANK, ALPHA = 70, 5, 3, 4.5
 SCALE = ALPHA / RANK
 CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
+dense = functools.partial(normal_dense, IN, OUT)
 
 
-def silu(y):
-    return y / (1 + np.exp(-y))
-
-
-KINDS = {
-    "dense": ("Dense", {"has_bias": False}, None),
-    "dense with bias and relu": ("Dense", {"activation": "relu"}, lambda y: np.maximum(y, 0)),
-    "linear with bias and silu": ("Linear", {"activation": "silu"}, silu),
-}
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["dense", "dense with relu", "linear with silu"])
 def plain(request, mindformers):
     """A linear cell with normal weights, and its activation in numpy."""
-    kind, arguments, activation = KINDS[request.param]
-    cell = (nn.Dense(IN, OUT, **arguments) if kind == "Dense" else
-            mindformers.modules.layers.Linear(IN, OUT, compute_dtype=ms.float32, **arguments))
-    randomize(cell.get_parameters(), seed=1)
-    return cell, activation
-
-
-def dense(seed=1, **arguments):
-    cell = nn.Dense(IN, OUT, **arguments)
-    randomize(cell.get_parameters(), seed)
-    return cell
+    return linear_cell(request.param, IN, OUT, mindformers)
 
 
 def adapted(cell, config=CONFIG):
@@ -60,10 +42,6 @@ def oracle(lora, x, activation=None):
     a, b = (as_array(p) for p in lora.lora_parameters())
     return lora_forward(x, dequantize(nf4_array(lora)), a, b, SCALE, None if lora.bias is None else as_array(lora.bias),
                         activation)
-
-
-def normal(*shape, seed=3):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 # The equation ---------------------------------------------------------------------------------------------------
@@ -110,7 +88,7 @@ def test_gradients_reach_x_a_and_b_and_nothing_else(mode, param_init_type):
     lora.set_train()
     x, weights = normal(4, IN), normal(4, OUT, seed=4)
     assert [p.name for p in lora.trainable_params()] == [p.name for p in lora.lora_parameters()]
-    _, (dx, (da, db)) = ms.value_and_grad(WeightedSum(lora), 0, lora.trainable_params())(Tensor(x), Tensor(weights))
+    dx, da, db = gradients(lora, x, weights)
     a, b = (as_array(p) for p in lora.lora_parameters())
     w = dequantize(nf4_array(lora)).astype(np.float64) + SCALE * b @ a
     assert_close(dx, weights @ w)
