@@ -1,0 +1,170 @@
+"""What LoRADense takes over from the cell that it replaces, what it leaves, and which cells it refuses."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from mindlora import LoRADense, LoraConfig
+from mindlora.errors import UnsupportedCellError
+from tests.helpers import assert_close, gradients, normal
+from tests.nn.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
+
+
+# What is refused ------------------------------------------------------------------------------------------------
+
+class OtherForward(nn.Dense):
+    """A linear cell whose forward is not nn.Dense's."""
+
+    def construct(self, x):
+        return 2 * super().construct(x)
+
+
+class OtherName(nn.Dense):
+    """A linear cell whose forward is nn.Dense's own."""
+
+
+REFUSED = {
+    "conv": (lambda linear: nn.Conv2d(3, 4, 3), "Conv2d is neither nn.Dense nor MindFormers' Linear."),
+    "LoRADense": (lambda linear: LoRADense(IN, OUT, RANK, ALPHA),
+                  "The cell is a LoRADense already: adapters do not stack."),
+    "own forward": (lambda linear: OtherForward(IN, OUT),
+                    "OtherForward has a forward of its own, which LoRADense would drop."),
+    "transpose_b": (lambda linear: linear(IN, OUT, transpose_b=False),
+                    "Linear keeps its weight as [in_channels, out_channels] (transpose_b False); LoRADense needs "
+                    "[out_channels, in_channels]. Add it to exclude_modules."),
+    "experts": (lambda linear: linear(IN, OUT, expert_num=2),
+                "Linear holds 2 experts; LoRA on expert weights is not supported. Add it to exclude_modules."),
+    "grouped experts": (lambda linear: linear(IN, OUT, expert_num=4, use_gmm=True),
+                        "Linear holds 4 experts; LoRA on expert weights is not supported. Add it to "
+                        "exclude_modules."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_cell_that_cannot_carry_lora_is_refused(mindformers, name):
+    build, message = REFUSED[name]
+    with pytest.raises(UnsupportedCellError) as error:
+        LoRADense.from_dense(build(mindformers.modules.layers.Linear), CONFIG)
+    assert str(error.value) == message
+
+
+def test_a_subclass_with_the_same_forward_is_taken():
+    lora = adapted(OtherName(IN, OUT))
+    x = normal(3, IN)
+    assert_close(lora(Tensor(x)), oracle(lora, x))
+
+
+# What is shared -------------------------------------------------------------------------------------------------
+
+def test_the_base_is_shared_and_not_copied(plain):
+    cell, _ = plain
+    lora = LoRADense.from_dense(cell, CONFIG)
+    assert lora.weight is cell.weight and lora.bias is cell.bias and lora.activation is cell.activation
+    assert lora.matmul is cell.matmul
+    assert (lora.weight.name, lora.mindpet_delta_lora_a.name) == ("weight", "mindpet_delta_lora_a")
+    cell.weight.set_data(Tensor(np.zeros((OUT, IN), np.float32)))
+    assert not lora.weight.asnumpy().any()
+
+
+def test_no_second_weight_is_allocated_even_for_a_moment():
+    try:
+        _reset_peak_memory()
+    except OSError:
+        pytest.skip("the peak of memory cannot be reset here")
+    dense = nn.Dense(4096, 4096, weight_init="zeros", has_bias=False)
+    dense.weight.asnumpy()
+    LoRADense.from_dense(nn.Dense(8, 8), CONFIG)  # what is loaded once is not what is measured
+    _reset_peak_memory()
+    before = _memory("VmRSS")
+    LoRADense.from_dense(dense, CONFIG)
+    assert _memory("VmHWM") - before < 16  # the weight has 64
+
+
+def _memory(field):
+    """Returns a field of /proc/self/status in MiB."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1024
+
+
+def _reset_peak_memory():
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+# What is carried over -------------------------------------------------------------------------------------------
+
+PARALLEL = {
+    # name: strategy of the base product, then of the low-rank path's a_matmul, mul, b_matmul and add
+    "column": (((2, 1), (2, 1)), ((2, 1), (1, 1)), ((2, 1), ()), ((2, 1), (2, 1)), ((2, 2), (2, 2))),
+    "row": (((2, 2), (1, 2)), ((2, 2), (1, 2)), ((2, 1), ()), ((2, 1), (1, 1)), ((2, 1), (2, 1))),
+    "data": (((4, 1), (1, 1)), ((4, 1), (1, 1)), ((4, 1), ()), ((4, 1), (1, 1)), ((4, 1), (4, 1))),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("kind", ["Linear", "Dense"])
+def test_shard_strategies_follow_from_the_base_product(mindformers, semi_auto_parallel, name, kind):
+    base, a_matmul, mul, b_matmul, add = PARALLEL[name]
+    if kind == "Linear":
+        cell = mindformers.modules.layers.Linear(8, 8, has_bias=False)
+        cell.shard(base)
+    else:
+        cell = nn.Dense(8, 8, has_bias=False)
+        cell.matmul.shard(base)
+    lora = LoRADense.from_dense(cell, LoraConfig(lora_rank=4, lora_dropout=0.1))
+    assert lora.matmul.in_strategy == base
+    assert lora.lora_a_matmul.in_strategy == a_matmul
+    assert lora.lora_mul.in_strategy == mul
+    assert lora.lora_b_matmul.in_strategy == b_matmul
+    assert lora.lora_add.in_strategy == add
+    assert lora.lora_dropout.dropout.in_strategy == (base[0],)
+
+
+def test_bias_and_activation_keep_their_strategies(mindformers, semi_auto_parallel):
+    cell = mindformers.modules.layers.Linear(8, 8, activation="relu")
+    cell.shard(((2, 1), (2, 1)), ((2, 2), (2,)), ((2, 2),))
+    lora = LoRADense.from_dense(cell, CONFIG)
+    assert lora.bias_add.in_strategy == ((2, 2), (2,))
+    assert lora.activation.relu.in_strategy == ((2, 2),)
+
+
+def test_a_cell_that_is_not_sharded_gives_no_strategies(mindformers, semi_auto_parallel):
+    lora = LoRADense.from_dense(mindformers.modules.layers.Linear(8, 8), CONFIG)
+    for product in (lora.lora_a_matmul, lora.lora_mul, lora.lora_b_matmul, lora.lora_add):
+        assert not hasattr(product, "in_strategy")
+
+
+def test_a_cell_that_is_sharded_by_layouts_is_refused(mindformers, semi_auto_parallel):
+    layout = ms.Layout((2, 2), ("dp", "mp"))
+    cell = mindformers.modules.layers.Linear(8, 8, has_bias=False)
+    cell.shard((layout("dp", "None"), layout("mp", "None")), enable_nd_tp=True)
+    with pytest.raises(UnsupportedCellError) as error:
+        LoRADense.from_dense(cell, CONFIG)
+    assert str(error.value) == (
+        "Linear is sharded by Layouts, from which LoRA's strategies cannot be derived. "
+        "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
+
+
+def test_recomputation_is_carried_over(mode):
+    dense = nn.Dense(IN, OUT)
+    plain_lora = adapted(dense)
+    dense.recompute()
+    lora = adapted(dense)
+    assert lora.get_scope() == dense.get_scope() != plain_lora.get_scope()
+    assert dense.get_flags().items() <= lora.get_flags().items()
+    x, upstream = normal(3, IN), normal(3, OUT, seed=4)
+    for mine, theirs in zip(gradients(lora, x, upstream), gradients(plain_lora, x, upstream)):
+        np.testing.assert_array_equal(mine.asnumpy(), theirs.asnumpy())
+
+
+def test_pipeline_stage_is_carried_over():
+    dense = nn.Dense(IN, OUT)
+    dense.pipeline_stage = 3
+    assert LoRADense.from_dense(dense, CONFIG).pipeline_stage == 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_mode_is_carried_over(training):
+    dense = nn.Dense(IN, OUT).set_train(training)
+    lora = LoRADense.from_dense(dense, LoraConfig(lora_dropout=0.25))
+    assert lora.training is training
