@@ -1,4 +1,5 @@
 """Shared by all tests: a quiet MindSpore, and each test's output away from the checkout."""
+import contextlib
 import logging
 import os
 import sys
@@ -31,14 +32,37 @@ def _plain_log():
     logger.setLevel(logging.NOTSET)
 
 
+@contextlib.contextmanager
+def in_mode(mode):
+    """Runs what it holds in graph mode (0) or in PyNative (1)."""
+    import mindspore as ms
+    before = ms.get_context("mode")
+    ms.set_context(mode=mode)
+    try:
+        yield mode
+    finally:
+        ms.set_context(mode=before)
+
+
 @pytest.fixture(params=[0, 1], ids=["graph", "pynative"])
 def mode(request):
     """Runs a test in graph mode and in PyNative."""
-    import mindspore as ms
-    before = ms.get_context("mode")
-    ms.set_context(mode=request.param)
-    yield request.param
-    ms.set_context(mode=before)
+    with in_mode(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def graph_mode():
+    """Runs a test in graph mode alone."""
+    with in_mode(0):
+        yield
+
+
+@pytest.fixture
+def pynative_mode():
+    """Runs a test in PyNative alone."""
+    with in_mode(1):
+        yield
 
 
 @pytest.fixture(scope="session")

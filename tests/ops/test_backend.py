@@ -15,11 +15,6 @@ def _unset(library, monkeypatch):
     monkeypatch.delenv("MS_CUSTOM_AOT_WHITE_LIST", raising=False)
 
 
-@pytest.fixture
-def graph():
-    ms.set_context(mode=ms.GRAPH_MODE)
-
-
 def paths():
     return {choice.op: choice.path for choice in backend_report().choices}
 
@@ -75,18 +70,18 @@ def assert_cpu_is_out(monkeypatch, reason):
     assert str(error.value).startswith("MINDLORA_BACKEND is cpu, but ") and reason in str(error.value)
 
 
-def test_a_missing_library(graph, monkeypatch, tmp_path):
+def test_a_missing_library(graph_mode, monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "none.so"))
     assert_cpu_is_out(monkeypatch, f"{tmp_path}/none.so is missing: build it with `python -m mindlora.ops.build`")
 
 
-def test_a_library_that_cannot_be_loaded(graph, monkeypatch, tmp_path):
+def test_a_library_that_cannot_be_loaded(graph_mode, monkeypatch, tmp_path):
     (tmp_path / "broken.so").write_bytes(b"not a library")
     monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "broken.so"))
     assert_cpu_is_out(monkeypatch, "broken.so cannot be loaded: ")
 
 
-def test_a_library_of_another_version(graph, monkeypatch):
+def test_a_library_of_another_version(graph_mode, monkeypatch):
     version = backend._LIBRARY_VERSION
     monkeypatch.setattr(backend, "_LIBRARY_VERSION", -1)
     backend._load_problem.cache_clear()
@@ -95,7 +90,7 @@ def test_a_library_of_another_version(graph, monkeypatch):
     backend._load_problem.cache_clear()
 
 
-def test_a_white_list_that_does_not_hold_the_library(graph, monkeypatch, tmp_path):
+def test_a_white_list_that_does_not_hold_the_library(graph_mode, monkeypatch, tmp_path):
     monkeypatch.setenv("MS_CUSTOM_AOT_WHITE_LIST", os.path.dirname(build.LIBRARY))
     assert set(paths().values()) == {"cpu"}
     monkeypatch.setenv("MS_CUSTOM_AOT_WHITE_LIST", str(tmp_path))

@@ -247,18 +247,17 @@ def test_refused_dtypes(mode, path):
     ((5, 8, 9, 3, 3), "K is 8 in one input and 7 in another."),
     ((5, 7, 8, 3, 3), "N is 9 in one input and 8 in another."),
     ((4, 7, 9, 3, 3), "the number of tokens is 5 in one input and 4 in another.")])
-def test_refused_shapes(library, monkeypatch, case, message):
+def test_refused_shapes(library, graph_mode, monkeypatch, case, message):
     refuse(monkeypatch, Net(1.0), case, message)
 
 
-def test_shapes_that_are_only_known_at_run_time_are_refused_too(library, monkeypatch):
+def test_shapes_that_are_only_known_at_run_time_are_refused_too(library, graph_mode, monkeypatch):
     refuse(monkeypatch, dynamic(Net(1.0), "float32"), (5, 7, 9, 257, 257), "rank is 257: it must be 1 to 256.")
 
 
 def refuse(monkeypatch, net, case, message):
     """Asserts that the kernel says ``message`` of (tokens of x, K of x, N of B, rank of A, rank of B)."""
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
-    ms.set_context(mode=ms.GRAPH_MODE)
     tokens, k, n, rank, rank_of_b = case
     with pytest.raises(RuntimeError, match="mindlora lora_delta: " + message.replace(".", "[.]")):
         net(*map(Tensor, (normal(5, 9), normal(tokens, k), normal(rank, 7), normal(n, rank_of_b)))).asnumpy()

@@ -101,17 +101,12 @@ def test_lora_delta_over_it_and_its_gradients(mode, path, reference, dtype):
                                    * max(1, np.abs(wanted).max()))
 
 
-def test_any_number_of_tokens_in_one_graph(path, reference):
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    try:
-        net = Net()
-        net.set_inputs(Tensor(shape=[None, 37], dtype=ms.float32), *inputs(0, 0.1))
-        for tokens in (3, 1, 40):
-            x = normal(tokens, 37)
-            assert_near(values(net(Tensor(x), *inputs(8, 0.1))), reference.lora_dropout(x, 8, 0.1), "float32", 4)
-    finally:
-        ms.set_context(mode=before)
+def test_any_number_of_tokens_in_one_graph(path, reference, graph_mode):
+    net = Net()
+    net.set_inputs(Tensor(shape=[None, 37], dtype=ms.float32), *inputs(0, 0.1))
+    for tokens in (3, 1, 40):
+        x = normal(tokens, 37)
+        assert_near(values(net(Tensor(x), *inputs(8, 0.1))), reference.lora_dropout(x, 8, 0.1), "float32", 4)
 
 
 def test_wrong_dtypes_and_rates_are_refused(mode, monkeypatch, library):

@@ -144,9 +144,8 @@ def test_refused_dtypes(mode, path, at, name):
     (1, (9, 8), "K is 7 in one input and 8 in another."), (3, (8, 3), "N is 9 in one input and 8 in another."),
     (3, (9, 4), "the rank is 3 in one input and 4 in another."), (0, (7,), "x has 1 dimensions: it must have 2."),
     (4, (8,), "N is 9 in one input and 8 in another.")])
-def test_refused_shapes(library, monkeypatch, at, shape, message):
+def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
-    ms.set_context(mode=ms.GRAPH_MODE)
     inputs = [Tensor(array) for array in arrays(5, 7, 9, 3)]
     inputs[at] = Tensor(np.zeros(shape, np.float32))
     with pytest.raises(RuntimeError, match=r"mindlora lora_linear: " + message.replace(".", "[.]")):

@@ -172,9 +172,8 @@ def test_refused_dtypes(mode, path, at, dtype, message):
     (2, (SLOTS, 257, K + N), "rank is 257: it must be 1 to 256."),
     (2, (MAX_RANK, K + N), "pool has 2 dimensions: it must have 3."),
     (4, (SLOTS - 1,), "the number of slots is 7 in one input and 6 in another.")])
-def test_refused_shapes(library, monkeypatch, at, shape, message):
+def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
-    ms.set_context(mode=ms.GRAPH_MODE)
     inputs = tensors("float32", case(4, "distinct"))
     inputs[at] = Tensor(np.zeros(shape, np.float32))
     with pytest.raises(RuntimeError, match=r"mindlora multi_lora_delta: " + message.replace(".", "[.]")):

@@ -217,9 +217,8 @@ def test_refused_dtypes(mode, path, at, dtype, message):
     (1, (8, 32), "N is 8 in one input and 9 in another."), (3, (2,), "the number of groups is 1 in one input and 2 in"),
     (4, (2,), "the number of groups is 1 in one input and 2 in another."),
     (5, (8,), "N is 9 in one input and 8 in another.")])
-def test_refused_shapes(library, monkeypatch, at, shape, message):
+def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
-    ms.set_context(mode=ms.GRAPH_MODE)
     inputs = tensors("float32", normal(5, 7), weight(9, 7), normal(9))
     inputs[at] = Tensor(np.zeros(shape, np.uint8 if at in (1, 2) else np.float32))
     with pytest.raises(RuntimeError, match=r"mindlora nf4_linear: " + message.replace(".", "[.]")):

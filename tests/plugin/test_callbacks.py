@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 
 from mindlora.adapt import lora_cells
 from mindlora.errors import ConfigError
-from mindlora.plugin import hooks, preflight  # noqa: F401
+from mindlora.plugin import hooks  # noqa: F401
 from mindlora.plugin.callbacks import HeldOutLoss, LossCurve, ProgressBar
 from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
 from mindlora.plugin.wrapper import LoraTrainOneStepCell
@@ -50,14 +50,6 @@ def cross_entropy(logits, input_ids, labels):
     counts = (labels[:, 1:] != IGNORED) & (input_ids[:, :-1] != PAD)
     picked = np.take_along_axis(log_probabilities, np.where(counts, labels[:, 1:], 0)[..., None], -1)[..., 0]
     return -picked[counts].mean()
-
-
-@pytest.fixture
-def graph_mode():
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    yield
-    ms.set_context(mode=before)
 
 
 def test_held_out_loss_is_the_cross_entropy_of_the_logits(network, held_out, graph_mode):

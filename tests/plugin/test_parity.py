@@ -12,6 +12,7 @@ from mindspore import Tensor
 from mindlora import load_lora, save_lora
 from mindlora.plugin import hooks  # noqa: F401
 from tests import helpers
+from tests.conftest import in_mode
 from tests.plugin import tiny_runs
 
 STEPS = 50
@@ -26,12 +27,8 @@ def our_network():
 
 
 def logits_of(network, probe):
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    network.set_train(False)
-    logits = network(Tensor(probe))[0].asnumpy()
-    ms.set_context(mode=before)
-    return logits
+    with in_mode(ms.PYNATIVE_MODE):
+        return network.set_train(False)(Tensor(probe))[0].asnumpy()
 
 
 @pytest.fixture(scope="module")

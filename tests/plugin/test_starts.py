@@ -142,10 +142,8 @@ def test_each_start_of_a_pet_config_that_needs_the_base_is_used(make_llama, init
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_the_same_yaml_evaluates_what_it_trained(make_llama, tmp_path, rslora):
+def test_the_same_yaml_evaluates_what_it_trained(make_llama, tmp_path, rslora, pynative_mode):
     """With adapter_path the network is built for the plain LoRA that was saved, whatever the start was."""
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
     trained = pet_model(make_llama)
     apply_lora(trained, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "w2"], lora_init="pissa",
                                    use_rslora=rslora))
@@ -156,7 +154,6 @@ def test_the_same_yaml_evaluates_what_it_trained(make_llama, tmp_path, rslora):
     evaluated = pet_model(make_llama, lora_init="pissa", use_rslora=rslora, adapter_path=str(tmp_path / "adapter"))
     ids = Tensor(np.arange(16, dtype=np.int32)[None] + 3)
     expected, found = (network.set_train(False)(ids)[0].asnumpy() for network in (trained, evaluated))
-    ms.set_context(mode=before)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert {cell.lora_rank for _, cell in adapt.lora_cells(evaluated)} == {8}
     assert start_adapters(evaluated) == ()
