@@ -1,4 +1,4 @@
-"""The command line itself: verbs, help and plugin-path; the tests of `mindlora data` are in plugin/test_data.py."""
+"""The command line itself: verbs, help and plugin-path; `mindlora data` is tested in plugin/test_data_verbs.py."""
 import json
 import os
 import subprocess
