@@ -288,5 +288,5 @@ def test_the_undamaged_are_read(place, sound_bin):
         adapter = adapter_file.read(str(path), allow_pickle=True)
         for key, array in make().tensors.items():
             np.testing.assert_array_equal(adapter.tensors[key], array)
-    with pytest.raises(AdapterFormatError):
+    with pytest.raises(AdapterFormatError, match="is a pickle, which can run programs"):
         adapter_file.read(str(place))
