@@ -13,6 +13,10 @@ os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp(prefix="mindlora-test-log-
 
 import pytest  # noqa: E402  pylint: disable=wrong-import-position
 
+# Else an assert in a module that holds no test says nothing of its values.
+pytest.register_assert_rewrite("tests.helpers", "tests.plain_networks", "tests.saved_adapters",
+                               "tests.plugin.tiny_runs")
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
@@ -109,3 +113,23 @@ def semi_auto_parallel():
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=4, global_rank=0)
     yield
     ms.reset_auto_parallel_context()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """An adapter folder of ``saved_adapters.network(seed=2)``."""
+    from mindlora import save_lora
+    from tests.saved_adapters import network
+    path = str(tmp_path / "adapter")
+    save_lora(network(seed=2), path)
+    return path
+
+
+@pytest.fixture
+def saved_ckpt(tmp_path):
+    """The same as a .ckpt file."""
+    from mindlora import save_lora
+    from tests.saved_adapters import network
+    path = str(tmp_path / "adapter.ckpt")
+    save_lora(network(seed=2), path, format="ckpt")
+    return path
