@@ -155,7 +155,7 @@ def test_scales(tmp_path):
         merge_checkpoint(base, str(tmp_path / "mf.safetensors"), str(tmp_path / "out2"))
     merge_checkpoint(base, str(tmp_path / "mf.safetensors"), str(tmp_path / "out2"), lora_alpha=2.0)
     assert_merged(load(tmp_path / "out2"), source, found, 2.0 / RANK)
-    with pytest.raises(ScaleMismatchError):
+    with pytest.raises(ScaleMismatchError, match="lora_alpha is 2, but the adapter says itself: 6"):
         merge_checkpoint(base, str(tmp_path / "rs"), str(tmp_path / "out3"), lora_alpha=2.0)
     assert not (tmp_path / "out3").exists()
 
@@ -183,7 +183,7 @@ def test_an_adapter_of_parts_on_a_concatenated_base(tmp_path, names):
     assert_merged(load(tmp_path / "back"), source, found)
     with pytest.raises(MergeError, match="--kv-heads"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"))
-    with pytest.raises((AdapterError, CheckpointError)):
+    with pytest.raises(AdapterError, match="5 of them do not divide 32, 16, 16 rows of q, k, v"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"), kv_heads=5)
     assert not (tmp_path / "out2").exists()
 

@@ -82,11 +82,11 @@ def test_density_seed_and_majority_sign_reach_the_method(three, capsys):  # pyli
 
 
 def test_the_help_names_every_method(capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^0$"):
         cli.main(["combine", "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert all(method in out for method in METHODS)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^0$"):
         cli.main(["diff", "--help"])
     assert "The exit code is 0 whenever both could be compared" in " ".join(capsys.readouterr().out.split())
 
