@@ -12,7 +12,7 @@ import numpy as np
 
 from tests import torch_zip as tz
 from tests.adapter_samples import (CONFIG, WEIGHTS, K, Q, ckpt_records, entry, folder, header_of, key, make,
-                                   peft_tensors, record, safetensors, text)
+                                   peft_tensors, record, safetensors)
 
 CASES = {}  # name -> (function, error, words, whether adapter_file.read itself must refuse it)
 QA, QB, KA, KB = key(Q, "A"), key(Q, "B"), key(K, "A"), key(K, "B")

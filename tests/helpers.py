@@ -41,7 +41,7 @@ def normal(*shape, seed=3):
 
 
 def gradients(cell, x, weights):
-    """Returns d sum(cell(x) * weights) / d x and then d each tensor of the cell's adapter, as MindSpore computes them."""
+    """Returns d sum(cell(x) * weights) / d x, then / d each tensor of the adapter, as MindSpore computes them."""
     of_x, of_adapter = ms.grad(WeightedSum(cell), 0, cell.lora_parameters())(Tensor(x), Tensor(weights))
     return (of_x, *of_adapter)
 

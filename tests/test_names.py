@@ -117,9 +117,9 @@ def test_each_parameter_of_a_llama_has_two_names(mindformers, hugging_face):
     assert names.parameter_to_mindformers(hugging_face) == mindformers
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq",
-                                  "model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.experts.0.gate_proj.weight",
-                                  "wq.weight", "", "model.norm.bias"])
+@pytest.mark.parametrize("name", [
+    "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_norm.weight",
+    "model.layers.0.mlp.experts.0.gate_proj.weight", "wq.weight", "", "model.norm.bias"])
 def test_other_parameters_are_not_known(name):
     assert names.parameter_to_mindformers(name) is None and names.parameter_to_hugging_face(name) is None
 

@@ -161,7 +161,7 @@ STORED = tz.storage("FloatStorage", "0", 6)
 
 
 def bomb(depth=26):
-    """A tuple of two of a tuple of two of ...: 2 ** depth to whoever looks at each, which takes seconds, not for ever."""
+    """A tuple of two of a tuple of two of ...: 2 ** depth to whoever looks at each: seconds, not for ever."""
     return b")" + b"".join(bytes([*b"q", i, *b"h", i, 0x86]) for i in range(depth))
 
 

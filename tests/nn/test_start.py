@@ -49,7 +49,8 @@ def test_gaussian_for_a_convolution():
 @pytest.mark.parametrize("kind, cell", [(LoRAConv2d, lambda: nn.Conv2d(4, 5, 3)),
                                         (LoRAEmbedding, lambda: nn.Embedding(9, 4))])
 def test_starts_for_linear_cells_alone(kind, cell, init):
-    with pytest.raises(UnsupportedCellError, match=f"^lora_init '{init}' is for linear cells, and one of the selected "):
+    message = f"^lora_init '{init}' is for linear cells, and one of the selected "
+    with pytest.raises(UnsupportedCellError, match=message):
         kind.from_cell(cell(), LoraConfig(lora_rank=2, lora_init=init))
 
 
