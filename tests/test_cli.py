@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from mindlora import cli
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from tests.conftest import ROOT
 
 
 def test_plugin_path_is_the_folder_of_the_bridge(capsys):

@@ -16,8 +16,8 @@ from mindlora.plugin import yaml_checks
 from mindlora.plugin.llama import llama_sizes
 from mindlora.plugin.yaml_checks import PET, check_yaml
 from mindlora.tables import WIDTH
+from tests.conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONFIGS = sorted(glob.glob(os.path.join(ROOT, "configs", "*", "*.yaml")))
 DATA = "train_dataset.data_loader.dataset_dir"
 

@@ -4,7 +4,8 @@ import builtins
 import os
 import re
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from tests.conftest import ROOT
+
 WARNERS = ("warnings.warn", "logger.warning", "logger.error", "parser.error")
 # So many words tell messages apart and keep the rows short. What a message fills in is … there.
 WORDS = 8

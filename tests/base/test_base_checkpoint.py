@@ -12,8 +12,9 @@ from mindlora.base.checkpoint import INDEX, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard
 from mindlora.errors import AdapterFormatError, CheckpointError, TruncatedAdapterError
 from mindlora.tensor_file import BFLOAT16, TensorFile, from_float32, write_arrays
+from tests.base.llamas import assert_same, load
+from tests.conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HF = "model.layers.0.self_attn.q_proj.weight"
 MF = "model.layers.0.attention.wq.weight"
 
@@ -40,18 +41,6 @@ def write_index(folder, content):
         json.dump(content, file)
 
 
-def content(path):
-    with BaseCheckpoint(path) as base:
-        return {name: base.read_rows(name, 0, (info.shape or (1,))[0]) for name, info in base.tensors.items()}
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, array in expected.items():
-        assert actual[name].dtype == array.dtype and actual[name].shape == array.shape
-        assert actual[name].tobytes() == array.tobytes()
-
-
 def outputs(tensors):
     return [OutputTensor(name, array.dtype, array.shape, lambda begin, end, array=array: array[begin:end]
                          if array.shape else array) for name, array in tensors.items()]
@@ -63,7 +52,7 @@ def test_shards_with_an_index(tmp_path):
     first, second = arrays(HF), arrays("lm_head.weight", seed=1)
     sharded(tmp_path / "base", first, second)
     write_arrays(str(tmp_path / "base" / "stale.safetensors"), arrays(HF, seed=2))  # the index does not name it
-    assert_same(content(tmp_path / "base"), {**first, **second})
+    assert_same(load(tmp_path / "base"), {**first, **second})
     with BaseCheckpoint(tmp_path / "base") as base:
         assert base.world == "hf" and base.config == {} and list(base.files) == ["part-0.safetensors",
                                                                                  "part-1.safetensors"]
@@ -76,8 +65,7 @@ def test_a_folder_without_an_index_and_a_single_file(tmp_path):
     write_arrays(str(tmp_path / "model.safetensors"), tensors)
     (tmp_path / "config.json").write_text('{"num_key_value_heads": 2}')
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        assert_same(content(path), {key: tensors[key] for key in content(path)})
-        assert content(path).keys() == tensors.keys()
+        assert_same(load(path), tensors)
         with BaseCheckpoint(path) as base:
             assert base.world == "mindformers" and base.config == {"num_key_value_heads": 2}
             assert base.companions() == [str(tmp_path / "config.json")]
@@ -89,7 +77,7 @@ def test_a_ckpt_keeps_dtypes(tmp_path):
     tensors["model.half"] = np.array([1.5], np.float16)
     for output in ("base.ckpt", "base.safetensors"):
         base_writer.write(str(tmp_path / output), [Shard(outputs(tensors), {})], "mindformers")
-        assert_same(content(tmp_path / output), tensors)
+        assert_same(load(tmp_path / output), tensors)
     import mindspore as ms
     loaded = ms.load_checkpoint(str(tmp_path / "base.safetensors"), format="safetensors")
     np.testing.assert_array_equal(loaded[MF].asnumpy(), tensors[MF])
@@ -193,7 +181,7 @@ def test_a_folder_of_shards(tmp_path):
     index = json.loads((output / INDEX).read_text())
     assert index == {"metadata": {"total_size": 6 * 4 * 4 + 6 + 4},
                      "weight_map": {HF: files[0], "lm_head.weight": files[1], "one": files[1]}}
-    assert_same(content(output), {**first, **second})
+    assert_same(load(output), {**first, **second})
     for file, metadata in zip(files, ({"format": "pt", "a": "b"}, {"format": "pt"})):
         with TensorFile(output / file) as tensors:
             assert tensors.metadata == metadata
@@ -223,7 +211,7 @@ def test_blocks_of_rows_cover_a_tensor_once(tmp_path, rows, width, unit):
     base_writer.write(str(tmp_path / "a.safetensors"), [Shard(
         [OutputTensor(MF, array.dtype, array.shape, part, unit)], {})], "mindformers",
         progress=lambda done, total: seen.append((done, total)))
-    assert_same(content(tmp_path / "a.safetensors"), {MF: array})
+    assert_same(load(tmp_path / "a.safetensors"), {MF: array})
     assert all(begin % unit == 0 and end % unit == 0 for begin, end in asked)
     assert all((end - begin) * width * 4 <= max(base_writer._BLOCK, unit * width * 4) for begin, end in asked)
     assert sum(done for done, _ in seen) == array.nbytes and {total for _, total in seen} <= {array.nbytes}
@@ -244,7 +232,7 @@ def test_an_error_leaves_what_was_there(tmp_path, name, old):
             "lm_head.weight", np.dtype("<f4"), (6, 4), fails)], {})], "mindformers")
     assert os.listdir(tmp_path) == ([name] if old else [])
     if old:
-        assert_same(content(output), arrays(MF))
+        assert_same(load(output), arrays(MF))
 
 
 def test_what_an_output_must_not_be(tmp_path):

@@ -1,64 +1,14 @@
 """convert_base: names as MindFormers converts them, bytes as they were, qkv_concat and tied embeddings."""
-import json
 import os
 
 import numpy as np
 import pytest
 
-from mindlora.base.checkpoint import INDEX, BaseCheckpoint
+from mindlora.base.checkpoint import INDEX
 from mindlora.base.convert import convert_base
 from mindlora.errors import CheckpointError, TruncatedAdapterError
-from mindlora.tensor_file import BFLOAT16, TensorFile, from_float32, write_arrays
-
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 4, 2, 8, 32, 48, 64
-ROWS = {"q_proj": HEADS * HEAD_DIM, "k_proj": KV_HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
-CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-
-
-def llama(biases=False, tied=False, dtype=BFLOAT16, layers=2):
-    """Returns a Hugging Face Llama's parameters, or a Qwen2's with ``biases``."""
-    rng = np.random.default_rng(0)
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    if not tied:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    for layer in range(layers):
-        start = f"model.layers.{layer}."
-        shapes.update({f"{start}self_attn.{part}.weight": (rows, HIDDEN) for part, rows in ROWS.items()})
-        if biases:
-            shapes.update({f"{start}self_attn.{part}.bias": (rows,) for part, rows in ROWS.items()})
-        shapes.update({f"{start}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-                       f"{start}mlp.gate_proj.weight": (FFN, HIDDEN),
-                       f"{start}mlp.up_proj.weight": (FFN, HIDDEN), f"{start}mlp.down_proj.weight": (HIDDEN, FFN)})
-        shapes.update({f"{start}{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")})
-    return {name: from_float32(rng.normal(size=shape).astype(np.float32), dtype) for name, shape in shapes.items()}
-
-
-def save(folder, tensors, shards=1, **config):
-    os.makedirs(folder)
-    keys, weight_map = sorted(tensors), {}
-    for number in range(shards):
-        file = f"model-{number}.safetensors"
-        write_arrays(os.path.join(folder, file), {key: tensors[key] for key in keys[number::shards]}, {"format": "pt"})
-        weight_map.update(dict.fromkeys(keys[number::shards], file))
-    if shards > 1:
-        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as file:
-            json.dump({"weight_map": weight_map}, file)
-    if config:
-        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(config, file)
-    return str(folder)
-
-
-def load(path):
-    with BaseCheckpoint(path) as base:
-        return {name: base.read_rows(name, 0, info.shape[0]) for name, info in base.tensors.items()}
-
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, array in expected.items():
-        assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape), name
-        assert actual[name].tobytes() == array.tobytes(), name
+from mindlora.tensor_file import BFLOAT16, TensorFile
+from tests.base.llamas import CONFIG, FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, assert_same, llama, load, save_base
 
 
 # Names and bytes ------------------------------------------------------------------------------------------------
@@ -66,7 +16,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("biases", [False, True])
 def test_names_and_bytes_are_those_of_mindformers(tmp_path, mindformers, biases):
     source = llama(biases=biases)
-    report = convert_base(save(tmp_path / "hf", source, shards=3), str(tmp_path / "mf"), "hf", "mindformers")
+    report = convert_base(save_base(tmp_path / "hf", source, shards=3), str(tmp_path / "mf"), "hf", "mindformers")
     convert = mindformers.LlamaForCausalLM.convert_name
     assert_same(load(tmp_path / "mf"), {convert(name): array for name, array in source.items()})
     assert (report.from_, report.to, report.tensors, report.skipped, report.notes) == (
@@ -78,7 +28,7 @@ def test_names_and_bytes_are_those_of_mindformers(tmp_path, mindformers, biases)
 @pytest.mark.parametrize("form", ["folder", "model.safetensors", "model.ckpt"])
 def test_there_and_back(tmp_path, form):
     source = llama(biases=True)
-    save(tmp_path / "hf", source, shards=2)
+    save_base(tmp_path / "hf", source, shards=2)
     convert_base(str(tmp_path / "hf"), str(tmp_path / form), None, "mindformers")
     report = convert_base(str(tmp_path / form), str(tmp_path / "back"), None, "hf")
     assert_same(load(tmp_path / "back"), source)
@@ -92,7 +42,7 @@ def test_the_converted_checkpoint_is_what_a_llama_holds(tmp_path, make_llama):
     import mindspore as ms
     network = make_llama()
     wanted = {parameter.name for parameter in network.get_parameters()}
-    convert_base(save(tmp_path / "hf", llama(dtype=np.dtype("<f4"))), str(tmp_path / "mf.safetensors"), "hf",
+    convert_base(save_base(tmp_path / "hf", llama(dtype=np.dtype("<f4"))), str(tmp_path / "mf.safetensors"), "hf",
                  "mindformers")
     loaded = ms.load_checkpoint(str(tmp_path / "mf.safetensors"), format="safetensors")
     assert set(loaded) == wanted
@@ -102,7 +52,7 @@ def test_the_converted_checkpoint_is_what_a_llama_holds(tmp_path, make_llama):
 def test_tables_that_models_compute_are_left_out(tmp_path):
     source = llama()
     extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(2)}
-    report = convert_base(save(tmp_path / "hf", {**source, **extra}), str(tmp_path / "mf"), None, "mindformers")
+    report = convert_base(save_base(tmp_path / "hf", {**source, **extra}), str(tmp_path / "mf"), None, "mindformers")
     assert set(report.skipped) == set(extra) and report.tensors == len(source)
     assert "model.layers.{0..1}.self_attn.rotary_emb.inv_freq" in str(report)
 
@@ -130,7 +80,7 @@ def test_joined_as_mindformers_joins_and_split_again(tmp_path, mindformers, monk
     # Blocks of single groups, so that their borders count.
     monkeypatch.setattr("mindlora.base.writer._BLOCK", 1)
     source = llama(biases=biases, dtype=np.dtype("<f4"))
-    save(tmp_path / "hf", source, shards=shards, **CONFIG)
+    save_base(tmp_path / "hf", source, shards=shards, **CONFIG)
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), "hf", "mindformers", concat=True)
     assert_same(load(tmp_path / "mf"), theirs(source, biases))
     convert_base(str(tmp_path / "mf"), str(tmp_path / "back"), "mindformers", "hf", heads=HEADS, kv_heads=KV_HEADS)
@@ -138,7 +88,7 @@ def test_joined_as_mindformers_joins_and_split_again(tmp_path, mindformers, monk
 
 
 def test_a_joined_checkpoint_is_what_a_llama_with_qkv_concat_holds(tmp_path, make_llama):
-    save(tmp_path / "hf", llama(dtype=np.dtype("<f4")), **CONFIG)
+    save_base(tmp_path / "hf", llama(dtype=np.dtype("<f4")), **CONFIG)
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), None, "mindformers", concat=True)
     network = make_llama(qkv_concat=True)
     shapes = {parameter.name: parameter.shape for parameter in network.get_parameters()}
@@ -150,7 +100,7 @@ def test_a_joined_checkpoint_is_what_a_llama_with_qkv_concat_holds(tmp_path, mak
     ({"heads": 4, "kv_heads": 3}, "cannot be those"),
     ({"heads": 5, "kv_heads": 5}, "cannot be those of 5 heads"), ({"heads": 4, "kv_heads": -2}, "Give --heads")])
 def test_heads_that_are_missing_or_wrong(tmp_path, keys, said):
-    save(tmp_path / "hf", llama(), **CONFIG)
+    save_base(tmp_path / "hf", llama(), **CONFIG)
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), None, "mindformers", concat=True)
     with pytest.raises(CheckpointError, match=said):
         convert_base(str(tmp_path / "mf"), str(tmp_path / "back"), None, "hf", **keys)
@@ -169,7 +119,7 @@ def test_heads_that_are_missing_or_wrong(tmp_path, keys, said):
 def test_parts_that_do_not_make_a_whole(tmp_path, change, said):
     source = llama()
     change(source)
-    save(tmp_path / "hf", source, **CONFIG)
+    save_base(tmp_path / "hf", source, **CONFIG)
     with pytest.raises(CheckpointError, match=said):
         convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), None, "mindformers", concat=True)
     assert os.listdir(tmp_path) == ["hf"]
@@ -181,7 +131,7 @@ def test_parts_that_do_not_make_a_whole(tmp_path, change, said):
 @pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}])
 def test_tied_embeddings_get_a_head_and_lose_it_again(tmp_path, shards, config):
     source = llama(tied=True)
-    save(tmp_path / "hf", source, shards=shards, **config)
+    save_base(tmp_path / "hf", source, shards=shards, **config)
     report = convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), None, "mindformers")
     result = load(tmp_path / "mf")
     assert result["lm_head.weight"].tobytes() == source["model.embed_tokens.weight"].tobytes()
@@ -199,7 +149,7 @@ def test_tied_embeddings_get_a_head_and_lose_it_again(tmp_path, shards, config):
 def test_tied_checkpoints_load_completely(tmp_path, make_llama, tie, tied):
     import mindspore as ms
     network = make_llama(tie_word_embeddings=tie)
-    save(tmp_path / "hf", llama(tied=True, dtype=np.dtype("<f4")))
+    save_base(tmp_path / "hf", llama(tied=True, dtype=np.dtype("<f4")))
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf.ckpt"), None, "mindformers", tied=tied)
     not_loaded, _ = ms.load_param_into_net(network, ms.load_checkpoint(str(tmp_path / "mf.ckpt")))
     assert not_loaded == []
@@ -208,8 +158,8 @@ def test_tied_checkpoints_load_completely(tmp_path, make_llama, tie, tied):
 
 
 def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
-    save(tmp_path / "lost", llama(tied=True), tie_word_embeddings=False)
-    save(tmp_path / "own", llama())
+    save_base(tmp_path / "lost", llama(tied=True), tie_word_embeddings=False)
+    save_base(tmp_path / "own", llama())
     with pytest.raises(CheckpointError, match="lacks lm_head.weight, and its config.json"):
         convert_base(str(tmp_path / "lost"), str(tmp_path / "out"), None, "mindformers")
     with pytest.raises(CheckpointError, match="is not model.embed_tokens.weight, so leaving it out"):
@@ -217,7 +167,7 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
     source = {**llama(), "model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), BFLOAT16),
               "lm_head.weight": np.zeros((VOCAB, HIDDEN), np.float16)}
     with pytest.raises(CheckpointError, match="is not model.embed_tokens.weight"):
-        convert_base(save(tmp_path / "same bytes", source), str(tmp_path / "out"), None, "mindformers", tied=True)
+        convert_base(save_base(tmp_path / "same bytes", source), str(tmp_path / "out"), None, "mindformers", tied=True)
     assert sorted(os.listdir(tmp_path)) == ["lost", "own", "same bytes"]
 
 
@@ -228,14 +178,14 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
     (None, "hf", False, "already: there is nothing to convert"), (None, "peft", False, "between hf and mindformers"),
     ("peft", "hf", False, "between hf and mindformers")])
 def test_wrong_worlds(tmp_path, from_, to, concat, said):
-    save(tmp_path / "hf", llama())
+    save_base(tmp_path / "hf", llama())
     with pytest.raises(CheckpointError, match=said):
         convert_base(str(tmp_path / "hf"), str(tmp_path / "out"), from_, to, concat=concat)
     assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_joined_tensors_are_not_hugging_faces(tmp_path):
-    convert_base(save(tmp_path / "hf", llama()), str(tmp_path / "mf"), None, "mindformers")
+    convert_base(save_base(tmp_path / "hf", llama()), str(tmp_path / "mf"), None, "mindformers")
     with pytest.raises(CheckpointError, match="Joined tensors"):
         convert_base(str(tmp_path / "mf"), str(tmp_path / "out"), None, "hf", concat=True)
 
@@ -243,14 +193,14 @@ def test_joined_tensors_are_not_hugging_faces(tmp_path):
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.experts.0.w1.weight",
                                   "model.layers.0.self_attn.q_proj.weight_scale"])
 def test_unknown_names(tmp_path, name):
-    save(tmp_path / "hf", {**llama(), name: np.ones(3, np.float32)})
+    save_base(tmp_path / "hf", {**llama(), name: np.ones(3, np.float32)})
     with pytest.raises(CheckpointError) as error:
         convert_base(str(tmp_path / "hf"), str(tmp_path / "out"), None, "mindformers")
     assert name in str(error.value) and os.listdir(tmp_path) == ["hf"]
 
 
 def test_a_truncated_shard_and_an_output_that_exists(tmp_path):
-    save(tmp_path / "hf", llama(), shards=2)
+    save_base(tmp_path / "hf", llama(), shards=2)
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         convert_base(str(tmp_path / "hf"), str(tmp_path / "out"), None, "mindformers")

@@ -8,46 +8,19 @@ import numpy as np
 import pytest
 
 from mindlora.base import merge as module
-from mindlora.base.checkpoint import INDEX, BaseCheckpoint
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import fold, merge_checkpoint
 from mindlora.errors import (AdapterError, CheckpointError, MergeError, NotFiniteError, ScaleMismatchError,
                              ShapeMismatchError, TruncatedAdapterError, UnexpectedTensorsError)
 from mindlora.tensor_file import BFLOAT16, from_float32, to_float32, write_arrays
+from tests.base.llamas import CONFIG, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, llama, load, save_base
+from tests.conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, RANK, ALPHA = 4, 2, 8, 32, 48, 64, 4, 6
+RANK, ALPHA = 4, 6
 LINEARS = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
            "self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
-CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
 DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
 Q = "model.layers.0.self_attn.q_proj"
-
-
-def llama(dtype=BFLOAT16, tied=False):
-    rng = np.random.default_rng(0)
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-              **({} if tied else {"lm_head.weight": (VOCAB, HIDDEN)})}
-    for layer in range(2):
-        shapes.update({f"model.layers.{layer}.{name}.weight": shape for name, shape in LINEARS.items()})
-        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (HIDDEN,)
-    return {name: from_float32(rng.normal(size=shape).astype(np.float32), dtype) for name, shape in shapes.items()}
-
-
-def save_base(folder, tensors, shards=1, **config):
-    os.makedirs(folder)
-    keys, weight_map = sorted(tensors), {}
-    for number in range(shards):
-        file = f"model-{number}.safetensors"
-        write_arrays(os.path.join(folder, file), {key: tensors[key] for key in keys[number::shards]}, {"format": "pt"})
-        weight_map.update(dict.fromkeys(keys[number::shards], file))
-    if shards > 1:
-        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as file:
-            json.dump({"weight_map": weight_map}, file)
-    if config:
-        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(config, file)
-    return str(folder)
 
 
 def pairs(*paths, shapes=None, seed=1):
@@ -72,11 +45,6 @@ def save_adapter(folder, found, whole=None, **config):
             {name.rpartition(".")[0].rpartition(".")[2] for name in whole or ()}) or None, "target_modules": sorted(
                 {path.rpartition(".")[2] for path in found}), **config}, file)
     return str(folder)
-
-
-def load(path):
-    with BaseCheckpoint(path) as base:
-        return {name: base.read_rows(name, 0, info.shape[0]) for name, info in base.tensors.items()}
 
 
 def expected(source, found, scale=ALPHA / RANK):

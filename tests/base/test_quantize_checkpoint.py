@@ -16,7 +16,7 @@ from mindlora.cli import main
 from mindlora.errors import CheckpointError, LoraError, QuantizationError, TargetError, TruncatedAdapterError
 from mindlora.ops.nf4 import TENSOR_NAMES, quantize
 from mindlora.tensor_file import BFLOAT16, TensorFile, to_float32, write_arrays
-from tests.base.test_convert_base import CONFIG, llama, load, save
+from tests.base.llamas import CONFIG, assert_same, llama, load, save_base
 from tests.conftest import ROOT
 
 FLOAT16, FLOAT32 = np.dtype("<f2"), np.dtype("<f4")
@@ -37,18 +37,11 @@ def expected(tensors, exclude=()):
     return result
 
 
-def assert_same(actual, wanted):
-    assert actual.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert (actual[name].dtype, actual[name].shape, actual[name].tobytes()) == (
-            array.dtype, array.shape, array.tobytes()), name
-
-
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("form", ["hf folder", "hf file", "mindformers", "ckpt"])
 def test_it_writes_what_quantize_makes_of_each_linear_weight(tmp_path, dtype, form):
     tensors = llama(biases=True, dtype=dtype)
-    source = save(tmp_path / "hf", tensors, 2, **CONFIG)
+    source = save_base(tmp_path / "hf", tensors, 2, **CONFIG)
     if form == "hf file":
         source = str(tmp_path / "hf.safetensors")
         write_arrays(source, tensors)
@@ -81,7 +74,7 @@ def test_pieces_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, shape, at
 
 def test_what_is_excluded_stays_as_it_is_and_the_run_must_say_the_same(tmp_path, capsys):
     tensors, output = llama(), str(tmp_path / "q.safetensors")
-    source = save(tmp_path / "hf", tensors)
+    source = save_base(tmp_path / "hf", tensors)
     assert main(["quantize-base", source, output, "--exclude", "wq", "--exclude", "down_proj"]) == 0
     assert "weights in NF4: 10, " in capsys.readouterr().out
     assert_same(load(output), expected(tensors, ("wq", "w2")))
@@ -94,7 +87,7 @@ def test_what_is_excluded_stays_as_it_is_and_the_run_must_say_the_same(tmp_path,
 
 
 def test_the_state_of_an_optimizer_is_left_out(tmp_path):
-    convert_base(save(tmp_path / "hf", llama()), str(tmp_path / "mf"), "hf", "mindformers")
+    convert_base(save_base(tmp_path / "hf", llama()), str(tmp_path / "mf"), "hf", "mindformers")
     tensors = load(str(tmp_path / "mf"))
     states = {f"adam_m.{name}": array for name, array in tensors.items()}
     write_arrays(str(tmp_path / "all.safetensors"), {**tensors, **states})
@@ -146,20 +139,20 @@ def refused(source, output, error, message, **arguments):
 
 def test_sources_and_outputs_that_do_not_do(tmp_path):
     tensors, output = llama(dtype=FLOAT32), str(tmp_path / "q.safetensors")
-    source = save(tmp_path / "hf", tensors)
+    source = save_base(tmp_path / "hf", tensors)
     refused(source, str(tmp_path / "q.ckpt"), CheckpointError, "q.ckpt is no .safetensors file")
     refused(source, str(tmp_path / "folder"), CheckpointError, "folder is no .safetensors file")
     refused(str(tmp_path / "absent"), output, CheckpointError, "absent does not exist.")
     refused(source, output, TargetError, "quantize_exclude ['nothing'] matches no linear cell", exclude=["nothing"])
-    unknown = save(tmp_path / "unknown", {**tensors, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
+    unknown = save_base(tmp_path / "unknown", {**tensors, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
     refused(unknown, output, CheckpointError, "self_attn.sinks")
     name = "model.layers.1.mlp.down_proj.weight"
-    integers = save(tmp_path / "integers", {**tensors, name: np.ones((32, 48), np.int8)})
+    integers = save_base(tmp_path / "integers", {**tensors, name: np.ones((32, 48), np.int8)})
     refused(integers, output, CheckpointError, "model.layers.1.feed_forward.w2.weight is int8 [32, 48], which is")
     for value in (np.nan, np.inf):
         bad = tensors[name].copy()
         bad[3, 4] = value
-        broken = save(tmp_path / str(value), {**tensors, name: bad})
+        broken = save_base(tmp_path / str(value), {**tensors, name: bad})
         refused(broken, output, QuantizationError, "1.feed_forward.w2.weight, from row 0 on, holds infinity")
     truncated = tmp_path / "truncated.safetensors"
     write_arrays(str(truncated), tensors)
@@ -176,7 +169,7 @@ def test_sources_and_outputs_that_do_not_do(tmp_path):
 
 def test_a_base_in_float_does_not_fit(tmp_path):
     source = str(tmp_path / "mf.safetensors")
-    convert_base(save(tmp_path / "hf", llama()), source, "hf", "mindformers")
+    convert_base(save_base(tmp_path / "hf", llama()), source, "hf", "mindformers")
     with pytest.raises(CheckpointError) as caught:
         check_fits(source, None)
     assert str(caught.value) == (f"{source} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
@@ -184,7 +177,7 @@ def test_a_base_in_float_does_not_fit(tmp_path):
 
 
 def test_other_verbs_refuse_a_quantized_base(tmp_path):
-    source, output = save(tmp_path / "hf", llama()), str(tmp_path / "q.safetensors")
+    source, output = save_base(tmp_path / "hf", llama()), str(tmp_path / "q.safetensors")
     quantize_checkpoint(source, output)
     with pytest.raises(CheckpointError, match="have no name in Hugging Face's Llama"):
         convert_base(output, str(tmp_path / "back"), None, "hf")

@@ -9,8 +9,8 @@ import pytest
 
 from mindlora import cli
 from mindlora.tensor_file import TensorFile, write_arrays
+from tests.conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 Q, WQ = "model.layers.0.self_attn.q_proj", "model.layers.0.attention.wq"
 
 

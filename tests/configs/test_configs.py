@@ -12,8 +12,8 @@ import yaml
 from mindlora import LoRADense
 from mindlora.adapt import lora_cells
 from mindlora.nn.nf4 import parameter_count
+from tests.conftest import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PATHS = sorted(os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "configs", "*", "*.yaml")))
 ON_ASCEND = [path for path in PATHS if not path.startswith(os.path.join("configs", "tiny"))]
 QLORA = os.path.join("configs", "llama2", "qlora_llama2_7b.yaml")
@@ -25,11 +25,11 @@ SMALL = {"seq_length": 16, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "
 
 
 @pytest.fixture(autouse=True)
-def _cpu(mindformers):
+def _cpu(mindformers, graph_mode):
     import mindspore as ms
 
     import mindlora.plugin.hooks  # noqa: F401  pylint: disable=unused-import
-    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    ms.set_context(device_target="CPU")
 
 
 def test_the_configs_are_there():

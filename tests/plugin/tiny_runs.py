@@ -9,7 +9,8 @@ import numpy as np
 import yaml
 from safetensors.numpy import load_file
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.conftest import ROOT
+
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 SEQUENCE, VOCABULARY, PAD, IGNORED = 16, 64, 3, -100
 BATCH_SIZE = 4
