@@ -121,8 +121,8 @@ def test_conversion_and_back(tmp_path):
     convert_adapter(str(tmp_path / "a"), str(tmp_path / "b.ckpt"), "ckpt")
     convert_adapter(str(tmp_path / "b.ckpt"), str(tmp_path / "c"), "peft")
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "c" / WEIGHTS).read_bytes()
-    refused(AdapterError, "slora has no place for the vectors that use_dora trains. Merge the adapter into its base, or "
-            "write format 'peft'.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "d"), "slora")
+    refused(AdapterError, "slora has no place for the vectors that use_dora trains. Merge the adapter into its base, "
+            "or write format 'peft'.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "d"), "slora")
 
 
 def rewritten(path, change=None, **fields):
