@@ -184,9 +184,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
     assert str(error.value) == (
         "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, compute_dtype, "
         "d_initial, exclude_layers, exclude_modules, freeze_exclude, freeze_include, freeze_lora_a, "
-        "layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, lora_rank, modules_to_save, param_init_type, "
-        "pet_type, preset, projection_prng_key, quantize_base, quantize_exclude, rank_pattern, target_modules, "
-        "use_dora, use_rslora, use_vera.")
+        "layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, lora_rank, "
+        "modules_to_save, param_init_type, pet_type, preset, projection_prng_key, quantize_base, quantize_exclude, "
+        "rank_pattern, target_modules, use_dora, use_rslora, use_vera.")
 
 
 @pytest.mark.parametrize("key, meant", [("lora_aplha", "lora_alpha"), ("target_module", "target_modules"),

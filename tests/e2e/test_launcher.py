@@ -13,7 +13,7 @@ from mindlora.errors import ConfigError
 from mindlora.plugin import launcher
 from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import LORA_YAML, SIZE_FLAGS, TINY, files, launch, python, succeeded
+from tests.e2e.runs import LORA_YAML, TINY, files, launch, succeeded
 
 STEPS = 16  # 32 rows in batches of 4, twice
 

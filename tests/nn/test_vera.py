@@ -10,7 +10,8 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.vera import VERA_A, VERA_B, VeRADense
 from mindlora.projection import projection
-from tests.helpers import TinyModel, WeightedSum, adapters, as_array, assert_close, randomize, snapshot
+from tests.helpers import (TinyModel, WeightedSum, adapters, as_array, assert_close, gradients, linear_cell, normal,
+                           normal_dense, randomize, snapshot)
 
 IN, OUT, RANK = 7, 5, 3
 CONFIG = LoraConfig(lora_rank=RANK, use_vera=True, target_modules=["wq", "wk", "w2"])
@@ -18,29 +19,10 @@ CONFIG = LoraConfig(lora_rank=RANK, use_vera=True, target_modules=["wq", "wk", "
 NAMES = ("lambda_d", "lambda_b")
 
 
-def silu(y):
-    return y / (1 + np.exp(-y))
-
-
-KINDS = {
-    "dense": ("Dense", {"has_bias": False}, None),
-    "dense with bias and relu": ("Dense", {"activation": "relu"}, lambda y: np.maximum(y, 0)),
-    "linear with bias and silu": ("Linear", {"activation": "silu"}, silu),
-}
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["dense", "dense with relu", "linear with silu"])
 def plain(request, mindformers):
     """A linear cell with normal weights, and its activation in numpy."""
-    kind, arguments, activation = KINDS[request.param]
-    cell = (nn.Dense(IN, OUT, **arguments) if kind == "Dense" else
-            mindformers.modules.layers.Linear(IN, OUT, compute_dtype=ms.float32, **arguments))
-    randomize(cell.get_parameters(), seed=1)
-    return cell, activation
-
-
-def normal(*shape, seed=3):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return linear_cell(request.param, IN, OUT, mindformers)
 
 
 def widest(cell):
@@ -90,17 +72,13 @@ def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape
 
 @pytest.mark.parametrize("in_channels, out_channels", [(1, 1), (1, 5), (13, 1), (40, 300)])
 def test_odd_sizes(mode, in_channels, out_channels):
-    dense = nn.Dense(in_channels, out_channels)
-    randomize(dense.get_parameters())
-    vera, x = adapted(dense), normal(3, in_channels)
+    vera, x = adapted(normal_dense(in_channels, out_channels)), normal(3, in_channels)
     assert_close(vera(Tensor(x)), oracle(vera, x))
 
 
 def test_gradients_are_of_x_and_of_the_vectors(mode):
-    dense = nn.Dense(IN, OUT)
-    randomize(dense.get_parameters(), seed=1)
-    vera, x, weights = adapted(dense).set_train(), normal(4, IN), normal(4, OUT, seed=4)
-    of_x, (of_d, of_b) = ms.grad(WeightedSum(vera), 0, vera.lora_parameters())(Tensor(x), Tensor(weights))
+    vera, x, weights = adapted(normal_dense(IN, OUT)).set_train(), normal(4, IN), normal(4, OUT, seed=4)
+    of_x, of_d, of_b = gradients(vera, x, weights)
     a, b = (as_array(p) for p in vera.common_parts().values())
     a, b = a[:, :IN], b[:OUT]
     d, along = (as_array(p) for p in vera.lora_parameters())
@@ -126,8 +104,7 @@ def test_dropout_is_of_the_low_rank_path(mode):
 @pytest.mark.parametrize("weight_dtype, compute_dtype", [("float16", None), ("float16", "float32"),
                                                          ("bfloat16", "float32")])
 def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
-    dense = nn.Dense(IN, OUT, has_bias=False, dtype=getattr(ms, weight_dtype))
-    randomize(dense.get_parameters(), seed=1)
+    dense = normal_dense(IN, OUT, has_bias=False, dtype=getattr(ms, weight_dtype))
     vera = VeRADense.from_cell(dense, LoraConfig(lora_rank=RANK, use_vera=True, compute_dtype=compute_dtype,
                                                  param_init_type=param_init_type))
     assert {p.dtype for p in (*vera.lora_parameters(), *vera.common_parts().values())} == {getattr(ms, param_init_type)}
