@@ -9,6 +9,7 @@
 #include "model/cube.h"
 #include "model/fill.h"
 #include "model/flags.h"
+#include "model/gather.h"
 #include "model/pipe_and_queues.h"
 #include "model/reduce.h"
 #include "model/tensor.h"

@@ -224,6 +224,14 @@ def test_broadcast_and_copy(run):
     assert np.array_equal(y, np.repeat(x[::2], 8))
 
 
+def test_every_byte_is_looked_up(run):
+    table = RNG.normal(size=264).astype(np.float16)
+    for x in np.arange(256, dtype=np.uint8).reshape(4, 64):
+        y = np.zeros(128, np.float16)
+        run("look_up", [("x", x, "in"), ("table", table, "in"), ("y", y, "out")])
+        assert np.array_equal(y[:64], x) and np.array_equal(y[64:], table[8:][x])
+
+
 def test_padding_left_and_right(run):
     x = np.arange(21, dtype=np.float32)
     y = np.zeros(24, np.float32)

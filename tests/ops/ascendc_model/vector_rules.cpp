@@ -73,6 +73,54 @@ RULE(sum_scratch)
 }
 RULE(brcb_in_place) { const auto a = env.Ones(128); Brcb(a[env.bad ? 0 : 64], a, 1, {1, 8}); }
 RULE(brcb_stride) { Brcb(env.Fresh<float>(64), env.Ones(8), 1, {env.bad ? 0 : 1, 8}); }
+
+// The offsets 0, step, 2 step, ... and what they point at.
+struct Gathered {
+    Gathered(Env& env, int32_t step)
+        : source(env.Ones(64)), target(env.Fresh<float>(64)), offsets(env.Fresh<uint32_t>(64))
+    {
+        for (int32_t i = 0; i < 8; ++i) {
+            offsets.SetValue(i, i * step);
+        }
+    }
+
+    LocalTensor<float> source, target;
+    LocalTensor<uint32_t> offsets;
+};
+
+RULE(gather_offset) { Gathered g(env, env.bad ? 6 : 8); Gather(g.target, g.source, g.offsets, 0, 8); }
+RULE(gather_base) { Gathered g(env, 4); Gather(g.target, g.source, g.offsets, env.bad ? 2 : 4, 8); }
+RULE(gather_beyond) { Gathered g(env, env.bad ? 40 : 36); Gather(g.target, g.source, g.offsets, 0, 8); }
+RULE(gather_unwritten)
+{
+    Gathered g(env, 4);
+    Duplicate(g.target, 1.0f, env.bad ? 7 : 8);
+    Gather(env.Fresh<float>(8), g.target, g.offsets, 0, 8);
+}
+RULE(gather_offsets_unwritten) { Gathered g(env, 4); Gather(g.target, g.source, g.offsets, 0, env.bad ? 9 : 8); }
+RULE(gather_in_place) { Gathered g(env, 4); Gather(g.source[env.bad ? 0 : 8], g.source, g.offsets, 0, 8); }
+RULE(gather_onto_offsets)
+{
+    Gathered g(env, 4);
+    Gather(env.bad ? g.offsets.ReinterpretCast<float>() : g.target, g.source, g.offsets, 0, 8);
+}
+RULE(gather_address) { Gathered g(env, 4); Gather(g.target[env.bad ? 4 : 8], g.source, g.offsets, 0, 8); }
+RULE(type_of_gather)
+{
+    Gathered g(env, 4);
+    if (env.bad) {
+        Gather(g.target.ReinterpretCast<uint8_t>(), g.source.ReinterpretCast<uint8_t>(), g.offsets, 0, 8);
+    }
+}
+RULE(cast_byte_to_float)
+{
+    const auto a = env.Ones(64).ReinterpretCast<uint8_t>();
+    if (env.bad) {
+        Cast(env.Fresh<float>(64), a, RoundMode::CAST_NONE, 64);
+    } else {
+        Cast(env.Fresh<half>(64), a, RoundMode::CAST_NONE, 64);
+    }
+}
 RULE(counter_mode_missing)
 {
     const auto a = env.Ones(64);

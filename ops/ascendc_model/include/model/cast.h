@@ -9,7 +9,7 @@ namespace ascendc_model {
 
 enum Modes { kNoMode = 0, kNone = 1, kDirected = 2, kOdd = 4 };  // kDirected: RINT, FLOOR, CEIL, ROUND, TRUNC
 
-// The table of Atlas A2, without the pairs of int4b_t, int8_t, uint8_t and int64_t.
+// The table of Atlas A2, without the pairs of int4b_t, int8_t and int64_t, and those to uint8_t.
 template <class T, class U>
 constexpr int SupportedModes()
 {
@@ -20,6 +20,8 @@ constexpr int SupportedModes()
         return std::is_same_v<T, float> ? kNone : kIsOneOf<T, int16_t, int32_t> ? kDirected : kNoMode;
     } else if constexpr (std::is_same_v<U, bfloat16_t>) {
         return std::is_same_v<T, float> ? kNone : std::is_same_v<T, int32_t> ? kDirected : kNoMode;
+    } else if constexpr (std::is_same_v<U, uint8_t>) {
+        return std::is_same_v<T, half> ? kNone : kNoMode;
     } else if constexpr (std::is_same_v<U, int16_t>) {
         return std::is_same_v<T, float> ? kNone : std::is_same_v<T, half> ? kNone | kDirected : kNoMode;
     } else if constexpr (std::is_same_v<U, int32_t>) {
