@@ -1,0 +1,18 @@
+// nf4_dequantize for the functional model.
+#ifndef DTYPE_W
+#define DTYPE_W MINDLORA_ELEMENT
+#endif
+#include "op_kernel/nf4_dequantize.cpp"
+
+#include "ascendc_common/model_entry.h"
+#include "op_host/nf4_dequantize_plan.h"
+
+ASCENDC_MODEL_KERNEL(nf4_dequantize);
+
+// sizes: rows, columns.
+static auto ModelPlan(const int64_t* sizes, const mindlora::Platform& platform)
+{
+    return mindlora::PlanNf4Dequantize(sizes[0], sizes[1], sizeof(DTYPE_W), platform);
+}
+
+MINDLORA_MODEL_PLAN(ModelPlan)
