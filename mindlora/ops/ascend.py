@@ -17,7 +17,7 @@ from mindspore.ops import CustomRegOp, DataType
 SOCS = ("ascend910b", "ascend910_93")
 # Where build_ascend.sh puts the package unless it is told otherwise.
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "vendors", "mindlora")
-# The inputs of each kernel; T is float32, float16 or bfloat16, the same for all.
+# The inputs of each kernel, in the kernel's order; T is float32, float16 or bfloat16, the same for all.
 _T = None
 SIGNATURES = {
     "LoraDelta": {"y0": _T, "x": _T, "a": _T, "b": _T, "scale": DataType.F32_Default},
@@ -26,6 +26,8 @@ SIGNATURES = {
                        "scales": DataType.F32_Default, "indices": DataType.I32_Default},
     "MultiLoraSlotWrite": {"pool": _T, "ranks": DataType.I32_Default, "scales": DataType.F32_Default,
                            "slot": DataType.I32_Default, "packed": _T, "scale": DataType.F32_Default},
+    "Nf4Dequantize": {"like": _T, "codes": DataType.U8_Default, "absmax": DataType.U8_Default,
+                      "scales": DataType.F32_Default, "offsets": DataType.F32_Default},
 }
 # Of the kernels whose output is no T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}

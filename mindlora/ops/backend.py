@@ -2,7 +2,8 @@
 
 Three paths, one meaning: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed`` (plain
 MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; what cannot be had is then an
-error, never another path.
+error, never another path. Exempt is lora_dropout on an NPU, for which no Ascend kernel was written: cells drop with
+nn.Dropout there. Where it is called by itself it is composed, and the report says so.
 """
 import ctypes
 import dataclasses
@@ -18,10 +19,12 @@ from mindspore.ops.primitive import constexpr
 from mindlora.errors import BackendError
 from mindlora.ops import ascend
 
-# The operators and their names in the CPU library and in CANN.
+# The operators and their names in the CPU library.
 OP_TYPES = {"lora_delta": "LoraDelta", "lora_dropout": "LoraDropout", "lora_linear": "LoraLinear",
             "multi_lora_delta": "MultiLoraDelta", "multi_lora_slot_write": "MultiLoraSlotWrite",
             "nf4_linear": "Nf4Linear"}
+# What they call in CANN. nf4_linear has W decoded there, and MindSpore's MatMul multiplies; None: there is no kernel.
+ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None}
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"
@@ -34,7 +37,7 @@ MAX_RANK = 256
 # drop elements by a hash takes them fifteen passes, and they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 3
+_LIBRARY_VERSION = 4
 _COMPOSED_ON_CPU = "; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 MatMul or Mul"
 
 
@@ -87,7 +90,7 @@ def choose(op: str) -> Choice:
         Choice.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had.
+        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had. lora_dropout on an NPU is exempt.
     """
     device, forced = ms.get_context("device_target"), os.environ.get(VARIABLE, "")
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
@@ -96,8 +99,8 @@ def choose(op: str) -> Choice:
     if forced not in ("", "ascend", "cpu"):
         raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
     path = forced or ("ascend" if device == "Ascend" else "cpu")
-    if path == "ascend" and device == "Ascend" and OP_TYPES[op] not in ascend.SIGNATURES:
-        return Choice(op, "composed", "it has no Ascend kernel")
+    if path == "ascend" and device == "Ascend" and ASCEND_OP_TYPES[op] is None:
+        return Choice(op, "composed", f"it has no Ascend kernel, whether {VARIABLE} asks for one or not")
     problem = _ascend_problem(op, device) if path == "ascend" else _cpu_problem(device)
     if forced and problem:
         raise BackendError(f"{VARIABLE} is {forced}, but {problem}.")
@@ -106,7 +109,7 @@ def choose(op: str) -> Choice:
     if problem:
         return Choice(op, "composed", problem + note)
     if path == "ascend":
-        return Choice(op, "ascend", "Ascend C, from the operator package that CANN finds")
+        return Choice(op, "ascend", f"{ASCEND_OP_TYPES[op]} in Ascend C, from the operator package that CANN finds")
     if ms.get_context("mode") == ms.PYNATIVE_MODE and op not in _ONE_PASS:
         return Choice(op, "composed", f"in PyNative a call of a custom operator costs more than it saves{note}")
     return Choice(op, "cpu", f"{_ONE_PASS.get(op, 'graph mode')} on a CPU, {LIBRARY}")
@@ -145,7 +148,7 @@ def _ascend_problem(op, device) -> Optional[str]:
     """Returns why the Ascend kernel of an operator cannot be used, or None."""
     if device != "Ascend":
         return f"device_target is {device}"
-    return ascend.problem(OP_TYPES[op]) or _library_problem()
+    return ascend.problem(ASCEND_OP_TYPES[op]) or _library_problem()
 
 
 def _cpu_problem(device) -> Optional[str]:
@@ -216,7 +219,7 @@ def make_kernel(path, op, inputs, writes=False):
     if path == "composed":
         return None
     if path == "ascend":
-        return ascend.AscendKernel(OP_TYPES[op], LIBRARY, writes)
+        return ascend.AscendKernel(ASCEND_OP_TYPES[op], LIBRARY, writes)
     return CpuKernel(OP_TYPES[op], inputs, writes)
 
 

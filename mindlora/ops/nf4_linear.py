@@ -5,7 +5,7 @@ from mindspore.ops import functional
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
-from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell
+from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell, make_kernel
 from mindlora.ops.nf4 import BLOCK, BYTE_VALUES, GROUP
 from mindlora.ops.products import Products
 
@@ -16,8 +16,9 @@ class Nf4Linear(nn.Cell):
     absmax' = offset + scale * absmax, with the offset and scale of the block's group. mindlora.ops.nf4.quantize makes
     the four tensors. blocks = ceil(K / 64), groups = ceil(N * blocks / 256).
 
-    The cpu path never holds W: some 0.3 MB of it at a time and thread. The composed path holds it whole during a call,
-    in float32 on a CPU, and indices and halves beside it: about 13 bytes per number.
+    The cpu path never holds W: some 0.3 MB of it at a time and thread. The ascend path holds it during a product, in
+    the dtype of x: Ascend C decodes, MindSpore's MatMul multiplies, and the backward decodes again. The composed path
+    holds it whole during a call, in float32 on a CPU, and indices and halves beside it: about 13 bytes per number.
 
     Inputs:
         - **x** (Tensor) - Shape [tokens, K]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
@@ -46,11 +47,12 @@ class Nf4Linear(nn.Cell):
         self.choice = choose("nf4_linear")
         self.path = self.choice.path
         self.products = Products()
+        self.kernel = make_kernel(self.path, "nf4_linear", self.inputs)
         if self.path == "cpu":
-            self.kernel, self.grad_kernel = CpuKernel("Nf4Linear", self.inputs), CpuKernel("Nf4LinearGrad", 5)
-            self.grad_like_kernel = CpuKernel("Nf4LinearGradLike", 6)
+            self.grad_kernel, self.grad_like_kernel = CpuKernel("Nf4LinearGrad", 5), CpuKernel("Nf4LinearGradLike", 6)
         # The primitives themselves: their functions cannot be called in a backward in graph mode.
-        self.gather, self.concat, self.tile = ops.Gather(), ops.Concat(2), ops.Tile()
+        self.gather, self.concat, self.tile, self.depend = ops.Gather(), ops.Concat(2), ops.Tile(), ops.Depend()
+        self.vector = Tensor([0], mstype.float32)
         self.low_values, self.high_values = map(Tensor, BYTE_VALUES)
 
     def construct(self, x, codes, absmax, scales, offsets):
@@ -61,12 +63,20 @@ class Nf4Linear(nn.Cell):
         return ops.cast(self.composed(x, codes, absmax, scales, offsets), x.dtype)
 
     def composed(self, x, codes, absmax, scales, offsets):
-        """The equation in plain operators, in the dtype in which products are computed."""
+        """The equation as decoding and a product, in the dtype in which products are computed."""
         wide = self.products.wide(x)
-        return self.products.times_transposed(wide, self.weight(wide, codes, absmax, scales, offsets))
+        return self.products.times_transposed(wide, self.weight(wide, x, codes, absmax, scales, offsets))
 
-    def weight(self, like, codes, absmax, scales, offsets):
-        """W in the dtype of ``like``, with as many columns."""
+    def weight(self, like, after, codes, absmax, scales, offsets):
+        """W in the dtype of ``like``, with as many columns, decoded once ``after`` is there.
+
+        Else the compiler would be free to decode the weights of all layers first, or to keep W for the backward.
+        """
+        codes = self.depend(codes, after)
+        if self.path == "ascend":
+            # Of a vector the kernel takes the dtype alone: x need not be kept for it.
+            like = ops.cast(self.vector, like.dtype) if self.has_whole_blocks(like, absmax) else like
+            return self.kernel(like, codes, absmax, scales, offsets)
         at, halves = ops.cast(codes, mstype.int32), (-1, absmax.shape[1], codes.shape[1] // absmax.shape[1])
         low, high = self.gather(self.low_values, at, 0), self.gather(self.high_values, at, 0)
         values = self.concat((ops.reshape(low, halves), ops.reshape(high, halves)))
@@ -74,9 +84,11 @@ class Nf4Linear(nn.Cell):
         block = self.of_blocks(offsets, absmax) + self.of_blocks(scales, absmax) * block
         values = values * ops.reshape(block, (-1, absmax.shape[1], 1))
         values = ops.cast(ops.reshape(values, (codes.shape[0], -1)), like.dtype)
-        if functional.isconstant(like.shape[1]) and like.shape[1] == BLOCK * absmax.shape[1]:
-            return values
-        return values[:, :like.shape[1]]
+        return values if self.has_whole_blocks(like, absmax) else values[:, :like.shape[1]]
+
+    def has_whole_blocks(self, x, absmax):
+        """Whether K is known to be a multiple of 64."""
+        return functional.isconstant(x.shape[1]) and x.shape[1] == BLOCK * absmax.shape[1]
 
     def of_blocks(self, of_groups, absmax):
         """For each block what its group has."""
@@ -85,12 +97,12 @@ class Nf4Linear(nn.Cell):
 
     def grad(self, dout, x, codes, absmax, scales, offsets):
         """The gradients for all inputs. Only where K is no multiple of 64, or not known, x is kept for them."""
-        if self.path == "cpu" and functional.isconstant(x.shape[1]) and x.shape[1] == BLOCK * absmax.shape[1]:
+        if self.path == "cpu" and self.has_whole_blocks(x, absmax):
             dx = self.grad_kernel(dout, codes, absmax, scales, offsets)
         elif self.path == "cpu":
             dx = self.grad_like_kernel(dout, codes, absmax, scales, offsets, x)
         else:
-            dx = self.products.times(dout, self.weight(self.products.wide(x), codes, absmax, scales, offsets))
+            dx = self.products.times(dout, self.weight(self.products.wide(x), dout, codes, absmax, scales, offsets))
         return (ops.cast(dx, x.dtype), ops.zeros_like(codes), ops.zeros_like(absmax), ops.zeros_like(scales),
                 ops.zeros_like(offsets))
 

@@ -13,11 +13,14 @@ import pytest
 from mindspore.ops.operations import custom_ops
 
 from mindlora.errors import BackendError
-from mindlora.ops import LoraDelta, MultiLoraSlotWrite, ascend, backend, backend_report
+from mindlora.ops import LoraDelta, MultiLoraSlotWrite, Nf4LinearWithBias, ascend, backend, backend_report
 from mindlora.ops.build import LIBRARY
 from tests.conftest import ROOT
 
-KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write")
+KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write", "nf4_linear")
+# Where the sources of each kernel stand.
+FOLDERS = {"LoraDelta": "lora_delta", "LoraLinear": "lora_linear", "MultiLoraDelta": "multi_lora_delta",
+           "MultiLoraSlotWrite": "multi_lora_slot_write", "Nf4Dequantize": "nf4_dequantize"}
 
 
 class Context:
@@ -91,12 +94,17 @@ def test_a_package_among_the_vendors_of_cann_is_taken(monkeypatch, npu):
     assert set(paths().values()) == {"ascend"}
 
 
-def test_an_operator_without_an_ascend_kernel_is_composed(monkeypatch, npu):
+def test_the_one_operator_without_an_ascend_kernel_is_composed_and_the_report_says_so(monkeypatch, npu):
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package"))
     for forced in ("", "ascend"):
         monkeypatch.setenv("MINDLORA_BACKEND", forced)
-        others = [choice for choice in backend_report().choices if choice.op not in KERNELS]
-        assert {(choice.path, choice.reason) for choice in others} <= {("composed", "it has no Ascend kernel")}
+        choices = {choice.op: (choice.path, choice.reason) for choice in backend_report().choices}
+        assert set(choices) == {*KERNELS, "lora_dropout"}
+        assert choices["lora_dropout"] == (
+            "composed", "it has no Ascend kernel, whether MINDLORA_BACKEND asks for one or not")
+        if not forced:
+            assert choices["nf4_linear"] == (
+                "ascend", "Nf4Dequantize in Ascend C, from the operator package that CANN finds")
 
 
 def test_a_package_that_is_built_but_not_registered(monkeypatch, npu):
@@ -182,19 +190,25 @@ def test_the_call_that_mindspore_makes_of_a_kernel(made, op_type):
 
 
 def test_the_cells_hold_the_kernels(made):
-    for cell in (LoraDelta(), MultiLoraSlotWrite()):
+    for cell, name in ((LoraDelta(), "LoraDelta"), (MultiLoraSlotWrite(), "MultiLoraSlotWrite"),
+                       (Nf4LinearWithBias(), "Nf4Dequantize")):
         assert cell.path == "ascend" and isinstance(cell.kernel, ascend.AscendKernel)
+        assert cell.kernel.get_attr_dict()["reg_op_name"] == name
 
 
-@pytest.mark.parametrize("op", KERNELS)
-def test_cann_and_the_kernel_name_the_same_inputs(op):
+def test_each_kernel_has_a_folder():
+    assert set(FOLDERS) == set(ascend.SIGNATURES) == {backend.ASCEND_OP_TYPES[op] for op in KERNELS}
+
+
+@pytest.mark.parametrize("op_type, op", FOLDERS.items())
+def test_cann_and_the_kernel_name_the_same_inputs(op_type, op):
     def source(path):
         with open(os.path.join(ROOT, "ops", op, "ascendc", path, f"{op}.cpp"), encoding="utf-8") as file:
             return file.read()
 
-    inputs = list(ascend.SIGNATURES[backend.OP_TYPES[op]])
+    inputs = list(ascend.SIGNATURES[op_type])
     host, kernel = source("op_host"), source("op_kernel")
-    assert re.findall(r'In(?:Out)?\("(\w+)", ', host) == inputs and f"OP_ADD({backend.OP_TYPES[op]});" in host
+    assert re.findall(r'In(?:Out)?\("(\w+)", ', host) == inputs and f"OP_ADD({op_type});" in host
     outputs = re.findall(r'Out\("(\w+)", ', re.sub("InOut", "", host))
     assert len(outputs) == 1
     entry = re.search(rf"void {op}\(([^)]*)\)", kernel)[1]

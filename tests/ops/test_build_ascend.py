@@ -101,7 +101,8 @@ def test_what_is_built_and_where_it_goes(run, tmp_path, version, file):
     ops = tmp_path / "checkout/ops"
     assert "units ascend910b;ascend910_93" in log
     for op, op_type in (("lora_delta", "LoraDelta"), ("lora_linear", "LoraLinear"),
-                        ("multi_lora_delta", "MultiLoraDelta"), ("multi_lora_slot_write", "MultiLoraSlotWrite")):
+                        ("multi_lora_delta", "MultiLoraDelta"), ("multi_lora_slot_write", "MultiLoraSlotWrite"),
+                        ("nf4_dequantize", "Nf4Dequantize")):
         assert (f"npu_op_kernel_sources ascendc_kernels OP_TYPE {op_type} KERNEL_DIR {op}/ascendc/op_kernel "
                 f"KERNEL_FILE {op}.cpp\n") in log
         assert (ops / op / "ascendc/op_kernel" / f"{op}.cpp").exists()

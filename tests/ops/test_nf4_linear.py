@@ -188,14 +188,6 @@ def test_the_path_that_is_picked(mode, library, monkeypatch):
     assert Nf4Linear().choice.path == "cpu" and "4-bit weights in one pass" in Nf4Linear().choice.reason
 
 
-def test_on_ascend_the_report_says_that_there_is_no_kernel(monkeypatch):
-    real = ms.get_context
-    monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
-    monkeypatch.delenv("MINDLORA_BACKEND", raising=False)
-    choice = backend.choose("nf4_linear")
-    assert choice.path == "composed" and choice.reason == "it has no Ascend kernel"
-
-
 @pytest.mark.parametrize("at, dtype, message", [
     (0, ms.int32, "x is Int32: it must be Float32, Float16 or BFloat16."),
     (1, ms.int32, "codes is Int32: it must be UInt8, as quantize makes it."),

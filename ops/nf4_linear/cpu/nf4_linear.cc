@@ -35,6 +35,9 @@ void CheckForward(const Shapes& s) {
   s.CheckSame("the number of blocks of a row", Over(s.At(kX, 1), kBlock), s.At(kAbsmax, 1));
 }
 
+// W alone is made like x, or like a vector of any length: then it has whole blocks.
+bool HasWholeBlocks(const Shapes& s) { return s.RankKnown(kX) && s.Of(kX).size() == 1; }
+
 void CheckBackward(const Shapes& s) {
   s.CheckRank(kX, "dy", 2);
   CheckWeight(s);
@@ -140,3 +143,18 @@ MINDLORA_EXPORT int Nf4LinearGradLike(int count, void** data, int* ndims, int64_
   RunGrad(count, kWithBias, data, s, dtypes, s.At(kLike, 1));
   return 0;
 }
+
+// W, which only the Ascend kernel of nf4_dequantize computes: MindSpore asks here for its shape and type.
+MINDLORA_EXPORT std::vector<int64_t> Nf4DequantizeInferShape(int* ndims, int64_t** shapes, AotExtra*) {
+  using namespace mindlora;
+  const Shapes s("nf4_dequantize", ndims, shapes);
+  if (!HasWholeBlocks(s)) {
+    CheckForward(s);
+    return {s.At(kCodes, 0), s.At(kX, 1)};
+  }
+  CheckWeight(s);
+  const int64_t blocks = s.At(kAbsmax, 1);
+  return {s.At(kCodes, 0), blocks < 0 ? -1 : blocks * kBlock};
+}
+
+MINDLORA_EXPORT int Nf4DequantizeInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }

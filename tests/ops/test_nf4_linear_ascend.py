@@ -1,0 +1,205 @@
+"""nf4_linear on the ascend path, with a stand-in for the kernel: what is asked of it, and what is made of its W.
+
+Nothing here runs on an NPU. The kernel itself: tests/ops/ascendc/test_nf4_dequantize.py.
+"""
+import glob
+import importlib
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.primitive import constexpr
+
+from mindlora.nn.nf4 import NF4Dense
+from mindlora.ops import Nf4Linear, Nf4LinearWithBias, backend, quantize
+from tests.ops.native import DTYPES, assert_near, normal, tensor, values
+
+OPERATOR = "nf4_linear"
+# mindlora.ops names the function alike.
+MODULE = importlib.import_module("mindlora.ops.nf4_linear")
+ASKED = []
+
+
+@constexpr
+def note(dimensions):
+    """Runs once for each call that stands in a compiled graph, and at each call in PyNative."""
+    ASKED.append(dimensions)
+
+
+class Decode(nn.Cell):
+    """The kernel in plain operators: W [N, K] in the dtype of like, which is [_, K], or a vector for whole blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = Nf4Linear()
+
+    def construct(self, like, codes, absmax, scales, offsets):
+        note(len(like.shape))
+        if len(like.shape) == 1:
+            like = ops.zeros((1, 64 * absmax.shape[1]), like.dtype)
+        return self.plain.weight(like, like, codes, absmax, scales, offsets)
+
+
+@pytest.fixture(autouse=True)
+def _kernel(library, monkeypatch):
+    """Cells that are made now take the ascend path."""
+    monkeypatch.setenv("MINDLORA_BACKEND", "composed")
+    kernel = Decode()
+    monkeypatch.setattr(MODULE, "choose", lambda op: backend.Choice(op, "ascend", "a stand-in"))
+    monkeypatch.setattr(MODULE, "make_kernel", lambda path, op, inputs: kernel)
+    ASKED.clear()
+
+
+def tensors(dtype, k, n, *more):
+    array = quantize(normal(n, k, seed=1))
+    return ([tensor(more[0], dtype), *map(Tensor, (array.codes, array.absmax, array.scales, array.offsets)),
+             *(tensor(values_, dtype) for values_ in more[1:])],
+            [array.codes, array.absmax, array.scales, array.offsets])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, k, n", [(0, 64, 9), (1, 7, 9), (3, 128, 33), (31, 70, 64)])
+@pytest.mark.parametrize("kind", [Nf4Linear, Nf4LinearWithBias])
+def test_values_and_gradients_are_those_of_the_reference(mode, reference, dtype, tokens, k, n, kind):
+    x, dy, bias = normal(tokens, k, dtype=dtype), normal(tokens, n, seed=9, dtype=dtype), normal(n, seed=4, dtype=dtype)
+    given = [bias] * (kind is Nf4LinearWithBias)
+    inputs, parts = tensors(dtype, k, n, x, *given)
+    cell = kind()
+    assert cell.choice.path == "ascend"
+    y = cell(*inputs)
+    assert y.dtype == inputs[0].dtype
+    assert_near(values(y), reference.nf4_linear(x, *parts, *given), dtype, k + 1)
+    grads = ms.ops.GradOperation(get_all=True, sens_param=True)(kind())(*inputs, tensor(dy, dtype))
+    dx, dbias = reference.nf4_linear_grad(dy, *parts, k)
+    assert all(grad.dtype == x.dtype and grad.shape == x.shape for grad, x in zip(grads, inputs))
+    assert_near(values(grads[0]), dx, dtype, n)
+    assert not any(values(grad).any() for grad in grads[1:5])
+    if given:
+        assert_near(values(grads[5]), dbias, dtype, tokens)
+    # x is asked for its shape, and so kept for the backward, only where the blocks do not say it.
+    assert ASKED and set(ASKED) == {1 if k % 64 == 0 else 2}
+
+
+class Loss(nn.Cell):
+    """sum(nf4_linear * dy)."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = Nf4Linear()
+
+    def construct(self, x, codes, absmax, scales, offsets, dy):
+        return (self.linear(x, codes, absmax, scales, offsets) * dy).sum()
+
+
+class Gradient(nn.Cell):
+    """dx of Loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.grad, self.loss = ops.GradOperation(), Loss()
+
+    def construct(self, x, codes, absmax, scales, offsets, dy):
+        return self.grad(self.loss)(x, codes, absmax, scales, offsets, dy)
+
+
+@pytest.mark.parametrize("k", [64, 70])
+@pytest.mark.parametrize("known", [True, False])
+def test_shapes_that_are_not_known(mode, reference, k, known):
+    net = Gradient()
+    inputs, parts = tensors("float32", k, 33, normal(3, k))
+    net.set_inputs(Tensor(shape=[None, k if known else None], dtype=ms.float32), *inputs[1:],
+                   Tensor(shape=[None, 33], dtype=ms.float32))
+    for tokens in (3, 31, 1):
+        dy = normal(tokens, 33, seed=9)
+        dx = net(tensor(normal(tokens, k), "float32"), *inputs[1:], tensor(dy, "float32"))
+        assert_near(values(dx), reference.nf4_linear_grad(dy, *parts, k)[0], "float32", 33)
+
+
+def test_a_cell_of_a_network_takes_it(mode):
+    weight = normal(9, 70)
+    dense = nn.Dense(70, 9, weight_init=Tensor(weight))
+    cell = NF4Dense.from_dense(dense)
+    assert cell.matmul.choice.path == "ascend"
+    x = normal(2, 3, 70, seed=5)
+    plain = cell.plain_cell()
+    np.testing.assert_allclose(cell(Tensor(x)).asnumpy(), plain(Tensor(x)).asnumpy(), rtol=1e-4, atol=1e-4)
+    assert ASKED
+
+
+class Trained(nn.Cell):
+    """A loss over a frozen layer whose W is a parameter, as in a network that trains."""
+
+    def __init__(self, k):
+        super().__init__()
+        inputs, _ = tensors("float32", k, 64, normal(1, k))
+        self.codes, self.absmax, self.scales, self.offsets = (
+            Parameter(value, name=f"part{i}", requires_grad=False) for i, value in enumerate(inputs[1:]))
+        self.linear = Nf4Linear()
+
+    def construct(self, x):
+        return (self.linear(x, self.codes, self.absmax, self.scales, self.offsets) ** 2).sum()
+
+
+class Step(nn.Cell):
+    """Loss and gradient, as a train step has them."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.both = ms.value_and_grad(Trained(k), 0, None)
+
+    def construct(self, x):
+        return self.both(x)
+
+
+@pytest.mark.parametrize("k", [64, 70])
+def test_the_backward_decodes_again_and_keeps_no_weight(tmp_path, k):
+    """The compiler merges what is computed twice from the same inputs: two decodings must still be two."""
+    ms.set_context(mode=ms.GRAPH_MODE, save_graphs=2, save_graphs_path=str(tmp_path))
+    try:
+        Step(k)(Tensor(normal(3, k)))
+    finally:
+        ms.set_context(save_graphs=0)
+    graph, = glob.glob(f"{tmp_path}/**/*_validate_*.ir", recursive=True)
+    with open(graph, encoding="utf-8") as file:
+        # Each decoding looks up low and high halves.
+        assert len(re.findall(r"= \w*Gather\(", file.read())) == 4
+
+
+class ShapeOfKernel(nn.Cell):
+    """The shape that MindSpore infers for W; the kernel is not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = backend.CpuKernel("Nf4Dequantize", 5)
+
+    def construct(self, like, codes, absmax, scales, offsets):
+        w = self.kernel(like, codes, absmax, scales, offsets)
+        return w.shape, w.dtype
+
+
+def parts_of(like, codes, absmax, groups, offsets=None):
+    return [Tensor(np.zeros(like, np.float16)), Tensor(np.zeros(codes, np.uint8)), Tensor(np.zeros(absmax, np.uint8)),
+            Tensor(np.zeros(groups, np.float32)), Tensor(np.zeros(groups if offsets is None else offsets, np.float32))]
+
+
+@pytest.mark.parametrize("like, columns", [((3, 100), 100), ((1, 65), 65), ((5, 128), 128), ((1,), 128), ((77,), 128)])
+def test_the_shape_of_w_is_inferred(like, columns):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    shape, dtype = ShapeOfKernel()(*parts_of(like, (9, 64), (9, 2), (1,)))
+    assert tuple(shape) == (9, columns) and dtype == ms.float16
+
+
+@pytest.mark.parametrize("parts, message", [
+    (((3, 129), (9, 64), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
+    (((3, 64), (9, 64), (9, 2), (1,)), "the number of blocks of a row is 1 in one input and 2 in another"),
+    (((3, 1, 64), (9, 64), (9, 2), (1,)), "x has 3 dimensions: it must have 2"),
+    (((1,), (9, 65), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
+    (((1,), (8, 64), (9, 2), (1,)), "N is 8 in one input and 9 in another"),
+    (((1,), (9, 64), (9, 2), (2,)), "the number of groups is 1 in one input and 2 in another"),
+    (((1,), (9, 64), (9, 2), (1,), (2,)), "the number of groups is 1 in one input and 2 in another")])
+def test_shapes_that_do_not_fit_are_refused(parts, message):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.raises(RuntimeError, match=f"mindlora nf4_dequantize: {message}"):
+        ShapeOfKernel()(*parts_of(*parts))
