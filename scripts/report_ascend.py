@@ -4,9 +4,9 @@ Not CANN and not an NPU: the model counts bytes of global memory and cores that 
 are those of the linear layers of Llama 7B and 13B, bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are given
 over the least possible: each input once, each output once; what cores exchange through global memory counts as moved,
 and so does what a cache would serve. Beside them stands the plain composition of kernels (x A^T; scale; B^T; add; for
-many adapters also rows gathered and put back for each of them), by arithmetic: each kernel reads its inputs and writes
-its output once, a product deals out tiles of 16 x 256 of its output, and of its kernels the one with the fewest cores
-counts.
+many adapters also rows gathered and put back for each of them; for NF4 weights codes to integers, two look-ups, their
+concatenation, times absmax, cast), by arithmetic: each kernel reads its inputs and writes its output once, a product
+deals out tiles of 16 x 256 of its output, and of its kernels the one with the fewest cores counts.
     python scripts/report_ascend.py --json figures.json
     python scripts/report_ascend.py --only lora_delta
 """
@@ -98,7 +98,21 @@ def multi_lora_delta(k, n):
                               min(product_cores(rows, rank) for rows in each))
 
 
-OPS = {"lora_delta": lora_delta, "lora_linear": lora_linear, "multi_lora_delta": multi_lora_delta}
+def nf4_dequantize(k, n):
+    """Yields the figures of nf4_dequantize for a layer: there are no tokens, as W alone is made."""
+    blocks = math.ceil(k / 64)
+    codes, absmax = np.zeros((n, blocks * 32), np.uint8), np.zeros((n, blocks), np.uint8)
+    scales = np.zeros(math.ceil(absmax.size / 256), np.float32)
+    report = run("nf4_dequantize", [("like", random(1)), ("codes", codes), ("absmax", absmax), ("scales", scales),
+                                    ("offsets", scales)], (n, k), (n, k), "w")
+    least = codes.nbytes + absmax.nbytes + 2 * scales.nbytes + BYTES * n * k
+    # A code as an integer and a number of W both take 4 bytes, up to the cast.
+    composed = codes.size * ((1 + 4) + 2 * (4 + 4) + (8 + 8) + (8 + 8) + (8 + 2 * BYTES))
+    yield figures(report, least, 0, 0, 0, composed / least, kernels.VECTOR_CORES)
+
+
+OPS = {"lora_delta": lora_delta, "lora_linear": lora_linear, "multi_lora_delta": multi_lora_delta,
+       "nf4_dequantize": nf4_dequantize}
 
 
 def composed_delta(tokens, k, n, rank):
@@ -123,7 +137,8 @@ def figures(report, least, rank, tokens, adapters, composed, composed_cores):
 def line(row):
     """Returns a row as text; a figure beyond its goal is marked."""
     over = row["ratio"] > GOALS["decode" if row["tokens"] <= DECODE else "prefill"]
-    return (f"{row['op']:<22}{row['K']:>6}{row['N']:>7}{row['rank']:>6}{row['tokens']:>8}{row['adapters']:>10}   "
+    rank, tokens, adapters = (row[name] or "-" for name in ("rank", "tokens", "adapters"))
+    return (f"{row['op']:<22}{row['K']:>6}{row['N']:>7}{rank:>6}{tokens:>8}{adapters:>10}   "
             f"{row['ratio']:6.3f}{'*' if over else ' '}{row['cores']:>6}   {row['composed_ratio']:15.3f} "
             f"{row['composed_cores']:>6}")
 
@@ -144,9 +159,9 @@ def summary(rows):
     return "\n".join(lines)
 
 
-def run(op, inputs, out_shape, sizes):
+def run(op, inputs, out_shape, sizes, output="y"):
     """Returns the model's report of an operator."""
-    return kernels.run(op, "bfloat16", inputs, [("y", np.empty(out_shape, np.uint16), "out")], sizes)
+    return kernels.run(op, "bfloat16", inputs, [(output, np.empty(out_shape, np.uint16), "out")], sizes)
 
 
 def random(*shape):
