@@ -23,9 +23,9 @@ ASKED = []
 
 
 @constexpr
-def note(dimensions):
+def note(dimensions, dtype):
     """Runs once for each call that stands in a compiled graph, and at each call in PyNative."""
-    ASKED.append(dimensions)
+    ASKED.append((dimensions, dtype))
 
 
 class Decode(nn.Cell):
@@ -36,7 +36,7 @@ class Decode(nn.Cell):
         self.plain = Nf4Linear()
 
     def construct(self, like, codes, absmax, scales, offsets):
-        note(len(like.shape))
+        note(len(like.shape), like.dtype)
         if len(like.shape) == 1:
             like = ops.zeros((1, 64 * absmax.shape[1]), like.dtype)
         return self.plain.weight(like, like, codes, absmax, scales, offsets)
@@ -79,7 +79,18 @@ def test_values_and_gradients_are_those_of_the_reference(mode, reference, dtype,
     if given:
         assert_near(values(grads[5]), dbias, dtype, tokens)
     # x is asked for its shape, and so kept for the backward, only where the blocks do not say it.
-    assert ASKED and set(ASKED) == {1 if k % 64 == 0 else 2}
+    assert set(ASKED) == {(1 if k % 64 == 0 else 2, ms.float32)}
+
+
+@pytest.mark.parametrize("k", [64, 70])
+def test_w_has_the_dtype_of_x_where_products_are_computed_in_it(k):
+    """As on an NPU; a CPU, which has a float16 MatMul, computes them in float32."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    inputs, _ = tensors("float16", k, 9, normal(3, k))
+    cell = Nf4Linear()
+    cell.products.widen = False
+    ops.GradOperation()(cell)(*inputs)
+    assert ASKED == [(1 if k % 64 == 0 else 2, ms.float16)] * 2
 
 
 class Loss(nn.Cell):
