@@ -117,7 +117,7 @@ class VeRADense(LoRADense):
         return matrix if matrix.shape == (rows, columns) else self.slice(matrix, (0, 0), (rows, columns))
 
     def _add_low_rank(self, y, x, a, b):
-        if self.dropout_rate > 0 and self.training:
+        if self.dropout_rate > 0:
             x = self.lora_dropout(x)
         low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.mindpet_delta_lora_lambda_d, self.dtype))
         return self.lora_add(y, self.lora_b_matmul(low_rank, b))
