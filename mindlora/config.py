@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Dict, List, Optional, Union
 
 from mindlora import names, starts
@@ -22,6 +22,7 @@ _DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16"
 QUANTIZATIONS = ("nf4",)
 _NOT_WITH_VERA = ("use_rslora", "use_dora", "freeze_lora_a", "rank_pattern", "alpha_pattern", "lora_init",
                   "lora_a_init", "lora_b_init", "quantize_base")
+PET_TYPES = ["lora", "qlora"]
 _ZERO_INITS = ("zero", "zeros")
 Patterns = Union[str, List[str], None]
 
@@ -211,18 +212,19 @@ class LoraConfig:
         """Reads the pet_config node of a MindFormers YAML.
 
         Args:
-            pet_config (Mapping): Keys are the fields of this class, ``pet_type`` (must be ``lora``), ``preset`` (a
-                name in PRESETS, whose values the other keys override) and ``exclude_layers`` (MindFormers' older
-                name of exclude_modules).
+            pet_config (Mapping): Keys are the fields of this class, ``pet_type`` (``lora``, or ``qlora`` for ``lora``
+                with quantize_base ``nf4``), ``preset`` (a name in PRESETS, whose values the other keys override) and
+                ``exclude_layers`` (MindFormers' older name of exclude_modules).
 
         Returns:
             LoraConfig.
 
         Raises:
-            ConfigError: pet_type is not lora, a key or a preset is unknown, target_modules is missing, or a field
+            ConfigError: pet_type is neither, a key or a preset is unknown, target_modules is missing, or a field
                 is out of range.
         """
         given = {key: value for key, value in dict(pet_config).items() if value is not None}
+        expand_pet_type(given)
         check_pet_type(given.pop("pet_type", "lora"))
         preset = given.pop("preset", None)
         if preset is not None:
@@ -265,10 +267,18 @@ def pattern_value(pattern: Optional[dict], path: str, default):
     return default
 
 
+def expand_pet_type(pet_config: MutableMapping) -> None:
+    """Writes ``pet_type: qlora`` out as what it is short for, in place; leaves any other pet_type alone."""
+    if pet_config.get("pet_type") == "qlora":
+        pet_config["pet_type"] = "lora"
+        if pet_config.get("quantize_base") is None:
+            pet_config["quantize_base"] = "nf4"
+
+
 def check_pet_type(pet_type):
     """Raises ConfigError unless ``pet_type`` is the one that mindlora handles, ``lora``."""
     if pet_type != "lora":
-        raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), ['lora'])}")
+        raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), PET_TYPES)}")
 
 
 def preset_fields(preset: str) -> dict:

@@ -222,14 +222,27 @@ def test_an_unknown_preset_is_refused():
 
 
 @pytest.mark.parametrize("pet_type, message", [
-    ("lroa", "pet_type is 'lroa', which is not known. Did you mean 'lora'? Known: lora."),
-    ("LoRA", "pet_type is 'LoRA', which is not known. Known: lora."),
-    ("adalora", "pet_type is 'adalora', which is not known. Did you mean 'lora'? Known: lora."),
-    (3, "pet_type is 3, which is not known. Known: lora.")])
+    ("lroa", "pet_type is 'lroa', which is not known. Did you mean 'lora'? Known: lora, qlora."),
+    ("LoRA", "pet_type is 'LoRA', which is not known. Known: lora, qlora."),
+    ("adalora", "pet_type is 'adalora', which is not known. Did you mean 'lora'? Known: lora, qlora."),
+    (3, "pet_type is 3, which is not known. Known: lora, qlora.")])
 def test_another_pet_type_is_refused(pet_type, message):
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "pet_type": pet_type})
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("more", [{}, {"quantize_base": None}, {"quantize_base": "nf4"}, {"quantize_exclude": ["w2"]}])
+def test_qlora_is_lora_on_a_base_in_nf4(more):
+    given = {**PET, "pet_type": "qlora", **more}
+    config = LoraConfig.from_pet_config(given)
+    assert config == LoraConfig.from_pet_config({**PET, **more, "quantize_base": "nf4"})
+    assert given["pet_type"] == "qlora" and given.get("quantize_base") == more.get("quantize_base")
+
+
+def test_qlora_on_another_base_is_refused():
+    with pytest.raises(ConfigError, match="^quantize_base is 'int8', which is not known. Known: nf4.$"):
+        LoraConfig.from_pet_config({**PET, "pet_type": "qlora", "quantize_base": "int8"})
 
 
 def test_exclude_layers_is_the_older_name_of_exclude_modules():

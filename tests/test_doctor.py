@@ -80,7 +80,7 @@ def test_a_yaml_without_faults(write):
 @pytest.mark.parametrize("changes, severity, key, found", [
     ({"run_mode": "fintune"}, "error", "run_mode", "run_mode is 'fintune', which is not known. Did you mean 'fine"),
     ({f"{PET}.pet_type": "lroa"}, "error", f"{PET}.pet_type", "pet_type is 'lroa', which is not known: MindFormers "
-     "would train the whole network. Did you mean 'lora'? Known: lora, prefixtuning, ptuning2, slora."),
+     "would train the whole network. Did you mean 'lora'? Known: lora, prefixtuning, ptuning2, qlora, slora."),
     ({f"{PET}.pet_type": None}, "error", f"{PET}.pet_type", "pet_type is None, which is not known"),
     ({PET: "lora"}, "error", PET, "It is 'lora'."),
     ({f"{PET}.lora_rnk": 8}, "error", f"{PET}.lora_rnk", "pet_config has an unknown key 'lora_rnk'. Did you mean "

@@ -73,6 +73,15 @@ class PetLoraConfig(LoraConfig):
 
 
 def register():
-    """Takes over ``pet_type: lora`` in MindFormers' two maps of PET types."""
+    """Takes over ``pet_type: lora`` in MindFormers' two maps of PET types, and refuses a ``qlora`` left in it."""
     pet_model.PET_TYPE_TO_MODEL_MAPPING[PET_TYPE] = MindloraModel
     pet_model.PET_TYPE_TO_CONFIG_MAPPING[PET_TYPE] = lambda **keys: PetLoraConfig.from_pet_config(keys)
+    # What is in neither map MindFormers would train whole.
+    pet_model.PET_TYPE_TO_MODEL_MAPPING["qlora"] = MindloraModel
+    pet_model.PET_TYPE_TO_CONFIG_MAPPING["qlora"] = refuse_qlora
+
+
+def refuse_qlora(**_):
+    """Raises ConfigError: MindFormers hands pet_type on to MindPet's freeze_delta, which knows no ``qlora``."""
+    raise ConfigError("pet_type is 'qlora', which mindlora-run alone takes; MindFormers' own launcher does not. Write "
+                      "pet_type: lora and quantize_base: nf4.")

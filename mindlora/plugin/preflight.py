@@ -7,11 +7,11 @@ from mindformers.tools.register import MindFormerConfig
 
 from mindlora import starts
 from mindlora.base import quantize
-from mindlora.config import PRESETS, suggestion
+from mindlora.config import PET_TYPES, PRESETS, expand_pet_type, suggestion
 from mindlora.errors import ConfigError
 from mindlora.plugin import lora_plus, resume
 from mindlora.plugin.log import logger
-from mindlora.plugin.pet import PET_TYPE, PetLoraConfig
+from mindlora.plugin.pet import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.tensor_file import TensorFile
 
 # PET types that MindFormers handles itself and mindlora leaves alone.
@@ -38,8 +38,10 @@ def check_pet_config(pet_config: Mapping) -> None:
     pet_type = pet_config.get("pet_type")
     if pet_type == PET_TYPE:
         PetLoraConfig.from_pet_config(pet_config)
+    elif pet_type == "qlora":
+        refuse_qlora()
     elif pet_type not in _MINDFORMERS_PET_TYPES:
-        known = [PET_TYPE, *_MINDFORMERS_PET_TYPES]
+        known = [*PET_TYPES, *_MINDFORMERS_PET_TYPES]
         raise ConfigError(f"model.model_config.pet_config: pet_type is {pet_type!r}, which is not known. MindFormers "
                           f"would train the whole network.{suggestion(str(pet_type), known)}")
 
@@ -84,6 +86,7 @@ def prepare(config) -> None:
     model_config = config.model.model_config
     training = config.run_mode in ("train", "finetune")
     if model_config.pet_config:
+        expand_pet_type(model_config.pet_config)
         check_pet_config(model_config.pet_config)
     if config.context.device_target == "CPU":
         _check_cpu(config, training)

@@ -13,7 +13,7 @@ from typing import Iterator, List, Optional
 import yaml
 
 from mindlora import names, targets
-from mindlora.config import LoraConfig, check_ratio, dtype_name, pattern_value, suggestion
+from mindlora.config import PET_TYPES, LoraConfig, check_ratio, dtype_name, pattern_value, suggestion
 from mindlora.errors import ConfigError, LoraError, TargetError
 from mindlora.plugin.llama import llama_sizes
 
@@ -144,8 +144,8 @@ def _check_pet_config(config, findings) -> Optional[LoraConfig]:
     if pet_type in _MINDFORMERS_PET_TYPES:
         findings.append(Finding("note", f"{PET}.pet_type", f"{pet_type} is MindFormers' own; it was not checked."))
         return None
-    if pet_type != "lora":
-        known = ["lora", *_MINDFORMERS_PET_TYPES]
+    if pet_type not in PET_TYPES:
+        known = [*PET_TYPES, *_MINDFORMERS_PET_TYPES]
         findings.append(Finding("error", f"{PET}.pet_type", f"pet_type is {pet_type!r}, which is not known: "
                                 f"MindFormers would train the whole network.{suggestion(str(pet_type), known)}"))
         return None

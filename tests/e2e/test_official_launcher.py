@@ -58,9 +58,12 @@ def test_it_trains_the_same_adapter_as_mindlora_run(official, trained, tmp_path)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-def test_a_misspelt_pet_type_is_an_error_there_too(official, tmp_path):
-    run = official(pet_type="loar")
+@pytest.mark.parametrize("pet_type, said", [
+    ("loar", ["pet_type is 'loar', which is not known", "Did you mean 'lora'?"]),
+    ("qlora", ["pet_type is 'qlora', which mindlora-run alone takes", "Write pet_type: lora and quantize_base: nf4."])])
+def test_another_pet_type_is_an_error_there_too(pet_type, said, official, tmp_path):
+    run = official(pet_type=pet_type)
     assert run.returncode != 0
-    assert "pet_type is 'loar', which is not known" in run.stderr and "Did you mean 'lora'?" in run.stderr
+    assert all(text in run.stderr for text in said)
     assert "loss:[" not in run.stdout
     assert not files(tmp_path / "output")

@@ -11,6 +11,8 @@ from tests.e2e.runs import launch, python, succeeded
 from tests.e2e.test_launcher import loss_of, step_losses
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
+# The same in one word.
+SHORT = ("--model.model_config.pet_config.pet_type", "qlora")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def run(data, quantized, tmp_path_factory):
     """A fine-tuning on it: the folder and what it printed."""
     folder = tmp_path_factory.mktemp("qlora")
     return folder / "output" / "lora_checkpoint" / "best", succeeded(
-        launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *QLORA, *TRAINING))
+        launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *SHORT, *TRAINING))
 
 
 def test_the_loss_falls_as_on_the_base_in_float(run, trained):
@@ -52,7 +54,7 @@ def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, qu
 
 
 @pytest.mark.parametrize("flags, given, message", [
-    (QLORA, "base", "is no .safetensors file, and pet_config has quantize_base. Write a quantized base, once: mindlora "
+    (SHORT, "base", "is no .safetensors file, and pet_config has quantize_base. Write a quantized base, once: mindlora "
                     "quantize-base "),
     ((), "quantized", "is quantized, and pet_config has no quantize_base."),
     ((*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"), "quantized",

@@ -216,3 +216,8 @@ def test_lora_start_leaves_it_to_lora_checkpoint():
         params = types.SimpleNamespace(train_network=network, list_callback=callbacks)
         LoraStart().on_train_begin(types.SimpleNamespace(original_args=lambda params=params: params))
         assert (cell.origin is not None) == started
+
+
+def test_qlora_that_nobody_wrote_out_is_refused(make_llama):
+    with pytest.raises(ConfigError, match="^pet_type is 'qlora', which mindlora-run alone takes;"):
+        pet_model(make_llama, pet_type="qlora")
