@@ -141,6 +141,10 @@ def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch
     for (name, part), array in adapter.tensors.items():
         cells[name].load_part(part, to_float32(array))
     residual.settle_starts(network, adapter.paths, origins)
+    if (adapter.fingerprint or {}).get("quantization") == "loftq":
+        # What is trained on from here fits LoftQ's base alone, too.
+        for name in adapter.paths:
+            cells[name].lora_init = "loftq" if cells[name].quantization else cells[name].lora_init
     for parameter, array in whole:
         _set(parameter, array)
         mark_saved_whole(parameter)

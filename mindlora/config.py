@@ -46,9 +46,10 @@ class LoraConfig:
         quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, in the ways of
             target_modules. Default: None.
         lora_init (str): Start of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation 1 / r),
-            ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"`` or ``"loftq"`` (see mindlora.starts).
-            pissa and olora change the base and are made by start_adapters, once its weights are loaded; loftq goes
-            with quantize_base. PEFT calls it init_lora_weights. Default: None, what lora_a_init and lora_b_init say.
+            ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"loftq"`` or ``"loftq_iter_N"`` (see
+            mindlora.starts). pissa and olora change the base and are made by start_adapters, once its weights are
+            loaded; loftq goes with quantize_base, and takes one turn, or N. PEFT calls it init_lora_weights. Default:
+            None, what lora_a_init and lora_b_init say.
         lora_a_init (str, Initializer or Tensor): Start of A. Default: None, ``"kaiming_uniform"``, that is He uniform
             with negative_slope sqrt(5); any name of a MindSpore initializer is taken too.
         lora_b_init (str, Initializer or Tensor): Start of B. Default: None, ``"zeros"``, so that training starts at
@@ -125,9 +126,9 @@ class LoraConfig:
         self.param_init_type = dtype_name(self.param_init_type, "param_init_type")
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
+        _check_start(self.lora_init, self.lora_a_init, self.lora_b_init)
         self._check_quantization()
         self._check_vera()
-        _check_start(self.lora_init, self.lora_a_init, self.lora_b_init)
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
                 "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
@@ -144,9 +145,9 @@ class LoraConfig:
             if self.quantize_exclude is not None:
                 raise ConfigError(f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
                                   "nothing is quantized. Set quantize_base: nf4, or remove it.")
-            if self.lora_init == "loftq":
-                raise ConfigError("lora_init is 'loftq', which makes up for what quantizing the base loses, and the "
-                                  "base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
+            if starts.is_loftq(self.lora_init):
+                raise ConfigError(f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base loses, "
+                                  "and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
             return
         for field, unserved in (("use_dora", self.use_dora), ("lora_init", starts.changes_base(self.lora_init))):
             if unserved:
@@ -196,7 +197,7 @@ class LoraConfig:
         It differs where lora_init changes the base: the saved adapter is a plain LoRA of twice the rank, at the same
         scale (see mindlora.residual).
         """
-        if self.lora_init == "loftq":
+        if starts.is_loftq(self.lora_init):
             return dataclasses.replace(self, lora_init=None)
         if not starts.changes_base(self.lora_init):
             return self

@@ -1,12 +1,11 @@
 """A short mark of the base weights under an adapter, to notice an adapter that is put on another base."""
 import hashlib
-from typing import Dict, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
 import numpy as np
 from mindspore import nn
 
 from mindlora.adapt import lora_cells
-
 from mindlora.nn.tree import weight_of
 
 # Reading every weight of a 7B base back from the device takes seconds; a few, evenly spread, tell bases apart.
@@ -36,17 +35,33 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
     """Returns base_fingerprint's mark of the weights of cells by their paths."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
-    shapes, values = hashlib.sha256(), hashlib.sha256()
-    paths = sorted(cells)
-    for path in paths:
-        shapes.update(f"{path}{weight_shape(cells[path])};".encode())
-    for index in sorted({round(i) for i in np.linspace(0, len(paths) - 1, min(_SAMPLED_WEIGHTS, len(paths)))}):
-        flat = weight_of(cells[paths[index]]).asnumpy().reshape(-1)
-        picked = flat[np.linspace(0, flat.size - 1, min(_SAMPLES_PER_WEIGHT, flat.size)).astype(np.int64)]
-        values.update(np.ascontiguousarray(picked.astype(np.float32)).tobytes())
-    mark = {"shapes": shapes.hexdigest()[:16], "values": values.hexdigest()[:16]}
+    mark = mark_of({path: weight_shape(cell) for path, cell in cells.items()},
+                   {path: picked(weight_of(cells[path]).asnumpy()) for path in sampled(cells)})
     kinds = {kind for cell in cells.values() if (kind := getattr(cell, "quantization", None))}
     return {**mark, "quantization": "loftq" if "loftq" in kinds else kinds.pop()} if kinds else mark
+
+
+def sampled(paths: Iterable[str]) -> List[str]:
+    """Returns those of ``paths`` whose weights are looked into."""
+    paths = sorted(paths)
+    return [paths[index] for index in
+            sorted({round(i) for i in np.linspace(0, len(paths) - 1, min(_SAMPLED_WEIGHTS, len(paths)))})]
+
+
+def picked(weight: np.ndarray) -> np.ndarray:
+    """Returns the elements of a weight, or of the codes that stand for it, that are looked at."""
+    flat = weight.reshape(-1)
+    return flat[np.linspace(0, flat.size - 1, min(_SAMPLES_PER_WEIGHT, flat.size)).astype(np.int64)]
+
+
+def mark_of(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.ndarray]) -> Dict[str, str]:
+    """Returns the hashes of all weights' shapes, by path, and of what was picked from some of them."""
+    told, values = hashlib.sha256(), hashlib.sha256()
+    for path in sorted(shapes):
+        told.update(f"{path}{tuple(shapes[path])};".encode())
+    for path in sorted(samples):
+        values.update(np.ascontiguousarray(samples[path].astype(np.float32)).tobytes())
+    return {"shapes": told.hexdigest()[:16], "values": values.hexdigest()[:16]}
 
 
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:

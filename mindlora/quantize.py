@@ -88,7 +88,7 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
         whole (list of Parameter): What is trained whole, and so must stay in float.
 
     Returns:
-        (path -> NF4Dense, path -> what the adapter starts with, by part: with lora_init "loftq").
+        (path -> NF4Dense, path -> what the adapter starts with, by part: with LoftQ as lora_init).
 
     Raises:
         TargetError, UnsupportedCellError, QuantizationError: As quantize_base; or a module of modules_to_save would be
@@ -100,13 +100,14 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
     if packed:
         raise TargetError(f"modules_to_save names {names.listed(packed)}, which quantize_base would quantize, and "
                           "4-bit weights do not train. Add it to quantize_exclude.")
-    if config.lora_init != "loftq":
+    if not starts.is_loftq(config.lora_init):
         return quantize_cells(network, cells), started
     adapted = [path for path in selected if path in cells]
     empty = [path for path in adapted if cells[path].weight.has_init]
     if empty:
-        raise LoraError(f"lora_init 'loftq' is made from the base's weights in float, which have no values at "
-                        f"{names.listed(empty)}. Load them before apply_lora; in a YAML, leave lora_init out.")
+        raise LoraError(f"lora_init {config.lora_init!r} is made from the base's weights in float, which have no "
+                        f"values at {names.listed(empty)}. Load them before apply_lora; for a YAML, mindlora "
+                        "quantize-base --loftq makes the adapter that adapter_path then names.")
     for path in adapted:
         starts.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
 
@@ -114,7 +115,8 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
         if path not in adapted:
             return None
         own, weight = config.for_cell(path), as_float32(cell.weight).astype(np.float32, copy=False)
-        array, a, b = starts.loftq(weight, own.lora_rank, quantize, dequantize, scale=own.scale)
+        array, a, b = starts.loftq(weight, own.lora_rank, quantize, dequantize,
+                                   starts.loftq_iterations(own.lora_init), own.scale)
         started[path] = {"A": a, "B": b}
         return array
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from mindlora.errors import ConfigError
 
-NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq")
+NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
+_LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
 # Directions that the randomized decomposition looks at beyond the rank: with a few more it hardly errs (Halko, 2011).
 _OVERSAMPLING = 8
 
@@ -29,7 +30,17 @@ class Origin(NamedTuple):
 
 def is_known(name: str) -> bool:
     """Tells whether ``name`` is a start: one of NAMES, with a number for N."""
-    return name in NAMES and name != "pissa_niter_N" or bool(_PISSA.fullmatch(name))
+    return name in NAMES and not name.endswith("_N") or bool(_PISSA.fullmatch(name)) or is_loftq(name)
+
+
+def is_loftq(name: Optional[str]) -> bool:
+    """Tells whether a start is LoftQ's: "loftq", or "loftq_iter_N" for N turns."""
+    return name is not None and bool(_LOFTQ.fullmatch(name))
+
+
+def loftq_iterations(name: str) -> int:
+    """Returns how often LoftQ's start by its name takes turns: 1 where it does not say."""
+    return int(_LOFTQ.fullmatch(name).group(1) or 1)
 
 
 def changes_base(name: Optional[str]) -> bool:

@@ -60,11 +60,15 @@ PET = {"pet_type": "lora", "target_modules": ".*wq"}
                                                      "ever reaches A or B. Keep lora_b_init 'zeros' and leave "
                                                      "lora_a_init at its default."),
     ({"lora_init": "pisa"}, "lora_init is 'pisa', which is not known. Did you mean 'pissa'? Known: gaussian, kaiming, "
-                            "loftq, olora, orthogonal, pissa, pissa_niter_N."),
-    ({"lora_init": True}, "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, olora, orthogonal, "
-                          "pissa, pissa_niter_N."),
+                            "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N."),
+    ({"lora_init": True}, "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, loftq_iter_N, olora, "
+                          "orthogonal, pissa, pissa_niter_N."),
     ({"lora_init": "loftq"}, "lora_init is 'loftq', which makes up for what quantizing the base loses, and the base is "
                              "not quantized. Set quantize_base: nf4, or use 'pissa'."),
+    ({"lora_init": "loftq_iter_3"}, "lora_init is 'loftq_iter_3', which makes up for what quantizing the base loses, "
+     "and the base is not quantized. Set quantize_base: nf4, or use 'pissa'."),
+    ({"lora_init": True, "quantize_base": "nf4"}, "lora_init is True, which is not known. Known: gaussian, kaiming, "
+     "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N."),
     ({"lora_init": "gaussian", "lora_a_init": "normal"}, "lora_init is 'gaussian' and lora_a_init 'normal': both say "
                                                          "how the adapter starts. Keep one of them."),
     ({"lora_init": "kaiming", "lora_b_init": "ones"}, "lora_init is 'kaiming' and lora_b_init 'ones': both say how the "

@@ -15,6 +15,7 @@ from mindlora.fingerprint import base_fingerprint
 from mindlora.nn.nf4 import NF4Dense, nf4_array
 from mindlora.nn.qlora import QLoRADense
 from mindlora.ops.nf4 import dequantize, quantize
+from mindlora.starts import loftq
 from tests.helpers import TinyModel, adapters, as_array, randomize, snapshot
 
 FIELDS = {"lora_rank": 2, "lora_alpha": 3, "target_modules": ["wq", "w1"]}
@@ -312,6 +313,18 @@ def test_loftq_comes_nearer_to_the_base_in_float():
         assert rank == (3 if path.endswith("w1") else 2)
         np.testing.assert_allclose(cell.scale * as_array(b) @ as_array(a), (u[:, :rank] * s[:rank]) @ vt[:rank],
                                    atol=1e-5)
+
+
+@pytest.mark.parametrize("name, turns", [("loftq_iter_1", 1), ("loftq_iter_4", 4)])
+def test_turns_of_loftq(name, turns):
+    model, weights = plain(), {p.name: p.asnumpy().copy() for p in plain().get_parameters()}
+    apply_lora(model, LoraConfig(**FIELDS, quantize_base="nf4", lora_init=name))
+    for path, cell in lora_cells(model):
+        array, a, b = loftq(weights[f"{path}.weight"], 2, quantize, dequantize, turns, 1.5)
+        np.testing.assert_array_equal(cell.weight.asnumpy(), array.codes)
+        for parameter, expected in zip(cell.lora_parameters(), (a, b)):
+            np.testing.assert_array_equal(as_array(parameter), expected)
+    assert base_fingerprint(model)["quantization"] == "loftq"
 
 
 def test_an_adapter_from_loftq_fits_its_own_base_alone(tmp_path):

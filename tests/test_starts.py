@@ -26,11 +26,18 @@ def decaying(shape, seed=0):
     ("pissa", True, True, True), ("pissa_niter_4", True, True, True), ("pissa_niter_16", True, True, True),
     ("olora", True, True, True), ("loftq", True, False, False), ("pissa_niter_N", False, False, False),
     ("pissa_niter_", False, False, False), ("pissa_niter_4x", False, False, False), ("PiSSA", False, False, False),
-    ("", False, False, False)])
+    ("loftq_iter_1", True, False, False), ("loftq_iter_12", True, False, False), ("loftq_iter_N", False, False, False),
+    ("loftq_iter_0", False, False, False), ("loftq_iter_", False, False, False), ("", False, False, False)])
 def test_names(name, known, changes, whole):
     assert starts.is_known(name) == known
     assert starts.changes_base(name) == changes
     assert starts.needs_whole_matrices(name) == whole
+
+
+@pytest.mark.parametrize("name, turns", [("loftq", 1), ("loftq_iter_1", 1), ("loftq_iter_12", 12)])
+def test_turns_of_loftq_by_its_name(name, turns):
+    assert starts.is_loftq(name) and starts.loftq_iterations(name) == turns
+    assert not any(starts.is_loftq(other) for other in (None, "", "loftq_iter_0", "loftq_niter_4", "pissa"))
 
 
 def test_no_name_changes_no_base():

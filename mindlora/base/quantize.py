@@ -1,17 +1,20 @@
 """quantize_checkpoint: the linear weights of a Llama's or Qwen2's base checkpoint to 4-bit NormalFloat, as a stream."""
+import contextlib
 import dataclasses
 import json
 import math
 import time
-from typing import Callable, Iterator, List, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from mindlora import atomic, names
+from mindlora import adapter_file, atomic, names
 from mindlora.base.checkpoint import BaseCheckpoint, examples
 from mindlora.base.convert import in_mindformers_names
+from mindlora.base.loftq import LoftqStart, check_adapter_output
 from mindlora.base.writer import OutputTensor, check_output
-from mindlora.errors import CheckpointError
+from mindlora.config import LoraConfig
+from mindlora.errors import CheckpointError, ConfigError
 from mindlora.ops.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
 from mindlora.targets import OUTPUT_HEADS, select_quantized
 from mindlora.tensor_file import FLOATS, TensorFile, dtype_name, to_float32, write
@@ -31,6 +34,8 @@ class QuantizeReport:
         bytes_before, bytes (int): Size of all tensors, before and now.
         notes (tuple of str): What was left out, and what was decided about tied embeddings.
         seconds (float): How long it took.
+        adapter (str): Folder of LoftQ's adapter, or None.
+        started (tuple of str): Paths of the cells for which it makes up for what quantizing lost.
     """
     source: str
     output: str
@@ -39,21 +44,32 @@ class QuantizeReport:
     bytes: int
     notes: Tuple[str, ...]
     seconds: float
+    adapter: Optional[str] = None
+    started: Tuple[str, ...] = ()
 
     def __str__(self):
+        loftq = [f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {names.listed(self.started)}. Name "
+                 "it as pet_config.adapter_path, with the rank, alpha and target_modules that it was made with."]
         return "\n".join([
             f"{self.output}: {self.bytes / 1e9:.2f} GB of {self.bytes_before / 1e9:.2f} GB; weights in NF4: "
             f"{len(self.quantized)}, {names.listed(self.quantized)}; {self.seconds:.1f} s.",
-            "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.", *self.notes])
+            "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.",
+            *(loftq if self.adapter else ()), *self.notes])
 
 
 def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool = False,
-                        progress: Callable[[int, int], None] = None) -> QuantizeReport:
+                        progress: Callable[[int, int], None] = None, adapter: str = None,
+                        config: LoraConfig = None) -> QuantizeReport:
     """Writes a base checkpoint under MindFormers' names whose linear weights are 4-bit, in one atomic step.
 
     What is quantized are the weights that quantize_base would quantize in a network, to the same bytes. Everything else
     keeps its bytes and its dtype, but for an optimizer's state, which is left out. Of safetensors
     a million numbers are in memory at a time; a .ckpt is read whole.
+
+    With ``adapter`` and ``config`` LoftQ is carried out: the weights that target_modules selects and an adapter for them
+    are chosen by turns, so that together they are near the weights in float (see mindlora.starts.loftq), and a folder
+    of PEFT's holds the adapter, which pet_config.adapter_path then names. One weight in float, its decomposition and
+    the adapter are then in memory. On an error neither of the two is written.
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file, under Hugging
@@ -63,13 +79,16 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
             will load it. Default: None.
         overwrite (bool): Whether to replace what stands at ``output``. Default: False.
         progress (callable): Takes the bytes of each piece that is written, and of all. Default: None.
+        adapter (str): Folder for LoftQ's adapter. Default: None, no LoftQ.
+        config (LoraConfig): What the adapter is, with lora_init "loftq" or "loftq_iter_N". Default: None.
 
     Returns:
         QuantizeReport.
 
     Raises:
         CheckpointError: The source cannot be read, holds a name that is not known or is quantized already, or
-            ``output`` stands in the way or is no .safetensors file.
+            ``output`` or ``adapter`` stands in the way or does not do.
+        ConfigError: One of ``adapter`` and ``config`` is missing, or lora_rank is larger than a side of a weight.
         TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
         QuantizationError: A weight holds NaN or infinity.
         TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
@@ -81,6 +100,11 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
         raise CheckpointError(f"The output {output} is no .safetensors file, the one form of a quantized base: let its "
                               "name end so.")
     check_output(output, [source], overwrite)
+    if (adapter is None) != (config is None):
+        raise ConfigError("quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter, and "
+                          "what it is.")
+    if adapter is not None:
+        check_adapter_output(adapter, source, output, overwrite)
     with BaseCheckpoint(source) as base:
         if quantized_paths(base.tensors):
             raise CheckpointError(f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
@@ -91,15 +115,23 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
         tensors = [tensor for tensor in tensors if tensor not in states]
         if states:
             notes = [*notes, f"Left out, the state of an optimizer: {examples(tensor.name for tensor in states)}."]
-        chosen = select_quantized(_linear_paths(tensor.name for tensor in tensors), exclude)
+        linear = _linear_paths(tensor.name for tensor in tensors)
+        chosen = select_quantized(linear, exclude)
         _check_floats(source, tensors, chosen)
+        start = config and LoftqStart({_path(tensor.name): tensor for tensor in tensors
+                                       if _path(tensor.name) in linear}, chosen, config)
         written = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in written)
-        with atomic.replace_file(output) as path:
-            write(path, written, _told(_contents(tensors, chosen), progress, total),
+        # Both come to their places when both are whole.
+        with atomic.replace_folder(adapter) if start else contextlib.nullcontext() as folder, \
+                atomic.replace_file(output) as path:
+            write(path, written, _told(_contents(tensors, chosen, start), progress, total),
                   {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})})
+            if start:
+                adapter_file.write(start.adapter(), folder)
     return QuantizeReport(str(source), str(output), tuple(chosen), sum(tensor.nbytes for tensor in tensors), total,
-                          tuple(notes), time.perf_counter() - started)
+                          tuple(notes), time.perf_counter() - started, adapter and str(adapter),
+                          tuple(start.paths) if start else ())
 
 
 def quantized_paths(tensor_names) -> List[str]:
@@ -155,11 +187,15 @@ def _entries(tensor, chosen) -> list:
             for field, (shape, dtype) in layout(*tensor.shape).items()]
 
 
-def _contents(tensors: List[OutputTensor], chosen) -> Iterator[np.ndarray]:
+def _contents(tensors: List[OutputTensor], chosen, start) -> Iterator[np.ndarray]:
     """Yields the pieces of all tensors, in the order of their entries."""
     for tensor in tensors:
         if _path(tensor.name) not in chosen:
             yield from (tensor.rows(*rows) for rows in _pieces(tensor, tensor.unit))
+            continue
+        if start and _path(tensor.name) in start.paths:
+            array = start.quantize(_path(tensor.name), tensor.name)
+            yield from (getattr(array, field) for field in TENSOR_NAMES)
             continue
         # Whole groups of blocks, so that a piece is quantized as it would be within the whole.
         blocks = -(-tensor.shape[1] // BLOCK)

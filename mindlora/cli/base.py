@@ -40,7 +40,18 @@ def _quantize_options(parser):
     parser.add_argument("--exclude", action="append", metavar="CELL",
                         help="cells to leave in float besides lm_head, by ends of their paths; quantize_exclude of the "
                              "YAML must be the same (may be given several times)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    loftq = parser.add_argument_group("LoftQ", "An adapter that makes up for what quantizing loses, and a base that "
+                                      "goes with it. Decomposing the weights takes most of the time.")
+    loftq.add_argument("--loftq", metavar="FOLDER", help="where to write the adapter, in PEFT's form, for "
+                                                         "pet_config.adapter_path")
+    loftq.add_argument("--rank", type=int, metavar="R", help="lora_rank of the YAML")
+    loftq.add_argument("--alpha", type=float, metavar="X", help="lora_alpha of the YAML (default: 16)")
+    loftq.add_argument("--target-modules", action="append", metavar="CELLS",
+                       help="target_modules of the YAML: once for a regular expression, several times for ends of "
+                            "paths (default: all-linear)")
+    loftq.add_argument("--loftq-iterations", type=int, metavar="N",
+                       help="turns of quantizing and decomposing (default: 1)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT, and at FOLDER")
     add_command(parser, quantize_base)
 
 
@@ -49,8 +60,30 @@ def quantize_base(arguments):
     from mindlora.base.quantize import quantize_checkpoint
 
     with _Bar("quantize-base") as bar:
-        return quantize_checkpoint(arguments.source, arguments.output, arguments.exclude,
-                                   overwrite=arguments.overwrite, progress=bar)
+        return quantize_checkpoint(arguments.source, arguments.output, arguments.exclude, arguments.overwrite, bar,
+                                   arguments.loftq, _loftq_config(arguments))
+
+
+def _loftq_config(arguments):
+    """Returns the LoraConfig that the flags of LoftQ describe, or None where there are none."""
+    from mindlora.config import LoraConfig
+    from mindlora.errors import ConfigError
+
+    given = [f"--{flag.replace('_', '-')}" for flag in ("rank", "alpha", "target_modules", "loftq_iterations")
+             if getattr(arguments, flag) is not None]
+    if arguments.loftq is None:
+        if given:
+            raise ConfigError(f"{given[0]} belongs to LoftQ's adapter, and --loftq, where to write it, is not given.")
+        return None
+    if arguments.rank is None:
+        raise ConfigError("--loftq needs --rank, the lora_rank of the YAML that will train the adapter.")
+    turns = 1 if arguments.loftq_iterations is None else arguments.loftq_iterations
+    if turns < 1:
+        raise ConfigError(f"--loftq-iterations is {turns}: it must be a whole number of at least 1.")
+    targets = arguments.target_modules or ["all-linear"]
+    return LoraConfig(lora_rank=arguments.rank, lora_alpha=16 if arguments.alpha is None else arguments.alpha,
+                      target_modules=targets[0] if len(targets) == 1 else targets, quantize_base="nf4",
+                      lora_init=f"loftq_iter_{turns}")
 
 
 def _merge_options(parser):

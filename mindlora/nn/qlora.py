@@ -36,7 +36,7 @@ class QLoRADense(LoRADense):
     @property
     def quantization(self) -> str:
         """How the base is quantized: "loftq" where that took the adapter's start into account, else "nf4"."""
-        return "loftq" if self.lora_init == "loftq" else NF4Dense.quantization
+        return "loftq" if starts.is_loftq(self.lora_init) else NF4Dense.quantization
 
     @classmethod
     def base_types(cls):
