@@ -43,9 +43,9 @@ class LoftqStart:
         self._selected = select_targets(list(weights), config.target_modules, config.exclude_modules,
                                         layers=config.layers_to_transform)
         self.paths = [path for path in self._selected if path in quantized]
-        joined = [path for path in self._selected if names.concatenated_parts(path)]
+        joined = sorted(path for path in self._selected if names.concatenated_parts(path))
         if joined:
-            raise CheckpointError(f"{names.listed(joined)} holds several modules in one, for which PEFT's form has no "
+            raise CheckpointError(f"{names.listed(joined)} hold several modules in one, for which PEFT's form has no "
                                   "adapter. Split them with mindlora convert-base --to hf, quantize that, and set "
                                   "qkv_concat: False.")
         for path in self.paths:

@@ -15,6 +15,7 @@ from mindlora.base.loftq import LoftqStart, check_adapter_output
 from mindlora.base.writer import OutputTensor, check_output
 from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
+from mindlora.fingerprint import mark_of, picked, sampled
 from mindlora.ops.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
 from mindlora.targets import OUTPUT_HEADS, select_quantized
 from mindlora.tensor_file import FLOATS, TensorFile, dtype_name, to_float32, write
@@ -158,6 +159,23 @@ def check_fits(path: str, exclude) -> None:
         raise CheckpointError(f"{path} was quantized with another quantize_exclude: it and this run differ at "
                               f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base anew with "
                               "--exclude.")
+
+
+def values_mark(path: str, paths) -> Optional[str]:
+    """Returns the "values" of base_fingerprint (see mindlora.fingerprint) of cells by their 4-bit weights in a file.
+
+    Args:
+        path (str): A .safetensors file that quantize_checkpoint wrote.
+        paths (list of str): The adapted cells.
+
+    Returns:
+        str, or None where one of them is not quantized in the file.
+    """
+    with TensorFile(path) as file:
+        if set(paths) - set(quantized_paths(file.tensors)):
+            return None
+        return mark_of({}, {cell: picked(file.read(f"{cell}.{TENSOR_NAMES['codes']}"))
+                            for cell in sampled(paths)})["values"]
 
 
 def _linear_paths(tensor_names) -> List[str]:

@@ -5,7 +5,7 @@ from typing import Mapping
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora import starts
+from mindlora import adapter_file, starts
 from mindlora.base import quantize
 from mindlora.config import PET_TYPES, PRESETS, expand_pet_type, suggestion
 from mindlora.errors import ConfigError
@@ -180,9 +180,21 @@ def _check_quantized_base(config):
         raise ConfigError(f"load_checkpoint: {path} is no .safetensors file, and pet_config has quantize_base. Write a "
                           f"quantized base, once: mindlora quantize-base {path} base-nf4.safetensors")
     quantize.check_fits(path, pet_config.get("quantize_exclude"))
+    if pet_config.get("adapter_path"):
+        _compare_bases(path, pet_config["adapter_path"])
     if config.load_ckpt_format != "safetensors":
         config.load_ckpt_format = "safetensors"
         logger.info("load_ckpt_format is safetensors, as a quantized base is.")
+
+
+def _compare_bases(path, adapter_path):
+    """Warns where an adapter is of another quantized base; load_lora cannot tell, as the base is loaded after it."""
+    adapter = adapter_file.read(adapter_path)
+    mark, found = adapter.fingerprint or {}, quantize.values_mark(path, adapter.paths)
+    if found and mark.get("quantization") and mark["values"] != found:
+        logger.warning("adapter_path: %s was made for another quantized base than load_checkpoint: %s. Give the base "
+                       "that it was trained on, or that mindlora quantize-base --loftq wrote with it.", adapter_path,
+                       path)
 
 
 def _fill_lora_plus(config, training):

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mindlora import load_lora
+from mindlora import adapter_file, load_lora
+from mindlora.plugin import launcher
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import launch, python, succeeded
+from tests.e2e.runs import LORA_YAML, SIZE_FLAGS, launch, python, succeeded
 from tests.e2e.test_launcher import loss_of, step_losses
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
@@ -65,3 +66,27 @@ def test_another_base_is_refused_before_training(flags, given, message, data, ba
     run = launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", checkpoint, *flags, *TRAINING)
     assert run.returncode == 1 and f"mindlora-run: error: {'' if 'another' in message else 'load_checkpoint: '}" \
                                    f"{checkpoint} {message}" in run.stderr
+
+
+def test_loftq_is_made_offline_and_trained_from_a_yaml(base, quantized, data, tmp_path, caplog):
+    output, folder = tmp_path / "loftq.safetensors", tmp_path / "adapter"
+    succeeded(python(["-m", "mindlora.cli", "quantize-base", base, output, "--loftq", folder, "--rank", "16", "--alpha",
+                      "32", "--loftq-iterations", "3"], tmp_path))
+    flags = (*SHORT, "--model.model_config.pet_config.adapter_path", str(folder))
+    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output, *flags,
+                              *TRAINING))
+    losses = step_losses(stdout)
+    assert losses[-1] < losses[0] - 0.3 and "made for another quantized base" not in stdout
+    started = adapter_file.read(str(folder))
+    trained = adapter_file.read(str(tmp_path / "train" / "output" / "lora_checkpoint" / "best"))
+    assert f"Adapter loaded from {folder}." in stdout and trained.fingerprint["quantization"] == "loftq"
+    assert len(started.paths) == 14 and set(trained.tensors) == set(started.tensors)
+    assert all(np.abs(trained.tensors[place] - array).max() > 1e-3 for place, array in started.tensors.items())
+    # On the base that was quantized without it.
+    from mindlora.plugin import preflight
+    for checkpoint, warned in ((output, False), (quantized, True)):
+        caplog.clear()
+        preflight.prepare(launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--load_checkpoint",
+                                                 str(checkpoint), *flags]))
+        assert any(f"adapter_path: {folder} was made for another quantized base than load_checkpoint: {checkpoint}."
+                   in record.getMessage() for record in caplog.records) == warned
