@@ -5,9 +5,110 @@ import mindspore as ms
 import numpy as np
 
 from mindlora import adapter_file, load_lora
+from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import launch, succeeded
-from tests.e2e.test_launcher import loss_of, step_losses
+from tests.e2e.runs import LORA_YAML, launch, succeeded
+from tests.e2e.test_launcher import loss_of, read_yaml, step_losses, write_yaml
+
+Q, DOWN = ".attention.wq", ".feed_forward.w2"
+
+
+def train(folder, data, base, callbacks=(), **pet_config):
+    """Fine-tunes the base with these keys of pet_config; asserts that the loss falls.
+
+    Returns what was printed, and the folder of the adapter after the last step.
+    """
+    config = read_yaml(LORA_YAML)
+    config["model"]["model_config"]["pet_config"].update(pet_config)
+    config["callbacks"] = [*callbacks, *config["callbacks"]]
+    folder.mkdir()
+    stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING,
+                              config=write_yaml(folder, config)))
+    losses = step_losses(stdout)
+    assert losses[-1] < losses[0] - 0.3
+    return stdout, folder / "output" / "lora_checkpoint" / "step_16"
+
+
+def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, fresh_network, tmp_path):
+    keys = {"lora_rank": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["wq", "w2", "tok_embeddings"],
+            "rank_pattern": {"w2": 6}, "alpha_pattern": {"wq": 3}, "modules_to_save": ["lm_head", "norm_out"]}
+    _, folder = train(tmp_path / "train", data, base, **keys)
+    adapter, weights = adapter_file.read(str(folder)), ms.load_checkpoint(str(base))
+    paths = {f"model.layers.{layer}{leaf}" for layer in range(2) for leaf in (Q, DOWN)} | {"model.tok_embeddings"}
+    assert adapter.use_rslora and set(adapter.paths) == paths and adapter.embeddings == {"model.tok_embeddings"}
+    for path in paths:
+        rank, alpha = 6 if path.endswith(DOWN) else 4, 3 if path.endswith(Q) else 8
+        assert (adapter.rank(path), adapter.alphas[path]) == (rank, alpha)
+        assert all(part.any() for part in adapter.parts(path).values())
+    assert set(adapter.whole) == {"lm_head.weight", "model.norm_out.weight"}
+    for name, array in adapter.whole.items():
+        assert 0 < np.abs(array - weights[name].asnumpy()).max() < 0.3
+    # The rows of an embedding's A start at zero, and stay so where no token took them.
+    a = adapter.tensors["model.tok_embeddings", "A"]
+    taken = np.unique((np.arange(60)[:, None] + 5 * np.arange(17)) % 60 + 4)
+    assert not np.delete(a, taken, axis=1).any() and a[:, taken].any()
+    network = fresh_network(**keys)
+    load_lora(network, str(folder), on_base_mismatch="error")
+    assert loss_of(network, data.eval_rows) < loss_of(fresh_network(**keys), data.eval_rows) - 0.3
+
+
+def test_one_layer_alone_with_lora_plus_from_a_gaussian_start(data, base, tmp_path):
+    stdout, folder = train(tmp_path / "train", data, base, lora_init="gaussian", loraplus_lr_ratio=4,
+                           layers_to_transform=1)
+    adapter = adapter_file.read(str(folder))
+    assert {path.split(".")[2] for path in adapter.paths} == {"1"} and len(adapter.paths) == 7
+    assert "LoRA+: B learns at 4 times the rate of lr_schedule." in stdout
+    # A began with a deviation of 1 / r, and Adam moves a number by a hundredth a step: A's sixteen, B's four times.
+    deviations = [adapter.tensors[path, "A"].std() for path in adapter.paths]
+    np.testing.assert_allclose(deviations, 1 / 16, rtol=0.5)
+    assert 0.1 < max(np.abs(adapter.tensors[path, "B"]).max() for path in adapter.paths) < 0.64
+
+
+def test_b_alone_from_an_orthogonal_start(data, base, tmp_path):
+    stdout, folder = train(tmp_path / "train", data, base, lora_init="orthogonal", freeze_lora_a=True)
+    adapter = adapter_file.read(str(folder))
+    for path in adapter.paths:
+        a, b = adapter.parts(path).values()
+        # A stays as it began, in half of r-space; B has left its half.
+        assert np.linalg.matrix_rank(a) == 8 and np.linalg.matrix_rank(b) > 8
+        np.testing.assert_allclose(a.std(), 0.1 * np.sqrt(0.5), rtol=0.3)
+        assert np.abs(b @ a).max() > 1e-3
+    trainable = sum(adapter.tensors[path, "B"].size for path in adapter.paths)
+    assert f"trainable params: {trainable:,} " in stdout
+
+
+def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(data, base, fresh_network, tmp_path):
+    start = {"lora_init": "pissa_niter_4"}
+    stdout, folder = train(tmp_path / "train", data, base, lora_rank=4, **start, callbacks=[
+        {"type": "HeldOutLoss", "dataset_dir": str(data.base), "every_steps": 16}])
+    assert stdout.count("Adapters started by lora_init: 14") == 1
+    held_out = float(re.search(r"step 16: held_out_loss ([\d.]+)", stdout)[1])
+    adapter = adapter_file.read(str(folder))
+    assert adapter.start == "pissa_niter_4" and {adapter.rank(path) for path in adapter.paths} == {8}
+    # As a plain LoRA, on the base as it is.
+    network = fresh_network(lora_rank=8, lora_alpha=64)
+    cell = HeldOutLossCell(network, -100)
+    assert abs(held_out_loss(cell, str(data.base), 8) - held_out) > 0.1
+    load_lora(network, str(folder), on_base_mismatch="error")
+    assert abs(held_out_loss(cell, str(data.base), 8) - held_out) < 1e-4
+    # And by the same YAML.
+    pet = "--model.model_config.pet_config"
+    stdout = succeeded(launch(tmp_path / "eval", "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size",
+                              "4", "--load_checkpoint", base, f"{pet}.lora_rank", "4", f"{pet}.lora_init",
+                              start["lora_init"], f"{pet}.adapter_path", folder))
+    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
+
+
+def test_olora_trains_and_keeps_its_start(data, base, tmp_path):
+    _, folder = train(tmp_path / "train", data, base, lora_init="olora", lora_rank=4, target_modules=[Q[1:], DOWN[1:]])
+    adapter, weights = adapter_file.read(str(folder)), ms.load_checkpoint(str(base))
+    assert adapter.start == "olora" and len(adapter.paths) == 4
+    for path in adapter.paths:
+        q, r = np.linalg.qr(weights[f"{path}.weight"].asnumpy())
+        np.testing.assert_allclose(adapter.tensors[path, "A"][4:], r[:4], atol=1e-5)
+        np.testing.assert_allclose(adapter.tensors[path, "B"][:, 4:], -q[:, :4], atol=1e-5)
+        assert np.abs(adapter.tensors[path, "A"][:4] - r[:4]).max() > 1e-3
 
 
 def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, tmp_path):

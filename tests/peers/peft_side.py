@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
 from peft.tuners.vera import VeraLayer  # noqa: E402
+from peft.utils.loftq_utils import _low_rank_decomposition  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
@@ -200,8 +201,14 @@ def train_from_start(model, config, folder, ids, path):
     adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=f"{folder}-initial")
 
 
+def low_rank(path, rank, output):
+    """Saves the halves L and R that PEFT's LoftQ takes of a matrix."""
+    found = _low_rank_decomposition(load_file(path)["weight"], rank)
+    save_file({name: found[name].contiguous() for name in "LR"}, output)
+
+
 VERBS = {verb.__name__: verb for verb in (make_model, make_adapter, logits, gradients, describe, save_again, merge,
-                                             combine, convolve, start_layers, train_from_start)}
+                                             combine, convolve, start_layers, train_from_start, low_rank)}
 
 
 def main():
