@@ -176,7 +176,7 @@ def seed_all(seed):
 
 
 def start_layers(model, config, path):
-    """Saves A, B, the base's weight and the scale of each layer as PEFT starts them, by Hugging Face name."""
+    """Saves A, B, DoRA's magnitude, the base's weight and the scale of each layer as PEFT starts them."""
     seed_all(1)
     found = {}
     for name, module in get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).named_modules():
@@ -185,6 +185,8 @@ def start_layers(model, config, path):
             found.update({f"{name}.A": module.lora_A["default"].weight, f"{name}.B": module.lora_B["default"].weight,
                           f"{name}.W": module.base_layer.weight,
                           f"{name}.scale": torch.tensor([module.scaling["default"]])})
+            if "default" in module.lora_magnitude_vector:
+                found[f"{name}.magnitude"] = module.lora_magnitude_vector["default"].weight
     save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, path)
 
 

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from mindlora import LoraConfig, adapt, apply_lora, freeze_base, load_lora, names, save_lora, start_adapters
+from mindlora.errors import MissingTensorsError
 from tests import helpers
 from tests.peers.peer import arrays, read_json
 
@@ -112,3 +113,47 @@ def test_what_peft_converts_is_the_same_here(start, kind, peer, made, make_netwo
     network = make_network(MODEL)
     load_lora(network, str(tmp_path / "theirs"))
     np.testing.assert_allclose(logits_of(network), np.load(tmp_path / "logits.npy"), rtol=0, atol=2e-5)
+
+
+DORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True}
+
+
+@pytest.mark.parametrize("start", [*STARTS[:2], "gaussian", "orthogonal"])
+def test_dora_from_another_start(start, peer, made, make_network, logits_of, peft_logits, tmp_path):
+    """The magnitudes are the norms of the base as it was, and what was trained is a DoRA on that base."""
+    network = make_network(MODEL)
+    apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start,
+                                   use_dora=True))
+    freeze_base(network)
+    start_adapters(network)
+    network.set_train()
+    peer.start_layers(model=made.models[MODEL], config={**DORA, "init_lora_weights": start},
+                      path=tmp_path / "layers.safetensors")
+    theirs = arrays(tmp_path / "layers.safetensors")
+    for path, cell in adapt.lora_cells(network):
+        name = names.to_hugging_face(path)
+        np.testing.assert_allclose(cell.mindpet_delta_lora_magnitude.asnumpy(), theirs[f"{name}.magnitude"],
+                                   rtol=0, atol=2e-5)
+        if start in STARTS:
+            np.testing.assert_allclose(cell.weight.asnumpy(), theirs[f"{name}.W"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logits_of(network), peft_logits(MODEL), rtol=0, atol=2e-5)
+    rng = np.random.default_rng(3)
+    for parameter in network.trainable_params():
+        moved = helpers.as_array(parameter) + 0.1 * rng.normal(size=parameter.shape)
+        parameter.set_data(type(parameter)(moved.astype(np.float32)))
+    save_lora(network, str(tmp_path / "adapter"))
+    ours = logits_of(network)
+    assert np.abs(ours - peft_logits(MODEL)).max() > 0.1
+    np.testing.assert_allclose(ours, peft_logits(MODEL, tmp_path / "adapter"), rtol=0, atol=2e-5)
+    again = make_network(MODEL)
+    load_lora(again, str(tmp_path / "adapter"), on_base_mismatch="error")
+    np.testing.assert_allclose(logits_of(again), ours, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_dora_that_peft_converted_lacks_its_magnitudes(start, peer, made, make_network, tmp_path):
+    """PEFT's conversion drops them, so that no reader could know the sizes of the rows; it is said and not guessed."""
+    peer.train_from_start(model=made.models[MODEL], config={**DORA, "init_lora_weights": start},
+                          folder=str(tmp_path / "theirs"), ids=made.ids.tolist(), path=str(tmp_path / "logits.npy"))
+    with pytest.raises(MissingTensorsError, match="magnitude"):
+        load_lora(make_network(MODEL), str(tmp_path / "theirs"))
