@@ -146,8 +146,8 @@ class LoraConfig:
                 raise ConfigError(f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
                                   "nothing is quantized. Set quantize_base: nf4, or remove it.")
             if starts.is_loftq(self.lora_init):
-                raise ConfigError(f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base loses, "
-                                  "and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
+                raise ConfigError(f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base "
+                                  "loses, and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
             return
         for field, unserved in (("use_dora", self.use_dora), ("lora_init", starts.changes_base(self.lora_init))):
             if unserved:

@@ -67,10 +67,10 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
     keeps its bytes and its dtype, but for an optimizer's state, which is left out. Of safetensors
     a million numbers are in memory at a time; a .ckpt is read whole.
 
-    With ``adapter`` and ``config`` LoftQ is carried out: the weights that target_modules selects and an adapter for them
-    are chosen by turns, so that together they are near the weights in float (see mindlora.starts.loftq), and a folder
-    of PEFT's holds the adapter, which pet_config.adapter_path then names. One weight in float, its decomposition and
-    the adapter are then in memory. On an error neither of the two is written.
+    With ``adapter`` and ``config`` LoftQ is carried out: the weights that target_modules selects and an adapter for
+    them are chosen by turns, so that together they are near the weights in float (see mindlora.starts.loftq), and a
+    folder of PEFT's holds the adapter, which pet_config.adapter_path then names. One weight in float, its decomposition
+    and the adapter are then in memory. On an error neither of the two is written.
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file, under Hugging

@@ -1,4 +1,4 @@
-"""LoftQ while a checkpoint is quantized: the base and the adapter that apply_lora makes, both or neither; what is refused."""
+"""LoftQ while a checkpoint is quantized: the base and the adapter of apply_lora, both or neither; what is refused."""
 import json
 import os
 import subprocess

@@ -73,8 +73,8 @@ def test_loftq_is_made_offline_and_trained_from_a_yaml(base, quantized, data, tm
     succeeded(python(["-m", "mindlora.cli", "quantize-base", base, output, "--loftq", folder, "--rank", "16", "--alpha",
                       "32", "--loftq-iterations", "3"], tmp_path))
     flags = (*SHORT, "--model.model_config.pet_config.adapter_path", str(folder))
-    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output, *flags,
-                              *TRAINING))
+    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output,
+                              *flags, *TRAINING))
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.3 and "made for another quantized base" not in stdout
     started = adapter_file.read(str(folder))

@@ -1,4 +1,4 @@
-"""Adapters of a base in NF4, both ways: PEFT puts them on the dequantized base; and LoftQ by PEFT's own decomposition."""
+"""Adapters of a base in NF4, both ways: PEFT has the dequantized base; and LoftQ by PEFT's own decomposition."""
 import shutil
 
 import mindspore as ms
