@@ -180,7 +180,7 @@ def test_what_is_quantized_does_not_train():
         freeze_base(model, LoraConfig(**FIELDS, freeze_exclude=["*wv.weight"]))
     model = plain()
     quantize_base(model)
-    for fields, name in (({"use_dora": True}, "DoRA"), ({"lora_init": "olora"}, "olora")):
+    for fields, name in (({"use_dora": True}, "use_dora"), ({"lora_init": "olora"}, "lora_init olora")):
         refused(lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)), model, UnsupportedCellError,
                 f"model.layers.0.attention.wq: The weight is quantized, which {name} does not take")
 
