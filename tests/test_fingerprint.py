@@ -37,6 +37,11 @@ def test_another_base_has_another_mark(change, difference):
     assert base_difference(base_fingerprint(network()), base_fingerprint(network(**change))) == difference
 
 
+def test_the_same_shape_at_another_path_is_another():
+    first, second = (base_fingerprint(network(target_modules=[leaf])) for leaf in ("wk", "wv"))
+    assert base_difference(first, second) == SHAPES
+
+
 def test_the_dtype_counts():
     first, second = (nn.SequentialCell(nn.Dense(5, 4, has_bias=False, dtype=dtype)) for dtype in (ms.float32,
                                                                                                  ms.bfloat16))

@@ -80,6 +80,11 @@ def test_it_computes_in_the_dtype_of_the_plain_cell(mode, dtype):
             assert_close(y.astype(ms.float32), oracle(lora, x), dtype)
 
 
+def test_mindformers_linear_has_a_dtype_of_its_own(mindformers):
+    cell = mindformers.modules.layers.Linear(IN, OUT, compute_dtype=ms.float16, has_bias=False)
+    assert (cell.weight.dtype, NF4Dense.from_dense(cell).dtype) == (ms.float32, ms.float16)
+
+
 @pytest.mark.parametrize("param_init_type", ["float32", "bfloat16"])
 def test_gradients_reach_x_a_and_b_and_nothing_else(mode, param_init_type):
     config = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, param_init_type=param_init_type)
@@ -203,6 +208,17 @@ def test_back_in_float_it_is_the_dequantized_cell(plain):
     assert_close(back(Tensor(x)), expected.astype(np.float64))
     lora.drop_float()
     assert not hasattr(cell, "weight")
+
+
+def test_back_in_float_all_is_as_it_was():
+    cell = dense(dtype=ms.float16, has_bias=False)
+    config = LoraConfig(lora_rank=4, lora_alpha=6, use_rslora=True, freeze_lora_a=True, lora_dropout=0.25)
+    lora = adapted(cell.set_train(), config)
+    lora.recompute()
+    back = lora.in_float()
+    assert back.weight.dtype == back.dtype == ms.float16 and not back.weight.requires_grad
+    assert (back.scale, back.freeze_lora_a, back.dropout_rate) == (3, True, 0.25)
+    assert back.training and "recompute" in back.get_scope()
 
 
 # What is refused ------------------------------------------------------------------------------------------------
