@@ -194,6 +194,8 @@ def test_settings_of_the_plain_cell_are_kept():
     cell.set_train()
     lora = adapted(cell)
     assert "recompute" in lora.get_scope() and lora.training
+    nf4 = NF4Dense.from_dense(dense()).set_train()
+    assert nf4.plain_cell().training
     assert "quantization=nf4" in str(lora) and f"in_channels={IN}" in str(NF4Dense.from_dense(dense()))
 
 
@@ -219,6 +221,18 @@ def test_back_in_float_all_is_as_it_was():
     assert back.weight.dtype == back.dtype == ms.float16 and not back.weight.requires_grad
     assert (back.scale, back.freeze_lora_a, back.dropout_rate) == (3, True, 0.25)
     assert back.training and "recompute" in back.get_scope()
+
+
+@pytest.mark.parametrize("rows", [1, 128, 200, 300, 999])
+def test_the_first_rows_of_a_weight_and_of_its_change(rows):
+    """200 rows of two blocks are more than one group of blocks."""
+    cell = nn.Dense(IN, 300, has_bias=False)
+    randomize(cell.get_parameters(), seed=1)
+    lora = adapted(cell)
+    weight, change = lora.sample(rows)
+    np.testing.assert_array_equal(weight, dequantize(nf4_array(lora))[:rows])
+    a, b = (as_array(p) for p in lora.lora_parameters())
+    assert_close(change, (SCALE * b @ a)[:rows])
 
 
 # What is refused ------------------------------------------------------------------------------------------------
