@@ -18,7 +18,7 @@ from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError, Lor
 from mindlora.fingerprint import base_fingerprint
 from mindlora.ops.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize
 from mindlora.tensor_file import to_float32, write_arrays
-from tests.base.test_convert_base import CONFIG, llama, load, save
+from tests.base.llamas import CONFIG, llama, load, save_base
 from tests.conftest import ROOT
 from tests.helpers import TinyModel, randomize, snapshot
 
@@ -130,7 +130,7 @@ def test_what_is_selected_and_not_quantized_starts_plainly(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    source = save(tmp_path / "hf", llama(), 2, **CONFIG)
+    source = save_base(tmp_path / "hf", llama(), 2, **CONFIG)
     output, folder = str(tmp_path / "q.safetensors"), str(tmp_path / "adapter")
     words = ["quantize-base", source, output, "--loftq", folder, "--rank", "4", "--alpha", "6", "--target-modules",
              "q_proj", "--target-modules", "feed_forward.w2", "--loftq-iterations", "2"]
@@ -233,7 +233,7 @@ def test_places_and_sources(tmp_path):
     write_arrays(bad, {f"{Q}.weight": np.eye(8, dtype=np.float32), f"{DOWN}.weight": weight})
     check(QuantizationError, f"{DOWN}.weight holds infinity, NaN", tmp_path / "adapter", source=bad,
           config=LoraConfig(**{**FIELDS, "target_modules": "all-linear"}, lora_init="loftq_iter_2"))
-    convert_base(save(tmp_path / "hf", llama(), **CONFIG), str(tmp_path / "joined"), "hf", "mindformers", concat=True)
+    convert_base(save_base(tmp_path / "hf", llama(), **CONFIG), str(tmp_path / "joined"), "hf", "mindformers", concat=True)
     check(CheckpointError, "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden hold "
           "several modules in one,", tmp_path / "adapter", source=str(tmp_path / "joined"),
           config=LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base="nf4", lora_init="loftq"))

@@ -4,7 +4,7 @@ import pytest
 from mindlora import LoraConfig, adapter_file, quantize_checkpoint
 from mindlora.base.convert import convert_base
 from mindlora.errors import ConfigError
-from tests.base.test_convert_base import llama, save
+from tests.base.llamas import llama, save_base
 from tests.plugin import tiny_runs
 
 CONFIG = LoraConfig(lora_rank=2, target_modules=["wq", "w2"], quantize_base="nf4", lora_init="loftq_iter_2")
@@ -14,7 +14,7 @@ CONFIG = LoraConfig(lora_rank=2, target_modules=["wq", "w2"], quantize_base="nf4
 def files(tmp_path_factory):
     """A base in NF4, one that LoftQ made, its adapter, and a base in float."""
     folder = tmp_path_factory.mktemp("qlora")
-    source = save(folder / "hf", llama())
+    source = save_base(folder / "hf", llama())
     paths = {name: str(folder / f"{name}.safetensors") for name in ("nf4", "loftq", "float")}
     quantize_checkpoint(source, paths["nf4"])
     quantize_checkpoint(source, paths["loftq"], adapter=str(folder / "adapter"), config=CONFIG)
