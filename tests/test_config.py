@@ -61,8 +61,8 @@ PET = {"pet_type": "lora", "target_modules": ".*wq"}
                                                      "lora_a_init at its default."),
     ({"lora_init": "pisa"}, "lora_init is 'pisa', which is not known. Did you mean 'pissa'? Known: gaussian, kaiming, "
                             "loftq, loftq_iter_N, olora, orthogonal, pissa, pissa_niter_N."),
-    ({"lora_init": True}, "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, loftq_iter_N, olora, "
-                          "orthogonal, pissa, pissa_niter_N."),
+    ({"lora_init": True}, "lora_init is True, which is not known. Known: gaussian, kaiming, loftq, loftq_iter_N, "
+                          "olora, orthogonal, pissa, pissa_niter_N."),
     ({"lora_init": "loftq"}, "lora_init is 'loftq', which makes up for what quantizing the base loses, and the base is "
                              "not quantized. Set quantize_base: nf4, or use 'pissa'."),
     ({"lora_init": "loftq_iter_3"}, "lora_init is 'loftq_iter_3', which makes up for what quantizing the base loses, "

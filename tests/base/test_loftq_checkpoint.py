@@ -233,7 +233,8 @@ def test_places_and_sources(tmp_path):
     write_arrays(bad, {f"{Q}.weight": np.eye(8, dtype=np.float32), f"{DOWN}.weight": weight})
     check(QuantizationError, f"{DOWN}.weight holds infinity, NaN", tmp_path / "adapter", source=bad,
           config=LoraConfig(**{**FIELDS, "target_modules": "all-linear"}, lora_init="loftq_iter_2"))
-    convert_base(save_base(tmp_path / "hf", llama(), **CONFIG), str(tmp_path / "joined"), "hf", "mindformers", concat=True)
+    convert_base(save_base(tmp_path / "hf", llama(), **CONFIG), str(tmp_path / "joined"), "hf", "mindformers",
+                 concat=True)
     check(CheckpointError, "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden hold "
           "several modules in one,", tmp_path / "adapter", source=str(tmp_path / "joined"),
           config=LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base="nf4", lora_init="loftq"))
