@@ -69,8 +69,8 @@ cann_version() {
 check_version() {
     local version
     version=$(cann_version)
-    [ -n "$version" ] || fail "no file below $CANN names the version of CANN: is the toolkit whole? It must be $OLDEST" \
-        "or newer."
+    [ -n "$version" ] || fail "no file below $CANN names the version of CANN: is the toolkit whole? It must be" \
+        "$OLDEST or newer."
     [ "$(printf '%s\n%s\n' "$OLDEST" "$version" | sort -V | head -n 1)" = "$OLDEST" ] ||
         fail "CANN $version was found at $CANN: the kernels need $OLDEST or newer. Install it, source its set_env.sh" \
             "and run this again."

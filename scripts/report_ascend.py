@@ -1,7 +1,7 @@
 """Report: what the Ascend C kernels move and how many cores they keep at work, in the functional model.
 
-Not CANN and not an NPU: the model counts bytes of global memory and cores that worked, and knows nothing of time. Shapes
-are those of the linear layers of Llama 7B and 13B, bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are given
+Not CANN and not an NPU: the model counts bytes of global memory and cores that worked, and knows nothing of time. The
+shapes are those of the linear layers of Llama 7B and 13B, bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are given
 over the least possible: each input once, each output once; what cores exchange through global memory counts as moved,
 and so does what a cache would serve. Beside them stands the plain composition of kernels (x A^T; scale; B^T; add; for
 many adapters also rows gathered and put back for each of them; for NF4 weights codes to integers, two look-ups, their
@@ -154,8 +154,8 @@ def summary(rows):
                 lines.append(f"{op}, {step}: {sum(ratio <= goal for ratio in ratios)} of {len(found)} within {goal}; "
                              f"{min(ratios):.3f} to {max(ratios):.3f}, composed "
                              f"{min(row['composed_ratio'] for row in found):.3f} to "
-                             f"{max(row['composed_ratio'] for row in found):.3f}; cores {min(r['cores'] for r in found)}"
-                             f" to {max(row['cores'] for row in found)}")
+                             f"{max(row['composed_ratio'] for row in found):.3f}; cores "
+                             f"{min(row['cores'] for row in found)} to {max(row['cores'] for row in found)}")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ def model(use_vera=True, seed=1, targets=("wq", "w2"), key=3):
     """A network whose base is the same for each seed, with normal vectors; wq is [6, 6], w2 [6, 9]."""
     network = TinyModel()
     randomize(network.get_parameters(), seed=5)
-    options = {"use_vera": True, "projection_prng_key": key} if use_vera else {}
+    options = {"use_vera": True, "projection_prng_key": key, "lora_dropout": 0.25} if use_vera else {}
     apply_lora(network, LoraConfig(lora_rank=2, target_modules=list(targets), **options))
     randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()], seed)
     return network
@@ -90,7 +90,7 @@ def test_peft_s_keys_and_configuration(tmp_path):
     assert json.loads((tmp_path / "a" / CONFIG).read_text()) == {
         "base_model_name_or_path": None, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
         "modules_to_save": None, "peft_type": "VERA", "projection_prng_key": 3, "r": 2, "save_projection": True,
-        "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "vera_dropout": 0.0}
+        "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "vera_dropout": 0.25}
     for place in ((Q, "lambda_d"), (Q, "lambda_b"), ("", "common A"), ("", "common B")):
         assert peft.parse_key(peft.tensor_key(*place)) == place
         assert mindformers.parse_key(mindformers.tensor_key(*place)) == place
@@ -125,7 +125,7 @@ def test_every_form_says_the_same(form, tmp_path):
     path = str(tmp_path / PATHS[form])
     save_lora(model(), path, form)
     adapter = adapter_file.read(path)
-    assert adapter.use_vera and not adapter.use_dora and adapter.projection_key == 3
+    assert adapter.use_vera and not adapter.use_dora and (adapter.projection_key, adapter.dropout) == (3, 0.25)
     assert {(adapter.scale(path), adapter.rank(path)) for path in adapter.paths} == {(1, 2)}
     assert list(adapter.parts(W2)) == ["A", "B", "lambda_d", "lambda_b"]
     for path in adapter.paths:  # A is the widest cell's in all

@@ -1,4 +1,4 @@
-"""PEFT's VeRA: the keys of its tensors and its adapter_config.json, which has names of its own for what LoRA has too."""
+"""PEFT's VeRA: the keys of its tensors, and its adapter_config.json with names of its own for what LoRA has too."""
 from typing import Dict
 
 from mindlora.adapter import COMMON

@@ -213,7 +213,7 @@ void broadcast(GM_ADDR x, GM_ADDR y)
 }
 ASCENDC_MODEL_KERNEL(broadcast);
 
-// The number that each of 64 bytes is: itself as half; then out of a table of 256, behind 8 numbers that are passed over.
+// The number that each of 64 bytes is: itself as half; then out of a table of 256, behind 8 numbers that are not meant.
 void look_up(GM_ADDR x, GM_ADDR table, GM_ADDR y)
 {
     GlobalTensor<half> tableGm;

@@ -1,8 +1,8 @@
 // NF4 to float on the vector cores. The blocks of all rows, one after the other, are dealt out evenly; a core takes its
 // own tile by tile, and while one is decoded the next is on its way in and the last on its way out.
 //
-// A byte holds two codes, and there are 256 bytes: they are looked up whole, in one table of their low halves and one of
-// their high halves, so that no code is ever taken apart. See ../../README.md.
+// A byte holds two codes, and there are 256 bytes: they are looked up whole, in one table of their low halves and one
+// of their high halves, so that no code is ever taken apart. See ../../README.md.
 #pragma once
 
 #include "ascendc_common/copy.h"
