@@ -1,13 +1,15 @@
 """QLoRA from a YAML: the base quantized by the command, a fine-tuning on it, and what is refused before training."""
 import re
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import nn
 from safetensors.numpy import load_file
 
 from mindlora import adapter_file, load_lora
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import launch, python, succeeded
+from tests.e2e.runs import launch, python, succeeded, write_rows
 from tests.e2e.test_launcher import loss_of, step_losses
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
@@ -37,6 +39,30 @@ def test_the_loss_falls_as_on_the_base_in_float(run, trained):
     assert losses[-1] < losses[0] - 0.3
     assert abs(losses[0] - in_float[0]) < 0.1 * in_float[0]  # the base was loaded
     assert losses[-1] < 1.1 * in_float[-1]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_ends_where_lora_on_the_base_in_float_ends(seed, data, fresh_network, tmp_path, graph_mode):
+    """Within 3 % on held-out rows, from the same start of A and in the same order of rows."""
+    rows, ended = write_rows(tmp_path / "rows", rows=512, step=5, seed=7), {}
+    for name, keys in (("lora", {}), ("qlora", {"quantize_base": "nf4"})):
+        ms.set_seed(seed)
+        network = fresh_network(**keys)
+        started = loss_of(network, data.eval_rows)
+        train(network, rows, seed)
+        ended[name] = loss_of(network, data.eval_rows)
+        assert ended[name] < 0.4 * started
+    assert ended["qlora"] < 1.03 * ended["lora"]
+
+
+def train(network, rows, seed, steps=160, batch=16):
+    """Trains what is not frozen, in this process."""
+    # At the YAML's rate of 1e-2 the outcome hangs on the last bit of every number.
+    rates = np.linspace(3e-3, 0, steps, endpoint=False).tolist()
+    step = nn.TrainOneStepCell(network, nn.AdamWeightDecay(network.trainable_params(), rates)).set_train()
+    order = np.random.default_rng(seed)
+    for _ in range(steps):
+        step(ms.Tensor(order.permutation(rows)[:batch]))
 
 
 def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, quantized, tmp_path):

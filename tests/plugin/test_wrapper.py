@@ -159,7 +159,7 @@ assert not any(name.startswith("mindlora") for name in sys.modules)
 from mindlora.plugin import hooks
 after = members()
 json.dump({"changed": sorted(key for key in before if after.get(key) is not before[key]),
-           "pet": sorted(key for key, value in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps[key] is not value),
+           "pet": sorted(key for key, value in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps.get(key) is not value),
            "compared": sorted(before)}, open("members.json", "w"))
 """
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT},
@@ -167,5 +167,5 @@ json.dump({"changed": sorted(key for key in before if after.get(key) is not befo
     assert result.returncode == 0, result.stderr[-2000:]
     with open(tmp_path / "members.json", encoding="utf-8") as file:
         found = json.load(file)
-    assert found["changed"] == [] and found["pet"] == ["lora"]
+    assert found["changed"] == [] and found["pet"] == ["lora", "qlora"]
     assert "mindformers.wrapper.wrapper.MFTrainOneStepCell.construct" in found["compared"]

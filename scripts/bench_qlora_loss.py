@@ -1,0 +1,80 @@
+"""Benchmark: the quickstart's fine-tuning on its base in 4 bits beside the same one on the base in float.
+
+Data, base, YAML and launcher are the quickstart's (it keeps the base that it trained); for each seed both sides train
+through mindlora-run, and what counts is the loss on the 48 dialogues that are held out. A few minutes a seed.
+    python scripts/bench_qlora_loss.py --json figures.json
+"""
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+
+import yaml
+
+import quickstart
+
+GOAL = 1.03
+QLORA = ("--model.model_config.pet_config.pet_type", "qlora")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
+    parser.add_argument("--output", default=os.path.join(quickstart.ROOT, "output", "quickstart"),
+                        help="where the quickstart writes, whose base is taken")
+    parser.add_argument("--short", action="store_true", help="a few steps only, to see that it runs")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    args = parser.parse_args()
+    written = args.json and os.path.abspath(args.json)
+    paths = quickstart.Paths(os.path.abspath(args.output), args.short)
+    os.makedirs(paths.output, exist_ok=True)
+    os.chdir(paths.output)
+    quickstart.prepare_data(paths)
+    if not os.path.exists(paths.base):
+        quickstart.train_base(paths, args.short)
+    quantized = os.path.join(paths.output, "base-nf4.safetensors")
+    quickstart.run([sys.executable, "-m", "mindlora.cli", "quantize-base", paths.base, quantized, "--overwrite"],
+                   "quantize.log")
+    sides = {"lora": ("--load_checkpoint", paths.base), "qlora": ("--load_checkpoint", quantized, *QLORA)}
+    config = with_held_out(paths)
+    rows = []
+    print(f"held-out loss, nats per token\n\n{'seed':>4}  {'lora':>7}  {'qlora':>7}  qlora of lora", flush=True)
+    for seed in args.seeds:
+        lora, qlora = (fine_tuned(paths, config, side, seed, flags, args.short) for side, flags in sides.items())
+        rows.append({"seed": seed, "lora": lora, "qlora": qlora, "ratio": qlora / lora})
+        print(f"{seed:>4}  {lora:7.3f}  {qlora:7.3f}  {qlora / lora:6.3f}x", flush=True)
+    median = statistics.median(row["ratio"] for row in rows)
+    print(f"\nmedian {median:.3f}x, goal at most {GOAL}x for each")
+    if written:
+        with open(written, "w", encoding="utf-8") as file:
+            json.dump({"rows": rows, "median": median, "goal": GOAL, "cores": os.cpu_count()}, file, indent=2)
+
+
+def with_held_out(paths):
+    """Writes the quickstart's YAML with the held-out loss at its end, and returns its path."""
+    with open(quickstart.LORA_YAML, encoding="utf-8") as file:
+        config = yaml.safe_load(file)
+    # Once, at the end.
+    config["callbacks"] = [{"type": "MFLossMonitor"}, {"type": "HeldOutLoss", "dataset_dir": paths.held_out,
+                                                       "every_steps": 10**6, "batch_size": 16}]
+    path = os.path.join(paths.output, "held_out.yaml")
+    with open(path, "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file, sort_keys=False)
+    return path
+
+
+def fine_tuned(paths, config, side, seed, flags, short):
+    """Returns the held-out loss after a fine-tuning."""
+    output, log = os.path.join(paths.output, side), f"{side}-{seed}.log"
+    shutil.rmtree(output, ignore_errors=True)
+    quickstart.launch(config, output, log, "--train_dataset_dir", paths.dialogues, "--seed", str(seed), *flags,
+                      *(["--runner_config.epochs", "1"] if short else []))
+    with open(log, encoding="utf-8") as file:
+        return float(re.findall(r"held_out_loss ([\d.]+)", file.read())[-1])
+
+
+if __name__ == "__main__":
+    main()
