@@ -241,6 +241,13 @@ class LoRADense(LoRACell):
                 f"compute_dtype={self.dtype}")
 
 
+def refuse_sharded(cell: nn.Cell, option: str) -> None:
+    """Raises UnsupportedCellError where a linear cell is sharded, for a kind of adapter that ``option`` asks for."""
+    if getattr(cell.matmul, "in_strategy", None) is not None:
+        raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
+                                   f"Set {option}: False, or model_parallel: 1.")
+
+
 def linear_types() -> tuple:
     """Returns the classes that from_dense takes. MindFormers' Linear can only be met where MindFormers is imported."""
     layers = sys.modules.get("mindformers.modules.layers")

@@ -4,9 +4,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
-from mindlora.errors import LoraError, UnsupportedCellError
+from mindlora.errors import LoraError
 from mindlora.nn.cell import MAGNITUDE, fill
-from mindlora.nn.dense import LoRADense
+from mindlora.nn.dense import LoRADense, refuse_sharded
 from mindlora.ops.backend import Choice
 
 # So many rows of W, evenly spread, tell whether it is another than when the magnitude started.
@@ -60,9 +60,7 @@ class DoRADense(LoRADense):
     @classmethod
     def check(cls, cell, config):
         super().check(cell, config)
-        if getattr(cell.matmul, "in_strategy", None) is not None:
-            raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and DoRA on sharded cells is not supported. "
-                                       "Set use_dora: False, or model_parallel: 1.")
+        refuse_sharded(cell, "use_dora")
 
     @classmethod
     def part_shapes(cls, cell, rank):

@@ -4,9 +4,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
-from mindlora.errors import ShapeMismatchError, UnsupportedCellError
+from mindlora.errors import ShapeMismatchError
 from mindlora.nn.cell import PART_NAMES
-from mindlora.nn.dense import LoRADense
+from mindlora.nn.dense import LoRADense, refuse_sharded
 from mindlora.ops.backend import Choice
 from mindlora.projection import projection
 
@@ -49,9 +49,7 @@ class VeRADense(LoRADense):
     @classmethod
     def check(cls, cell, config):
         super().check(cell, config)
-        if getattr(cell.matmul, "in_strategy", None) is not None:
-            raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and VeRA on sharded cells is not supported. "
-                                       "Set use_vera: False, or model_parallel: 1.")
+        refuse_sharded(cell, "use_vera")
 
     @classmethod
     def part_shapes(cls, cell, rank):
