@@ -271,8 +271,8 @@ def test_a_sharded_cell_is_refused(mindformers):
     linear.matmul.in_strategy = ((1, 1), (2, 1))
     with pytest.raises(UnsupportedCellError) as error:
         DoRADense.from_dense(linear, CONFIG)
-    assert str(error.value) == ("Linear is sharded, and use_dora on sharded cells is not supported. Set use_dora: False, "
-                                "or model_parallel: 1.")
+    assert str(error.value) == ("Linear is sharded, and use_dora on sharded cells is not supported. Set use_dora: "
+                                "False, or model_parallel: 1.")
 
 
 # Merging --------------------------------------------------------------------------------------------------------
