@@ -1,8 +1,8 @@
 """Benchmark: a frozen layer in 4-bit NormalFloat beside the same layer in float32, on a CPU in graph mode.
 
-Each number of threads and each side of the memory gets a process of its own, since OMP_NUM_THREADS counts only before
-the libraries load; in it the sides take turns as in bench_ops.py, whose tables these are: a ratio is the median of the
-ratios within a round, and the base stands there twice, to show how far a ratio can be trusted.
+Each number of threads and each side of the memory gets a process of its own on as many cores, since OMP_NUM_THREADS
+counts only before the libraries load; in it the sides take turns as in bench_ops.py, whose tables these are: a ratio is
+the median of the ratios within a round, and the base stands there twice, to show how far a ratio can be trusted.
     python scripts/bench_qlora.py --json figures.json
     python scripts/bench_qlora.py --quick
 """
@@ -63,9 +63,10 @@ def child(what, args, threads):
     """Runs this script for one number of threads or side, shows its tables and returns its figures."""
     command = [sys.executable, os.path.abspath(__file__), "--child", what, "--rounds", str(args.rounds)]
     command += ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
-    figures = []
+    figures, cores = [], sorted(os.sched_getaffinity(0))[:threads]
+    # OMP_NUM_THREADS alone leaves MindSpore's MatMul a second thread.
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE,
-                          text=True) as process:
+                          text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores)) as process:
         for line in process.stdout:
             figures.append(json.loads(line))
             if "title" in figures[-1]:
