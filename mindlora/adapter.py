@@ -16,8 +16,6 @@ Place = Tuple[str, str]
 PARTS = ("A", "B", "magnitude", "lambda_d", "lambda_b")
 # VeRA's A and B in a file, where they stand once for all cells.
 COMMON = {"A": ("", "common A"), "B": ("", "common B")}
-# What a kind of adapter has besides A and B -> how a configuration asks for it.
-_KINDS = {"magnitude": "use_dora", "lambda_d": "use_vera", "lambda_b": "use_vera"}
 
 
 @dataclasses.dataclass
@@ -183,7 +181,7 @@ class Adapter:
         if lone:
             raise MissingTensorsError(f"{source} lacks half of {len(lone)} pairs: it holds {listed(lone)} without its "
                                       "other half.")
-        for part in _KINDS:
+        for part in PARTS[2:]:
             bare = [(path, "") for path in self.paths if (path, part) not in self.tensors]
             if bare and len(bare) < len(self.paths):
                 raise MissingTensorsError(f"{source} has a {part} at some of its cells and lacks that of "
