@@ -1,6 +1,7 @@
 """Shared by the tests of the core: the numpy oracle, small networks, and what is asked of a network's parameters."""
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Tensor, nn
 
 # How far a result may be from the float64 oracle, relative to the largest element of the oracle.
@@ -44,6 +45,13 @@ def gradients(cell, x, weights):
     """Returns d sum(cell(x) * weights) / d x, then / d each tensor of the adapter, as MindSpore computes them."""
     of_x, of_adapter = ms.grad(WeightedSum(cell), 0, cell.lora_parameters())(Tensor(x), Tensor(weights))
     return (of_x, *of_adapter)
+
+
+def refused(kind, message, call, *arguments, **keys):
+    """Asserts that a call raises an error of a kind, with this message and no other."""
+    with pytest.raises(kind) as error:
+        call(*arguments, **keys)
+    assert str(error.value) == message
 
 
 def adapters(network):

@@ -16,7 +16,7 @@ from mindlora.merge import merge_lora
 from mindlora.nn.dora import DoRADense
 from mindlora.tensor_file import BFLOAT16
 from tests.adapter_samples import CONFIG, K, Q, WEIGHTS, assert_same, make
-from tests.helpers import TinyModel, as_array, randomize
+from tests.helpers import TinyModel, as_array, randomize, refused
 
 PATHS = {"peft": "adapter", "mindformers": "adapter.safetensors", "ckpt": "adapter.ckpt"}
 V = "model.layers.0.attention.wv"
@@ -41,12 +41,6 @@ def dora_adapter(dtype=np.dtype("<f4"), paths=(Q, K), **fields):
         if dtype == BFLOAT16:
             adapter.tensors[path, "magnitude"] = (rng.integers(0, 2 ** 14, rows)).astype("<u2").view(BFLOAT16)
     return adapter
-
-
-def refused(kind, message, call, *arguments, **keys):
-    with pytest.raises(kind) as error:
-        call(*arguments, **keys)
-    assert str(error.value) == message
 
 
 # Networks -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchErro
 from mindlora.merge import merge_lora
 from mindlora.nn.vera import VeRADense
 from tests.adapter_samples import CONFIG, K, Q, WEIGHTS, make
-from tests.helpers import TinyModel, as_array, randomize
+from tests.helpers import TinyModel, as_array, randomize, refused
 
 PATHS = {"peft": "adapter", "mindformers": "adapter.safetensors", "ckpt": "adapter.ckpt"}
 W2 = "model.layers.0.feed_forward.w2"
@@ -47,12 +47,6 @@ def rewritten(path, change=None, **fields):
         change(tensors)
         save_file(tensors, path / WEIGHTS)
     return str(path)
-
-
-def refused(kind, message, call, *arguments, **keys):
-    with pytest.raises(kind) as error:
-        call(*arguments, **keys)
-    assert str(error.value) == message
 
 
 # Networks -------------------------------------------------------------------------------------------------------

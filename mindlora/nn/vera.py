@@ -4,7 +4,6 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
-from mindlora.errors import ShapeMismatchError
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense, refuse_sharded
 from mindlora.ops.backend import Choice
@@ -92,12 +91,11 @@ class VeRADense(LoRADense):
         if part not in "AB":
             super().load_part(part, array)
             return
-        common = self.common_parts()[part]
-        values = common.asnumpy().astype(np.float32)
-        rows, columns = array.shape
-        if rows > len(values) or columns > values.shape[1]:
-            raise ShapeMismatchError(f"{part} is {list(array.shape)}, and the network's is {list(values.shape)}.")
+        # No wider than this cell, so never than what all have in common.
+        common, (rows, columns) = self.common_parts()[part], array.shape
+        values = common.asnumpy().astype(np.float32, copy=False)
         if not np.array_equal(values[:rows, :columns], array):
+            values = values.copy()
             values[:rows, :columns] = array
             common.set_data(Tensor(values, common.dtype))
 

@@ -11,7 +11,7 @@ from mindlora.base.merge import merge_checkpoint
 from mindlora.errors import AdapterError, ShapeMismatchError, TargetError, UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.conv import LoRAConv2d
-from tests.helpers import WeightedSum, as_array, assert_close, randomize, snapshot
+from tests.helpers import WeightedSum, as_array, assert_close, normal, randomize, snapshot
 
 IN, OUT, RANK, ALPHA = 4, 6, 2, 3
 SCALE = ALPHA / RANK
@@ -37,10 +37,6 @@ def changed(lora):
     """W + scale B A."""
     a, b = map(as_array, lora.lora_parameters())
     return as_array(lora.weight) + lora.scale * np.einsum("or,rihw->oihw", b[:, :, 0, 0], a)
-
-
-def normal(*shape, seed=3):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def plain(kind, weight, lora, size=3):
