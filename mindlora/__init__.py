@@ -5,34 +5,37 @@ __version__ = "0.1.0"
 
 # Public name -> module, imported at its first use: so `mindlora --help` does not wait for MindSpore.
 _HOME = {
-    "Adapter": "mindlora.adapter",
+    "Adapter": "mindlora.adapters.adapter",
     "LoRADense": "mindlora.nn",
     "LoraConfig": "mindlora.config",
     "LoraError": "mindlora.errors",
-    "LoraReport": "mindlora.adapt",
-    "apply_lora": "mindlora.adapt",
-    "combine_adapters": "mindlora.combine",
-    "compare_adapters": "mindlora.inspection",
-    "convert_adapter": "mindlora.conversion",
+    "LoraReport": "mindlora.apply",
+    "apply_lora": "mindlora.apply",
+    "combine_adapters": "mindlora.adapters.combine",
+    "compare_adapters": "mindlora.adapters.inspect",
+    "convert_adapter": "mindlora.adapters.convert",
     "convert_base": "mindlora.base.convert",
-    "freeze_base": "mindlora.adapt",
-    "inspect_adapter": "mindlora.inspection",
-    "load_lora": "mindlora.checkpoint",
-    "lora_plus_groups": "mindlora.lora_plus",
+    "freeze_base": "mindlora.apply",
+    "initialize_adapters": "mindlora.initialize",
+    "inspect_adapter": "mindlora.adapters.inspect",
+    "load_lora": "mindlora.save_load",
+    "lora_plus_groups": "mindlora.training.lora_plus",
     "merge_and_unload": "mindlora.merge",
     "merge_checkpoint": "mindlora.base.merge",
     "merge_lora": "mindlora.merge",
     "quantize_base": "mindlora.quantize",
     "quantize_checkpoint": "mindlora.base.quantize",
-    "save_lora": "mindlora.checkpoint",
-    "start_adapters": "mindlora.residual",
-    "trainable_summary": "mindlora.adapt",
+    "save_lora": "mindlora.save_load",
+    "trainable_summary": "mindlora.apply",
     "unmerge_lora": "mindlora.merge",
 }
-__all__ = sorted(_HOME)
+# Names of version 0.1 -> what they are called now; they go in version 0.3.
+_RENAMED = {"start_adapters": "initialize_adapters"}
+__all__ = sorted([*_HOME, *_RENAMED])
 
 
 def __getattr__(name):
+    name = _RENAMED.get(name, name)
     if name not in _HOME:
         raise AttributeError(f"module 'mindlora' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,14 +1,15 @@
 """LoraConfig: one validated description of an adapter, read from MindFormers' pet_config or made in Python."""
 import dataclasses
-import difflib
 import math
 import re
 import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Dict, List, Optional, Union
 
-from mindlora import names, starts
+from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError
+from mindlora.models.targets import pattern_value
+from mindlora.numerics import initializers
 
 # Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
 # mindlora-run puts it into lr_schedule when the YAML names none.
@@ -47,7 +48,7 @@ class LoraConfig:
             target_modules. Default: None.
         lora_init (str): Start of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation 1 / r),
             ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"loftq"`` or ``"loftq_iter_N"`` (see
-            mindlora.starts). pissa and olora change the base and are made by start_adapters, once its weights are
+            mindlora.numerics.initializers). pissa and olora change the base and are made by initialize_adapters, once its weights are
             loaded; loftq goes with quantize_base, and takes one turn, or N. PEFT calls it init_lora_weights. Default:
             None, what lora_a_init and lora_b_init say.
         lora_a_init (str, Initializer or Tensor): Start of A. Default: None, ``"kaiming_uniform"``, that is He uniform
@@ -145,11 +146,11 @@ class LoraConfig:
             if self.quantize_exclude is not None:
                 raise ConfigError(f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
                                   "nothing is quantized. Set quantize_base: nf4, or remove it.")
-            if starts.is_loftq(self.lora_init):
+            if initializers.is_loftq(self.lora_init):
                 raise ConfigError(f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base "
                                   "loses, and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
             return
-        for field, unserved in (("use_dora", self.use_dora), ("lora_init", starts.changes_base(self.lora_init))):
+        for field, unserved in (("use_dora", self.use_dora), ("lora_init", initializers.changes_base(self.lora_init))):
             if unserved:
                 raise ConfigError(f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
                                   "which needs the base's weights in float. Leave one of them out; a start that suits "
@@ -195,11 +196,11 @@ class LoraConfig:
         """Returns the configuration of the adapter that save_lora makes of this one.
 
         It differs where lora_init changes the base: the saved adapter is a plain LoRA of twice the rank, at the same
-        scale (see mindlora.residual).
+        scale (see mindlora.initialize).
         """
-        if starts.is_loftq(self.lora_init):
+        if initializers.is_loftq(self.lora_init):
             return dataclasses.replace(self, lora_init=None)
-        if not starts.changes_base(self.lora_init):
+        if not initializers.changes_base(self.lora_init):
             return self
         growth = math.sqrt(2) if self.use_rslora else 2
         ranks, alphas = self.rank_pattern, self.alpha_pattern
@@ -254,18 +255,6 @@ class LoraConfig:
         return dataclasses.asdict(self)
 
 
-def pattern_value(pattern: Optional[dict], path: str, default):
-    """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or an end of it.
-
-    Args:
-        pattern (dict): Regular expression -> value, or None.
-        path (str): Full path of a cell; its Hugging Face name is tried too.
-        default: What to return where nothing matches.
-    """
-    for expression, value in (pattern or {}).items():
-        if any(re.match(rf"(.*\.)?({expression})$", name) for name in names.aliases(path)):
-            return value
-    return default
 
 
 def expand_pet_type(pet_config: MutableMapping) -> None:
@@ -289,11 +278,6 @@ def preset_fields(preset: str) -> dict:
     return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
 
 
-def suggestion(word: str, known: List[str]) -> str:
-    """Returns the end of an error message: the nearest known word, and all that are known."""
-    near = difflib.get_close_matches(word, known, n=1)
-    meant = f" Did you mean '{near[0]}'?" if near else ""
-    return f"{meant} Known: {', '.join(sorted(known))}."
 
 
 def dtype_name(value, field: str) -> str:
@@ -346,8 +330,8 @@ def _check_layers(value):
 def _check_start(start, a_init, b_init):
     if start is None:
         return
-    if not isinstance(start, str) or not starts.is_known(start):
-        raise ConfigError(f"lora_init is {start!r}, which is not known.{suggestion(str(start), list(starts.NAMES))}")
+    if not isinstance(start, str) or not initializers.is_known(start):
+        raise ConfigError(f"lora_init is {start!r}, which is not known.{suggestion(str(start), list(initializers.NAMES))}")
     means = {"lora_a_init": start == "kaiming" and a_init == "kaiming_uniform",
              "lora_b_init": start in ("kaiming", "gaussian") and _is_zero(b_init)}
     for field, value in (("lora_a_init", a_init), ("lora_b_init", b_init)):

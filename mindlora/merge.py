@@ -6,14 +6,13 @@ from typing import Iterator, List, Optional, Tuple
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora import names
-from mindlora.adapt import lora_cells
-from mindlora.adapter import factors, row_gains
+from mindlora.adapters.adapter import factors, row_gains
+from mindlora.common.text import listed
 from mindlora.errors import LoraError, MergeError
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.tree import replace_children
-from mindlora.ops.nf4 import dequantize, quantize
-from mindlora.tensor_file import ROUNDING
+from mindlora.nn.tree import lora_cells, replace_children
+from mindlora.numerics.dtypes import ROUNDING
+from mindlora.numerics.nf4 import dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
@@ -32,7 +31,7 @@ class MergeReport:
         cell (str): Path of the cell whose result on a random probe changed most.
         difference (float): By how much, in the largest element.
         bound (float): By how much rounding can change that element.
-        kept_bytes (int): Size of what is kept on the host for unmerge_lora.
+        before_merge_bytes (int): Size of what is kept on the host for unmerge_lora.
         output_difference (float): Largest change of the network's output on the given probe, or None without one.
         output_bound (float): What was allowed, or None.
     """
@@ -40,19 +39,19 @@ class MergeReport:
     cell: str
     difference: float
     bound: float
-    kept_bytes: int
+    before_merge_bytes: int
     output_difference: Optional[float] = None
     output_bound: Optional[float] = None
 
     def __str__(self):
-        lines = [f"Adapters merged into the base: {len(self.merged)}, at {names.listed(self.merged)}.",
+        lines = [f"Adapters merged into the base: {len(self.merged)}, at {listed(self.merged)}.",
                  f"Largest difference of a cell's result on a random probe: {self.difference:.3g}, at {self.cell}; "
                  f"rounding explains up to {self.bound:.3g}."]
         if self.output_difference is not None:
             lines.append(f"Largest difference of the network's output on the given probe: "
                          f"{self.output_difference:.3g}; allowed are {self.output_bound:.3g}.")
-        if self.kept_bytes:
-            lines.append(f"Kept on the host for unmerge_lora: {self.kept_bytes / 2 ** 20:,.1f} MiB.")
+        if self.before_merge_bytes:
+            lines.append(f"Kept on the host for unmerge_lora: {self.before_merge_bytes / 2 ** 20:,.1f} MiB.")
         return "\n".join(lines)
 
 
@@ -101,8 +100,8 @@ def merge_lora(network: nn.Cell, *probe) -> MergeReport:
     except BaseException:  # an interrupt as well must not leave half of it
         _restore(cells)
         raise
-    kept_bytes = sum(array.nbytes for _, cell in cells for array in cell.kept)
-    report = MergeReport(tuple(path for path, _ in cells), worst, difference, bound, kept_bytes, *checked)
+    before_merge_bytes = sum(array.nbytes for _, cell in cells for array in cell.before_merge)
+    report = MergeReport(tuple(path for path, _ in cells), worst, difference, bound, before_merge_bytes, *checked)
     logger.info("%s", report)
     return report
 
@@ -123,9 +122,9 @@ def unmerge_lora(network: nn.Cell) -> None:
     changed = [path for path, cell in cells if cell.parts()[cell.zero_part].asnumpy().astype(np.float32).any()]
     if changed:
         logger.warning("The adapter was changed while it was merged, at %s, by training or by loading: that is "
-                       "lost, for unmerge_lora restores what was before the merge.", names.listed(changed))
+                       "lost, for unmerge_lora restores what was before the merge.", listed(changed))
     _restore(cells)
-    logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), names.listed(path for path, _ in cells))
+    logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), listed(path for path, _ in cells))
 
 
 def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
@@ -161,9 +160,9 @@ def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
         raise
     cells = [cell for _, cell in _cells(network)]
     for cell in cells:
-        cell.kept = None
+        cell.before_merge = None
     replace_children(network, {id(cell): cell.plain_cell() for cell in cells})
-    return dataclasses.replace(report, kept_bytes=0)
+    return dataclasses.replace(report, before_merge_bytes=0)
 
 
 def _cells(network) -> List[Tuple[str, LoRACell]]:
@@ -177,15 +176,15 @@ def _cells(network) -> List[Tuple[str, LoRACell]]:
 def _check_can_merge(network, cells):
     merged = [path for path, cell in cells if cell.merged]
     if merged:
-        raise MergeError(f"Adapters are merged already, at {names.listed(merged)}: call unmerge_lora first.")
+        raise MergeError(f"Adapters are merged already, at {listed(merged)}: call unmerge_lora first.")
     training = [path for path, cell in cells if cell.training]
     if training:
-        raise MergeError(f"The network is in training mode, at {names.listed(training)}: call network.set_train(False) "
+        raise MergeError(f"The network is in training mode, at {listed(training)}: call network.set_train(False) "
                          "before merging.")
     quantized = [(path, cell) for path, cell in cells if cell.quantization]
     if quantized:
         error, change = requantization_error(*(cell for _, cell in quantized))
-        raise MergeError(f"The weights of {names.listed(path for path, _ in quantized)} are quantized, and merged ones "
+        raise MergeError(f"The weights of {listed(path for path, _ in quantized)} are quantized, and merged ones "
                          f"would have to be quantized again: that would err by {error:.2g} (root mean square of a "
                          f"sample), where the adapter changes them by {change:.2g}. Use merge_and_unload, which makes "
                          "float cells of them, or merge the adapter into the base in float (mindlora merge).")
@@ -224,8 +223,8 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     """Merges one cell; returns its largest difference on the probe and the bound of that element."""
     cell.prepare()
     # Copies, because asnumpy may look into the parameter's own memory.
-    cell.kept = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
-    whole, _, *magnitude = cell.kept
+    cell.before_merge = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
+    whole, _, *magnitude = cell.before_merge
     weight = whole.reshape(len(whole), -1)
     b, a = factors(*cell.pair(), cell.embeds)
     gains = _gains(weight, a, b, cell.scale, *magnitude)
@@ -294,9 +293,9 @@ def _blocks(weight) -> Iterator[slice]:
 def _restore(cells):
     for _, cell in cells:
         if cell.merged:
-            for parameter, array in zip(cell.merge_parameters(), cell.kept):
+            for parameter, array in zip(cell.merge_parameters(), cell.before_merge):
                 parameter.set_data(Tensor.from_numpy(array))
-            cell.kept = None
+            cell.before_merge = None
 
 
 def _output(network, probe) -> np.ndarray:

@@ -5,16 +5,17 @@ from typing import Callable, Dict, List, Tuple
 import numpy as np
 from mindspore import Parameter, nn
 
-from mindlora import names, starts
-from mindlora.adapter import is_finite
+from mindlora.adapters.adapter import is_finite
+from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import LoraError, QuantizationError, TargetError, UnsupportedCellError
+from mindlora.models.targets import select_quantized
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.dense import linear_types
 from mindlora.nn.nf4 import NF4Dense, as_float32
 from mindlora.nn.tree import adapter_path, refusals, replace_children
-from mindlora.ops.nf4 import Nf4Array, dequantize, quantize
-from mindlora.targets import select_quantized
+from mindlora.numerics import initializers
+from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
@@ -57,7 +58,7 @@ def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
     # Before the first weight is given up.
     bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
     if bad:
-        raise QuantizationError(f"The weights of {names.listed(bad)} hold NaN or infinity: the base cannot be "
+        raise QuantizationError(f"The weights of {listed(bad)} hold NaN or infinity: the base cannot be "
                                 "quantized. Load it again.")
     return cells
 
@@ -74,7 +75,7 @@ def quantize_cells(network: nn.Cell, cells: Dict[str, nn.Cell],
     quantized = {path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
                  for path, cell in cells.items()}
     replace_children(network, {id(cell): quantized[path] for path, cell in cells.items()})
-    logger.info("Quantized to NF4: %d cells, %s.", len(cells), names.listed(cells))
+    logger.info("Quantized to NF4: %d cells, %s.", len(cells), listed(cells))
     return quantized
 
 
@@ -98,25 +99,25 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
     cells, started = cells_to_quantize(network, config.quantize_exclude), {}
     packed = [p.name for p in whole if any(p is cell.weight or p is cell.bias for cell in cells.values())]
     if packed:
-        raise TargetError(f"modules_to_save names {names.listed(packed)}, which quantize_base would quantize, and "
+        raise TargetError(f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
                           "4-bit weights do not train. Add it to quantize_exclude.")
-    if not starts.is_loftq(config.lora_init):
+    if not initializers.is_loftq(config.lora_init):
         return quantize_cells(network, cells), started
     adapted = [path for path in selected if path in cells]
     empty = [path for path in adapted if cells[path].weight.has_init]
     if empty:
         raise LoraError(f"lora_init {config.lora_init!r} is made from the base's weights in float, which have no "
-                        f"values at {names.listed(empty)}. Load them before apply_lora; for a YAML, mindlora "
+                        f"values at {listed(empty)}. Load them before apply_lora; for a YAML, mindlora "
                         "quantize-base --loftq makes the adapter that adapter_path then names.")
     for path in adapted:
-        starts.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
+        initializers.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
 
     def array_of(path, cell):
         if path not in adapted:
             return None
         own, weight = config.for_cell(path), as_float32(cell.weight).astype(np.float32, copy=False)
-        array, a, b = starts.loftq(weight, own.lora_rank, quantize, dequantize,
-                                   starts.loftq_iterations(own.lora_init), own.scale)
+        array, a, b = initializers.loftq(weight, own.lora_rank, quantize, dequantize,
+                                   initializers.loftq_iterations(own.lora_init), own.scale)
         started[path] = {"A": a, "B": b}
         return array
 

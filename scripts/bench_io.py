@@ -117,7 +117,8 @@ def shapes(size):
 
 def make_base(folder, size, count):
     """Writes the synthetic base in ``count`` files; returns the size of the largest."""
-    from mindlora.tensor_file import BFLOAT16, from_float32, write
+    from mindlora.formats.safetensors_file import write
+    from mindlora.numerics.dtypes import BFLOAT16, from_float32
     values = from_float32(np.random.default_rng(0).normal(0, 0.02, 2**22).astype(np.float32), BFLOAT16)
     os.makedirs(folder)
     entries = [(name, BFLOAT16, shape) for name, shape in shapes(size)]
@@ -144,7 +145,7 @@ def pieces(values, shape):
 
 def make_adapter(folder, size):
     """Writes an adapter of PEFT's form on all seven linears of each layer."""
-    from mindlora.tensor_file import write_arrays
+    from mindlora.formats.safetensors_file import write_arrays
     rng, rank = np.random.default_rng(1), size["rank"]
     tensors = {}
     for name, shape in shapes(size):

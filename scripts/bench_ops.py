@@ -22,13 +22,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import mindspore as ms  # noqa: E402  pylint: disable=wrong-import-position
-import numpy as np  # noqa: E402  pylint: disable=wrong-import-position
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402  pylint: disable=wrong-import-position
+import mindspore as ms  # noqa: E402
+import numpy as np  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
-from mindlora import LoraConfig, LoRADense  # noqa: E402  pylint: disable=wrong-import-position
-from mindlora.ops import (LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite,  # noqa: E402
-                          backend_report)
+from mindlora import LoraConfig, LoRADense  # noqa: E402
+from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend_report  # noqa: E402
 
 RANK, WARM_UP = 16, 4
 # The path of the kernels and the dtype, by device.

@@ -16,10 +16,9 @@ import subprocess
 import sys
 
 import bench_ops  # first: it sets what must be set before MindSpore is imported
-from bench_ops import AGAIN, BASE, Base, Layers, Step, compare, frozen, machine, normal, on_path, text
-
 import mindspore as ms
 import numpy as np
+from bench_ops import AGAIN, BASE, Base, Layers, Step, compare, frozen, machine, normal, on_path, text
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.ops import Nf4Linear, backend, quantize
@@ -155,7 +154,7 @@ class RandomNf4(Nf4):
     """Nf4 of random codes, so that nothing of a float32 weight was ever in the process."""
 
     def __init__(self, width, index):
-        # pylint: disable=super-init-not-called
+
         nn.Cell.__init__(self)
         rng, blocks = np.random.default_rng(index), width // 64
         for name, array in {"codes": rng.integers(0, 256, (width, width // 2), np.uint8),

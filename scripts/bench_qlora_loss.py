@@ -12,9 +12,8 @@ import shutil
 import statistics
 import sys
 
-import yaml
-
 import quickstart
+import yaml
 
 GOAL = 1.03
 QLORA = ("--model.model_config.pet_config.pet_type", "qlora")

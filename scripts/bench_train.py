@@ -144,7 +144,7 @@ def train_step(network, learning_rate):
     """Returns the same train step for every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
-    from mindlora.plugin.wrapper import LoraTrainOneStepCell
+    from mindlora.plugin.train_step import LoraTrainOneStepCell
     network.set_train()
     cell = LoraTrainOneStepCell(network, AdamW(network.trainable_params(), learning_rate, weight_decay=0.0),
                                 use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0)

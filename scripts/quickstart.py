@@ -1,4 +1,4 @@
-"""The quickstart's job: data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
+"""The quickstart's job: instruction_data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
 import argparse
 import hashlib
 import json
@@ -77,7 +77,7 @@ def prepare_data(paths):
         return
     shutil.rmtree(paths.cache, ignore_errors=True)
     os.makedirs(paths.cache)
-    from mindlora.plugin import data, tokenizers
+    from mindlora.data import instruction_data, tokenizers
     dialogues = os.path.join(TEXTS, "dialogues.json")
     with open(dialogues, encoding="utf-8") as file:
         rows = json.load(file)
@@ -92,8 +92,8 @@ def prepare_data(paths):
     with open(shuffled, "w", encoding="utf-8") as file:
         for _ in range(COPIES):
             file.write("\n\n".join(shuffle.sample(paragraphs, len(paragraphs))) + "\n\n")
-    data.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
-    data.convert_alpaca(dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT,
+    instruction_data.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
+    instruction_data.convert_alpaca(dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT,
                         strict=True)
 
 
@@ -127,15 +127,16 @@ def run(command, log, keep_stdout=False):
 
 def evaluate(paths, adapter):
     """Prints held-out loss and three answers of the base alone and of base + adapter."""
-    log = open("evaluate.log", "w", encoding="utf-8")  # pylint: disable=consider-using-with
+    log = open("evaluate.log", "w", encoding="utf-8")
     screen, sys.stdout = sys.stdout, log  # MindFormers logs to stdout
     import mindspore as ms
     from mindformers.models.build_model import build_network
     from mindformers.tools.register import MindFormerConfig
+
     from mindlora import load_lora, trainable_summary
+    from mindlora.data.tokenizers import load_tokenizer
     from mindlora.plugin import hooks  # noqa: F401
-    from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
-    from mindlora.plugin.tokenizers import load_tokenizer
+    from mindlora.training.held_out import HeldOutLossCell, held_out_loss
     config = MindFormerConfig(LORA_YAML)
     ms.set_context(mode=config.context.mode, device_target=config.context.device_target)
     network = build_network(config.model)

@@ -1,5 +1,6 @@
 """Shared by all tests: a quiet MindSpore, and each test's output away from the checkout."""
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
@@ -11,11 +12,11 @@ os.environ.setdefault("GLOG_v", "3")
 # Else MindFormers, once a test has imported it, logs into output/ under whatever folder a later test works in.
 os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp(prefix="mindlora-test-log-"))
 
-import pytest  # noqa: E402  pylint: disable=wrong-import-position
+import pytest  # noqa: E402
 
 # Else an assert in a module that holds no test says nothing of its values.
-pytest.register_assert_rewrite("tests.helpers", "tests.plain_networks", "tests.saved_adapters",
-                               "tests.plugin.tiny_runs")
+pytest.register_assert_rewrite("tests.support.networks", "tests.support.plain_networks", "tests.support.saved_adapters",
+                               "tests.support.tiny_runs")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
@@ -74,7 +75,7 @@ def library():
     """The CPU library, built where it is missing or older than its sources."""
     # Imported here: some tests need no MindSpore.
     from mindlora.ops import build
-    from tests.ops import native
+    from tests.support import native
     if not build.is_current():
         build.build()
     return native.library()
@@ -119,7 +120,7 @@ def semi_auto_parallel():
 def saved(tmp_path):
     """An adapter folder of ``saved_adapters.network(seed=2)``."""
     from mindlora import save_lora
-    from tests.saved_adapters import network
+    from tests.support.saved_adapters import network
     path = str(tmp_path / "adapter")
     save_lora(network(seed=2), path)
     return path
@@ -129,7 +130,35 @@ def saved(tmp_path):
 def saved_ckpt(tmp_path):
     """The same as a .ckpt file."""
     from mindlora import save_lora
-    from tests.saved_adapters import network
+    from tests.support.saved_adapters import network
     path = str(tmp_path / "adapter.ckpt")
     save_lora(network(seed=2), path, format="ckpt")
     return path
+
+
+@pytest.fixture
+def reference(request, library):
+    """The reference.py of the operator that the test file is named after, or that it calls OPERATOR."""
+    op = getattr(request.module, "OPERATOR", request.module.__name__.rpartition("test_")[2])
+    spec = importlib.util.spec_from_file_location(f"reference_{op}", os.path.join(ROOT, "ops", op, "reference.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory):
+    """A folder with a small tokenizer of Hugging Face's, trained on the two rows."""
+    from mindlora.data import instructions, tokenizers
+    from tests.support.instruction_rows import CHINESE, ENGLISH
+    path = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    texts = [record[field] for record in (CHINESE, ENGLISH) for field in instructions.FIELDS] * 2
+    tokenizers.train_tokenizer(texts, 300, str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_path):
+    """The tokenizer itself."""
+    from mindlora.data import tokenizers
+    return tokenizers.load_tokenizer(tokenizer_path)

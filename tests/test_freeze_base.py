@@ -9,9 +9,8 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoraError, apply_lora, freeze_base, trainable_summary
 from mindlora.errors import TargetError
-from tests.adapted_networks import X, on
-from tests.helpers import TinyModel, WeightedSum, adapters, snapshot
-
+from tests.support.adapted_networks import X, on
+from tests.support.networks import TinyModel, WeightedSum, adapters, snapshot
 
 # Freezing -------------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora import LoRADense, LoraConfig, LoraError, apply_lora, freeze_base
-from mindlora.adapt import lora_cells
+from mindlora import LoraConfig, LoRADense, LoraError, apply_lora, freeze_base
 from mindlora.errors import MergeError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
-from tests.helpers import TinyModel, WeightedSum, as_array, assert_close, lora_forward, normal, randomize, snapshot
+from mindlora.nn.tree import lora_cells
+from tests.support.networks import (
+    TinyModel,
+    WeightedSum,
+    as_array,
+    assert_close,
+    lora_forward,
+    normal,
+    randomize,
+    snapshot,
+)
 
 DTYPES = ["float32", "float16", "bfloat16"]
 CONFIG = LoraConfig(lora_rank=3, lora_alpha=4.5, target_modules=".*")  # scale 1.5
@@ -303,7 +312,7 @@ def test_unloading_brings_the_plain_cells_back(mode, tmp_path):
     assert {path: (type(cell), repr(cell)) for path, cell in network.cells_and_names()} == plain
     assert [p.name for p in network.get_parameters()] == names
     assert report.merged == ("first", "second") and report.output_difference is not None
-    assert report.kept_bytes == 0 and cell.kept is None  # which would hold the memory of another base
+    assert report.before_merge_bytes == 0 and cell.before_merge is None  # which would hold the memory of another base
     assert_close(network(Tensor(x)), expected)
     network.set_train()
     apply_lora(network, CONFIG)  # and anew
@@ -383,7 +392,7 @@ def test_the_report_says_what_was_merged_and_how_well(caplog):
     network = adapted(TinyModel())
     with caplog.at_level(logging.INFO, "mindlora"):
         report = merge_lora(network, Tensor(normal(2, 6)))
-    assert report.kept_bytes == sum(weight.nbytes + b.nbytes for weight, b in (c.kept for _, c in lora_cells(network)))
+    assert report.before_merge_bytes == sum(weight.nbytes + b.nbytes for weight, b in (c.before_merge for _, c in lora_cells(network)))
     assert report.cell in report.merged and len(report.merged) == 15
     number = r"[0-9.]+(e-[0-9]+)?"
     assert re.fullmatch(rf"""Adapters merged into the base: 15, at model\.layers\..*lm_head\.

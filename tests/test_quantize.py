@@ -7,17 +7,34 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora import (LoRADense, LoraConfig, apply_lora, freeze_base, load_lora, merge_and_unload, merge_lora,
-                      quantize_base, save_lora, trainable_summary)
-from mindlora.adapt import lora_cells
-from mindlora.errors import (BaseMismatchError, ConfigError, LoraError, MergeError, QuantizationError, TargetError,
-                             UnsupportedCellError)
-from mindlora.fingerprint import base_fingerprint
+from mindlora import (
+    LoraConfig,
+    LoRADense,
+    apply_lora,
+    freeze_base,
+    load_lora,
+    merge_and_unload,
+    merge_lora,
+    quantize_base,
+    save_lora,
+    trainable_summary,
+)
+from mindlora.errors import (
+    BaseMismatchError,
+    ConfigError,
+    LoraError,
+    MergeError,
+    QuantizationError,
+    TargetError,
+    UnsupportedCellError,
+)
+from mindlora.nn.fingerprint import base_fingerprint
 from mindlora.nn.nf4 import NF4Dense, nf4_array
 from mindlora.nn.qlora import QLoRADense
-from mindlora.ops.nf4 import dequantize, quantize
-from mindlora.starts import loftq
-from tests.helpers import TinyModel, adapters, as_array, randomize, snapshot
+from mindlora.nn.tree import lora_cells
+from mindlora.numerics.initializers import loftq
+from mindlora.numerics.nf4 import dequantize, quantize
+from tests.support.networks import TinyModel, adapters, as_array, randomize, snapshot
 
 FIELDS = {"lora_rank": 2, "lora_alpha": 3, "target_modules": ["wq", "w1"]}
 QLORA = LoraConfig(**FIELDS, quantize_base="nf4")

@@ -7,11 +7,11 @@ import functools
 import time
 from typing import Callable, List, Optional, Tuple
 
-from mindlora import names
-from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
-from mindlora.base.layout import joined, parts_of, split, whole_of
-from mindlora.base.writer import OutputTensor, Shard, check_output, write
+from mindlora.base.joined import joined, parts_of, split, whole_of
+from mindlora.base.reader import WORLDS, BaseCheckpoint, examples
+from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.errors import CheckpointError
+from mindlora.models import names
 
 # Old checkpoints hold this table, which every model computes for itself.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -20,7 +20,7 @@ _EMBEDDING = {"hf": "model.embed_tokens.weight", "mindformers": "model.tok_embed
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvertReport:
+class ConvertBaseReport:
     """What convert_base did; str() says it to people.
 
     Attributes:
@@ -54,7 +54,7 @@ class ConvertReport:
 
 def convert_base(source: str, output: str, from_: Optional[str], to: str, concat: bool = False, tied: bool = False,
                  heads: int = None, kv_heads: int = None, overwrite: bool = False,
-                 progress: Callable[[int, int], None] = None) -> ConvertReport:
+                 progress: Callable[[int, int], None] = None) -> ConvertBaseReport:
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
 
     With MindFormers' qkv_concat, q, k, v are one tensor w_qkv, its rows by key-value head [heads of q that share it |
@@ -78,7 +78,7 @@ def convert_base(source: str, output: str, from_: Optional[str], to: str, concat
         progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
 
     Returns:
-        ConvertReport.
+        ConvertBaseReport.
 
     Raises:
         CheckpointError: The source cannot be read or holds a name that is not known, the heads are needed and not
@@ -88,7 +88,7 @@ def convert_base(source: str, output: str, from_: Optional[str], to: str, concat
     started = time.perf_counter()
     if to not in WORLDS or from_ not in (None, *WORLDS):
         raise CheckpointError(f"Checkpoints are converted between {' and '.join(WORLDS)}, not from {from_} to {to}.")
-    check_output(output, [source], overwrite)
+    check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
         if from_ not in (None, base.world):
             raise CheckpointError(f"{source} has {WORLDS[base.world]} names, not {WORLDS[from_]}. Give --from "
@@ -101,7 +101,7 @@ def convert_base(source: str, output: str, from_: Optional[str], to: str, concat
         notes = _settle_head(base, plan, to, tied)
         files = write(output, plan.shards, to, progress=progress)
     tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
-    return ConvertReport(str(source), str(output), base.world, to, tuple(files), len(tensors),
+    return ConvertBaseReport(str(source), str(output), base.world, to, tuple(files), len(tensors),
                          sum(tensor.nbytes for tensor in tensors), tuple(plan.skipped), tuple(notes),
                          time.perf_counter() - started)
 

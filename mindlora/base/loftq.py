@@ -4,18 +4,21 @@ from typing import Dict, List
 
 import numpy as np
 
-from mindlora import adapter_file, names, starts
-from mindlora.adapter import Adapter
-from mindlora.base.writer import OutputTensor, check_output
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.fingerprint import mark_of, picked, sampled
+from mindlora.base.writer import OutputTensor, check_checkpoint_output
+from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
-from mindlora.fingerprint import mark_of, picked, sampled
-from mindlora.ops.nf4 import Nf4Array, dequantize, quantize
-from mindlora.targets import select_targets
-from mindlora.tensor_file import to_float32
+from mindlora.models import names
+from mindlora.models.targets import select_targets
+from mindlora.numerics import initializers
+from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 
-class LoftqStart:
+class LoftqInitializer:
     """Makes an adapter out of a checkpoint that is being quantized; one weight is in float at a time.
 
     Args:
@@ -36,28 +39,28 @@ class LoftqStart:
     """
 
     def __init__(self, weights: Dict[str, OutputTensor], quantized: List[str], config: LoraConfig):
-        if not starts.is_loftq(config.lora_init):
+        if not initializers.is_loftq(config.lora_init):
             raise ConfigError(f"lora_init is {config.lora_init!r}, which a quantized checkpoint cannot be made with. "
                               "Set lora_init to 'loftq' or 'loftq_iter_N'.")
         self._weights, self._config = weights, config
         self._selected = select_targets(list(weights), config.target_modules, config.exclude_modules,
                                         layers=config.layers_to_transform)
         self.paths = [path for path in self._selected if path in quantized]
-        joined = sorted(path for path in self._selected if names.concatenated_parts(path))
+        joined = sorted(path for path in self._selected if names.joined_parts(path))
         if joined:
-            raise CheckpointError(f"{names.listed(joined)} hold several modules in one, for which PEFT's form has no "
+            raise CheckpointError(f"{listed(joined)} hold several modules in one, for which PEFT's form has no "
                                   "adapter. Split them with mindlora convert-base --to hf, quantize that, and set "
                                   "qkv_concat: False.")
         for path in self.paths:
-            starts.check_rank(config.for_cell(path).lora_rank, weights[path], "loftq")
+            initializers.check_rank(config.for_cell(path).lora_rank, weights[path], "loftq")
         self._sampled = sampled(self._selected)
         self._pairs, self._samples = {}, {}
 
     def quantize(self, path: str, name: str) -> Nf4Array:
         """Returns what stands for the weight at ``path``, which errors call ``name``, and keeps its A and B."""
         own, weight = self._config.for_cell(path), _in_float(self._weights[path])
-        array, a, b = starts.loftq(weight, own.lora_rank, lambda rest: quantize(rest, name), dequantize,
-                                   starts.loftq_iterations(own.lora_init), own.scale)
+        array, a, b = initializers.loftq(weight, own.lora_rank, lambda rest: quantize(rest, name), dequantize,
+                                   initializers.loftq_iterations(own.lora_init), own.scale)
         self._keep(path, a, b, array.codes)
         return array
 
@@ -82,10 +85,10 @@ class LoftqStart:
             self._samples[path] = picked(weight)
 
 
-def check_adapter_output(folder: str, source: str, output: str, overwrite: bool) -> None:
+def check_loftq_output(folder: str, source: str, output: str, overwrite: bool) -> None:
     """Raises CheckpointError, AdapterError or LoraError where the adapter cannot be written to ``folder``."""
-    adapter_file.check_output(folder, "peft")
-    check_output(folder, [source], overwrite)
+    adapter_files.check_adapter_output(folder, "peft")
+    check_checkpoint_output(folder, [source], overwrite)
     places = [os.path.realpath(path) for path in (folder, output)]
     if os.path.commonpath(places) in places:
         raise CheckpointError(f"The adapter's folder {folder} and the quantized base {output} lie in each other, and "

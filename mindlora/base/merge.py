@@ -6,13 +6,14 @@ from typing import Callable, Dict, List, Tuple
 
 import numpy as np
 
-from mindlora import adapter_file, names
-from mindlora.adapter import Adapter, factors, is_finite, row_gains
-from mindlora.base.checkpoint import WORLDS, BaseCheckpoint, examples
-from mindlora.base.writer import OutputTensor, Shard, check_output, write
-from mindlora.dialects import concatenated
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters import joined_pairs
+from mindlora.adapters.adapter import Adapter, factors, is_finite, row_gains
+from mindlora.base.reader import WORLDS, BaseCheckpoint, examples
+from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
-from mindlora.tensor_file import FLOATS, ROUNDING, dtype_name, from_float32, rounded, to_float32
+from mindlora.models import names
+from mindlora.numerics.dtypes import FLOATS, ROUNDING, dtype_name, from_float32, rounded, to_float32
 
 # Signs are random, so errors of a float32 sum of n products grow as sqrt(n); this many of their deviations is never.
 _SLACK = 16 * 2.0**-24
@@ -22,7 +23,7 @@ _TABLES = ("embedding_weight", "embedding_table")
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeReport:
+class MergeCheckpointReport:
     """What merge_checkpoint did; str() says it to people.
 
     Attributes:
@@ -61,7 +62,7 @@ class MergeReport:
 
 def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = None, kv_heads: int = None,
                      allow_pickle: bool = False, overwrite: bool = False,
-                     progress: Callable[[int, int], None] = None) -> MergeReport:
+                     progress: Callable[[int, int], None] = None) -> MergeCheckpointReport:
     """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
 
@@ -76,7 +77,7 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
 
     Args:
         base (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
-        adapter (str): Any form that adapter_file.read knows.
+        adapter (str): Any form that adapter_files.read knows.
         output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file.
         lora_alpha (float): What the adapter was trained with, where it does not say. Default: None.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
@@ -86,7 +87,7 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
         progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
 
     Returns:
-        MergeReport.
+        MergeCheckpointReport.
 
     Raises:
         AdapterError: The adapter cannot be read, holds NaN or infinity, does not say its scale, names what the base
@@ -95,8 +96,8 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
         MergeError: A tensor cannot be merged into, or rounding does not explain what became of it.
     """
     started = time.perf_counter()
-    check_output(output, [base, adapter], overwrite)
-    content = adapter_file.read(adapter, allow_pickle)
+    check_checkpoint_output(output, [base, adapter], overwrite)
+    content = adapter_files.read(adapter, allow_pickle)
     if lora_alpha is not None:
         content.set_alpha(lora_alpha)
     content.check_finite(str(adapter))
@@ -107,10 +108,10 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = N
         files = write(output, shards, source.world, source.companions(), progress)
     count = len(content.paths)
     # An adapted module whose own weight the adapter holds besides is merged, and counted once.
-    replaced = len(content.whole) - sum(merging.weight_name(path) in content.whole for path in content.paths)
+    replaced = len(content.saved_modules) - sum(merging.weight_name(path) in content.saved_modules for path in content.paths)
     tensor, (difference, bound) = merging.worst()
     tensors = [tensor for shard in shards for tensor in shard.tensors]
-    return MergeReport(str(base), str(adapter), str(output), tuple(files), count, replaced,
+    return MergeCheckpointReport(str(base), str(adapter), str(output), tuple(files), count, replaced,
                        len(tensors) - count - replaced, sum(tensor.nbytes for tensor in tensors), tensor, difference,
                        bound, time.perf_counter() - started)
 
@@ -122,11 +123,11 @@ class _Merging:
         self.base, self.adapter, self.source = base, adapter, source
         # Under MindFormers' names, as the adapter has them -> the base's own.
         self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
-        self._fit_concatenation(kv_heads or base.config.get("num_key_value_heads")
+        self._match_joined(kv_heads or base.config.get("num_key_value_heads")
                                 or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
-        self._wholes = {self._own[name]: array for name, array in adapter.whole.items()}
+        self._wholes = {self._own[name]: array for name, array in adapter.saved_modules.items()}
         self._check_dtypes()
         for name, path in self._pairs.items():
             self._check_pair(name, path)
@@ -186,23 +187,23 @@ class _Merging:
                              "it. Nothing was written.")
         return rows
 
-    def _fit_concatenation(self, kv_heads):
+    def _match_joined(self, kv_heads):
         """Joins or splits the adapter's pairs so that they are of the base's cells."""
         paths = set(self.adapter.paths)
         for name in list(self._own):
             path = name.rpartition(".")[0]
-            if name.endswith(".weight") and path not in paths and paths.intersection(names.concatenated_parts(path)):
+            if name.endswith(".weight") and path not in paths and paths.intersection(names.joined_parts(path)):
                 _need_heads(path, kv_heads)
-                concatenated.join_pairs(self.adapter, path, self._shape(name)[0], kv_heads)
+                joined_pairs.join_pairs(self.adapter, path, self._shape(name)[0], kv_heads)
         for path in paths:
-            parts = [f"{part}.weight" for part in names.concatenated_parts(path)]
+            parts = [f"{part}.weight" for part in names.joined_parts(path)]
             if parts and f"{path}.weight" not in self._own and all(part in self._own for part in parts):
                 _need_heads(path, kv_heads)
                 head_dim = self._shape(parts[1])[0] // kv_heads if len(parts) == 3 else None
-                concatenated.split_pairs(self.adapter, path, kv_heads, head_dim)
+                joined_pairs.split_pairs(self.adapter, path, kv_heads, head_dim)
 
     def _check_names(self):
-        wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.whole)
+        wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
         tied = self.base.config.get("tie_word_embeddings") is True
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
         if embeddings and tied:

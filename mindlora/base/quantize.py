@@ -8,17 +8,21 @@ from typing import Callable, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from mindlora import adapter_file, atomic, names
-from mindlora.base.checkpoint import BaseCheckpoint, examples
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters.fingerprint import mark_of, picked, sampled
 from mindlora.base.convert import in_mindformers_names
-from mindlora.base.loftq import LoftqStart, check_adapter_output
-from mindlora.base.writer import OutputTensor, check_output
+from mindlora.base.loftq import LoftqInitializer, check_loftq_output
+from mindlora.base.reader import BaseCheckpoint, examples
+from mindlora.base.writer import OutputTensor, check_checkpoint_output
+from mindlora.common import atomic
+from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
-from mindlora.fingerprint import mark_of, picked, sampled
-from mindlora.ops.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
-from mindlora.targets import OUTPUT_HEADS, select_quantized
-from mindlora.tensor_file import FLOATS, TensorFile, dtype_name, to_float32, write
+from mindlora.formats.safetensors_file import TensorFile, write
+from mindlora.models import names
+from mindlora.models.targets import OUTPUT_HEADS, select_quantized
+from mindlora.numerics.dtypes import FLOATS, dtype_name, to_float32
+from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
 
 _WEIGHT = ".weight"
 # So many numbers are read at a time.
@@ -49,11 +53,11 @@ class QuantizeReport:
     started: Tuple[str, ...] = ()
 
     def __str__(self):
-        loftq = [f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {names.listed(self.started)}. Name "
+        loftq = [f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {listed(self.started)}. Name "
                  "it as pet_config.adapter_path, with the rank, alpha and target_modules that it was made with."]
         return "\n".join([
             f"{self.output}: {self.bytes / 1e9:.2f} GB of {self.bytes_before / 1e9:.2f} GB; weights in NF4: "
-            f"{len(self.quantized)}, {names.listed(self.quantized)}; {self.seconds:.1f} s.",
+            f"{len(self.quantized)}, {listed(self.quantized)}; {self.seconds:.1f} s.",
             "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.",
             *(loftq if self.adapter else ()), *self.notes])
 
@@ -68,7 +72,7 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
     a million numbers are in memory at a time; a .ckpt is read whole.
 
     With ``adapter`` and ``config`` LoftQ is carried out: the weights that target_modules selects and an adapter for
-    them are chosen by turns, so that together they are near the weights in float (see mindlora.starts.loftq), and a
+    them are chosen by turns, so that together they are near the weights in float (see mindlora.numerics.initializers.loftq), and a
     folder of PEFT's holds the adapter, which pet_config.adapter_path then names. One weight in float, its decomposition
     and the adapter are then in memory. On an error neither of the two is written.
 
@@ -100,12 +104,12 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
     if not str(output).endswith(".safetensors"):
         raise CheckpointError(f"The output {output} is no .safetensors file, the one form of a quantized base: let its "
                               "name end so.")
-    check_output(output, [source], overwrite)
+    check_checkpoint_output(output, [source], overwrite)
     if (adapter is None) != (config is None):
         raise ConfigError("quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter, and "
                           "what it is.")
     if adapter is not None:
-        check_adapter_output(adapter, source, output, overwrite)
+        check_loftq_output(adapter, source, output, overwrite)
     with BaseCheckpoint(source) as base:
         if quantized_paths(base.tensors):
             raise CheckpointError(f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
@@ -119,7 +123,7 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
         linear = _linear_paths(tensor.name for tensor in tensors)
         chosen = select_quantized(linear, exclude)
         _check_floats(source, tensors, chosen)
-        start = config and LoftqStart({_path(tensor.name): tensor for tensor in tensors
+        start = config and LoftqInitializer({_path(tensor.name): tensor for tensor in tensors
                                        if _path(tensor.name) in linear}, chosen, config)
         written = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in written)
@@ -129,7 +133,7 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
             write(path, written, _told(_contents(tensors, chosen, start), progress, total),
                   {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})})
             if start:
-                adapter_file.write(start.adapter(), folder)
+                adapter_files.write(start.adapter(), folder)
     return QuantizeReport(str(source), str(output), tuple(chosen), sum(tensor.nbytes for tensor in tensors), total,
                           tuple(notes), time.perf_counter() - started, adapter and str(adapter),
                           tuple(start.paths) if start else ())
@@ -162,7 +166,7 @@ def check_fits(path: str, exclude) -> None:
 
 
 def values_mark(path: str, paths) -> Optional[str]:
-    """Returns the "values" of base_fingerprint (see mindlora.fingerprint) of cells by their 4-bit weights in a file.
+    """Returns the "values" of base_fingerprint (see mindlora.adapters.fingerprint) of cells by their 4-bit weights in a file.
 
     Args:
         path (str): A .safetensors file that quantize_checkpoint wrote.
@@ -181,7 +185,7 @@ def values_mark(path: str, paths) -> Optional[str]:
 def _linear_paths(tensor_names) -> List[str]:
     """Returns the paths of the linear cells of a Llama, whose weights the names are, under MindFormers' names."""
     paths = map(_path, tensor_names)
-    return [path for path in paths if path and (names.to_hugging_face(path) != path or names.concatenated_parts(path)
+    return [path for path in paths if path and (names.to_hugging_face(path) != path or names.joined_parts(path)
                                                 or path.rpartition(".")[2] in OUTPUT_HEADS)]
 
 

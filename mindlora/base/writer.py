@@ -12,10 +12,11 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 
 import numpy as np
 
-from mindlora import atomic
-from mindlora.base.checkpoint import INDEX
+from mindlora.base.reader import INDEX
+from mindlora.common import atomic
 from mindlora.errors import CheckpointError
-from mindlora.tensor_file import layout
+from mindlora.formats import ckpt_file
+from mindlora.formats.safetensors_file import layout
 
 # A block and what it is computed from then fit a core's cache.
 _BLOCK = 2**20
@@ -59,7 +60,7 @@ class Shard(NamedTuple):
     metadata: Dict[str, str]
 
 
-def check_output(output: str, sources: List[str], overwrite: bool) -> None:
+def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) -> None:
     """Raises CheckpointError where writing to ``output`` would destroy what is read, or what nobody gave up."""
     place = os.path.realpath(output)
     for source in map(os.path.realpath, sources):
@@ -150,14 +151,12 @@ def _keep_freed_memory():
 
 
 def _write_ckpt(path, shard, tick):
-    import mindspore as ms
+    def arrays():
+        for tensor in shard.tensors:
+            yield tensor.name, tensor.rows(0, tensor.count)
+            tick(tensor.nbytes)
 
-    from mindlora import ckpt_file
-    content = []
-    for tensor in shard.tensors:
-        content.append({"name": tensor.name, "data": ckpt_file.to_tensor(tensor.rows(0, tensor.count))})
-        tick(tensor.nbytes)
-    ms.save_checkpoint(content, path)
+    ckpt_file.write_arrays(path, arrays())
 
 
 def _blocks(tensors, places):

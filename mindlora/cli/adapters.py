@@ -44,7 +44,7 @@ def _inspect_options(parser):
 
 def inspect(arguments):
     """mindlora inspect"""
-    from mindlora.inspection import inspect_adapter
+    from mindlora.adapters.inspect import inspect_adapter
 
     return inspect_adapter(arguments.path, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle)
 
@@ -60,7 +60,7 @@ def _diff_options(parser):
 
 def diff(arguments):
     """mindlora diff"""
-    from mindlora.inspection import compare_adapters
+    from mindlora.adapters.inspect import compare_adapters
 
     return compare_adapters(arguments.first, arguments.second, alpha=arguments.alpha,
                             allow_pickle=arguments.allow_pickle)
@@ -89,18 +89,18 @@ def _combine_options(parser):
 
 def combine(arguments):
     """mindlora combine"""
-    from mindlora import adapter_file
-    from mindlora.combine import combine_adapters
-    from mindlora.inspection import read_adapters
+    from mindlora.adapters import files as adapter_files
+    from mindlora.adapters.combine import combine_adapters
+    from mindlora.adapters.inspect import read_adapters
 
     paths = [path for path, _ in arguments.adapter]
     weights = [_weight(path, text) for path, text in arguments.adapter]
-    adapter_file.check_output(arguments.output, "peft")
+    adapter_files.check_adapter_output(arguments.output, "peft")
     result = combine_adapters(
         read_adapters(paths, arguments.alpha, arguments.allow_pickle), weights, arguments.method,
         svd_rank=arguments.svd_rank, density=arguments.density, majority_sign=arguments.majority_sign,
         seed=arguments.seed)
-    adapter_file.write(result, arguments.output, to="peft")
+    adapter_files.write(result, arguments.output, to="peft")
     return CombineReport(arguments.output, arguments.method, tuple(zip(paths, weights)),
                          tuple(sorted(set(map(result.rank, result.paths)))), len(result.paths))
 

@@ -24,7 +24,7 @@ def _options(parser):
 
 def convert(arguments):
     """mindlora convert"""
-    from mindlora.conversion import Heads, convert_adapter
+    from mindlora.adapters.convert import Heads, convert_adapter
 
     return convert_adapter(arguments.input, arguments.output, arguments.to, arguments.alpha,
                            Heads(arguments.heads, arguments.kv_heads, arguments.head_dim), arguments.concat,

@@ -1,4 +1,4 @@
-"""mindlora data, mindlora plugin-path."""
+"""mindlora instruction_data, mindlora plugin-path."""
 import dataclasses
 import os
 
@@ -52,9 +52,9 @@ def _add_conversion_options(parser, input_kind):
 def convert_alpaca(arguments):
     """mindlora data alpaca"""
     _quiet_transformers()
-    from mindlora.plugin import data
+    from mindlora.data import instruction_data
 
-    return data.convert_alpaca(
+    return instruction_data.convert_alpaca(
         arguments.input, arguments.output, arguments.tokenizer, arguments.seq_length,
         template=arguments.template.replace("\\n", "\n"), holdout=arguments.holdout, truncate=arguments.truncate,
         strict=arguments.strict, train_vocab_size=arguments.train_tokenizer, ignore_token_id=arguments.ignore_token_id,
@@ -64,9 +64,9 @@ def convert_alpaca(arguments):
 def convert_text(arguments):
     """mindlora data text"""
     _quiet_transformers()
-    from mindlora.plugin import data
+    from mindlora.data import instruction_data
 
-    return data.convert_text(arguments.input, arguments.output, arguments.tokenizer, arguments.seq_length,
+    return instruction_data.convert_text(arguments.input, arguments.output, arguments.tokenizer, arguments.seq_length,
                              paragraphs=arguments.paragraphs, ignore_token_id=arguments.ignore_token_id,
                              overwrite=arguments.overwrite)
 

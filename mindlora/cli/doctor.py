@@ -13,12 +13,12 @@ def _doctor_options(parser):
 
 def examine(arguments):
     """mindlora doctor"""
-    from mindlora import doctor
+    from mindlora.doctor import machine
 
     with warnings.catch_warnings():
         # Of other packages while MindFormers is imported; what mindlora has to say is in the report.
         warnings.simplefilter("ignore")
-        return doctor.examine(arguments.yamls)
+        return machine.examine(arguments.yamls)
 
 
 VERBS = (Verb("doctor", "Say what is installed, and what is wrong in the YAMLs of a run.", _doctor_options),)

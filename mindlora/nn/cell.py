@@ -4,9 +4,9 @@ from typing import Dict, Sequence, Tuple
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindlora import starts
 from mindlora.config import LoraConfig
 from mindlora.errors import MergeError, UnsupportedCellError
+from mindlora.numerics import initializers
 
 LORA_A = "mindpet_delta_lora_a"
 LORA_B = "mindpet_delta_lora_b"
@@ -30,20 +30,20 @@ class LoRACell(nn.Cell):
         quantization (str or None): How W is quantized.
         lora_init (str or None): As in LoraConfig; None once an adapter was loaded in the place of its start.
         zero_part (str): The part of the adapter without which it does nothing.
-        takes_whole_starts (bool): Whether the starts that need W, or A and B together, are known for such a cell.
-        origin (Origin or None): What the start took from the base (see start_adapters).
+        takes_base_initializers (bool): Whether the starts that need W, or A and B together, are known for such a cell.
+        initial_pair (InitialPair or None): What the start took from the base (see initialize_adapters).
         projection_key (int): What VeRA's A and B were drawn from.
         freeze_lora_a (bool): Whether B alone trains.
-        kept (tuple or None): While the adapter is merged (see merge_lora), what merge_parameters() were, as arrays.
+        before_merge (tuple or None): While the adapter is merged (see merge_lora), what merge_parameters() were, as arrays.
     """
 
     embeds = False
     zero_part = "B"
-    takes_whole_starts = False
+    takes_base_initializers = False
     quantization = None
-    origin = None
+    initial_pair = None
     projection_key = 0
-    kept = None
+    before_merge = None
 
     @classmethod
     def from_cell(cls, cell: nn.Cell, config: LoraConfig, common: Tuple[Parameter, ...] = None) -> "LoRACell":
@@ -52,7 +52,7 @@ class LoRACell(nn.Cell):
         Args:
             cell (nn.Cell): The cell to replace, of a kind that ``check`` takes.
             config (LoraConfig): Rank, scale, dropout, starts and dtypes.
-            common (tuple of Parameter): What ``common_parameters`` gave for all cells of the network. Default: None,
+            common (tuple of Parameter): What ``shared_parameters`` gave for all cells of the network. Default: None,
                 what it gives for this cell.
 
         Returns:
@@ -65,7 +65,7 @@ class LoRACell(nn.Cell):
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
         self._adopt(cell, config)
-        self._join(cls.common_parameters([cell], config) if common is None else common)
+        self._join(cls.shared_parameters([cell], config) if common is None else common)
         return self
 
     @classmethod
@@ -89,7 +89,7 @@ class LoRACell(nn.Cell):
         raise NotImplementedError
 
     @classmethod
-    def common_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
+    def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
         """Returns what the adapters of all ``cells`` of a network have in common: nothing, but with VeRA."""
         return ()
 
@@ -97,7 +97,7 @@ class LoRACell(nn.Cell):
         raise NotImplementedError
 
     def _join(self, common):
-        """Takes what ``common_parameters`` made."""
+        """Takes what ``shared_parameters`` made."""
 
     def _describe(self, cell, config):
         """Takes over what cells of every kind have."""
@@ -106,7 +106,7 @@ class LoRACell(nn.Cell):
         self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
         self.scale = config.scale
         self.dropout_rate = float(config.lora_dropout)
-        if starts.needs_whole_matrices(config.lora_init) and not self.takes_whole_starts:
+        if initializers.needs_whole_matrices(config.lora_init) and not self.takes_base_initializers:
             raise UnsupportedCellError(f"lora_init {config.lora_init!r} is for linear cells, and one of the selected "
                                        f"cells is {type(cell).__name__}. Set lora_init: kaiming, or add it to "
                                        "exclude_modules.")
@@ -116,7 +116,7 @@ class LoRACell(nn.Cell):
         """Returns the parameters of the adapter that are this cell's own, by part, as PART_NAMES has them."""
         return {part: getattr(self, name) for part, name in PART_NAMES.items() if hasattr(self, name)}
 
-    def common_parts(self) -> Dict[str, Parameter]:
+    def shared_parts(self) -> Dict[str, Parameter]:
         """Returns what the adapter has in common with those of the network's other cells, by part."""
         return {}
 
@@ -133,9 +133,9 @@ class LoRACell(nn.Cell):
         return tuple(p for part, p in self.parts().items() if part != "A" or not self.freeze_lora_a)
 
     @property
-    def awaits_start(self) -> bool:
-        """Whether A and B are still to be made from the base's weight, by start_adapters."""
-        return starts.changes_base(self.lora_init) and self.origin is None
+    def awaits_initialization(self) -> bool:
+        """Whether A and B are still to be made from the base's weight, by initialize_adapters."""
+        return initializers.changes_base(self.lora_init) and self.initial_pair is None
 
     def load_part(self, part: str, array: np.ndarray) -> None:
         """Gives one part of the adapter its values from a file."""
@@ -156,7 +156,7 @@ class LoRACell(nn.Cell):
     @property
     def merged(self) -> bool:
         """Whether W holds the low-rank path (see merge_lora); B is zero then."""
-        return self.kept is not None
+        return self.before_merge is not None
 
     @property
     def adapter_path(self) -> str:
@@ -194,7 +194,7 @@ def fill(parameter: Parameter, value: float) -> None:
 
 def carry_settings(source: nn.Cell, target: nn.Cell) -> None:
     """Carries over recomputation, pipeline stage and training mode from the cell that ``target`` replaces."""
-    # pylint: disable=protected-access
+
     target._scope = source._scope
     target._has_config_recompute = source._has_config_recompute
     target.add_flags(**source.get_flags())

@@ -4,7 +4,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
-from mindlora.nn.start import start_pair
+from mindlora.nn.initial_values import initial_values
 
 
 class LoRAConv2d(LoRACell):
@@ -68,7 +68,7 @@ class LoRAConv2d(LoRACell):
         self.bias_add = cell.bias_add
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.weight.dtype
         shapes = self.part_shapes(cell, self.lora_rank)
-        a, b = start_pair(config, shapes["A"], shapes["B"])
+        a, b = initial_values(config, shapes["A"], shapes["B"])
         self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
         self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
         self.lora_a_conv = ops.Conv2D(self.lora_rank, cell.kernel_size, pad_mode=cell.pad_mode, pad=cell.padding,

@@ -5,12 +5,12 @@ from mindspore import Parameter, Tensor, get_context, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops import functional
 
-from mindlora import starts
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.initial_values import initial_values
 from mindlora.nn.seeds import SeedDraw
-from mindlora.nn.start import start_pair
+from mindlora.numerics import initializers
 from mindlora.ops.backend import choose_for_cell
 from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
@@ -64,7 +64,7 @@ class LoRADense(LoRACell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    takes_whole_starts = True
+    takes_base_initializers = True
 
     def __init__(self, in_channels, out_channels, lora_rank, lora_alpha, lora_dropout=0.0, *,
                  lora_init=None, lora_a_init=None, lora_b_init=None, param_init_type="float32", compute_dtype=None,
@@ -124,7 +124,7 @@ class LoRADense(LoRACell):
             raise UnsupportedCellError(f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
                                        "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
         strategy = getattr(cell.matmul, "in_strategy", None)
-        if config and starts.needs_whole_matrices(config.lora_init) and strategy and max(strategy[1]) > 1:
+        if config and initializers.needs_whole_matrices(config.lora_init) and strategy and max(strategy[1]) > 1:
             raise UnsupportedCellError(f"{kind} is sharded, and lora_init {config.lora_init!r} needs whole weights. "
                                        "Set lora_init: kaiming, or model_parallel: 1.")
 
@@ -155,7 +155,7 @@ class LoRADense(LoRACell):
             self._shard_lora(strategy)
 
     def _add_adapter(self, config):
-        a, b = start_pair(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
+        a, b = initial_values(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
         self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
         self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
 

@@ -7,7 +7,7 @@ from mindspore.common.initializer import Normal
 
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
-from mindlora.nn.start import start
+from mindlora.nn.initial_values import initial_value
 from mindlora.nn.tree import weight_of
 
 
@@ -74,8 +74,8 @@ class LoRAEmbedding(LoRACell):
         starts = config.lora_a_init, config.lora_b_init
         if starts == (None, None):
             starts = "zeros", Normal(1.0)
-        self.mindpet_delta_lora_a = Parameter(start(starts[0], list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A)
-        self.mindpet_delta_lora_b = Parameter(start(starts[1], list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B)
+        self.mindpet_delta_lora_a = Parameter(initial_value(starts[0], list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A)
+        self.mindpet_delta_lora_b = Parameter(initial_value(starts[1], list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B)
         self.gather, self.cast, self.reshape = ops.Gather(), ops.Cast(), ops.Reshape()
         self.transpose, self.lora_b_matmul = ops.Transpose(), ops.MatMul(transpose_b=True)
         carry_settings(cell, self)

@@ -7,14 +7,14 @@ from mindspore.common.initializer import Constant, initializer
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
-from mindlora.ops.nf4 import TENSOR_NAMES, Nf4Array, dequantize, layout, quantize
+from mindlora.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, layout, quantize
 from mindlora.ops.nf4_linear import Nf4Linear
 
 
 class NF4Dense(nn.Cell):
     r"""A frozen linear cell, as from_dense makes it: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
 
-    mindlora.ops.nf4 says what the codes are.
+    mindlora.numerics.nf4 says what the codes are.
 
     W takes 4.13 bits per number and stands nowhere in full between two steps; on a CPU not within a step either (see
     Nf4Linear). There is a gradient for x, and none for W.

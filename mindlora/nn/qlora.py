@@ -3,13 +3,13 @@ from typing import Tuple
 
 import numpy as np
 
-from mindlora import starts
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.nf4 import NF4Dense, nf4_array
-from mindlora.ops.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize
+from mindlora.numerics import initializers
+from mindlora.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize
 
 
 class QLoRADense(LoRADense):
@@ -36,7 +36,7 @@ class QLoRADense(LoRADense):
     @property
     def quantization(self) -> str:
         """How the base is quantized: "loftq" where that took the adapter's start into account, else "nf4"."""
-        return "loftq" if starts.is_loftq(self.lora_init) else NF4Dense.quantization
+        return "loftq" if initializers.is_loftq(self.lora_init) else NF4Dense.quantization
 
     @classmethod
     def base_types(cls):
@@ -45,7 +45,7 @@ class QLoRADense(LoRADense):
     @classmethod
     def check(cls, cell, config):
         unserved = ("use_dora" if config.use_dora else "use_vera" if config.use_vera
-                    else starts.changes_base(config.lora_init) and f"lora_init {config.lora_init}")
+                    else initializers.changes_base(config.lora_init) and f"lora_init {config.lora_init}")
         if unserved:
             raise UnsupportedCellError(f"The weight is quantized, which {unserved} does not take: it works on a weight "
                                        f"in float. Leave {unserved.split()[0]} or quantize_base out.")

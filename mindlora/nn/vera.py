@@ -6,8 +6,8 @@ from mindspore.common.initializer import Constant, initializer
 
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.numerics.vera_projection import projection
 from mindlora.ops.backend import Choice
-from mindlora.projection import projection
 
 # A bears mindpet_delta_lora so that MindFormers takes it for what it is: the adapter's.
 VERA_A, VERA_B = "mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"
@@ -20,7 +20,7 @@ class VeRADense(LoRADense):
         y = activation(x W^T + bias + ((dropout(x) A^T) \lambda_d) (diag(\lambda_b) B)^T)
 
     A and B are the same two parameters in all cells of a network, as wide as its widest adapted cell, of which each
-    takes the first columns and the first rows (see mindlora.projection). lambda_d starts at d_initial and lambda_b at
+    takes the first columns and the first rows (see mindlora.numerics.vera_projection). lambda_d starts at d_initial and lambda_b at
     zero, so the cell starts as the plain one; these two train, r + out numbers.
 
     The fused operators do not serve it.
@@ -55,7 +55,7 @@ class VeRADense(LoRADense):
         return {**super().part_shapes(cell, rank), "lambda_d": (rank,), "lambda_b": (cell.out_channels,)}
 
     @classmethod
-    def common_parameters(cls, cells, config):
+    def shared_parameters(cls, cells, config):
         a, b = projection(config.projection_prng_key, config.lora_rank, max(cell.in_channels for cell in cells),
                           max(cell.out_channels for cell in cells))
         dtype = getattr(mstype, config.param_init_type)
@@ -79,11 +79,11 @@ class VeRADense(LoRADense):
         if self.dropout_rate > 0:
             self.lora_dropout = nn.Dropout(p=self.dropout_rate)
 
-    def common_parts(self):
+    def shared_parts(self):
         return {"A": self.mindpet_delta_lora_vera_a, "B": self.mindpet_delta_lora_vera_b}
 
     def pair(self):
-        parts = {**self.common_parts(), **self.parts()}
+        parts = {**self.shared_parts(), **self.parts()}
         a, b, lambda_d, lambda_b = (parameter.asnumpy().astype(np.float32) for parameter in parts.values())
         return lambda_d[:, None] * a[:, :self.in_channels], lambda_b[:, None] * b[:self.out_channels]
 
@@ -92,7 +92,7 @@ class VeRADense(LoRADense):
             super().load_part(part, array)
             return
         # No wider than this cell, so never than what all have in common.
-        common, (rows, columns) = self.common_parts()[part], array.shape
+        common, (rows, columns) = self.shared_parts()[part], array.shape
         values = common.asnumpy().astype(np.float32, copy=False)
         if not np.array_equal(values[:rows, :columns], array):
             values = values.copy()

@@ -1,10 +1,10 @@
 """The fused operators of LoRA. What each one means: ops/<operator>/README.md in the repository."""
+from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 from mindlora.ops.backend import BackendReport, Choice, backend_report
 from mindlora.ops.lora_delta import LoraDelta, lora_delta
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias, lora_linear
 from mindlora.ops.multi_lora_delta import MultiLoraDelta, multi_lora_delta
 from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite, multi_lora_slot_write, pack_adapter
-from mindlora.ops.nf4 import Nf4Array, dequantize, quantize
 from mindlora.ops.nf4_linear import Nf4Linear, Nf4LinearWithBias, nf4_linear
 
 __all__ = ["BackendReport", "Choice", "LoraDelta", "LoraLinear", "LoraLinearWithBias", "MultiLoraDelta",

@@ -5,15 +5,15 @@ from mindspore.ops import functional
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
+from mindlora.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP
 from mindlora.ops.backend import CpuKernel, check_dtypes, choose, current_cell, make_kernel
-from mindlora.ops.nf4 import BLOCK, BYTE_VALUES, GROUP
 from mindlora.ops.products import Products
 
 
 class Nf4Linear(nn.Cell):
     r"""y = x W^T with W = absmax' * TABLE[codes], and dx = dy W. W is frozen: its tensors get zero gradients.
 
-    absmax' = offset + scale * absmax, with the offset and scale of the block's group. mindlora.ops.nf4.quantize makes
+    absmax' = offset + scale * absmax, with the offset and scale of the block's group. mindlora.numerics.nf4.quantize makes
     the four tensors. blocks = ceil(K / 64), groups = ceil(N * blocks / 256).
 
     The cpu path never holds W: some 0.3 MB of it at a time and thread. The ascend path holds it during a product, in

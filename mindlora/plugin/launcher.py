@@ -6,7 +6,6 @@ import sys
 # Worker threads that spin between kernels cost more than they gain on few cores; MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-# pylint: disable=wrong-import-position
 import yaml
 from mindformers.core.context import build_context
 from mindformers.tools.register import ActionDict, MindFormerConfig
@@ -14,7 +13,7 @@ from mindformers.tools.utils import parse_value, str2bool, str2bool_or_str
 from mindformers.trainer import Trainer
 from mindformers.utils.file_utils import set_output_path
 
-from mindlora.config import suggestion
+from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError, LoraError
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
@@ -24,7 +23,7 @@ def true_or_false(text):
     """MindFormers' str2bool; argparse names this function in its message."""
     try:
         return str2bool(text)
-    except Exception as error:  # pylint: disable=broad-exception-caught  # no narrower one is raised
+    except Exception as error:  # no narrower one is raised
         raise ValueError(text) from error
 
 
@@ -73,7 +72,8 @@ def main(argv=None) -> int:
 def run(config: MindFormerConfig) -> None:
     """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
     set_output_path(config.output_dir)
-    from mindlora.plugin import hooks, preflight  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
+    from mindlora.plugin import hooks, preflight  # noqa: F401
+
     preflight.prepare(config)
     preflight.check_files(config)
     build_context(config)

@@ -3,8 +3,8 @@ from mindformers.core.lr import build_lr
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
 from mindlora.errors import ConfigError
-from mindlora.lora_plus import FASTER, ScaledSchedule
 from mindlora.plugin.log import logger
+from mindlora.training.lora_plus import FASTER, ScaledSchedule
 
 KEY = "loraplus_lr_ratio"
 

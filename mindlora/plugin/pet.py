@@ -6,11 +6,12 @@ from mindformers.pet import pet_model
 from mindformers.pet.models.lora import LoraModel
 from mindspore import nn
 
-from mindlora.adapt import apply_lora, freeze_base, saved_whole, trainable_summary
-from mindlora.checkpoint import load_lora
+from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.config import LoraConfig, check_ratio
 from mindlora.errors import ConfigError
+from mindlora.nn.tree import saved_module_parameters
 from mindlora.plugin.log import logger
+from mindlora.save_load import load_lora
 
 PET_TYPE = "lora"
 
@@ -36,7 +37,7 @@ class MindloraModel(LoraModel):
         freeze_base(base_model, config)
         # MindFormers freezes once more, by MindPet's names and by this list, which is of paths in its own wrapper.
         # What has mindpet_delta_lora in its name stays as it is, an A of LoRA-FA's frozen.
-        whole = [f"*.{parameter.name}" for parameter in saved_whole(base_model)]
+        whole = [f"*.{parameter.name}" for parameter in saved_module_parameters(base_model)]
         config.freeze_exclude = [*(config.freeze_exclude or ()), *whole] or None
         if config.adapter_path:
             load_lora(base_model, config.adapter_path)

@@ -5,14 +5,16 @@ from typing import Mapping
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora import adapter_file, starts
+from mindlora.adapters import files as adapter_files
 from mindlora.base import quantize
-from mindlora.config import PET_TYPES, PRESETS, expand_pet_type, suggestion
+from mindlora.common.text import suggestion
+from mindlora.config import PET_TYPES, PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
+from mindlora.formats.safetensors_file import TensorFile
+from mindlora.numerics import initializers
 from mindlora.plugin import lora_plus, resume
 from mindlora.plugin.log import logger
 from mindlora.plugin.pet import PET_TYPE, PetLoraConfig, refuse_qlora
-from mindlora.tensor_file import TensorFile
 
 # PET types that MindFormers handles itself and mindlora leaves alone.
 _MINDFORMERS_PET_TYPES = ("prefixtuning", "ptuning2", "slora")
@@ -153,15 +155,16 @@ def _fill_preset_learning_rate(config):
 def _add_start(config):
     """Lets a start that changes the base be carried out: MindFormers loads the base after the network was built."""
     pet_config = config.model.model_config.pet_config or {}
-    if not starts.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
+    if not initializers.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
         return
     parallel = config.parallel or {}
     if config.use_parallel and parallel.get("enable_parallel_optimizer") and (
             parallel.get("parallel_mode") in _GRAPH_PARALLEL_MODES):
         raise ConfigError(f"pet_config has lora_init {pet_config['lora_init']} and parallel.enable_parallel_optimizer "
                           "is True: each device then holds a part of a weight. Set enable_parallel_optimizer: False.")
-    if not any(callback.get("type") in ("LoraCheckpoint", "LoraStart") for callback in config.callbacks or []):
-        config.callbacks = [MindFormerConfig(type="LoraStart"), *(config.callbacks or [])]
+    if not any(callback.get("type") in ("LoraCheckpoint", "LoraInitialization", "LoraStart")
+               for callback in config.callbacks or []):
+        config.callbacks = [MindFormerConfig(type="LoraInitialization"), *(config.callbacks or [])]
 
 
 def _check_quantized_base(config):
@@ -189,7 +192,7 @@ def _check_quantized_base(config):
 
 def _compare_bases(path, adapter_path):
     """Warns where an adapter is of another quantized base; load_lora cannot tell, as the base is loaded after it."""
-    adapter = adapter_file.read(adapter_path)
+    adapter = adapter_files.read(adapter_path)
     mark, found = adapter.fingerprint or {}, quantize.values_mark(path, adapter.paths)
     if found and mark.get("quantization") and mark["values"] != found:
         logger.warning("adapter_path: %s was made for another quantized base than load_checkpoint: %s. Give the base "
@@ -210,7 +213,7 @@ def _fill_resume(config):
         if callback.get("type") == "LoraCheckpoint" and callback.get("resume"):
             directory = resume.checkpoint_directory(callback.get("directory"))
             folder = resume.resume_folder(directory, callback["resume"])
-            facts, epochs = resume.read_facts(folder), config.runner_config.epochs
+            facts, epochs = resume.read_metadata(folder), config.runner_config.epochs
             if not config.runner_config.sink_mode and facts["step"] >= facts["steps_per_epoch"] * epochs:
                 raise ConfigError(f"{folder} is of the last step of {epochs} epochs, so nothing is left to resume. "
                                   "Raise runner_config.epochs to train longer.")

@@ -8,10 +8,11 @@ from mindformers.tools.utils import get_output_root_path
 from mindspore import Tensor
 from safetensors.numpy import load_file, save_file
 
-from mindlora import atomic, names
-from mindlora.checkpoint import load_lora, save_lora
+from mindlora.common import atomic
+from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.plugin.network import base_of
+from mindlora.save_load import load_lora, save_lora
 
 STEP_PREFIX = "step_"
 _STATE_TENSORS = "training_state.safetensors"
@@ -88,7 +89,7 @@ def resume_folder(directory: str, resume) -> str:
     return folders[-1]
 
 
-def read_facts(folder: str) -> dict:
+def read_metadata(folder: str) -> dict:
     """Returns the step and the steps per epoch of a step folder."""
     return _read_json(os.path.join(folder, _STATE_FACTS))
 
@@ -123,7 +124,7 @@ def restore(folder: str, params) -> None:
         ConfigError: The run was complete, or the folder belongs to another run: other steps per epoch, another
             optimizer, or a dataset that does not start at the step.
     """
-    facts = read_facts(folder)
+    facts = read_metadata(folder)
     if facts["steps_per_epoch"] != params.batch_num:
         raise ConfigError(f"{folder} was saved at {facts['steps_per_epoch']} steps per epoch, this run has "
                           f"{params.batch_num}: resume with the same data, batch_size and number of devices.")
@@ -138,7 +139,7 @@ def restore(folder: str, params) -> None:
     parameters = {p.name: p for p in _state_parameters(params.train_network)}
     differing = sorted(name for name in set(tensors) & set(parameters)
                        if tensors[name].shape != tuple(parameters[name].shape))
-    problems = [f"{what}: {names.listed(which)}" for what, which in (
+    problems = [f"{what}: {listed(which)}" for what, which in (
         ("only in the folder", sorted(set(tensors) - set(parameters))),
         ("only in this run", sorted(set(parameters) - set(tensors))),
         ("of another shape", differing)) if which]

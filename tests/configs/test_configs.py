@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from mindlora import LoRADense
-from mindlora.adapt import lora_cells
 from mindlora.nn.nf4 import parameter_count
+from mindlora.nn.tree import lora_cells
 from tests.conftest import ROOT
 
 PATHS = sorted(os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "configs", "*", "*.yaml")))
@@ -28,7 +28,7 @@ SMALL = {"seq_length": 16, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "
 def _cpu(mindformers, graph_mode):
     import mindspore as ms
 
-    import mindlora.plugin.hooks  # noqa: F401  pylint: disable=unused-import
+    import mindlora.plugin.hooks  # noqa: F401
     ms.set_context(device_target="CPU")
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tests.e2e.runs import BASE_YAML, LORA_YAML, SEQUENCE, SIZES, launch, succeeded, write_rows
+from tests.support.runs import BASE_YAML, LORA_YAML, SEQUENCE, SIZES, launch, succeeded, write_rows
 
 TRAINING = ("--batch_size", "4", "--epochs", "2")
 
@@ -47,9 +47,9 @@ def fresh_network(base, mindformers):
     """
     def build(**keys):
         import mindspore as ms
+        from mindformers.tools.register import MindFormerConfig
 
         from mindlora import LoraConfig, apply_lora, freeze_base
-        from mindformers.tools.register import MindFormerConfig
         model = MindFormerConfig(LORA_YAML).model.model_config
         model.update(SIZES)
         config = LoraConfig.from_pet_config({**model.pop("pet_config"), **keys})

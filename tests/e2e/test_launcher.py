@@ -11,9 +11,9 @@ import yaml
 from mindlora import load_lora
 from mindlora.errors import ConfigError
 from mindlora.plugin import launcher
-from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
+from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import LORA_YAML, TINY, files, launch, succeeded
+from tests.support.runs import LORA_YAML, TINY, files, launch, succeeded
 
 STEPS = 16  # 32 rows in batches of 4, twice
 
@@ -89,7 +89,7 @@ def test_eval_judges_base_and_adapter(trained, data, base, tmp_path, fresh_netwo
 
 
 def test_predict_goes_on_with_a_text(tmp_path):
-    from mindlora.plugin import tokenizers
+    from mindlora.data import tokenizers
     tokenizer = tokenizers.train_tokenizer(["one two three four five six seven"] * 2, 270, str(tmp_path / "tokenizer"))
     vocabulary = ["--model.model_config.vocab_size", str(len(tokenizer))]
     stdout = succeeded(launch(tmp_path, *vocabulary, "--run_mode", "predict", "--predict_data", "one two", "three",

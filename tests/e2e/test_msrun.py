@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tests.e2e.runs import LAUNCHER, LORA_YAML, ROOT, ROWS, SIZE_FLAGS, environment, files, python, succeeded
+from tests.support.runs import LAUNCHER, LORA_YAML, ROOT, ROWS, SIZE_FLAGS, environment, files, python, succeeded
 
 SCRIPT, ENTRY = ROOT / "scripts" / "msrun_launcher.sh", ROOT / "scripts" / "run_mindformer.py"
 BATCH_SIZE = 4

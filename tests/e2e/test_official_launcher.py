@@ -4,7 +4,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import LORA_YAML, ROOT, SIZES, files, python, succeeded
+from tests.support.runs import LORA_YAML, ROOT, SIZES, files, python, succeeded
 
 REGISTER_PATH = str(ROOT / "mindlora" / "plugin" / "register_path")
 

@@ -7,10 +7,11 @@ import pytest
 from mindspore import nn
 from safetensors.numpy import load_file
 
-from mindlora import adapter_file, load_lora
+from mindlora import load_lora
+from mindlora.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import launch, python, succeeded, write_rows
 from tests.e2e.test_launcher import loss_of, step_losses
+from tests.support.runs import launch, python, succeeded, write_rows
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
 # The same in one word.
@@ -102,8 +103,8 @@ def test_loftq_is_made_offline_and_trained_from_a_yaml(base, data, tmp_path):
                               *flags, *TRAINING))
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.3 and "made for another quantized base" not in stdout
-    started = adapter_file.read(str(folder))
-    trained = adapter_file.read(str(tmp_path / "train" / "output" / "lora_checkpoint" / "best"))
+    started = adapter_files.read(str(folder))
+    trained = adapter_files.read(str(tmp_path / "train" / "output" / "lora_checkpoint" / "best"))
     assert f"Adapter loaded from {folder}." in stdout and trained.fingerprint["quantization"] == "loftq"
     assert len(started.paths) == 14 and set(trained.tensors) == set(started.tensors)
     assert all(np.abs(trained.tensors[place] - array).max() > 1e-3 for place, array in started.tensors.items())

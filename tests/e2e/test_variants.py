@@ -4,11 +4,12 @@ import re
 import mindspore as ms
 import numpy as np
 
-from mindlora import adapter_file, load_lora
-from mindlora.plugin.evaluate import HeldOutLossCell, held_out_loss
+from mindlora import load_lora
+from mindlora.adapters import files as adapter_files
+from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import LORA_YAML, launch, succeeded
 from tests.e2e.test_launcher import loss_of, read_yaml, step_losses, write_yaml
+from tests.support.runs import LORA_YAML, launch, succeeded
 
 Q, DOWN = ".attention.wq", ".feed_forward.w2"
 
@@ -33,15 +34,15 @@ def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, f
     keys = {"lora_rank": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["wq", "w2", "tok_embeddings"],
             "rank_pattern": {"w2": 6}, "alpha_pattern": {"wq": 3}, "modules_to_save": ["lm_head", "norm_out"]}
     _, folder = train(tmp_path / "train", data, base, **keys)
-    adapter, weights = adapter_file.read(str(folder)), ms.load_checkpoint(str(base))
+    adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
     paths = {f"model.layers.{layer}{leaf}" for layer in range(2) for leaf in (Q, DOWN)} | {"model.tok_embeddings"}
     assert adapter.use_rslora and set(adapter.paths) == paths and adapter.embeddings == {"model.tok_embeddings"}
     for path in paths:
         rank, alpha = 6 if path.endswith(DOWN) else 4, 3 if path.endswith(Q) else 8
         assert (adapter.rank(path), adapter.alphas[path]) == (rank, alpha)
         assert all(part.any() for part in adapter.parts(path).values())
-    assert set(adapter.whole) == {"lm_head.weight", "model.norm_out.weight"}
-    for name, array in adapter.whole.items():
+    assert set(adapter.saved_modules) == {"lm_head.weight", "model.norm_out.weight"}
+    for name, array in adapter.saved_modules.items():
         assert 0 < np.abs(array - weights[name].asnumpy()).max() < 0.3
     # The rows of an embedding's A start at zero, and stay so where no token took them.
     a = adapter.tensors["model.tok_embeddings", "A"]
@@ -55,7 +56,7 @@ def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, f
 def test_one_layer_alone_with_lora_plus_from_a_gaussian_start(data, base, tmp_path):
     stdout, folder = train(tmp_path / "train", data, base, lora_init="gaussian", loraplus_lr_ratio=4,
                            layers_to_transform=1)
-    adapter = adapter_file.read(str(folder))
+    adapter = adapter_files.read(str(folder))
     assert {path.split(".")[2] for path in adapter.paths} == {"1"} and len(adapter.paths) == 7
     assert "LoRA+: B learns at 4 times the rate of lr_schedule." in stdout
     # A began with a deviation of 1 / r, and Adam moves a number by a hundredth a step: A's sixteen, B's four times.
@@ -66,7 +67,7 @@ def test_one_layer_alone_with_lora_plus_from_a_gaussian_start(data, base, tmp_pa
 
 def test_b_alone_from_an_orthogonal_start(data, base, tmp_path):
     stdout, folder = train(tmp_path / "train", data, base, lora_init="orthogonal", freeze_lora_a=True)
-    adapter = adapter_file.read(str(folder))
+    adapter = adapter_files.read(str(folder))
     for path in adapter.paths:
         a, b = adapter.parts(path).values()
         # A stays as it began, in half of r-space; B has left its half.
@@ -83,8 +84,8 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(dat
         {"type": "HeldOutLoss", "dataset_dir": str(data.base), "every_steps": 16}])
     assert stdout.count("Adapters started by lora_init: 14") == 1
     held_out = float(re.search(r"step 16: held_out_loss ([\d.]+)", stdout)[1])
-    adapter = adapter_file.read(str(folder))
-    assert adapter.start == "pissa_niter_4" and {adapter.rank(path) for path in adapter.paths} == {8}
+    adapter = adapter_files.read(str(folder))
+    assert adapter.initialization == "pissa_niter_4" and {adapter.rank(path) for path in adapter.paths} == {8}
     # As a plain LoRA, on the base as it is.
     network = fresh_network(lora_rank=8, lora_alpha=64)
     cell = HeldOutLossCell(network, -100)
@@ -102,8 +103,8 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(dat
 
 def test_olora_trains_and_keeps_its_start(data, base, tmp_path):
     _, folder = train(tmp_path / "train", data, base, lora_init="olora", lora_rank=4, target_modules=[Q[1:], DOWN[1:]])
-    adapter, weights = adapter_file.read(str(folder)), ms.load_checkpoint(str(base))
-    assert adapter.start == "olora" and len(adapter.paths) == 4
+    adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
+    assert adapter.initialization == "olora" and len(adapter.paths) == 4
     for path in adapter.paths:
         q, r = np.linalg.qr(weights[f"{path}.weight"].asnumpy())
         np.testing.assert_allclose(adapter.tensors[path, "A"][4:], r[:4], atol=1e-5)
@@ -117,7 +118,7 @@ def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, 
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.3
     folder = tmp_path / "train" / "output" / "lora_checkpoint" / "best"
-    adapter, weights = adapter_file.read(str(folder)), ms.load_checkpoint(str(base))
+    adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
     assert adapter.use_dora
     for path in adapter.paths:
         norms = np.linalg.norm(weights[f"{path}.weight"].asnumpy(), axis=1)

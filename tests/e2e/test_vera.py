@@ -4,11 +4,12 @@ import re
 
 import numpy as np
 
-from mindlora import adapter_file, load_lora
-from mindlora.projection import projection
+from mindlora import load_lora
+from mindlora.adapters import files as adapter_files
+from mindlora.numerics.vera_projection import projection
 from tests.e2e.conftest import TRAINING
-from tests.e2e.runs import launch, succeeded
 from tests.e2e.test_launcher import loss_of, step_losses
+from tests.support.runs import launch, succeeded
 
 PET = "--model.model_config.pet_config."
 # Ten times LoRA's learning rate, as the paper has it.
@@ -24,7 +25,7 @@ def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_pa
     folder = tmp_path / "train" / "output" / "lora_checkpoint" / "best"
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["projection_prng_key"]) == ("VERA", 32, 5)
-    adapter = adapter_file.read(str(folder))
+    adapter = adapter_files.read(str(folder))
     # A stands in each path as wide as for w2, B as high as for w1 and w3.
     a, b = (max((adapter.tensors[path, half] for path in adapter.paths), key=np.size) for half in "AB")
     for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):

@@ -1,7 +1,7 @@
 """Shared by the tests of the cells."""
 import pytest
 
-from tests.helpers import LINEAR_CELLS, linear_cell
+from tests.support.networks import LINEAR_CELLS, linear_cell
 
 
 @pytest.fixture(params=LINEAR_CELLS)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindlora import (LoraConfig, adapter_file, apply_lora, combine_adapters, freeze_base, inspect_adapter, load_lora,
-                      save_lora)
-from mindlora.adapt import lora_cells
+from mindlora import LoraConfig, apply_lora, combine_adapters, freeze_base, inspect_adapter, load_lora, save_lora
+from mindlora.adapters import files as adapter_files
 from mindlora.base.merge import merge_checkpoint
 from mindlora.errors import AdapterError, ShapeMismatchError, TargetError, UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.conv import LoRAConv2d
-from tests.helpers import WeightedSum, as_array, assert_close, normal, randomize, snapshot
+from mindlora.nn.tree import lora_cells
+from tests.support.networks import WeightedSum, as_array, assert_close, normal, randomize, snapshot
 
 IN, OUT, RANK, ALPHA = 4, 6, 2, 3
 SCALE = ALPHA / RANK
@@ -143,13 +143,13 @@ def test_saved_and_loaded(keys, form, name, tmp_path):
         load_lora(target, str(tmp_path / name))
         np.testing.assert_array_equal(target(x).asnumpy(), source(x).asnumpy())
         assert type(target.patch) is LoRAConv2d
-    adapter = adapter_file.read(str(tmp_path / name))
+    adapter = adapter_files.read(str(tmp_path / name))
     if not keys:
         np.testing.assert_allclose(adapter.delta("patch"), changed(source.patch) - as_array(source.patch.weight),
                                    atol=1e-5)
     assert "patch" in str(inspect_adapter(str(tmp_path / name)))
     with pytest.raises(AdapterError, match="^slora has no place for adapters of embeddings and convolutions: patch"):
-        adapter_file.write(adapter, str(tmp_path / "slora"), "slora")
+        adapter_files.write(adapter, str(tmp_path / "slora"), "slora")
     with pytest.raises(AdapterError, match="^Adapter 1 adapts convolutions, which cannot be combined: patch"):
         combine_adapters([adapter, adapter], [1, 1], "cat")
 

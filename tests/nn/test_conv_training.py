@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindlora import LoraConfig, adapter_file, apply_lora, freeze_base, load_lora, save_lora
-from mindlora.adapt import lora_cells
+from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
+from mindlora.adapters import files as adapter_files
 from mindlora.nn.conv import LoRAConv2d
 from mindlora.nn.dense import LoRADense
-from tests.helpers import as_array, randomize, snapshot
+from mindlora.nn.tree import lora_cells
+from tests.support.networks import as_array, randomize, snapshot
 
 TARGETS = ["down", "middle.0", "up", "time", "out"]
 
@@ -85,7 +86,7 @@ def test_the_loss_falls_and_the_adapter_does_the_same_in_a_fresh_network(mode, k
     network.set_train(False)
     save_lora(network, str(tmp_path / "adapter"))
     expected = network(noisy, times).asnumpy()
-    assert adapter_file.read(str(tmp_path / "adapter")).use_rslora == keys.get("use_rslora", False)
+    assert adapter_files.read(str(tmp_path / "adapter")).use_rslora == keys.get("use_rslora", False)
     bare, adapted = unet(), unet()
     apply_lora(adapted, config)
     randomize([p for _, cell in lora_cells(adapted) for p in cell.lora_parameters()])

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora import LoRADense, LoraConfig
-from tests.helpers import as_array, assert_close, gradients, normal, normal_dense, randomize
-from tests.nn.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
-
+from mindlora import LoraConfig, LoRADense
+from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
+from tests.support.networks import as_array, assert_close, gradients, normal, normal_dense, randomize
 
 # The equation ---------------------------------------------------------------------------------------------------
 

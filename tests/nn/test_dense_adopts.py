@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora import LoRADense, LoraConfig
+from mindlora import LoraConfig, LoRADense
 from mindlora.errors import UnsupportedCellError
-from tests.helpers import assert_close, gradients, normal
-from tests.nn.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
-
+from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
+from tests.support.networks import assert_close, gradients, normal
 
 # What is refused ------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora import LoRADense, LoraConfig
+from mindlora import LoraConfig, LoRADense
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
-from tests.helpers import WeightedSum, assert_close, normal
-from tests.nn.lora_dense import ALPHA, IN, IN_GRAPH_MODE, OUT, RANK, adapted, oracle
+from tests.support.lora_dense import ALPHA, IN, IN_GRAPH_MODE, OUT, RANK, adapted, oracle
+from tests.support.networks import WeightedSum, assert_close, normal
 
 DROP = LoraConfig(lora_rank=6, lora_alpha=6, lora_dropout=0.25, lora_a_init="identity", lora_b_init="identity")
 

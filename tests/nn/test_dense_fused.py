@@ -5,10 +5,10 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora import LoRADense, LoraConfig
+from mindlora import LoraConfig, LoRADense
 from mindlora.errors import BackendError
-from tests.helpers import assert_close, normal
-from tests.nn.lora_dense import CONFIG, IN, IN_GRAPH_MODE, OUT, adapted, oracle
+from tests.support.lora_dense import CONFIG, IN, IN_GRAPH_MODE, OUT, adapted, oracle
+from tests.support.networks import assert_close, normal
 
 
 @pytest.mark.parametrize("path", ["cpu", "composed"])

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from tests.helpers import as_array, assert_close, gradients, lora_forward, normal
-from tests.nn.lora_dense import IN, OUT, SCALE, adapted
+from tests.support.lora_dense import IN, OUT, SCALE, adapted
+from tests.support.networks import as_array, assert_close, gradients, lora_forward, normal
 
 
 @pytest.mark.parametrize("shape", [(4, IN), (2, 3, IN)])

@@ -7,10 +7,10 @@ import pytest
 from mindspore import Tensor, nn
 from mindspore.common.initializer import Normal
 
-from mindlora import LoRADense, LoraConfig
+from mindlora import LoraConfig, LoRADense
 from mindlora.errors import ConfigError
-from tests.helpers import as_array
-from tests.nn.lora_dense import ALPHA, IN, OUT, RANK
+from tests.support.lora_dense import ALPHA, IN, OUT, RANK
+from tests.support.networks import as_array
 
 
 def test_shapes_names_and_default_starts_of_the_parameters():

@@ -11,8 +11,17 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.cell import MAGNITUDE
 from mindlora.nn.dora import DoRADense, row_norms
-from tests.helpers import (TinyModel, as_array, assert_close, gradients, linear_cell, normal, normal_dense, randomize,
-                           snapshot)
+from tests.support.networks import (
+    TinyModel,
+    as_array,
+    assert_close,
+    gradients,
+    linear_cell,
+    normal,
+    normal_dense,
+    randomize,
+    snapshot,
+)
 
 IN, OUT, RANK, ALPHA = 7, 5, 3, 4.5
 SCALE = ALPHA / RANK

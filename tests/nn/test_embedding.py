@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora import Adapter, LoraConfig, adapter_file, apply_lora, convert_adapter, freeze_base, load_lora, save_lora
-from mindlora.adapt import lora_cells
+from mindlora import Adapter, LoraConfig, apply_lora, convert_adapter, freeze_base, load_lora, save_lora
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters.dialects import peft
 from mindlora.base.merge import merge_checkpoint
-from mindlora.dialects import peft
 from mindlora.errors import AdapterError, MergeError, TargetError, UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.embedding import LoRAEmbedding
-from tests.helpers import WeightedSum, as_array, assert_close, randomize, snapshot
+from mindlora.nn.tree import lora_cells
+from tests.support.networks import WeightedSum, as_array, assert_close, randomize, snapshot
 
 ROWS, DIM, RANK, ALPHA = 11, 5, 3, 4.5
 SCALE = ALPHA / RANK
@@ -129,7 +130,7 @@ def test_saved_loaded_and_converted(form, name, tmp_path):
         np.testing.assert_array_equal(target(Tensor(IDS)).asnumpy(), source(Tensor(IDS)).asnumpy())
         assert type(target.tok_embeddings) is LoRAEmbedding
     convert_adapter(str(tmp_path / name), str(tmp_path / "again"), "peft")
-    adapter = adapter_file.read(str(tmp_path / "again"))
+    adapter = adapter_files.read(str(tmp_path / "again"))
     assert adapter.embeddings == {"tok_embeddings"}
     np.testing.assert_allclose(adapter.delta("tok_embeddings"), changed(source.tok_embeddings)
                                - as_array(source.tok_embeddings.weight), atol=1e-5)
@@ -171,7 +172,7 @@ def test_a_checkpoint_is_merged(world, tmp_path):
     save_file(base, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     adapter = adapter_of_model(network)
-    adapter_file.write(adapter, str(tmp_path / "a"))
+    adapter_files.write(adapter, str(tmp_path / "a"))
     merge_checkpoint(str(folder), str(tmp_path / "a"), str(tmp_path / "m"))
     merged = load_file(tmp_path / "m" / "model.safetensors")
     assert_close(merged[own[world]], changed(network.tok_embeddings))
@@ -224,4 +225,4 @@ def test_mindformers_form_names_its_embedding(tmp_path):
     randomize(network.get_parameters())
     apply_lora(network, LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, target_modules=["tok_embeddings", "lm_head"]))
     ms.save_checkpoint(network, str(tmp_path / "plain.ckpt"))
-    assert adapter_file.read(str(tmp_path / "plain.ckpt")).embeddings == {"tok_embeddings"}
+    assert adapter_files.read(str(tmp_path / "plain.ckpt")).embeddings == {"tok_embeddings"}

@@ -10,14 +10,22 @@ import pytest
 from mindspore import Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 
-from mindlora import LoRADense, LoraConfig
+from mindlora import LoraConfig, LoRADense
 from mindlora.errors import QuantizationError, UnsupportedCellError
 from mindlora.nn.nf4 import NF4Dense, nf4_array
 from mindlora.nn.qlora import QLoRADense
-from mindlora.ops.nf4 import TENSOR_NAMES, dequantize, quantize
+from mindlora.numerics.nf4 import TENSOR_NAMES, dequantize, quantize
 from tests.conftest import ROOT
-from tests.helpers import (as_array, assert_close, gradients, linear_cell, lora_forward, normal, normal_dense,
-                           randomize)
+from tests.support.networks import (
+    as_array,
+    assert_close,
+    gradients,
+    linear_cell,
+    lora_forward,
+    normal,
+    normal_dense,
+    randomize,
+)
 
 IN, OUT, RANK, ALPHA = 70, 5, 3, 4.5
 SCALE = ALPHA / RANK

@@ -5,13 +5,24 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base, trainable_summary
-from mindlora.adapt import lora_cells
 from mindlora.errors import UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
+from mindlora.nn.tree import lora_cells
 from mindlora.nn.vera import VERA_A, VERA_B, VeRADense
-from mindlora.projection import projection
-from tests.helpers import (TinyModel, WeightedSum, adapters, as_array, assert_close, gradients, linear_cell, normal,
-                           normal_dense, randomize, snapshot)
+from mindlora.numerics.vera_projection import projection
+from tests.support.networks import (
+    TinyModel,
+    WeightedSum,
+    adapters,
+    as_array,
+    assert_close,
+    gradients,
+    linear_cell,
+    normal,
+    normal_dense,
+    randomize,
+    snapshot,
+)
 
 IN, OUT, RANK = 7, 5, 3
 CONFIG = LoraConfig(lora_rank=RANK, use_vera=True, target_modules=["wq", "wk", "w2"])
@@ -40,7 +51,7 @@ def adapted(cell, **options):
 
 
 def oracle(vera, x, activation=None):
-    a, b = (as_array(p) for p in vera.common_parts().values())
+    a, b = (as_array(p) for p in vera.shared_parts().values())
     d, along = (as_array(p) for p in vera.lora_parameters())
     y = x @ as_array(vera.weight).T + along * (((x @ a[:, :vera.in_channels].T) * d) @ b[:vera.out_channels].T)
     if vera.bias is not None:
@@ -79,7 +90,7 @@ def test_odd_sizes(mode, in_channels, out_channels):
 def test_gradients_are_of_x_and_of_the_vectors(mode):
     vera, x, weights = adapted(normal_dense(IN, OUT)).set_train(), normal(4, IN), normal(4, OUT, seed=4)
     of_x, of_d, of_b = gradients(vera, x, weights)
-    a, b = (as_array(p) for p in vera.common_parts().values())
+    a, b = (as_array(p) for p in vera.shared_parts().values())
     a, b = a[:, :IN], b[:OUT]
     d, along = (as_array(p) for p in vera.lora_parameters())
     shrunk, slope = x @ a.T, weights * along
@@ -107,7 +118,7 @@ def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
     dense = normal_dense(IN, OUT, has_bias=False, dtype=getattr(ms, weight_dtype))
     vera = VeRADense.from_cell(dense, LoraConfig(lora_rank=RANK, use_vera=True, compute_dtype=compute_dtype,
                                                  param_init_type=param_init_type))
-    assert {p.dtype for p in (*vera.lora_parameters(), *vera.common_parts().values())} == {getattr(ms, param_init_type)}
+    assert {p.dtype for p in (*vera.lora_parameters(), *vera.shared_parts().values())} == {getattr(ms, param_init_type)}
     randomize(vera.lora_parameters(), seed=2)
     x = Tensor(normal(2, 3, IN), dense.weight.dtype)
     y = vera(x)
@@ -124,7 +135,7 @@ def test_cells_share_the_matrices_of_the_widest():
     for name, shape in ((VERA_A, (RANK, 9)), (VERA_B, (6, RANK))):
         assert len({id(getattr(cell, name)) for cell in cells}) == 1
         assert getattr(cells[0], name).shape == shape and not getattr(cells[0], name).requires_grad
-    for array, parameter in zip(projection(0, RANK, 9, 6), cells[0].common_parts().values()):
+    for array, parameter in zip(projection(0, RANK, 9, 6), cells[0].shared_parts().values()):
         np.testing.assert_array_equal(parameter.asnumpy(), array)
     assert [name for name in adapters(network) if "vera" in name] == [VERA_A, VERA_B]
     other = model(LoraConfig(lora_rank=RANK, use_vera=True, projection_prng_key=1, target_modules=["wq"]))
@@ -168,7 +179,7 @@ def test_merged_and_unmerged(mode):
     randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()], seed=2)
     before, expected = snapshot(network), network(x).asnumpy()
     wq = network.model.layers[0].attention.wq
-    a, b = (as_array(p) for p in wq.common_parts().values())
+    a, b = (as_array(p) for p in wq.shared_parts().values())
     d, along = (as_array(p) for p in wq.lora_parameters())
     weight = as_array(wq.weight) + (along[:, None] * b) @ (d[:, None] * a[:, :6])
     report = merge_lora(network, x)

@@ -8,8 +8,8 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops import LoraDelta, lora_delta
-from tests.ops.native import DTYPES, assert_near, call, normal, rounded, tensor, values
-from tests.ops.paths import PATHS
+from tests.support.native import DTYPES, assert_near, call, normal, rounded, tensor, values
+from tests.support.op_paths import PATHS
 
 RANKS = (1, 8, 13, 16, 64, 128, 256)
 TOKENS = (0, 1, 3, 8, 31, 512)

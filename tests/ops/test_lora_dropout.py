@@ -6,7 +6,7 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout, LoraDropout, lora_dropout
-from tests.ops.native import DTYPES, assert_near, call, normal, rounded, tensor, values
+from tests.support.native import DTYPES, assert_near, call, normal, rounded, tensor, values
 
 SHAPES = [(0, 3), (1, 1), (3, 37), (31, 130), (512, 64)]
 

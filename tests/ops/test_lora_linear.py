@@ -6,8 +6,8 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops import LoraLinear, LoraLinearWithBias, lora_linear
-from tests.ops.native import DTYPES, assert_near, call, normal, tensor, values
-from tests.ops.paths import PATHS
+from tests.support.native import DTYPES, assert_near, call, normal, tensor, values
+from tests.support.op_paths import PATHS
 
 RANKS = (1, 8, 13, 16, 64, 128, 256)
 TOKENS = (0, 1, 3, 8, 31, 512)

@@ -6,8 +6,8 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops import multi_lora_delta
-from tests.ops.native import DTYPES, assert_near, call, normal, tensor, values
-from tests.ops.paths import PATHS
+from tests.support.native import DTYPES, assert_near, call, normal, tensor, values
+from tests.support.op_paths import PATHS
 
 K, N, SLOTS, MAX_RANK = 37, 53, 7, 64
 TRUE_RANKS = np.int32([1, 8, 13, 16, 64, 0, 33])

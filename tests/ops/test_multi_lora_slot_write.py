@@ -6,8 +6,8 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops import multi_lora_delta, multi_lora_slot_write, pack_adapter
-from tests.ops.native import DTYPES, call, normal, tensor, values
-from tests.ops.paths import PATHS
+from tests.support.native import DTYPES, call, normal, tensor, values
+from tests.support.op_paths import PATHS
 
 SLOTS, MAX_RANK, K, N = 4, 16, 7, 9
 

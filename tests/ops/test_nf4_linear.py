@@ -6,8 +6,8 @@ from mindspore import Tensor, nn
 
 from mindlora.errors import BackendError
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, nf4_linear, quantize
-from tests.ops.native import DTYPES, assert_near, call, normal, tensor, values
-from tests.ops.paths import PATHS
+from tests.support.native import DTYPES, assert_near, call, normal, tensor, values
+from tests.support.op_paths import PATHS
 
 # Up to 8 tokens are one kernel, above it another; 16 and 32 are where its vectors of tokens end, 512 and 513 its turns.
 TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33, 512, 513)

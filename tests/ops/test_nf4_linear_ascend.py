@@ -14,7 +14,7 @@ from mindspore.ops.primitive import constexpr
 
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, backend, quantize
-from tests.ops.native import DTYPES, assert_near, normal, tensor, values
+from tests.support.native import DTYPES, assert_near, normal, tensor, values
 
 OPERATOR = "nf4_linear"
 # mindlora.ops names the function alike.

@@ -8,8 +8,8 @@ import types
 import numpy as np
 import pytest
 
-from tests.peers import cases
-from tests.peers.peer import Peer, read_json
+from tests.support.peers import cases
+from tests.support.peers.peer import Peer, read_json
 
 TOKENS = 16
 

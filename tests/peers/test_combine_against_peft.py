@@ -2,10 +2,11 @@
 import numpy as np
 import pytest
 
-from mindlora import adapter_file, load_lora
-from mindlora.combine import combine_adapters
-from mindlora.dialects import peft
-from tests.peers.peer import arrays
+from mindlora import load_lora
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters.combine import combine_adapters
+from mindlora.adapters.dialects import peft
+from tests.support.peers.peer import arrays
 
 # Of equal ranks with other alphas and targets; then one of another rank.
 SAME_RANK = ["combine-1", "combine-2"]
@@ -46,7 +47,7 @@ def label(value):
 def both(peer, made, tmp_path):
     """Returns a function: key -> tensor of mindlora's and of PEFT's combination."""
     def combine(adapters, weights, options):
-        combined = combine_adapters([adapter_file.read(str(made.adapters[name])) for name in adapters], weights,
+        combined = combine_adapters([adapter_files.read(str(made.adapters[name])) for name in adapters], weights,
                                     **options)
         # mindlora's has a scale of 1 throughout.
         assert all(combined.scale(path) == 1 for path in combined.paths)
@@ -88,11 +89,11 @@ def test_same_products(adapters, weights, options, both):
 @pytest.mark.parametrize("method", ["cat", "svd"])
 def test_peft_loads_the_combination(method, made, make_network, logits_of, peft_logits, tmp_path):
     """Written as PEFT's folder, it does the same there and here, and what the three do together."""
-    adapters = [adapter_file.read(str(made.adapters[name])) for name in ANY_RANK]
+    adapters = [adapter_files.read(str(made.adapters[name])) for name in ANY_RANK]
     # Of a sum of ranks 4, 4 and 6, svd loses nothing at rank 14.
     rank = {"svd_rank": 14} if method == "svd" else {}
     combined = combine_adapters(adapters, [0.5, -0.8, 2.0], method, **rank)
-    adapter_file.write(combined, str(tmp_path / "combined"), to="peft")
+    adapter_files.write(combined, str(tmp_path / "combined"), to="peft")
     network = make_network("plain")
     load_lora(network, str(tmp_path / "combined"))
     theirs = peft_logits("plain", tmp_path / "combined")

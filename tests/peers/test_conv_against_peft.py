@@ -7,9 +7,9 @@ from safetensors.numpy import save_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.merge import merge_lora
-from tests.helpers import WeightedSum
-from tests.peers import cases
-from tests.peers.peer import arrays, read_json, stored
+from tests.support.networks import WeightedSum
+from tests.support.peers import cases
+from tests.support.peers.peer import arrays, read_json, stored
 
 IN, OUT, RANK = 4, 6, 2
 # Name -> (kernel, keys of PyTorch's Conv2d, of MindSpore's).

@@ -1,10 +1,11 @@
 """Files alone: PEFT's adapters into other forms and back, bit for bit, and PEFT takes what comes out."""
 import pytest
 
-from mindlora import adapter_file, names
+from mindlora.adapters import files as adapter_files
 from mindlora.base.convert import convert_base
-from tests.peers import cases
-from tests.peers.peer import stored
+from mindlora.models import names
+from tests.support.peers import cases
+from tests.support.peers.peer import stored
 
 
 @pytest.fixture(params=cases.ADAPTERS)
@@ -14,7 +15,7 @@ def name(request):
 
 def read(name, made):
     """Reads an adapter that PEFT made."""
-    return adapter_file.read(str(made.adapters[name]), allow_pickle=not cases.ADAPTERS[name]["safetensors"])
+    return adapter_files.read(str(made.adapters[name]), allow_pickle=not cases.ADAPTERS[name]["safetensors"])
 
 
 def assert_peft_has_the_same(written, name, peer, made):
@@ -36,14 +37,14 @@ def test_read_as_peft_means_it(name, peer, made):
 
 def test_read_and_written_again(name, peer, made, tmp_path):
     adapter = read(name, made)
-    adapter_file.write(adapter, str(tmp_path / "again"), to="peft")
+    adapter_files.write(adapter, str(tmp_path / "again"), to="peft")
     assert_peft_has_the_same(tmp_path / "again", name, peer, made)
 
 
 @pytest.mark.parametrize("form, file", [("ckpt", "adapter.ckpt"), ("mindformers", "adapter.safetensors")])
 def test_through_the_forms_of_mindformers(name, form, file, peer, made, tmp_path):
-    adapter_file.write(read(name, made), str(tmp_path / file), to=form)
-    adapter_file.write(adapter_file.read(str(tmp_path / file)), str(tmp_path / "again"), to="peft")
+    adapter_files.write(read(name, made), str(tmp_path / file), to=form)
+    adapter_files.write(adapter_files.read(str(tmp_path / file)), str(tmp_path / "again"), to="peft")
     assert_peft_has_the_same(tmp_path / "again", name, peer, made)
 
 

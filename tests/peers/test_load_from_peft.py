@@ -3,9 +3,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from mindlora import adapt, apply_lora, freeze_base, load_lora, names, save_lora
-from tests.peers import cases, trained
-from tests.peers.peer import arrays, stored
+from mindlora import apply_lora, freeze_base, load_lora, save_lora
+from mindlora.models import names
+from mindlora.nn import tree
+from tests.support.peers import cases, trained
+from tests.support.peers.peer import arrays, stored
 
 TOLERANCE = 2e-5
 
@@ -101,7 +103,7 @@ def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
     load(network, name, made)
     freeze_base(network)
     network.set_train(True)
-    for _, cell in adapt.lora_cells(network):
+    for _, cell in tree.lora_cells(network):
         cell.set_train(False)  # No dropout, which is random.
     before = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -2,11 +2,13 @@
 import numpy as np
 import pytest
 
-from mindlora import adapter_file, load_lora, names
-from mindlora.merge import merge_and_unload
+from mindlora import load_lora
+from mindlora.adapters import files as adapter_files
 from mindlora.base.merge import merge_checkpoint
-from tests.peers import cases
-from tests.peers.peer import arrays
+from mindlora.merge import merge_and_unload
+from mindlora.models import names
+from tests.support.peers import cases
+from tests.support.peers.peer import arrays
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def test_checkpoint_of_hugging_face(name, made, merged_by_peft, peer, peft_logit
 def test_delta_is_peft_s(made, merged_by_peft, checkpoints):
     """Adapter.delta is what PEFT adds to a weight."""
     base, expected = arrays(checkpoints("plain")), merged_by_peft("patterns-rslora")
-    adapter = adapter_file.read(str(made.adapters["patterns-rslora"]))
+    adapter = adapter_files.read(str(made.adapters["patterns-rslora"]))
     for path in adapter.paths:
         np.testing.assert_allclose(adapter.delta(path), expected[f"{path}.weight"] - base[f"{path}.weight"], rtol=0,
                                    atol=1e-6)

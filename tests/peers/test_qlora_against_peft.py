@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mindlora import LoraConfig, load_lora, names, quantize_base, quantize_checkpoint, save_lora, starts
-from mindlora.ops.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize
-from tests.peers import trained
-from tests.peers.peer import arrays
+from mindlora import LoraConfig, load_lora, quantize_base, quantize_checkpoint, save_lora
+from mindlora.models import names
+from mindlora.numerics import initializers
+from mindlora.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize
+from tests.support.peers import trained
+from tests.support.peers.peer import arrays
 
 MODEL = "grouped"
 CONFIG = {"lora_rank": 4, "lora_alpha": 6, "target_modules": ["wq", "wv", "w2"], "quantize_base": "nf4"}
@@ -93,7 +95,7 @@ def test_loftq_by_turns_with_pefts_decomposition(shape, turns, peer, tmp_path):
         peer.low_rank(path=str(tmp_path / "weight"), rank=6, output=str(tmp_path / "halves"))
         halves = arrays(tmp_path / "halves")
         rest = weight - halves["L"] @ halves["R"]
-    found, a, b = starts.loftq(weight, 6, quantize, dequantize, turns)
+    found, a, b = initializers.loftq(weight, 6, quantize, dequantize, turns)
     # Numbers in the middle of two codes may fall to either side.
     assert np.mean(found.codes != quantized.codes) < 1e-3
     np.testing.assert_allclose(b @ a, halves["L"] @ halves["R"], rtol=0, atol=1e-4)

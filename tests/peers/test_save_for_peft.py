@@ -8,10 +8,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from mindlora import adapt, names, save_lora
-from tests.peers import cases, trained
-from tests.peers.peer import read_json, stored
+from mindlora import save_lora
+from mindlora.models import names
+from mindlora.nn import tree
 from tests.peers.test_load_from_peft import ending_of
+from tests.support.peers import cases, trained
+from tests.support.peers.peer import read_json, stored
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -39,19 +41,19 @@ def test_peft_says_the_same(run, logits_of, peft_logits):
 
 def test_peft_scales_each_cell_alike(run, peer, made):
     cells = {names.to_hugging_face(path): [cell.lora_rank, cell.lora_alpha, pytest.approx(cell.scale)]
-             for path, cell in adapt.lora_cells(run.network)}
+             for path, cell in tree.lora_cells(run.network)}
     assert peer.describe(model=made.models[run.model], adapter=run.folder) == cells
 
 
 def test_file_holds_what_was_trained(run):
     """Each tensor in the dtype of its parameter, bit for bit; and the configuration names the base and the dropout."""
     expected = {}
-    for path, cell in adapt.lora_cells(run.network):
+    for path, cell in tree.lora_cells(run.network):
         for part, parameter in cell.parts().items():
             expected[f"base_model.model.{names.to_hugging_face(path)}.{ending_of(path, part)}"] = parameter
-        for part, parameter in cell.common_parts().items():
+        for part, parameter in cell.shared_parts().items():
             expected[f"base_model.vera_{part}"] = parameter
-    for parameter in adapt.saved_whole(run.network):
+    for parameter in tree.saved_module_parameters(run.network):
         expected["base_model.model." + names.parameter_to_hugging_face(parameter.name)] = parameter
     found = stored(run.folder / cases.WEIGHTS)
     assert set(found) == set(expected)

@@ -5,11 +5,12 @@ import shutil
 import numpy as np
 import pytest
 
-from mindlora import LoraConfig, adapter_file, apply_lora
+from mindlora import LoraConfig, apply_lora
+from mindlora.adapters import files as adapter_files
 from mindlora.errors import AdapterFormatError
-from mindlora.projection import projection
-from tests.peers import cases
-from tests.peers.peer import arrays
+from mindlora.numerics.vera_projection import projection
+from tests.support.peers import cases
+from tests.support.peers.peer import arrays
 
 
 @pytest.mark.parametrize("name, in_channels, out_channels", [("vera", 48, 32), ("vera-grouped", 32, 48)])
@@ -38,4 +39,4 @@ def test_vectors_without_matrices_are_refused(made, tmp_path):
     config = folder / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "save_projection": False}))
     with pytest.raises(AdapterFormatError, match="save_projection is False, so VeRA's matrices A and B are not in"):
-        adapter_file.read(str(folder))
+        adapter_files.read(str(folder))

@@ -15,9 +15,10 @@ import re
 
 import pytest
 
-from mindlora import adapt, save_lora
-from tests.peers import cases, trained
-from tests.peers.peer import read_json, stored
+from mindlora import apply, save_lora
+from mindlora.nn import tree
+from tests.support.peers import cases, trained
+from tests.support.peers.peer import read_json, stored
 
 SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"}
 # Trained whole, or with patterns: nothing that vLLM serves.
@@ -54,10 +55,10 @@ def saved(make_network, tmp_path):
     def save(name):
         model, config = trained.CONFIGS[name]
         network = make_network(model)
-        adapt.apply_lora(network, config)
+        apply.apply_lora(network, config)
         save_lora(network, str(tmp_path / name))
         return (read_json(tmp_path / name, "adapter_config.json"), list(stored(tmp_path / name / cases.WEIGHTS)),
-                [cell for _, cell in adapt.lora_cells(network)])
+                [cell for _, cell in tree.lora_cells(network)])
     return save
 
 

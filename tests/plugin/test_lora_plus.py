@@ -7,7 +7,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from mindlora.errors import ConfigError
-from tests.plugin import tiny_runs
+from tests.support import tiny_runs
 
 RATIO = 16
 
@@ -56,6 +56,7 @@ def test_the_schedule_goes_on_at_that_ratio(runs):
 
 def prepared(tmp_path, ratio, **changes):
     from mindformers.tools.register import MindFormerConfig
+
     from mindlora.plugin import preflight
     config = tiny_runs.tiny_config("unused", 2, [], **changes)
     config["model"]["model_config"]["pet_config"]["loraplus_lr_ratio"] = ratio
@@ -77,6 +78,7 @@ def test_the_groups(tmp_path):
 def test_the_rate_of_a_preset(tmp_path):
     schedule = {"type": "CosineWithWarmUpLR", "warmup_ratio": 0.0, "total_steps": -1}
     from mindformers.tools.register import MindFormerConfig
+
     from mindlora.plugin import preflight
     config = tiny_runs.tiny_config("unused", 2, [], lr_schedule=schedule)
     config["model"]["model_config"]["pet_config"].update(preset="small_dataset", loraplus_lr_ratio=2)
@@ -106,6 +108,9 @@ def test_groups_of_its_own(tmp_path):
 
 def test_another_launcher_is_told(make_llama):
     from mindformers.pet import get_pet_model
-    from mindlora.plugin import hooks  # noqa: F401  pylint: disable=unused-import
+
+    from mindlora.plugin import hooks  # noqa: F401
+
+
     with pytest.raises(ConfigError, match="^loraplus_lr_ratio is a key that mindlora-run turns into learning rates."):
         get_pet_model(make_llama(), {"pet_type": "lora", "target_modules": ".*wq", "loraplus_lr_ratio": 16})

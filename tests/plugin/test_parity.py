@@ -11,9 +11,8 @@ from mindspore import Tensor
 
 from mindlora import load_lora, save_lora
 from mindlora.plugin import hooks  # noqa: F401
-from tests import helpers
 from tests.conftest import in_mode
-from tests.plugin import tiny_runs
+from tests.support import networks, tiny_runs
 
 STEPS = 50
 CHECKPOINTS = {"base and optimizer": "checkpoint/rank_0/full_rank_0-5_10.ckpt",
@@ -53,11 +52,11 @@ def runs(tmp_path_factory):
         network = our_network()
     base = [{"name": p.name, "data": p} for p in network.get_parameters() if "mindpet" not in p.name]
     ms.save_checkpoint(base, str(folder / "base.ckpt"))
-    helpers.randomize(helpers.adapters(network).values())
+    networks.randomize(networks.adapters(network).values())
     save_lora(network, str(folder / "ours.ckpt"), format="ckpt")
     ours = logits_of(network, probe)
 
-    theirs = tiny_runs.python([tiny_runs.ROOT + "/tests/plugin/mindformers_lora.py", str(folder)], folder)
+    theirs = tiny_runs.python([tiny_runs.ROOT + "/tests/support/mindformers_lora.py", str(folder)], folder)
     assert theirs.returncode == 0, theirs.stderr[-3000:]
     process = tiny_runs.launch({**config, "callbacks": config["callbacks"][:2]}, folder / "ours")
     assert process.returncode == 0, process.stderr[-3000:]
@@ -84,7 +83,7 @@ def test_their_checkpoint_loads_here(runs, form):
     names = ms.load_checkpoint(str(path), format="safetensors" if form == "safetensors" else "ckpt")
     assert any(name.startswith("adam_m.") for name in names) == (form != "trainable parameters")
     assert ("lm_head.weight" in names) == (form != "trainable parameters")
-    helpers.randomize(helpers.adapters(runs.network).values(), seed=7)
+    networks.randomize(networks.adapters(runs.network).values(), seed=7)
     load_lora(runs.network, str(path))
     assert_same(logits_of(runs.network, runs.probe), runs.theirs["trained"])
 

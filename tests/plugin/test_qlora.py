@@ -1,11 +1,12 @@
 """A YAML of QLoRA before anything is built: pet_type qlora written out, an adapter held against the quantized base."""
 import pytest
 
-from mindlora import LoraConfig, adapter_file, quantize_checkpoint
+from mindlora import LoraConfig, quantize_checkpoint
+from mindlora.adapters import files as adapter_files
 from mindlora.base.convert import convert_base
 from mindlora.errors import ConfigError
-from tests.base.llamas import llama, save_base
-from tests.plugin import tiny_runs
+from tests.support import tiny_runs
+from tests.support.llama_checkpoints import llama, save_base
 
 CONFIG = LoraConfig(lora_rank=2, target_modules=["wq", "w2"], quantize_base="nf4", lora_init="loftq_iter_2")
 
@@ -24,7 +25,8 @@ def files(tmp_path_factory):
 
 def prepared(checkpoint, **keys):
     from mindformers.tools.register import MindFormerConfig
-    from mindlora.plugin import hooks, preflight  # noqa: F401  pylint: disable=unused-import
+
+    from mindlora.plugin import hooks, preflight  # noqa: F401
     config = tiny_runs.tiny_config("unused", 1, [], load_checkpoint=checkpoint)
     config["model"]["model_config"]["pet_config"].update(keys)
     config = MindFormerConfig(**config)
@@ -55,20 +57,20 @@ def test_an_adapter_is_held_against_the_quantized_base(base, adapter, warned, fi
     path = files["adapter"]
     if adapter != "adapter":
         # PEFT's own, or one of a base in float, which load_lora speaks of.
-        given = adapter_file.read(path)
+        given = adapter_files.read(path)
         given.fingerprint = {"shapes": "0", "values": "0"} if adapter == "of float" else None
         path = str(tmp_path / "other")
-        adapter_file.write(given, path)
+        adapter_files.write(given, path)
     prepared(files[base], pet_type="qlora", adapter_path=path, target_modules=["wq", "w2"])
     assert (f"adapter_path: {path} was made for another quantized base than load_checkpoint: {files[base]}."
             in caplog.text) == warned
 
 
 def test_what_the_base_does_not_quantize_is_not_compared(files, tmp_path, caplog):
-    given = adapter_file.read(files["adapter"])
+    given = adapter_files.read(files["adapter"])
     quantize_checkpoint(files["float"], str(tmp_path / "q.safetensors"), ["w2"])
     given.fingerprint = {**given.fingerprint, "values": "0"}
-    adapter_file.write(given, str(tmp_path / "other"))
+    adapter_files.write(given, str(tmp_path / "other"))
     prepared(str(tmp_path / "q.safetensors"), pet_type="qlora", adapter_path=str(tmp_path / "other"),
              quantize_exclude=["w2"], target_modules=["wq", "w2"])
     assert "another quantized base" not in caplog.text

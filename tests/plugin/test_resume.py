@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from mindlora import adapter_file
-from tests.plugin import tiny_runs
-from tests.plugin.scripted_runs import folders
+from mindlora.adapters import files as adapter_files
+from tests.support import tiny_runs
+from tests.support.scripted_runs import folders
 
 
 class Run:
@@ -113,11 +113,11 @@ def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
     process, resumed = run.start("resumed", resume=str(whole / "lora_checkpoint" / "step_4"))
     assert process.returncode == 0, process.stderr[-2000:]
     assert folders(resumed / "lora_checkpoint") == ["best", "step_6"]
-    adapter = adapter_file.read(str(whole / "lora_checkpoint" / "step_6"))
+    adapter = adapter_files.read(str(whole / "lora_checkpoint" / "step_6"))
     assert {path.rpartition(".")[2]: (adapter.rank(path), adapter.alphas[path]) for path in adapter.paths} == {
         "wq": (8, 5.0), "w2": (3, 12.0)}
-    assert set(adapter.whole) == {"lm_head.weight", "model.layers.0.attention_norm.weight"} and adapter.use_rslora
-    first = adapter_file.read(str(whole / "lora_checkpoint" / "step_2"))
-    assert all((first.whole[name] != array).any() for name, array in adapter.whole.items())
+    assert set(adapter.saved_modules) == {"lm_head.weight", "model.layers.0.attention_norm.weight"} and adapter.use_rslora
+    first = adapter_files.read(str(whole / "lora_checkpoint" / "step_2"))
+    assert all((first.saved_modules[name] != array).any() for name, array in adapter.saved_modules.items())
     tiny_runs.assert_same_state(whole / "lora_checkpoint" / "step_6", resumed / "lora_checkpoint" / "step_6")
     assert tiny_runs.losses(resumed) == {step: loss for step, loss in tiny_runs.losses(whole).items() if step > 4}

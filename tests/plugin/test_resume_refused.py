@@ -10,8 +10,8 @@ from mindspore import nn
 from mindlora.errors import BaseMismatchError, ConfigError
 from mindlora.plugin import resume
 from mindlora.plugin.callbacks import LoraCheckpoint
-from tests.plugin import tiny_runs
-from tests.plugin.scripted_runs import STEPS_PER_EPOCH, Model, ScriptedStep, StopAt, folders, marked_step, train
+from tests.support import tiny_runs
+from tests.support.scripted_runs import STEPS_PER_EPOCH, Model, ScriptedStep, StopAt, folders, marked_step, train
 
 pytestmark = pytest.mark.usefixtures("pynative_mode")
 
@@ -80,7 +80,7 @@ def test_another_base(stopped):
 def warnings(monkeypatch):
     """The warnings that LoraCheckpoint logs."""
     said = []
-    monkeypatch.setattr("mindlora.plugin.callbacks.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("mindlora.plugin.callbacks.lora_checkpoint.logger.warning", lambda text, *values: said.append(text % values))
     return said
 
 
@@ -94,6 +94,7 @@ def test_dropout_is_warned_of(stopped, warnings):
 
 def test_a_complete_run_is_not_resumed(tmp_path):
     from mindformers.tools.register import MindFormerConfig
+
     from mindlora.plugin import preflight
     folder = tmp_path / "step_20"
     folder.mkdir()

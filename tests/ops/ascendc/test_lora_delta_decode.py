@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.ops.ascendc.arrays import DTYPES, assert_rounded_once, empty, moved, normal, widen
+from tests.support.ascend_arrays import DTYPES, assert_rounded_once, empty, moved, normal, widen
 
 RANKS = (1, 8, 13, 16, 64, 128, 256)
 # K, N: less than a data block, ragged, and a multiple of 16 x cores.

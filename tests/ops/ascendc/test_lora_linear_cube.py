@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from tests.ops.ascendc.arrays import LEAST, ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascend_arrays import LEAST, ROUNDING, empty, moved, normal, store, widen
 
 DTYPES = ("float16", "bfloat16")
 RANKS = (1, 8, 13, 16, 64, 128, 256)

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from tests.ops.ascendc.arrays import DTYPES, STORED, assert_rounded_once, empty, moved, normal, store, widen
 from tests.ops.test_multi_lora_delta import KINDS, popularity
+from tests.support.ascend_arrays import DTYPES, STORED, assert_rounded_once, empty, moved, normal, store, widen
 
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")
 TRUE_RANKS = (1, 8, 13, 16, 64, 0, 33)

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from tests.ops.ascendc.arrays import ROUNDING, empty, moved, normal, store, widen
+from tests.support.ascend_arrays import ROUNDING, empty, moved, normal, store, widen
 
 DTYPES = ("float16", "bfloat16")
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")

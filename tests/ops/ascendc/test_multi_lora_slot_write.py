@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from tests.ops.ascendc.arrays import DTYPES, moved, normal
+from tests.support.ascend_arrays import DTYPES, moved, normal
 
 SLOTS = 4
 

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from mindlora.ops.nf4 import Nf4Array, dequantize, layout, quantize
-from tests.ops.ascendc.arrays import DTYPES, STORED, empty, moved, store, widen
+from mindlora.numerics.nf4 import Nf4Array, dequantize, layout, quantize
+from tests.support.ascend_arrays import DTYPES, STORED, empty, moved, store, widen
 
 
 @pytest.fixture(scope="module")

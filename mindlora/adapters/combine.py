@@ -1,0 +1,250 @@
+"""Several adapters of one base made into one: PEFT's add_weighted_adapter, in NumPy and without a network."""
+import math
+from typing import Callable, Dict, List, Optional, Tuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mindlora.adapters.adapter import Adapter, listed_parts
+from mindlora.common.text import listed, suggestion
+from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
+from mindlora.numerics.dtypes import to_float32
+
+# What is done to a stack of tensors [n, ...] of n adapters with their weights [n]: (prune, merge), by the names that
+# _rule gives them. On A and B each, and with `_svd` on their products.
+_RECIPES = {
+    "linear": ("keep", "add"),
+    "magnitude_prune": ("largest", "add"),
+    "ties": ("largest", "elect"),
+    "dare_linear": ("random", "add"),
+    "dare_ties": ("random", "elect"),
+}
+METHODS = ("linear", "cat", "svd", *(method for method in _RECIPES if method != "linear"),
+           *(f"{method}_svd" for method in _RECIPES if method != "linear"))
+MAJORITY_SIGNS = ("total", "frequency")
+
+# A [r, in] and B [out, r], float32.
+Pair = Tuple[np.ndarray, np.ndarray]
+
+
+def combine_adapters(adapters: List[Adapter], weights: List[float], method: str, *, svd_rank: Optional[int] = None,
+                     density: Optional[float] = None, majority_sign: str = "total", seed: int = 0) -> Adapter:
+    """Returns one adapter in the place of several, each with a weight; the arithmetic is PEFT's, in float32.
+
+    With w_i = weights[i] * adapters[i].scale(path), and the sums over the adapters that adapt a path:
+
+    - ``cat``: A = [w_1 A_1; w_2 A_2; ...], B = [B_1, B_2, ...]. Exact: B A is the sum of w_i B_i A_i. The rank is the
+      sum of the adapters' ranks; where an adapter lacks a path, zeros fill its place.
+    - ``svd``: the ``svd_rank`` largest singular values of the sum of w_i B_i A_i = U S V^T: A = V^T, B = U S.
+    - ``linear``: A = sum of sign(w_i) sqrt|w_i| A_i, B = sum of sqrt|w_i| B_i. Cheap, and rough: in B A each B_i meets
+      every A_j.
+    - ``magnitude_prune``: linear, after all but the largest elements of each A_i and B_i were set to zero.
+    - ``ties``: the same pruning; then each element takes the sign of the adapters' majority, and the mean of w_i A_i
+      over those that have this sign (Yadav et al., TIES-Merging, 2023).
+    - ``dare_linear``, ``dare_ties``: random elements are set to zero and the rest divided by ``density``, in the place
+      of the pruning (Yu et al., Language Models are Super Mario, 2024).
+    - ``magnitude_prune_svd``, ``ties_svd``, ``dare_linear_svd``, ``dare_ties_svd``: the same on the products
+      scale B_i A_i with weights[i], and then svd. They hold a matrix [out, in] and take its full svd, path by path:
+      minutes for each cell of a large model.
+
+    Two things are not PEFT's: the result never has use_rslora, where PEFT keeps that of the first adapter and so scales
+    the result by sqrt(r); and one adapter alone is treated as ``method`` says, which PEFT turns into linear.
+
+    Args:
+        adapters (list of Adapter): At least one. A path may be missing in some of them.
+        weights (list of float): One for each adapter; may be negative.
+        method (str): One of METHODS.
+        svd_rank (int): Rank of the result, for the methods that end in svd; less where a cell is smaller. Default:
+            None, the largest rank of the adapters.
+        density (float): Share of the elements that is kept, in (0, 1]; for the methods that prune. Default: None.
+        majority_sign (str): ``total``, the sign of the sum of the pruned elements (without the weights), or
+            ``frequency``, the sign that most of them have; for the methods with ties. Default: ``total``.
+        seed (int): Of the random elements of dare. Default: 0.
+
+    Returns:
+        Adapter, float32, with lora_alpha equal to the rank at each path, so a scale of 1. Dropout is the first's.
+
+    Raises:
+        ConfigError: An argument is wrong, or is one that the method does not take.
+        AdapterError: An adapter has modules saved whole, is DoRA's, adapts no path that another does, or is not finite.
+        RankMismatchError: The ranks at a path differ, and the method needs equal ones.
+        ShapeMismatchError: The cells at a path differ in their shapes.
+        ScaleMismatchError: An adapter does not say lora_alpha.
+    """
+    _check_arguments(adapters, weights, method, svd_rank, density, majority_sign)
+    _check_adapters(adapters)
+    paths = list(dict.fromkeys(path for adapter in adapters for path in adapter.paths))
+    if method != "cat" and not method.endswith("svd"):
+        _check_equal_ranks(adapters, paths, method)
+    rule = _rule(method, density, majority_sign, np.random.default_rng(seed))
+    largest = [max(adapter.rank(path) for path in adapter.paths) for adapter in adapters]
+    rank = sum(largest) if method == "cat" else svd_rank or max(largest)
+
+    tensors = {}
+    for path in tqdm(paths, desc=f"combining ({method})", unit="cell", delay=1, leave=False, disable=None):
+        there = [(adapter, weight) for adapter, weight in zip(adapters, weights) if (path, "A") in adapter.tensors]
+        pairs = [tuple(to_float32(adapter.tensors[path, half]) for half in "AB") for adapter, _ in there]
+        tensors[path, "A"], tensors[path, "B"] = rule(pairs, [weight for _, weight in there],
+                                                      [adapter.scale(path) for adapter, _ in there], rank)
+    first = adapters[0]
+    return Adapter(tensors, alphas={path: float(tensors[path, "A"].shape[0]) for path in paths},
+                   dropout=first.dropout, dialect=first.dialect,
+                   embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
+                   base_model=next((adapter.base_model for adapter in adapters if adapter.base_model), None),
+                   fingerprint=first.fingerprint if all(adapter.fingerprint == first.fingerprint
+                                                        for adapter in adapters) else None)
+
+
+def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[float], List[float], int], Pair]:
+    """Returns the function (pairs, weights, scales, rank) -> pair that is ``method``."""
+    if method == "cat":
+        return _cat
+    if method == "svd":
+        return _svd_of_sum
+    on_products = method.endswith("_svd")
+    prune, merge = _RECIPES[method.removesuffix("_svd")]
+    pruned = {"keep": lambda tensor: tensor,
+              "largest": lambda tensor: keep_largest(tensor, density),
+              "random": lambda tensor: keep_random(tensor, density, random)}[prune]
+    merged = {"add": _add, "elect": lambda stack, weights: _elect(stack, weights, majority_sign)}[merge]
+
+    def combined(tensors, weights):
+        return merged(np.stack([pruned(tensor) for tensor in tensors]), np.asarray(weights, np.float32))
+
+    def of_factors(pairs, weights, scales, _):
+        scaled = [weight * scale for weight, scale in zip(weights, scales)]
+        # The sign stands on one side alone: on both it would cancel in the product.
+        return (combined([a for a, _ in pairs], [math.copysign(math.sqrt(abs(value)), value) for value in scaled]),
+                combined([b for _, b in pairs], [math.sqrt(abs(value)) for value in scaled]))
+
+    def of_products(pairs, weights, scales, rank):
+        products = [(b @ a) * np.float32(scale) for (a, b), scale in zip(pairs, scales)]
+        return _factors(*np.linalg.svd(combined(products, weights), full_matrices=False), rank)
+
+    return of_products if on_products else of_factors
+
+
+def keep_largest(tensor: np.ndarray, density: float) -> np.ndarray:
+    """Returns ``tensor`` with all but its int(density * size) elements of the largest magnitude set to zero."""
+    kept = int(density * tensor.size)
+    if kept == tensor.size:
+        return tensor
+    result = np.zeros(tensor.size, tensor.dtype)
+    flat = tensor.reshape(-1)
+    largest = np.argpartition(-np.abs(flat), kept)[:kept]
+    result[largest] = flat[largest]
+    return result.reshape(tensor.shape)
+
+
+def keep_random(tensor: np.ndarray, density: float, random: np.random.Generator) -> np.ndarray:
+    """Returns ``tensor`` with each element kept with probability ``density`` and then divided by it, else zero."""
+    if density == 1:
+        return tensor
+    return np.where(random.random(tensor.shape, np.float32) < density, tensor / np.float32(density), np.float32(0))
+
+
+def _add(stack, weights) -> np.ndarray:
+    return np.tensordot(weights, stack, axes=1)
+
+
+def _elect(stack, weights, majority_sign) -> np.ndarray:
+    """The mean over the tensors that have the elected sign; zero where none has one."""
+    votes = stack if majority_sign == "total" else np.sign(stack)
+    elected = np.where(votes.sum(axis=0) >= 0, np.float32(1), np.float32(-1))
+    agrees = np.sign(stack) == elected
+    return _add(stack * agrees, weights) / np.maximum(agrees.sum(axis=0), 1).astype(np.float32)
+
+
+def _cat(pairs, weights, scales, rank) -> Pair:
+    a = np.concatenate([a * np.float32(weight) * np.float32(scale)
+                        for (a, _), weight, scale in zip(pairs, weights, scales)])
+    b = np.concatenate([b for _, b in pairs], axis=1)
+    # One rank for all paths: who serves adapters seldom knows PEFT's rank_pattern.
+    fill = (0, rank - a.shape[0])
+    return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
+
+
+def _svd_of_sum(pairs, weights, scales, rank) -> Pair:
+    """The svd of B A for A and B of ``_cat``, which has at most their rank: no matrix [out, in] is needed.
+
+    With B = Q_b R_b and A^T = Q_a R_a, the svd of the small R_b R_a^T = U S V^T gives B A = (Q_b U) S (Q_a V)^T.
+    """
+    a, b = _cat(pairs, weights, scales, sum(a.shape[0] for a, _ in pairs))
+    basis_b, small_b = np.linalg.qr(b)
+    basis_a, small_a = np.linalg.qr(a.T)
+    u, s, vh = np.linalg.svd(small_b @ small_a.T, full_matrices=False)
+    a, b = _factors(basis_b @ u, s, vh @ basis_a.T, rank)
+    # Ranks beyond what the sum has: the singular values are zero, and so is what belongs to them.
+    fill = (0, min(rank, a.shape[1], b.shape[0]) - a.shape[0])
+    return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
+
+
+def _factors(u, s, vh, rank) -> Pair:
+    return np.ascontiguousarray(vh[:rank]), u[:, :rank] * s[:rank]
+
+
+def _check_arguments(adapters, weights, method, svd_rank, density, majority_sign):
+    if method not in METHODS:
+        raise ConfigError(f"method is {method!r}, which is not known.{suggestion(str(method), list(METHODS))}")
+    if not adapters:
+        raise ConfigError("There is no adapter to combine: name at least one, with its weight.")
+    if len(adapters) != len(weights):
+        raise ConfigError(f"{len(adapters)} adapters have {len(weights)} weights: give each adapter one weight.")
+    for weight in weights:
+        if not math.isfinite(weight):
+            raise ConfigError(f"A weight is {weight}: it must be a number.")
+    prunes = method != "svd" and _RECIPES.get(method.removesuffix("_svd"), ("keep",))[0] != "keep"
+    if prunes and density is None:
+        raise ConfigError(f"method {method} needs density: the share of elements to keep, above 0 and up to 1.")
+    if density is not None and not prunes:
+        raise ConfigError(f"density is {density}, but method {method} prunes nothing: leave density out.")
+    if density is not None and not 0 < density <= 1:
+        raise ConfigError(f"density is {density}: it must be above 0 and at most 1.")
+    if svd_rank is not None and not method.endswith("svd"):
+        raise ConfigError(f"svd_rank is {svd_rank}, but the ranks decide the rank of method {method}: leave svd_rank "
+                          "out, or take svd.")
+    if svd_rank is not None and svd_rank < 1:
+        raise ConfigError(f"svd_rank is {svd_rank}: it must be a whole number of at least 1.")
+    if majority_sign not in MAJORITY_SIGNS:
+        raise ConfigError(f"majority_sign is {majority_sign!r}, which is not known."
+                          f"{suggestion(str(majority_sign), list(MAJORITY_SIGNS))}")
+
+
+def _check_adapters(adapters):
+    sizes: Dict[str, Tuple[int, List[int]]] = {}
+    for number, adapter in enumerate(adapters, 1):
+        label = f"Adapter {number}"
+        if adapter.saved_modules:
+            raise AdapterError(f"{label} holds modules that were trained whole (modules_to_save), which cannot be "
+                               f"combined: {listed(adapter.saved_modules)}.")
+        if adapter.use_dora:
+            raise AdapterError(f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
+                               "not defined. Merge the adapters into the base one after the other instead.")
+        if adapter.use_vera:
+            raise AdapterError(f"{label} is VeRA's (use_vera), whose cells share A and B as wide as the widest of "
+                               "them. Merge the adapters into the base one after the other instead.")
+        convolutions = [path for path in adapter.paths if adapter.tensors[path, "A"].ndim > 2]
+        if convolutions:
+            raise AdapterError(f"{label} adapts convolutions, which cannot be combined: "
+                               f"{listed(convolutions)}.")
+        adapter.check_pairs(label)
+        adapter.check_finite(label)
+        for path in adapter.paths:
+            adapter.scale(path)
+            size = [adapter.tensors[path, "B"].shape[0], adapter.tensors[path, "A"].shape[1]]
+            other, known = sizes.setdefault(path, (number, size))
+            if size != known:
+                raise ShapeMismatchError(f"{label} was trained on another base than adapter {other}: the weight of "
+                                         f"{path} [out, in] is {size}, and there {known}.")
+        others = {path for other in adapters if other is not adapter for path in other.paths}
+        if others and not others & set(adapter.paths):
+            raise AdapterError(f"{label} has no path in common with another adapter, so nothing would be combined. It "
+                               f"adapts {listed_parts((path, '') for path in adapter.paths)}.")
+
+
+def _check_equal_ranks(adapters, paths, method):
+    for path in paths:
+        ranks = [adapter.rank(path) for adapter in adapters if (path, "A") in adapter.tensors]
+        if len(set(ranks)) > 1:
+            raise RankMismatchError(f"method {method} needs adapters of one rank; at {path} they have "
+                                    f"{', '.join(map(str, ranks))}. Methods cat and svd take any ranks.")

@@ -1,0 +1,127 @@
+"""convert_adapter: an adapter from any form that is known into one of four."""
+import dataclasses
+import os
+from typing import Optional, Tuple
+
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters import joined_pairs
+from mindlora.adapters.adapter import Adapter
+from mindlora.errors import AdapterError, LoraError
+from mindlora.models import names
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The attention of the model, where its w_qkv has to be split or joined.
+
+    Attributes:
+        heads (int): num_heads, or None.
+        kv_heads (int): n_kv_heads, or None.
+        head_dim (int): Size of a head, or None.
+    """
+    heads: Optional[int] = None
+    kv_heads: Optional[int] = None
+    head_dim: Optional[int] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertAdapterReport:
+    """What convert_adapter did.
+
+    Attributes:
+        source (str): What was read.
+        dialect (str): Its form.
+        output (str): What was written.
+        form (str): Its form.
+        pairs (int): Pairs of A and B that were written.
+        saved_modules (int): Parameters of modules_to_save that were written with them.
+        ranks (tuple of int): Their ranks.
+        alphas (tuple of float): Their lora_alpha.
+    """
+    source: str
+    dialect: str
+    output: str
+    form: str
+    pairs: int
+    saved_modules: int
+    ranks: Tuple[int, ...]
+    alphas: Tuple[float, ...]
+
+    def __str__(self):
+        ranks, alphas = (", ".join(f"{value:g}" for value in values) for values in (self.ranks, self.alphas))
+        whole = f" and {self.saved_modules} parameters trained whole" if self.saved_modules else ""
+        return (f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {self.pairs} pairs of rank {ranks}, "
+                f"lora_alpha {alphas}{whole}.")
+
+
+def convert_adapter(source: str, output: str, to: str, lora_alpha: float = None, heads: Heads = Heads(),
+                    concatenate: bool = False, allow_pickle: bool = False, overwrite: bool = False) -> ConvertAdapterReport:
+    """Writes the adapter at ``source`` in another form; every value stays as it is, bit for bit.
+
+    Args:
+        source (str): Any form that adapter_files.read takes.
+        output (str): Where to write.
+        to (str): "peft", "mindformers", "ckpt" or "slora", as in adapter_files.write.
+        lora_alpha (float): For a source that does not say it. Default: None.
+        heads (Heads): Needed where w_qkv is split (for "peft") or joined.
+        concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
+            w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
+        allow_pickle (bool): Whether a .bin may be read. Default: False.
+        overwrite (bool): Whether what stands at ``output`` may be replaced. Default: False.
+
+    Returns:
+        ConvertAdapterReport.
+
+    Raises:
+        LoraError: ``output`` exists, is ``source``, or does not fit ``to``; or what adapter_files.read and write raise.
+    """
+    check_free(source, output, overwrite)
+    adapter_files.check_adapter_output(output, to)
+    adapter = adapter_files.read(source, allow_pickle)
+    if lora_alpha is not None:
+        adapter.set_alpha(lora_alpha)
+    if concatenate:
+        if to == "peft":
+            raise AdapterError("PEFT has no concatenated modules: leave concatenate (--concat) out for format 'peft'.")
+        _join(adapter, heads)
+    elif to == "peft":
+        _split(adapter, heads)
+    adapter_files.write(adapter, output, to)
+    return ConvertAdapterReport(source, adapter.dialect, output, to, len(adapter.paths), len(adapter.saved_modules),
+                         tuple(sorted({adapter.rank(path) for path in adapter.paths})),
+                         tuple(sorted(set(adapter.alphas.values()))))
+
+
+def check_free(source: str, output: str, overwrite: bool) -> None:
+    """Raises LoraError where ``output`` is ``source``, or stands already and ``overwrite`` is False."""
+    if os.path.exists(source) and os.path.exists(output) and os.path.samefile(source, output):
+        raise LoraError(f"{output} is both what is read and what is written. Give another path.")
+    if os.path.lexists(output) and not overwrite:
+        raise LoraError(f"{output} exists already. Give another path, or allow to replace it with overwrite "
+                        "(--overwrite).")
+
+
+def _split(adapter: Adapter, heads: Heads):
+    for path in adapter.paths:
+        if names.joined_parts(path):
+            joined_pairs.split_pairs(adapter, path, heads.kv_heads, heads.head_dim)
+
+
+def _join(adapter: Adapter, heads: Heads):
+    joined = {path.rpartition(".")[0] + "." + cell: parts for path in adapter.paths
+              for cell, parts in names.JOINED.items() if path.rpartition(".")[2] in parts}
+    for path in joined:
+        parts = names.joined_parts(path)
+        rows = {part: len(adapter.tensors[part, "B"]) for part in parts if (part, "B") in adapter.tensors}
+        if len(parts) == 2:
+            total = 2 * next(iter(rows.values()))
+        else:
+            head_dim = heads.head_dim or 0
+            q = rows.get(parts[0], (heads.heads or 0) * head_dim)
+            kv = rows.get(parts[1], rows.get(parts[2], (heads.kv_heads or 0) * head_dim))
+            if not q or not kv:
+                raise AdapterError(f"{path} stands for {', '.join(parts)}, of which the adapter has only "
+                                   f"{', '.join(rows)}: how many rows the others take is not known. Give num_heads, "
+                                   "n_kv_heads and the head size.")
+            total = q + 2 * kv
+        joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)

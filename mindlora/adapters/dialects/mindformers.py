@@ -1,0 +1,129 @@
+"""The forms in which MindFormers itself keeps LoRA: a table of key endings for each, read by one pair of functions."""
+import re
+from typing import Dict, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from mindlora.adapters.adapter import SHARED, PartKey
+from mindlora.errors import ShapeMismatchError
+
+
+class Dialect(NamedTuple):
+    """One form of key names.
+
+    Attributes:
+        name (str): For messages.
+        endings (dict): How a key ends -> part of the adapter; the first for each part is the one that is written.
+        renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' Llama.
+        only (str): Regular expression that at least one key of a file in this form matches. Default: any.
+    """
+    name: str
+    endings: Dict[str, str]
+    renamed: Tuple[Tuple[str, str], ...] = ()
+    only: str = ""
+
+
+# The names of MindFormers' mcore cells. Its default layouts of linear_qkv (by key-value head) and linear_fc1 (rows in
+# turn) are those of w_qkv and w_gate_hidden.
+_MCORE_CELLS = (
+    (r"^decoder\.layers\.", "model.layers."),
+    (r"\.self_attention\.linear_qkv$", ".attention.w_qkv"),
+    (r"\.self_attention\.linear_q$", ".attention.wq"),
+    (r"\.self_attention\.linear_k$", ".attention.wk"),
+    (r"\.self_attention\.linear_v$", ".attention.wv"),
+    (r"\.self_attention\.linear_proj$", ".attention.wo"),
+    (r"\.mlp\.linear_fc1$", ".feed_forward.w_gate_hidden"),
+    (r"\.mlp\.gating$", ".feed_forward.w1"),
+    (r"\.mlp\.linear_fc2$", ".feed_forward.w2"),
+    (r"\.mlp\.hidden$", ".feed_forward.w3"),
+    (r"^output_layer$", "lm_head"),
+)
+
+MINDPET = Dialect("MindFormers' LoRA (mindpet_delta_lora)", {
+    ".mindpet_delta_lora_a": "A", ".mindpet_delta_lora_b": "B", ".mindpet_delta_lora_magnitude": "magnitude",
+    ".mindpet_delta_lora_lambda_d": "lambda_d", ".mindpet_delta_lora_lambda_b": "lambda_b",
+    ".mindpet_delta_lora_vera_a": SHARED["A"][1], ".mindpet_delta_lora_vera_b": SHARED["B"][1],
+    # A LoRADense of MindPet's that was never put into a network saves under capital letters.
+    ".mindpet_delta_lora_A": "A", ".mindpet_delta_lora_B": "B"})
+TK_DELTA = Dialect("MindFormers' LoRA of before 2023 (tk_delta_lora)", {
+    ".tk_delta_lora_a": "A", ".tk_delta_lora_b": "B", ".tk_delta_lora_A": "A", ".tk_delta_lora_B": "B"})
+MCORE = Dialect("MindFormers' mcore LoRA", {".lora_A.weight": "A", ".lora_B.weight": "B"}, _MCORE_CELLS,
+                only=r"^decoder\.layers\.|^output_layer\.")
+PYNATIVE = Dialect("MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, _MCORE_CELLS,
+                   only=r"^decoder\.layers\.|^output_layer\.")
+SLORA = Dialect("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
+DIALECTS = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
+
+_OPTIMIZER_PREFIXES = ("adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "accu_grads.")
+_EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
+
+
+def tensor_key(path: str, part: str, dialect: Dialect = MINDPET) -> str:
+    """Returns the key of a part of the adapter at ``path``."""
+    ending = next(ending for ending, kind in dialect.endings.items() if kind == part)
+    return f"{path}{ending}" if path else ending[1:]
+
+
+def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[PartKey]:
+    """Returns (path, part) for a LoRA tensor, or None for a tensor of the base or of the optimizer."""
+    if key.startswith(_OPTIMIZER_PREFIXES):
+        return None
+    for ending, part in dialect.endings.items():
+        if ("." + key).endswith(ending):
+            # What all cells have in common MindSpore may call by the first of them.
+            path = key[:-len(ending)] if key.endswith(ending) and ("", part) not in SHARED.values() else ""
+            for pattern, replacement in dialect.renamed:
+                path = re.sub(pattern, replacement, path)
+            return path, part
+    return None
+
+
+def detect(keys) -> Optional[Dialect]:
+    """Returns the dialect of a file with these keys, or None where none of them holds a LoRA tensor."""
+    for dialect in DIALECTS:
+        if any(parse_key(key, dialect) and re.search(dialect.only, key) for key in keys):
+            return dialect
+    return PYNATIVE if any(map(expert_place, keys)) else None
+
+
+def is_adapter_key(key: str) -> bool:
+    """Tells whether ``key`` is a LoRA tensor's in any of the dialects."""
+    return bool(expert_place(key)) or any(parse_key(key, dialect) for dialect in DIALECTS)
+
+
+def expert_place(key: str) -> Optional[PartKey]:
+    """Returns (path, half) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
+    match = None if key.startswith(_OPTIMIZER_PREFIXES) else _EXPERTS.match(key)
+    return (f"{match[1]}.weight{match[2]}", match[3].upper()) if match else None
+
+
+def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
+    """Returns the pairs of single experts in a stacked tensor of MindFormers 2, or {} for any other key.
+
+    Args:
+        key (str): For instance decoder.layers.0.mlp.experts.weight1_lora_a.
+        array (array): A is [experts, in, r] and B [experts, r, out]: the transposes of a dense pair's.
+
+    Returns:
+        dict of places: weight2 is down_proj; weight1 has the rows of gate_proj before those of up_proj, which share A.
+
+    Raises:
+        ShapeMismatchError: The tensor is no stack of matrices, or B of weight1 has no half.
+    """
+    match = _EXPERTS.match(key)
+    if not match:
+        return {}
+    holder, half = re.sub(r"^decoder\.", "model.", match[1]), match[3].upper()
+    if array.ndim != 3 or 0 in array.shape or match[2] + half == "1B" and array.shape[2] % 2:
+        raise ShapeMismatchError(f"{key} is {list(array.shape)}: A of all experts is [experts, in, r], B [experts, r, "
+                                 "out], and weight1's out is twice that of gate_proj.")
+    pairs = {}
+    for expert, matrix in enumerate(array.swapaxes(1, 2)):
+        if match[2] == "2":
+            parts = {"down_proj": matrix}
+        elif half == "A":
+            parts = {"gate_proj": matrix, "up_proj": matrix}
+        else:
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(matrix, 2)))
+        pairs.update({(f"{holder}.{expert}.{part}", half): np.ascontiguousarray(rows) for part, rows in parts.items()})
+    return pairs

@@ -1,0 +1,242 @@
+"""Reads PEFT's adapter_config.json: leniently in form, strictly in what changes the mathematics."""
+import dataclasses
+import json
+import logging
+import os
+import re
+import sys
+from typing import Dict, Optional
+
+from mindlora.adapters.dialects import peft_vera
+from mindlora.common.text import shown
+from mindlora.errors import AdapterFormatError
+from mindlora.models.targets import pattern_value
+
+logger = logging.getLogger("mindlora")
+
+_MAX_BYTES = 10_000_000  # A configuration of 100,000 module names is a tenth of it.
+
+# Fields that select modules: they are kept as they are.
+_SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+# Fields that say nothing about the tensors, or nothing once they are trained.
+_NEUTRAL = ("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
+            "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+            "runtime_config", "task_type")
+# Fields that make another forward of the same tensors, or another base.
+_UNSUPPORTED = {
+    "alora_invocation_tokens": "the adapter then acts on some tokens alone",
+    "arrow_config": "the adapter is then a mixture of several",
+    "fan_in_fan_out": "the base then keeps its weights transposed",
+    "kasa_config": "the update then has singular values of its own",
+    "layer_replication": "the base then has layers several times",
+    "lora_bias": "B then has a bias",
+    "monteclora_config": "the update is then sampled",
+    "target_parameters": "LoRA is then on parameters that are no module's weight",
+    "trainable_token_indices": "rows of the embedding are then trained besides",
+    "use_bdlora": "A or B is then block-diagonal",
+    "use_qalora": "the input is then pooled",
+    "velora_config": "the update is then compressed",
+}
+# Starts that subtract from the base what they put into A and B.
+_BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_USED = ("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save",
+         "peft_type", "r", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """What an adapter_config.json says, checked.
+
+    Attributes:
+        rank (int): r.
+        alpha (float): lora_alpha.
+        dropout (float): lora_dropout.
+        use_rslora (bool): Scale by lora_alpha / sqrt(r).
+        use_dora (bool): DoRA, so that each module has a magnitude too.
+        use_vera (bool): VeRA, so that each module has two vectors and all have A and B in common.
+        projection_key (int): VeRA's projection_prng_key.
+        rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
+        modules_to_save (tuple of str): Modules that are saved whole.
+        selection (dict): The fields that select modules, as they are.
+        base_model (str): base_model_name_or_path, or None.
+    """
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    use_dora: bool
+    use_vera: bool
+    projection_key: int
+    rank_pattern: Dict[str, int]
+    alpha_pattern: Dict[str, float]
+    modules_to_save: tuple
+    selection: Dict[str, object]
+    base_model: Optional[str]
+
+    def rank_of(self, path: str) -> int:
+        """Returns r of the module at ``path`` (MindFormers' or Hugging Face's name)."""
+        return pattern_value(self.rank_pattern, path, self.rank)
+
+    def alpha_of(self, path: str) -> float:
+        """Returns lora_alpha of the module at ``path``."""
+        return pattern_value(self.alpha_pattern, path, self.alpha)
+
+
+def read(path: str) -> PeftConfig:
+    """Reads an adapter_config.json.
+
+    Fields that are not known are passed over with a warning.
+
+    Raises:
+        AdapterFormatError: The file is missing or no JSON object, a field has a value that is none, or a field changes
+            the mathematics in a way that is not supported.
+    """
+    content = json_object(path)
+    use_vera, projection_key = content.get("peft_type") == peft_vera.KIND, peft_vera.projection_key(content)
+    if use_vera:
+        content = peft_vera.as_lora(content, path)
+    unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
+    if unknown:
+        logger.warning("%s has fields that mindlora does not know, and passes over: %s.", path, ", ".join(unknown))
+    _refuse_unsupported(content, path)
+    rank_pattern = {key: _whole(value, f"rank_pattern[{shown(key)}]", path)
+                    for key, value in _pattern(content, "rank_pattern", path).items()}
+    alpha_pattern = {key: _positive(value, f"alpha_pattern[{shown(key)}]", path)
+                     for key, value in _pattern(content, "alpha_pattern", path).items()}
+    return PeftConfig(
+        rank=_whole(content.get("r"), "r", path), alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
+        dropout=_dropout(content.get("lora_dropout"), path), use_rslora=_flag(content, "use_rslora", path),
+        use_dora=_flag(content, "use_dora", path), use_vera=use_vera, projection_key=projection_key,
+        rank_pattern=rank_pattern, alpha_pattern=alpha_pattern,
+        modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
+        selection=selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
+
+
+def json_object(path: str) -> dict:
+    """Returns the content of a JSON file that describes an adapter.
+
+    Raises:
+        AdapterFormatError: The file is missing, no JSON object, or names something twice.
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise AdapterFormatError(f"{path} is no file: a folder, a device, or a link that leads nowhere.")
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        raise AdapterFormatError(f"{path} is missing: an adapter folder holds it beside its weights.") from error
+    if len(text) > _MAX_BYTES:
+        raise AdapterFormatError(f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is no configuration.")
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, path))
+    except AdapterFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise AdapterFormatError(f"{path} holds a {type(content).__name__} and not a JSON object.")
+    return content
+
+
+def _unique(pairs, path) -> dict:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+    if twice:
+        raise AdapterFormatError(f"{path} has {', '.join(twice)} twice: which of the two counts is not said.")
+    return dict(pairs)
+
+
+def _refuse_unsupported(content, path):
+    kind = content.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA' or 'VERA'.")
+    if content.get("bias", "none") != "none":
+        raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
+                                 "is not supported: it must be 'none'.")
+    for field, meaning in _UNSUPPORTED.items():
+        if content.get(field):
+            raise AdapterFormatError(f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}.")
+    start = content.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_STARTS):
+        raise AdapterFormatError(f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to a base that "
+                                 "this start changed. Save it with PEFT's path_initial_model_for_weight_conversion, "
+                                 "which makes a plain LoRA of it.")
+
+
+def _whole(value, field, path) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a whole number of at least 1.")
+    return int(value)
+
+
+def _positive(value, field, path) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a number above 0.")
+    return float(value)
+
+
+def _dropout(value, path) -> float:
+    value = 0 if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise AdapterFormatError(f"{path}: lora_dropout is {shown(value)}, it must be a number in [0, 1).")
+    return float(value)
+
+
+def _flag(content, field, path) -> bool:
+    # Not by its truth: "false" would change every scale.
+    value = content.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be true or false.")
+    return bool(value)
+
+
+def _pattern(content, field, path) -> dict:
+    pattern = content.get(field) or {}
+    if not isinstance(pattern, dict):
+        raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}, it must map regular expressions to numbers.")
+    for expression in pattern:
+        # As config.pattern_value asks for it.
+        _check_regex(expression, rf"(.*\.)?({expression})$", field, path)
+    return pattern
+
+
+def _check_regex(expression, used, field, path):
+    try:
+        re.compile(used)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise AdapterFormatError(f"{path}: {field} holds {shown(expression)}, which is not a regular expression: "
+                                 f"{error}.") from error
+
+
+def _names(value, field, path) -> list:
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a list of module names.")
+    return value
+
+
+def selection(content: dict, path: str) -> dict:
+    """Returns the fields of ``content`` that select modules, as they are.
+
+    Raises:
+        AdapterFormatError: One of them has a value that is none.
+    """
+    found = {field: content[field] for field in _SELECTING if content.get(field) is not None}
+    for field in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = found.get(field)
+        if isinstance(value, str):
+            _check_regex(value, value, field, path)
+        elif value is not None:
+            _names(value, field, path)
+    layers = found.get("layers_to_transform", [])
+    if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
+        raise AdapterFormatError(f"{path}: layers_to_transform is {shown(layers)}, it must be a layer number or a list "
+                                 "of them.")
+    return found
+
+
+def _text(value, path) -> Optional[str]:
+    if value is not None and not isinstance(value, str):
+        raise AdapterFormatError(f"{path}: base_model_name_or_path is {shown(value)}, it must be a name or a path.")
+    return value or None
+
+

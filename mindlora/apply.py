@@ -1,0 +1,230 @@
+"""Puts LoRA on a network: match, replace, freeze, summarize."""
+import dataclasses
+import fnmatch
+import logging
+from typing import Callable, Dict, List, Tuple
+
+from mindspore import nn
+from mindspore.common import dtype as mstype
+
+from mindlora.common.text import listed
+from mindlora.config import LoraConfig
+from mindlora.errors import LoraError, TargetError, UnsupportedCellError
+from mindlora.models import names
+from mindlora.models.targets import ALL_LINEAR, select_targets
+from mindlora.nn.cell import PART_NAMES
+from mindlora.nn.nf4 import parameter_count
+from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
+from mindlora.nn.tree import (
+    adapter_path,
+    lora_cells,
+    mark_saved_module,
+    refusals,
+    replace_children,
+    saved_module_parameters,
+)
+from mindlora.quantize import quantize_under
+
+logger = logging.getLogger("mindlora")
+
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraReport:
+    """What apply_lora did.
+
+    Attributes:
+        replaced (tuple of str): Paths of the cells that are LoRADense now.
+        trainable (int): Number of elements in all A and B that train, and in the modules of modules_to_save.
+        total (int): Number of elements in all parameters, the adapters included.
+    """
+    replaced: Tuple[str, ...]
+    trainable: int
+    total: int
+
+
+def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
+    """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
+
+    With quantize_base, all linear cells but output heads are made 4-bit first, whether they are selected or not.
+
+    Args:
+        network (nn.Cell): Any network of nn.Dense or MindFormers' Linear cells.
+        config (LoraConfig): target_modules must be set.
+
+    Returns:
+        LoraReport.
+
+    Raises:
+        LoraError: The network holds LoRADense cells already.
+        TargetError: target_modules selects nothing, or not all of what it names.
+        UnsupportedCellError: A selected cell cannot carry LoRA; all of them are listed and nothing is replaced.
+        QuantizationError: The base cannot be quantized.
+    """
+    present = [path for path, _ in lora_cells(network)]
+    if present:
+        raise LoraError(f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
+                        "what was trained; build the network anew instead.")
+    # PEFT's all-linear leaves embeddings and convolutions out as well.
+    types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
+    linear, others = {}, {}
+    for path, cell in network.cells_and_names():
+        (linear if path and isinstance(cell, types) else others)[path] = cell
+    # MindSpore lists a cell that hangs in two places once, so put_lora finds what is shared by identity.
+    selected = select_targets(list(linear), config.target_modules, config.exclude_modules,
+                              {path: type(cell).__name__ for path, cell in others.items()},
+                              config.layers_to_transform)
+    whole = _saved_module_parameters(network, config.modules_to_save, selected)
+    paths, started = {path: adapter_path(linear[path], path) for path in selected}, {}
+    if config.quantize_base:
+        # Before weights are given up.
+        _check_adaptable({path: linear[path] for path in selected}, config.for_cell)
+        quantized, started = quantize_under(network, config, selected, whole)
+        linear.update(quantized)
+    put_lora(network, {paths[path]: linear[path] for path in selected}, config.for_cell)
+    cells = dict(lora_cells(network))
+    for path, parts in started.items():
+        for part, array in parts.items():
+            cells[paths[path]].load_part(part, array)
+    for parameter in whole:
+        mark_saved_module(parameter)
+    trainable = sum(p.size for cell in cells.values() for p in cell.trained_parameters())
+    trainable += sum(p.size for p in whole)
+    return LoraReport(tuple(selected), trainable, parameter_count(network))
+
+
+def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
+    """Replaces ``cells``, by adapter path, by LoRADense with the configurations that ``config_of`` gives their paths.
+
+    Raises:
+        UnsupportedCellError: A cell cannot carry LoRA; all of them are listed and nothing is replaced.
+    """
+    _check_adaptable(cells, config_of)
+    replacements, common = {}, {}
+    kinds = {path: kind_of(cell, config_of(path)) for path, cell in cells.items()}
+    for path, cell in cells.items():
+        kind, config = kinds[path], config_of(path)
+        if kind not in common:
+            common[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
+        adapted = kind.from_cell(cell, config, common[kind])
+        for part, parameter in adapted.parts().items():
+            parameter.name = f"{path}.{PART_NAMES[part]}"
+        replacements[id(cell)] = adapted
+    replace_children(network, replacements)
+    logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
+
+
+def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
+    """Freezes every parameter of ``network`` but A (without freeze_lora_a) and B, and what modules_to_save named.
+
+    Args:
+        network (nn.Cell): A network with LoRADense cells.
+        config (LoraConfig): Its freeze_exclude names parameters to train besides (shell-style patterns on full
+            parameter names), its freeze_include parameters to freeze besides; one that both match is left as it
+            would be without them. Default: None.
+
+    Raises:
+        LoraError: The network holds no LoRADense cell.
+        TargetError: A pattern matches no parameter.
+    """
+    adapters = {id(p) for _, cell in lora_cells(network) for p in cell.trained_parameters()}
+    if not adapters:
+        raise LoraError("The network holds no LoRADense cell: freezing the base would leave nothing to train. "
+                        "Call apply_lora first.")
+    adapters |= {id(p) for p in saved_module_parameters(network)}
+    parameters = list(network.get_parameters())
+    freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
+    train = _matched_names(parameters, config.freeze_exclude if config else None, "freeze_exclude")
+    trains = {}
+    for parameter in parameters:
+        trains[parameter.name] = id(parameter) in adapters
+        if (parameter.name in freeze) != (parameter.name in train):
+            trains[parameter.name] = parameter.name in train
+    if not any(trains.values()):
+        raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
+    packed = [p.name for p in parameters if trains[p.name] and p.dtype == mstype.uint8]
+    if packed:
+        raise TargetError(f"modules_to_save or freeze_exclude trains {listed(packed)}, which is quantized, and "
+                          "4-bit weights do not train. Add it to quantize_exclude.")
+    for parameter in parameters:
+        parameter.requires_grad = trains[parameter.name]
+    extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
+    if extra:
+        logger.warning("Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
+                       "tensors and the modules of modules_to_save alone, so name these there, or keep them with "
+                       "mindspore.save_checkpoint.", len(extra), listed(extra))
+
+
+
+
+
+
+
+
+def trainable_summary(network: nn.Cell) -> str:
+    """Returns a table of what trains: a line for each kind of cell, and the totals as PEFT prints them.
+
+    Args:
+        network (nn.Cell): Any network.
+
+    Returns:
+        str, the last line being "trainable params: N || all params: N || trainable%: P".
+    """
+    cells = dict(lora_cells(network))
+    by_kind: Dict[tuple, List[str]] = {}
+    for path, cell in cells.items():
+        shape = (cell.in_channels, cell.out_channels, cell.lora_rank, cell.lora_alpha)
+        by_kind.setdefault((path.rpartition(".")[2],) + shape, []).append(path)
+    lines = []
+    if by_kind:
+        rows = [("adapters on", "cells", "in x out", "rank", "alpha", "parameters")]
+        for (_, in_channels, out_channels, rank, alpha), paths in by_kind.items():
+            count = sum(p.size for path in paths for p in cells[path].trained_parameters())
+            rows.append((listed(paths), str(len(paths)), f"{in_channels} x {out_channels}", str(rank),
+                         f"{alpha:g}", f"{count:,}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        for row in rows:
+            lines.append("  ".join([row[0].ljust(widths[0])] + [text.rjust(width)
+                                                                for text, width in zip(row[1:], widths[1:])]))
+    total = parameter_count(network)
+    trainable = sum(p.size for p in network.trainable_params())
+    share = 100 * trainable / total if total else 0
+    lines.append(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")
+    return "\n".join(lines)
+
+
+def _check_adaptable(cells, config_of):
+    def check(path, cell):
+        config = config_of(path)
+        kind_of(cell, config).check(cell, config)
+
+    refused = refusals(cells, check)
+    if refused:
+        raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {'; '.join(refused)}")
+
+
+def _saved_module_parameters(network, modules, selected) -> list:
+    """Returns the parameters of the modules that an item of ``modules`` names by an end of their path."""
+    whole = []
+    for module in modules or ():
+        hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]
+        if not hits:
+            raise TargetError(f"modules_to_save names {module!r}, which matches no module. "
+                              f"Parameters: {listed(p.name for p in network.get_parameters())}.")
+        adapted = [path for path in selected if any(p.name.startswith(path + ".") for p in hits)]
+        if adapted:
+            raise TargetError(f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
+                              "A module is either trained whole or adapted.")
+        whole += hits
+    return whole
+
+
+def _matched_names(parameters, patterns, field) -> set:
+    matched = set()
+    for pattern in patterns or ():
+        hits = {p.name for p in parameters if fnmatch.fnmatchcase(p.name, pattern)}
+        if not hits:
+            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. "
+                              f"Parameters: {listed(p.name for p in parameters)}.")
+        matched |= hits
+    return matched

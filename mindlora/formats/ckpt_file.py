@@ -1,0 +1,153 @@
+"""MindSpore's .ckpt files as NumPy arrays, and back: read and written without MindSpore.
+
+A file is one protobuf message, Checkpoint in mindspore/train/checkpoint.proto: a sequence of named tensors.
+"""
+import binascii
+import math
+from typing import Callable, Dict, Iterable, NamedTuple, Tuple
+
+import numpy as np
+
+from mindlora.common import atomic
+from mindlora.errors import AdapterFormatError, TruncatedAdapterError
+from mindlora.formats import protobuf
+from mindlora.numerics.dtypes import BFLOAT16
+
+# A .ckpt that was cut between two records loads without an error. In one that write made, the first record promises
+# the last one, a text.
+_FIRST = "mindlora_begin"
+_METADATA = "mindlora"
+_DTYPES = {"Float64": np.dtype("<f8"), "Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16,
+           "Int64": np.dtype("<i8"), "Int32": np.dtype("<i4"), "Int16": np.dtype("<i2"), "Int8": np.dtype("i1"),
+           "UInt64": np.dtype("<u8"), "UInt32": np.dtype("<u4"), "UInt16": np.dtype("<u2"), "UInt8": np.dtype("u1"),
+           "Bool": np.dtype("?")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CHECKSUM = b"crc_num"  # Before the last 10 bytes of a file that was saved with crc_check.
+_MAX_AXES = 32  # NumPy's.
+_PIECE_BYTES = 2**29  # MindSpore divides a larger tensor among several records.
+
+
+# Numbers of the fields: of Checkpoint, of Checkpoint.Value, and of TensorProto.
+_VALUE = 1
+_TAG, _TENSOR = 1, 2
+_DIMS, _TYPE, _CONTENT = 1, 2, 3
+
+
+class _Tensor(NamedTuple):
+    """A record, or one piece of a large tensor."""
+    dims: Tuple[int, ...]
+    dtype: str
+    content: memoryview
+
+
+def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray], str]:
+    """Returns the tensors whose names are ``wanted``, and the text that write put beside them, or "".
+
+    mindspore.load_checkpoint is not asked: where a record holds more or fewer bytes than its shape takes, it writes
+    past the end of its memory, or makes up the rest.
+
+    Raises:
+        TruncatedAdapterError: The file ends before its content does, or is no MindSpore checkpoint.
+        AdapterFormatError: A tensor is there twice or in a dtype that is not known.
+    """
+    records = _records(path, wanted)
+    begun, metadata = records.pop(_FIRST, None), records.pop(_METADATA, None)
+    if begun and not metadata:
+        raise TruncatedAdapterError(f"{path} is truncated: its last record is missing. Copy or save it again.")
+    return {key: _array(key, tensors, path) for key, tensors in records.items()}, _text(metadata, path)
+
+
+def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
+    """Writes arrays and a text as one .ckpt, in one step."""
+    with atomic.replace_file(path) as written, open(written, "wb") as file:
+        file.write(_record(_FIRST, "Int32", (), np.int32(1).tobytes()))
+        _write_arrays(file, tensors.items())
+        file.write(_record(_METADATA, "str", (0,), np.array(metadata).tobytes()))
+
+
+def write_arrays(path: str, arrays: Iterable[Tuple[str, np.ndarray]]) -> None:
+    """Writes (name, array) pairs as one .ckpt as they come, so that one array at a time is in memory."""
+    with open(path, "wb") as file:
+        _write_arrays(file, arrays)
+
+
+def _write_arrays(file, arrays):
+    for name, array in arrays:
+        pieces = np.array_split(array, math.ceil(array.nbytes / _PIECE_BYTES)) if array.nbytes > _PIECE_BYTES else [array]
+        for piece in pieces:
+            file.write(_record(name, _NAMES[array.dtype], array.shape, piece.tobytes()))
+
+
+def _record(name, dtype, shape, content) -> bytes:
+    dims = b"".join(protobuf.number(_DIMS, size) for size in shape)
+    tensor = dims + protobuf.content(_TYPE, dtype.encode()) + protobuf.content(_CONTENT, content)
+    return protobuf.content(_VALUE, protobuf.content(_TAG, name.encode()) + protobuf.content(_TENSOR, tensor))
+
+
+def _records(path, wanted) -> Dict[str, list]:
+    """Returns name -> the pieces of its tensor, which is in several where it is large."""
+    with open(path, "rb") as file:
+        content = file.read()
+    if not content:
+        raise TruncatedAdapterError(f"{path} is truncated: it is empty. Copy or save it again.")
+    if content[-17:-10] == _CHECKSUM:
+        content, checksum = content[:-17], int.from_bytes(content[-10:], "big")
+        if checksum != binascii.crc32(content):
+            raise TruncatedAdapterError(f"{path} is damaged: its checksum is that of other bytes. Copy or save it "
+                                        "again.")
+    records, before = {}, None
+    try:
+        for field, _, value in protobuf.fields(memoryview(content)):
+            if field != _VALUE:
+                continue
+            name, tensor = _parsed(value)
+            if name in (_FIRST, _METADATA) or wanted(name):
+                if name in records and name != before:
+                    raise AdapterFormatError(f"{path} names {name} twice: which of the two counts is not said.")
+                records.setdefault(name, []).append(tensor)
+            before = name
+    except AdapterFormatError:
+        raise
+    # A name that is not UTF-8, or a field of another kind than it must be, too.
+    except (ValueError, TypeError) as error:
+        raise TruncatedAdapterError(f"{path} is truncated or no MindSpore checkpoint: {error}") from error
+    return records
+
+
+def _parsed(value) -> Tuple[str, _Tensor]:
+    """Returns the name and the tensor of one Checkpoint.Value."""
+    parts = {field: content for field, _, content in protobuf.fields(value)}
+    dims, found = [], {}
+    for field, wire_type, content in protobuf.fields(parts.get(_TENSOR, memoryview(b""))):
+        if field == _DIMS and wire_type == protobuf.NUMBER:
+            # An int64: the upper half of the range is below zero.
+            dims.append(content - 2**64 if content >= 2**63 else content)
+        else:
+            found[field] = content
+    if _TAG not in parts or not {_TYPE, _CONTENT} <= found.keys():
+        raise ValueError("a record lacks its name, its dtype or its content")
+    return str(parts[_TAG], "utf-8"), _Tensor(tuple(dims), str(found[_TYPE], "utf-8"), found[_CONTENT])
+
+
+def _array(key, tensors, path) -> np.ndarray:
+    name, shape = tensors[-1].dtype, tensors[-1].dims
+    if name not in _DTYPES:
+        raise AdapterFormatError(f"{path}: {key} is stored as {name}, which is not supported. Known: "
+                                 f"{', '.join(_DTYPES)}.")
+    shape = () if shape == (0,) else shape  # One of the ways in which MindSpore writes a scalar.
+    content = b"".join(tensor.content for tensor in tensors)
+    if len(shape) > _MAX_AXES or min(shape, default=1) < 1 or math.prod(shape) * _DTYPES[name].itemsize != len(content):
+        raise TruncatedAdapterError(f"{path} is truncated or damaged: {key} is {name} {list(shape)} in {len(content)} "
+                                    "bytes. Copy or save it again.")
+    return np.frombuffer(content, _DTYPES[name]).reshape(shape)
+
+
+def _text(tensors, path) -> str:
+    if not tensors:
+        return ""
+    try:
+        # As NumPy keeps texts.
+        return b"".join(tensor.content for tensor in tensors).decode("utf-32-le").rstrip("\0")
+    except UnicodeDecodeError as error:
+        raise TruncatedAdapterError(f"{path} is truncated or damaged: its last record is no text. Copy or save it "
+                                    "again.") from error

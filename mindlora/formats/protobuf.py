@@ -1,0 +1,71 @@
+"""As much of protobuf's wire format as a MindSpore checkpoint takes: fields that are numbers, texts or messages.
+
+google.protobuf is not used, because MindSpore can only work with its pure-Python implementation, which a process
+chooses at its first import: a file that was read before MindSpore is imported would break MindSpore.
+"""
+from typing import Iterator, Tuple, Union
+
+# The two wire types that the messages use; fields of the other types are skipped.
+NUMBER, CONTENT = 0, 2
+_FIXED_SIZES = {1: 8, 5: 4}
+
+Value = Union[int, memoryview]
+
+
+def fields(message: memoryview) -> Iterator[Tuple[int, int, Value]]:
+    """Yields (field number, wire type, value) for each number and each content in a message, in its order.
+
+    Raises:
+        ValueError: The message ends inside a field, or is not protobuf.
+    """
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        field, wire_type = key >> 3, key & 7
+        if wire_type == NUMBER:
+            value, at = _varint(message, at)
+            yield field, wire_type, value
+            continue
+        size = _FIXED_SIZES.get(wire_type)
+        if wire_type == CONTENT:
+            size, at = _varint(message, at)
+        if not field or size is None:
+            raise ValueError(f"byte {at} begins no field of a protobuf message")
+        if at + size > len(message):
+            raise ValueError(f"a field of {size} bytes begins at byte {at} of {len(message)}")
+        if wire_type == CONTENT:
+            yield field, wire_type, message[at:at + size]
+        at += size
+
+
+def number(field: int, value: int) -> bytes:
+    """Returns the bytes of a field that is a whole number from 0 to 2^64 - 1."""
+    return _encoded(field << 3 | NUMBER) + _encoded(value)
+
+
+def content(field: int, value: bytes) -> bytes:
+    """Returns the bytes of a field that is a text, bytes or a message."""
+    return _encoded(field << 3 | CONTENT) + _encoded(len(value)) + value
+
+
+def _varint(message, at) -> Tuple[int, int]:
+    """Returns the number at byte ``at``, seven bits in a byte, and where the next field continues."""
+    value = 0
+    for shift in range(0, 64, 7):
+        if at >= len(message):
+            raise ValueError(f"it ends inside a number, at byte {at}")
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & (2**64 - 1), at
+    raise ValueError(f"the number before byte {at} is longer than 64 bits")
+
+
+def _encoded(value) -> bytes:
+    result = bytearray()
+    while value >= 0x80:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)

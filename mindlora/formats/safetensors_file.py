@@ -1,0 +1,192 @@
+"""Safetensors files tensor by tensor: bytes as they are stored, bfloat16 included, read and written as a stream.
+
+safetensors' own reader judges whether a file is sound. What it lacks here: NumPy has no bfloat16, and its writer wants
+all tensors in memory at once.
+"""
+import json
+import math
+import os
+from typing import Dict, Iterable, List, NamedTuple, Tuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mindlora.errors import AdapterFormatError, TruncatedAdapterError
+from mindlora.numerics.dtypes import BFLOAT16
+
+_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
+           "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+           "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+           "BOOL": np.dtype("?")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_MAX_AXES, _MAX_ELEMENTS = 32, 2 ** 59  # NumPy's.
+# What the library's messages say when bytes are missing.
+_TRUNCATED = ("too small", "invalid header length", "not fully covered")
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor stands in a file.
+
+    Attributes:
+        dtype (numpy.dtype): Of the stored elements.
+        shape (tuple of int): Its shape.
+        offset (int): Of its first byte from the beginning of the file.
+        size (int): In bytes.
+    """
+    dtype: np.dtype
+    shape: Tuple[int, ...]
+    offset: int
+    size: int
+
+
+class TensorFile:
+    """A safetensors file that is open for reading; use it in a ``with`` statement. Several threads may read at once.
+
+    Args:
+        path (str): The file.
+
+    Attributes:
+        tensors (dict): Key -> TensorInfo, in the order of the bytes.
+        metadata (dict): The file's own texts.
+
+    Raises:
+        TruncatedAdapterError: The file ends before its content does, or holds more than it declares.
+        AdapterFormatError: It is no safetensors file, names a tensor twice, or has a dtype that is not known.
+    """
+
+    def __init__(self, path: str):
+        self.path = str(path)
+        self.tensors, self.metadata = _read_header(self.path)
+
+        self._file = open(self.path, "rb", buffering=0)
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def read(self, key: str) -> np.ndarray:
+        """Returns one tensor in its stored dtype."""
+        info = self.tensors[key]
+        array = np.empty(info.shape, info.dtype)
+        self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset)
+        return array
+
+    def read_rows(self, key: str, begin: int, end: int) -> np.ndarray:
+        """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
+        info = self.tensors[key]
+        if not info.shape:
+            return self.read(key)
+        array = np.empty((end - begin,) + info.shape[1:], info.dtype)
+        row = info.size // max(info.shape[0], 1)
+        self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset + begin * row)
+        return array
+
+    def _fill(self, view, offset):
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
+            if not count:
+                raise TruncatedAdapterError(f"{self.path} became shorter while it was read.")
+            done += count
+
+
+def layout(entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
+           metadata: Dict[str, str] = None) -> Tuple[bytes, List[int], int]:
+    """Returns what a safetensors file begins with, where each tensor begins in it, and where the file ends.
+
+    Args:
+        entries (list): (key, dtype, shape) of each tensor.
+        metadata (dict): Texts to store with them. Default: None.
+    """
+    header, offset = {}, 0
+    if metadata:
+        header["__metadata__"] = metadata
+    for key, dtype, shape in entries:
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        header[key] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    return text, [len(text) + header[key]["data_offsets"][0] for key, _, _ in entries], len(text) + offset
+
+
+def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], contents: Iterable[np.ndarray],
+          metadata: Dict[str, str] = None) -> None:
+    """Writes a safetensors file as its contents come, so that one piece at a time is in memory.
+
+    Args:
+        path (str): The file, which is overwritten.
+        entries (list): (key, dtype, shape) of each tensor.
+        contents (iterable of arrays): The tensors' elements in the order of ``entries``; one tensor may come in
+            several pieces.
+        metadata (dict): Texts to store with them. Default: None.
+    """
+    text, _, end = layout(entries, metadata)
+    with open(path, "wb") as file:
+        file.write(text)
+        written = len(text)
+        for piece in contents:
+            piece = np.ascontiguousarray(piece)
+            file.write(memoryview(piece.reshape(-1).view(np.uint8)))
+            written += piece.nbytes
+    if written != end:
+        raise AssertionError(f"{written} bytes came for a file of {end}.")
+
+
+def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Dict[str, str] = None) -> None:
+    """Writes arrays that are all in memory, in the order of their keys."""
+    keys = sorted(tensors)
+    write(path, [(key, tensors[key].dtype, tensors[key].shape) for key in keys], (tensors[key] for key in keys),
+          metadata)
+
+
+
+
+
+
+
+
+
+
+def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except SafetensorError as error:
+        size = os.path.getsize(path)
+        if any(sign in str(error) for sign in _TRUNCATED):
+            raise TruncatedAdapterError(f"{path} is truncated or damaged: its {size} bytes are not what its header "
+                                        f"declares ({error}). Copy or save it again.") from error
+        raise AdapterFormatError(f"{path} is not a safetensors file: {error}.") from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length), object_pairs_hook=lambda pairs: _unique(pairs, path))
+    metadata = header.pop("__metadata__", None) or {}
+    tensors = {}
+    odd = [key for key, entry in header.items() if not isinstance(entry, dict)]
+    if odd:
+        # The library's reader takes [dtype, shape, offsets] too.
+        raise AdapterFormatError(f"{path} is not a safetensors file: its header describes {odd[0]} by no object.")
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in _DTYPES:
+            raise AdapterFormatError(f"{path}: {key} is stored as {entry['dtype']}, which is not supported. Known: "
+                                     f"{', '.join(_DTYPES)}.")
+        if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
+            # One that is empty can claim any size along its other axes.
+            raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, a shape that no array can have.")
+        begin, end = entry["data_offsets"]
+        tensors[key] = TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    return tensors, metadata
+
+
+def _unique(pairs, path):
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise AdapterFormatError(f"{path} names {', '.join(twice)} twice: which of the two counts is not said.")
+    return found

@@ -1,0 +1,198 @@
+"""Which linear cells a configuration selects: a regex on paths or bare names, a list of suffixes, all-linear."""
+import logging
+import re
+from typing import Callable, Dict, List, Optional, Sequence
+
+from mindlora.common.text import listed
+from mindlora.errors import TargetError
+from mindlora.models import names
+
+logger = logging.getLogger("mindlora")
+
+ALL_LINEAR = "all-linear"
+OUTPUT_HEADS = ("lm_head",)
+
+
+def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=None,
+                   other_cells: Dict[str, str] = None, layers=None) -> List[str]:
+    """Returns the paths in ``linear_paths`` that get an adapter.
+
+    Args:
+        linear_paths (Sequence[str]): Full paths of the linear cells of a network, in order.
+        target_modules (str or list): As in LoraConfig.
+        exclude_modules (str or list): As in LoraConfig. Default: None.
+        other_cells (dict): Full path -> class name of all other cells, to explain a name that matches none of the
+            linear ones. Default: None.
+        layers (int or list of int): layers_to_transform, as in LoraConfig. Default: None.
+
+    Returns:
+        list of str, in the order of ``linear_paths``.
+
+    Raises:
+        TargetError: Nothing is selected, a layer holds nothing that is selected, an item of a list selects nothing, or
+            a part of a concatenated cell (w_qkv, w_gate_hidden) is selected without the rest.
+    """
+    if target_modules is None:
+        raise TargetError("target_modules is missing: name the linear cells that get an adapter, "
+                          "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + _candidates(linear_paths))
+    if not linear_paths:
+        raise TargetError("The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing "
+                          "to put LoRA on.")
+    excluded = set()
+    if exclude_modules is not None:
+        excluded = set(_matching(linear_paths, exclude_modules, "exclude_modules", other_cells or {}))
+    chosen = _matching(linear_paths, target_modules, "target_modules", other_cells or {})
+    selected = [path for path in chosen if path not in excluded]
+    if not selected:
+        raise TargetError(f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
+                          f"target_modules {target_modules!r} selects: {listed(chosen)}.")
+    return selected if layers is None else _in_layers(selected, layers)
+
+
+def select_quantized(linear_paths: Sequence[str], exclude=None) -> List[str]:
+    """Returns the paths in ``linear_paths`` that quantize_base makes 4-bit: all but output heads and ``exclude``.
+
+    Args:
+        linear_paths (Sequence[str]): Full paths of linear cells, in order.
+        exclude (str or list): quantize_exclude, in the ways of target_modules. Default: None.
+
+    Raises:
+        TargetError: An item of ``exclude`` matches nothing, or nothing is left.
+    """
+    left_out = set() if exclude is None else set(_matching(linear_paths, exclude, "quantize_exclude", {}))
+    selected = [path for path in linear_paths
+                if path.rpartition(".")[2] not in OUTPUT_HEADS and path not in left_out]
+    if not selected:
+        raise TargetError("quantize_base finds no linear cell to quantize: output heads are left as they are, and "
+                          f"quantize_exclude is {exclude!r}." + _candidates(linear_paths))
+    return selected
+
+
+def _in_layers(paths, layers) -> List[str]:
+    """Returns the paths whose first number is one of ``layers``."""
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    numbers = {path: names.layer_of(path) for path in paths}
+    idle = sorted(set(wanted) - set(numbers.values()))
+    if idle:
+        raise TargetError(f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "
+                          f"nothing. It selects: {listed(paths)}.")
+    return [path for path in paths if numbers[path] in wanted]
+
+
+def _matching(linear_paths, spec, field, other_cells) -> List[str]:
+    """Returns the paths that one of the two pattern fields matches, each alternative having matched something."""
+    if spec == ALL_LINEAR:
+        selected = [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS]
+        if not selected:
+            raise TargetError(f"{field} 'all-linear' leaves output heads out, and the network has no other linear "
+                              "cell." + _candidates(linear_paths))
+        return selected
+    if isinstance(spec, str):
+        whole = _regex_matcher(spec)
+        alternatives = {text: _regex_matcher(text) for text in _split_alternatives(spec)}
+    else:
+        alternatives = {item: _suffix_matcher(item) for item in spec}
+
+        def whole(path):
+            return any(matches(path) for matches in alternatives.values())
+
+    selected = [path for path in linear_paths if _selects(whole, path, field)]
+    if not selected:
+        raise TargetError(f"{field} {spec!r} matches no linear cell."
+                          + _near_misses(alternatives, other_cells) + _candidates(linear_paths))
+    reachable = list(linear_paths) + [part for path in linear_paths for part in names.joined_parts(path)]
+    unmatched = {text: matches for text, matches in alternatives.items() if not any(map(matches, reachable))}
+    if unmatched:
+        message = (f"{field} {spec!r}: {', '.join(repr(text) for text in unmatched)} matches no linear cell."
+                   + _near_misses(unmatched, other_cells) + _candidates(linear_paths))
+        if not isinstance(spec, str):
+            raise TargetError(message)
+        # One regex is often written for several models at once, so an idle alternative is only said.
+        logger.warning("%s The other alternatives match %d cells.", message, len(selected))
+    return selected
+
+
+def _selects(matches: Callable[[str], bool], path: str, field: str) -> bool:
+    """Tells whether a spec selects the cell at ``path``; a concatenated cell needs all of its parts or its own name."""
+    if matches(path):
+        return True
+    parts = names.joined_parts(path)
+    hit = [part for part in parts if matches(part)]
+    if hit and len(hit) < len(parts):
+        missing = [part.rpartition(".")[2] for part in parts if part not in hit]
+        leaf = path.rpartition(".")[2]
+        raise TargetError(f"{field} names {', '.join(part.rpartition('.')[2] for part in hit)}, but here {path} holds "
+                          f"{', '.join(part.rpartition('.')[2] for part in parts)} in one cell. Name {leaf}, or "
+                          f"{', '.join(missing)} as well, or build the model with qkv_concat: False.")
+    return bool(hit)
+
+
+def _regex_matcher(pattern: str) -> Callable[[str], bool]:
+    """Full path as PEFT does, or the beginning of a bare cell name as MindFormers does."""
+    compiled = re.compile(pattern)
+
+    def matches(path):
+        return any(compiled.fullmatch(name) or compiled.match(name.rpartition(".")[2]) for name in names.aliases(path))
+    return matches
+
+
+def _suffix_matcher(suffix: str) -> Callable[[str], bool]:
+    def matches(path):
+        return any(name == suffix or name.endswith("." + suffix) for name in names.aliases(path))
+    return matches
+
+
+def _split_alternatives(pattern: str) -> List[str]:
+    """Splits a regex at the | that stand outside every bracket; one whose pieces do not stand alone stays whole."""
+    pieces, depth, in_class, escaped, piece = [], 0, False, False, ""
+    for char in pattern:
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char == "|" and depth == 0:
+            pieces.append(piece)
+            piece = ""
+            continue
+        piece += char
+    pieces.append(piece)
+    try:
+        for piece in pieces:
+            re.compile(piece)
+    except re.error:
+        # For instance (w)q|\1k, where the second piece refers to the first, or []|], where ] is in the class.
+        return [pattern]
+    return pieces
+
+
+def _near_misses(alternatives, other_cells) -> str:
+    """Says which cells of another kind a spec that matched nothing does match."""
+    for text, matches in alternatives.items():
+        hits = [path for path in other_cells if path and matches(path)]
+        if hits:
+            return f" {text!r} does match {hits[0]}, but that is a {other_cells[hits[0]]} and not a linear cell."
+    return ""
+
+
+def _candidates(linear_paths) -> str:
+    return f" Linear cells of this network: {listed(linear_paths)}."
+
+
+def pattern_value(pattern: Optional[dict], path: str, default):
+    """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or an end of it.
+
+    Args:
+        pattern (dict): Regular expression -> value, or None.
+        path (str): Full path of a cell; its Hugging Face name is tried too.
+        default: What to return where nothing matches.
+    """
+    for expression, value in (pattern or {}).items():
+        if any(re.match(rf"(.*\.)?({expression})$", name) for name in names.aliases(path)):
+            return value
+    return default

@@ -1,0 +1,42 @@
+"""The fingerprint of the base weights under the adapters of a network."""
+from typing import Dict, Optional, Tuple
+
+from mindspore import nn
+
+from mindlora.adapters.fingerprint import mark_of, picked, sampled
+from mindlora.nn.tree import lora_cells, weight_of
+
+
+def base_fingerprint(network: nn.Cell) -> Optional[dict]:
+    """Returns a mark of the frozen weights under the adapters of ``network``, as they were before any initialize_adapters.
+
+    Args:
+        network (nn.Cell): A network with LoRADense cells.
+
+    Returns:
+        dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
+        elements of each of up to 8 of them; of quantized ones of their codes, and with "quantization", how. None
+        while MindSpore has not given the weights values yet.
+    """
+    cells = dict(lora_cells(network))
+    for cell in cells.values():
+        if cell.initial_pair:
+            return cell.initial_pair.fingerprint
+    return fingerprint_of(cells)
+
+
+def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
+    """Returns base_fingerprint's mark of the weights of cells by their paths."""
+    if any(weight_of(cell).has_init for cell in cells.values()):
+        return None
+    mark = mark_of({path: weight_shape(cell) for path, cell in cells.items()},
+                   {path: picked(weight_of(cells[path]).asnumpy()) for path in sampled(cells)})
+    kinds = {kind for cell in cells.values() if (kind := getattr(cell, "quantization", None))}
+    return {**mark, "quantization": "loftq" if "loftq" in kinds else kinds.pop()} if kinds else mark
+
+
+def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
+    """Returns the shape of the weight of a cell, of a quantized one that of the weight it stands for."""
+    if getattr(cell, "quantization", None):
+        return cell.out_channels, cell.in_channels
+    return tuple(weight_of(cell).shape)

@@ -1,0 +1,42 @@
+"""Which cell carries the adapter of a base cell: one line for each kind."""
+from typing import Tuple, Type
+
+from mindspore import nn
+
+from mindlora.config import LoraConfig
+from mindlora.nn.cell import LoRACell
+from mindlora.nn.conv import LoRAConv2d
+from mindlora.nn.dense import LoRADense
+from mindlora.nn.dora import DoRADense
+from mindlora.nn.embedding import LoRAEmbedding
+from mindlora.nn.qlora import QLoRADense
+from mindlora.nn.vera import VeRADense
+
+# The first one that takes the base cell and serves the configuration.
+KINDS = (
+    DoRADense,
+    VeRADense,
+    LoRADense,
+    QLoRADense,
+    LoRAEmbedding,
+    LoRAConv2d,
+)
+
+
+def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
+    """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``.
+
+    For a cell that no class takes, and for an adapter that none serves there, it is one whose check says why.
+    """
+    kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
+    return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
+
+
+def adaptable_types() -> Tuple[type, ...]:
+    """Returns the classes of cells that can carry an adapter."""
+    return tuple({base: None for kind in KINDS for base in kind.base_types()})
+
+
+def adaptable_linear_types() -> Tuple[type, ...]:
+    """Returns the classes of linear cells that can carry an adapter, quantized ones included."""
+    return tuple({base: None for kind in KINDS if issubclass(kind, LoRADense) for base in kind.base_types()})

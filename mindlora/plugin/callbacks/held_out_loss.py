@@ -1,0 +1,57 @@
+"""HeldOutLoss: the loss on held-out data, measured while training."""
+import os
+
+from mindspore import Callback
+
+from mindlora.errors import ConfigError
+from mindlora.plugin import resume as training_state
+from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.plugin.log import logger
+from mindlora.plugin.network import base_of
+from mindlora.training.held_out import HeldOutLossCell, held_out_loss
+
+
+@register
+class HeldOutLoss(Callback):
+    """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
+
+    The metric stands for the step alone at which it was measured; LoraCheckpoint sees it if it is listed after this.
+
+    Args:
+        dataset_dir (str): MindRecord with int32 columns input_ids and labels.
+        every_steps (int): How often. Default: 100. It is measured at the last step too.
+        batch_size (int): Rows at a time. Default: 8.
+
+    Raises:
+        ConfigError: An argument is out of range, or there is no such file.
+    """
+
+    def __init__(self, dataset_dir, every_steps=100, batch_size=8):
+        super().__init__()
+        for name, value in (("every_steps", every_steps), ("batch_size", batch_size)):
+            check_count(name, value)
+        if not os.path.exists(dataset_dir):
+            raise ConfigError(f"dataset_dir {dataset_dir} does not exist.")
+        self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size
+        self.cell, self.step_before, self.measured = None, 0, []
+
+    def on_train_epoch_begin(self, run_context):
+        # Not at the beginning of training, when a resumed run may not yet know its step.
+        self.step_before = run_context.original_args().cur_step_num
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        step, results = params.cur_step_num, dict(params.get("eval_results") or {})
+        results.pop("held_out_loss", None)
+        if (training_state.passed(self.every_steps, self.step_before, step)
+                or step >= training_state.total_steps(params)):
+            if self.cell is None:
+                network = base_of(params.train_network)
+                self.cell = HeldOutLossCell(network, network.config.ignore_token_id)
+            loss = held_out_loss(self.cell, self.dataset_dir, self.batch_size)
+            params.train_network.set_train(True)
+            logger.info("step %d: held_out_loss %.6f", step, loss)
+            results["held_out_loss"] = loss
+            self.measured.append((step, loss))
+        params["eval_results"] = results
+        self.step_before = step

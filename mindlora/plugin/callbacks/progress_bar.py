@@ -1,0 +1,39 @@
+"""ProgressBar: step, loss and time left on stderr."""
+from mindformers.tools.utils import get_real_rank
+from mindspore import Callback
+from tqdm import tqdm
+
+from mindlora.plugin import resume as training_state
+from mindlora.plugin.callbacks.common import loss_of, register
+
+
+@register
+class ProgressBar(Callback):
+    """Shows step, loss and time left on stderr while training, on rank 0.
+
+    Args:
+        label (str): What stands before the bar. Default: "training".
+    """
+
+    def __init__(self, label="training"):
+        super().__init__()
+        self.label, self.bar = label, None
+
+    def on_train_epoch_begin(self, run_context):
+        # Not at the beginning of training, when a resumed run may not yet know its step.
+        if self.bar is not None:
+            return
+        params = run_context.original_args()
+        self.bar = tqdm(total=training_state.total_steps(params), initial=params.cur_step_num, desc=self.label,
+                        unit="step", disable=get_real_rank() != 0, dynamic_ncols=True,
+                        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left"
+                                   "{postfix}")
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        self.bar.set_postfix_str(f"loss {loss_of(params):.3f}", refresh=False)
+        self.bar.update(params.cur_step_num - self.bar.n)
+
+    def on_train_end(self, run_context):
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,77 @@
+"""LoRA+: B learns faster than A."""
+from typing import List, Union
+
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+from mindlora.config import check_ratio
+from mindlora.errors import ConfigError, LoraError
+from mindlora.nn.cell import LORA_B, MAGNITUDE
+from mindlora.nn.tree import lora_cells
+
+# Ends of the names of the parameters that learn faster; with PEFT, DoRA's magnitudes do so too.
+FASTER = (LORA_B, MAGNITUDE)
+
+
+class ScaledSchedule(LearningRateSchedule):
+    """ratio times another schedule, at every step.
+
+    Args:
+        schedule (LearningRateSchedule): The other schedule.
+        ratio (float): The factor.
+    """
+
+    def __init__(self, schedule, ratio):
+        super().__init__()
+        self.schedule, self.ratio = schedule, ratio
+
+    def construct(self, global_step):
+        return self.schedule(global_step) * self.ratio
+
+
+def lora_plus_groups(network: nn.Cell, learning_rate: Union[float, list, Tensor, LearningRateSchedule],
+                     ratio: float = 16, weight_decay: float = 0.0) -> List[dict]:
+    """Returns the trainable parameters of ``network`` in groups for a MindSpore optimizer: lr(B) = ratio lr(A).
+
+    B, and DoRA's magnitudes, are in the faster group; A and whatever else trains in the other.
+
+    Args:
+        network (nn.Cell): A network with LoRADense cells, frozen as it is to train (see freeze_base).
+        learning_rate (float, list, Tensor or LearningRateSchedule): That of A: one for all steps, one for each step
+            (a list, or a Tensor of shape [steps]), or a schedule.
+        ratio (float): At least 1; the paper finds 16 good. Default: 16.
+        weight_decay (float): Of both groups. Default: 0.0.
+
+    Returns:
+        list of dict, the first argument of ``mindspore.nn.AdamWeightDecay`` or any other optimizer with groups.
+
+    Raises:
+        ConfigError: ratio is no number of at least 1, or learning_rate is of another type.
+        LoraError: No B of the network trains.
+
+    Source: Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024.
+    """
+    check_ratio(ratio, "ratio")
+    adapted = {id(p) for _, cell in lora_cells(network) for p in cell.lora_parameters()}
+    trained = network.trainable_params()
+    faster = [p for p in trained if id(p) in adapted and p.name.endswith(FASTER)]
+    if not any(p.name.endswith(LORA_B) for p in faster):
+        raise LoraError("The network has no B that trains, so there is nothing for LoRA+ to speed up. Call apply_lora "
+                        "and freeze_base first.")
+    chosen = {id(p) for p in faster}
+    groups = [([p for p in trained if id(p) not in chosen], learning_rate),
+              (faster, _multiplied(learning_rate, ratio))]
+    return [{"params": params, "lr": rate, "weight_decay": weight_decay} for params, rate in groups if params]
+
+
+def _multiplied(rate, ratio):
+    if isinstance(rate, LearningRateSchedule):
+        return ScaledSchedule(rate, ratio)
+    if isinstance(rate, Tensor):
+        return Tensor((rate.asnumpy() * ratio).astype(np.float32))
+    if isinstance(rate, (list, tuple)):
+        return [step * ratio for step in rate]
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise ConfigError(f"learning_rate is {rate!r}: it must be a number, a list, a Tensor or a schedule.")
+    return rate * ratio

@@ -1,0 +1,191 @@
+"""quantize_checkpoint: the bytes of quantize, whatever the pieces; a stream; and what is refused."""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mindlora import Adapter
+from mindlora.adapters.files import write
+from mindlora.base import quantize as module
+from mindlora.base.convert import convert_base
+from mindlora.base.merge import merge_checkpoint
+from mindlora.base.quantize import check_fits, quantize_checkpoint
+from mindlora.cli import main
+from mindlora.errors import CheckpointError, LoraError, QuantizationError, TargetError, TruncatedAdapterError
+from mindlora.formats.safetensors_file import TensorFile, write_arrays
+from mindlora.models import names
+from mindlora.numerics.dtypes import BFLOAT16, to_float32
+from mindlora.numerics.nf4 import TENSOR_NAMES, quantize
+from tests.conftest import ROOT
+from tests.support.llama_checkpoints import CONFIG, assert_same, llama, load, save_base
+
+FLOAT16, FLOAT32 = np.dtype("<f2"), np.dtype("<f4")
+
+
+def expected(tensors, exclude=()):
+    """Returns what is written of a Hugging Face Llama's parameters."""
+    result = {}
+    for name, array in tensors.items():
+        name = names.parameter_to_mindformers(name)
+        path = name[:-len(".weight")]
+        leaf = path.rpartition(".")[2]
+        if name.endswith(".weight") and leaf.startswith("w") and leaf not in exclude:
+            packed = quantize(to_float32(array))
+            result.update({f"{path}.{TENSOR_NAMES[field]}": getattr(packed, field) for field in TENSOR_NAMES})
+        else:
+            result[name] = array
+    return result
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("form", ["hf folder", "hf file", "mindformers", "ckpt"])
+def test_it_writes_what_quantize_makes_of_each_linear_weight(tmp_path, dtype, form):
+    tensors = llama(biases=True, dtype=dtype)
+    source = save_base(tmp_path / "hf", tensors, 2, **CONFIG)
+    if form == "hf file":
+        source = str(tmp_path / "hf.safetensors")
+        write_arrays(source, tensors)
+    elif form != "hf folder":
+        target = str(tmp_path / ("mf.ckpt" if form == "ckpt" else "mf"))
+        convert_base(source, target, "hf", "mindformers")
+        source = target
+    output = str(tmp_path / "q.safetensors")
+    report = quantize_checkpoint(source, output)
+    assert_same(load(output), expected(tensors))
+    assert len(report.quantized) == 14 and report.bytes == sum(a.nbytes for a in expected(tensors).values())
+    assert report.bytes_before == sum(a.nbytes for a in tensors.values())
+    with TensorFile(output) as file:
+        assert file.metadata == {"format": "ms", "mindlora": '{"quantize_base": "nf4"}'}
+    check_fits(output, None)
+
+
+@pytest.mark.parametrize("shape", [(48, 40), (300, 130), (7, 4097), (513, 64)], ids=str)
+@pytest.mark.parametrize("at_once", [1, 5000, 1 << 20])
+def test_pieces_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, shape, at_once):
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    weight = np.random.default_rng(0).standard_t(4, shape).astype(np.float32)
+    source, output = str(tmp_path / "mf.safetensors"), str(tmp_path / "q.safetensors")
+    write_arrays(source, {"model.layers.0.attention.w_qkv.weight": weight, "model.norm_out.weight": weight[0]})
+    quantize_checkpoint(source, output)
+    packed = quantize(weight)
+    assert_same(load(output), {"model.norm_out.weight": weight[0], **{
+        f"model.layers.0.attention.w_qkv.{TENSOR_NAMES[field]}": getattr(packed, field) for field in TENSOR_NAMES}})
+
+
+def test_what_is_excluded_stays_as_it_is_and_the_run_must_say_the_same(tmp_path, capsys):
+    tensors, output = llama(), str(tmp_path / "q.safetensors")
+    source = save_base(tmp_path / "hf", tensors)
+    assert main(["quantize-base", source, output, "--exclude", "wq", "--exclude", "down_proj"]) == 0
+    assert "weights in NF4: 10, " in capsys.readouterr().out
+    assert_same(load(output), expected(tensors, ("wq", "w2")))
+    check_fits(output, ["wq", "w2"])
+    for exclude in (None, ["wq"], ["wq", "w2", "w3"]):
+        with pytest.raises(CheckpointError, match="was quantized with another quantize_exclude: it and this run"):
+            check_fits(output, exclude)
+    with pytest.raises(TargetError, match="quantize_exclude 'nothing' matches no linear cell"):
+        check_fits(output, "nothing")
+
+
+def test_the_state_of_an_optimizer_is_left_out(tmp_path):
+    convert_base(save_base(tmp_path / "hf", llama()), str(tmp_path / "mf"), "hf", "mindformers")
+    tensors = load(str(tmp_path / "mf"))
+    states = {f"adam_m.{name}": array for name, array in tensors.items()}
+    write_arrays(str(tmp_path / "all.safetensors"), {**tensors, **states})
+    report = quantize_checkpoint(str(tmp_path / "all.safetensors"), str(tmp_path / "q.safetensors"))
+    assert_same(load(str(tmp_path / "q.safetensors")), expected(llama()))
+    assert "Left out, the state of an optimizer: adam_m." in str(report)
+
+
+PEAK = """
+import sys
+import mindspore
+from mindlora.base.quantize import quantize_checkpoint
+
+def kib(field):
+    with open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith(field)).split()[1])
+
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the highest so far is forgotten
+before = kib("VmRSS")
+quantize_checkpoint(sys.argv[1], sys.argv[2])
+print(1024 * (kib("VmHWM") - before))
+"""
+
+
+def test_no_weight_is_in_memory_whole(tmp_path):
+    weight = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float16)
+    source = str(tmp_path / "mf.safetensors")
+    write_arrays(source, {f"model.layers.{i}.attention.wq.weight": weight for i in range(3)})
+    run = subprocess.run([sys.executable, "-c", PEAK, source, str(tmp_path / "q.safetensors")], text=True, check=False,
+                         capture_output=True, env={**os.environ, "PYTHONPATH": ROOT})
+    assert run.returncode == 0, run.stderr[-2000:]
+    peak = int(run.stdout.split()[-1])
+    print(f"peak {peak / 2**20:.1f} MiB above the imports; the largest tensor {weight.nbytes / 2**20:.1f} MiB")
+    assert peak < 1.3 * weight.nbytes
+
+
+# What is refused ------------------------------------------------------------------------------------------------
+
+def refused(source, output, error, message, **arguments):
+    """Asserts class and message of an error, and that nothing was written."""
+    folder = os.path.dirname(output)
+    before = sorted(os.listdir(folder))
+    with pytest.raises(error) as caught:
+        quantize_checkpoint(source, output, **arguments)
+    assert isinstance(caught.value, LoraError) and message in str(caught.value), str(caught.value)
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_sources_and_outputs_that_do_not_do(tmp_path):
+    tensors, output = llama(dtype=FLOAT32), str(tmp_path / "q.safetensors")
+    source = save_base(tmp_path / "hf", tensors)
+    refused(source, str(tmp_path / "q.ckpt"), CheckpointError, "q.ckpt is no .safetensors file")
+    refused(source, str(tmp_path / "folder"), CheckpointError, "folder is no .safetensors file")
+    refused(str(tmp_path / "absent"), output, CheckpointError, "absent does not exist.")
+    refused(source, output, TargetError, "quantize_exclude ['nothing'] matches no linear cell", exclude=["nothing"])
+    unknown = save_base(tmp_path / "unknown", {**tensors, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
+    refused(unknown, output, CheckpointError, "self_attn.sinks")
+    name = "model.layers.1.mlp.down_proj.weight"
+    integers = save_base(tmp_path / "integers", {**tensors, name: np.ones((32, 48), np.int8)})
+    refused(integers, output, CheckpointError, "model.layers.1.feed_forward.w2.weight is int8 [32, 48], which is")
+    for value in (np.nan, np.inf):
+        bad = tensors[name].copy()
+        bad[3, 4] = value
+        broken = save_base(tmp_path / str(value), {**tensors, name: bad})
+        refused(broken, output, QuantizationError, "1.feed_forward.w2.weight, from row 0 on, holds infinity")
+    truncated = tmp_path / "truncated.safetensors"
+    write_arrays(str(truncated), tensors)
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    refused(str(truncated), output, TruncatedAdapterError, "is truncated or damaged")
+    quantize_checkpoint(source, output)
+    refused(output, str(tmp_path / "again.safetensors"), CheckpointError, "is quantized already, at model.layers.")
+    written = (tmp_path / "q.safetensors").read_bytes()
+    refused(source, output, CheckpointError, "exists. Give another output, or --overwrite to replace it.")
+    refused(output, output, CheckpointError, "is, holds or lies in", overwrite=True)
+    quantize_checkpoint(source, output, overwrite=True)
+    assert (tmp_path / "q.safetensors").read_bytes() == written
+
+
+def test_a_base_in_float_does_not_fit(tmp_path):
+    source = str(tmp_path / "mf.safetensors")
+    convert_base(save_base(tmp_path / "hf", llama()), source, "hf", "mindformers")
+    with pytest.raises(CheckpointError) as caught:
+        check_fits(source, None)
+    assert str(caught.value) == (f"{source} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
+                                 f"mindlora quantize-base {source} base-nf4.safetensors")
+
+
+def test_other_verbs_refuse_a_quantized_base(tmp_path):
+    source, output = save_base(tmp_path / "hf", llama()), str(tmp_path / "q.safetensors")
+    quantize_checkpoint(source, output)
+    with pytest.raises(CheckpointError, match="have no name in Hugging Face's Llama"):
+        convert_base(output, str(tmp_path / "back"), None, "hf")
+    path = "model.layers.0.attention.wq"
+    write(Adapter({(path, "A"): np.ones((2, 32), np.float32), (path, "B"): np.ones((32, 2), np.float32)}, {path: 2.0}),
+          str(tmp_path / "adapter"))
+    with pytest.raises(LoraError) as caught:
+        merge_checkpoint(output, str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert "an adapter cannot be added to quantized weights" in str(caught.value)

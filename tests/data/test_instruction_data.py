@@ -1,0 +1,178 @@
+"""From instruction triples to MindRecord: what is learned, which rows are left out, and how many are held out."""
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from mindlora.data import instruction_data, instructions, tokenizers
+from mindlora.data.instructions import DataError
+from tests.support.instruction_rows import CHINESE, ENGLISH, EOS, PAD, as_json, as_jsonl, learned, names, read_back
+
+# A folder with real files to try, besides those that the tests make.
+REAL = pathlib.Path(os.environ.get("MINDLORA_TEST_DATA", "no folder is given"))
+
+
+# What is in a row
+
+@pytest.mark.parametrize("record", [CHINESE, ENGLISH])
+@pytest.mark.parametrize("template", ["alpaca", "plain"])
+def test_only_the_output_and_eos_are_learned(tmp_path, tokenizer, record, template):
+    output = tmp_path / "x.mindrecord"
+    source = as_json(tmp_path / "in.json", [record])
+    instruction_data.convert_alpaca(source, str(output), tokenizer, 400, template=template)
+    row, = read_back(output)
+    assert row["input_ids"].dtype == row["labels"].dtype == np.int32
+    assert row["input_ids"].shape == row["labels"].shape == (401,)
+    assert learned(row, tokenizer) == record["output"] + "</s>"
+    tokens = row["input_ids"][row["input_ids"] != PAD]
+    prompt = instructions.prompt_template(template).prompt(record)
+    assert tokenizer.decode(tokens.tolist()) == "<s>" + prompt + record["output"] + "</s>"
+    # In place: a label is the token at its own position.
+    counted = row["labels"] != instruction_data.IGNORE_TOKEN_ID
+    assert (row["labels"][counted] == row["input_ids"][counted]).all()
+    assert counted.sum() == counted[:len(tokens)][::-1].argmin()
+
+
+def test_columns_pad_and_mask_exactly():
+    encoded = instruction_data.Encoded(np.array([1, 10, 11, 20, 2], np.int32), 3)
+    columns = encoded.columns(6, pad_token_id=9, ignore_token_id=-1)
+    assert columns["input_ids"].tolist() == [1, 10, 11, 20, 2, 9, 9]
+    assert columns["labels"].tolist() == [-1, -1, -1, 20, 2, -1, -1]
+
+
+def test_a_row_may_have_one_token_more_than_the_model(tmp_path, tokenizer):
+    length = len(instruction_data.encode_row(ENGLISH, tokenizer, "plain").tokens)
+    source = as_json(tmp_path / "in.json", [ENGLISH])
+    report = instruction_data.convert_alpaca(source, str(tmp_path / "fits.mindrecord"), tokenizer, length - 1, template="plain")
+    assert (report.rows, report.longest, report.skipped) == (1, length, {})
+    message = rf"no row that can be used\. more than {length - 1} tokens: 1 \(row 1 at line 2\)"
+    with pytest.raises(DataError, match=message):
+        instruction_data.convert_alpaca(source, str(tmp_path / "short.mindrecord"), tokenizer, length - 2, template="plain")
+
+
+def test_the_loss_of_llama_is_the_mean_over_the_labels(tmp_path, tokenizer, make_llama, pynative_mode):
+    from mindformers.dataset import CausalLanguageModelDataset
+    from mindformers.tools.register import MindFormerConfig
+
+    output = tmp_path / "x.mindrecord"
+    report = instruction_data.convert_alpaca(as_json(tmp_path / "in.json", [ENGLISH, CHINESE]), str(output), tokenizer, 160,
+                                 template="plain")
+    dataset = CausalLanguageModelDataset(dataset_config=MindFormerConfig(
+        data_loader={"type": "MindDataset", "dataset_dir": str(output), "shuffle": False}, batch_size=2,
+        input_columns=["input_ids", "labels"], drop_remainder=True, num_parallel_workers=1,
+        python_multiprocessing=False))
+    input_ids, labels = next(dataset.create_tuple_iterator(num_epochs=1))
+    network = make_llama(seq_length=160, batch_size=2, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32,
+                         vocab_size=report.vocab_size, pad_token_id=report.pad_token_id)
+    loss = float(network.set_train(True)(input_ids, labels).asnumpy().item())
+    logits = network.set_train(False)(input_ids[:, :-1], labels[:, 1:])[0].asnumpy().astype(np.float64)
+    targets = labels.asnumpy()[:, 1:]
+    counted = targets != instruction_data.IGNORE_TOKEN_ID
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert counted.sum() == report.trained_tokens
+    assert loss == pytest.approx(-log_probabilities[counted, targets[counted]].mean(), rel=1e-5)
+
+
+# Rows that are left out or cut
+
+BAD_RECORDS = [
+    (5, "not an object"),
+    ({"instruction": "a", "output": "b"}, 'no "input"'),
+    ({"instruction": "a", "input": ""}, 'no "output"'),
+    ({"input": "", "output": "b"}, 'no "instruction"'),
+    ({"instruction": "a", "input": None, "output": "b"}, '"input" is not a string'),
+    ({"instruction": "a", "input": "", "output": " \n"}, 'empty "output"'),
+    ({"instruction": "", "input": " ", "output": "b"}, 'empty "instruction" and "input"'),
+    ({"instruction": "\ud800", "input": "", "output": "b"}, "not valid Unicode"),
+    ({"instruction": "a", "instances": []}, '"instances" is not a list with entries'),
+    ({"instruction": "a", "input": "", "output": "b " * 400}, "more than 101 tokens"),
+]
+
+
+@pytest.mark.parametrize("record, reason", BAD_RECORDS)
+def test_each_bad_row_is_skipped_and_named(tmp_path, tokenizer, record, reason):
+    source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, record, ENGLISH])
+    output = tmp_path / "x.mindrecord"
+    report = instruction_data.convert_alpaca(source, str(output), tokenizer, 100, template="plain")
+    assert report.skipped == {reason: ["line 2"]}
+    assert f"skipped, {reason}: 1 (line 2)" in str(report)
+    assert report.rows == len(read_back(output)) == 2
+
+
+@pytest.mark.parametrize("record, reason", BAD_RECORDS)
+def test_strict_writes_nothing(tmp_path, record, reason):
+    source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, record])
+    with pytest.raises(DataError, match="strict") as caught:
+        instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), 100, template="plain",
+                            train_vocab_size=260, strict=True)
+    assert f"{reason}: 1 (line 2)" in str(caught.value)
+    assert names(tmp_path) == ["in.jsonl"]
+
+
+def test_only_bad_rows_is_an_error(tmp_path, tokenizer):
+    source = as_jsonl(tmp_path / "in.jsonl", [1] * 12)
+    with pytest.raises(DataError, match=r"no row that can be used\. not an object: 12 \(line 1, .*line 10, \.\.\.\)"):
+        instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 100)
+    assert names(tmp_path) == ["in.jsonl"]
+
+
+def test_truncate_cuts_the_output_but_never_the_prompt(tmp_path, tokenizer):
+    long_output = {**ENGLISH, "output": "word " * 200}
+    long_prompt = {**ENGLISH, "instruction": "word " * 200}
+    source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, long_output, long_prompt])
+    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 100, template="plain",
+                                 truncate=True)
+    assert report.truncated == ["line 2"]
+    assert report.skipped == {"a prompt of more than 100 tokens": ["line 3"]}
+    cut = read_back(report.output)[1]
+    assert len(cut["input_ids"]) == 101 and EOS not in cut["input_ids"] and cut["labels"][-1] == cut["input_ids"][-1]
+    assert long_output["output"].startswith(learned(cut, tokenizer))
+    # The shortest that can be learned from: all of the prompt and one token of the output.
+    shortest = instruction_data.encode_row(ENGLISH, tokenizer, "plain").prompt_length
+    source = as_json(tmp_path / "one.json", [ENGLISH])
+    report = instruction_data.convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, shortest, template="plain",
+                                 truncate=True)
+    assert (report.rows, report.trained_tokens) == (1, 1)
+    with pytest.raises(DataError, match=f"a prompt of more than {shortest - 1} tokens"):
+        instruction_data.convert_alpaca(source, str(tmp_path / "z.mindrecord"), tokenizer, shortest - 1, template="plain",
+                            truncate=True)
+
+
+def test_an_input_that_the_template_has_no_place_for_is_not_dropped_silently(tmp_path, tokenizer):
+    source = as_json(tmp_path / "in.json", [CHINESE, ENGLISH])
+    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, template="{instruction}\n")
+    assert (report.rows, report.skipped) == (1, {"the template has no {input}": ["row 2 at line 7"]})
+
+
+# Whole files
+
+def test_holdout_takes_the_last_rows(tmp_path, tokenizer):
+    records = [{"instruction": "i", "input": "", "output": f"answer {number}"} for number in range(10)]
+    source = as_json(tmp_path / "in.json", records)
+    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, holdout=0.2)
+    assert (report.rows, report.held_out_rows, report.held_out) == (8, 2, str(tmp_path / "x-heldout.mindrecord"))
+    outputs = [learned(row, tokenizer) for row in read_back(report.output) + read_back(report.held_out)]
+    assert outputs == [record["output"] + "</s>" for record in records]
+    os.unlink(report.output)
+    with pytest.raises(DataError, match="x-heldout.mindrecord exists already"):
+        instruction_data.convert_alpaca(source, report.output, tokenizer, 200, holdout=0.2)
+    with pytest.raises(DataError, match="holdout is 1.0"):
+        instruction_data.convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, 200, holdout=1.0)
+    with pytest.raises(DataError, match="One row is too little"):
+        instruction_data.convert_alpaca(as_json(tmp_path / "one.json", [CHINESE]), str(tmp_path / "y.mindrecord"), tokenizer, 400,
+                            holdout=0.5)
+
+
+@pytest.mark.parametrize("name, length, count", [("huanhuan.json", 1024, 3729), ("alpaca_seed_tasks.jsonl", 2048, 175)])
+def test_real_files(tmp_path, name, length, count):
+    if not (REAL / name).exists():
+        pytest.skip(f"MINDLORA_TEST_DATA names no folder with {name}")
+    report = instruction_data.convert_alpaca(str(REAL / name), str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), length,
+                                 train_vocab_size=1000)
+    rows = instructions.read_rows(str(REAL / name))
+    assert report.rows + sum(map(len, report.skipped.values())) == len(rows) == count
+    tokenizer = tokenizers.load_tokenizer(str(tmp_path / "t"))
+    skipped = {place for places in report.skipped.values() for place in places}
+    kept = [row.record["output"] + "</s>" for row in rows if row.place not in skipped]
+    assert [learned(row, tokenizer) for row in read_back(report.output)] == kept

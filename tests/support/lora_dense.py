@@ -1,0 +1,25 @@
+"""A small LoRADense and its oracle, for the tests of LoRADense."""
+import mindspore as ms
+import pytest
+
+from mindlora import LoraConfig, LoRADense
+from tests.support.networks import as_array, lora_forward, randomize
+
+IN, OUT, RANK, ALPHA = 7, 5, 3, 4.5
+SCALE = ALPHA / RANK
+CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
+IN_GRAPH_MODE = pytest.mark.parametrize("mode", [ms.GRAPH_MODE], indirect=True)
+
+
+def adapted(cell, config=CONFIG):
+    """Returns a LoRADense over ``cell`` whose A and B are normal."""
+    lora = LoRADense.from_dense(cell, config)
+    randomize(lora.lora_parameters(), seed=2)
+    return lora
+
+
+def oracle(lora, x, activation=None):
+    """Returns what a LoRADense must compute."""
+    a, b = lora.lora_parameters()
+    return lora_forward(x, as_array(lora.weight), as_array(a), as_array(b), lora.lora_alpha / lora.lora_rank,
+                        None if lora.bias is None else as_array(lora.bias), activation)

@@ -1,0 +1,91 @@
+"""The PEFT process as an object whose methods are its verbs, and safetensors files read with nothing of mindlora's."""
+import contextlib
+import json
+import os
+import subprocess
+import threading
+
+import numpy as np
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "peft_side.py")
+# Seconds that one request may take; the first one waits for the imports too.
+PATIENCE = 180
+
+
+class PeerError(AssertionError):
+    """PEFT refused, or its process ended."""
+
+
+class Peer:
+    """Starts peft_side.py; ``peer.logits(...)`` asks it for its verb ``logits``.
+
+    Args:
+        python (str): The interpreter of the environment that holds PEFT.
+        log (str): Where the process writes its stderr.
+    """
+
+    def __init__(self, python, log):
+        self.log = log
+        # Neither the paths of this environment's packages nor a network.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
+        with open(log, "w", encoding="utf-8") as stderr:
+
+            self._process = subprocess.Popen([python, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             stderr=stderr, text=True, env=environment)
+
+    def __getattr__(self, verb):
+        return lambda **arguments: self._ask(verb=verb, **arguments)
+
+    def close(self):
+        """Ends the process."""
+        with contextlib.suppress(BrokenPipeError):  # It ended before.
+            self._process.stdin.close()
+        self._process.wait(10)
+
+    def _ask(self, **request):
+        watch = threading.Timer(PATIENCE, self._process.kill)
+        watch.start()
+        try:
+            self._process.stdin.write(json.dumps(request, default=str) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            watch.cancel()
+        if not line:
+            with open(self.log, encoding="utf-8") as file:
+                raise PeerError(f"PEFT's process ended (exit code {self._process.wait(10)}) when it was asked for "
+                                f"{request['verb']}:\n{file.read()[-5000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"PEFT, asked for {request}:\n{answer['error']}")
+        return answer["result"]
+
+
+def stored(path):
+    """Returns key -> (dtype, shape, bytes) of a safetensors file: what two files are compared by, bfloat16 included."""
+    with open(path, "rb") as file:
+        content = file.read()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header.pop("__metadata__", None)
+    return {key: (entry["dtype"], tuple(entry["shape"]),
+                  content[begin + entry["data_offsets"][0]:begin + entry["data_offsets"][1]])
+            for key, entry in header.items()}
+
+
+def arrays(path):
+    """Returns key -> float32 array of a safetensors file that holds nothing else."""
+    found = {}
+    for key, (dtype, shape, content) in stored(path).items():
+        assert dtype == "F32", f"{key} is {dtype}"
+        found[key] = np.frombuffer(content, np.float32).reshape(shape)
+    return found
+
+
+def read_json(*parts):
+    """Returns the content of a JSON file."""
+    with open(os.path.join(*map(str, parts)), encoding="utf-8") as file:
+        return json.load(file)

@@ -1,0 +1,229 @@
+"""What PEFT and transformers do, as a process of its own in their environment.
+
+It reads requests from stdin, one JSON object a line ({"verb": name, ...arguments}), and answers each with a line of
+JSON: {"result": ...} or {"error": traceback}. One process answers all tests, as its imports take seconds.
+"""
+import json
+import os
+import random
+import sys
+import traceback
+import warnings
+
+# Whatever a library prints must not get in between the answers.
+ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+
+import numpy as np  # noqa: E402
+import peft  # noqa: E402
+import torch  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
+from peft.tuners.lora import LoraLayer  # noqa: E402
+from peft.tuners.vera import VeraLayer  # noqa: E402
+from peft.utils.loftq_utils import _low_rank_decomposition  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+
+def make_model(folder, seed, shard_size, **config):
+    """Saves a Llama with random weights."""
+    seed_all(seed)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    # transformers starts all norms at one, which would hide two of them exchanged.
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def make_adapter(model, folder, seed, kind, config, dtype, safetensors, embeddings):
+    """Saves an adapter for a model, with all that is saved random: A, B, whole modules and embeddings."""
+    seed_all(seed)
+    adapted = get_peft_model(load_model(model), getattr(peft, kind)(task_type="CAUSAL_LM", **config))
+    saved = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings)
+    for name, parameter in adapted.named_parameters():
+        if key_of(name) in saved:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    adapted.save_pretrained(folder, safe_serialization=safetensors, save_embedding_layers=embeddings)
+
+
+def logits(model, ids, path, adapter=None):
+    """Saves the logits for token ids, with an adapter loaded as PEFT loads it."""
+    loaded = load_adapted(model, adapter) if adapter else load_model(model)
+    with torch.no_grad():
+        np.save(path, loaded(torch.tensor(ids)).logits.numpy())
+
+
+def gradients(model, adapter, ids, path):
+    """Saves the gradient of all that trains, by its key in the adapter's file, and returns the loss; no dropout."""
+    adapted = load_adapted(model, adapter, trainable=True)
+    loss = adapted(torch.tensor(ids), labels=torch.tensor(ids)).loss
+    loss.backward()
+    save_file({key_of(name): parameter.grad for name, parameter in adapted.named_parameters()
+               if parameter.requires_grad}, path)
+    return loss.item()
+
+
+def describe(model, adapter):
+    """Returns module -> [r, lora_alpha, scaling] as PEFT resolves an adapter's configuration; VeRA's scale is 1."""
+    modules = load_adapted(model, adapter).base_model.model.named_modules()
+    return {name: [module.r["default"], module.r["default"], 1] if isinstance(module, VeraLayer) else
+            [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
+            for name, module in modules if isinstance(module, (LoraLayer, VeraLayer))}
+
+
+def save_again(model, adapter, folder):
+    """Loads an adapter and saves it as PEFT does."""
+    load_adapted(model, adapter).save_pretrained(folder)
+
+
+def merge(model, adapter, folder):
+    """Saves the model with the adapter merged."""
+    load_adapted(model, adapter).merge_and_unload().save_pretrained(folder)
+
+
+def convolve(tensors, folder, conv, config):
+    """Puts LoRA on a convolution; saves the adapter in ``folder``, and its outputs and gradients beside it.
+
+    ``tensors`` is a file with weight, bias, x, A, B and weights: the loss is sum(output * weights).
+    """
+    given = load_file(tensors)
+    base = torch.nn.ModuleDict({"patch": torch.nn.Conv2d(*conv.pop("sizes"), **conv)})
+    base["patch"].weight.data, base["patch"].bias.data = given["weight"], given["bias"]
+    adapted = get_peft_model(base, LoraConfig(target_modules=["patch"], **config)).eval()
+    layer = adapted.base_model.model["patch"]
+    layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = given["A"], given["B"]
+    adapted.save_pretrained(folder)
+    output = layer(given["x"].requires_grad_())
+    (output * given["weights"]).sum().backward()
+    found = {"output": output, "x": given["x"].grad, "A": layer.lora_A["default"].weight.grad,
+             "B": layer.lora_B["default"].weight.grad}
+    if layer.get_base_layer().groups == 1:
+        layer.merge()
+        found["merged"] = layer.get_base_layer().weight
+    save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, os.path.join(folder, "found"))
+
+
+def combine(model, adapters, folder, **arguments):
+    """Saves PEFT's weighted combination of adapters."""
+    names = [f"adapter{index}" for index in range(len(adapters))]
+    adapted = PeftModel.from_pretrained(load_model(model), adapters[0], adapter_name=names[0])
+    for name, path in zip(names[1:], adapters[1:]):
+        adapted.load_adapter(path, adapter_name=name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.add_weighted_adapter(names, adapter_name="combined", **arguments)
+    state = get_peft_model_state_dict(adapted, adapter_name="combined")
+    scalings = {module.scaling["combined"] for module in adapted.modules()
+                if isinstance(module, LoraLayer) and "combined" in module.scaling}
+    os.makedirs(folder)
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, os.path.join(folder, "tensors.safetensors"))
+    return sorted(scalings)
+
+
+def key_of(name):
+    """Returns the key in an adapter's file of a parameter in a model with one."""
+    return (name.replace(".default", "").replace(".modules_to_save", "")
+            .replace("lora_magnitude_vector.weight", "lora_magnitude_vector"))
+
+
+def load_model(folder):
+    """Loads a model in float32, for inference."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def load_adapted(model, adapter, trainable=False):
+    """Loads a model with an adapter on it; PEFT must warn of nothing and hold each tensor of the file, and no other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # PEFT and transformers between themselves.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        adapted = PeftModel.from_pretrained(load_model(model), adapter, is_trainable=trainable).eval()
+    stored = load_stored(adapter)
+    declared = adapted.peft_config["default"].modules_to_save
+    embeddings = not declared and any(key.endswith(("embed_tokens.weight", "lm_head.weight")) for key in stored)
+    with warnings.catch_warnings():
+        # It says that it takes the base's own weight along where lm_head is a target.
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
+        held = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings or "auto")
+    for key in [key for key in held if key not in stored and ".base_layer." in key]:
+        del held[key]
+    if set(held) != set(stored):
+        raise AssertionError(f"PEFT holds {sorted(set(held) - set(stored))} more than {adapter}, "
+                             f"and lacks {sorted(set(stored) - set(held))}")
+    changed = [key for key in held if not torch.equal(held[key].float(), stored[key].float())]
+    if changed:
+        raise AssertionError(f"PEFT holds other values than {adapter}: {changed}")
+    return adapted
+
+
+def load_stored(adapter):
+    """Reads an adapter's tensors from its file."""
+    path = os.path.join(adapter, "adapter_model.safetensors")
+    if os.path.exists(path):
+        return load_file(path)
+    return torch.load(os.path.join(adapter, "adapter_model.bin"), weights_only=True)
+
+
+def seed_all(seed):
+    """Makes what follows repeatable."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def start_layers(model, config, path):
+    """Saves A, B, DoRA's magnitude, the base's weight and the scale of each layer as PEFT starts them."""
+    seed_all(1)
+    found = {}
+    for name, module in get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).named_modules():
+        if isinstance(module, LoraLayer):
+            name = name.removeprefix("base_model.model.")
+            found.update({f"{name}.A": module.lora_A["default"].weight, f"{name}.B": module.lora_B["default"].weight,
+                          f"{name}.W": module.base_layer.weight,
+                          f"{name}.scale": torch.tensor([module.scaling["default"]])})
+            if "default" in module.lora_magnitude_vector:
+                found[f"{name}.magnitude"] = module.lora_magnitude_vector["default"].weight
+    save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, path)
+
+
+def train_from_start(model, config, folder, ids, path):
+    """Saves an adapter that was moved from its start, converted to a plain LoRA, and the logits that it had before."""
+    seed_all(2)
+    adapted = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    adapted.save_pretrained(f"{folder}-initial")
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    with torch.no_grad():
+        np.save(path, adapted(torch.tensor(ids)).logits.numpy())
+    adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=f"{folder}-initial")
+
+
+def low_rank(path, rank, output):
+    """Saves the halves L and R that PEFT's LoftQ takes of a matrix."""
+    found = _low_rank_decomposition(load_file(path)["weight"], rank)
+    save_file({name: found[name].contiguous() for name in "LR"}, output)
+
+
+VERBS = {verb.__name__: verb for verb in (make_model, make_adapter, logits, gradients, describe, save_again, merge,
+                                             combine, convolve, start_layers, train_from_start, low_rank)}
+
+
+def main():
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"result": VERBS[request.pop("verb")](**request)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        ANSWERS.write(json.dumps(answer) + "\n")
+        ANSWERS.flush()
+
+
+if __name__ == "__main__":
+    main()
