@@ -45,7 +45,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindlora", "mindlora.*"]),
-    package_data={"mindlora.plugin": ["register_path/*.py"], "mindlora.ops": ["lib/*.so"]},
+    package_data={"mindlora": ["py.typed"], "mindlora.plugin": ["register_path/*.py"], "mindlora.ops": ["lib/*.so"]},
     cmdclass={"build_py": BuildPy},
     distclass=PlatformDistribution,
     python_requires=">=3.9,<3.13",

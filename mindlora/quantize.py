@@ -1,6 +1,6 @@
 """quantize_base: the linear cells of a network in 4-bit NormalFloat, in place."""
 import logging
-from typing import Callable, Dict, List, Tuple
+from typing import Callable, Dict, List, Tuple, Optional
 
 import numpy as np
 from mindspore import Parameter, nn
@@ -64,7 +64,7 @@ def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
 
 
 def quantize_cells(network: nn.Cell, cells: Dict[str, nn.Cell],
-                   array_of: Callable[[str, nn.Cell], Nf4Array] = None) -> Dict[str, NF4Dense]:
+                   array_of: Optional[Callable[[str, nn.Cell], Nf4Array]] = None) -> Dict[str, NF4Dense]:
     """Replaces what cells_to_quantize returned; returns path -> the new cell.
 
     Args:

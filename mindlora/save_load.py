@@ -1,7 +1,7 @@
 """save_lora and load_lora: the adapter of a network alone, written atomically, loaded strictly."""
 import logging
 import warnings
-from typing import Dict
+from typing import Dict, Optional
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -33,7 +33,7 @@ from mindlora.numerics.dtypes import dtype_name, to_float32
 logger = logging.getLogger("mindlora")
 
 
-def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: str = None) -> None:
+def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Optional[str] = None) -> None:
     """Writes the adapter of ``network``, and nothing else of it, in one atomic step.
 
     Args:

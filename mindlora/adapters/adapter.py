@@ -170,7 +170,7 @@ class Adapter:
                                      f"{', '.join(f'{value:g}' for value in sorted(set(self.alphas.values())))}.")
         self.alphas = {path: float(alpha) for path in self.paths}
 
-    def check_pairs(self, source: str, declared: Dict[str, int] = None) -> None:
+    def check_pairs(self, source: str, declared: Optional[Dict[str, int]] = None) -> None:
         """Checks that each A has its B and that their shapes agree with each other and with the declared ranks.
 
         Args:

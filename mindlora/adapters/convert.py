@@ -54,7 +54,7 @@ class ConvertAdapterReport:
                 f"lora_alpha {alphas}{whole}.")
 
 
-def convert_adapter(source: str, output: str, to: str, lora_alpha: float = None, heads: Heads = Heads(),
+def convert_adapter(source: str, output: str, to: str, lora_alpha: Optional[float] = None, heads: Heads = Heads(),
                     concatenate: bool = False, allow_pickle: bool = False, overwrite: bool = False) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form; every value stays as it is, bit for bit.
 

@@ -170,7 +170,7 @@ class DiffReport:
         return f"{lines}\n\n{columns(titles, rows)}" if rows else lines
 
 
-def inspect_adapter(path: str, *, alpha: float = None, allow_pickle: bool = False) -> InspectReport:
+def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: bool = False) -> InspectReport:
     """Says what stands in an adapter of any form that is known.
 
     Args:
@@ -198,7 +198,7 @@ def inspect_adapter(path: str, *, alpha: float = None, allow_pickle: bool = Fals
         tuple(_warnings(adapter, cells)), cells)
 
 
-def compare_adapters(first: str, second: str, *, alpha: float = None, allow_pickle: bool = False) -> DiffReport:
+def compare_adapters(first: str, second: str, *, alpha: Optional[float] = None, allow_pickle: bool = False) -> DiffReport:
     """Says how two adapters differ, whatever their forms.
 
     Args:
@@ -225,7 +225,7 @@ def compare_adapters(first: str, second: str, *, alpha: float = None, allow_pick
     return DiffReport(first, second, equal, settings, *only, tuple(collapse_numbers(changed)), cells)
 
 
-def read_adapters(paths: List[str], alpha: float = None, allow_pickle: bool = False) -> List[Adapter]:
+def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False) -> List[Adapter]:
     """Returns the adapters at ``paths``, with ``alpha`` where a file does not say lora_alpha.
 
     Raises:

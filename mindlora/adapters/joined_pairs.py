@@ -4,7 +4,7 @@ w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and 
 turn.
 """
 import math
-from typing import Dict, List
+from typing import Dict, List, Optional
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mindlora.models.joined_rows import join_gate_rows, join_qkv_rows, split_gat
 from mindlora.numerics.dtypes import from_float32, to_float32
 
 
-def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = None) -> None:
+def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optional[int] = None) -> None:
     """Replaces the pairs of wq, wk, wv (or of w1, w3) in ``adapter`` by one for the concatenated cell at ``path``.
 
     A = [A_q; A_k; A_v] and B is block-diagonal, its rows in the order of the cell's, and so are DoRA's magnitudes; the
@@ -69,7 +69,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: int = N
     adapter.alphas[path] = alpha
 
 
-def split_pairs(adapter: Adapter, path: str, kv_heads: int = None, head_dim: int = None) -> None:
+def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, head_dim: Optional[int] = None) -> None:
     """Replaces the pair of a concatenated cell in ``adapter`` by pairs of its parts: the reverse of join_pairs.
 
     Where each part has columns of B to itself, as after join_pairs, it gets those and their rows of A; else the parts

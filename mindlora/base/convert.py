@@ -53,8 +53,8 @@ class ConvertBaseReport:
 
 
 def convert_base(source: str, output: str, from_: Optional[str], to: str, concat: bool = False, tied: bool = False,
-                 heads: int = None, kv_heads: int = None, overwrite: bool = False,
-                 progress: Callable[[int, int], None] = None) -> ConvertBaseReport:
+                 heads: Optional[int] = None, kv_heads: Optional[int] = None, overwrite: bool = False,
+                 progress: Optional[Callable[[int, int], None]] = None) -> ConvertBaseReport:
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
 
     With MindFormers' qkv_concat, q, k, v are one tensor w_qkv, its rows by key-value head [heads of q that share it |

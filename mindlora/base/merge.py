@@ -2,7 +2,7 @@
 import dataclasses
 import functools
 import time
-from typing import Callable, Dict, List, Tuple
+from typing import Callable, Dict, List, Tuple, Optional
 
 import numpy as np
 
@@ -60,9 +60,9 @@ class MergeCheckpointReport:
         return "\n".join(lines)
 
 
-def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: float = None, kv_heads: int = None,
+def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: Optional[float] = None, kv_heads: Optional[int] = None,
                      allow_pickle: bool = False, overwrite: bool = False,
-                     progress: Callable[[int, int], None] = None) -> MergeCheckpointReport:
+                     progress: Optional[Callable[[int, int], None]] = None) -> MergeCheckpointReport:
     """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
 

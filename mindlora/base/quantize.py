@@ -63,7 +63,7 @@ class QuantizeReport:
 
 
 def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool = False,
-                        progress: Callable[[int, int], None] = None, adapter: str = None,
+                        progress: Optional[Callable[[int, int], None]] = None, adapter: Optional[str] = None,
                         config: LoraConfig = None) -> QuantizeReport:
     """Writes a base checkpoint under MindFormers' names whose linear weights are 4-bit, in one atomic step.
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import shutil
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Tuple, Optional
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
 
 
 def write(output: str, shards: List[Shard], world: str, companions: List[str] = (),
-          progress: Callable[[int, int], None] = None) -> List[str]:
+          progress: Optional[Callable[[int, int], None]] = None) -> List[str]:
     """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there before.
 
     Args:

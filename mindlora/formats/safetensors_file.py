@@ -6,7 +6,7 @@ all tensors in memory at once.
 import json
 import math
 import os
-from typing import Dict, Iterable, List, NamedTuple, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Tuple, Optional
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -94,7 +94,7 @@ class TensorFile:
 
 
 def layout(entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
-           metadata: Dict[str, str] = None) -> Tuple[bytes, List[int], int]:
+           metadata: Optional[Dict[str, str]] = None) -> Tuple[bytes, List[int], int]:
     """Returns what a safetensors file begins with, where each tensor begins in it, and where the file ends.
 
     Args:
@@ -115,7 +115,7 @@ def layout(entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
 
 
 def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], contents: Iterable[np.ndarray],
-          metadata: Dict[str, str] = None) -> None:
+          metadata: Optional[Dict[str, str]] = None) -> None:
     """Writes a safetensors file as its contents come, so that one piece at a time is in memory.
 
     Args:
@@ -137,7 +137,7 @@ def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], conte
         raise AssertionError(f"{written} bytes came for a file of {end}.")
 
 
-def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Dict[str, str] = None) -> None:
+def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Optional[Dict[str, str]] = None) -> None:
     """Writes arrays that are all in memory, in the order of their keys."""
     keys = sorted(tensors)
     write(path, [(key, tensors[key].dtype, tensors[key].shape) for key in keys], (tensors[key] for key in keys),

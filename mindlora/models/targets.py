@@ -14,7 +14,7 @@ OUTPUT_HEADS = ("lm_head",)
 
 
 def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=None,
-                   other_cells: Dict[str, str] = None, layers=None) -> List[str]:
+                   other_cells: Optional[Dict[str, str]] = None, layers=None) -> List[str]:
     """Returns the paths in ``linear_paths`` that get an adapter.
 
     Args:

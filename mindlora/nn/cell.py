@@ -1,5 +1,5 @@
 """LoRACell: what every cell with an adapter has, whatever it computes."""
-from typing import Dict, Sequence, Tuple
+from typing import Dict, Sequence, Tuple, Optional
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -46,7 +46,7 @@ class LoRACell(nn.Cell):
     before_merge = None
 
     @classmethod
-    def from_cell(cls, cell: nn.Cell, config: LoraConfig, common: Tuple[Parameter, ...] = None) -> "LoRACell":
+    def from_cell(cls, cell: nn.Cell, config: LoraConfig, common: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":
         """Puts an adapter on an existing cell, whose parameters and operators are shared and not copied.
 
         Args:

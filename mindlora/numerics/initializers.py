@@ -88,7 +88,7 @@ def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.
     return pissa(weight, rank, scale, None if iterations is None else int(iterations))
 
 
-def pissa(weight: np.ndarray, rank: int, scale: float, iterations: int = None) -> Tuple[np.ndarray, np.ndarray]:
+def pissa(weight: np.ndarray, rank: int, scale: float, iterations: Optional[int] = None) -> Tuple[np.ndarray, np.ndarray]:
     """The r largest singular directions of W = U S V^T, shared evenly: scale B A = U_r S_r V_r^T.
 
     A = sqrt(S_r / scale) V_r^T and B = U_r sqrt(S_r / scale).
