@@ -1,4 +1,5 @@
 """Builds and installs mindlora, with the library of its CPU operators where there is a C++ compiler."""
+
 import pathlib
 import re
 import runpy
@@ -65,10 +66,5 @@ setup(
         "data": ["tokenizers", "transformers"],
         "test": ["pytest", "matplotlib", "tokenizers", "transformers", "hypothesis"],
     },
-    entry_points={
-        "console_scripts": [
-            "mindlora = mindlora.cli:main",
-            "mindlora-run = mindlora.plugin.launcher:main",
-        ],
-    },
+    entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},
 )

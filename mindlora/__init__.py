@@ -1,4 +1,5 @@
 """LoRA for MindSpore, native to MindFormers."""
+
 import importlib
 
 __version__ = "0.1.0"

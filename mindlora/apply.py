@@ -1,4 +1,5 @@
 """Puts LoRA on a network: match, replace, freeze, summarize."""
+
 import dataclasses
 import fnmatch
 import logging
@@ -28,7 +29,6 @@ from mindlora.quantize import quantize_under
 logger = logging.getLogger("mindlora")
 
 
-
 @dataclasses.dataclass(frozen=True)
 class LoraReport:
     """What apply_lora did.
@@ -38,6 +38,7 @@ class LoraReport:
         trainable (int): Number of elements in all A and B that train, and in the modules of modules_to_save.
         total (int): Number of elements in all parameters, the adapters included.
     """
+
     replaced: Tuple[str, ...]
     trainable: int
     total: int
@@ -63,17 +64,23 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """
     present = [path for path, _ in lora_cells(network)]
     if present:
-        raise LoraError(f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
-                        "what was trained; build the network anew instead.")
+        raise LoraError(
+            f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
+            "what was trained; build the network anew instead."
+        )
     # PEFT's all-linear leaves embeddings and convolutions out as well.
     types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
     linear, others = {}, {}
     for path, cell in network.cells_and_names():
         (linear if path and isinstance(cell, types) else others)[path] = cell
     # MindSpore lists a cell that hangs in two places once, so put_lora finds what is shared by identity.
-    selected = select_targets(list(linear), config.target_modules, config.exclude_modules,
-                              {path: type(cell).__name__ for path, cell in others.items()},
-                              config.layers_to_transform)
+    selected = select_targets(
+        list(linear),
+        config.target_modules,
+        config.exclude_modules,
+        {path: type(cell).__name__ for path, cell in others.items()},
+        config.layers_to_transform,
+    )
     whole = _saved_module_parameters(network, config.modules_to_save, selected)
     paths, started = {path: adapter_path(linear[path], path) for path in selected}, {}
     if config.quantize_base:
@@ -129,8 +136,10 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
     """
     adapters = {id(p) for _, cell in lora_cells(network) for p in cell.trained_parameters()}
     if not adapters:
-        raise LoraError("The network holds no LoRADense cell: freezing the base would leave nothing to train. "
-                        "Call apply_lora first.")
+        raise LoraError(
+            "The network holds no LoRADense cell: freezing the base would leave nothing to train. "
+            "Call apply_lora first."
+        )
     adapters |= {id(p) for p in saved_module_parameters(network)}
     parameters = list(network.get_parameters())
     freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
@@ -144,21 +153,21 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
         raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
     packed = [p.name for p in parameters if trains[p.name] and p.dtype == mstype.uint8]
     if packed:
-        raise TargetError(f"modules_to_save or freeze_exclude trains {listed(packed)}, which is quantized, and "
-                          "4-bit weights do not train. Add it to quantize_exclude.")
+        raise TargetError(
+            f"modules_to_save or freeze_exclude trains {listed(packed)}, which is quantized, and "
+            "4-bit weights do not train. Add it to quantize_exclude."
+        )
     for parameter in parameters:
         parameter.requires_grad = trains[parameter.name]
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
-        logger.warning("Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
-                       "tensors and the modules of modules_to_save alone, so name these there, or keep them with "
-                       "mindspore.save_checkpoint.", len(extra), listed(extra))
-
-
-
-
-
-
+        logger.warning(
+            "Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
+            "tensors and the modules of modules_to_save alone, so name these there, or keep them with "
+            "mindspore.save_checkpoint.",
+            len(extra),
+            listed(extra),
+        )
 
 
 def trainable_summary(network: nn.Cell) -> str:
@@ -180,12 +189,21 @@ def trainable_summary(network: nn.Cell) -> str:
         rows = [("adapters on", "cells", "in x out", "rank", "alpha", "parameters")]
         for (_, in_channels, out_channels, rank, alpha), paths in by_kind.items():
             count = sum(p.size for path in paths for p in cells[path].trained_parameters())
-            rows.append((listed(paths), str(len(paths)), f"{in_channels} x {out_channels}", str(rank),
-                         f"{alpha:g}", f"{count:,}"))
+            rows.append(
+                (
+                    listed(paths),
+                    str(len(paths)),
+                    f"{in_channels} x {out_channels}",
+                    str(rank),
+                    f"{alpha:g}",
+                    f"{count:,}",
+                )
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         for row in rows:
-            lines.append("  ".join([row[0].ljust(widths[0])] + [text.rjust(width)
-                                                                for text, width in zip(row[1:], widths[1:])]))
+            lines.append(
+                "  ".join([row[0].ljust(widths[0])] + [text.rjust(width) for text, width in zip(row[1:], widths[1:])])
+            )
     total = parameter_count(network)
     trainable = sum(p.size for p in network.trainable_params())
     share = 100 * trainable / total if total else 0
@@ -209,12 +227,16 @@ def _saved_module_parameters(network, modules, selected) -> list:
     for module in modules or ():
         hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]
         if not hits:
-            raise TargetError(f"modules_to_save names {module!r}, which matches no module. "
-                              f"Parameters: {listed(p.name for p in network.get_parameters())}.")
+            raise TargetError(
+                f"modules_to_save names {module!r}, which matches no module. "
+                f"Parameters: {listed(p.name for p in network.get_parameters())}."
+            )
         adapted = [path for path in selected if any(p.name.startswith(path + ".") for p in hits)]
         if adapted:
-            raise TargetError(f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
-                              "A module is either trained whole or adapted.")
+            raise TargetError(
+                f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
+                "A module is either trained whole or adapted."
+            )
         whole += hits
     return whole
 
@@ -224,7 +246,8 @@ def _matched_names(parameters, patterns, field) -> set:
     for pattern in patterns or ():
         hits = {p.name for p in parameters if fnmatch.fnmatchcase(p.name, pattern)}
         if not hits:
-            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. "
-                              f"Parameters: {listed(p.name for p in parameters)}.")
+            raise TargetError(
+                f"{field} pattern {pattern!r} matches no parameter. Parameters: {listed(p.name for p in parameters)}."
+            )
         matched |= hits
     return matched

@@ -1,4 +1,5 @@
 """LoraConfig: one validated description of an adapter, read from MindFormers' pet_config or made in Python."""
+
 import dataclasses
 import math
 import re
@@ -18,11 +19,26 @@ PRESETS = {
     "large_dataset": {"lora_rank": 16, "lora_alpha": 64, "lora_dropout": 0.05, "learning_rate": 3e-5},
 }
 
-_DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16",
-           "bfloat16": "bfloat16", "bf16": "bfloat16"}
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
 QUANTIZATIONS = ("nf4",)
-_NOT_WITH_VERA = ("use_rslora", "use_dora", "freeze_lora_a", "rank_pattern", "alpha_pattern", "lora_init",
-                  "lora_a_init", "lora_b_init", "quantize_base")
+_NOT_WITH_VERA = (
+    "use_rslora",
+    "use_dora",
+    "freeze_lora_a",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_init",
+    "lora_a_init",
+    "lora_b_init",
+    "quantize_base",
+)
 PET_TYPES = ["lora", "qlora"]
 _ZERO_INITS = ("zero", "zeros")
 Patterns = Union[str, List[str], None]
@@ -80,6 +96,7 @@ class LoraConfig:
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
+
     lora_rank: int = 8
     lora_alpha: float = 16
     lora_dropout: float = 0.0
@@ -113,7 +130,8 @@ class LoraConfig:
             warnings.warn(
                 f"lora_alpha is {self.lora_alpha}, which looks like a learning rate: the scale lora_alpha / lora_rank "
                 f"becomes {self.scale:g}. Usual values are 8 to 64; the learning rate belongs in lr_schedule.",
-                stacklevel=3)
+                stacklevel=3,
+            )
         for field in ("target_modules", "exclude_modules", "quantize_exclude"):
             _check_patterns(getattr(self, field), field)
         for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
@@ -133,51 +151,78 @@ class LoraConfig:
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
                 "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
-                "Keep lora_b_init 'zeros' and leave lora_a_init at its default.")
+                "Keep lora_b_init 'zeros' and leave lora_a_init at its default."
+            )
         if self.freeze_lora_a and _is_zero(self.lora_a_init):
-            raise ConfigError("freeze_lora_a is True and lora_a_init zeros: an A that stays zero lets no gradient "
-                              "reach B. Leave lora_a_init at its default.")
+            raise ConfigError(
+                "freeze_lora_a is True and lora_a_init zeros: an A that stays zero lets no gradient "
+                "reach B. Leave lora_a_init at its default."
+            )
 
     def _check_quantization(self):
         if self.quantize_base not in (None, *QUANTIZATIONS):
-            raise ConfigError(f"quantize_base is {self.quantize_base!r}, which is not known."
-                              f"{suggestion(str(self.quantize_base), list(QUANTIZATIONS))}")
+            raise ConfigError(
+                f"quantize_base is {self.quantize_base!r}, which is not known."
+                f"{suggestion(str(self.quantize_base), list(QUANTIZATIONS))}"
+            )
         if self.quantize_base is None:
             if self.quantize_exclude is not None:
-                raise ConfigError(f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
-                                  "nothing is quantized. Set quantize_base: nf4, or remove it.")
+                raise ConfigError(
+                    f"quantize_exclude is {self.quantize_exclude!r}, and quantize_base is not set, so "
+                    "nothing is quantized. Set quantize_base: nf4, or remove it."
+                )
             if initializers.is_loftq(self.lora_init):
-                raise ConfigError(f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base "
-                                  "loses, and the base is not quantized. Set quantize_base: nf4, or use 'pissa'.")
+                raise ConfigError(
+                    f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base "
+                    "loses, and the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
+                )
             return
         for field, unserved in (("use_dora", self.use_dora), ("lora_init", initializers.changes_base(self.lora_init))):
             if unserved:
-                raise ConfigError(f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
-                                  "which needs the base's weights in float. Leave one of them out; a start that suits "
-                                  "a quantized base is lora_init: loftq.")
+                raise ConfigError(
+                    f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
+                    "which needs the base's weights in float. Leave one of them out; a start that suits "
+                    "a quantized base is lora_init: loftq."
+                )
 
     def _check_vera(self):
         if not self.use_vera:
             for field in ("d_initial", "projection_prng_key"):
                 if getattr(self, field) is not None:
-                    raise ConfigError(f"{field} is {getattr(self, field)!r}, and use_vera is not set, so nothing is "
-                                      "made from it. Set use_vera: True, or remove it.")
+                    raise ConfigError(
+                        f"{field} is {getattr(self, field)!r}, and use_vera is not set, so nothing is "
+                        "made from it. Set use_vera: True, or remove it."
+                    )
             return
         for field in _NOT_WITH_VERA:
             if getattr(self, field):
-                raise ConfigError(f"use_vera is True and {field} {getattr(self, field)!r}, which VeRA does not have. "
-                                  "Leave one of them out.")
+                raise ConfigError(
+                    f"use_vera is True and {field} {getattr(self, field)!r}, which VeRA does not have. "
+                    "Leave one of them out."
+                )
         if self.lora_alpha not in (LoraConfig.lora_alpha, self.lora_rank):
-            raise ConfigError(f"use_vera is True and lora_alpha {self.lora_alpha!r}: VeRA's trained vectors are its "
-                              "scale. Leave lora_alpha out.")
+            raise ConfigError(
+                f"use_vera is True and lora_alpha {self.lora_alpha!r}: VeRA's trained vectors are its "
+                "scale. Leave lora_alpha out."
+            )
         # A scale of 1.
         self.lora_alpha = self.lora_rank
         self.d_initial = 0.1 if self.d_initial is None else self.d_initial
         self.projection_prng_key = 0 if self.projection_prng_key is None else self.projection_prng_key
-        _check_number(self.d_initial, "d_initial", (int, float), lambda v: 0 < abs(v) < math.inf,
-                      "a number other than 0: from 0, no gradient reaches VeRA's vectors")
-        _check_number(self.projection_prng_key, "projection_prng_key", int, lambda v: 0 <= v < 2**64,
-                      "a whole number from 0 to 2^64 - 1")
+        _check_number(
+            self.d_initial,
+            "d_initial",
+            (int, float),
+            lambda v: 0 < abs(v) < math.inf,
+            "a number other than 0: from 0, no gradient reaches VeRA's vectors",
+        )
+        _check_number(
+            self.projection_prng_key,
+            "projection_prng_key",
+            int,
+            lambda v: 0 <= v < 2**64,
+            "a whole number from 0 to 2^64 - 1",
+        )
 
     @property
     def scale(self) -> float:
@@ -205,9 +250,13 @@ class LoraConfig:
         growth = math.sqrt(2) if self.use_rslora else 2
         ranks, alphas = self.rank_pattern, self.alpha_pattern
         return dataclasses.replace(
-            self, lora_init=None, lora_rank=2 * self.lora_rank, lora_alpha=growth * self.lora_alpha,
+            self,
+            lora_init=None,
+            lora_rank=2 * self.lora_rank,
+            lora_alpha=growth * self.lora_alpha,
             rank_pattern=ranks and {key: 2 * rank for key, rank in ranks.items()},
-            alpha_pattern=alphas and {key: growth * alpha for key, alpha in alphas.items()})
+            alpha_pattern=alphas and {key: growth * alpha for key, alpha in alphas.items()},
+        )
 
     @classmethod
     def from_pet_config(cls, pet_config: Mapping) -> "LoraConfig":
@@ -233,8 +282,10 @@ class LoraConfig:
             given = {**preset_fields(preset), **given}
         if "exclude_layers" in given:
             if "exclude_modules" in given:
-                raise ConfigError("pet_config has both exclude_layers and exclude_modules: keep exclude_modules, "
-                                  "exclude_layers is its older name.")
+                raise ConfigError(
+                    "pet_config has both exclude_layers and exclude_modules: keep exclude_modules, "
+                    "exclude_layers is its older name."
+                )
             given["exclude_modules"] = given.pop("exclude_layers")
         fields = [field.name for field in dataclasses.fields(cls)]
         known = fields + ["pet_type", "preset", "exclude_layers"]
@@ -242,10 +293,19 @@ class LoraConfig:
             if key not in fields:
                 raise ConfigError(f"pet_config has an unknown key '{key}'.{suggestion(key, known)}")
         if "target_modules" not in given:
-            raise ConfigError("pet_config has no target_modules: name the linear cells that get an adapter, "
-                              "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'.")
-        for key in ("target_modules", "exclude_modules", "freeze_include", "freeze_exclude", "modules_to_save",
-                    "layers_to_transform", "quantize_exclude"):
+            raise ConfigError(
+                "pet_config has no target_modules: name the linear cells that get an adapter, "
+                "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'."
+            )
+        for key in (
+            "target_modules",
+            "exclude_modules",
+            "freeze_include",
+            "freeze_exclude",
+            "modules_to_save",
+            "layers_to_transform",
+            "quantize_exclude",
+        ):
             if isinstance(given.get(key), tuple):
                 given[key] = list(given[key])
         return cls(**given)
@@ -253,8 +313,6 @@ class LoraConfig:
     def to_dict(self) -> dict:
         """Returns the fields as plain values, fit for YAML or JSON where the inits are names."""
         return dataclasses.asdict(self)
-
-
 
 
 def expand_pet_type(pet_config: MutableMapping) -> None:
@@ -276,8 +334,6 @@ def preset_fields(preset: str) -> dict:
     if preset not in PRESETS:
         raise ConfigError(f"preset is {preset!r}, which is not known.{suggestion(str(preset), list(PRESETS))}")
     return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
-
-
 
 
 def dtype_name(value, field: str) -> str:
@@ -331,13 +387,18 @@ def _check_start(start, a_init, b_init):
     if start is None:
         return
     if not isinstance(start, str) or not initializers.is_known(start):
-        raise ConfigError(f"lora_init is {start!r}, which is not known.{suggestion(str(start), list(initializers.NAMES))}")
-    means = {"lora_a_init": start == "kaiming" and a_init == "kaiming_uniform",
-             "lora_b_init": start in ("kaiming", "gaussian") and _is_zero(b_init)}
+        raise ConfigError(
+            f"lora_init is {start!r}, which is not known.{suggestion(str(start), list(initializers.NAMES))}"
+        )
+    means = {
+        "lora_a_init": start == "kaiming" and a_init == "kaiming_uniform",
+        "lora_b_init": start in ("kaiming", "gaussian") and _is_zero(b_init),
+    }
     for field, value in (("lora_a_init", a_init), ("lora_b_init", b_init)):
         if value is not None and not means[field]:
-            raise ConfigError(f"lora_init is {start!r} and {field} {value!r}: both say how the adapter starts. Keep "
-                              "one of them.")
+            raise ConfigError(
+                f"lora_init is {start!r} and {field} {value!r}: both say how the adapter starts. Keep one of them."
+            )
 
 
 def _check_patterns(value, field):

@@ -4,6 +4,7 @@ With W' = W - scale B0 A0 in the place of W, W' x + scale B A x = W x + scale [B
 is a plain LoRA of twice the rank on W. That is what save_lora writes, and load_lora takes apart again for a network
 that was built with the same start.
 """
+
 import logging
 import math
 from typing import Dict, Iterable, Tuple
@@ -54,15 +55,19 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
     _check_weights(network, waiting)
     trained = [path for path, cell in waiting.items() if to_float32(to_array(cell.mindpet_delta_lora_b)).any()]
     if trained:
-        raise LoraError(f"B is not zero at {listed(trained)}, where lora_init {cells[trained[0]].lora_init!r} is "
-                        "to start: the checkpoint of the base holds a trained adapter. Load a base without LoRA; to "
-                        "go on with a run, use resume of LoraCheckpoint.")
+        raise LoraError(
+            f"B is not zero at {listed(trained)}, where lora_init {cells[trained[0]].lora_init!r} is "
+            "to start: the checkpoint of the base holds a trained adapter. Load a base without LoRA; to "
+            "go on with a run, use resume of LoraCheckpoint."
+        )
     mark = base_fingerprint(network)
     for path, cell in waiting.items():
         weight = to_float32(to_array(cell.weight))
         if not np.isfinite(weight).all():
-            raise LoraError(f"The weight of {path or 'the cell'} holds NaN or infinity, so that lora_init "
-                            f"{cell.lora_init!r} cannot be made from it. Load the base again.")
+            raise LoraError(
+                f"The weight of {path or 'the cell'} holds NaN or infinity, so that lora_init "
+                f"{cell.lora_init!r} cannot be made from it. Load the base again."
+            )
         for part, array in zip("AB", initializers.of_base(cell.lora_init, weight, cell.lora_rank, cell.scale)):
             cell.load_part(part, array)
         # As they were rounded to the dtypes of the parameters, so that W' + scale B A is W.
@@ -85,8 +90,10 @@ def make_plain(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
     """
     waiting = [path for path, cell in cells.items() if cell.awaits_initialization]
     if waiting:
-        raise LoraError(f"lora_init {cells[waiting[0]].lora_init!r} has not been carried out at "
-                        f"{listed(waiting)}. Call initialize_adapters once the base is loaded, before training.")
+        raise LoraError(
+            f"lora_init {cells[waiting[0]].lora_init!r} has not been carried out at "
+            f"{listed(waiting)}. Call initialize_adapters once the base is loaded, before training."
+        )
     for path, cell in cells.items():
         if cell.initial_pair:
             a, b = (adapter.tensors[path, half] for half in "AB")
@@ -121,14 +128,16 @@ def take_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[
                 raise RankMismatchError(
                     f"{source} was trained with lora_init {adapter.initialization!r} and lora_rank {cell.lora_rank}, and is "
                     f"saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or lora_rank to {rank} "
-                    f"and lora_alpha to {adapter.alphas[path]:g}.")
+                    f"and lora_alpha to {adapter.alphas[path]:g}."
+                )
             initial_pairs[path] = _take_half(adapter, path)
         started = cell.initial_pair and (cell.initial_pair.a.tobytes(), cell.initial_pair.b.tobytes())
         found = path in initial_pairs and (initial_pairs[path].a.tobytes(), initial_pairs[path].b.tobytes())
         if started and started != found:
             raise BaseMismatchError(
                 f"{source} holds for {path or 'the cell'} another start than the one that initialize_adapters has taken "
-                "from the base. Load it into a network whose adapters have not been started.")
+                "from the base. Load it into a network whose adapters have not been started."
+            )
         if started:
             del initial_pairs[path]
     _check_weights(network, {path: cells[path] for path in initial_pairs})
@@ -168,23 +177,31 @@ def _check_weights(network, cells):
     """Raises LoraError where the weight of one of ``cells`` cannot be corrected."""
     empty = [path for path, cell in cells.items() if cell.weight.has_init]
     if empty:
-        raise LoraError(f"lora_init {cells[empty[0]].lora_init!r} is made from the base's weights, which have no "
-                        f"values yet at {listed(empty)}. Load the base first.")
+        raise LoraError(
+            f"lora_init {cells[empty[0]].lora_init!r} is made from the base's weights, which have no "
+            f"values yet at {listed(empty)}. Load the base first."
+        )
     for path, cell in cells.items():
         if tuple(cell.weight.shape) != (cell.out_channels, cell.in_channels):
-            raise LoraError(f"The weight of {path or 'the cell'} is a part of a sharded one, "
-                            f"{list(cell.weight.shape)}, and lora_init {cell.lora_init!r} needs whole "
-                            "weights. Set lora_init: kaiming.")
+            raise LoraError(
+                f"The weight of {path or 'the cell'} is a part of a sharded one, "
+                f"{list(cell.weight.shape)}, and lora_init {cell.lora_init!r} needs whole "
+                "weights. Set lora_init: kaiming."
+            )
         if str(cell.weight.dtype).lower() not in ROUNDING:
-            raise LoraError(f"The weight of {path or 'the cell'} is {cell.weight.dtype}: lora_init {cell.lora_init!r} "
-                            "is made from float32, float16 or bfloat16.")
+            raise LoraError(
+                f"The weight of {path or 'the cell'} is {cell.weight.dtype}: lora_init {cell.lora_init!r} "
+                "is made from float32, float16 or bfloat16."
+            )
     owners = {id(cell.weight): (path, cell) for path, cell in cells.items()}
     for other_path, other in network.cells_and_names() if cells else ():
         for name, parameter in other.parameters_and_names(expand=False):
             path, owner = owners.get(id(parameter), ("", other))
             if owner is not other:
-                raise LoraError(f"{path} shares its weight with {other_path} ({name}), which lora_init "
-                                f"{owner.lora_init!r} would change too. Add it to exclude_modules.")
+                raise LoraError(
+                    f"{path} shares its weight with {other_path} ({name}), which lora_init "
+                    f"{owner.lora_init!r} would change too. Add it to exclude_modules."
+                )
 
 
 def _negative(array) -> np.ndarray:

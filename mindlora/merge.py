@@ -1,4 +1,5 @@
 """merge_lora, unmerge_lora, merge_and_unload: adapters folded into the base, verified, and out of it again."""
+
 import dataclasses
 import logging
 from typing import Iterator, List, Optional, Tuple
@@ -35,6 +36,7 @@ class MergeReport:
         output_difference (float): Largest change of the network's output on the given probe, or None without one.
         output_bound (float): What was allowed, or None.
     """
+
     merged: Tuple[str, ...]
     cell: str
     difference: float
@@ -44,14 +46,18 @@ class MergeReport:
     output_bound: Optional[float] = None
 
     def __str__(self):
-        lines = [f"Adapters merged into the base: {len(self.merged)}, at {listed(self.merged)}.",
-                 f"Largest difference of a cell's result on a random probe: {self.difference:.3g}, at {self.cell}; "
-                 f"rounding explains up to {self.bound:.3g}."]
+        lines = [
+            f"Adapters merged into the base: {len(self.merged)}, at {listed(self.merged)}.",
+            f"Largest difference of a cell's result on a random probe: {self.difference:.3g}, at {self.cell}; "
+            f"rounding explains up to {self.bound:.3g}.",
+        ]
         if self.output_difference is not None:
-            lines.append(f"Largest difference of the network's output on the given probe: "
-                         f"{self.output_difference:.3g}; allowed are {self.output_bound:.3g}.")
+            lines.append(
+                f"Largest difference of the network's output on the given probe: "
+                f"{self.output_difference:.3g}; allowed are {self.output_bound:.3g}."
+            )
         if self.before_merge_bytes:
-            lines.append(f"Kept on the host for unmerge_lora: {self.before_merge_bytes / 2 ** 20:,.1f} MiB.")
+            lines.append(f"Kept on the host for unmerge_lora: {self.before_merge_bytes / 2**20:,.1f} MiB.")
         return "\n".join(lines)
 
 
@@ -121,8 +127,11 @@ def unmerge_lora(network: nn.Cell) -> None:
         raise MergeError("No adapter of the network is merged, so there is nothing to take out of the base.")
     changed = [path for path, cell in cells if cell.parts()[cell.zero_part].asnumpy().astype(np.float32).any()]
     if changed:
-        logger.warning("The adapter was changed while it was merged, at %s, by training or by loading: that is "
-                       "lost, for unmerge_lora restores what was before the merge.", listed(changed))
+        logger.warning(
+            "The adapter was changed while it was merged, at %s, by training or by loading: that is "
+            "lost, for unmerge_lora restores what was before the merge.",
+            listed(changed),
+        )
     _restore(cells)
     logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), listed(path for path, _ in cells))
 
@@ -146,8 +155,10 @@ def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
     if isinstance(network, LoRACell):
-        raise MergeError(f"The network is itself a {type(network).__name__}, so no cell is around it to put the plain "
-                         "one into. Use merge_lora, or put it into a network.")
+        raise MergeError(
+            f"The network is itself a {type(network).__name__}, so no cell is around it to put the plain "
+            "one into. Use merge_lora, or put it into a network."
+        )
     quantized = [cell for _, cell in _cells(network) if cell.quantization]
     in_float = {id(cell): cell.in_float() for cell in quantized}
     replace_children(network, in_float)
@@ -168,8 +179,10 @@ def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
 def _cells(network) -> List[Tuple[str, LoRACell]]:
     cells = [(path or type(cell).__name__, cell) for path, cell in lora_cells(network)]
     if not cells:
-        raise LoraError("The network holds no LoRADense cell, so there is no adapter to merge or unmerge. Call "
-                        "apply_lora, and load_lora, first.")
+        raise LoraError(
+            "The network holds no LoRADense cell, so there is no adapter to merge or unmerge. Call "
+            "apply_lora, and load_lora, first."
+        )
     return cells
 
 
@@ -179,28 +192,35 @@ def _check_can_merge(network, cells):
         raise MergeError(f"Adapters are merged already, at {listed(merged)}: call unmerge_lora first.")
     training = [path for path, cell in cells if cell.training]
     if training:
-        raise MergeError(f"The network is in training mode, at {listed(training)}: call network.set_train(False) "
-                         "before merging.")
+        raise MergeError(
+            f"The network is in training mode, at {listed(training)}: call network.set_train(False) before merging."
+        )
     quantized = [(path, cell) for path, cell in cells if cell.quantization]
     if quantized:
         error, change = requantization_error(*(cell for _, cell in quantized))
-        raise MergeError(f"The weights of {listed(path for path, _ in quantized)} are quantized, and merged ones "
-                         f"would have to be quantized again: that would err by {error:.2g} (root mean square of a "
-                         f"sample), where the adapter changes them by {change:.2g}. Use merge_and_unload, which makes "
-                         "float cells of them, or merge the adapter into the base in float (mindlora merge).")
+        raise MergeError(
+            f"The weights of {listed(path for path, _ in quantized)} are quantized, and merged ones "
+            f"would have to be quantized again: that would err by {error:.2g} (root mean square of a "
+            f"sample), where the adapter changes them by {change:.2g}. Use merge_and_unload, which makes "
+            "float cells of them, or merge the adapter into the base in float (mindlora merge)."
+        )
     for path, cell in cells:
         if cell.weight.has_init:
             raise MergeError(f"The weight of {path} has no values yet: load the base checkpoint before merging.")
         if str(cell.weight.dtype).lower() not in ROUNDING:
-            raise MergeError(f"The weight of {path} is {cell.weight.dtype}: an adapter can be merged into float32, "
-                             "float16 or bfloat16.")
+            raise MergeError(
+                f"The weight of {path} is {cell.weight.dtype}: an adapter can be merged into float32, "
+                "float16 or bfloat16."
+            )
     owners = {id(cell.weight): (path, cell) for path, cell in cells}
     for other_path, other in network.cells_and_names():
         for name, parameter in other.parameters_and_names(expand=False):
             path, owner = owners.get(id(parameter), ("", other))
             if owner is not other:
-                raise MergeError(f"{path} shares its weight with {other_path} ({name}), which merging would change "
-                                 "too. Keep the adapter unmerged, or untie the two before apply_lora.")
+                raise MergeError(
+                    f"{path} shares its weight with {other_path} ({name}), which merging would change "
+                    "too. Keep the adapter unmerged, or untie the two before apply_lora."
+                )
 
 
 def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
@@ -213,8 +233,10 @@ def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
         before, change = cells[index].sample(_SAMPLED_ROWS)
         errors.append(np.square(dequantize(quantize(before + change)) - (before + change)))
         changes.append(np.square(change))
-    return tuple(float(np.sqrt(np.mean(np.concatenate([array.reshape(-1) for array in squares]))))
-                 for squares in (errors, changes))
+    return tuple(
+        float(np.sqrt(np.mean(np.concatenate([array.reshape(-1) for array in squares]))))
+        for squares in (errors, changes)
+    )
 
 
 # What overflows is found by comparing results, with a better message than numpy's.
@@ -233,14 +255,17 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     cell.silence()
     difference, bound = _measure(weight, cell.weight.asnumpy().reshape(weight.shape), a, b, cell.scale, gains)
     if not np.isfinite(bound).all():
-        raise MergeError(f"{path}: W, A or B holds NaN or infinity, so that nothing was merged. Load the base or "
-                         "the adapter again.")
+        raise MergeError(
+            f"{path}: W, A or B holds NaN or infinity, so that nothing was merged. Load the base or the adapter again."
+        )
     wrong = ~(difference <= bound)  # NaN is wrong too
     place = np.unravel_index(np.argmax(np.where(wrong, np.inf, difference)), difference.shape)
     if wrong.any():
-        raise MergeError(f"{path}: on a random probe the merged cell's result differs by {difference[place]:.3g}, and "
-                         f"rounding to {weight.dtype} explains no more than {bound[place]:.3g}. The merge is undone: "
-                         "keep the adapter unmerged, or load the base in a dtype of more range.")
+        raise MergeError(
+            f"{path}: on a random probe the merged cell's result differs by {difference[place]:.3g}, and "
+            f"rounding to {weight.dtype} explains no more than {bound[place]:.3g}. The merge is undone: "
+            "keep the adapter unmerged, or load the base in a dtype of more range."
+        )
     return float(difference[place]), float(bound[place])
 
 
@@ -279,8 +304,9 @@ def _measure(weight, merged, a, b, scale, gains) -> Tuple[np.ndarray, np.ndarray
         expected = x @ block.T + low_rank @ b[rows].T
         difference[:, rows] = np.abs(x @ merged[rows].astype(np.float64).T - expected)
         # The second unit32 is for the product with gains.
-        bound[:, rows] = ((unit + 2 * unit32) * (x_size @ np.abs(block).T)
-                          + (unit + (len(a) + 5) * unit32) * (low_rank_size @ np.abs(b[rows]).T))
+        bound[:, rows] = (unit + 2 * unit32) * (x_size @ np.abs(block).T) + (unit + (len(a) + 5) * unit32) * (
+            low_rank_size @ np.abs(b[rows]).T
+        )
     # One hundredth for the products of these roundings, and for float64's own.
     return difference, 1.01 * (bound + smallest * x_size.sum(axis=1, keepdims=True))
 
@@ -302,8 +328,10 @@ def _output(network, probe) -> np.ndarray:
     output = network(*probe)
     first = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(first, Tensor):
-        raise MergeError(f"The network's first output on the probe is of type {type(first).__name__}: only a Tensor "
-                         "can be compared before and after merging.")
+        raise MergeError(
+            f"The network's first output on the probe is of type {type(first).__name__}: only a Tensor "
+            "can be compared before and after merging."
+        )
     return first.asnumpy().astype(np.float64)  # a copy too
 
 
@@ -319,7 +347,9 @@ def _compare_outputs(before, after, cells) -> Tuple[float, float]:
     share = max(1e-3, 8 * np.sqrt(len(cells)) * unit)
     bound = float(share * np.max(np.abs(before[np.isfinite(before)]), initial=0))
     if not difference <= bound:
-        raise MergeError(f"Merged, the network's output on the given probe differs by {difference:.3g}, and rounding "
-                         f"explains about {bound:.3g}. The merge is undone: keep the adapter unmerged, or leave the "
-                         "probe out if the output is random by itself.")
+        raise MergeError(
+            f"Merged, the network's output on the given probe differs by {difference:.3g}, and rounding "
+            f"explains about {bound:.3g}. The merge is undone: keep the adapter unmerged, or leave the "
+            "probe out if the output is random by itself."
+        )
     return difference, bound

@@ -1,4 +1,5 @@
 """quantize_base: the linear cells of a network in 4-bit NormalFloat, in place."""
+
 import logging
 from typing import Callable, Dict, List, Tuple, Optional
 
@@ -47,24 +48,32 @@ def quantize_base(network: nn.Cell, exclude=None) -> Tuple[str, ...]:
 
 def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
     """Returns path -> cell for the linear cells that quantize_base would replace; raises as it does."""
-    linear = {path: cell for path, cell in network.cells_and_names()
-              if path and isinstance(cell, (*linear_types(), LoRACell, NF4Dense))}
-    cells = {path: linear[path] for path in select_quantized(list(linear), exclude)
-             if not isinstance(linear[path], NF4Dense)}
+    linear = {
+        path: cell
+        for path, cell in network.cells_and_names()
+        if path and isinstance(cell, (*linear_types(), LoRACell, NF4Dense))
+    }
+    cells = {
+        path: linear[path] for path in select_quantized(list(linear), exclude) if not isinstance(linear[path], NF4Dense)
+    }
     refused = refusals(cells, lambda _, cell: NF4Dense.check(cell))
     if refused:
-        raise UnsupportedCellError(f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
-                                   f"quantize_exclude. {'; '.join(refused)}")
+        raise UnsupportedCellError(
+            f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
+            f"quantize_exclude. {'; '.join(refused)}"
+        )
     # Before the first weight is given up.
     bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
     if bad:
-        raise QuantizationError(f"The weights of {listed(bad)} hold NaN or infinity: the base cannot be "
-                                "quantized. Load it again.")
+        raise QuantizationError(
+            f"The weights of {listed(bad)} hold NaN or infinity: the base cannot be quantized. Load it again."
+        )
     return cells
 
 
-def quantize_cells(network: nn.Cell, cells: Dict[str, nn.Cell],
-                   array_of: Optional[Callable[[str, nn.Cell], Nf4Array]] = None) -> Dict[str, NF4Dense]:
+def quantize_cells(
+    network: nn.Cell, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Nf4Array]] = None
+) -> Dict[str, NF4Dense]:
     """Replaces what cells_to_quantize returned; returns path -> the new cell.
 
     Args:
@@ -72,8 +81,10 @@ def quantize_cells(network: nn.Cell, cells: Dict[str, nn.Cell],
         cells (dict): Path -> cell.
         array_of (callable): Path, cell -> what shall stand for its weight, or None for quantize(weight). Default: None.
     """
-    quantized = {path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
-                 for path, cell in cells.items()}
+    quantized = {
+        path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
+        for path, cell in cells.items()
+    }
     replace_children(network, {id(cell): quantized[path] for path, cell in cells.items()})
     logger.info("Quantized to NF4: %d cells, %s.", len(cells), listed(cells))
     return quantized
@@ -99,16 +110,20 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
     cells, started = cells_to_quantize(network, config.quantize_exclude), {}
     packed = [p.name for p in whole if any(p is cell.weight or p is cell.bias for cell in cells.values())]
     if packed:
-        raise TargetError(f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
-                          "4-bit weights do not train. Add it to quantize_exclude.")
+        raise TargetError(
+            f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
+            "4-bit weights do not train. Add it to quantize_exclude."
+        )
     if not initializers.is_loftq(config.lora_init):
         return quantize_cells(network, cells), started
     adapted = [path for path in selected if path in cells]
     empty = [path for path in adapted if cells[path].weight.has_init]
     if empty:
-        raise LoraError(f"lora_init {config.lora_init!r} is made from the base's weights in float, which have no "
-                        f"values at {listed(empty)}. Load them before apply_lora; for a YAML, mindlora "
-                        "quantize-base --loftq makes the adapter that adapter_path then names.")
+        raise LoraError(
+            f"lora_init {config.lora_init!r} is made from the base's weights in float, which have no "
+            f"values at {listed(empty)}. Load them before apply_lora; for a YAML, mindlora "
+            "quantize-base --loftq makes the adapter that adapter_path then names."
+        )
     for path in adapted:
         initializers.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
 
@@ -116,8 +131,9 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
         if path not in adapted:
             return None
         own, weight = config.for_cell(path), as_float32(cell.weight).astype(np.float32, copy=False)
-        array, a, b = initializers.loftq(weight, own.lora_rank, quantize, dequantize,
-                                   initializers.loftq_iterations(own.lora_init), own.scale)
+        array, a, b = initializers.loftq(
+            weight, own.lora_rank, quantize, dequantize, initializers.loftq_iterations(own.lora_init), own.scale
+        )
         started[path] = {"A": a, "B": b}
         return array
 

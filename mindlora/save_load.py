@@ -1,4 +1,5 @@
 """save_lora and load_lora: the adapter of a network alone, written atomically, loaded strictly."""
+
 import logging
 import warnings
 from typing import Dict, Optional
@@ -60,8 +61,9 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
         adapter.selection = {"target_modules": _target_modules(network, cells, adapter)}
     bad = [place for place, array in adapter.tensors.items() if not is_finite(array)]
     if bad:
-        raise NotFiniteError("The network holds LoRA tensors with NaN or infinity, so nothing was saved: "
-                             f"{listed_parts(bad)}.")
+        raise NotFiniteError(
+            f"The network holds LoRA tensors with NaN or infinity, so nothing was saved: {listed_parts(bad)}."
+        )
     adapter_files.write(adapter, str(path), format)
 
 
@@ -75,27 +77,37 @@ def adapter_of(network: nn.Cell) -> Adapter:
     _check_not_merged(cells)
     for cell in cells.values():
         cell.prepare()
-    tensors = {(path, part): to_array(parameter) for path, cell in cells.items()
-               for part, parameter in cell.parts().items()}
+    tensors = {
+        (path, part): to_array(parameter) for path, cell in cells.items() for part, parameter in cell.parts().items()
+    }
     # Of one cell: the others have the same.
     common = next(iter(cells.values())).shared_parts()
     tensors |= {SHARED[part]: to_array(parameter) for part, parameter in common.items()}
     whole = {parameter.name: to_array(parameter) for parameter in saved_module_parameters(network)}
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
-        raise LoraError("Some cells of the network scale with use_rslora and some without. One adapter has one of "
-                        "them.")
-    adapter = Adapter(tensors, {path: float(cell.lora_alpha) for path, cell in cells.items()}, rslora.pop(),
-                      max(cell.dropout_rate for cell in cells.values()), whole, fingerprint=base_fingerprint(network),
-                      dialect="network", embeddings={path for path, cell in cells.items() if cell.embeds},
-                      projection_key=max(cell.projection_key for cell in cells.values()))
+        raise LoraError(
+            "Some cells of the network scale with use_rslora and some without. One adapter has one of them."
+        )
+    adapter = Adapter(
+        tensors,
+        {path: float(cell.lora_alpha) for path, cell in cells.items()},
+        rslora.pop(),
+        max(cell.dropout_rate for cell in cells.values()),
+        whole,
+        fingerprint=base_fingerprint(network),
+        dialect="network",
+        embeddings={path for path, cell in cells.items() if cell.embeds},
+        projection_key=max(cell.projection_key for cell in cells.values()),
+    )
     adapter.take_shared_projection("The network")
     initialize.make_plain(adapter, cells)
     return adapter
 
 
-def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn",
-              allow_pickle: bool = False) -> None:
+def load_lora(
+    network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn", allow_pickle: bool = False
+) -> None:
     """Reads an adapter into ``network``; on any error nothing of the network has changed.
 
     Where the network holds LoRADense cells, the adapter must be what they were built for. Where it holds none, it gets
@@ -130,8 +142,11 @@ def load_lora(network: nn.Cell, path: str, strict: bool = True, on_base_mismatch
     _check_not_merged(cells)
     adapter = adapter_files.read(path, allow_pickle)
     if bare:
-        cells = {adapter_path(cell, name): cell for name, cell in network.cells_and_names()
-                 if name and isinstance(cell, adaptable_types())}
+        cells = {
+            adapter_path(cell, name): cell
+            for name, cell in network.cells_and_names()
+            if name and isinstance(cell, adaptable_types())
+        }
     places = matching.matched_cells(network, cells)
     relaid = matching.match_to(adapter, places)
     if not bare:
@@ -170,10 +185,16 @@ def _config(adapter, path) -> LoraConfig:
     with warnings.catch_warnings():
         # A small lora_alpha was warned of when the adapter was made.
         warnings.simplefilter("ignore")
-        return LoraConfig(lora_rank=adapter.rank(path), lora_alpha=adapter.alphas[path], lora_dropout=adapter.dropout,
-                          use_rslora=adapter.use_rslora, use_dora=adapter.use_dora, use_vera=adapter.use_vera,
-                          projection_prng_key=adapter.projection_key if adapter.use_vera else None,
-                          param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32")
+        return LoraConfig(
+            lora_rank=adapter.rank(path),
+            lora_alpha=adapter.alphas[path],
+            lora_dropout=adapter.dropout,
+            use_rslora=adapter.use_rslora,
+            use_dora=adapter.use_dora,
+            use_vera=adapter.use_vera,
+            projection_prng_key=adapter.projection_key if adapter.use_vera else None,
+            param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32",
+        )
 
 
 def _selected(adapter, cells):
@@ -213,8 +234,10 @@ def _saved_module_parameters(adapter, network, source, strict):
                 raise UnexpectedTensorsError(message)
             logger.warning("%s Loading the rest, as strict is False.", message)
         elif tuple(parameter.shape) != array.shape:
-            raise ShapeMismatchError(f"{source}: {name}, trained whole (modules_to_save), is {list(array.shape)}, the "
-                                     f"network's is {list(parameter.shape)}.")
+            raise ShapeMismatchError(
+                f"{source}: {name}, trained whole (modules_to_save), is {list(array.shape)}, the "
+                f"network's is {list(parameter.shape)}."
+            )
         else:
             found.append((parameter, array))
     return found
@@ -231,20 +254,23 @@ def _target_modules(network, cells, adapter):
 def _check_not_merged(cells: Dict[str, nn.Cell]):
     merged = [path for path, cell in cells.items() if cell.merged]
     if merged:
-        raise LoraError(f"The adapter is merged into the base, at {listed(merged)}. Call "
-                        "unmerge_lora first.")
+        raise LoraError(f"The adapter is merged into the base, at {listed(merged)}. Call unmerge_lora first.")
 
 
 def _check_base(adapter, found, path, on_base_mismatch):
     if found is None:
-        logger.warning("%s: the base has no values yet, so whether it is the one the adapter was trained on was not "
-                       "checked.", path)
+        logger.warning(
+            "%s: the base has no values yet, so whether it is the one the adapter was trained on was not checked.", path
+        )
         return
     difference = base_difference(adapter.fingerprint, found)
     forms = forms_that_differ(adapter.fingerprint, found)
     if difference and forms and adapter.fingerprint.get("shapes") == found["shapes"]:
-        logger.warning("%s was trained on a base in %s and this one is in %s: of the two, paths and shapes alone were "
-                       "compared.", path, *forms)
+        logger.warning(
+            "%s was trained on a base in %s and this one is in %s: of the two, paths and shapes alone were compared.",
+            path,
+            *forms,
+        )
     elif difference:
         message = f"{path} was trained on another base: {difference}. Load the base checkpoint it was trained on."
         if on_base_mismatch == "error":

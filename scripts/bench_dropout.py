@@ -6,6 +6,7 @@ one that runs a single token through the same network; so weights, the compiler 
 median of the steps after the first, in the process that ran all tokens.
     python scripts/bench_dropout.py --json figures.json
 """
+
 import argparse
 import json
 import os
@@ -19,8 +20,12 @@ os.environ.setdefault("GLOG_v", "3")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-SIDES = {"mindlora, no dropout": ("mindlora", 0.0), "mindlora, dropout 0.05": ("mindlora", 0.05),
-         "MindFormers, no dropout": ("mindformers", 0.0), "MindFormers, dropout 0.05": ("mindformers", 0.05)}
+SIDES = {
+    "mindlora, no dropout": ("mindlora", 0.0),
+    "mindlora, dropout 0.05": ("mindlora", 0.05),
+    "MindFormers, no dropout": ("mindformers", 0.0),
+    "MindFormers, dropout 0.05": ("mindformers", 0.05),
+}
 
 
 def main():
@@ -42,15 +47,20 @@ def main():
             whole, single = child(side, args.tokens), child(side, 1)
             figures["MiB"].append(whole["MiB"] - single["MiB"])
             figures["ms"].append(whole["ms"])
-    result = {side: {unit: statistics.median(values) for unit, values in figures.items()}
-              for side, figures in found.items()}
-    print(f"{args.layers} layers {args.width} x {args.width}, rank {args.rank}, {args.tokens} tokens; median of "
-          f"{args.rounds} processes; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
+    result = {
+        side: {unit: statistics.median(values) for unit, values in figures.items()} for side, figures in found.items()
+    }
+    print(
+        f"{args.layers} layers {args.width} x {args.width}, rank {args.rank}, {args.tokens} tokens; median of "
+        f"{args.rounds} processes; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+    )
     print(f"{'':<26}  {'activations':>12}  {'of no dropout':>13}  {'step':>8}  {'of no dropout':>13}")
     for side, figures in result.items():
         base = result[f"{side.partition(',')[0]}, no dropout"]
-        print(f"{side:<26}  {figures['MiB']:8.0f} MiB  {figures['MiB'] / base['MiB']:12.2f}x  {figures['ms']:5.0f} ms"
-              f"  {figures['ms'] / base['ms']:12.2f}x")
+        print(
+            f"{side:<26}  {figures['MiB']:8.0f} MiB  {figures['MiB'] / base['MiB']:12.2f}x  {figures['ms']:5.0f} ms"
+            f"  {figures['ms'] / base['ms']:12.2f}x"
+        )
     print("Goal: activations with dropout at most 1.05x of those without.")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
@@ -59,8 +69,12 @@ def main():
 
 def child(side, tokens):
     """Runs one side in a process of its own."""
-    output = subprocess.run([sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", side, str(tokens)],
-                            check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", side, str(tokens)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
     return json.loads(output.splitlines()[-1])
 
 
@@ -69,6 +83,7 @@ def run(args, side, tokens):
     import mindspore as ms
     import numpy as np
     from mindspore import Tensor, nn
+
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     layer, rate = SIDES[side][0], SIDES[side][1]
     network = nn.SequentialCell(*[LAYERS[layer](args.width, args.rank, rate) for _ in range(args.layers)])
@@ -94,6 +109,7 @@ def run(args, side, tokens):
 def our_layer(width, rank, rate):
     """A linear layer with mindlora's LoRA."""
     from mindlora import LoRADense
+
     return LoRADense(width, width, rank, 2 * rank, rate, has_bias=False)
 
 
@@ -101,6 +117,7 @@ def their_layer(width, rank, rate):
     """A linear layer with the LoRA that MindFormers puts on it."""
     import mindspore as ms
     from mindpet.delta.lora import LoRADense
+
     return LoRADense(width, width, rank, 2 * rank, rate, has_bias=False, compute_dtype=ms.float32)
 
 

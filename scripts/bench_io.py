@@ -9,6 +9,7 @@ which is the least that any command that copies can take.
     python scripts/bench_io.py --json figures.json
     python scripts/bench_io.py --quick
 """
+
 import argparse
 import json
 import os
@@ -28,8 +29,15 @@ sys.path.insert(0, ROOT)
 
 FULL_SIZE = {"layers": 18, "hidden": 2048, "intermediate": 5632, "vocab": 32000, "rank": 16}
 QUICK_SIZE = {"layers": 4, "hidden": 512, "intermediate": 1408, "vocab": 8192, "rank": 16}
-LINEARS = {"self_attn.q_proj": "hh", "self_attn.k_proj": "hh", "self_attn.v_proj": "hh", "self_attn.o_proj": "hh",
-           "mlp.gate_proj": "fh", "mlp.up_proj": "fh", "mlp.down_proj": "hf"}
+LINEARS = {
+    "self_attn.q_proj": "hh",
+    "self_attn.k_proj": "hh",
+    "self_attn.v_proj": "hh",
+    "self_attn.o_proj": "hh",
+    "mlp.gate_proj": "fh",
+    "mlp.up_proj": "fh",
+    "mlp.down_proj": "hf",
+}
 GOAL_SPEED, GOAL_MEMORY, GOAL_LOAD = 0.60, 1.30, 0.040
 WRITE, READ, COPY = "disk, sequential write", "disk, sequential read", "disk, copy by the kernel"
 SHARDS = 4
@@ -75,8 +83,11 @@ def measure_files(folder, size, rounds):
     for form in ("sharded", "single"):
         source, out = (single_file, paths["out"] + ".safetensors") if form == "single" else (paths[form], paths["out"])
         commands[f"convert-base, {form}"] = form, out, ["convert-base", source, out, "--to", "mindformers"]
-        commands[f"merge, {form}"] = form, out, ["merge", "--base", source, "--adapter", paths["adapter"],
-                                                 "--output", out]
+        commands[f"merge, {form}"] = (
+            form,
+            out,
+            ["merge", "--base", source, "--adapter", paths["adapter"], "--output", out],
+        )
     seconds = {name: [] for name in (WRITE, READ, COPY, *commands)}
     memory = dict.fromkeys(commands, 0)
     for turn in range(rounds + 1):
@@ -90,8 +101,10 @@ def measure_files(folder, size, rounds):
         # The first round warms up.
         for name in seconds if turn else ():
             seconds[name].append(taken[name])
-    result = {name: {"seconds": spread(values), "speed": nbytes / statistics.median(values)}
-              for name, values in seconds.items()}
+    result = {
+        name: {"seconds": spread(values), "speed": nbytes / statistics.median(values)}
+        for name, values in seconds.items()
+    }
     for name, (form, _, _) in commands.items():
         # Round by round, since the disk is not equally fast all the time.
         turns = list(zip(seconds[READ], seconds[WRITE], seconds[COPY], seconds[name]))
@@ -119,13 +132,14 @@ def make_base(folder, size, count):
     """Writes the synthetic base in ``count`` files; returns the size of the largest."""
     from mindlora.formats.safetensors_file import write
     from mindlora.numerics.dtypes import BFLOAT16, from_float32
+
     values = from_float32(np.random.default_rng(0).normal(0, 0.02, 2**22).astype(np.float32), BFLOAT16)
     os.makedirs(folder)
     entries = [(name, BFLOAT16, shape) for name, shape in shapes(size)]
     step = -(-len(entries) // count)
     weight_map, largest = {}, 0
     for number in range(count):
-        part = entries[number * step:(number + 1) * step]
+        part = entries[number * step : (number + 1) * step]
         file = f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         write(os.path.join(folder, file), part, (piece for _, _, shape in part for piece in pieces(values, shape)))
         weight_map.update({name: file for name, _, _ in part})
@@ -139,25 +153,33 @@ def make_base(folder, size, count):
 def pieces(values, shape):
     left = int(np.prod(shape))
     while left:
-        yield values[:min(left, len(values))]
+        yield values[: min(left, len(values))]
         left -= min(left, len(values))
 
 
 def make_adapter(folder, size):
     """Writes an adapter of PEFT's form on all seven linears of each layer."""
     from mindlora.formats.safetensors_file import write_arrays
+
     rng, rank = np.random.default_rng(1), size["rank"]
     tensors = {}
     for name, shape in shapes(size):
         if "_proj" in name:
-            path = "base_model.model." + name[:-len(".weight")]
+            path = "base_model.model." + name[: -len(".weight")]
             tensors[f"{path}.lora_A.weight"] = rng.normal(0, 0.02, (rank, shape[1])).astype(np.float32)
             tensors[f"{path}.lora_B.weight"] = rng.normal(0, 0.02, (shape[0], rank)).astype(np.float32)
     os.makedirs(folder)
     write_arrays(os.path.join(folder, "adapter_model.safetensors"), tensors)
     with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
-        json.dump({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank,
-                   "target_modules": [name.rpartition(".")[2] for name in LINEARS]}, file)
+        json.dump(
+            {
+                "peft_type": "LORA",
+                "r": rank,
+                "lora_alpha": 2 * rank,
+                "target_modules": [name.rpartition(".")[2] for name in LINEARS],
+            },
+            file,
+        )
 
 
 def write_disk(path, nbytes):
@@ -167,7 +189,7 @@ def write_disk(path, nbytes):
     start = time.perf_counter()
     with open(path, "wb", buffering=0) as file:
         for begin in range(0, nbytes, len(block)):
-            file.write(block[:nbytes - begin])
+            file.write(block[: nbytes - begin])
         os.fdatasync(file.fileno())
     taken = time.perf_counter() - start
     os.remove(path)
@@ -212,11 +234,18 @@ def drop_caches():
 
 def run(words):
     """Runs ``mindlora ...`` in a process of its own; returns its seconds and its peak resident memory in bytes."""
-    script = ("import sys; from mindlora.cli import main; code = main(sys.argv[1:]); "
-              "print(open('/proc/self/status').read(), file=sys.stderr); sys.exit(code)")
+    script = (
+        "import sys; from mindlora.cli import main; code = main(sys.argv[1:]); "
+        "print(open('/proc/self/status').read(), file=sys.stderr); sys.exit(code)"
+    )
     start = time.perf_counter()
-    result = subprocess.run([sys.executable, "-c", script, *words], env={**os.environ, "PYTHONPATH": ROOT},
-                            capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     taken = time.perf_counter() - start
     if result.returncode:
         sys.exit(result.stderr)
@@ -231,14 +260,18 @@ def measure_load(folder, size, times):
     from mindspore import nn
 
     import mindlora
+
     sizes = {"h": size["hidden"], "f": size["intermediate"]}
 
     class Layer(nn.Cell):
         def __init__(self):
             super().__init__()
             for name, (rows, columns) in LINEARS.items():
-                setattr(self, name.rpartition(".")[2],
-                        nn.Dense(sizes[columns], sizes[rows], weight_init="zeros", has_bias=False))
+                setattr(
+                    self,
+                    name.rpartition(".")[2],
+                    nn.Dense(sizes[columns], sizes[rows], weight_init="zeros", has_bias=False),
+                )
 
     class Network(nn.Cell):
         def __init__(self):
@@ -247,8 +280,9 @@ def measure_load(folder, size, times):
 
     ms.set_context(device_target="CPU")
     network = Network()
-    mindlora.apply_lora(network, mindlora.LoraConfig(target_modules=".*_proj", lora_rank=size["rank"],
-                                                     lora_alpha=2 * size["rank"]))
+    mindlora.apply_lora(
+        network, mindlora.LoraConfig(target_modules=".*_proj", lora_rank=size["rank"], lora_alpha=2 * size["rank"])
+    )
     path = os.path.join(folder, "adapter")
     mindlora.save_lora(network, path)
     weights = os.path.join(path, "adapter_model.safetensors")
@@ -276,38 +310,54 @@ def machine():
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0],
-            "numpy": np.__version__, "load_average": round(os.getloadavg()[0], 1)}
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "numpy": np.__version__,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def table(figures):
     lines = ["{cpu}, {cores} cores, Python {python}, NumPy {numpy}, load {load_average}".format(**figures["machine"])]
     if "files" in figures:
         files = figures["files"]
-        lines += ["hidden {hidden}, {layers} layers, intermediate {intermediate}, vocabulary {vocab}, bfloat16; rank "
-                  "{rank} on all seven linears".format(**figures["size"]),
-                  f"{files['bytes'] / 1e9:.2f} GB, {SHARDS} files or one; {files['rounds']} rounds; page cache "
-                  f"{'emptied before each' if files['cold'] else 'NOT emptied: reads are from memory'}", "",
-                  f"{'':<26}{'median s':>9}{'min':>7}{'max':>7}{'MB/s':>7}{'of write':>10}{'of both':>9}{'of copy':>9}"
-                  f"{'memory':>8}{'shard':>8}"]
+        lines += [
+            "hidden {hidden}, {layers} layers, intermediate {intermediate}, vocabulary {vocab}, bfloat16; rank "
+            "{rank} on all seven linears".format(**figures["size"]),
+            f"{files['bytes'] / 1e9:.2f} GB, {SHARDS} files or one; {files['rounds']} rounds; page cache "
+            f"{'emptied before each' if files['cold'] else 'NOT emptied: reads are from memory'}",
+            "",
+            f"{'':<26}{'median s':>9}{'min':>7}{'max':>7}{'MB/s':>7}{'of write':>10}{'of both':>9}{'of copy':>9}"
+            f"{'memory':>8}{'shard':>8}",
+        ]
         for name, row in files["measured"].items():
             seconds = row["seconds"]
-            line = (f"{name:<26}{seconds['median']:>9.2f}{seconds['min']:>7.2f}{seconds['max']:>7.2f}"
-                    f"{row['speed'] / 1e6:>7.0f}")
+            line = (
+                f"{name:<26}{seconds['median']:>9.2f}{seconds['min']:>7.2f}{seconds['max']:>7.2f}"
+                f"{row['speed'] / 1e6:>7.0f}"
+            )
             if "memory" in row:
-                line += (f"{row['ratio_to_write']:>10.2f}{row['ratio_to_both']:>9.2f}{row['ratio_to_copy']:>9.2f}"
-                         f"{row['memory'] / 2**20:>6.0f}Mi"
-                         f"{row['memory'] / row['largest_shard']:>7.2f}x")
+                line += (
+                    f"{row['ratio_to_write']:>10.2f}{row['ratio_to_both']:>9.2f}{row['ratio_to_copy']:>9.2f}"
+                    f"{row['memory'] / 2**20:>6.0f}Mi"
+                    f"{row['memory'] / row['largest_shard']:>7.2f}x"
+                )
             lines.append(line)
-        lines.append("of write: of the speed of writing alone; of both: of reading, then writing; of copy: of the "
-                     "kernel's copy.")
+        lines.append(
+            "of write: of the speed of writing alone; of both: of reading, then writing; of copy: of the kernel's copy."
+        )
         lines.append(f"Goals: at least {GOAL_SPEED:.2f}; memory at most {GOAL_MEMORY:.2f} x the largest shard.")
     if "load" in figures:
         load = figures["load"]
-        lines += ["", f"load_lora, {load['bytes'] / 1e6:.0f} MB into {load['layers']} layers, warm: "
-                  f"{load['load']['median'] * 1e3:.1f} ms ({load['load']['min'] * 1e3:.1f} to "
-                  f"{load['load']['max'] * 1e3:.1f}; goal {GOAL_LOAD * 1e3:.0f}); a copy in memory of as much: "
-                  f"{load['copy']['median'] * 1e3:.1f} ms"]
+        lines += [
+            "",
+            f"load_lora, {load['bytes'] / 1e6:.0f} MB into {load['layers']} layers, warm: "
+            f"{load['load']['median'] * 1e3:.1f} ms ({load['load']['min'] * 1e3:.1f} to "
+            f"{load['load']['max'] * 1e3:.1f}; goal {GOAL_LOAD * 1e3:.0f}); a copy in memory of as much: "
+            f"{load['copy']['median'] * 1e3:.1f} ms",
+        ]
     return "\n".join(lines)
 
 

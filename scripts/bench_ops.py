@@ -8,6 +8,7 @@ table holds its base twice: how far the ratio of the two is from 1 is how far a 
     python scripts/bench_ops.py --quick
     python scripts/bench_ops.py --device Ascend --json figures.json
 """
+
 import argparse
 import functools
 import itertools
@@ -61,10 +62,13 @@ def forward(quick, rounds):
     """Yields a table for each width and number of tokens: layers with LoRA beside the same layers without."""
     for width, layers in ((256, 4),) if quick else ((2048, 4), (4096, 2)):
         for tokens in (1, 4, 8, 512):
-            sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers),
-                     "composed": Layers(functools.partial(WithDelta, "composed"), width, layers),
-                     f"lora_delta ({kernels()})": Layers(functools.partial(WithDelta, kernels()), width, layers),
-                     CELL: Layers(adapted_cell, width, layers)}
+            sides = {
+                BASE: Layers(Base, width, layers),
+                AGAIN: Layers(Base, width, layers),
+                "composed": Layers(functools.partial(WithDelta, "composed"), width, layers),
+                f"lora_delta ({kernels()})": Layers(functools.partial(WithDelta, kernels()), width, layers),
+                CELL: Layers(adapted_cell, width, layers),
+            }
             if tokens <= 8:
                 # The same GEMV with next to no delta: what is fused, apart from what is a faster product.
                 sides["GEMV, rank 1"] = Layers(functools.partial(Fused, 1), width, layers)
@@ -72,21 +76,35 @@ def forward(quick, rounds):
             x = normal(tokens, width)
             pair = (f"lora_linear ({kernels()})", "GEMV, rank 1")
             ratios = {"lora_linear / GEMV, rank 1": pair} if tokens <= 8 else {}
-            yield compare(f"forward, {layers} layers {width} x {width}, rank {RANK}, {tokens} tokens", sides, (x,),
-                          rounds, "goal: 1.03", ratios)
+            yield compare(
+                f"forward, {layers} layers {width} x {width}, rank {RANK}, {tokens} tokens",
+                sides,
+                (x,),
+                rounds,
+                "goal: 1.03",
+                ratios,
+            )
 
 
 def training(quick, rounds):
     """Yields the table of a forward and backward over frozen layers."""
     width, tokens, layers = (256, 64, 2) if quick else (2048, 512, 2)
-    sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers),
-             "composed, autodiff": Layers(PlainDelta, width, layers),
-             "composed, own backward": Layers(functools.partial(WithDelta, "composed"), width, layers),
-             f"lora_delta ({kernels()})": Layers(functools.partial(WithDelta, kernels()), width, layers),
-             CELL: Layers(adapted_cell, width, layers).set_train()}
+    sides = {
+        BASE: Layers(Base, width, layers),
+        AGAIN: Layers(Base, width, layers),
+        "composed, autodiff": Layers(PlainDelta, width, layers),
+        "composed, own backward": Layers(functools.partial(WithDelta, "composed"), width, layers),
+        f"lora_delta ({kernels()})": Layers(functools.partial(WithDelta, kernels()), width, layers),
+        CELL: Layers(adapted_cell, width, layers).set_train(),
+    }
     steps = {side: Step(network) for side, network in sides.items()}
-    yield compare(f"forward and backward, {layers} frozen layers {width} x {width}, rank {RANK}, {tokens} tokens",
-                  steps, (normal(tokens, width),), rounds, "goal: 1.04")
+    yield compare(
+        f"forward and backward, {layers} frozen layers {width} x {width}, rank {RANK}, {tokens} tokens",
+        steps,
+        (normal(tokens, width),),
+        rounds,
+        "goal: 1.04",
+    )
 
 
 def many(quick, rounds):
@@ -98,10 +116,21 @@ def many(quick, rounds):
     one, each = np.full(tokens, tokens // 2, np.int32), np.arange(tokens, dtype=np.int32)
     pool.ranks.set_data(Tensor(ranks))
     x = normal(tokens, width)
-    sides = {BASE: Served(base, pool, one), AGAIN: Served(base, pool, one), "32 adapters": Served(base, pool, each),
-             "no adapter": Served(base, pool, np.full(tokens, -1, np.int32)), "without the operator": base}
-    yield compare(f"base + multi_lora_delta, {tokens} rows, width {width}; base: one adapter of rank "
-                  f"{ranks[tokens // 2]}; 32 adapters: ranks 4 to 64", sides, (x,), rounds, "goal of 32 adapters: 1.08")
+    sides = {
+        BASE: Served(base, pool, one),
+        AGAIN: Served(base, pool, one),
+        "32 adapters": Served(base, pool, each),
+        "no adapter": Served(base, pool, np.full(tokens, -1, np.int32)),
+        "without the operator": base,
+    }
+    yield compare(
+        f"base + multi_lora_delta, {tokens} rows, width {width}; base: one adapter of rank "
+        f"{ranks[tokens // 2]}; 32 adapters: ranks 4 to 64",
+        sides,
+        (x,),
+        rounds,
+        "goal of 32 adapters: 1.08",
+    )
 
     width = 128 if quick else 1024
     sides, rng = {}, np.random.default_rng(0)
@@ -110,19 +139,32 @@ def many(quick, rounds):
     for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), (f"{most:,} registered", most)):
         pool = Pool(slots, 8, width)
         sides[name] = Served(Layers(Base, width, 1), pool, np.resize(rng.permutation(slots)[:10], 32).astype(np.int32))
-    yield compare(f"base + multi_lora_delta, 32 rows of 10 adapters, width {width}, rank 8; base: 10 registered", sides,
-                  (normal(32, width),), rounds, "goal: 1.05")
+    yield compare(
+        f"base + multi_lora_delta, 32 rows of 10 adapters, width {width}, rank 8; base: 10 registered",
+        sides,
+        (normal(32, width),),
+        rounds,
+        "goal: 1.05",
+    )
 
     width = 256 if quick else 4096
     pool = Pool(4, 64, width)
     write, packed = MultiLoraSlotWrite(), normal(RANK, 2 * width)
     slot, scale = Tensor([1], ms.int32), Tensor(1.0, ms.float32)
-    timings = {"new indices (the adapter is resident)": lambda: Tensor(one),
-               "slot write (the adapter is in host memory)": lambda: write(
-                   pool.pool, pool.ranks, pool.scales, slot, packed, scale).asnumpy(),
-               "memcpy of as many bytes": functools.partial(np.copyto, packed.asnumpy().copy(), packed.asnumpy())}
-    yield compare(f"making an adapter of rank {RANK} the active one, width {width}", timings, (), 10 * rounds,
-                  "goal of a resident one: 50 us")
+    timings = {
+        "new indices (the adapter is resident)": lambda: Tensor(one),
+        "slot write (the adapter is in host memory)": lambda: write(
+            pool.pool, pool.ranks, pool.scales, slot, packed, scale
+        ).asnumpy(),
+        "memcpy of as many bytes": functools.partial(np.copyto, packed.asnumpy().copy(), packed.asnumpy()),
+    }
+    yield compare(
+        f"making an adapter of rank {RANK} the active one, width {width}",
+        timings,
+        (),
+        10 * rounds,
+        "goal of a resident one: 50 us",
+    )
 
 
 def normal(*shape):
@@ -291,10 +333,18 @@ def compare(title, sides, inputs, rounds, remark, ratios=()):
     pairs = dict(ratios)
     if BASE in sides:
         pairs.update({f"{side} / {BASE}": (side, BASE) for side in sides if side != BASE})
-    return {"title": title, "remark": remark,
-            "seconds": {side: {"wall": spread(wall), "cpu": spread(cpu)} for side, (wall, cpu) in clocks.items()},
-            "ratios": {name: [statistics.median(a / b for a, b in zip(clocks[first][clock], clocks[second][clock]))
-                              for clock in (0, 1)] for name, (first, second) in pairs.items()}}
+    return {
+        "title": title,
+        "remark": remark,
+        "seconds": {side: {"wall": spread(wall), "cpu": spread(cpu)} for side, (wall, cpu) in clocks.items()},
+        "ratios": {
+            name: [
+                statistics.median(a / b for a, b in zip(clocks[first][clock], clocks[second][clock]))
+                for clock in (0, 1)
+            ]
+            for name, (first, second) in pairs.items()
+        },
+    }
 
 
 def wait(result):
@@ -309,8 +359,13 @@ def wait(result):
 def spread(seconds):
     """Returns median, quartiles and least of a list."""
     low, _, high = statistics.quantiles(seconds, n=4)
-    return {"median": statistics.median(seconds), "lower_quartile": low, "upper_quartile": high, "min": min(seconds),
-            "count": len(seconds)}
+    return {
+        "median": statistics.median(seconds),
+        "lower_quartile": low,
+        "upper_quartile": high,
+        "min": min(seconds),
+        "count": len(seconds),
+    }
 
 
 def machine():
@@ -319,8 +374,13 @@ def machine():
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0],
-            "mindspore": ms.__version__, "load_average": round(os.getloadavg()[0], 1)}
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "mindspore": ms.__version__,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def text(figures):
@@ -329,11 +389,15 @@ def text(figures):
     for side, clocks in figures["seconds"].items():
         wall, cpu = ({name: 1e3 * value for name, value in clocks[clock].items()} for clock in ("wall", "cpu"))
         ratio = figures["ratios"].get(f"{side} / {BASE}")
-        lines.append(f"{side:<44}{wall['median']:>9.3f}{wall['lower_quartile']:>10.3f}{wall['upper_quartile']:>9.3f}"
-                     f"{wall['min']:>9.3f}{cpu['median']:>9.3f}"
-                     + ("{:>8.3f}{:>7.3f}".format(*ratio) if ratio else ""))
-    lines += ["{:<90}{:>8.3f}{:>7.3f}".format(name, *ratio) for name, ratio in figures["ratios"].items()
-              if not name.endswith(f" / {BASE}")]
+        lines.append(
+            f"{side:<44}{wall['median']:>9.3f}{wall['lower_quartile']:>10.3f}{wall['upper_quartile']:>9.3f}"
+            f"{wall['min']:>9.3f}{cpu['median']:>9.3f}" + ("{:>8.3f}{:>7.3f}".format(*ratio) if ratio else "")
+        )
+    lines += [
+        "{:<90}{:>8.3f}{:>7.3f}".format(name, *ratio)
+        for name, ratio in figures["ratios"].items()
+        if not name.endswith(f" / {BASE}")
+    ]
     return "\n".join(lines + [f"({figures['remark']})"])
 
 

@@ -6,6 +6,7 @@ the median of the ratios within a round, and the base stands there twice, to sho
     python scripts/bench_qlora.py --json figures.json
     python scripts/bench_qlora.py --quick
 """
+
 import argparse
 import ctypes
 import functools
@@ -51,8 +52,10 @@ def main():
         found["memory"] = {side: child(side, args, 1)[0] for side in ("float32", "NF4")}
         dense, packed = (found["memory"][side]["bytes"] for side in ("float32", "NF4"))
         found["memory"]["ratio"] = packed / dense
-        print(f"\nresident memory of the base: float32 {dense / 2**20:.1f} MiB, NF4 {packed / 2**20:.1f} MiB, "
-              f"ratio {packed / dense:.4f} (goal: 0.14)")
+        print(
+            f"\nresident memory of the base: float32 {dense / 2**20:.1f} MiB, NF4 {packed / 2**20:.1f} MiB, "
+            f"ratio {packed / dense:.4f} (goal: 0.14)"
+        )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=2)
@@ -64,8 +67,13 @@ def child(what, args, threads):
     command += ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
     figures, cores = [], sorted(os.sched_getaffinity(0))[:threads]
     # OMP_NUM_THREADS alone leaves MindSpore's MatMul a second thread.
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE,
-                          text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores)) as process:
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    ) as process:
         for line in process.stdout:
             figures.append(json.loads(line))
             if "title" in figures[-1]:
@@ -93,11 +101,21 @@ def decode(quick, rounds):
         for tokens in (1, 4, 8):
             sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers)}
             packed = Layers(Nf4, width, layers)
-            sides.update({f"nf4_linear ({name})": with_isa(packed, isa) for name, isa in ISAS.items()
-                          if library().mindlora_set_isa(isa) == isa})
+            sides.update(
+                {
+                    f"nf4_linear ({name})": with_isa(packed, isa)
+                    for name, isa in ISAS.items()
+                    if library().mindlora_set_isa(isa) == isa
+                }
+            )
             goal = "goal of one token: AVX-512 0.333, AVX2 0.769" if width == 4096 and tokens == 1 else "no goal"
-            yield compare(f"forward, {layers} layers {width} x {width}, {tokens} token{'s' * (tokens > 1)}; base: "
-                          "float32", sides, (normal(tokens, width),), rounds, goal)
+            yield compare(
+                f"forward, {layers} layers {width} x {width}, {tokens} token{'s' * (tokens > 1)}; base: float32",
+                sides,
+                (normal(tokens, width),),
+                rounds,
+                goal,
+            )
 
 
 def training(quick, rounds):
@@ -105,13 +123,21 @@ def training(quick, rounds):
     library().mindlora_set_isa(-1)
     tokens = 64 if quick else 512
     for width, layers in ((256, 2),) if quick else ((2048, 2), (4096, 1)):
-        sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers),
-                 "nf4_linear (cpu)": Layers(Nf4, width, layers)}
+        sides = {
+            BASE: Layers(Base, width, layers),
+            AGAIN: Layers(Base, width, layers),
+            "nf4_linear (cpu)": Layers(Nf4, width, layers),
+        }
         if width <= 2048:
             sides["nf4_linear (composed)"] = Layers(functools.partial(Nf4, path="composed"), width, layers)
         steps = {side: Step(network) for side, network in sides.items()}
-        yield compare(f"forward and backward, {layers} frozen layers {width} x {width}, {tokens} tokens; base: float32",
-                      steps, (normal(tokens, width),), max(5, rounds // 2), "goal: 1.05")
+        yield compare(
+            f"forward and backward, {layers} frozen layers {width} x {width}, {tokens} tokens; base: float32",
+            steps,
+            (normal(tokens, width),),
+            max(5, rounds // 2),
+            "goal: 1.05",
+        )
 
 
 PARTS = {"decode": decode, "training": training}
@@ -157,10 +183,12 @@ class RandomNf4(Nf4):
 
         nn.Cell.__init__(self)
         rng, blocks = np.random.default_rng(index), width // 64
-        for name, array in {"codes": rng.integers(0, 256, (width, width // 2), np.uint8),
-                            "absmax": rng.integers(0, 256, (width, blocks), np.uint8),
-                            "scales": np.full(width * blocks // 256, 1e-4, np.float32),
-                            "offsets": np.full(width * blocks // 256, 1e-2, np.float32)}.items():
+        for name, array in {
+            "codes": rng.integers(0, 256, (width, width // 2), np.uint8),
+            "absmax": rng.integers(0, 256, (width, blocks), np.uint8),
+            "scales": np.full(width * blocks // 256, 1e-4, np.float32),
+            "offsets": np.full(width * blocks // 256, 1e-2, np.float32),
+        }.items():
             setattr(self, name, Parameter(Tensor(array), name=name, requires_grad=False))
         self.linear = on_path(Nf4Linear, "cpu")
 
@@ -182,9 +210,11 @@ def packed_weight(width, index):
 
 def with_isa(network, isa):
     """Returns a call of a network with an instruction set."""
+
     def run(x):
         library().mindlora_set_isa(isa)
         return network(x)
+
     return run
 
 

@@ -4,6 +4,7 @@ Data, base, YAML and launcher are the quickstart's (it keeps the base that it tr
 through mindlora-run, and what counts is the loss on the 48 dialogues that are held out. A few minutes a seed.
     python scripts/bench_qlora_loss.py --json figures.json
 """
+
 import argparse
 import json
 import os
@@ -22,8 +23,11 @@ QLORA = ("--model.model_config.pet_config.pet_type", "qlora")
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--output", default=os.path.join(quickstart.ROOT, "output", "quickstart"),
-                        help="where the quickstart writes, whose base is taken")
+    parser.add_argument(
+        "--output",
+        default=os.path.join(quickstart.ROOT, "output", "quickstart"),
+        help="where the quickstart writes, whose base is taken",
+    )
     parser.add_argument("--short", action="store_true", help="a few steps only, to see that it runs")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
@@ -35,8 +39,9 @@ def main():
     if not os.path.exists(paths.base):
         quickstart.train_base(paths, args.short)
     quantized = os.path.join(paths.output, "base-nf4.safetensors")
-    quickstart.run([sys.executable, "-m", "mindlora.cli", "quantize-base", paths.base, quantized, "--overwrite"],
-                   "quantize.log")
+    quickstart.run(
+        [sys.executable, "-m", "mindlora.cli", "quantize-base", paths.base, quantized, "--overwrite"], "quantize.log"
+    )
     sides = {"lora": ("--load_checkpoint", paths.base), "qlora": ("--load_checkpoint", quantized, *QLORA)}
     config = with_held_out(paths)
     rows = []
@@ -57,8 +62,10 @@ def with_held_out(paths):
     with open(quickstart.LORA_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
     # Once, at the end.
-    config["callbacks"] = [{"type": "MFLossMonitor"}, {"type": "HeldOutLoss", "dataset_dir": paths.held_out,
-                                                       "every_steps": 10**6, "batch_size": 16}]
+    config["callbacks"] = [
+        {"type": "MFLossMonitor"},
+        {"type": "HeldOutLoss", "dataset_dir": paths.held_out, "every_steps": 10**6, "batch_size": 16},
+    ]
     path = os.path.join(paths.output, "held_out.yaml")
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file, sort_keys=False)
@@ -69,8 +76,17 @@ def fine_tuned(paths, config, side, seed, flags, short):
     """Returns the held-out loss after a fine-tuning."""
     output, log = os.path.join(paths.output, side), f"{side}-{seed}.log"
     shutil.rmtree(output, ignore_errors=True)
-    quickstart.launch(config, output, log, "--train_dataset_dir", paths.dialogues, "--seed", str(seed), *flags,
-                      *(["--runner_config.epochs", "1"] if short else []))
+    quickstart.launch(
+        config,
+        output,
+        log,
+        "--train_dataset_dir",
+        paths.dialogues,
+        "--seed",
+        str(seed),
+        *flags,
+        *(["--runner_config.epochs", "1"] if short else []),
+    )
     with open(log, encoding="utf-8") as file:
         return float(re.findall(r"held_out_loss ([\d.]+)", file.read())[-1])
 

@@ -7,6 +7,7 @@ of the two is from 1 is how far any ratio here can be trusted.
     python scripts/bench_train.py --json figures.json
     python scripts/bench_train.py --quick
 """
+
 import argparse
 import contextlib
 import itertools
@@ -24,12 +25,36 @@ os.environ.setdefault("GLOG_v", "3")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-FULL_SIZE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 16, "intermediate_size": 2752, "vocab_size": 4096,
-             "seq_length": 512, "rank": 16, "batch_size": 1}
-QUICK_SIZE = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "intermediate_size": 352, "vocab_size": 512,
-              "seq_length": 64, "rank": 16, "batch_size": 1}
-PARITY_SIZE = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "vocab_size": 128,
-               "seq_length": 32, "rank": 8, "batch_size": 4}
+FULL_SIZE = {
+    "hidden_size": 1024,
+    "num_layers": 4,
+    "num_heads": 16,
+    "intermediate_size": 2752,
+    "vocab_size": 4096,
+    "seq_length": 512,
+    "rank": 16,
+    "batch_size": 1,
+}
+QUICK_SIZE = {
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "intermediate_size": 352,
+    "vocab_size": 512,
+    "seq_length": 64,
+    "rank": 16,
+    "batch_size": 1,
+}
+PARITY_SIZE = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "seq_length": 32,
+    "rank": 8,
+    "batch_size": 4,
+}
 OURS, THEIRS, AGAIN, FULL = "mindlora LoRA", "MindFormers LoRA", "MindFormers LoRA, again", "full fine-tuning"
 PARITY_STEPS, WARM_UP = 50, 6
 
@@ -50,8 +75,15 @@ def main():
         os.chdir(folder)
         with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             step_figures, parity = measure_training(size, steps)
-    figures = {"machine": machine(), "size": size, "measured_steps": steps, "train_step": step_figures,
-               "ratio": ratios(step_figures), "loss_parity": parity, "import": import_figures}
+    figures = {
+        "machine": machine(),
+        "size": size,
+        "measured_steps": steps,
+        "train_step": step_figures,
+        "ratio": ratios(step_figures),
+        "loss_parity": parity,
+        "import": import_figures,
+    }
     print(table(figures))
     if json_path:
         with open(json_path, "w", encoding="utf-8") as file:
@@ -63,12 +95,19 @@ def measure_import(processes):
 
     mindlora imports what stands behind a public name when it is first used, so its figure is that of all of them.
     """
-    script = ("import time; start = time.perf_counter(); import mindspore; middle = time.perf_counter(); "
-              "from mindlora import *; print(middle - start, time.perf_counter() - middle)")
+    script = (
+        "import time; start = time.perf_counter(); import mindspore; middle = time.perf_counter(); "
+        "from mindlora import *; print(middle - start, time.perf_counter() - middle)"
+    )
     pairs = []
     for _ in range(processes + 1):
-        result = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ROOT},
-                                capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": ROOT},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         pairs.append(tuple(map(float, result.stdout.split()[-2:])))
     # The first one reads the files from disk.
     mindspore, mindlora = zip(*pairs[1:])
@@ -81,10 +120,12 @@ def measure_training(size, steps):
     MindFormers' own networks are built before mindlora takes over pet_type lora.
     """
     import mindspore as ms
+
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     timed = {THEIRS: build(size, lora=True), FULL: build(size, lora=False), AGAIN: build(size, lora=True)}
     compared = {THEIRS: build(PARITY_SIZE, lora=True)}
     from mindlora.plugin import hooks  # noqa: F401  from here on, pet_type lora is mindlora's
+
     timed[OURS], compared[OURS] = build(size, lora=True), build(PARITY_SIZE, lora=True)
     check_kinds(timed)
     for networks in (timed, compared):
@@ -101,23 +142,42 @@ def measure_training(size, steps):
             start, computed = time.perf_counter(), time.process_time()
             float(cells[side](*inputs)[0].asnumpy())
             seconds[side].append((time.perf_counter() - start, time.process_time() - computed))
-    return {side: dict(zip(("wall", "cpu"), map(spread, zip(*times[WARM_UP:]))))
-            for side, times in seconds.items()}, parity
+    return {
+        side: dict(zip(("wall", "cpu"), map(spread, zip(*times[WARM_UP:])))) for side, times in seconds.items()
+    }, parity
 
 
 def build(size, lora):
     """Returns a MindFormers Llama, with whatever LoRA is registered now if ``lora``."""
     from mindformers.models import LlamaConfig, LlamaForCausalLM
     from mindformers.pet import get_pet_model
+
     config = LlamaConfig(
-        **{key: value for key, value in size.items() if key not in ("rank", "batch_size")}, compute_dtype="float32",
-        layernorm_compute_type="float32", softmax_compute_type="float32", rotary_dtype="float32",
-        param_init_type="float32", use_flash_attention=False, fused_rms_norm=False, use_rope_slice=True, pad_token_id=0)
+        **{key: value for key, value in size.items() if key not in ("rank", "batch_size")},
+        compute_dtype="float32",
+        layernorm_compute_type="float32",
+        softmax_compute_type="float32",
+        rotary_dtype="float32",
+        param_init_type="float32",
+        use_flash_attention=False,
+        fused_rms_norm=False,
+        use_rope_slice=True,
+        pad_token_id=0,
+    )
     network = LlamaForCausalLM(config)
     if lora:
-        network = get_pet_model(network, {
-            "pet_type": "lora", "lora_rank": size["rank"], "lora_alpha": 1.5 * size["rank"], "lora_dropout": 0.0,
-            "target_modules": ".*wq|.*wk|.*wv|.*wo", "compute_dtype": "float32", "param_init_type": "float32"})
+        network = get_pet_model(
+            network,
+            {
+                "pet_type": "lora",
+                "lora_rank": size["rank"],
+                "lora_alpha": 1.5 * size["rank"],
+                "lora_dropout": 0.0,
+                "target_modules": ".*wq|.*wk|.*wv|.*wo",
+                "compute_dtype": "float32",
+                "param_init_type": "float32",
+            },
+        )
     return network
 
 
@@ -127,14 +187,23 @@ def check_kinds(networks):
     from mindpet.delta.lora import LoRADense as TheirDense
 
     from mindlora import LoRADense
-    kinds = {side: {kind for _, cell in network.cells_and_names() for kind in (LoRADense, TheirDense)
-                    if isinstance(cell, kind) and cell.dtype == ms.float32} for side, network in networks.items()}
+
+    kinds = {
+        side: {
+            kind
+            for _, cell in network.cells_and_names()
+            for kind in (LoRADense, TheirDense)
+            if isinstance(cell, kind) and cell.dtype == ms.float32
+        }
+        for side, network in networks.items()
+    }
     assert kinds == {OURS: {LoRADense}, THEIRS: {TheirDense}, AGAIN: {TheirDense}, FULL: set()}, kinds
 
 
 def copy_values(source, target):
     """Gives ``target`` the values that ``source`` has under the same names."""
     import mindspore as ms
+
     values = {p.name: p.init_data().asnumpy() for p in source.get_parameters()}
     for parameter in target.get_parameters():
         parameter.init_data().set_data(ms.Tensor(values[parameter.name].copy()))
@@ -145,9 +214,15 @@ def train_step(network, learning_rate):
     from mindformers.core.optim import AdamW
 
     from mindlora.plugin.train_step import LoraTrainOneStepCell
+
     network.set_train()
-    cell = LoraTrainOneStepCell(network, AdamW(network.trainable_params(), learning_rate, weight_decay=0.0),
-                                use_clip_grad=True, max_grad_norm=1.0, scale_sense=1.0)
+    cell = LoraTrainOneStepCell(
+        network,
+        AdamW(network.trainable_params(), learning_rate, weight_decay=0.0),
+        use_clip_grad=True,
+        max_grad_norm=1.0,
+        scale_sense=1.0,
+    )
     cell.set_train()
     return cell
 
@@ -156,6 +231,7 @@ def batches(size, count):
     """Returns ``count`` batches of rows that go up in threes from a random start, as tokens and as labels."""
     import mindspore as ms
     import numpy as np
+
     starts = np.random.default_rng(0).integers(0, size["vocab_size"], (count, size["batch_size"], 1))
     tokens = (starts + 3 * np.arange(size["seq_length"] + 1)) % (size["vocab_size"] - 1) + 1  # 0 pads
     return [(ms.Tensor(batch, ms.int32), ms.Tensor(batch, ms.int32)) for batch in tokens]
@@ -164,63 +240,102 @@ def batches(size, count):
 def loss_parity(cells):
     """Returns the largest relative difference of the losses of mindlora's and MindFormers' LoRA over PARITY_STEPS."""
     data = batches(PARITY_SIZE, 10)
-    losses = {side: [float(cell(*data[step % len(data)])[0].asnumpy()) for step in range(PARITY_STEPS)]
-              for side, cell in cells.items()}
+    losses = {
+        side: [float(cell(*data[step % len(data)])[0].asnumpy()) for step in range(PARITY_STEPS)]
+        for side, cell in cells.items()
+    }
     differences = [abs(ours - theirs) / theirs for ours, theirs in zip(losses[OURS], losses[THEIRS])]
-    return {"steps": PARITY_STEPS, "max_relative_difference": max(differences),
-            "first_loss": losses[THEIRS][0], "last_loss": losses[THEIRS][-1]}
+    return {
+        "steps": PARITY_STEPS,
+        "max_relative_difference": max(differences),
+        "first_loss": losses[THEIRS][0],
+        "last_loss": losses[THEIRS][-1],
+    }
 
 
 def spread(seconds):
     """Returns median, quartiles, least and greatest of a list."""
     low, _, high = statistics.quantiles(seconds, n=4)
-    return {"median": statistics.median(seconds), "lower_quartile": low, "upper_quartile": high, "min": min(seconds),
-            "max": max(seconds), "count": len(seconds)}
+    return {
+        "median": statistics.median(seconds),
+        "lower_quartile": low,
+        "upper_quartile": high,
+        "min": min(seconds),
+        "max": max(seconds),
+        "count": len(seconds),
+    }
 
 
 def ratios(step_figures):
     """Returns {pair of sides: {"wall", "cpu": ratio of medians}}."""
-    pairs = {"mindlora / MindFormers": (OURS, THEIRS), "MindFormers again / MindFormers": (AGAIN, THEIRS),
-             "MindFormers / full": (THEIRS, FULL), "mindlora / full": (OURS, FULL)}
-    return {name: {clock: step_figures[first][clock]["median"] / step_figures[second][clock]["median"]
-                   for clock in ("wall", "cpu")} for name, (first, second) in pairs.items()}
+    pairs = {
+        "mindlora / MindFormers": (OURS, THEIRS),
+        "MindFormers again / MindFormers": (AGAIN, THEIRS),
+        "MindFormers / full": (THEIRS, FULL),
+        "mindlora / full": (OURS, FULL),
+    }
+    return {
+        name: {
+            clock: step_figures[first][clock]["median"] / step_figures[second][clock]["median"]
+            for clock in ("wall", "cpu")
+        }
+        for name, (first, second) in pairs.items()
+    }
 
 
 def machine():
     """Returns what the figures depend on."""
     import mindformers
     import mindspore
+
     model = "unknown"
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0],
-            "mindspore": mindspore.__version__, "mindformers": mindformers.__version__,
-            "load_average": round(os.getloadavg()[0], 1)}
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "mindspore": mindspore.__version__,
+        "mindformers": mindformers.__version__,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def table(figures):
     size, imports, parity = figures["size"], figures["import"], figures["loss_parity"]
-    lines = ["{cpu}, {cores} cores, MindSpore {mindspore} + MindFormers {mindformers}, load {load_average}".format(
-        **figures["machine"]),
-             "hidden {hidden_size}, {num_layers} layers, sequence {seq_length}, batch {batch_size}, "
-             "vocabulary {vocab_size}, rank {rank} on q, k, v, o; float32, graph mode".format(**size), "",
-             f"{'train step, seconds':<32}{'median':>9}{'quartiles':>19}{'min':>9}{'max':>9}{'CPU':>9}"]
+    lines = [
+        "{cpu}, {cores} cores, MindSpore {mindspore} + MindFormers {mindformers}, load {load_average}".format(
+            **figures["machine"]
+        ),
+        "hidden {hidden_size}, {num_layers} layers, sequence {seq_length}, batch {batch_size}, "
+        "vocabulary {vocab_size}, rank {rank} on q, k, v, o; float32, graph mode".format(**size),
+        "",
+        f"{'train step, seconds':<32}{'median':>9}{'quartiles':>19}{'min':>9}{'max':>9}{'CPU':>9}",
+    ]
     for side in (OURS, THEIRS, AGAIN, FULL):
         wall, cpu = figures["train_step"][side]["wall"], figures["train_step"][side]["cpu"]
-        lines.append(f"{side:<32}{wall['median']:>9.4f}{wall['lower_quartile']:>10.4f}{wall['upper_quartile']:>9.4f}"
-                     f"{wall['min']:>9.4f}{wall['max']:>9.4f}{cpu['median']:>9.4f}")
+        lines.append(
+            f"{side:<32}{wall['median']:>9.4f}{wall['lower_quartile']:>10.4f}{wall['upper_quartile']:>9.4f}"
+            f"{wall['min']:>9.4f}{wall['max']:>9.4f}{cpu['median']:>9.4f}"
+        )
     remarks = {"mindlora / MindFormers": "  (goal: at most 1.00)", "MindFormers again / MindFormers": "  (noise)"}
     lines += ["", f"{'ratio of medians':<32}{'clock':>9}{'CPU':>9}"]
-    lines += [f"{name:<32}{value['wall']:>9.3f}{value['cpu']:>9.3f}{remarks.get(name, '')}"
-              for name, value in figures["ratio"].items()]
-    lines += ["", "import, seconds, fresh processes",
-              f"{'mindspore':<32}{imports['mindspore']['median']:>9.3f}",
-              f"{'mindlora, all of its names':<32}{imports['mindlora']['median']:>9.3f}  (goal: below 0.2; "
-              f"{imports['mindlora']['min']:.3f} to {imports['mindlora']['max']:.3f})", "",
-              f"loss, mindlora against MindFormers over {parity['steps']} steps from {parity['first_loss']:.3f} to "
-              f"{parity['last_loss']:.3f}: largest relative difference {parity['max_relative_difference']:.1e} "
-              "(goal: 1e-4)"]
+    lines += [
+        f"{name:<32}{value['wall']:>9.3f}{value['cpu']:>9.3f}{remarks.get(name, '')}"
+        for name, value in figures["ratio"].items()
+    ]
+    lines += [
+        "",
+        "import, seconds, fresh processes",
+        f"{'mindspore':<32}{imports['mindspore']['median']:>9.3f}",
+        f"{'mindlora, all of its names':<32}{imports['mindlora']['median']:>9.3f}  (goal: below 0.2; "
+        f"{imports['mindlora']['min']:.3f} to {imports['mindlora']['max']:.3f})",
+        "",
+        f"loss, mindlora against MindFormers over {parity['steps']} steps from {parity['first_loss']:.3f} to "
+        f"{parity['last_loss']:.3f}: largest relative difference {parity['max_relative_difference']:.1e} "
+        "(goal: 1e-4)",
+    ]
     return "\n".join(lines)
 
 

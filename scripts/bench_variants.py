@@ -4,6 +4,7 @@ One linear layer, forward and backward with the gradients of x and of all that t
 take turns, step by step, and the figures are medians. PEFT runs in a process of its own, with the Python that has it:
     python scripts/bench_variants.py --peft-python PEFT_ENV/bin/python --json figures.json
 """
+
 import argparse
 import json
 import os
@@ -17,8 +18,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 # Variant -> the keys that make it here. PEFT has no key for an A that is frozen (LoRA-FA).
-VARIANTS = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "LoRA-FA": {"freeze_lora_a": True}, "DoRA": {"use_dora": True},
-            "VeRA": {"use_vera": True}}
+VARIANTS = {
+    "LoRA": {},
+    "rsLoRA": {"use_rslora": True},
+    "LoRA-FA": {"freeze_lora_a": True},
+    "DoRA": {"use_dora": True},
+    "VeRA": {"use_vera": True},
+}
 IN_PEFT = ("LoRA", "DoRA", "VeRA")
 # No more than the arithmetic: where nothing is added to LoRA's, what two equal sides can differ by.
 GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02}
@@ -49,8 +55,10 @@ def main():
     for _ in range(args.steps):
         measure(sides, found)
     medians = {key: statistics.median(times) for key, times in found.items()}
-    print(f"{args.width} x {args.width}, rank {args.rank}, dropout {args.dropout:g}, {args.tokens} tokens, forward and "
-          f"backward; median of {args.steps}; threads {args.threads}, load {os.getloadavg()[0]:.1f}\n")
+    print(
+        f"{args.width} x {args.width}, rank {args.rank}, dropout {args.dropout:g}, {args.tokens} tokens, forward and "
+        f"backward; median of {args.steps}; threads {args.threads}, load {os.getloadavg()[0]:.1f}\n"
+    )
     print(f"{'':<16}  {'step':>9}  {'of LoRA':>8}  goal")
     result = {}
     for (side, variant), median in medians.items():
@@ -72,10 +80,12 @@ def measure(sides, found):
 
 def timed(step):
     """Returns a function that runs ``step`` and says how many ms it took."""
+
     def run():
         start = time.perf_counter()
         step()
         return 1000 * (time.perf_counter() - start)
+
     return run
 
 
@@ -86,6 +96,7 @@ def mindlora_steps(args):
     from mindspore import Tensor, nn
 
     from mindlora import LoraConfig, apply_lora, freeze_base
+
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     rng = np.random.default_rng(0)
     x = Tensor(rng.normal(size=(args.tokens, args.width)).astype(np.float32))
@@ -105,9 +116,11 @@ def mindlora_steps(args):
 
 def lambda_sum(network):
     """Returns a function whose value is the sum of the network's squares, so that no gradient is a constant."""
+
     def total(x):
         y = network(x)
         return (y * y).sum()
+
     return total
 
 
@@ -115,13 +128,17 @@ def peft_steps(args):
     """Returns variant -> a timed step of PEFT's layer."""
     import torch
     from peft import LoraConfig, VeraConfig, get_peft_model
+
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     x = torch.randn(args.tokens, args.width, requires_grad=True)
 
     def step_of(variant):
-        config = (VeraConfig(vera_dropout=args.dropout) if variant == "VeRA" else
-                  LoraConfig(lora_alpha=2 * args.rank, lora_dropout=args.dropout, use_dora=variant == "DoRA"))
+        config = (
+            VeraConfig(vera_dropout=args.dropout)
+            if variant == "VeRA"
+            else LoraConfig(lora_alpha=2 * args.rank, lora_dropout=args.dropout, use_dora=variant == "DoRA")
+        )
         config.target_modules, config.r = {"0"}, args.rank
         model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(args.width, args.width, bias=False)), config)
         for name, parameter in model.named_parameters():
@@ -133,6 +150,7 @@ def peft_steps(args):
             model.zero_grad()
             x.grad = None
             model(x).square().sum().backward()
+
         return timed(step)
 
     return {variant: step_of(variant) for variant in IN_PEFT}
@@ -142,8 +160,13 @@ def child_steps(args):
     """Returns variant -> a function that asks PEFT's process for a timed step."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # It ends as its stdin does.
-    process = subprocess.Popen([args.peft_python, os.path.abspath(__file__), *sys.argv[1:], "--child"],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [args.peft_python, os.path.abspath(__file__), *sys.argv[1:], "--child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
     def ask(variant):
         process.stdin.write(variant + "\n")

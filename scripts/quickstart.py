@@ -1,4 +1,5 @@
 """The quickstart's job: instruction_data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
+
 import argparse
 import hashlib
 import json
@@ -44,12 +45,18 @@ def main():
     train_lora(paths, args.short)
     adapter = os.path.join(paths.lora_run, "lora_checkpoint", "best")
     say("4/4  Result: base and adapter, loaded by a fresh process")
-    run([sys.executable, os.path.abspath(__file__), "--output", paths.output, "--evaluate", adapter]
-        + (["--short"] if args.short else []), "evaluate.log", keep_stdout=True)
+    run(
+        [sys.executable, os.path.abspath(__file__), "--output", paths.output, "--evaluate", adapter]
+        + (["--short"] if args.short else []),
+        "evaluate.log",
+        keep_stdout=True,
+    )
     if args.short:
         print("\n     (--short trains for seconds: it shows that all works, not what LoRA can do.)")
-    print(f"\nadapter     {adapter}\nloss curve  {os.path.join(paths.lora_run, 'loss_curve.png')}"
-          f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s")
+    print(
+        f"\nadapter     {adapter}\nloss curve  {os.path.join(paths.lora_run, 'loss_curve.png')}"
+        f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s"
+    )
 
 
 class Paths:
@@ -78,12 +85,13 @@ def prepare_data(paths):
     shutil.rmtree(paths.cache, ignore_errors=True)
     os.makedirs(paths.cache)
     from mindlora.data import instruction_data, tokenizers
+
     dialogues = os.path.join(TEXTS, "dialogues.json")
     with open(dialogues, encoding="utf-8") as file:
         rows = json.load(file)
     with open(os.path.join(TEXTS, "base.txt"), encoding="utf-8") as file:
         base_text = file.read()
-    seen = rows[:-round(len(rows) * HELD_OUT)]
+    seen = rows[: -round(len(rows) * HELD_OUT)]
     spoken = [TEMPLATE.format(**row) + row["output"] for row in seen]
     tokenizer = tokenizers.train_tokenizer([base_text] + spoken, VOCABULARY, paths.tokenizer)
     # Copies in other orders: the paragraph before an answer must not be what the answer is learned from.
@@ -93,24 +101,40 @@ def prepare_data(paths):
         for _ in range(COPIES):
             file.write("\n\n".join(shuffle.sample(paragraphs, len(paragraphs))) + "\n\n")
     instruction_data.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
-    instruction_data.convert_alpaca(dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT,
-                        strict=True)
+    instruction_data.convert_alpaca(
+        dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT, strict=True
+    )
 
 
 def train_base(paths, short):
     shutil.rmtree(paths.base_run, ignore_errors=True)
-    launch(BASE_YAML, paths.base_run, "base.log", "--train_dataset_dir", paths.base_text,
-           *(["--runner_config.epochs", "1"] if short else []))
+    launch(
+        BASE_YAML,
+        paths.base_run,
+        "base.log",
+        "--train_dataset_dir",
+        paths.base_text,
+        *(["--runner_config.epochs", "1"] if short else []),
+    )
     checkpoints = os.path.join(paths.base_run, "checkpoint", "rank_0")
-    newest = max((entry.path for entry in os.scandir(checkpoints) if entry.name.endswith(".ckpt")),
-                 key=os.path.getmtime)
+    newest = max(
+        (entry.path for entry in os.scandir(checkpoints) if entry.name.endswith(".ckpt")), key=os.path.getmtime
+    )
     os.replace(newest, paths.base)
 
 
 def train_lora(paths, short):
     shutil.rmtree(paths.lora_run, ignore_errors=True)
-    launch(LORA_YAML, paths.lora_run, "lora.log", "--train_dataset_dir", paths.dialogues, "--load_checkpoint",
-           paths.base, *(["--runner_config.epochs", "1"] if short else []))
+    launch(
+        LORA_YAML,
+        paths.lora_run,
+        "lora.log",
+        "--train_dataset_dir",
+        paths.dialogues,
+        "--load_checkpoint",
+        paths.base,
+        *(["--runner_config.epochs", "1"] if short else []),
+    )
 
 
 def launch(yaml, output, log, *flags):
@@ -137,6 +161,7 @@ def evaluate(paths, adapter):
     from mindlora.data.tokenizers import load_tokenizer
     from mindlora.plugin import hooks  # noqa: F401
     from mindlora.training.held_out import HeldOutLossCell, held_out_loss
+
     config = MindFormerConfig(LORA_YAML)
     ms.set_context(mode=config.context.mode, device_target=config.context.device_target)
     network = build_network(config.model)
@@ -160,25 +185,30 @@ def answers(network, tokenizer, prompts):
     """Returns the greedy answer to each prompt: the whole window runs for each token, as a CPU has no KV cache."""
     import mindspore as ms
     import numpy as np
+
     network.set_train(False)
-    rows = [[tokenizer.bos_token_id] + tokenizer.encode(TEMPLATE.format(instruction=prompt),
-                                                        add_special_tokens=False) for prompt in prompts]
+    rows = [
+        [tokenizer.bos_token_id] + tokenizer.encode(TEMPLATE.format(instruction=prompt), add_special_tokens=False)
+        for prompt in prompts
+    ]
     starts = [len(row) for row in rows]
     finished = [False] * len(rows)
     while not all(finished):
         window = np.full((len(rows), SEQUENCE), tokenizer.pad_token_id, np.int32)
         for index, row in enumerate(rows):
-            window[index, :len(row)] = row
+            window[index, : len(row)] = row
         logits = network(ms.Tensor(window))[0].asnumpy()
         for index, row in enumerate(rows):
             if finished[index]:
                 continue
             token = int(logits[index, len(row) - 1].argmax())
             row.append(token)
-            text = tokenizer.decode(row[starts[index]:], skip_special_tokens=True)
+            text = tokenizer.decode(row[starts[index] :], skip_special_tokens=True)
             finished[index] = token == tokenizer.eos_token_id or "\n" in text or len(row) == SEQUENCE
-    return [tokenizer.decode(row[start:], skip_special_tokens=True).split("\n")[0].strip()
-            for row, start in zip(rows, starts)]
+    return [
+        tokenizer.decode(row[start:], skip_special_tokens=True).split("\n")[0].strip()
+        for row, start in zip(rows, starts)
+    ]
 
 
 def say(text):

@@ -10,6 +10,7 @@ deals out tiles of 16 x 256 of its output, and of its kernels the one with the f
     python scripts/report_ascend.py --json figures.json
     python scripts/report_ascend.py --only lora_delta
 """
+
 import argparse
 import importlib.util
 import json
@@ -34,11 +35,15 @@ def main():
     parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers alone")
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
-    print(f"In a functional model of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
-          f"{kernels.VECTOR_CORES} vector cores.\nGoals: bytes at most {GOALS['decode']} of the least at decode (up to "
-          f"{DECODE} tokens), {GOALS['prefill']} at prefill.\n")
-    print(f"{'operator':<22}{'K':>6}{'N':>7}{'rank':>6}{'tokens':>8}{'adapters':>10}   {'bytes':>6} {'cores':>6}   "
-          f"{'composed: bytes':>15} {'cores':>6}")
+    print(
+        f"In a functional model of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
+        f"{kernels.VECTOR_CORES} vector cores.\nGoals: bytes at most {GOALS['decode']} of the least at decode (up to "
+        f"{DECODE} tokens), {GOALS['prefill']} at prefill.\n"
+    )
+    print(
+        f"{'operator':<22}{'K':>6}{'N':>7}{'rank':>6}{'tokens':>8}{'adapters':>10}   {'bytes':>6} {'cores':>6}   "
+        f"{'composed: bytes':>15} {'cores':>6}"
+    )
     rows = []
     for op in [args.only] if args.only else OPS:
         for layers in [args.layers] if args.layers else LAYERS:
@@ -49,8 +54,9 @@ def main():
     print(f"\n{summary(rows)}")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"cube_cores": kernels.CUBE_CORES, "vector_cores": kernels.VECTOR_CORES, "rows": rows}, file,
-                      indent=2)
+            json.dump(
+                {"cube_cores": kernels.CUBE_CORES, "vector_cores": kernels.VECTOR_CORES, "rows": rows}, file, indent=2
+            )
 
 
 def lora_delta(k, n):
@@ -58,11 +64,16 @@ def lora_delta(k, n):
     for rank in RANKS:
         for tokens in TOKENS:
             y0, x, a, b = (random(*shape) for shape in ((tokens, n), (tokens, k), (rank, k), (n, rank)))
-            report = run("lora_delta", [("y0", y0), ("x", x), ("a", a), ("b", b), ("scale", SCALE)],
-                         (tokens, n), (tokens, k, n, rank))
+            report = run(
+                "lora_delta",
+                [("y0", y0), ("x", x), ("a", a), ("b", b), ("scale", SCALE)],
+                (tokens, n),
+                (tokens, k, n, rank),
+            )
             least = BYTES * (2 * y0.size + x.size + a.size + b.size) + SCALE.nbytes
-            yield figures(report, least, rank, tokens, 1, composed_delta(tokens, k, n, rank) / least,
-                          product_cores(tokens, rank))
+            yield figures(
+                report, least, rank, tokens, 1, composed_delta(tokens, k, n, rank) / least, product_cores(tokens, rank)
+            )
 
 
 def lora_linear(k, n):
@@ -70,12 +81,23 @@ def lora_linear(k, n):
     for rank in RANKS:
         for tokens in (t for t in TOKENS if t <= DECODE):
             x, w, a, b = (random(*shape) for shape in ((tokens, k), (n, k), (rank, k), (n, rank)))
-            report = run("lora_linear", [("x", x), ("w", w), ("a", a), ("b", b), ("scale", SCALE), ("bias", b)],
-                         (tokens, n), (tokens, k, n, rank, 0))
+            report = run(
+                "lora_linear",
+                [("x", x), ("w", w), ("a", a), ("b", b), ("scale", SCALE), ("bias", b)],
+                (tokens, n),
+                (tokens, k, n, rank, 0),
+            )
             least = BYTES * (x.size + w.size + a.size + b.size + tokens * n) + SCALE.nbytes
             base = BYTES * (x.size + w.size + tokens * n)
-            yield figures(report, least, rank, tokens, 1, (base + composed_delta(tokens, k, n, rank)) / least,
-                          product_cores(tokens, rank))
+            yield figures(
+                report,
+                least,
+                rank,
+                tokens,
+                1,
+                (base + composed_delta(tokens, k, n, rank)) / least,
+                product_cores(tokens, rank),
+            )
 
 
 def multi_lora_delta(k, n):
@@ -86,16 +108,27 @@ def multi_lora_delta(k, n):
                 y0, x, pool = random(tokens, n), random(tokens, k), random(adapters, rank, k + n)
                 indices = np.sort(np.arange(tokens, dtype=np.int32) % adapters)
                 ranks, scales = np.full(adapters, rank, np.int32), np.full(adapters, 0.5, np.float32)
-                report = run("multi_lora_delta", [("y0", y0), ("x", x), ("pool", pool), ("ranks", ranks),
-                                                  ("scales", scales), ("indices", indices)],
-                             (tokens, n), (tokens, adapters, rank, k, n))
+                report = run(
+                    "multi_lora_delta",
+                    [("y0", y0), ("x", x), ("pool", pool), ("ranks", ranks), ("scales", scales), ("indices", indices)],
+                    (tokens, n),
+                    (tokens, adapters, rank, k, n),
+                )
                 least = BYTES * (2 * y0.size + x.size + pool.size) + 4 * (2 * adapters + tokens)
                 each = [int(np.sum(indices == i)) for i in range(adapters)]
                 # x and y0 of the adapter's rows are gathered, y is put back: each is read and written.
-                moved = sum(composed_delta(rows, k, n, rank) + 2 * BYTES * rows * (k + 2 * n) * (adapters > 1)
-                            for rows in each)
-                yield figures(report, least, rank, tokens, adapters, moved / least,
-                              min(product_cores(rows, rank) for rows in each))
+                moved = sum(
+                    composed_delta(rows, k, n, rank) + 2 * BYTES * rows * (k + 2 * n) * (adapters > 1) for rows in each
+                )
+                yield figures(
+                    report,
+                    least,
+                    rank,
+                    tokens,
+                    adapters,
+                    moved / least,
+                    min(product_cores(rows, rank) for rows in each),
+                )
 
 
 def nf4_dequantize(k, n):
@@ -103,16 +136,25 @@ def nf4_dequantize(k, n):
     blocks = math.ceil(k / 64)
     codes, absmax = np.zeros((n, blocks * 32), np.uint8), np.zeros((n, blocks), np.uint8)
     scales = np.zeros(math.ceil(absmax.size / 256), np.float32)
-    report = run("nf4_dequantize", [("like", random(1)), ("codes", codes), ("absmax", absmax), ("scales", scales),
-                                    ("offsets", scales)], (n, k), (n, k), "w")
+    report = run(
+        "nf4_dequantize",
+        [("like", random(1)), ("codes", codes), ("absmax", absmax), ("scales", scales), ("offsets", scales)],
+        (n, k),
+        (n, k),
+        "w",
+    )
     least = codes.nbytes + absmax.nbytes + 2 * scales.nbytes + BYTES * n * k
     # A code as an integer and a number of W both take 4 bytes, up to the cast.
     composed = codes.size * ((1 + 4) + 2 * (4 + 4) + (8 + 8) + (8 + 8) + (8 + 2 * BYTES))
     yield figures(report, least, 0, 0, 0, composed / least, kernels.VECTOR_CORES)
 
 
-OPS = {"lora_delta": lora_delta, "lora_linear": lora_linear, "multi_lora_delta": multi_lora_delta,
-       "nf4_dequantize": nf4_dequantize}
+OPS = {
+    "lora_delta": lora_delta,
+    "lora_linear": lora_linear,
+    "multi_lora_delta": multi_lora_delta,
+    "nf4_dequantize": nf4_dequantize,
+}
 
 
 def composed_delta(tokens, k, n, rank):
@@ -129,18 +171,28 @@ def product_cores(tokens, columns):
 def figures(report, least, rank, tokens, adapters, composed, composed_cores):
     """Returns one row of the table."""
     moved = sum(traffic["read"] + traffic["written"] for name, traffic in report["gm"].items() if name != "tiling")
-    return {"rank": rank, "tokens": tokens, "adapters": adapters, "bytes": moved, "least": least,
-            "ratio": moved / least, "cores": report["cores_that_worked"], "composed_ratio": composed,
-            "composed_cores": composed_cores}
+    return {
+        "rank": rank,
+        "tokens": tokens,
+        "adapters": adapters,
+        "bytes": moved,
+        "least": least,
+        "ratio": moved / least,
+        "cores": report["cores_that_worked"],
+        "composed_ratio": composed,
+        "composed_cores": composed_cores,
+    }
 
 
 def line(row):
     """Returns a row as text; a figure beyond its goal is marked."""
     over = row["ratio"] > GOALS["decode" if row["tokens"] <= DECODE else "prefill"]
     rank, tokens, adapters = (row[name] or "-" for name in ("rank", "tokens", "adapters"))
-    return (f"{row['op']:<22}{row['K']:>6}{row['N']:>7}{rank:>6}{tokens:>8}{adapters:>10}   "
-            f"{row['ratio']:6.3f}{'*' if over else ' '}{row['cores']:>6}   {row['composed_ratio']:15.3f} "
-            f"{row['composed_cores']:>6}")
+    return (
+        f"{row['op']:<22}{row['K']:>6}{row['N']:>7}{rank:>6}{tokens:>8}{adapters:>10}   "
+        f"{row['ratio']:6.3f}{'*' if over else ' '}{row['cores']:>6}   {row['composed_ratio']:15.3f} "
+        f"{row['composed_cores']:>6}"
+    )
 
 
 def summary(rows):
@@ -151,11 +203,13 @@ def summary(rows):
             found = [row for row in rows if row["op"] == op and (row["tokens"] <= DECODE) == (step == "decode")]
             if found:
                 ratios = [row["ratio"] for row in found]
-                lines.append(f"{op}, {step}: {sum(ratio <= goal for ratio in ratios)} of {len(found)} within {goal}; "
-                             f"{min(ratios):.3f} to {max(ratios):.3f}, composed "
-                             f"{min(row['composed_ratio'] for row in found):.3f} to "
-                             f"{max(row['composed_ratio'] for row in found):.3f}; cores "
-                             f"{min(row['cores'] for row in found)} to {max(row['cores'] for row in found)}")
+                lines.append(
+                    f"{op}, {step}: {sum(ratio <= goal for ratio in ratios)} of {len(found)} within {goal}; "
+                    f"{min(ratios):.3f} to {max(ratios):.3f}, composed "
+                    f"{min(row['composed_ratio'] for row in found):.3f} to "
+                    f"{max(row['composed_ratio'] for row in found):.3f}; cores "
+                    f"{min(row['cores'] for row in found)} to {max(row['cores'] for row in found)}"
+                )
     return "\n".join(lines)
 
 

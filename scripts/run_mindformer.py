@@ -1,4 +1,5 @@
 """mindlora-run from a checkout: the flags of MindFormers' run_mindformer.py, with mindlora installed or not."""
+
 import importlib.util
 import pathlib
 import sys

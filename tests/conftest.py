@@ -1,4 +1,5 @@
 """Shared by all tests: a quiet MindSpore, and each test's output away from the checkout."""
+
 import contextlib
 import importlib.util
 import logging
@@ -15,8 +16,9 @@ os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp(prefix="mindlora-test-log-
 import pytest  # noqa: E402
 
 # Else an assert in a module that holds no test says nothing of its values.
-pytest.register_assert_rewrite("tests.support.networks", "tests.support.plain_networks", "tests.support.saved_adapters",
-                               "tests.support.tiny_runs")
+pytest.register_assert_rewrite(
+    "tests.support.networks", "tests.support.plain_networks", "tests.support.saved_adapters", "tests.support.tiny_runs"
+)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
@@ -41,6 +43,7 @@ def _plain_log():
 def in_mode(mode):
     """Runs what it holds in graph mode (0) or in PyNative (1)."""
     import mindspore as ms
+
     before = ms.get_context("mode")
     ms.set_context(mode=mode)
     try:
@@ -76,6 +79,7 @@ def library():
     # Imported here: some tests need no MindSpore.
     from mindlora.ops import build
     from tests.support import native
+
     if not build.is_current():
         build.build()
     return native.library()
@@ -96,14 +100,30 @@ def mindformers(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_llama(mindformers):
     """Returns a function that builds a LlamaForCausalLM small enough for a CPU; keys override its LlamaConfig's."""
+
     def make(**keys):
         config = {
-            "batch_size": 1, "seq_length": 16, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "n_kv_heads": 2,
-            "vocab_size": 64, "intermediate_size": 48, "pad_token_id": 0, "compute_dtype": "float32",
-            "layernorm_compute_type": "float32", "softmax_compute_type": "float32", "rotary_dtype": "float32",
-            "param_init_type": "float32", "use_flash_attention": False, "fused_rms_norm": False,
-            "use_rope_slice": True, **keys}
+            "batch_size": 1,
+            "seq_length": 16,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "n_kv_heads": 2,
+            "vocab_size": 64,
+            "intermediate_size": 48,
+            "pad_token_id": 0,
+            "compute_dtype": "float32",
+            "layernorm_compute_type": "float32",
+            "softmax_compute_type": "float32",
+            "rotary_dtype": "float32",
+            "param_init_type": "float32",
+            "use_flash_attention": False,
+            "fused_rms_norm": False,
+            "use_rope_slice": True,
+            **keys,
+        }
         return mindformers.LlamaForCausalLM(mindformers.LlamaConfig(**config))
+
     return make
 
 
@@ -111,6 +131,7 @@ def make_llama(mindformers):
 def semi_auto_parallel():
     """Four devices in name, so that strategies can be set; nothing is run on them."""
     import mindspore as ms
+
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=4, global_rank=0)
     yield
     ms.reset_auto_parallel_context()
@@ -121,6 +142,7 @@ def saved(tmp_path):
     """An adapter folder of ``saved_adapters.network(seed=2)``."""
     from mindlora import save_lora
     from tests.support.saved_adapters import network
+
     path = str(tmp_path / "adapter")
     save_lora(network(seed=2), path)
     return path
@@ -131,6 +153,7 @@ def saved_ckpt(tmp_path):
     """The same as a .ckpt file."""
     from mindlora import save_lora
     from tests.support.saved_adapters import network
+
     path = str(tmp_path / "adapter.ckpt")
     save_lora(network(seed=2), path, format="ckpt")
     return path
@@ -151,6 +174,7 @@ def tokenizer_path(tmp_path_factory):
     """A folder with a small tokenizer of Hugging Face's, trained on the two rows."""
     from mindlora.data import instructions, tokenizers
     from tests.support.instruction_rows import CHINESE, ENGLISH
+
     path = tmp_path_factory.mktemp("tokenizer") / "bpe"
     texts = [record[field] for record in (CHINESE, ENGLISH) for field in instructions.FIELDS] * 2
     tokenizers.train_tokenizer(texts, 300, str(path))
@@ -161,4 +185,5 @@ def tokenizer_path(tmp_path_factory):
 def tokenizer(tokenizer_path):
     """The tokenizer itself."""
     from mindlora.data import tokenizers
+
     return tokenizers.load_tokenizer(tokenizer_path)

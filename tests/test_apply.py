@@ -1,4 +1,5 @@
 """apply_lora: what it replaces, how that is called, what the network then computes, and what it refuses."""
+
 import math
 
 import mindspore as ms
@@ -16,12 +17,18 @@ ATTENTION = ["wq", "wk", "wv", "wo"]
 
 # The report and what is where -----------------------------------------------------------------------------------
 
+
 def test_the_report_has_the_paths_and_the_numbers():
     network = TinyModel()
     before = sum(math.prod(p.shape) for p in network.get_parameters())
     report = on(network, ["wq", "wk", "lm_head"])
-    assert report.replaced == ("model.layers.0.attention.wq", "model.layers.0.attention.wk",
-                               "model.layers.1.attention.wq", "model.layers.1.attention.wk", "lm_head")
+    assert report.replaced == (
+        "model.layers.0.attention.wq",
+        "model.layers.0.attention.wk",
+        "model.layers.1.attention.wq",
+        "model.layers.1.attention.wk",
+        "lm_head",
+    )
     assert report.trainable == 2 * (2 * (6 + 6) + 2 * (6 + 4)) + 2 * (6 + 8)
     assert report.total == before + report.trainable
 
@@ -44,8 +51,11 @@ def test_new_parameters_have_the_names_of_mindformers_and_the_old_ones_keep_thei
     on(network, ["wq", "lm_head"])
     after = [p.name for p in network.get_parameters()]
     assert sorted(set(after) - set(before)) == [
-        "lm_head.mindpet_delta_lora_a", "lm_head.mindpet_delta_lora_b",
-        "model.layers.0.attention.wq.mindpet_delta_lora_a", "model.layers.0.attention.wq.mindpet_delta_lora_b"]
+        "lm_head.mindpet_delta_lora_a",
+        "lm_head.mindpet_delta_lora_b",
+        "model.layers.0.attention.wq.mindpet_delta_lora_a",
+        "model.layers.0.attention.wq.mindpet_delta_lora_b",
+    ]
     assert [name for name in after if name in before] == before
     assert network.parameters_dict().keys() == set(after)
 
@@ -73,8 +83,18 @@ def test_freezing_is_left_to_freeze_base():
 
 def test_the_configuration_reaches_every_cell():
     network = TinyModel(1)
-    apply_lora(network, LoraConfig(lora_rank=5, lora_alpha=7, lora_dropout=0.1, target_modules=ATTENTION,
-                                   exclude_modules=["wk"], param_init_type="float16", lora_b_init="ones"))
+    apply_lora(
+        network,
+        LoraConfig(
+            lora_rank=5,
+            lora_alpha=7,
+            lora_dropout=0.1,
+            target_modules=ATTENTION,
+            exclude_modules=["wk"],
+            param_init_type="float16",
+            lora_b_init="ones",
+        ),
+    )
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, LoRADense)]
     assert len(cells) == 3
     for cell in cells:
@@ -84,6 +104,7 @@ def test_the_configuration_reaches_every_cell():
 
 
 # The forward ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("target_modules", [["lm_head"], ["wo"], "all-linear"], ids=str)
 def test_the_network_computes_as_with_merged_weights(mode, target_modules):
@@ -104,8 +125,12 @@ def test_a_network_that_was_compiled_before_runs_with_lora(mode):
     before = network(Tensor(X)).asnumpy()
     on(network)
     cell = network[0]
-    assert_close(network(Tensor(X)), np.maximum(lora_forward(X, as_array(cell.weight), *map(
-        as_array, cell.lora_parameters()), 1.5, as_array(cell.bias)), 0))
+    assert_close(
+        network(Tensor(X)),
+        np.maximum(
+            lora_forward(X, as_array(cell.weight), *map(as_array, cell.lora_parameters()), 1.5, as_array(cell.bias)), 0
+        ),
+    )
     assert (network(Tensor(X)).asnumpy() != before).any()
 
 
@@ -114,8 +139,12 @@ def test_sequential_cell(mode):
     assert on(network, ["1"]).replaced == ("1",)
     first, second = network[0], network[1]
     assert isinstance(second, LoRADense) and not isinstance(first, LoRADense)
-    assert_close(network(Tensor(X)), lora_forward(X @ as_array(first.weight).T, as_array(second.weight), *map(
-        as_array, second.lora_parameters()), 1.5))
+    assert_close(
+        network(Tensor(X)),
+        lora_forward(
+            X @ as_array(first.weight).T, as_array(second.weight), *map(as_array, second.lora_parameters()), 1.5
+        ),
+    )
 
 
 class Listed(nn.Cell):
@@ -165,23 +194,36 @@ def test_a_cell_in_two_places_is_one_adapter_in_both(mode):
 
 # Errors ---------------------------------------------------------------------------------------------------------
 
+
 def test_applied_twice_it_is_an_error_and_nothing_is_reset():
     network = TinyModel()
     on(network, ["wq"])
     before = snapshot(network)
     with pytest.raises(LoraError) as error:
         on(network, ["wk"])
-    assert str(error.value) == ("LoRA is on this network already, at model.layers.{0..1}.attention.wq. Applying it "
-                                "again would reset what was trained; build the network anew instead.")
+    assert str(error.value) == (
+        "LoRA is on this network already, at model.layers.{0..1}.attention.wq. Applying it "
+        "again would reset what was trained; build the network anew instead."
+    )
     assert snapshot(network) == before
 
 
-@pytest.mark.parametrize("target_modules, message", [
-    ("query", "target_modules 'query' matches no linear cell. Linear cells of this network: "
-              "model.layers.{0..1}.attention.wq, "),
-    (["attention"], "'attention' does match model.layers.0.attention, but that is a Attention and not a linear cell."),
-    (["attention_norm"], "'attention_norm' does match model.layers.0.attention_norm, but that is a LayerNorm"),
-    (None, "target_modules is missing")])
+@pytest.mark.parametrize(
+    "target_modules, message",
+    [
+        (
+            "query",
+            "target_modules 'query' matches no linear cell. Linear cells of this network: "
+            "model.layers.{0..1}.attention.wq, ",
+        ),
+        (
+            ["attention"],
+            "'attention' does match model.layers.0.attention, but that is a Attention and not a linear cell.",
+        ),
+        (["attention_norm"], "'attention_norm' does match model.layers.0.attention_norm, but that is a LayerNorm"),
+        (None, "target_modules is missing"),
+    ],
+)
 def test_no_match_leaves_the_network_as_it_was(target_modules, message):
     network = TinyModel()
     before = dict(network.cells_and_names())
@@ -204,14 +246,16 @@ class OtherForward(nn.Dense):
 
 
 def test_all_unsupported_cells_are_listed_and_nothing_is_replaced(mindformers):
-    network = nn.SequentialCell(nn.Dense(6, 6), OtherForward(6, 6),
-                                mindformers.modules.layers.Linear(6, 6, transpose_b=False), nn.Dense(6, 6))
+    network = nn.SequentialCell(
+        nn.Dense(6, 6), OtherForward(6, 6), mindformers.modules.layers.Linear(6, 6, transpose_b=False), nn.Dense(6, 6)
+    )
     before = dict(network.cells_and_names())
     with pytest.raises(UnsupportedCellError) as error:
         on(network)
     assert str(error.value) == (
         "LoRA cannot be put on 2 of the selected cells. 1: OtherForward has a forward of its own, which LoRADense "
         "would drop.; 2: Linear keeps its weight as [in_channels, out_channels] (transpose_b False); LoRADense needs "
-        "[out_channels, in_channels]. Add it to exclude_modules.")
+        "[out_channels, in_channels]. Add it to exclude_modules."
+    )
     assert dict(network.cells_and_names()) == before
     assert on(network, exclude_modules=["1", "2"]).replaced == ("0", "3")

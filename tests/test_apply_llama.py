@@ -1,4 +1,5 @@
 """apply_lora on MindFormers' Llama, with separate and with concatenated cells."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -35,14 +36,19 @@ def test_llama_in_graph_mode_computes_as_with_merged_weights(make_llama):
     assert "model.layers.0.feed_forward.w1.mindpet_delta_lora_a" in adapters(network)
 
 
-@pytest.mark.parametrize("target_modules, replaced", [
-    (".*wq|.*wk|.*wv|.*wo", ["attention.w_qkv", "attention.wo"]),
-    (["w_gate_hidden"], ["feed_forward.w_gate_hidden"]),
-    ("all-linear", ["attention.w_qkv", "attention.wo", "feed_forward.w_gate_hidden", "feed_forward.w2"])])
+@pytest.mark.parametrize(
+    "target_modules, replaced",
+    [
+        (".*wq|.*wk|.*wv|.*wo", ["attention.w_qkv", "attention.wo"]),
+        (["w_gate_hidden"], ["feed_forward.w_gate_hidden"]),
+        ("all-linear", ["attention.w_qkv", "attention.wo", "feed_forward.w_gate_hidden", "feed_forward.w2"]),
+    ],
+)
 def test_llama_with_qkv_concat(make_llama, target_modules, replaced):
     network = make_llama(qkv_concat=True)
     assert on(network, target_modules).replaced == tuple(
-        f"model.layers.{i}.{leaf}" for i in range(2) for leaf in replaced)
+        f"model.layers.{i}.{leaf}" for i in range(2) for leaf in replaced
+    )
     assert all(p.shape[0] == 2 for name, p in adapters(network).items() if name.endswith("_a"))
 
 
@@ -58,10 +64,14 @@ def test_llama_with_qkv_concat_and_a_part_of_it_selected(make_llama):
         on(make_llama(qkv_concat=True), ["wq", "wv"])
     assert str(error.value) == (
         "target_modules names wq, wv, but here model.layers.0.attention.w_qkv holds wq, wk, wv in one cell. "
-        "Name w_qkv, or wk as well, or build the model with qkv_concat: False.")
+        "Name w_qkv, or wk as well, or build the model with qkv_concat: False."
+    )
 
 
 def test_a_parent_cell_of_llama_is_said_to_be_one(make_llama):
-    with pytest.raises(TargetError, match="'feed_forward' does match model.layers.0.feed_forward, but that is a "
-                                          "LlamaFeedForward and not a linear cell."):
+    with pytest.raises(
+        TargetError,
+        match="'feed_forward' does match model.layers.0.feed_forward, but that is a "
+        "LlamaFeedForward and not a linear cell.",
+    ):
         on(make_llama(), ["feed_forward"])

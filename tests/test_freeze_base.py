@@ -1,4 +1,5 @@
 """freeze_base and trainable_summary: what trains, what is left out, and what training moves."""
+
 import logging
 import re
 
@@ -13,6 +14,7 @@ from tests.support.adapted_networks import X, on
 from tests.support.networks import TinyModel, WeightedSum, adapters, snapshot
 
 # Freezing -------------------------------------------------------------------------------------------------------
+
 
 def trainable(network):
     return [p.name for p in network.get_parameters() if p.requires_grad]
@@ -48,7 +50,8 @@ def test_freeze_exclude_trains_base_parameters_too_and_says_so(caplog):
         "Training 5 base parameters besides LoRA (freeze_exclude): lm_head.weight, "
         "model.layers.{0..1}.attention_norm.beta, model.layers.{0..1}.attention_norm.gamma. A saved adapter holds "
         "LoRA tensors and the modules of modules_to_save alone, so name these there, or keep them with "
-        "mindspore.save_checkpoint."]
+        "mindspore.save_checkpoint."
+    ]
 
 
 def test_freeze_include_freezes_adapters_too():
@@ -83,7 +86,8 @@ def test_a_pattern_without_a_match_is_an_error_that_lists_the_parameters(field):
         freeze_base(network, LoraConfig(**{field: ["0.*", "norm*"]}))
     assert str(error.value) == (
         f"{field} pattern 'norm*' matches no parameter. Parameters: {{0..1}}.weight, 0.bias, "
-        "0.mindpet_delta_lora_a, 0.mindpet_delta_lora_b.")
+        "0.mindpet_delta_lora_a, 0.mindpet_delta_lora_b."
+    )
     assert all(p.requires_grad for p in network.get_parameters())
 
 
@@ -99,12 +103,14 @@ def test_without_adapters_there_is_nothing_to_train():
     network = TinyModel()
     with pytest.raises(LoraError) as error:
         freeze_base(network)
-    assert str(error.value) == ("The network holds no LoRADense cell: freezing the base would leave nothing to train. "
-                                "Call apply_lora first.")
+    assert str(error.value) == (
+        "The network holds no LoRADense cell: freezing the base would leave nothing to train. Call apply_lora first."
+    )
     assert all(p.requires_grad for p in network.get_parameters())
 
 
 # Training -------------------------------------------------------------------------------------------------------
+
 
 def test_twenty_steps_move_a_and_b_and_no_bit_of_the_base(mode):
     network = TinyModel(1)
@@ -130,7 +136,8 @@ def test_frozen_weights_get_no_gradient(mode):
     freeze_base(network)
     names = [p.name for p in network.trainable_params()]
     gradients = ms.grad(WeightedSum(network), None, network.trainable_params())(
-        Tensor(X), Tensor(np.ones((3, 8), np.float32)))
+        Tensor(X), Tensor(np.ones((3, 8), np.float32))
+    )
     assert names == list(adapters(network)) and len(gradients) == 2
     assert all(np.abs(g.asnumpy()).max() > 0 for g in gradients)
 
@@ -139,35 +146,43 @@ def test_at_the_start_b_moves_first():
     network = nn.SequentialCell(nn.Dense(6, 5))
     apply_lora(network, LoraConfig(lora_rank=2, target_modules="all-linear"))
     of_a, of_b = ms.grad(WeightedSum(network), None, network[0].lora_parameters())(
-        Tensor(X), Tensor(np.ones((3, 5), np.float32)))
+        Tensor(X), Tensor(np.ones((3, 5), np.float32))
+    )
     assert not of_a.asnumpy().any() and of_b.asnumpy().all()
 
 
 # The summary ----------------------------------------------------------------------------------------------------
 
+
 def test_summary_is_a_table_and_the_line_of_peft():
     network = TinyModel()
     on(network, ["wq", "wk", "lm_head"])
     freeze_base(network)
-    assert trainable_summary(network) == "\n".join([
-        "adapters on                       cells  in x out  rank  alpha  parameters",
-        "model.layers.{0..1}.attention.wq      2     6 x 6     2      3          48",
-        "model.layers.{0..1}.attention.wk      2     6 x 4     2      3          40",
-        "lm_head                               1     6 x 8     2      3          28",
-        "trainable params: 116 || all params: 800 || trainable%: 14.5000"])
+    assert trainable_summary(network) == "\n".join(
+        [
+            "adapters on                       cells  in x out  rank  alpha  parameters",
+            "model.layers.{0..1}.attention.wq      2     6 x 6     2      3          48",
+            "model.layers.{0..1}.attention.wk      2     6 x 4     2      3          40",
+            "lm_head                               1     6 x 8     2      3          28",
+            "trainable params: 116 || all params: 800 || trainable%: 14.5000",
+        ]
+    )
 
 
 def test_summary_counts_what_freeze_base_left():
     network = nn.SequentialCell(nn.Dense(1000, 300, has_bias=False))
     apply_lora(network, LoraConfig(lora_rank=4, target_modules="all-linear"))
     assert trainable_summary(network).splitlines()[-1] == (
-        "trainable params: 305,200 || all params: 305,200 || trainable%: 100.0000")
+        "trainable params: 305,200 || all params: 305,200 || trainable%: 100.0000"
+    )
     freeze_base(network)
     assert trainable_summary(network).splitlines()[-1] == (
-        "trainable params: 5,200 || all params: 305,200 || trainable%: 1.7038")
+        "trainable params: 5,200 || all params: 305,200 || trainable%: 1.7038"
+    )
 
 
 def test_summary_of_a_network_without_adapters_is_the_last_line_alone():
     assert trainable_summary(nn.Dense(6, 5, has_bias=False)) == (
-        "trainable params: 30 || all params: 30 || trainable%: 100.0000")
+        "trainable params: 30 || all params: 30 || trainable%: 100.0000"
+    )
     assert trainable_summary(nn.ReLU()) == "trainable params: 0 || all params: 0 || trainable%: 0.0000"

@@ -1,4 +1,5 @@
 """initialize_adapters: what starts that change the base leave of the forward, and what is refused."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("pynative_mode")
 
 # Starting
 
+
 @pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "rslora"])
 @pytest.mark.parametrize("init", INITS)
 def test_a_start_fills_a_and_b_and_leaves_the_forward(init, rslora):
@@ -28,8 +30,9 @@ def test_a_start_fills_a_and_b_and_leaves_the_forward(init, rslora):
         expected = initializers.of_base(init, weights[path], 3, cell.scale)
         for parameter, array in zip(cell.lora_parameters(), expected):
             np.testing.assert_array_equal(parameter.asnumpy(), array)
-        np.testing.assert_allclose(cell.weight.asnumpy(),
-                                   weights[path] - cell.scale * expected[1] @ expected[0], atol=1e-5)
+        np.testing.assert_allclose(
+            cell.weight.asnumpy(), weights[path] - cell.scale * expected[1] @ expected[0], atol=1e-5
+        )
         assert np.abs(cell.weight.asnumpy() - weights[path]).max() > 0.1
 
 
@@ -111,6 +114,7 @@ def test_dora_starts_from_the_norms_of_the_base():
 
 # What is refused
 
+
 def refused(network, message, kind=LoraError):
     before = networks.snapshot(network)
     with pytest.raises(kind) as error:
@@ -127,8 +131,11 @@ def test_a_trained_adapter_is_not_started_over():
     network = adapted()
     cell = network.model.layers[1].attention.wk
     cell.mindpet_delta_lora_b.set_data(Tensor(np.ones((4, 3), np.float32)))
-    refused(network, "B is not zero at model.layers.1.attention.wk, where lora_init 'pissa' is to start: the "
-                     "checkpoint of the base holds a trained adapter.")
+    refused(
+        network,
+        "B is not zero at model.layers.1.attention.wk, where lora_init 'pissa' is to start: the "
+        "checkpoint of the base holds a trained adapter.",
+    )
 
 
 def test_a_weight_that_another_cell_has_too():
@@ -148,8 +155,11 @@ def test_weights_without_values():
     with no_init_parameters():
         network = networks.TinyModel(1)
         apply_lora(network, config())
-    with pytest.raises(LoraError, match="^lora_init 'pissa' is made from the base's weights, which have no values yet "
-                                        "at model.layers.0.attention.wq"):
+    with pytest.raises(
+        LoraError,
+        match="^lora_init 'pissa' is made from the base's weights, which have no values yet "
+        "at model.layers.0.attention.wq",
+    ):
         initialize_adapters(network)
 
 
@@ -176,7 +186,10 @@ def test_a_sharded_cell(semi_auto_parallel):
 
 
 def test_saving_before_the_start(tmp_path):
-    with pytest.raises(LoraError, match=r"^lora_init 'pissa' has not been carried out at model\.layers\.\{0\.\.1\}\."
-                                        r"attention\.wq, .* Call initialize_adapters once the base is loaded"):
+    with pytest.raises(
+        LoraError,
+        match=r"^lora_init 'pissa' has not been carried out at model\.layers\.\{0\.\.1\}\."
+        r"attention\.wq, .* Call initialize_adapters once the base is loaded",
+    ):
         save_lora(adapted(), str(tmp_path / "adapter"))
     assert not (tmp_path / "adapter").exists()

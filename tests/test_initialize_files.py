@@ -1,4 +1,5 @@
 """Adapters of starts that change the base, saved and loaded: plain ones for the base as it was."""
+
 import logging
 import warnings
 
@@ -77,7 +78,11 @@ def test_a_network_of_the_same_start_goes_on_where_it_was_saved(trained, form, t
     for index, model in enumerate((network, trained)):
         save_lora(model, str(tmp_path / f"again{index}"))
     first, second = (adapter_files.read(str(tmp_path / f"again{index}")) for index in range(2))
-    assert first.initialization == second.initialization and first.alphas == second.alphas and first.fingerprint == second.fingerprint
+    assert (
+        first.initialization == second.initialization
+        and first.alphas == second.alphas
+        and first.fingerprint == second.fingerprint
+    )
     assert all(first.tensors[place].tobytes() == second.tensors[place].tobytes() for place in second.tensors)
 
 
@@ -113,7 +118,9 @@ def test_a_plain_adapter_does_not_fit_a_corrected_base(trained, tmp_path):
     plain = adapted(None)
     networks.randomize(plain.trainable_params())
     save_lora(plain, str(tmp_path / "adapter"))
-    unchanged(trained, tmp_path / "adapter", BaseMismatchError, "another start than the one that initialize_adapters has")
+    unchanged(
+        trained, tmp_path / "adapter", BaseMismatchError, "another start than the one that initialize_adapters has"
+    )
 
 
 def test_a_plain_adapter_takes_the_place_of_a_start(tmp_path, caplog):
@@ -132,25 +139,29 @@ def test_a_plain_adapter_takes_the_place_of_a_start(tmp_path, caplog):
 def test_a_network_of_that_rank_without_the_start(trained, tmp_path):
     save_lora(trained, str(tmp_path / "adapter"))
     init = next(cell.lora_init for _, cell in tree.lora_cells(trained))
-    unchanged(adapted(None), tmp_path / "adapter", RankMismatchError,
-              f"was trained with lora_init '{init}' and lora_rank 3, and is saved as a plain LoRA of rank 6. Set "
-              f"lora_init to '{init}', or lora_rank to 6 and lora_alpha to 8.")
+    unchanged(
+        adapted(None),
+        tmp_path / "adapter",
+        RankMismatchError,
+        f"was trained with lora_init '{init}' and lora_rank 3, and is saved as a plain LoRA of rank 6. Set "
+        f"lora_init to '{init}', or lora_rank to 6 and lora_alpha to 8.",
+    )
 
 
 def test_another_base_is_noticed(trained, tmp_path):
     save_lora(trained, str(tmp_path / "adapter"))
     other = base(seed=4)
     apply_lora(other, config(next(cell.lora_init for _, cell in tree.lora_cells(trained))))
-    unchanged(other, tmp_path / "adapter", BaseMismatchError, "was trained on another base",
-              on_base_mismatch="error")
+    unchanged(other, tmp_path / "adapter", BaseMismatchError, "was trained on another base", on_base_mismatch="error")
 
 
 def test_a_record_of_a_start_that_is_none(trained, tmp_path):
     save_lora(trained, str(tmp_path / "adapter.safetensors"), "mindformers")
     content = (tmp_path / "adapter.safetensors").read_bytes()
     init = next(cell.lora_init for _, cell in tree.lora_cells(trained)).encode()
-    (tmp_path / "adapter.safetensors").write_bytes(content.replace(b'\\"' + init + b'\\"', b'\\"' + b"x" * len(init)
-                                                                   + b'\\"'))
+    (tmp_path / "adapter.safetensors").write_bytes(
+        content.replace(b'\\"' + init + b'\\"', b'\\"' + b"x" * len(init) + b'\\"')
+    )
     with pytest.raises(LoraError, match="start is 'x+', it must be a lora_init that changes the base"):
         adapter_files.read(str(tmp_path / "adapter.safetensors"))
 
@@ -164,12 +175,14 @@ def test_merged(trained):
 @pytest.mark.parametrize("same_start", [True, False])
 def test_on_concatenated_cells(make_llama, tmp_path, same_start):
     """Saved for PEFT as q, k, v, which share A; joined again, its halves are those of the whole."""
+
     def build():
         network = make_llama(qkv_concat=True)
         networks.randomize([p for p in network.get_parameters() if p.name.endswith("weight")], seed=5)
         for parameter in network.get_parameters():
             parameter.set_data(Tensor(0.1 * parameter.asnumpy()))
         return network.set_train(False)
+
     ids = Tensor(np.arange(16, dtype=np.int32)[None] + 3)
     fields = config(target_modules=["w_qkv", "w_gate_hidden"])
     network = build()
@@ -189,6 +202,7 @@ def test_on_concatenated_cells(make_llama, tmp_path, same_start):
 
 def test_pairs_that_are_joined_side_by_side_have_no_halves(tmp_path):
     from mindlora.adapters import joined_pairs
+
     network = adapted(target_modules=["w1", "w3"])
     initialize_adapters(network)
     save_lora(network, str(tmp_path / "adapter"))

@@ -1,4 +1,5 @@
 """merge_lora, unmerge_lora and merge_and_unload: merged weights against numpy, and networks before and after."""
+
 import copy
 import logging
 import re
@@ -73,10 +74,12 @@ def refused(call, network, message, *probe, kind=MergeError):
 @pytest.mark.parametrize("adapter_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_merged_weight_is_the_rounded_sum_and_unmerging_restores_every_byte(dtype, adapter_dtype):
-    network = adapted(Pair(dtype=getattr(ms, dtype)), LoraConfig(
-        lora_rank=3, lora_alpha=4.5, target_modules=".*", param_init_type=adapter_dtype))
+    network = adapted(
+        Pair(dtype=getattr(ms, dtype)),
+        LoraConfig(lora_rank=3, lora_alpha=4.5, target_modules=".*", param_init_type=adapter_dtype),
+    )
     odd = network.first.weight.asnumpy().copy()
-    odd[0, :2] = -0.0, 2.0 ** -24  # minus zero, and float16's smallest number
+    odd[0, :2] = -0.0, 2.0**-24  # minus zero, and float16's smallest number
     network.first.weight.set_data(Tensor(odd))
     before, expected = snapshot(network), [folded(cell) for _, cell in lora_cells(network)]
     report = merge_lora(network)
@@ -91,9 +94,14 @@ def test_the_merged_weight_is_the_rounded_sum_and_unmerging_restores_every_byte(
     assert snapshot(network) == before and not network.first.merged and not network.second.merged
 
 
-@pytest.mark.parametrize("keys, first, second", [
-    ({}, 1.5, 1.5), ({"use_rslora": True}, 3.0, 3.0),
-    ({"rank_pattern": {"second": 2}, "alpha_pattern": {"second": 1}}, 1.5, 0.5)])
+@pytest.mark.parametrize(
+    "keys, first, second",
+    [
+        ({}, 1.5, 1.5),
+        ({"use_rslora": True}, 3.0, 3.0),
+        ({"rank_pattern": {"second": 2}, "alpha_pattern": {"second": 1}}, 1.5, 0.5),
+    ],
+)
 def test_the_scale_is_each_cell_s_own(keys, first, second):
     network = adapted(Pair(), LoraConfig(lora_rank=4, lora_alpha=6, target_modules=".*", **keys))
     expected = {network.first: folded(network.first, first), network.second: folded(network.second, second)}
@@ -158,11 +166,21 @@ def test_a_copy_of_a_merged_network_is_unmerged_by_itself():
 NOT_FINITE = "1: W, A or B holds NaN or infinity, so that nothing was merged."
 
 
-@pytest.mark.parametrize("dtype, name, value, message", [
-    ("bfloat16", "weight", np.nan, NOT_FINITE), ("float32", "mindpet_delta_lora_a", np.nan, NOT_FINITE),
-    ("float32", "mindpet_delta_lora_b", np.inf, NOT_FINITE),
-    ("float16", "mindpet_delta_lora_b", 1e6, "1: on a random probe the merged cell's result differs by nan, and "
-     r"rounding to float16 explains no more than [0-9.e+]+\. The merge is undone: keep the adapter unmerged, or load")])
+@pytest.mark.parametrize(
+    "dtype, name, value, message",
+    [
+        ("bfloat16", "weight", np.nan, NOT_FINITE),
+        ("float32", "mindpet_delta_lora_a", np.nan, NOT_FINITE),
+        ("float32", "mindpet_delta_lora_b", np.inf, NOT_FINITE),
+        (
+            "float16",
+            "mindpet_delta_lora_b",
+            1e6,
+            "1: on a random probe the merged cell's result differs by nan, and "
+            r"rounding to float16 explains no more than [0-9.e+]+\. The merge is undone: keep the adapter unmerged, or load",
+        ),
+    ],
+)
 def test_what_leaves_the_range_of_the_weight_is_undone(dtype, name, value, message):
     network = adapted(nn.CellList([nn.Dense(7, 5), nn.Dense(60, 3, dtype=getattr(ms, dtype))]))
     array = getattr(network[1], name).asnumpy().copy()
@@ -194,9 +212,14 @@ def test_an_output_that_changes_is_undone(change):
     network, x = adapted(Answering()), Tensor(normal(2, 7))
     network.answer = network(x)[0] + change
     allowed = 1e-3 * np.abs(network(x)[0].asnumpy()).max()
-    refused(merge_lora, network, f"Merged, the network's output on the given probe differs by {change}, and rounding "
-            f"explains about {allowed:.3g}. The merge is undone: keep the adapter unmerged, or leave the probe out if "
-            "the output is random by itself.", x)
+    refused(
+        merge_lora,
+        network,
+        f"Merged, the network's output on the given probe differs by {change}, and rounding "
+        f"explains about {allowed:.3g}. The merge is undone: keep the adapter unmerged, or leave the probe out if "
+        "the output is random by itself.",
+        x,
+    )
 
 
 class Masking(Pair):
@@ -215,24 +238,40 @@ def test_outputs_are_compared_where_infinities_mask(mode):
 
 @pytest.mark.parametrize("call", [merge_lora, merge_and_unload])
 def test_what_cannot_be_merged_is_refused(call):
-    refused(call, Pair(), "The network holds no LoRADense cell, so there is no adapter to merge or unmerge. Call "
-            "apply_lora, and load_lora, first.", kind=LoraError)
-    refused(call, adapted(Pair()).set_train(), "The network is in training mode, at first, second: call "
-            "network.set_train(False) before merging.")
-    refused(call, nn.CellList([LoRADense(3, 2, 1, 1, dtype=ms.float64)]), "The weight of 0 is Float64: an adapter can "
-            "be merged into float32, float16 or bfloat16.")
+    refused(
+        call,
+        Pair(),
+        "The network holds no LoRADense cell, so there is no adapter to merge or unmerge. Call "
+        "apply_lora, and load_lora, first.",
+        kind=LoraError,
+    )
+    refused(
+        call,
+        adapted(Pair()).set_train(),
+        "The network is in training mode, at first, second: call network.set_train(False) before merging.",
+    )
+    refused(
+        call,
+        nn.CellList([LoRADense(3, 2, 1, 1, dtype=ms.float64)]),
+        "The weight of 0 is Float64: an adapter can be merged into float32, float16 or bfloat16.",
+    )
 
 
 def test_a_lone_cell_is_not_unloaded():
-    refused(merge_and_unload, LoRADense(5, 3, 2, 4), "The network is itself a LoRADense, so no cell is around it to "
-            "put the plain one into. Use merge_lora, or put it into a network.")
+    refused(
+        merge_and_unload,
+        LoRADense(5, 3, 2, 4),
+        "The network is itself a LoRADense, so no cell is around it to "
+        "put the plain one into. Use merge_lora, or put it into a network.",
+    )
 
 
 def test_merging_twice_and_unmerging_twice_are_refused():
     network = adapted(Pair())
     for _ in range(2):
-        refused(unmerge_lora, network, "No adapter of the network is merged, so there is nothing to take out of the "
-                "base.")
+        refused(
+            unmerge_lora, network, "No adapter of the network is merged, so there is nothing to take out of the base."
+        )
         merge_lora(network)
         for call in (merge_lora, merge_and_unload):
             refused(call, network, "Adapters are merged already, at first, second: call unmerge_lora first.")
@@ -249,8 +288,10 @@ def test_training_while_merged_is_refused():
     for cell, path in ((network, "first"), (network.second, "second"), (step, "first")):
         with pytest.raises(MergeError) as error:
             cell.set_train()
-        assert str(error.value) == (f"{path} is merged into its base and cannot train: call unmerge_lora first, or "
-                                    "set_train(False) to go on without training.")
+        assert str(error.value) == (
+            f"{path} is merged into its base and cannot train: call unmerge_lora first, or "
+            "set_train(False) to go on without training."
+        )
         assert not network.first.training and not network.second.training
     network.set_train(False)
     unmerge_lora(network)
@@ -266,7 +307,8 @@ def test_training_that_went_unnoticed_is_warned_of(caplog):
         unmerge_lora(network)
     assert [record.getMessage() for record in caplog.records] == [
         "The adapter was changed while it was merged, at second, by training or by loading: that is lost, for "
-        "unmerge_lora restores what was before the merge."]
+        "unmerge_lora restores what was before the merge."
+    ]
     assert snapshot(network) == before
 
 
@@ -274,8 +316,12 @@ def test_training_that_went_unnoticed_is_warned_of(caplog):
 def test_a_weight_that_another_cell_uses_is_refused(make_llama, call):
     llama, network = make_llama(tie_word_embeddings=True), nn.CellList([nn.Dense(6, 6), nn.Dense(6, 6)])
     apply_lora(llama, LoraConfig(target_modules=".*wq|lm_head"))
-    refused(call, llama, "lm_head shares its weight with model.tok_embeddings (embedding_weight), which merging would "
-            "change too. Keep the adapter unmerged, or untie the two before apply_lora.")
+    refused(
+        call,
+        llama,
+        "lm_head shares its weight with model.tok_embeddings (embedding_weight), which merging would "
+        "change too. Keep the adapter unmerged, or untie the two before apply_lora.",
+    )
     network[1].weight = network[0].weight
     apply_lora(network, CONFIG)
     refused(call, network, re.compile(r"[01] shares its weight with [01] \(weight\), which merging"))
@@ -284,8 +330,13 @@ def test_a_weight_that_another_cell_uses_is_refused(make_llama, call):
 def test_an_output_that_is_no_tensor_and_a_weight_without_values_are_refused(monkeypatch):
     network = adapted(Answering())
     monkeypatch.setattr(Answering, "__call__", lambda self, x: (5, x))
-    refused(merge_lora, network, "The network's first output on the probe is of type int: only a Tensor can be "
-            "compared before and after merging.", 0)
+    refused(
+        merge_lora,
+        network,
+        "The network's first output on the probe is of type int: only a Tensor can be "
+        "compared before and after merging.",
+        0,
+    )
     monkeypatch.setattr(type(network.first.weight), "has_init", True)
     with pytest.raises(MergeError, match="^The weight of first has no values yet: load the base checkpoint before mer"):
         merge_lora(network)
@@ -392,13 +443,18 @@ def test_the_report_says_what_was_merged_and_how_well(caplog):
     network = adapted(TinyModel())
     with caplog.at_level(logging.INFO, "mindlora"):
         report = merge_lora(network, Tensor(normal(2, 6)))
-    assert report.before_merge_bytes == sum(weight.nbytes + b.nbytes for weight, b in (c.before_merge for _, c in lora_cells(network)))
+    assert report.before_merge_bytes == sum(
+        weight.nbytes + b.nbytes for weight, b in (c.before_merge for _, c in lora_cells(network))
+    )
     assert report.cell in report.merged and len(report.merged) == 15
     number = r"[0-9.]+(e-[0-9]+)?"
-    assert re.fullmatch(rf"""Adapters merged into the base: 15, at model\.layers\..*lm_head\.
+    assert re.fullmatch(
+        rf"""Adapters merged into the base: 15, at model\.layers\..*lm_head\.
 Largest difference of a cell's result on a random probe: {number}, at {report.cell}; rounding explains up to {number}\.
 Largest difference of the network's output on the given probe: {number}; allowed are {number}\.
-Kept on the host for unmerge_lora: 0\.0 MiB\.""", str(report))
+Kept on the host for unmerge_lora: 0\.0 MiB\.""",
+        str(report),
+    )
     assert caplog.records[-1].getMessage() == str(report)
     unmerge_lora(network)
     assert len(str(merge_and_unload(network)).splitlines()) == 2

@@ -1,4 +1,5 @@
 """What `import mindlora` gives, and what it costs."""
+
 import os
 import subprocess
 import sys
@@ -9,10 +10,31 @@ import mindlora
 
 
 def test_every_public_name_is_there():
-    assert {"Adapter", "LoRADense", "LoraConfig", "LoraError", "LoraReport", "apply_lora", "combine_adapters",
-            "compare_adapters", "convert_adapter", "convert_base", "freeze_base", "inspect_adapter", "load_lora",
-            "merge_and_unload", "merge_checkpoint", "merge_lora", "save_lora", "trainable_summary",
-            "unmerge_lora"} <= set(mindlora.__all__) <= set(dir(mindlora))
+    assert (
+        {
+            "Adapter",
+            "LoRADense",
+            "LoraConfig",
+            "LoraError",
+            "LoraReport",
+            "apply_lora",
+            "combine_adapters",
+            "compare_adapters",
+            "convert_adapter",
+            "convert_base",
+            "freeze_base",
+            "inspect_adapter",
+            "load_lora",
+            "merge_and_unload",
+            "merge_checkpoint",
+            "merge_lora",
+            "save_lora",
+            "trainable_summary",
+            "unmerge_lora",
+        }
+        <= set(mindlora.__all__)
+        <= set(dir(mindlora))
+    )
     # Once more after all are imported: a module of the same name would stand in a function's place.
     assert all(callable(getattr(mindlora, name)) for _ in range(2) for name in mindlora.__all__)
     assert all(getattr(mindlora, name).__module__.startswith("mindlora.") for name in mindlora.__all__)
@@ -22,13 +44,20 @@ def test_every_public_name_is_there():
 
 def test_import_is_cheap_and_leaves_mindformers_out():
     root = os.path.dirname(os.path.dirname(mindlora.__file__))
-    program = ("import sys, time\n"
-               "start = time.perf_counter(); import mindspore\n"
-               "middle = time.perf_counter(); from mindlora import *\n"
-               "print(middle - start, time.perf_counter() - middle)\n"
-               "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindpet', 'torch', 'peft'})")
-    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True,
-                            env={**os.environ, "PYTHONPATH": root}).stdout.splitlines()
+    program = (
+        "import sys, time\n"
+        "start = time.perf_counter(); import mindspore\n"
+        "middle = time.perf_counter(); from mindlora import *\n"
+        "print(middle - start, time.perf_counter() - middle)\n"
+        "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindpet', 'torch', 'peft'})"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    ).stdout.splitlines()
     mindspore_seconds, mindlora_seconds = map(float, output[-2].split())
     print(f"import mindspore {mindspore_seconds:.2f} s, all of mindlora's names {mindlora_seconds:.3f} s more")
     assert output[-1] == "set()"

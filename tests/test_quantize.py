@@ -1,4 +1,5 @@
 """A quantized network: what quantize_base and apply_lora quantize, adapters saved and loaded, merging, LoftQ."""
+
 import dataclasses
 import logging
 
@@ -57,8 +58,11 @@ def network(config=QLORA, seed=1, adapter=2):
 
 def kinds(model):
     """Returns path -> class name of the linear cells."""
-    return {path: type(cell).__name__ for path, cell in model.cells_and_names()
-            if isinstance(cell, (nn.Dense, NF4Dense, LoRADense))}
+    return {
+        path: type(cell).__name__
+        for path, cell in model.cells_and_names()
+        if isinstance(cell, (nn.Dense, NF4Dense, LoRADense))
+    }
 
 
 def x():
@@ -75,6 +79,7 @@ def refused(call, target, error, message):
 
 
 # What is quantized ----------------------------------------------------------------------------------------------
+
 
 def test_all_linear_cells_but_the_head_adapted_or_not(mode):
     model, weights = plain(), {p.name: p.asnumpy().copy() for p in plain().get_parameters()}
@@ -114,8 +119,11 @@ def test_all_linear_adapts_quantized_cells_too():
 
 
 def test_float_and_quantized_adapted_cells_in_one_network(mode):
-    model = network(LoraConfig(**{**FIELDS, "target_modules": ["wq", "w1", "lm_head"]}, quantize_base="nf4",
-                               quantize_exclude=["wq"]))
+    model = network(
+        LoraConfig(
+            **{**FIELDS, "target_modules": ["wq", "w1", "lm_head"]}, quantize_base="nf4", quantize_exclude=["wq"]
+        )
+    )
     found = kinds(model)
     assert found["model.layers.0.attention.wq"] == found["lm_head"] == "LoRADense"
     assert found["model.layers.0.feed_forward.w1"] == "QLoRADense"
@@ -147,16 +155,29 @@ def test_counts_are_of_weights_and_not_of_bytes():
     assert apply_lora(plain(), QLORA) == apply_lora(plain(), LoraConfig(**FIELDS))
 
 
-@pytest.mark.parametrize("fields, error, message", [
-    ({"quantize_exclude": ["nothing"]}, TargetError, "quantize_exclude ['nothing'] matches no linear cell."),
-    ({"quantize_exclude": ".*"}, TargetError, "quantize_base finds no linear cell to quantize: output heads are left "
-                                              "as they are, and quantize_exclude is '.*'."),
-    ({"modules_to_save": ["wv"]}, TargetError, "modules_to_save names model.layers.{0..1}.attention.wv.weight, which "
-                                               "quantize_base would quantize"),
-    ({"lora_init": "loftq", "lora_rank": 7}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller "
-                                                          "side of a weight [6, 6]"),
-    ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
-])
+@pytest.mark.parametrize(
+    "fields, error, message",
+    [
+        ({"quantize_exclude": ["nothing"]}, TargetError, "quantize_exclude ['nothing'] matches no linear cell."),
+        (
+            {"quantize_exclude": ".*"},
+            TargetError,
+            "quantize_base finds no linear cell to quantize: output heads are left "
+            "as they are, and quantize_exclude is '.*'.",
+        ),
+        (
+            {"modules_to_save": ["wv"]},
+            TargetError,
+            "modules_to_save names model.layers.{0..1}.attention.wv.weight, which quantize_base would quantize",
+        ),
+        (
+            {"lora_init": "loftq", "lora_rank": 7},
+            ConfigError,
+            "lora_init is 'loftq' and lora_rank 7, more than the smaller side of a weight [6, 6]",
+        ),
+        ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
+    ],
+)
 def test_what_cannot_be_quantized_changes_nothing(fields, error, message):
     model = plain()
     refused(lambda: apply_lora(model, LoraConfig(**{**FIELDS, **fields}, quantize_base="nf4")), model, error, message)
@@ -172,14 +193,22 @@ class Scaled(nn.Dense):
 def test_cells_that_cannot_be_quantized_are_listed():
     model = plain()
     model.model.layers[1].attention.wv = Scaled(6, 4)
-    refused(lambda: quantize_base(model), model, UnsupportedCellError,
-            "1 of the linear cells cannot be quantized; leave them out with quantize_exclude. "
-            "model.layers.1.attention.wv: Scaled has a forward of its own")
+    refused(
+        lambda: quantize_base(model),
+        model,
+        UnsupportedCellError,
+        "1 of the linear cells cannot be quantized; leave them out with quantize_exclude. "
+        "model.layers.1.attention.wv: Scaled has a forward of its own",
+    )
     assert len(quantize_base(model, "model.layers.1.attention.wv")) == 13
     model = plain()
     model.model.layers[1].feed_forward.w2.weight.set_data(Tensor(np.full((6, 9), np.inf, np.float32)))
-    refused(lambda: quantize_base(model), model, QuantizationError,
-            "The weights of model.layers.1.feed_forward.w2 hold NaN or infinity")
+    refused(
+        lambda: quantize_base(model),
+        model,
+        QuantizationError,
+        "The weights of model.layers.1.feed_forward.w2 hold NaN or infinity",
+    )
     model = plain()
     apply_lora(model, LoraConfig(**FIELDS))
     refused(lambda: quantize_base(model), model, UnsupportedCellError, "adapters do not stack")
@@ -188,8 +217,12 @@ def test_cells_that_cannot_be_quantized_are_listed():
 def test_what_cannot_be_adapted_is_found_before_anything_is_quantized():
     model = plain()
     model.model.layers[1].attention.wq = Scaled(6, 6)
-    refused(lambda: apply_lora(model, LoraConfig(**FIELDS, quantize_base="nf4", quantize_exclude=["wq"])), model,
-            UnsupportedCellError, "LoRA cannot be put on 1 of the selected cells. model.layers.1.attention.wq: Scaled")
+    refused(
+        lambda: apply_lora(model, LoraConfig(**FIELDS, quantize_base="nf4", quantize_exclude=["wq"])),
+        model,
+        UnsupportedCellError,
+        "LoRA cannot be put on 1 of the selected cells. model.layers.1.attention.wq: Scaled",
+    )
 
 
 def test_what_is_quantized_does_not_train():
@@ -199,33 +232,52 @@ def test_what_is_quantized_does_not_train():
     model = plain()
     quantize_base(model)
     for fields, name in (({"use_dora": True}, "use_dora"), ({"lora_init": "olora"}, "lora_init olora")):
-        refused(lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)), model, UnsupportedCellError,
-                f"model.layers.0.attention.wq: The weight is quantized, which {name} does not take")
+        refused(
+            lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)),
+            model,
+            UnsupportedCellError,
+            f"model.layers.0.attention.wq: The weight is quantized, which {name} does not take",
+        )
 
 
 # The configuration ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("fields, message", [
-    ({"quantize_base": "nf5"}, "quantize_base is 'nf5', which is not known. Did you mean 'nf4'? Known: nf4."),
-    ({"quantize_base": True}, "quantize_base is True, which is not known. Known: nf4."),
-    ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], and quantize_base is not set, so nothing is "),
-    ({"quantize_base": "nf4", "quantize_exclude": []}, "quantize_exclude is []: it must be a list of names"),
-    ({"quantize_base": "nf4", "use_dora": True}, "quantize_base is 'nf4' and use_dora True, which needs the base's "
-                                                 "weights in float."),
-    ({"quantize_base": "nf4", "lora_init": "pissa"}, "quantize_base is 'nf4' and lora_init 'pissa', which needs the "
-     "base's weights in float. Leave one of them out; a start that suits a quantized base is lora_init: loftq."),
-    ({"lora_init": "loftq"}, "lora_init is 'loftq', which makes up for what quantizing the base loses, and the base is "
-                             "not quantized. Set quantize_base: nf4, or use 'pissa'."),
-])
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"quantize_base": "nf5"}, "quantize_base is 'nf5', which is not known. Did you mean 'nf4'? Known: nf4."),
+        ({"quantize_base": True}, "quantize_base is True, which is not known. Known: nf4."),
+        ({"quantize_exclude": ["wq"]}, "quantize_exclude is ['wq'], and quantize_base is not set, so nothing is "),
+        ({"quantize_base": "nf4", "quantize_exclude": []}, "quantize_exclude is []: it must be a list of names"),
+        (
+            {"quantize_base": "nf4", "use_dora": True},
+            "quantize_base is 'nf4' and use_dora True, which needs the base's weights in float.",
+        ),
+        (
+            {"quantize_base": "nf4", "lora_init": "pissa"},
+            "quantize_base is 'nf4' and lora_init 'pissa', which needs the "
+            "base's weights in float. Leave one of them out; a start that suits a quantized base is lora_init: loftq.",
+        ),
+        (
+            {"lora_init": "loftq"},
+            "lora_init is 'loftq', which makes up for what quantizing the base loses, and the base is "
+            "not quantized. Set quantize_base: nf4, or use 'pissa'.",
+        ),
+    ],
+)
 def test_configurations_that_are_refused(fields, message):
-    for make in (lambda: LoraConfig(**fields),
-                 lambda: LoraConfig.from_pet_config({"pet_type": "lora", "target_modules": "all-linear", **fields})):
+    for make in (
+        lambda: LoraConfig(**fields),
+        lambda: LoraConfig.from_pet_config({"pet_type": "lora", "target_modules": "all-linear", **fields}),
+    ):
         with pytest.raises(ConfigError) as caught:
             make()
         assert str(caught.value).startswith(message)
 
 
 # Saved and loaded -----------------------------------------------------------------------------------------------
+
 
 def test_an_adapter_goes_from_one_quantized_network_to_another(tmp_path, recwarn, caplog):
     source = network()
@@ -246,13 +298,16 @@ def test_between_the_quantized_and_the_float_base_it_is_said_that_nothing_was_co
     apply_lora(in_float, LoraConfig(**FIELDS))
     save_lora(network(), str(tmp_path / "of nf4"))
     save_lora(in_float, str(tmp_path / "of float"))
-    for name, target, words in (("of nf4", plain(), "nf4 and this one is in float"),
-                                ("of float", network(), "float and this one is in nf4")):
+    for name, target, words in (
+        ("of nf4", plain(), "nf4 and this one is in float"),
+        ("of float", network(), "float and this one is in nf4"),
+    ):
         caplog.clear()
         load_lora(target, str(tmp_path / name), on_base_mismatch="error")
-        record, = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert record.getMessage() == (f"{tmp_path / name} was trained on a base in {words}: of the two, paths and "
-                                       "shapes alone were compared.")
+        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert record.getMessage() == (
+            f"{tmp_path / name} was trained on a base in {words}: of the two, paths and shapes alone were compared."
+        )
     assert not recwarn.list
     other = TinyModel(3)
     apply_lora(other, LoraConfig(**{**FIELDS, "layers_to_transform": [0, 1, 2]}))
@@ -272,6 +327,7 @@ def test_base_and_adapter_in_one_checkpoint_load_again(tmp_path):
 
 # Merging --------------------------------------------------------------------------------------------------------
 
+
 def test_merging_in_place_is_refused_with_what_it_would_cost():
     model = network()
     model.set_train(False)
@@ -290,8 +346,11 @@ def test_merging_in_place_is_refused_with_what_it_would_cost():
 def test_merge_and_unload_makes_float_cells_with_the_adapter_in_them(mode):
     model = network()
     model.set_train(False)
-    expected = {path: dequantize(nf4_array(cell)) + 1.5 * as_array(cell.mindpet_delta_lora_b)
-                @ as_array(cell.mindpet_delta_lora_a) for path, cell in lora_cells(model)}
+    expected = {
+        path: dequantize(nf4_array(cell))
+        + 1.5 * as_array(cell.mindpet_delta_lora_b) @ as_array(cell.mindpet_delta_lora_a)
+        for path, cell in lora_cells(model)
+    }
     before = model(x()).asnumpy()
     report = merge_and_unload(model, x())
     found = kinds(model)
@@ -329,8 +388,9 @@ def test_loftq_comes_nearer_to_the_base_in_float():
         u, s, vt = np.linalg.svd(residual, full_matrices=False)
         rank = cell.lora_rank
         assert rank == (3 if path.endswith("w1") else 2)
-        np.testing.assert_allclose(cell.scale * as_array(b) @ as_array(a), (u[:, :rank] * s[:rank]) @ vt[:rank],
-                                   atol=1e-5)
+        np.testing.assert_allclose(
+            cell.scale * as_array(b) @ as_array(a), (u[:, :rank] * s[:rank]) @ vt[:rank], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name, turns", [("loftq_iter_1", 1), ("loftq_iter_4", 4)])
@@ -360,6 +420,7 @@ def test_an_adapter_from_loftq_fits_its_own_base_alone(tmp_path):
 
 def test_loftq_needs_the_weights_in_float():
     from mindspore.nn.utils import no_init_parameters
+
     with no_init_parameters():
         model = TinyModel()
     with pytest.raises(LoraError, match="lora_init 'loftq' is made from the base's weights in float, which have no"):

@@ -1,4 +1,5 @@
 """save_lora and load_lora: what is saved is loaded, by us, by MindSpore, and from MindFormers' own LoRA."""
+
 import logging
 import os
 import warnings
@@ -14,6 +15,7 @@ from tests.support.networks import HuggingFaceLayer, TinyModel, adapters, as_arr
 from tests.support.saved_adapters import FORMS, network, refused
 
 # The round trip -------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("param_init_type", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("form, name", FORMS)
@@ -37,8 +39,9 @@ def test_saving_changes_nothing_in_the_network(tmp_path, form, name):
     assert snapshot(source) == before
 
 
-@pytest.mark.parametrize("written, read", [("float32", "float16"), ("float16", "float32"), ("bfloat16", "float32"),
-                                           ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "written, read", [("float32", "float16"), ("float16", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")]
+)
 @pytest.mark.parametrize("form, name", FORMS)
 def test_another_dtype_is_cast_to_the_network_s_own(tmp_path, form, name, written, read):
     source, target = network(seed=2, param_init_type=written), network(seed=3, param_init_type=read)
@@ -91,7 +94,8 @@ def test_a_network_whose_values_are_not_there_yet(tmp_path, saved, semi_auto_par
     with caplog.at_level(logging.WARNING, "mindlora"):
         load_lora(target, saved)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{saved}: the base has no values yet, so whether it is the one the adapter was trained on was not checked."]
+        f"{saved}: the base has no values yet, so whether it is the one the adapter was trained on was not checked."
+    ]
     target.init_parameters_data()
     loaded = adapters(target)
     for name, parameter in adapters(network(seed=2)).items():
@@ -100,12 +104,16 @@ def test_a_network_whose_values_are_not_there_yet(tmp_path, saved, semi_auto_par
 
 # MindFormers' own LoRA ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("form", ["ckpt", "safetensors"])
 def test_a_checkpoint_of_a_whole_training_gives_its_adapter(tmp_path, form):
     source = network(seed=2)
     content = [{"name": p.name, "data": Tensor(p.asnumpy())} for p in source.get_parameters()]
-    content += [{"name": prefix + name, "data": Tensor(np.full(p.shape, 7, np.float32))}
-                for prefix in ("adam_m.", "adam_v.") for name, p in adapters(source).items()]
+    content += [
+        {"name": prefix + name, "data": Tensor(np.full(p.shape, 7, np.float32))}
+        for prefix in ("adam_m.", "adam_v.")
+        for name, p in adapters(source).items()
+    ]
     path = str(tmp_path / f"llama_rank_0-4_2.{form}")
     facts = {"epoch_num": 4, "step_num": 8, "loss_scale": 1.0} if form == "ckpt" else None
     ms.save_checkpoint(content, path, append_dict=facts, format=form)
@@ -134,8 +142,9 @@ def test_such_a_checkpoint_is_loaded_strictly_too(tmp_path, extra, error):
 def test_capital_letters_of_a_bare_cell(tmp_path):
     path = str(tmp_path / "cell.ckpt")
     a, b = np.arange(12, dtype=np.float32).reshape(2, 6), np.arange(10, dtype=np.float32).reshape(5, 2)
-    ms.save_checkpoint([{"name": "mindpet_delta_lora_A", "data": Tensor(a)},
-                        {"name": "mindpet_delta_lora_B", "data": Tensor(b)}], path)
+    ms.save_checkpoint(
+        [{"name": "mindpet_delta_lora_A", "data": Tensor(a)}, {"name": "mindpet_delta_lora_B", "data": Tensor(b)}], path
+    )
     target = LoRADense(6, 5, 2, 3)
     load_lora(target, path)
     np.testing.assert_array_equal(target.mindpet_delta_lora_a.asnumpy(), a)
@@ -144,12 +153,18 @@ def test_capital_letters_of_a_bare_cell(tmp_path):
 
 # Merged ---------------------------------------------------------------------------------------------------------
 
+
 def test_a_merged_adapter_is_neither_saved_nor_replaced(tmp_path, saved):
     target = network()
     target.set_train(False)
     merge_lora(target)
-    refused(target, saved, LoraError, "The adapter is merged into the base, at model.layers.{0..1}.attention.wq, "
-            "model.layers.{0..1}.attention.wk. Call unmerge_lora first.")
+    refused(
+        target,
+        saved,
+        LoraError,
+        "The adapter is merged into the base, at model.layers.{0..1}.attention.wq, "
+        "model.layers.{0..1}.attention.wk. Call unmerge_lora first.",
+    )
     with pytest.raises(LoraError, match="Call unmerge_lora first."):
         save_lora(target, str(tmp_path / "other"))
     assert os.listdir(tmp_path) == ["adapter"]

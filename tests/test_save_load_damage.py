@@ -1,4 +1,5 @@
 """load_lora on files that are cut, foreign or lack something: refused, and the network is as it was."""
+
 import os
 import pathlib
 
@@ -21,8 +22,12 @@ def test_a_cut_anywhere_in_the_tensors_is_noticed(saved):
     cuts = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1, *range(0, len(whole), 61)}
     for cut in sorted(cuts):
         file.write_bytes(whole[:cut])
-        refused(target, saved, TruncatedAdapterError,
-                f"{file} is truncated or damaged: its {cut} bytes are not what its header declares (")
+        refused(
+            target,
+            saved,
+            TruncatedAdapterError,
+            f"{file} is truncated or damaged: its {cut} bytes are not what its header declares (",
+        )
     file.write_bytes(whole)
     load_lora(target, saved)
 
@@ -39,8 +44,11 @@ def test_a_cut_anywhere_in_a_ckpt_is_noticed(tmp_path):
         with pytest.raises(TruncatedAdapterError) as error:
             load_lora(target, file, strict=False)
         messages.add(str(error.value).split(":", 1)[0] + (" last" if "last record" in str(error.value) else ""))
-    assert messages == {f"{file} is truncated", f"{file} is truncated last", f"{file} is truncated or no MindSpore "
-                        "checkpoint"}
+    assert messages == {
+        f"{file} is truncated",
+        f"{file} is truncated last",
+        f"{file} is truncated or no MindSpore checkpoint",
+    }
     file.write_bytes(whole)
     load_lora(target, file)
 
@@ -56,11 +64,13 @@ def test_what_is_no_adapter_at_all(tmp_path):
     (tmp_path / "other" / "a.txt").touch()
     target = network()
     for name, message in [
-            ("absent", "PATH does not exist."), ("absent.ckpt", "PATH does not exist."),
-            ("adapter.pth", "PATH is neither an adapter folder nor a .safetensors, .ckpt or .bin file."),
-            ("adapter.bin", "PATH is a pickle, which can run programs."),
-            ("empty", "PATH holds no adapter_model.safetensors. It holds: nothing."),
-            ("other", "PATH holds no adapter_model.safetensors. It holds: a.txt, b.bin.")]:
+        ("absent", "PATH does not exist."),
+        ("absent.ckpt", "PATH does not exist."),
+        ("adapter.pth", "PATH is neither an adapter folder nor a .safetensors, .ckpt or .bin file."),
+        ("adapter.bin", "PATH is a pickle, which can run programs."),
+        ("empty", "PATH holds no adapter_model.safetensors. It holds: nothing."),
+        ("other", "PATH holds no adapter_model.safetensors. It holds: a.txt, b.bin."),
+    ]:
         refused(target, tmp_path / name, AdapterFormatError, message)
     refused(target, tmp_path / "no.ckpt", TruncatedAdapterError, "PATH is truncated or no MindSpore checkpoint: ")
     refused(target, tmp_path / "no.safetensors", AdapterFormatError, "PATH is not a safetensors file: ")
@@ -68,15 +78,24 @@ def test_what_is_no_adapter_at_all(tmp_path):
 
 def test_a_folder_without_a_config(saved):
     os.unlink(os.path.join(saved, CONFIG))
-    refused(network(), saved, AdapterFormatError,
-            f"{os.path.join(saved, CONFIG)} is missing: an adapter folder holds it beside its weights.")
+    refused(
+        network(),
+        saved,
+        AdapterFormatError,
+        f"{os.path.join(saved, CONFIG)} is missing: an adapter folder holds it beside its weights.",
+    )
 
 
-@pytest.mark.parametrize("text, message", [
-    ('{"r": 2', f"{CONFIG} is not JSON: "), ("", f"{CONFIG} is not JSON: "),
-    ("[2, 3]", f"{CONFIG} holds a list and not a JSON object."),
-    ('{"lora_alpha": 3}', f"{CONFIG}: r is None, it must be a whole number of at least 1."),
-    ('{"r": 2, "lora_alpha": 3, "use_bdlora": true}', f"{CONFIG}: use_bdlora is True, which is not supported")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"r": 2', f"{CONFIG} is not JSON: "),
+        ("", f"{CONFIG} is not JSON: "),
+        ("[2, 3]", f"{CONFIG} holds a list and not a JSON object."),
+        ('{"lora_alpha": 3}', f"{CONFIG}: r is None, it must be a whole number of at least 1."),
+        ('{"r": 2, "lora_alpha": 3, "use_bdlora": true}', f"{CONFIG}: use_bdlora is True, which is not supported"),
+    ],
+)
 def test_a_config_that_cannot_be_used(saved, text, message):
     pathlib.Path(saved, CONFIG).write_text(text)
     refused(network(), saved, AdapterFormatError, message)
@@ -85,9 +104,13 @@ def test_a_config_that_cannot_be_used(saved, text, message):
 def test_a_safetensors_file_without_lora_tensors(saved):
     base = {f"model.layers.{i}.weight": np.ones(2, np.float32) for i in range(7)}
     save_file(base, os.path.join(saved, WEIGHTS))
-    refused(network(), saved, AdapterFormatError,
-            f"{WEIGHTS} holds no LoRA tensor. It holds: model.layers.0.weight, model.layers.1.weight, "
-            "model.layers.2.weight, model.layers.3.weight, model.layers.4.weight, ....")
+    refused(
+        network(),
+        saved,
+        AdapterFormatError,
+        f"{WEIGHTS} holds no LoRA tensor. It holds: model.layers.0.weight, model.layers.1.weight, "
+        "model.layers.2.weight, model.layers.3.weight, model.layers.4.weight, ....",
+    )
     save_file({}, os.path.join(saved, WEIGHTS))
     refused(network(), saved, AdapterFormatError, f"{WEIGHTS} holds no LoRA tensor. It holds: nothing.")
 
@@ -95,21 +118,38 @@ def test_a_safetensors_file_without_lora_tensors(saved):
 def test_a_ckpt_without_lora_tensors(tmp_path):
     path = str(tmp_path / "base.ckpt")
     ms.save_checkpoint(TinyModel(), path)
-    refused(network(), path, AdapterFormatError,
-            "PATH holds no LoRA tensor: no name in it is one of an adapter's.")
+    refused(network(), path, AdapterFormatError, "PATH holds no LoRA tensor: no name in it is one of an adapter's.")
 
 
 def test_a_file_of_peft_with_foreign_tensors(saved):
-    edited(saved, lambda tensors: tensors.update({
-        "lm_head.weight": np.ones(2, np.float32),
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight": np.ones(6, np.float32)}))
-    refused(network(), saved, UnexpectedTensorsError,
-            f"{WEIGHTS} holds tensors that are not LoRA's: base_model.model.model.layers.0.self_attn.q_proj."
-            "lora_magnitude_vector.weight, lm_head.weight.")
+    edited(
+        saved,
+        lambda tensors: tensors.update(
+            {
+                "lm_head.weight": np.ones(2, np.float32),
+                "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight": np.ones(6, np.float32),
+            }
+        ),
+    )
+    refused(
+        network(),
+        saved,
+        UnexpectedTensorsError,
+        f"{WEIGHTS} holds tensors that are not LoRA's: base_model.model.model.layers.0.self_attn.q_proj."
+        "lora_magnitude_vector.weight, lm_head.weight.",
+    )
 
 
 def test_a_file_of_peft_with_a_base_weight_that_modules_to_save_does_not_name(saved):
-    edited(saved, lambda tensors: tensors.update({
-        f"base_model.model.model.layers.{i}.input_layernorm.weight": np.ones(6, np.float32) for i in range(2)}))
-    refused(network(), saved, UnexpectedTensorsError, "PATH holds tensors that are neither LoRA's nor of "
-            "modules_to_save: model.layers.{0..1}.attention_norm.weight.")
+    edited(
+        saved,
+        lambda tensors: tensors.update(
+            {f"base_model.model.model.layers.{i}.input_layernorm.weight": np.ones(6, np.float32) for i in range(2)}
+        ),
+    )
+    refused(
+        network(),
+        saved,
+        UnexpectedTensorsError,
+        "PATH holds tensors that are neither LoRA's nor of modules_to_save: model.layers.{0..1}.attention_norm.weight.",
+    )

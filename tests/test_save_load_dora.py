@@ -1,4 +1,5 @@
 """DoRA's magnitudes on their way through files, forms, fitting, merging and comparing."""
+
 import json
 
 import numpy as np
@@ -48,14 +49,16 @@ def dora_adapter(dtype=np.dtype("<f4"), paths=(Q, K), **fields):
     rng = np.random.default_rng(9)
     for path in paths:
         rows = len(adapter.tensors[path, "B"])
-        adapter.tensors[path, "magnitude"] = rng.normal(size=rows).astype(np.float32).astype(
-            dtype if dtype != BFLOAT16 else np.float32)
+        adapter.tensors[path, "magnitude"] = (
+            rng.normal(size=rows).astype(np.float32).astype(dtype if dtype != BFLOAT16 else np.float32)
+        )
         if dtype == BFLOAT16:
-            adapter.tensors[path, "magnitude"] = (rng.integers(0, 2 ** 14, rows)).astype("<u2").view(BFLOAT16)
+            adapter.tensors[path, "magnitude"] = (rng.integers(0, 2**14, rows)).astype("<u2").view(BFLOAT16)
     return adapter
 
 
 # Networks -------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("form", PATHS)
 @pytest.mark.parametrize("bare", [True, False])
@@ -95,21 +98,28 @@ def test_a_network_that_was_never_trained_saves_the_norms(tmp_path):
         cell.mindpet_delta_lora_b.set_data(Tensor(np.zeros((6, 8), np.float32)))
     save_lora(network, str(tmp_path / "a"))
     weight = network.model.layers[0].attention.wq.weight.asnumpy()
-    np.testing.assert_allclose(adapter_files.read(str(tmp_path / "a")).tensors[Q, "magnitude"],
-                               np.linalg.norm(weight, axis=1), rtol=1e-6)
+    np.testing.assert_allclose(
+        adapter_files.read(str(tmp_path / "a")).tensors[Q, "magnitude"], np.linalg.norm(weight, axis=1), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_dora_and_lora_are_told_apart(trained, tmp_path):
     path = str(tmp_path / "a")
     save_lora(model(trained), path)
-    refused(MissingTensorsError if not trained else UnexpectedTensorsError,
-            f"{path} was trained with use_dora {trained}, the network was built with {not trained}, at "
-            "model.layers.{0..1}.feed_forward.w2, model.layers.{0..1}.attention.wq: set use_dora to "
-            f"{trained}.", load_lora, model(not trained), path)
+    refused(
+        MissingTensorsError if not trained else UnexpectedTensorsError,
+        f"{path} was trained with use_dora {trained}, the network was built with {not trained}, at "
+        "model.layers.{0..1}.feed_forward.w2, model.layers.{0..1}.attention.wq: set use_dora to "
+        f"{trained}.",
+        load_lora,
+        model(not trained),
+        path,
+    )
 
 
 # Files ----------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", [np.dtype("<f4"), np.dtype("<f2"), BFLOAT16], ids=str)
 @pytest.mark.parametrize("form", PATHS)
@@ -127,8 +137,15 @@ def test_conversion_and_back(tmp_path):
     convert_adapter(str(tmp_path / "a"), str(tmp_path / "b.ckpt"), "ckpt")
     convert_adapter(str(tmp_path / "b.ckpt"), str(tmp_path / "c"), "peft")
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "c" / WEIGHTS).read_bytes()
-    refused(AdapterError, "slora has no place for the vectors that use_dora trains. Merge the adapter into its base, "
-            "or write format 'peft'.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "d"), "slora")
+    refused(
+        AdapterError,
+        "slora has no place for the vectors that use_dora trains. Merge the adapter into its base, "
+        "or write format 'peft'.",
+        convert_adapter,
+        str(tmp_path / "a"),
+        str(tmp_path / "d"),
+        "slora",
+    )
 
 
 def rewritten(path, change=None, **fields):
@@ -139,6 +156,7 @@ def rewritten(path, change=None, **fields):
     (path / CONFIG).write_text(json.dumps(config))
     if change:
         from safetensors.numpy import load_file, save_file
+
         tensors = load_file(path / WEIGHTS)
         change(tensors)
         save_file(tensors, path / WEIGHTS)
@@ -148,22 +166,43 @@ def rewritten(path, change=None, **fields):
 QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
 
 
-@pytest.mark.parametrize("kind, message, change, fields", [
-    (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": False}),
-    (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": None}),
-    (MissingTensorsError, ": use_dora is True, and there are no DoRA magnitudes.",
-     lambda tensors: [tensors.pop(QK.format(cell)) for cell in "qk"], {}),
-    (MissingTensorsError, " has a magnitude at some of its cells and lacks that of model.layers.0.attention.wq.",
-     lambda tensors: tensors.pop(QK.format("q")), {}),
-    (MissingTensorsError, " lacks half of 1 pairs: it holds model.layers.0.attention.wv magnitude without its other "
-     "half.",
-     lambda tensors: tensors.update({QK.format("v"): np.ones(4, np.float32)}), {}),
-    (ShapeMismatchError, ": the magnitude is [5] and must be [out], at model.layers.0.attention.wq (A [2, 6], B "
-     "[6, 2]).",
-     lambda tensors: tensors.update({QK.format("q"): np.ones(5, np.float32)}), {}),
-    (ShapeMismatchError, ": the magnitude is [6, 1] and must be [out], at model.layers.0.attention.wq (A [2, 6], B "
-     "[6, 2]).",
-     lambda tensors: tensors.update({QK.format("q"): np.ones((6, 1), np.float32)}), {})])
+@pytest.mark.parametrize(
+    "kind, message, change, fields",
+    [
+        (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": False}),
+        (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": None}),
+        (
+            MissingTensorsError,
+            ": use_dora is True, and there are no DoRA magnitudes.",
+            lambda tensors: [tensors.pop(QK.format(cell)) for cell in "qk"],
+            {},
+        ),
+        (
+            MissingTensorsError,
+            " has a magnitude at some of its cells and lacks that of model.layers.0.attention.wq.",
+            lambda tensors: tensors.pop(QK.format("q")),
+            {},
+        ),
+        (
+            MissingTensorsError,
+            " lacks half of 1 pairs: it holds model.layers.0.attention.wv magnitude without its other half.",
+            lambda tensors: tensors.update({QK.format("v"): np.ones(4, np.float32)}),
+            {},
+        ),
+        (
+            ShapeMismatchError,
+            ": the magnitude is [5] and must be [out], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
+            lambda tensors: tensors.update({QK.format("q"): np.ones(5, np.float32)}),
+            {},
+        ),
+        (
+            ShapeMismatchError,
+            ": the magnitude is [6, 1] and must be [out], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
+            lambda tensors: tensors.update({QK.format("q"): np.ones((6, 1), np.float32)}),
+            {},
+        ),
+    ],
+)
 def test_what_does_not_fit_together(kind, message, change, fields, tmp_path):
     path = rewritten(tmp_path / "a", change, **fields)
     refused(kind, path + message, adapter_files.read, path)
@@ -174,20 +213,32 @@ def test_all_magnitudes_lost(tmp_path):
     adapter_files.write(dora_adapter(), path, "mindformers")
     from safetensors import safe_open
     from safetensors.numpy import save_file
+
     with safe_open(path, "np") as file:
         metadata = file.metadata()
         save_file({key: file.get_tensor(key) for key in file.keys() if "magnitude" not in key}, path, metadata)
-    refused(MissingTensorsError, f"{path} lacks the DoRA magnitudes that mindlora's own record in it names.",
-            adapter_files.read, path)
+    refused(
+        MissingTensorsError,
+        f"{path} lacks the DoRA magnitudes that mindlora's own record in it names.",
+        adapter_files.read,
+        path,
+    )
 
 
 def test_combining_is_refused():
-    refused(AdapterError, "Adapter 2 is DoRA's (use_dora), and what several magnitudes of a row make together is not "
-            "defined. Merge the adapters into the base one after the other instead.",
-            combine_adapters, [make(), dora_adapter()], [1, 1], "cat")
+    refused(
+        AdapterError,
+        "Adapter 2 is DoRA's (use_dora), and what several magnitudes of a row make together is not "
+        "defined. Merge the adapters into the base one after the other instead.",
+        combine_adapters,
+        [make(), dora_adapter()],
+        [1, 1],
+        "cat",
+    )
 
 
 # Concatenated cells ---------------------------------------------------------------------------------------------
+
 
 def test_rows_of_joined_cells_keep_their_magnitudes():
     path = "model.layers.0.attention.w_qkv"
@@ -196,16 +247,25 @@ def test_rows_of_joined_cells_keep_their_magnitudes():
     before = {place: array.copy() for place, array in adapter.tensors.items()}
     joined_pairs.join_pairs(adapter, path, 16, 2)
     assert adapter.paths == [path]
-    np.testing.assert_array_equal(adapter.tensors[path, "magnitude"],
-                                  joined_rows.join_qkv_rows(*whole.values(), kv_heads=2))
+    np.testing.assert_array_equal(
+        adapter.tensors[path, "magnitude"], joined_rows.join_qkv_rows(*whole.values(), kv_heads=2)
+    )
     joined_pairs.split_pairs(adapter, path, 2, 2)
     assert {place: array.tobytes() for place, array in adapter.tensors.items()} == {
-        place: array.tobytes() for place, array in before.items()}
+        place: array.tobytes() for place, array in before.items()
+    }
     for part in ("A", "B", "magnitude"):
         del adapter.tensors[K, part]
-    refused(AdapterError, f"{path} stands for {Q}, {K}, {V}, and the DoRA adapter has none for {K}: what the "
-            "magnitudes of their rows are, only the base says. Build the model with qkv_concat: False.",
-            joined_pairs.join_pairs, adapter, path, 16, 2)
+    refused(
+        AdapterError,
+        f"{path} stands for {Q}, {K}, {V}, and the DoRA adapter has none for {K}: what the "
+        "magnitudes of their rows are, only the base says. Build the model with qkv_concat: False.",
+        joined_pairs.join_pairs,
+        adapter,
+        path,
+        16,
+        2,
+    )
 
 
 def test_gate_rows_and_mixed_dtypes():
@@ -214,8 +274,9 @@ def test_gate_rows_and_mixed_dtypes():
     adapter.tensors[w3, "A"] = adapter.tensors[w3, "A"].astype(np.float16)
     sizes = [adapter.tensors[path, "magnitude"] for path in (w1, w3)]
     joined_pairs.join_pairs(adapter, "model.layers.0.feed_forward.w_gate_hidden", 8)
-    np.testing.assert_array_equal(adapter.tensors["model.layers.0.feed_forward.w_gate_hidden", "magnitude"],
-                                  np.stack(sizes, 1).reshape(-1))
+    np.testing.assert_array_equal(
+        adapter.tensors["model.layers.0.feed_forward.w_gate_hidden", "magnitude"], np.stack(sizes, 1).reshape(-1)
+    )
 
 
 def test_conversion_joins(tmp_path):
@@ -227,9 +288,11 @@ def test_conversion_joins(tmp_path):
 
 # Merging and comparing ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_checkpoint_is_merged_as_a_network_is(dtype, tmp_path):
     from safetensors.numpy import load_file, save_file
+
     network = model()
     base = {p.name: p.asnumpy().astype(dtype) for p in network.get_parameters() if "lora" not in p.name}
     for parameter in network.get_parameters():
@@ -242,13 +305,19 @@ def test_a_checkpoint_is_merged_as_a_network_is(dtype, tmp_path):
     merged = load_file(tmp_path / "merged.safetensors")
     for parameter in network.get_parameters():
         if parameter.name in base:
-            np.testing.assert_allclose(merged[parameter.name].astype(np.float64), as_array(parameter), rtol=2e-3 if
-                                       dtype == "float16" else 1e-5, atol=1e-6, err_msg=parameter.name)
+            np.testing.assert_allclose(
+                merged[parameter.name].astype(np.float64),
+                as_array(parameter),
+                rtol=2e-3 if dtype == "float16" else 1e-5,
+                atol=1e-6,
+                err_msg=parameter.name,
+            )
     assert np.abs(merged[f"{Q}.weight"] - base[f"{Q}.weight"]).max() > 0.1
 
 
 def test_a_row_of_zeros_cannot_be_merged(tmp_path):
     from safetensors.numpy import save_file
+
     adapter = dora_adapter(paths=(Q,))
     adapter.tensors[Q, "B"][:] = 0
     adapter_files.write(adapter, str(tmp_path / "a"))
@@ -272,7 +341,7 @@ def test_what_is_said_of_it(tmp_path):
     assert (same.path, changed.path) == (K, Q)
     assert not diff.equal and same.equal and same.difference_magnitude == 0 and not changed.equal
     assert changed.difference_a == changed.difference_b == 0
-    assert changed.difference_magnitude == pytest.approx(0.5 * 6 ** 0.5, rel=1e-5)
+    assert changed.difference_magnitude == pytest.approx(0.5 * 6**0.5, rel=1e-5)
     assert "|dm|" in str(diff)
     adapter_files.write(make(), str(tmp_path / "plain"))
     diff = compare_adapters(str(tmp_path / "a"), str(tmp_path / "plain"))

@@ -1,4 +1,5 @@
 """load_lora where q, k, v or gate and up are one cell in the network or in the adapter, and not in the other."""
+
 import warnings
 
 import numpy as np
@@ -58,13 +59,14 @@ def test_separate_pairs_go_onto_concatenated_cells(tmp_path, leaves, use_rslora)
     load_lora(target, path)
     x = np.random.default_rng(4).normal(size=(3, 6)).astype(np.float32)
     for holder, concatenated_leaf, parts, order in [
-            # Rows by hand: two heads of q, then k, then v, of size 2, for each key-value head; w1 and w3 in turn.
-            ("attention", "w_qkv", {"wq": 8, "wk": 4, "wv": 4},
-             [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]),
-            ("feed_forward", "w_gate_hidden", {"w1": 5, "w3": 5}, [0, 5, 1, 6, 2, 7, 3, 8, 4, 9])]:
+        # Rows by hand: two heads of q, then k, then v, of size 2, for each key-value head; w1 and w3 in turn.
+        ("attention", "w_qkv", {"wq": 8, "wk": 4, "wv": 4}, [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]),
+        ("feed_forward", "w_gate_hidden", {"w1": 5, "w3": 5}, [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]),
+    ]:
         cell = getattr(getattr(target, holder), concatenated_leaf)
-        delta = [adapter.delta(f"{holder}.{leaf}") if leaf in leaves else np.zeros((rows, 6)) for leaf, rows in
-                 parts.items()]
+        delta = [
+            adapter.delta(f"{holder}.{leaf}") if leaf in leaves else np.zeros((rows, 6)) for leaf, rows in parts.items()
+        ]
         weight = cell.weight.asnumpy() + np.concatenate(delta)[order]
         assert isinstance(cell, LoRADense) == any(leaf in leaves for leaf in parts)
         np.testing.assert_allclose(cell(Tensor(x)).asnumpy(), x @ weight.T, rtol=1e-4, atol=1e-4)
@@ -103,8 +105,9 @@ def test_parts_that_share_one_a_and_differ_in_scale_are_not_one_pair(tmp_path):
     delta = np.stack([adapter.delta(f"feed_forward.{leaf}") for leaf in ("w1", "w3")], axis=1).reshape(10, 6)
     load_lora(target, folder(tmp_path, adapter))
     x = np.random.default_rng(4).normal(size=(3, 6)).astype(np.float32)
-    np.testing.assert_allclose(target.feed_forward.w_gate_hidden(Tensor(x)).asnumpy(), x @ (before + delta).T,
-                               rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        target.feed_forward.w_gate_hidden(Tensor(x)).asnumpy(), x @ (before + delta).T, rtol=1e-4, atol=1e-4
+    )
 
 
 class SeparateAttention(nn.Cell):
@@ -148,8 +151,12 @@ def test_an_adapter_with_a_joint_pair_and_its_parts_is_refused(tmp_path):
         adapter.tensors["attention.w_qkv", half] = np.ones(shape, np.float32)
     adapter.alphas["attention.w_qkv"] = 4.0
     adapter_files.write(adapter, str(tmp_path / "a.ckpt"), "ckpt")
-    refused(str(tmp_path / "a.ckpt"), UnexpectedTensorsError, "PATH holds 2 LoRA tensors that the network has no place "
-            "for: attention.wq A, attention.wq B.", ConcatenatedLayer)
+    refused(
+        str(tmp_path / "a.ckpt"),
+        UnexpectedTensorsError,
+        "PATH holds 2 LoRA tensors that the network has no place for: attention.wq A, attention.wq B.",
+        ConcatenatedLayer,
+    )
 
 
 def test_of_a_base_that_keeps_the_same_weights_in_another_form_nothing_is_said(tmp_path):

@@ -1,4 +1,5 @@
 """save_lora killed at any time: there is one whole adapter."""
+
 import os
 import shutil
 import subprocess
@@ -14,8 +15,12 @@ from tests.support.saved_adapters import network
 
 @pytest.mark.parametrize("form", ["peft", "ckpt", "fallback"])
 def test_after_each_of_fifty_kills_there_is_one_whole_adapter(tmp_path, form):
-    run = subprocess.run([sys.executable, killed_saves.__file__, str(tmp_path), form, "50"], capture_output=True,
-                         text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    run = subprocess.run(
+        [sys.executable, killed_saves.__file__, str(tmp_path), form, "50"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     half_written = int(run.stdout.splitlines()[-1])
     print(f"{half_written} of 50 kills left half an adapter beside the whole one")

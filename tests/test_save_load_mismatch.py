@@ -1,4 +1,5 @@
 """load_lora where adapter and network differ: tensors, ranks, scales, the base; and what strict=False lets pass."""
+
 import logging
 import warnings
 
@@ -20,12 +21,14 @@ from tests.support.saved_adapters import FORMS, configured, edited, key, network
 
 # Tensors --------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("form, name", FORMS)
 def test_missing_and_unexpected_tensors(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(["wq", "wk"]), path, format=form)
-    k, v = (f"model.layers.{{0..1}}.attention.{leaf} A, model.layers.{{0..1}}.attention.{leaf} B"
-            for leaf in ("wk", "wv"))
+    k, v = (
+        f"model.layers.{{0..1}}.attention.{leaf} A, model.layers.{{0..1}}.attention.{leaf} B" for leaf in ("wk", "wv")
+    )
     unexpected = "PATH holds {} LoRA tensors that the network has no place for: {}. Check target_modules."
     missing = "PATH lacks {} LoRA tensors of the network: {}. Check target_modules."
     refused(network(["wq", "wk", "wv"]), path, MissingTensorsError, missing.format(4, v))
@@ -36,52 +39,84 @@ def test_missing_and_unexpected_tensors(tmp_path, form, name):
 
 def test_a_single_missing_tensor_is_named(saved):
     edited(saved, lambda tensors: tensors.pop(key(1, "k_proj", "B")))
-    refused(network(), saved, MissingTensorsError,
-            "PATH lacks half of 1 pairs: it holds model.layers.1.attention.wk A without its other half.")
+    refused(
+        network(),
+        saved,
+        MissingTensorsError,
+        "PATH lacks half of 1 pairs: it holds model.layers.1.attention.wk A without its other half.",
+    )
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(saved):
     def edit(tensors):
         tensors[key(0, "q_proj", "A")] = np.ones((2, 7), np.float32)
         tensors[key(1, "k_proj", "B")] = np.ones((5, 2), np.float32)
+
     edited(saved, edit)
-    refused(network(), saved, ShapeMismatchError,
-            "PATH: 2 tensors have another shape: model.layers.0.attention.wq A is [2, 7], the network's is [2, 6]; "
-            "model.layers.1.attention.wk B is [5, 2], the network's is [4, 2].")
+    refused(
+        network(),
+        saved,
+        ShapeMismatchError,
+        "PATH: 2 tensors have another shape: model.layers.0.attention.wq A is [2, 7], the network's is [2, 6]; "
+        "model.layers.1.attention.wk B is [5, 2], the network's is [4, 2].",
+    )
 
 
-@pytest.mark.parametrize("shape, problem", [
-    ((3, 6), "A [r, in] and B [out, r] have no rank r in common"), ((6, 2), "A is transposed: it must be [r, in]"),
-    ((12,), "A and B must be matrices"), ((1, 2, 6), "A and B must be matrices"), ((), "A and B must be matrices"),
-    ((2, 0), "A or B is empty")])
+@pytest.mark.parametrize(
+    "shape, problem",
+    [
+        ((3, 6), "A [r, in] and B [out, r] have no rank r in common"),
+        ((6, 2), "A is transposed: it must be [r, in]"),
+        ((12,), "A and B must be matrices"),
+        ((1, 2, 6), "A and B must be matrices"),
+        ((), "A and B must be matrices"),
+        ((2, 0), "A or B is empty"),
+    ],
+)
 def test_one_tensor_of_another_rank_or_dimension_is_a_wrong_shape(saved, shape, problem):
     edited(saved, lambda tensors: tensors.update({key(0, "q_proj", "A"): np.ones(shape, np.float32)}))
-    refused(network(), saved, ShapeMismatchError,
-            f"PATH: {problem}, at model.layers.0.attention.wq (A {list(shape)}, B [6, 2]).")
+    refused(
+        network(),
+        saved,
+        ShapeMismatchError,
+        f"PATH: {problem}, at model.layers.0.attention.wq (A {list(shape)}, B [6, 2]).",
+    )
 
 
 @pytest.mark.parametrize("form, name", FORMS)
 def test_a_wrong_rank_says_which_to_set(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(["wq"], lora_rank=4), path, format=form)
-    refused(network(["wq"]), path, RankMismatchError,
-            "PATH has rank 4, the network was built with lora_rank 2: set lora_rank to 4.")
+    refused(
+        network(["wq"]),
+        path,
+        RankMismatchError,
+        "PATH has rank 4, the network was built with lora_rank 2: set lora_rank to 4.",
+    )
 
 
 def test_a_rank_that_is_declared_but_not_there_is_refused(saved):
     configured(saved, r=4)
-    refused(network(), saved, RankMismatchError,
-            "PATH: the configuration declares rank 4 and the tensors have 2, at model.layers.{0..1}.attention.wk (A "
-            "[2, 6], B [4, 2]), model.layers.{0..1}.attention.wq (A [2, 6], B [6, 2]).")
+    refused(
+        network(),
+        saved,
+        RankMismatchError,
+        "PATH: the configuration declares rank 4 and the tensors have 2, at model.layers.{0..1}.attention.wk (A "
+        "[2, 6], B [4, 2]), model.layers.{0..1}.attention.wq (A [2, 6], B [6, 2]).",
+    )
 
 
 @pytest.mark.parametrize("form, name", FORMS)
 def test_a_wrong_alpha_says_which_to_set(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(lora_alpha=4.5), path, format=form)
-    refused(network(), path, ScaleMismatchError,
-            "PATH was trained with lora_alpha 4.5, the network was built with 3: set lora_alpha to 4.5, or its effect "
-            "is scaled wrongly.")
+    refused(
+        network(),
+        path,
+        ScaleMismatchError,
+        "PATH was trained with lora_alpha 4.5, the network was built with 3: set lora_alpha to 4.5, or its effect "
+        "is scaled wrongly.",
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -89,12 +124,13 @@ def test_a_wrong_alpha_says_which_to_set(tmp_path, form, name):
 def test_nan_is_not_loaded(saved, value, dtype):
     def edit(tensors):
         tensors[key(1, "k_proj", "A")] = np.array([[1] * 5 + [value], [1] * 6], dtype)
+
     edited(saved, edit)
-    refused(network(), saved, NotFiniteError,
-            "PATH holds tensors with NaN or infinity: model.layers.1.attention.wk A.")
+    refused(network(), saved, NotFiniteError, "PATH holds tensors with NaN or infinity: model.layers.1.attention.wk A.")
 
 
 # strict=False ---------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("form, name", FORMS)
 def test_not_strict_loads_what_fits_and_says_the_rest(tmp_path, form, name, caplog):
@@ -107,18 +143,24 @@ def test_not_strict_loads_what_fits_and_says_the_rest(tmp_path, form, name, capl
     for parameter_name, parameter in adapters(target).items():
         source = q if ".wq." in parameter_name else v
         np.testing.assert_array_equal(parameter.asnumpy(), adapters(source)[parameter_name].asnumpy())
-    k, v = (f"model.layers.{{0..1}}.attention.{leaf} A, model.layers.{{0..1}}.attention.{leaf} B" for leaf in (
-        "wk", "wv"))
+    k, v = (
+        f"model.layers.{{0..1}}.attention.{leaf} A, model.layers.{{0..1}}.attention.{leaf} B" for leaf in ("wk", "wv")
+    )
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} holds 4 LoRA tensors that the network has no place for: {k}. Check target_modules. Loading the rest, "
         "as strict is False.",
-        f"{path} lacks 4 LoRA tensors of the network: {v}. Check target_modules. Loading the rest, as strict is "
-        "False."]
+        f"{path} lacks 4 LoRA tensors of the network: {v}. Check target_modules. Loading the rest, as strict is False.",
+    ]
 
 
 def test_not_strict_needs_one_tensor_at_least(saved):
-    refused(network(["wv"]), saved, MissingTensorsError, "PATH shares no LoRA tensor with the network. PATH holds 8 ",
-            strict=False)
+    refused(
+        network(["wv"]),
+        saved,
+        MissingTensorsError,
+        "PATH shares no LoRA tensor with the network. PATH holds 8 ",
+        strict=False,
+    )
 
 
 def test_not_strict_still_checks_what_it_loads(saved):
@@ -130,8 +172,10 @@ def test_not_strict_still_checks_what_it_loads(saved):
 
 # Another base ---------------------------------------------------------------------------------------------------
 
-MISMATCH = ("PATH was trained on another base: the adapted weights have other values (another checkpoint, or another "
-            "dtype). Load the base checkpoint it was trained on.")
+MISMATCH = (
+    "PATH was trained on another base: the adapted weights have other values (another checkpoint, or another "
+    "dtype). Load the base checkpoint it was trained on."
+)
 
 
 @pytest.mark.parametrize("form, name", FORMS)

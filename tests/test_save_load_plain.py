@@ -1,4 +1,5 @@
 """load_lora on a network without adapters: it puts them there, with modules that were trained whole."""
+
 import json
 import logging
 import os
@@ -38,9 +39,20 @@ from tests.support.plain_networks import (
 
 # What is loaded -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("fields", [
-    {}, {"use_rslora": True}, {"ranks": (1, 3, 2)}, {"alphas": (3.0, 1.5, 8.0)}, {"layers": (1,)},
-    {"ranks": (3, 1), "alphas": (2.5,), "use_rslora": True}, {"leaves": tuple(SIZES)}], ids=str)
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_rslora": True},
+        {"ranks": (1, 3, 2)},
+        {"alphas": (3.0, 1.5, 8.0)},
+        {"layers": (1,)},
+        {"ranks": (3, 1), "alphas": (2.5,), "use_rslora": True},
+        {"leaves": tuple(SIZES)},
+    ],
+    ids=str,
+)
 def test_a_plain_network_gets_the_adapter_with_its_ranks_and_scales(tmp_path, fields):
     adapter = make_adapter(**fields)
     target = plain()
@@ -53,8 +65,9 @@ def test_a_plain_network_gets_the_adapter_with_its_ranks_and_scales(tmp_path, fi
     assert np.abs(outputs - before).max() > 0.1
 
 
-@pytest.mark.parametrize("to, name", [("peft", "adapter"), ("mindformers", "a.safetensors"), ("ckpt", "a.ckpt"),
-                                      ("slora", "adapter")])
+@pytest.mark.parametrize(
+    "to, name", [("peft", "adapter"), ("mindformers", "a.safetensors"), ("ckpt", "a.ckpt"), ("slora", "adapter")]
+)
 def test_every_form_is_loaded_and_saved_again_bit_for_bit(tmp_path, to, name):
     adapter = make_adapter(ranks=(2, 2, 1) if to != "slora" else (2,), alphas=(4.0,))
     adapter_files.write(adapter, str(tmp_path / name), to)
@@ -110,14 +123,22 @@ def test_it_can_be_trained_on(tmp_path):
     target = plain()
     load_lora(target, folder(tmp_path, make_adapter()))
     freeze_base(target)
-    assert {p.name.rpartition(".")[2] for p in target.trainable_params()} == {"mindpet_delta_lora_a",
-                                                                              "mindpet_delta_lora_b"}
+    assert {p.name.rpartition(".")[2] for p in target.trainable_params()} == {
+        "mindpet_delta_lora_a",
+        "mindpet_delta_lora_b",
+    }
 
 
-@pytest.mark.parametrize("target_modules, config", [
-    (["q_proj", "down_proj"], {}), (r".*\.(q|down)_proj", {}), ("model.layers.[01].(self_attn.q|mlp.down)_proj", {}),
-    (["q_proj", "down_proj", "not_there"], {}),
-    (["q_proj", "down_proj", "lm_head"], {"exclude_modules": ["lm_head"]})])
+@pytest.mark.parametrize(
+    "target_modules, config",
+    [
+        (["q_proj", "down_proj"], {}),
+        (r".*\.(q|down)_proj", {}),
+        ("model.layers.[01].(self_attn.q|mlp.down)_proj", {}),
+        (["q_proj", "down_proj", "not_there"], {}),
+        (["q_proj", "down_proj", "lm_head"], {"exclude_modules": ["lm_head"]}),
+    ],
+)
 def test_target_modules_in_each_form_peft_writes(tmp_path, target_modules, config):
     path = folder(tmp_path, make_adapter(), target_modules=target_modules, **config)
     target = plain()
@@ -130,26 +151,37 @@ def test_all_linear_and_layers_to_transform(tmp_path):
     load_lora(target, folder(tmp_path, make_adapter(tuple(SIZES)), target_modules="all-linear"))
     assert len(lora_on(target)) == 14
     target = plain()
-    load_lora(target, folder(tmp_path, make_adapter(layers=(1,)), target_modules=["q_proj", "down_proj"],
-                             layers_to_transform=[1]))
+    load_lora(
+        target,
+        folder(tmp_path, make_adapter(layers=(1,)), target_modules=["q_proj", "down_proj"], layers_to_transform=[1]),
+    )
     assert len(lora_on(target)) == 2
 
 
 # What is refused ------------------------------------------------------------------------------------------------
 
+
 def test_a_pair_that_the_configuration_names_and_the_file_lacks(tmp_path):
     path = folder(tmp_path, make_adapter(), target_modules=["q_proj", "v_proj", "down_proj"])
-    refused(path, MissingTensorsError, "PATH lacks 4 LoRA tensors of the network: model.layers.{0..1}.attention.wv A, "
-            "model.layers.{0..1}.attention.wv B. Check target_modules.")
+    refused(
+        path,
+        MissingTensorsError,
+        "PATH lacks 4 LoRA tensors of the network: model.layers.{0..1}.attention.wv A, "
+        "model.layers.{0..1}.attention.wv B. Check target_modules.",
+    )
     path = folder(tmp_path, make_adapter(layers=(1,)), target_modules=["q_proj", "down_proj"])
     refused(path, MissingTensorsError, "PATH lacks 4 LoRA tensors of the network: model.layers.0.attention.wq A")
 
 
 def test_a_pair_that_the_network_has_no_place_for(tmp_path, caplog):
     path = folder(tmp_path, make_adapter(layers=(0, 1, 2)))
-    refused(path, UnexpectedTensorsError, "PATH holds 4 LoRA tensors that the network has no place for: "
-            "model.layers.2.feed_forward.w2 A, model.layers.2.feed_forward.w2 B, model.layers.2.attention.wq A, "
-            "model.layers.2.attention.wq B.")
+    refused(
+        path,
+        UnexpectedTensorsError,
+        "PATH holds 4 LoRA tensors that the network has no place for: "
+        "model.layers.2.feed_forward.w2 A, model.layers.2.feed_forward.w2 B, model.layers.2.attention.wq A, "
+        "model.layers.2.attention.wq B.",
+    )
     target = plain()
     with caplog.at_level(logging.WARNING, "mindlora"):
         load_lora(target, path, strict=False)
@@ -159,8 +191,11 @@ def test_a_pair_that_the_network_has_no_place_for(tmp_path, caplog):
 def test_shapes_numbers_and_bases_are_checked_before_anything_changes(tmp_path):
     adapter = make_adapter()
     adapter.tensors["model.layers.1.attention.wq", "A"] = np.ones((2, 7), np.float32)
-    refused(folder(tmp_path, adapter), ShapeMismatchError, "model.layers.1.attention.wq A is [2, 7], the network's is "
-            "[2, 6]")
+    refused(
+        folder(tmp_path, adapter),
+        ShapeMismatchError,
+        "model.layers.1.attention.wq A is [2, 7], the network's is [2, 6]",
+    )
     path = folder(tmp_path, make_adapter())
     tensors = load_file(os.path.join(path, "adapter_model.safetensors"))
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"][-1, -1] = np.inf
@@ -175,8 +210,13 @@ def test_shapes_numbers_and_bases_are_checked_before_anything_changes(tmp_path):
 def test_an_adapter_that_does_not_say_its_alpha_needs_a_network_that_does(tmp_path):
     adapter = make_adapter()
     path = str(tmp_path / "llama_lora.ckpt")
-    ms.save_checkpoint([{"name": f"{place[0]}.mindpet_delta_lora_{place[1].lower()}", "data": Tensor(array)}
-                        for place, array in adapter.tensors.items()], path)
+    ms.save_checkpoint(
+        [
+            {"name": f"{place[0]}.mindpet_delta_lora_{place[1].lower()}", "data": Tensor(array)}
+            for place, array in adapter.tensors.items()
+        ],
+        path,
+    )
     refused(path, ScaleMismatchError, "does not say lora_alpha")
     target = plain()
     apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "w2"]))
@@ -205,18 +245,29 @@ def test_a_network_that_was_built_with_other_ranks_for_some_cells(tmp_path):
     apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "wk"]))
     with pytest.raises(RankMismatchError) as error:
         load_lora(target, path)
-    assert str(error.value) == (f"{path} has rank 3, the network was built with lora_rank 2: set lora_rank to 3 "
-                                "(rank_pattern) for model.layers.{0..1}.attention.wk.")
+    assert str(error.value) == (
+        f"{path} has rank 3, the network was built with lora_rank 2: set lora_rank to 3 "
+        "(rank_pattern) for model.layers.{0..1}.attention.wk."
+    )
     target = plain()
     apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "wk"], rank_pattern={"wk": 3}))
     with pytest.raises(ScaleMismatchError) as error:
         load_lora(target, path)
     assert str(error.value) == (
         f"{path} was trained with lora_alpha 5, the network was built with 3: set lora_alpha to 5 (alpha_pattern) for "
-        "model.layers.{0..1}.attention.wk, or its effect is scaled wrongly.")
+        "model.layers.{0..1}.attention.wk, or its effect is scaled wrongly."
+    )
     target = plain()
-    apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "wk"], rank_pattern={"k_proj": 3},
-                                  alpha_pattern={r".*\.wk": 5}))
+    apply_lora(
+        target,
+        LoraConfig(
+            lora_rank=2,
+            lora_alpha=3,
+            target_modules=["wq", "wk"],
+            rank_pattern={"k_proj": 3},
+            alpha_pattern={r".*\.wk": 5},
+        ),
+    )
     load_lora(target, path)
 
 
@@ -226,11 +277,14 @@ def test_a_network_that_scales_by_the_root_where_the_adapter_does_not(tmp_path):
     path = folder(tmp_path, make_adapter())
     with pytest.raises(ScaleMismatchError) as error:
         load_lora(target, path)
-    assert str(error.value) == (f"{path} was trained with use_rslora False, the network was built with True: set "
-                                "use_rslora to False, or its effect is scaled wrongly.")
+    assert str(error.value) == (
+        f"{path} was trained with use_rslora False, the network was built with True: set "
+        "use_rslora to False, or its effect is scaled wrongly."
+    )
 
 
 # Modules that were trained whole --------------------------------------------------------------------------------
+
 
 def test_modules_trained_whole_are_loaded_marked_and_saved_again(tmp_path):
     rng = np.random.default_rng(2)
@@ -251,12 +305,21 @@ def test_modules_trained_whole_are_loaded_marked_and_saved_again(tmp_path):
 
 def test_modules_to_save_of_a_configuration_are_trained_and_saved(tmp_path):
     source = plain()
-    report = apply_lora(source, LoraConfig(
-        lora_rank=2, target_modules=["wq"], modules_to_save=["lm_head", "model.layers.1.attention_norm"],
-        lora_b_init="ones"))
+    report = apply_lora(
+        source,
+        LoraConfig(
+            lora_rank=2,
+            target_modules=["wq"],
+            modules_to_save=["lm_head", "model.layers.1.attention_norm"],
+            lora_b_init="ones",
+        ),
+    )
     freeze_base(source)
     assert {p.name for p in source.trainable_params() if "lora" not in p.name} == {
-        "lm_head.weight", "model.layers.1.attention_norm.gamma", "model.layers.1.attention_norm.beta"}
+        "lm_head.weight",
+        "model.layers.1.attention_norm.gamma",
+        "model.layers.1.attention_norm.beta",
+    }
     assert report.trainable == sum(p.size for p in source.trainable_params())
     randomize([source.lm_head.weight], 7)
     save_lora(source, str(tmp_path / "adapter.ckpt"), "ckpt")
@@ -268,16 +331,29 @@ def test_modules_to_save_of_a_configuration_are_trained_and_saved(tmp_path):
 def test_a_module_that_was_trained_whole_needs_no_pair(tmp_path):
     whole = {"lm_head.weight": np.ones((8, 6), np.float32)}
     target = plain()
-    load_lora(target, folder(tmp_path, make_adapter(saved_modules=whole), target_modules=["q_proj", "down_proj", "lm_head"]))
+    load_lora(
+        target, folder(tmp_path, make_adapter(saved_modules=whole), target_modules=["q_proj", "down_proj", "lm_head"])
+    )
     assert len(lora_on(target)) == 4 and (target.lm_head.weight.asnumpy() == 1).all()
 
 
 def test_a_whole_module_that_does_not_fit(tmp_path):
-    refused(folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((9, 6), np.float32)})), ShapeMismatchError,
-            "PATH: lm_head.weight, trained whole (modules_to_save), is [9, 6], the network's is [8, 6].")
-    refused(folder(tmp_path, make_adapter(saved_modules={"model.norm_out.weight": np.ones(6, np.float32)})),
-            UnexpectedTensorsError, "PATH holds model.norm_out.weight, trained whole (modules_to_save), which the "
-            "network does not have.")
-    refused(folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((8, 6), np.float32)}),
-                   modules_to_save=["lm_head", "embed_tokens"]), MissingTensorsError,
-            "modules_to_save names 'embed_tokens', and no tensor is that module's.")
+    refused(
+        folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((9, 6), np.float32)})),
+        ShapeMismatchError,
+        "PATH: lm_head.weight, trained whole (modules_to_save), is [9, 6], the network's is [8, 6].",
+    )
+    refused(
+        folder(tmp_path, make_adapter(saved_modules={"model.norm_out.weight": np.ones(6, np.float32)})),
+        UnexpectedTensorsError,
+        "PATH holds model.norm_out.weight, trained whole (modules_to_save), which the network does not have.",
+    )
+    refused(
+        folder(
+            tmp_path,
+            make_adapter(saved_modules={"lm_head.weight": np.ones((8, 6), np.float32)}),
+            modules_to_save=["lm_head", "embed_tokens"],
+        ),
+        MissingTensorsError,
+        "modules_to_save names 'embed_tokens', and no tensor is that module's.",
+    )

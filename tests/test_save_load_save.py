@@ -1,4 +1,5 @@
 """save_lora: what is written, what is refused, and that the old adapter stays where the new one fails."""
+
 import json
 import os
 
@@ -16,16 +17,29 @@ from tests.support.saved_adapters import CONFIG, FORMS, WEIGHTS, key, network
 
 # What is written ------------------------------------------------------------------------------------------------
 
+
 def test_a_folder_holds_two_files_and_its_config_is_peft_s(tmp_path):
     path = tmp_path / "adapter"
     save_lora(network(["wq", "w2"], lora_dropout=0.1), str(path), base_model="meta-llama/Llama-2-7b")
     assert sorted(os.listdir(path)) == [CONFIG, WEIGHTS]
     assert json.loads((path / CONFIG).read_text()) == {
-        "alpha_pattern": {}, "base_model_name_or_path": "meta-llama/Llama-2-7b", "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "lora_alpha": 3,
-        "lora_dropout": 0.1, "modules_to_save": None, "peft_type": "LORA", "r": 2, "rank_pattern": {},
-        "target_modules": ["down_proj", "q_proj"], "task_type": "CAUSAL_LM", "use_dora": False,
-        "use_rslora": False}
+        "alpha_pattern": {},
+        "base_model_name_or_path": "meta-llama/Llama-2-7b",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": 3,
+        "lora_dropout": 0.1,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 2,
+        "rank_pattern": {},
+        "target_modules": ["down_proj", "q_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
 
 
 def test_cells_that_are_not_all_of_their_name_are_listed_by_their_paths(tmp_path):
@@ -40,11 +54,18 @@ def test_the_header_names_lora_tensors_alone(tmp_path, param_init_type, dtype):
     source = network(param_init_type=param_init_type)
     save_lora(source, str(tmp_path / "adapter"))
     raw = (tmp_path / "adapter" / WEIGHTS).read_bytes()
-    header = json.loads(raw[8:8 + int.from_bytes(raw[:8], "little")])
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     metadata = header.pop("__metadata__")
     assert {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} == {
-        key(layer, leaf, half): (dtype, shape) for layer in range(2) for leaf, half, shape in [
-            ("q_proj", "A", [2, 6]), ("q_proj", "B", [6, 2]), ("k_proj", "A", [2, 6]), ("k_proj", "B", [4, 2])]}
+        key(layer, leaf, half): (dtype, shape)
+        for layer in range(2)
+        for leaf, half, shape in [
+            ("q_proj", "A", [2, 6]),
+            ("q_proj", "B", [6, 2]),
+            ("k_proj", "A", [2, 6]),
+            ("k_proj", "B", [4, 2]),
+        ]
+    }
     assert metadata["format"] == "pt"
     assert json.loads(metadata["mindlora"]) == {"base_fingerprint": base_fingerprint(source)}
 
@@ -62,8 +83,15 @@ def test_a_ckpt_holds_lora_tensors_under_mindformers_names_and_a_record_of_ours(
         np.testing.assert_array_equal(content[name].asnumpy(), parameter.asnumpy())
     assert json.loads(str(content["mindlora"])) == {
         "alphas": {f"model.layers.{layer}.attention.{leaf}": 3.0 for layer in range(2) for leaf in ("wq", "wk")},
-        "base_fingerprint": base_fingerprint(network(seed=2)), "base_model": None, "dropout": 0.0, "selection": {},
-        "embeddings": [], "use_dora": False, "use_rslora": False, "whole": []}
+        "base_fingerprint": base_fingerprint(network(seed=2)),
+        "base_model": None,
+        "dropout": 0.0,
+        "selection": {},
+        "embeddings": [],
+        "use_dora": False,
+        "use_rslora": False,
+        "whole": [],
+    }
 
 
 def test_mindspore_loads_a_ckpt_into_the_network(saved_ckpt):
@@ -74,12 +102,21 @@ def test_mindspore_loads_a_ckpt_into_the_network(saved_ckpt):
 
 # What is refused ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("form, name, message", [
-    ("safetensors", "adapter", "format is 'safetensors', which is not known. Known: ckpt, mindformers, peft, slora."),
-    ("ckpt", "adapter", "path is 'adapter': format 'ckpt' writes a file that ends in .ckpt."),
-    ("mindformers", "adapter", "path is 'adapter': format 'mindformers' writes a file that ends in .safetensors."),
-    ("slora", "adapter.safetensors", "path is 'adapter.safetensors': format 'slora' writes a folder."),
-    ("peft", "adapter.ckpt", "path is 'adapter.ckpt': format 'peft' writes a folder.")])
+
+@pytest.mark.parametrize(
+    "form, name, message",
+    [
+        (
+            "safetensors",
+            "adapter",
+            "format is 'safetensors', which is not known. Known: ckpt, mindformers, peft, slora.",
+        ),
+        ("ckpt", "adapter", "path is 'adapter': format 'ckpt' writes a file that ends in .ckpt."),
+        ("mindformers", "adapter", "path is 'adapter': format 'mindformers' writes a file that ends in .safetensors."),
+        ("slora", "adapter.safetensors", "path is 'adapter.safetensors': format 'slora' writes a folder."),
+        ("peft", "adapter.ckpt", "path is 'adapter.ckpt': format 'peft' writes a folder."),
+    ],
+)
 def test_a_format_must_be_known_and_fit_the_path(tmp_path, form, name, message):
     with pytest.raises(LoraError) as error:
         save_lora(network(), name, format=form)
@@ -91,20 +128,25 @@ def test_a_folder_does_not_replace_a_file_nor_a_file_a_folder(tmp_path):
     (tmp_path / "adapter.ckpt").mkdir()
     with pytest.raises(LoraError) as error:
         save_lora(network(), "adapter")
-    assert str(error.value) == ("path is 'adapter', where a file stands, which an adapter with format 'peft' cannot "
-                                "replace. Remove it, or give another path.")
+    assert str(error.value) == (
+        "path is 'adapter', where a file stands, which an adapter with format 'peft' cannot "
+        "replace. Remove it, or give another path."
+    )
     with pytest.raises(LoraError) as error:
         save_lora(network(), "adapter.ckpt", format="ckpt")
-    assert str(error.value) == ("path is 'adapter.ckpt', where a folder stands, which an adapter with format 'ckpt' "
-                                "cannot replace. Remove it, or give another path.")
+    assert str(error.value) == (
+        "path is 'adapter.ckpt', where a folder stands, which an adapter with format 'ckpt' "
+        "cannot replace. Remove it, or give another path."
+    )
     assert (tmp_path / "adapter").read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["adapter", "adapter.ckpt"]
 
 
 def test_without_adapters_there_is_nothing_to_save(tmp_path):
     with pytest.raises(LoraError) as error:
         save_lora(TinyModel(), str(tmp_path / "other"))
-    assert str(error.value) == ("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora "
-                                "first.")
+    assert str(error.value) == (
+        "The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora first."
+    )
     assert not os.listdir(tmp_path)
 
 
@@ -112,8 +154,9 @@ def test_cells_that_scale_in_two_ways_do_not_go_into_one_file(tmp_path):
     source = nn.SequentialCell(LoRADense(6, 5, 2, 3), LoRADense(5, 4, 2, 3, use_rslora=True))
     with pytest.raises(LoraError) as error:
         save_lora(source, str(tmp_path / "adapter"))
-    assert str(error.value) == ("Some cells of the network scale with use_rslora and some without. One adapter has one "
-                                "of them.")
+    assert str(error.value) == (
+        "Some cells of the network scale with use_rslora and some without. One adapter has one of them."
+    )
     assert not os.listdir(tmp_path)
 
 
@@ -130,8 +173,9 @@ def test_nan_is_not_saved_and_the_old_adapter_stays(tmp_path, form, name, param_
     b.set_data(Tensor(values, b.dtype))
     with pytest.raises(NotFiniteError) as error:
         save_lora(source, path, format=form)
-    assert str(error.value) == ("The network holds LoRA tensors with NaN or infinity, so nothing was saved: "
-                                "model.layers.1.attention.wk B.")
+    assert str(error.value) == (
+        "The network holds LoRA tensors with NaN or infinity, so nothing was saved: model.layers.1.attention.wk B."
+    )
     target = network(param_init_type=param_init_type)
     load_lora(target, path)
     assert snapshot(target) == snapshot(network(seed=2, param_init_type=param_init_type))

@@ -1,4 +1,5 @@
 """VeRA's vectors and matrices on their way through files, forms, fitting, merging and comparing."""
+
 import json
 
 import numpy as np
@@ -60,6 +61,7 @@ def rewritten(path, change=None, **fields):
 
 # Networks -------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("form", PATHS)
 @pytest.mark.parametrize("bare", [True, False])
 def test_saved_and_loaded(form, bare, tmp_path):
@@ -88,12 +90,24 @@ def test_peft_s_keys_and_configuration(tmp_path):
     saved(tmp_path / "a", targets=["wq"])
     tensors = load_file(tmp_path / "a" / WEIGHTS)
     assert {key: array.shape for key, array in tensors.items()} == {
-        "base_model.vera_A": (2, 6), "base_model.vera_B": (6, 2),
-        **{VECTOR.format(layer, part): shape for layer in (0, 1) for part, shape in (("d", (2,)), ("b", (6,)))}}
+        "base_model.vera_A": (2, 6),
+        "base_model.vera_B": (6, 2),
+        **{VECTOR.format(layer, part): shape for layer in (0, 1) for part, shape in (("d", (2,)), ("b", (6,)))},
+    }
     assert json.loads((tmp_path / "a" / CONFIG).read_text()) == {
-        "base_model_name_or_path": None, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "modules_to_save": None, "peft_type": "VERA", "projection_prng_key": 3, "r": 2, "save_projection": True,
-        "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "vera_dropout": 0.25}
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "peft_type": "VERA",
+        "projection_prng_key": 3,
+        "r": 2,
+        "save_projection": True,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+        "vera_dropout": 0.25,
+    }
     for place in ((Q, "lambda_d"), (Q, "lambda_b"), ("", "shared A"), ("", "shared B")):
         assert peft.parse_key(peft.tensor_key(*place)) == place
         assert mindformers.parse_key(mindformers.tensor_key(*place)) == place
@@ -104,10 +118,15 @@ def test_peft_s_keys_and_configuration(tmp_path):
 @pytest.mark.parametrize("trained", [True, False])
 def test_vera_and_lora_are_told_apart(trained, tmp_path):
     path = saved(tmp_path / "a", use_vera=trained)
-    refused(UnexpectedTensorsError if trained else MissingTensorsError,
-            f"{path} was trained with use_vera {trained}, the network was built with {not trained}, at "
-            "model.layers.{0..1}.feed_forward.w2, model.layers.{0..1}.attention.wq: set use_vera to "
-            f"{trained}.", load_lora, model(not trained), path)
+    refused(
+        UnexpectedTensorsError if trained else MissingTensorsError,
+        f"{path} was trained with use_vera {trained}, the network was built with {not trained}, at "
+        "model.layers.{0..1}.feed_forward.w2, model.layers.{0..1}.attention.wq: set use_vera to "
+        f"{trained}.",
+        load_lora,
+        model(not trained),
+        path,
+    )
 
 
 def test_wider_matrices_than_the_network_s_are_cut(tmp_path):
@@ -115,13 +134,14 @@ def test_wider_matrices_than_the_network_s_are_cut(tmp_path):
     path, network = saved(tmp_path / "a"), model(targets=["wq"], seed=2, key=9)
     load_lora(network, path, strict=False)
     expected = model()
-    for (path, mine) in lora_cells(network):
+    for path, mine in lora_cells(network):
         other = dict(lora_cells(expected))[path]
         for found, array in zip(mine.pair(), other.pair()):
             np.testing.assert_array_equal(found, array)
 
 
 # Files ----------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("form", PATHS)
 def test_every_form_says_the_same(form, tmp_path):
@@ -144,25 +164,62 @@ def test_conversion_and_back(tmp_path):
     for name in "ac":
         config = json.loads((tmp_path / name / CONFIG).read_text())
         assert (config["peft_type"], config["projection_prng_key"]) == ("VERA", 3)
-    refused(AdapterError, "slora has no place for the vectors that use_vera trains. Merge the adapter into its base, "
-            "or write format 'peft'.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "d"), "slora")
+    refused(
+        AdapterError,
+        "slora has no place for the vectors that use_vera trains. Merge the adapter into its base, "
+        "or write format 'peft'.",
+        convert_adapter,
+        str(tmp_path / "a"),
+        str(tmp_path / "d"),
+        "slora",
+    )
 
 
-@pytest.mark.parametrize("kind, message, change, fields", [
-    (UnexpectedTensorsError, ": use_vera is False, and there are VeRA vectors.", None,
-     {"peft_type": "LORA", "lora_alpha": 2}),
-    (AdapterError, "/adapter_config.json: save_projection is False, so VeRA's matrices A and B are not in the file. "
-     "Save the adapter with save_projection: true.", None, {"save_projection": False}),
-    (AdapterError, "/adapter_config.json: r is 0, it must be a whole number of at least 1.", None, {"r": 0}),
-    (MissingTensorsError, "/adapter_model.safetensors holds VeRA's vectors and lacks A, the matrices between them. "
-     "Save it with them (save_projection: true).", lambda tensors: tensors.pop("base_model.vera_A"), {}),
-    (MissingTensorsError, " has a lambda_d at some of its cells and lacks that of model.layers.0.attention.wq.",
-     lambda tensors: tensors.pop(VECTOR.format(0, "d")), {}),
-    (ShapeMismatchError, ": the lambda_d is [3] and must be [r], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
-     lambda tensors: tensors.update({VECTOR.format(0, "d"): np.ones(3, np.float32)}), {}),
-    (ShapeMismatchError, "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, and B, "
-     "which all cells have in common, is [6, 2].",
-     lambda tensors: tensors.update({VECTOR.format(0, "b"): np.ones(7, np.float32)}), {})])
+@pytest.mark.parametrize(
+    "kind, message, change, fields",
+    [
+        (
+            UnexpectedTensorsError,
+            ": use_vera is False, and there are VeRA vectors.",
+            None,
+            {"peft_type": "LORA", "lora_alpha": 2},
+        ),
+        (
+            AdapterError,
+            "/adapter_config.json: save_projection is False, so VeRA's matrices A and B are not in the file. "
+            "Save the adapter with save_projection: true.",
+            None,
+            {"save_projection": False},
+        ),
+        (AdapterError, "/adapter_config.json: r is 0, it must be a whole number of at least 1.", None, {"r": 0}),
+        (
+            MissingTensorsError,
+            "/adapter_model.safetensors holds VeRA's vectors and lacks A, the matrices between them. "
+            "Save it with them (save_projection: true).",
+            lambda tensors: tensors.pop("base_model.vera_A"),
+            {},
+        ),
+        (
+            MissingTensorsError,
+            " has a lambda_d at some of its cells and lacks that of model.layers.0.attention.wq.",
+            lambda tensors: tensors.pop(VECTOR.format(0, "d")),
+            {},
+        ),
+        (
+            ShapeMismatchError,
+            ": the lambda_d is [3] and must be [r], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
+            lambda tensors: tensors.update({VECTOR.format(0, "d"): np.ones(3, np.float32)}),
+            {},
+        ),
+        (
+            ShapeMismatchError,
+            "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, and B, "
+            "which all cells have in common, is [6, 2].",
+            lambda tensors: tensors.update({VECTOR.format(0, "b"): np.ones(7, np.float32)}),
+            {},
+        ),
+    ],
+)
 def test_what_does_not_fit_together(kind, message, change, fields, tmp_path):
     path = rewritten(tmp_path / "a", change, **fields)
     refused(kind, path + message, adapter_files.read, path)
@@ -172,6 +229,7 @@ def test_all_vectors_lost(tmp_path):
     path = str(tmp_path / "adapter.safetensors")
     save_lora(model(), path, "mindformers")
     from safetensors import safe_open
+
     with safe_open(path, "np") as file:
         metadata = file.metadata()
         save_file({key: file.get_tensor(key) for key in file.keys() if "lambda" not in key}, path, metadata)
@@ -181,21 +239,36 @@ def test_all_vectors_lost(tmp_path):
 
 def test_combining_is_refused(tmp_path):
     adapter = adapter_files.read(saved(tmp_path / "a"))
-    refused(AdapterError, "Adapter 2 is VeRA's (use_vera), whose cells share A and B as wide as the widest of them. "
-            "Merge the adapters into the base one after the other instead.", combine_adapters, [make(), adapter],
-            [1, 1], "cat")
+    refused(
+        AdapterError,
+        "Adapter 2 is VeRA's (use_vera), whose cells share A and B as wide as the widest of them. "
+        "Merge the adapters into the base one after the other instead.",
+        combine_adapters,
+        [make(), adapter],
+        [1, 1],
+        "cat",
+    )
 
 
 def test_joining_is_refused(tmp_path):
     saved(tmp_path / "a", targets=["wq", "wk", "wv"])
-    refused(AdapterError, "model.layers.0.attention.w_qkv stands for model.layers.0.attention.wq, "
-            "model.layers.0.attention.wk, model.layers.0.attention.wv, and VeRA's vectors belong to rows of matrices "
-            "that all cells share: they can be neither joined nor split. Build the model with qkv_concat as it was "
-            "trained.", convert_adapter, str(tmp_path / "a"), str(tmp_path / "b.ckpt"), "ckpt", heads=Heads(3, 2, 2),
-            concatenate=True)
+    refused(
+        AdapterError,
+        "model.layers.0.attention.w_qkv stands for model.layers.0.attention.wq, "
+        "model.layers.0.attention.wk, model.layers.0.attention.wv, and VeRA's vectors belong to rows of matrices "
+        "that all cells share: they can be neither joined nor split. Build the model with qkv_concat as it was "
+        "trained.",
+        convert_adapter,
+        str(tmp_path / "a"),
+        str(tmp_path / "b.ckpt"),
+        "ckpt",
+        heads=Heads(3, 2, 2),
+        concatenate=True,
+    )
 
 
 # Merging and comparing ------------------------------------------------------------------------------------------
+
 
 def test_a_checkpoint_is_merged_as_a_network_is(tmp_path):
     network = model()
@@ -207,8 +280,9 @@ def test_a_checkpoint_is_merged_as_a_network_is(tmp_path):
     merged = load_file(tmp_path / "merged.safetensors")
     for parameter in network.get_parameters():
         if parameter.name in base:
-            np.testing.assert_allclose(merged[parameter.name], as_array(parameter), rtol=1e-6, atol=1e-6,
-                                       err_msg=parameter.name)
+            np.testing.assert_allclose(
+                merged[parameter.name], as_array(parameter), rtol=1e-6, atol=1e-6, err_msg=parameter.name
+            )
     for path in (Q, W2):
         assert np.abs(merged[f"{path}.weight"] - base[f"{path}.weight"]).max() > 0.1
 

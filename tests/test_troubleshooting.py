@@ -1,4 +1,5 @@
 """docs/troubleshooting.md has a row for every message that mindlora raises or warns of, and no row too many."""
+
 import ast
 import builtins
 import os

@@ -1,4 +1,5 @@
 """Adapter: the tensors of a LoRA adapter and what is known of them, in NumPy, without a network or a file."""
+
 import dataclasses
 import math
 import sys
@@ -52,6 +53,7 @@ class Adapter:
         dialect (str): In whose form the file was, for messages.
         projection_key (int): What VeRA's A and B were drawn from; 0 where that is not known.
     """
+
     tensors: Dict[PartKey, np.ndarray]
     alphas: Dict[str, float] = dataclasses.field(default_factory=dict)
     use_rslora: bool = False
@@ -95,8 +97,10 @@ class Adapter:
             ScaleMismatchError: The file does not say lora_alpha.
         """
         if path not in self.alphas:
-            raise ScaleMismatchError(f"The adapter ({self.dialect}) does not say lora_alpha, so the scale of {path} is "
-                                     "not known. Give the lora_alpha that it was trained with.")
+            raise ScaleMismatchError(
+                f"The adapter ({self.dialect}) does not say lora_alpha, so the scale of {path} is "
+                "not known. Give the lora_alpha that it was trained with."
+            )
         rank = self.rank(path)
         return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -133,13 +137,17 @@ class Adapter:
             return
         lost = [part for part, array in common.items() if array is None]
         if lost:
-            raise MissingTensorsError(f"{source} holds VeRA's vectors and lacks {' and '.join(lost)}, the matrices "
-                                      "between them. Save it with them (save_projection: true).")
+            raise MissingTensorsError(
+                f"{source} holds VeRA's vectors and lacks {' and '.join(lost)}, the matrices "
+                "between them. Save it with them (save_projection: true)."
+            )
         for path in [path for path, part in self.tensors if part == "lambda_b"]:
             rows = len(self.tensors[path, "lambda_b"])
             if rows > len(common["B"]):
-                raise ShapeMismatchError(f"{source}: lambda_b of {path} has {rows} elements, and B, which all cells "
-                                         f"have in common, is {list(common['B'].shape)}.")
+                raise ShapeMismatchError(
+                    f"{source}: lambda_b of {path} has {rows} elements, and B, which all cells "
+                    f"have in common, is {list(common['B'].shape)}."
+                )
             self.tensors[path, "A"], self.tensors[path, "B"] = common["A"], common["B"][:rows]
             self.alphas[path] = float(len(common["A"]))
 
@@ -166,8 +174,10 @@ class Adapter:
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha <= sys.float_info.max:
             raise ScaleMismatchError(f"lora_alpha is {alpha!r}, it must be a number above 0.")
         if self.alphas:
-            raise ScaleMismatchError(f"lora_alpha is {alpha:g}, but the adapter says itself: "
-                                     f"{', '.join(f'{value:g}' for value in sorted(set(self.alphas.values())))}.")
+            raise ScaleMismatchError(
+                f"lora_alpha is {alpha:g}, but the adapter says itself: "
+                f"{', '.join(f'{value:g}' for value in sorted(set(self.alphas.values())))}."
+            )
         self.alphas = {path: float(alpha) for path in self.paths}
 
     def check_pairs(self, source: str, declared: Optional[Dict[str, int]] = None) -> None:
@@ -184,19 +194,24 @@ class Adapter:
         """
         lone = [place for place in self.tensors if any((place[0], half) not in self.tensors for half in "AB")]
         if lone:
-            raise MissingTensorsError(f"{source} lacks half of {len(lone)} pairs: it holds {listed_parts(lone)} without its "
-                                      "other half.")
+            raise MissingTensorsError(
+                f"{source} lacks half of {len(lone)} pairs: it holds {listed_parts(lone)} without its other half."
+            )
         for part in PARTS[2:]:
             bare = [(path, "") for path in self.paths if (path, part) not in self.tensors]
             if bare and len(bare) < len(self.paths):
-                raise MissingTensorsError(f"{source} has a {part} at some of its cells and lacks that of "
-                                          f"{listed_parts(bare)}.")
+                raise MissingTensorsError(
+                    f"{source} has a {part} at some of its cells and lacks that of {listed_parts(bare)}."
+                )
         wrong = {}
         for path in self.paths:
             a, b = self.tensors[path, "A"].shape, self.tensors[path, "B"].shape
             problem = _pair_problem(a, b, (declared or {}).get(path))
-            for part, (name, size) in {"magnitude": ("out", b[:1]), "lambda_d": ("r", a[:1]),
-                                       "lambda_b": ("out", b[:1])}.items():
+            for part, (name, size) in {
+                "magnitude": ("out", b[:1]),
+                "lambda_d": ("r", a[:1]),
+                "lambda_b": ("out", b[:1]),
+            }.items():
                 found = self.parts(path).get(part, np.empty(size)).shape
                 if not problem and found != size:
                     problem = (ShapeMismatchError, f"the {part} is {list(found)} and must be [{name}]")
@@ -210,8 +225,7 @@ class Adapter:
         bad = [name_of(place) for place, array in self.tensors.items() if not is_finite(array)]
         bad += [name for name, array in self.saved_modules.items() if not is_finite(array)]
         if bad:
-            raise NotFiniteError(f"{source} holds tensors with NaN or infinity: "
-                                 f"{listed(bad)}.")
+            raise NotFiniteError(f"{source} holds tensors with NaN or infinity: {listed(bad)}.")
 
 
 def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Tuple[np.ndarray, np.ndarray]:
@@ -226,8 +240,10 @@ def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Tuple[np.ndar
         ShapeMismatchError: There are groups.
     """
     if a.shape[0] != b.shape[1]:
-        raise ShapeMismatchError(f"The convolution has {a.shape[0] // b.shape[1]} groups, so that there is no change "
-                                 "of its weight that does what A and B do. Keep the adapter unmerged.")
+        raise ShapeMismatchError(
+            f"The convolution has {a.shape[0] // b.shape[1]} groups, so that there is no change "
+            "of its weight that does what A and B do. Keep the adapter unmerged."
+        )
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
     return (a.T, b.T) if embeds else (b, a)
 
@@ -283,5 +299,3 @@ def _pair_problem(a, b, declared) -> Optional[Tuple[type, str]]:
     if a[0] == b[1]:
         return RankMismatchError, f"the configuration declares rank {rank} and the tensors have {a[0]}"
     return ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"
-
-

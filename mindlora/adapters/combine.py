@@ -1,4 +1,5 @@
 """Several adapters of one base made into one: PEFT's add_weighted_adapter, in NumPy and without a network."""
+
 import math
 from typing import Callable, Dict, List, Optional, Tuple
 
@@ -19,16 +20,29 @@ _RECIPES = {
     "dare_linear": ("random", "add"),
     "dare_ties": ("random", "elect"),
 }
-METHODS = ("linear", "cat", "svd", *(method for method in _RECIPES if method != "linear"),
-           *(f"{method}_svd" for method in _RECIPES if method != "linear"))
+METHODS = (
+    "linear",
+    "cat",
+    "svd",
+    *(method for method in _RECIPES if method != "linear"),
+    *(f"{method}_svd" for method in _RECIPES if method != "linear"),
+)
 MAJORITY_SIGNS = ("total", "frequency")
 
 # A [r, in] and B [out, r], float32.
 Pair = Tuple[np.ndarray, np.ndarray]
 
 
-def combine_adapters(adapters: List[Adapter], weights: List[float], method: str, *, svd_rank: Optional[int] = None,
-                     density: Optional[float] = None, majority_sign: str = "total", seed: int = 0) -> Adapter:
+def combine_adapters(
+    adapters: List[Adapter],
+    weights: List[float],
+    method: str,
+    *,
+    svd_rank: Optional[int] = None,
+    density: Optional[float] = None,
+    majority_sign: str = "total",
+    seed: int = 0,
+) -> Adapter:
     """Returns one adapter in the place of several, each with a weight; the arithmetic is PEFT's, in float32.
 
     With w_i = weights[i] * adapters[i].scale(path), and the sums over the adapters that adapt a path:
@@ -84,15 +98,21 @@ def combine_adapters(adapters: List[Adapter], weights: List[float], method: str,
     for path in tqdm(paths, desc=f"combining ({method})", unit="cell", delay=1, leave=False, disable=None):
         there = [(adapter, weight) for adapter, weight in zip(adapters, weights) if (path, "A") in adapter.tensors]
         pairs = [tuple(to_float32(adapter.tensors[path, half]) for half in "AB") for adapter, _ in there]
-        tensors[path, "A"], tensors[path, "B"] = rule(pairs, [weight for _, weight in there],
-                                                      [adapter.scale(path) for adapter, _ in there], rank)
+        tensors[path, "A"], tensors[path, "B"] = rule(
+            pairs, [weight for _, weight in there], [adapter.scale(path) for adapter, _ in there], rank
+        )
     first = adapters[0]
-    return Adapter(tensors, alphas={path: float(tensors[path, "A"].shape[0]) for path in paths},
-                   dropout=first.dropout, dialect=first.dialect,
-                   embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
-                   base_model=next((adapter.base_model for adapter in adapters if adapter.base_model), None),
-                   fingerprint=first.fingerprint if all(adapter.fingerprint == first.fingerprint
-                                                        for adapter in adapters) else None)
+    return Adapter(
+        tensors,
+        alphas={path: float(tensors[path, "A"].shape[0]) for path in paths},
+        dropout=first.dropout,
+        dialect=first.dialect,
+        embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
+        base_model=next((adapter.base_model for adapter in adapters if adapter.base_model), None),
+        fingerprint=first.fingerprint
+        if all(adapter.fingerprint == first.fingerprint for adapter in adapters)
+        else None,
+    )
 
 
 def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[float], List[float], int], Pair]:
@@ -103,9 +123,11 @@ def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[
         return _svd_of_sum
     on_products = method.endswith("_svd")
     prune, merge = _RECIPES[method.removesuffix("_svd")]
-    pruned = {"keep": lambda tensor: tensor,
-              "largest": lambda tensor: keep_largest(tensor, density),
-              "random": lambda tensor: keep_random(tensor, density, random)}[prune]
+    pruned = {
+        "keep": lambda tensor: tensor,
+        "largest": lambda tensor: keep_largest(tensor, density),
+        "random": lambda tensor: keep_random(tensor, density, random),
+    }[prune]
     merged = {"add": _add, "elect": lambda stack, weights: _elect(stack, weights, majority_sign)}[merge]
 
     def combined(tensors, weights):
@@ -114,8 +136,10 @@ def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[
     def of_factors(pairs, weights, scales, _):
         scaled = [weight * scale for weight, scale in zip(weights, scales)]
         # The sign stands on one side alone: on both it would cancel in the product.
-        return (combined([a for a, _ in pairs], [math.copysign(math.sqrt(abs(value)), value) for value in scaled]),
-                combined([b for _, b in pairs], [math.sqrt(abs(value)) for value in scaled]))
+        return (
+            combined([a for a, _ in pairs], [math.copysign(math.sqrt(abs(value)), value) for value in scaled]),
+            combined([b for _, b in pairs], [math.sqrt(abs(value)) for value in scaled]),
+        )
 
     def of_products(pairs, weights, scales, rank):
         products = [(b @ a) * np.float32(scale) for (a, b), scale in zip(pairs, scales)]
@@ -156,8 +180,9 @@ def _elect(stack, weights, majority_sign) -> np.ndarray:
 
 
 def _cat(pairs, weights, scales, rank) -> Pair:
-    a = np.concatenate([a * np.float32(weight) * np.float32(scale)
-                        for (a, _), weight, scale in zip(pairs, weights, scales)])
+    a = np.concatenate(
+        [a * np.float32(weight) * np.float32(scale) for (a, _), weight, scale in zip(pairs, weights, scales)]
+    )
     b = np.concatenate([b for _, b in pairs], axis=1)
     # One rank for all paths: who serves adapters seldom knows PEFT's rank_pattern.
     fill = (0, rank - a.shape[0])
@@ -201,13 +226,17 @@ def _check_arguments(adapters, weights, method, svd_rank, density, majority_sign
     if density is not None and not 0 < density <= 1:
         raise ConfigError(f"density is {density}: it must be above 0 and at most 1.")
     if svd_rank is not None and not method.endswith("svd"):
-        raise ConfigError(f"svd_rank is {svd_rank}, but the ranks decide the rank of method {method}: leave svd_rank "
-                          "out, or take svd.")
+        raise ConfigError(
+            f"svd_rank is {svd_rank}, but the ranks decide the rank of method {method}: leave svd_rank "
+            "out, or take svd."
+        )
     if svd_rank is not None and svd_rank < 1:
         raise ConfigError(f"svd_rank is {svd_rank}: it must be a whole number of at least 1.")
     if majority_sign not in MAJORITY_SIGNS:
-        raise ConfigError(f"majority_sign is {majority_sign!r}, which is not known."
-                          f"{suggestion(str(majority_sign), list(MAJORITY_SIGNS))}")
+        raise ConfigError(
+            f"majority_sign is {majority_sign!r}, which is not known."
+            f"{suggestion(str(majority_sign), list(MAJORITY_SIGNS))}"
+        )
 
 
 def _check_adapters(adapters):
@@ -215,18 +244,23 @@ def _check_adapters(adapters):
     for number, adapter in enumerate(adapters, 1):
         label = f"Adapter {number}"
         if adapter.saved_modules:
-            raise AdapterError(f"{label} holds modules that were trained whole (modules_to_save), which cannot be "
-                               f"combined: {listed(adapter.saved_modules)}.")
+            raise AdapterError(
+                f"{label} holds modules that were trained whole (modules_to_save), which cannot be "
+                f"combined: {listed(adapter.saved_modules)}."
+            )
         if adapter.use_dora:
-            raise AdapterError(f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
-                               "not defined. Merge the adapters into the base one after the other instead.")
+            raise AdapterError(
+                f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
+                "not defined. Merge the adapters into the base one after the other instead."
+            )
         if adapter.use_vera:
-            raise AdapterError(f"{label} is VeRA's (use_vera), whose cells share A and B as wide as the widest of "
-                               "them. Merge the adapters into the base one after the other instead.")
+            raise AdapterError(
+                f"{label} is VeRA's (use_vera), whose cells share A and B as wide as the widest of "
+                "them. Merge the adapters into the base one after the other instead."
+            )
         convolutions = [path for path in adapter.paths if adapter.tensors[path, "A"].ndim > 2]
         if convolutions:
-            raise AdapterError(f"{label} adapts convolutions, which cannot be combined: "
-                               f"{listed(convolutions)}.")
+            raise AdapterError(f"{label} adapts convolutions, which cannot be combined: {listed(convolutions)}.")
         adapter.check_pairs(label)
         adapter.check_finite(label)
         for path in adapter.paths:
@@ -234,17 +268,23 @@ def _check_adapters(adapters):
             size = [adapter.tensors[path, "B"].shape[0], adapter.tensors[path, "A"].shape[1]]
             other, known = sizes.setdefault(path, (number, size))
             if size != known:
-                raise ShapeMismatchError(f"{label} was trained on another base than adapter {other}: the weight of "
-                                         f"{path} [out, in] is {size}, and there {known}.")
+                raise ShapeMismatchError(
+                    f"{label} was trained on another base than adapter {other}: the weight of "
+                    f"{path} [out, in] is {size}, and there {known}."
+                )
         others = {path for other in adapters if other is not adapter for path in other.paths}
         if others and not others & set(adapter.paths):
-            raise AdapterError(f"{label} has no path in common with another adapter, so nothing would be combined. It "
-                               f"adapts {listed_parts((path, '') for path in adapter.paths)}.")
+            raise AdapterError(
+                f"{label} has no path in common with another adapter, so nothing would be combined. It "
+                f"adapts {listed_parts((path, '') for path in adapter.paths)}."
+            )
 
 
 def _check_equal_ranks(adapters, paths, method):
     for path in paths:
         ranks = [adapter.rank(path) for adapter in adapters if (path, "A") in adapter.tensors]
         if len(set(ranks)) > 1:
-            raise RankMismatchError(f"method {method} needs adapters of one rank; at {path} they have "
-                                    f"{', '.join(map(str, ranks))}. Methods cat and svd take any ranks.")
+            raise RankMismatchError(
+                f"method {method} needs adapters of one rank; at {path} they have "
+                f"{', '.join(map(str, ranks))}. Methods cat and svd take any ranks."
+            )

@@ -1,4 +1,5 @@
 """convert_adapter: an adapter from any form that is known into one of four."""
+
 import dataclasses
 import os
 from typing import Optional, Tuple
@@ -19,6 +20,7 @@ class Heads:
         kv_heads (int): n_kv_heads, or None.
         head_dim (int): Size of a head, or None.
     """
+
     heads: Optional[int] = None
     kv_heads: Optional[int] = None
     head_dim: Optional[int] = None
@@ -38,6 +40,7 @@ class ConvertAdapterReport:
         ranks (tuple of int): Their ranks.
         alphas (tuple of float): Their lora_alpha.
     """
+
     source: str
     dialect: str
     output: str
@@ -50,12 +53,22 @@ class ConvertAdapterReport:
     def __str__(self):
         ranks, alphas = (", ".join(f"{value:g}" for value in values) for values in (self.ranks, self.alphas))
         whole = f" and {self.saved_modules} parameters trained whole" if self.saved_modules else ""
-        return (f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {self.pairs} pairs of rank {ranks}, "
-                f"lora_alpha {alphas}{whole}.")
+        return (
+            f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {self.pairs} pairs of rank {ranks}, "
+            f"lora_alpha {alphas}{whole}."
+        )
 
 
-def convert_adapter(source: str, output: str, to: str, lora_alpha: Optional[float] = None, heads: Heads = Heads(),
-                    concatenate: bool = False, allow_pickle: bool = False, overwrite: bool = False) -> ConvertAdapterReport:
+def convert_adapter(
+    source: str,
+    output: str,
+    to: str,
+    lora_alpha: Optional[float] = None,
+    heads: Heads = Heads(),
+    concatenate: bool = False,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form; every value stays as it is, bit for bit.
 
     Args:
@@ -87,9 +100,16 @@ def convert_adapter(source: str, output: str, to: str, lora_alpha: Optional[floa
     elif to == "peft":
         _split(adapter, heads)
     adapter_files.write(adapter, output, to)
-    return ConvertAdapterReport(source, adapter.dialect, output, to, len(adapter.paths), len(adapter.saved_modules),
-                         tuple(sorted({adapter.rank(path) for path in adapter.paths})),
-                         tuple(sorted(set(adapter.alphas.values()))))
+    return ConvertAdapterReport(
+        source,
+        adapter.dialect,
+        output,
+        to,
+        len(adapter.paths),
+        len(adapter.saved_modules),
+        tuple(sorted({adapter.rank(path) for path in adapter.paths})),
+        tuple(sorted(set(adapter.alphas.values()))),
+    )
 
 
 def check_free(source: str, output: str, overwrite: bool) -> None:
@@ -97,8 +117,9 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
     if os.path.exists(source) and os.path.exists(output) and os.path.samefile(source, output):
         raise LoraError(f"{output} is both what is read and what is written. Give another path.")
     if os.path.lexists(output) and not overwrite:
-        raise LoraError(f"{output} exists already. Give another path, or allow to replace it with overwrite "
-                        "(--overwrite).")
+        raise LoraError(
+            f"{output} exists already. Give another path, or allow to replace it with overwrite (--overwrite)."
+        )
 
 
 def _split(adapter: Adapter, heads: Heads):
@@ -108,8 +129,12 @@ def _split(adapter: Adapter, heads: Heads):
 
 
 def _join(adapter: Adapter, heads: Heads):
-    joined = {path.rpartition(".")[0] + "." + cell: parts for path in adapter.paths
-              for cell, parts in names.JOINED.items() if path.rpartition(".")[2] in parts}
+    joined = {
+        path.rpartition(".")[0] + "." + cell: parts
+        for path in adapter.paths
+        for cell, parts in names.JOINED.items()
+        if path.rpartition(".")[2] in parts
+    }
     for path in joined:
         parts = names.joined_parts(path)
         rows = {part: len(adapter.tensors[part, "B"]) for part in parts if (part, "B") in adapter.tensors}
@@ -120,8 +145,10 @@ def _join(adapter: Adapter, heads: Heads):
             q = rows.get(parts[0], (heads.heads or 0) * head_dim)
             kv = rows.get(parts[1], rows.get(parts[2], (heads.kv_heads or 0) * head_dim))
             if not q or not kv:
-                raise AdapterError(f"{path} stands for {', '.join(parts)}, of which the adapter has only "
-                                   f"{', '.join(rows)}: how many rows the others take is not known. Give num_heads, "
-                                   "n_kv_heads and the head size.")
+                raise AdapterError(
+                    f"{path} stands for {', '.join(parts)}, of which the adapter has only "
+                    f"{', '.join(rows)}: how many rows the others take is not known. Give num_heads, "
+                    "n_kv_heads and the head size."
+                )
             total = q + 2 * kv
         joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)

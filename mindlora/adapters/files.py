@@ -1,4 +1,5 @@
 """Adapter files without a network: reading any form that is known, writing four."""
+
 import json
 import os
 import sys
@@ -92,9 +93,13 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         adapter.scale(cell)
     if to == "peft":
         _refuse_joined(adapter)
-        tensors = {peft.tensor_key(*place, place[0] in adapter.embeddings): array
-                   for place, array in adapter.stored_tensors().items()}
-        tensors.update({peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()})
+        tensors = {
+            peft.tensor_key(*place, place[0] in adapter.embeddings): array
+            for place, array in adapter.stored_tensors().items()
+        }
+        tensors.update(
+            {peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()}
+        )
         # "format" tells transformers which framework to load for.
         facts = {"base_fingerprint": adapter.fingerprint, **_start(adapter)}
         metadata = {"format": "pt", _METADATA_KEY: json.dumps(facts)}
@@ -127,8 +132,10 @@ def check_adapter_output(path: str, to: str) -> None:
         form = f"file that ends in {ending}" if ending else "folder"
         raise LoraError(f"path is {path!r}: format {to!r} writes a {form}.")
     if os.path.isfile(path) if folder else os.path.isdir(path):
-        raise LoraError(f"path is {path!r}, where a {'file' if folder else 'folder'} stands, which an adapter with "
-                        f"format {to!r} cannot replace. Remove it, or give another path.")
+        raise LoraError(
+            f"path is {path!r}, where a {'file' if folder else 'folder'} stands, which an adapter with "
+            f"format {to!r} cannot replace. Remove it, or give another path."
+        )
 
 
 def _weights_in(folder) -> str:
@@ -141,11 +148,15 @@ def _weights_in(folder) -> str:
         weights = [name for name in found if name.endswith(".safetensors") and "-opt-" not in name]
         if len(weights) == 1:
             return os.path.join(folder, weights[0])
-        raise AdapterFormatError(f"{folder} holds {_MANIFEST} with {len(weights)} .safetensors files: "
-                                 f"{', '.join(weights) or 'none'}. Name the folder of one step, with the adapter in "
-                                 "one file.")
-    raise AdapterFormatError(f"{folder} holds no {peft.WEIGHTS_FILE}. It holds: {', '.join(found[:9]) or 'nothing'}"
-                             f"{', ...' if len(found) > 9 else ''}.")
+        raise AdapterFormatError(
+            f"{folder} holds {_MANIFEST} with {len(weights)} .safetensors files: "
+            f"{', '.join(weights) or 'none'}. Name the folder of one step, with the adapter in "
+            "one file."
+        )
+    raise AdapterFormatError(
+        f"{folder} holds no {peft.WEIGHTS_FILE}. It holds: {', '.join(found[:9]) or 'nothing'}"
+        f"{', ...' if len(found) > 9 else ''}."
+    )
 
 
 def _read_weights(path, allow_pickle) -> Adapter:
@@ -162,8 +173,10 @@ def _read_weights(path, allow_pickle) -> Adapter:
         return _from_tensors(path, list(arrays), arrays.__getitem__, facts)
     if path.endswith(".bin"):
         if not allow_pickle:
-            raise AdapterFormatError(f"{path} is a pickle, which can run programs. Ask for safetensors, or allow it "
-                                     "with allow_pickle (--allow-pickle): only tensors are then taken from it.")
+            raise AdapterFormatError(
+                f"{path} is a pickle, which can run programs. Ask for safetensors, or allow it "
+                "with allow_pickle (--allow-pickle): only tensors are then taken from it."
+            )
         arrays = torch_pickle.read(path)
         return _from_tensors(path, list(arrays), arrays.__getitem__, "")
     raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
@@ -172,10 +185,17 @@ def _read_weights(path, allow_pickle) -> Adapter:
 def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) -> Adapter:
     facts = _parse_facts(facts_text, path)
     dialect, places, whole = _sort_keys(keys, facts.get("whole", ()), path)
-    adapter = Adapter({}, dialect=dialect, use_rslora=facts.get("use_rslora", False),
-                      dropout=float(facts.get("dropout", 0)), selection=facts.get("selection", {}),
-                      base_model=facts.get("base_model"), fingerprint=facts.get("base_fingerprint"),
-                      initialization=facts.get("start"), projection_key=facts.get("projection_key", 0))
+    adapter = Adapter(
+        {},
+        dialect=dialect,
+        use_rslora=facts.get("use_rslora", False),
+        dropout=float(facts.get("dropout", 0)),
+        selection=facts.get("selection", {}),
+        base_model=facts.get("base_model"),
+        fingerprint=facts.get("base_fingerprint"),
+        initialization=facts.get("start"),
+        projection_key=facts.get("projection_key", 0),
+    )
     adapter.embeddings = set(facts.get("embeddings", ()))
     for key, place in places.items():
         array = fetch(key)
@@ -205,14 +225,18 @@ def _apply_facts(adapter, facts, path):
     for field, tensors in _KINDS.items():
         if facts.get(field) and not getattr(adapter, field):
             raise MissingTensorsError(f"{path} lacks the {tensors} that mindlora's own record in it names.")
-    lost = sorted((set(adapter.alphas) - set(adapter.paths)) | (set(facts.get("whole", ())) - set(adapter.saved_modules)))
+    lost = sorted(
+        (set(adapter.alphas) - set(adapter.paths)) | (set(facts.get("whole", ())) - set(adapter.saved_modules))
+    )
     if lost:
-        raise MissingTensorsError(f"{path} lacks tensors that mindlora's own record in it names: "
-                                  f"{', '.join(map(shown, lost))}.")
+        raise MissingTensorsError(
+            f"{path} lacks tensors that mindlora's own record in it names: {', '.join(map(shown, lost))}."
+        )
     silent = sorted(set(adapter.paths) - set(adapter.alphas)) if adapter.alphas else []
     if silent:
-        raise AdapterFormatError(f"mindlora's own record in {path} is damaged: it says no lora_alpha for "
-                                 f"{listed(silent)}.")
+        raise AdapterFormatError(
+            f"mindlora's own record in {path} is damaged: it says no lora_alpha for {listed(silent)}."
+        )
 
 
 def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, PartKey], Dict[str, str]]:
@@ -226,25 +250,31 @@ def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, PartKey], Dict[s
         return peft.NAME, places, whole
     dialect = mindformers.detect(keys)
     if not dialect:
-        raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {_listed(sorted(keys)[:5]) or 'nothing'}"
-                                 f"{', ...' if len(keys) > 5 else ''}.")
-    places = {key: place for key in keys
-              if (place := mindformers.expert_place(key) or mindformers.parse_key(key, dialect))}
+        raise AdapterFormatError(
+            f"{path} holds no LoRA tensor. It holds: {_listed(sorted(keys)[:5]) or 'nothing'}"
+            f"{', ...' if len(keys) > 5 else ''}."
+        )
+    places = {
+        key: place for key in keys if (place := mindformers.expert_place(key) or mindformers.parse_key(key, dialect))
+    }
     strange = sorted(key for key in set(keys) - set(places) if mindformers.is_adapter_key(key))
     if strange:
-        raise UnexpectedTensorsError(f"{path} holds LoRA tensors in more than one form: besides those of "
-                                     f"{dialect.name} {_listed(strange)}.")
+        raise UnexpectedTensorsError(
+            f"{path} holds LoRA tensors in more than one form: besides those of {dialect.name} {_listed(strange)}."
+        )
     return dialect.name, places, {name: name for name in whole_names if name in keys}
 
 
 def _check_tensor(key, name, array, path):
     # What Python takes for names, so that int takes what str.isdigit tells of: the parts of a path of cells.
-    if name and not (len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier()
-                                                    for part in name.split("."))):
+    if name and not (
+        len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
+    ):
         raise AdapterFormatError(f"{path} names a tensor {shown(key)}, which is no path of a cell.")
     if array.dtype not in FLOATS:
-        raise AdapterFormatError(f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 "
-                                 "or bfloat16.")
+        raise AdapterFormatError(
+            f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 or bfloat16."
+        )
 
 
 def _apply_config(adapter, config, path):
@@ -266,12 +296,16 @@ def _apply_config(adapter, config, path):
     for module in config.modules_to_save:
         if not any(peft.is_of_module(name, module) for name in adapter.saved_modules):
             raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, and no tensor is that module's.")
-    strange = sorted(name for name in adapter.saved_modules
-                     if not any(peft.is_of_module(name, module) for module in config.modules_to_save)
-                     and name.rpartition(".")[0] not in (*adapter.paths, "model.tok_embeddings", "lm_head"))
+    strange = sorted(
+        name
+        for name in adapter.saved_modules
+        if not any(peft.is_of_module(name, module) for module in config.modules_to_save)
+        and name.rpartition(".")[0] not in (*adapter.paths, "model.tok_embeddings", "lm_head")
+    )
     if strange:
-        raise UnexpectedTensorsError(f"{path} holds tensors that are neither LoRA's nor of modules_to_save: "
-                                     f"{listed(strange)}.")
+        raise UnexpectedTensorsError(
+            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(strange)}."
+        )
 
 
 def _manifest_alpha(path) -> float:
@@ -283,10 +317,19 @@ def _manifest_alpha(path) -> float:
 
 
 def _facts(adapter) -> dict:
-    return {"alphas": adapter.alphas, "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
-            "dropout": adapter.dropout, "selection": adapter.selection, "base_model": adapter.base_model,
-            "whole": sorted(adapter.saved_modules), "embeddings": sorted(adapter.embeddings),
-            "base_fingerprint": adapter.fingerprint, **_start(adapter), **_vera(adapter)}
+    return {
+        "alphas": adapter.alphas,
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+        "dropout": adapter.dropout,
+        "selection": adapter.selection,
+        "base_model": adapter.base_model,
+        "whole": sorted(adapter.saved_modules),
+        "embeddings": sorted(adapter.embeddings),
+        "base_fingerprint": adapter.fingerprint,
+        **_start(adapter),
+        **_vera(adapter),
+    }
 
 
 def _start(adapter) -> dict:
@@ -338,8 +381,10 @@ _RECORD = {
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
     "use_dora": (lambda value: isinstance(value, bool), "true or false"),
     "use_vera": (lambda value: isinstance(value, bool), "true or false"),
-    "projection_key": (lambda value: _is_number(value) and isinstance(value, int) and 0 <= value < 2**64,
-                       "a whole number from 0 to 2^64 - 1"),
+    "projection_key": (
+        lambda value: _is_number(value) and isinstance(value, int) and 0 <= value < 2**64,
+        "a whole number from 0 to 2^64 - 1",
+    ),
     "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     "selection": (lambda value: isinstance(value, dict), "an object"),
     "base_model": (_is_text, "a text"),
@@ -363,12 +408,15 @@ def _write_json(path, content):
 def _refuse_joined(adapter):
     joined = [path for path in adapter.paths if names.joined_parts(path)]
     if joined:
-        raise AdapterError(f"PEFT has no module for {listed(joined)}, which stand for "
-                           "several. Split them first: give the model's n_kv_heads and head size.")
+        raise AdapterError(
+            f"PEFT has no module for {listed(joined)}, which stand for "
+            "several. Split them first: give the model's n_kv_heads and head size."
+        )
 
 
 def _refuse_experts(adapter, to):
     experts = [path for path in adapter.paths if ".experts." in path]
     if experts:
-        raise AdapterError(f"Format {to!r} has no place for adapters of single experts: "
-                           f"{listed(experts)}. Write format 'peft'.")
+        raise AdapterError(
+            f"Format {to!r} has no place for adapters of single experts: {listed(experts)}. Write format 'peft'."
+        )

@@ -1,4 +1,5 @@
 """A short mark of the base weights under an adapter, to notice an adapter that is put on another base."""
+
 import hashlib
 from typing import Dict, Iterable, List, Optional, Tuple
 
@@ -9,15 +10,13 @@ _SAMPLED_WEIGHTS = 8
 _SAMPLES_PER_WEIGHT = 1024
 
 
-
-
-
-
 def sampled(paths: Iterable[str]) -> List[str]:
     """Returns those of ``paths`` whose weights are looked into."""
     paths = sorted(paths)
-    return [paths[index] for index in
-            sorted({round(i) for i in np.linspace(0, len(paths) - 1, min(_SAMPLED_WEIGHTS, len(paths)))})]
+    return [
+        paths[index]
+        for index in sorted({round(i) for i in np.linspace(0, len(paths) - 1, min(_SAMPLED_WEIGHTS, len(paths)))})
+    ]
 
 
 def picked(weight: np.ndarray) -> np.ndarray:
@@ -34,8 +33,6 @@ def mark_of(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.ndarray]) 
     for path in sorted(samples):
         values.update(np.ascontiguousarray(samples[path].astype(np.float32)).tobytes())
     return {"shapes": told.hexdigest()[:16], "values": values.hexdigest()[:16]}
-
-
 
 
 def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:

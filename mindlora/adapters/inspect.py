@@ -3,6 +3,7 @@
 The change of a weight, scale B A, is [out, in] and never formed: its Frobenius norm follows from two [r, r] matrices,
 ||B A||_F^2 = trace((A A^T) (B^T B)).
 """
+
 import dataclasses
 import math
 import os
@@ -31,6 +32,7 @@ class CellNorms:
             the scale is not known. With VeRA of diag(lambda_d) A and diag(lambda_b) B, where A is as wide as the widest
             cell: which cell is narrower, the file does not say.
     """
+
     path: str
     shape: Tuple[int, int]
     rank: int
@@ -65,6 +67,7 @@ class InspectReport:
         warnings (tuple of str): What is likely wrong.
         cells (tuple of CellNorms): One for each adapted cell.
     """
+
     path: str
     form: str
     dialect: str
@@ -90,21 +93,47 @@ class InspectReport:
     def __str__(self):
         unknown = "not in the file"
         mark = ", ".join(f"{key} {value}" for key, value in (self.fingerprint or {}).items())
-        lines = fields([
-            ("adapter", self.path), ("form", f"{self.form}, {self.dialect}"),
-            ("rank", _few(self.ranks)), ("lora_alpha", _few(self.alphas) or unknown),
-            ("scale", (_few(self.scales) or "not known") + " (rsLoRA: lora_alpha / sqrt(rank))" * self.use_rslora),
-            *((("DoRA", "yes, with a magnitude for each row"),) if self.use_dora else ()),
-            *((("VeRA", "yes: A and B are the same in all cells; below, they are with each cell's vectors in them, A "
-                        "as wide as the widest cell"),) if self.use_vera else ()),
-            ("dropout", number(self.dropout)), ("targets", ", ".join(self.targets)),
-            ("saved whole", ", ".join(self.saved_modules) or "nothing"),
-            ("tensors", f"{self.tensors}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"),
-            ("bytes", f"{self.tensor_bytes:,} of tensors, {self.file_bytes:,} on disk"),
-            ("base model", self.base_model or unknown), ("base's mark", mark or unknown),
-            *(("warning", text) for text in self.warnings)])
-        rows = [(cell.path, f"{cell.shape[0]} x {cell.shape[1]}", str(cell.rank), number(cell.scale),
-                 number(cell.norm_a), number(cell.norm_b), number(cell.norm_delta)) for cell in self.cells]
+        lines = fields(
+            [
+                ("adapter", self.path),
+                ("form", f"{self.form}, {self.dialect}"),
+                ("rank", _few(self.ranks)),
+                ("lora_alpha", _few(self.alphas) or unknown),
+                ("scale", (_few(self.scales) or "not known") + " (rsLoRA: lora_alpha / sqrt(rank))" * self.use_rslora),
+                *((("DoRA", "yes, with a magnitude for each row"),) if self.use_dora else ()),
+                *(
+                    (
+                        (
+                            "VeRA",
+                            "yes: A and B are the same in all cells; below, they are with each cell's vectors in them, A "
+                            "as wide as the widest cell",
+                        ),
+                    )
+                    if self.use_vera
+                    else ()
+                ),
+                ("dropout", number(self.dropout)),
+                ("targets", ", ".join(self.targets)),
+                ("saved whole", ", ".join(self.saved_modules) or "nothing"),
+                ("tensors", f"{self.tensors}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"),
+                ("bytes", f"{self.tensor_bytes:,} of tensors, {self.file_bytes:,} on disk"),
+                ("base model", self.base_model or unknown),
+                ("base's mark", mark or unknown),
+                *(("warning", text) for text in self.warnings),
+            ]
+        )
+        rows = [
+            (
+                cell.path,
+                f"{cell.shape[0]} x {cell.shape[1]}",
+                str(cell.rank),
+                number(cell.scale),
+                number(cell.norm_a),
+                number(cell.norm_b),
+                number(cell.norm_delta),
+            )
+            for cell in self.cells
+        ]
         return f"{lines}\n\n" + columns(("cell", "out x in", "rank", "scale", "|A|", "|B|", "|scale B A|"), rows)
 
 
@@ -121,6 +150,7 @@ class CellDifference:
         difference_delta (float): The same of scale B A; None where a scale is not known too.
         relative (float): difference_delta by the norm of the first adapter's scale B A; None where that is zero.
     """
+
     path: str
     equal: bool
     difference_a: Optional[float]
@@ -142,6 +172,7 @@ class DiffReport:
         saved_modules_changed (tuple of str): Parameters that both saved whole, with other values.
         cells (tuple of CellDifference): One for each cell that both adapt.
     """
+
     first: str
     second: str
     equal: bool
@@ -153,19 +184,36 @@ class DiffReport:
 
     def __str__(self):
         same = sum(cell.equal for cell in self.cells)
-        lines = fields([
-            ("first", self.first), ("second", self.second), ("equal", "yes" if self.equal else "no"),
-            *((name, f"{first} | {second}") for name, (first, second) in self.settings.items()),
-            *((label, ", ".join(found)) for label, found in (("only in first", self.only_in_first),
-                                                            ("only in second", self.only_in_second),
-                                                            ("whole, changed", self.saved_modules_changed)) if found),
-            ("cells", f"{len(self.cells)} in both, {same} of them equal bit for bit")])
-        shown = [("|dA|", "difference_a"), ("|dB|", "difference_b"), ("|dm|", "difference_magnitude"),
-                 ("|d(scale B A)|", "difference_delta"), ("relative", "relative")]
+        lines = fields(
+            [
+                ("first", self.first),
+                ("second", self.second),
+                ("equal", "yes" if self.equal else "no"),
+                *((name, f"{first} | {second}") for name, (first, second) in self.settings.items()),
+                *(
+                    (label, ", ".join(found))
+                    for label, found in (
+                        ("only in first", self.only_in_first),
+                        ("only in second", self.only_in_second),
+                        ("whole, changed", self.saved_modules_changed),
+                    )
+                    if found
+                ),
+                ("cells", f"{len(self.cells)} in both, {same} of them equal bit for bit"),
+            ]
+        )
+        shown = [
+            ("|dA|", "difference_a"),
+            ("|dB|", "difference_b"),
+            ("|dm|", "difference_magnitude"),
+            ("|d(scale B A)|", "difference_delta"),
+            ("relative", "relative"),
+        ]
         if all(cell.difference_magnitude is None for cell in self.cells):
             del shown[2]
-        rows = [(cell.path, *(number(getattr(cell, field)) for _, field in shown))
-                for cell in self.cells if not cell.equal]
+        rows = [
+            (cell.path, *(number(getattr(cell, field)) for _, field in shown)) for cell in self.cells if not cell.equal
+        ]
         titles = ("cell", *(title for title, _ in shown))
         return f"{lines}\n\n{columns(titles, rows)}" if rows else lines
 
@@ -185,20 +233,37 @@ def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: b
         AdapterError: Nothing usable stands at ``path``.
         ScaleMismatchError: ``alpha`` is given, and the file says lora_alpha itself.
     """
-    adapter, = read_adapters([path], alpha, allow_pickle)
+    (adapter,) = read_adapters([path], alpha, allow_pickle)
     cells = tuple(_cell(adapter, place) for place in _progress(adapter.paths, "norms"))
     arrays = [*adapter.stored_tensors().values(), *adapter.saved_modules.values()]
     return InspectReport(
-        path, _form(path), adapter.dialect, _different(cell.rank for cell in cells),
-        _different(cell.alpha for cell in cells), _different(cell.scale for cell in cells), adapter.use_rslora,
-        adapter.use_dora, adapter.use_vera, adapter.dropout, tuple(collapse_numbers(adapter.paths)), len(arrays),
-        sum(array.size for array in arrays), _different(dtype_name(array.dtype) for array in arrays),
-        sum(array.nbytes for array in arrays), _size(path), adapter.base_model, adapter.fingerprint,
+        path,
+        _form(path),
+        adapter.dialect,
+        _different(cell.rank for cell in cells),
+        _different(cell.alpha for cell in cells),
+        _different(cell.scale for cell in cells),
+        adapter.use_rslora,
+        adapter.use_dora,
+        adapter.use_vera,
+        adapter.dropout,
+        tuple(collapse_numbers(adapter.paths)),
+        len(arrays),
+        sum(array.size for array in arrays),
+        _different(dtype_name(array.dtype) for array in arrays),
+        sum(array.nbytes for array in arrays),
+        _size(path),
+        adapter.base_model,
+        adapter.fingerprint,
         tuple(collapse_numbers(list(adapter.saved_modules))),
-        tuple(_warnings(adapter, cells)), cells)
+        tuple(_warnings(adapter, cells)),
+        cells,
+    )
 
 
-def compare_adapters(first: str, second: str, *, alpha: Optional[float] = None, allow_pickle: bool = False) -> DiffReport:
+def compare_adapters(
+    first: str, second: str, *, alpha: Optional[float] = None, allow_pickle: bool = False
+) -> DiffReport:
     """Says how two adapters differ, whatever their forms.
 
     Args:
@@ -215,10 +280,20 @@ def compare_adapters(first: str, second: str, *, alpha: Optional[float] = None, 
     one, two = read_adapters([first, second], alpha, allow_pickle)
     both = [path for path in one.paths if path in set(two.paths)]
     cells = tuple(_cell_difference(one, two, path) for path in _progress(both, "comparing"))
-    only = [tuple(collapse_numbers([name_of(place) for place in mine.tensors if place not in other.tensors]
-                                         + [name for name in mine.saved_modules if name not in other.saved_modules]))
-            for mine, other in ((one, two), (two, one))]
-    changed = [name for name, array in one.saved_modules.items() if name in two.saved_modules and not _same(array, two.saved_modules[name])]
+    only = [
+        tuple(
+            collapse_numbers(
+                [name_of(place) for place in mine.tensors if place not in other.tensors]
+                + [name for name in mine.saved_modules if name not in other.saved_modules]
+            )
+        )
+        for mine, other in ((one, two), (two, one))
+    ]
+    changed = [
+        name
+        for name, array in one.saved_modules.items()
+        if name in two.saved_modules and not _same(array, two.saved_modules[name])
+    ]
     said = [_settings(adapter) for adapter in (one, two)]
     settings = {name: (said[0][name], said[1][name]) for name in said[0] if said[0][name] != said[1][name]}
     equal = all(cell.equal for cell in cells) and not any(only) and not changed
@@ -232,8 +307,7 @@ def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle:
         AdapterError: Nothing usable stands at one of them.
         ScaleMismatchError: ``alpha`` is given, and each file says lora_alpha itself.
     """
-    adapters = [adapter_files.read(path, allow_pickle=allow_pickle)
-                for path in _progress(paths, "reading")]
+    adapters = [adapter_files.read(path, allow_pickle=allow_pickle) for path in _progress(paths, "reading")]
     if alpha is not None:
         for adapter in [adapter for adapter in adapters if not adapter.alphas] or adapters[:1]:
             adapter.set_alpha(alpha)
@@ -242,8 +316,10 @@ def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle:
 
 def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
     """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r])."""
-    pairs = [(scale, *(to_float32(half).astype(np.float64).reshape(len(half), -1) for half in pair))
-             for scale, *pair in parts]
+    pairs = [
+        (scale, *(to_float32(half).astype(np.float64).reshape(len(half), -1) for half in pair))
+        for scale, *pair in parts
+    ]
     a, b = np.concatenate([a for _, a, _ in pairs]), np.concatenate([scale * b for scale, _, b in pairs], axis=1)
     # Where parts cancel, rounding may leave a square just below zero.
     return math.sqrt(max(0.0, float(((a @ a.T) * (b.T @ b)).sum())))
@@ -254,20 +330,34 @@ def _cell(adapter, path) -> CellNorms:
     scale = adapter.scale(path) if path in adapter.alphas else None
     # A convolution with groups has no scale B A.
     usable = scale is not None and is_finite(a) and is_finite(b) and b.shape[1] == a.shape[0]
-    return CellNorms(path, (b.shape[0], a.size // a.shape[0]), adapter.rank(path), adapter.alphas.get(path), scale,
-                     _norm(a), _norm(b), delta_norm((scale, a, b)) if usable else None)
+    return CellNorms(
+        path,
+        (b.shape[0], a.size // a.shape[0]),
+        adapter.rank(path),
+        adapter.alphas.get(path),
+        scale,
+        _norm(a),
+        _norm(b),
+        delta_norm((scale, a, b)) if usable else None,
+    )
 
 
 def _cell_difference(one, two, path) -> CellDifference:
     parts = [adapter.parts(path) for adapter in (one, two)]
     first, second = (_pair(adapter, path) for adapter in (one, two))
     scales = [adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two)]
-    if (scales[0] == scales[1] and parts[0].keys() == parts[1].keys()
-            and all(_same(array, parts[1][part]) for part, array in parts[0].items())):
+    if (
+        scales[0] == scales[1]
+        and parts[0].keys() == parts[1].keys()
+        and all(_same(array, parts[1][part]) for part, array in parts[0].items())
+    ):
         return CellDifference(path, True, 0.0, 0.0, 0.0 if "magnitude" in parts[0] else None, 0.0, 0.0)
     differences = [*map(_difference, first, second), _difference(*(found.get("magnitude") for found in parts))]
-    fits = (first[0].shape[1:] == second[0].shape[1:] and first[1].shape[0] == second[1].shape[0]
-            and all(b.shape[1] == a.shape[0] for a, b in (first, second)))
+    fits = (
+        first[0].shape[1:] == second[0].shape[1:]
+        and first[1].shape[0] == second[1].shape[0]
+        and all(b.shape[1] == a.shape[0] for a, b in (first, second))
+    )
     delta = relative = None
     if fits and None not in scales and all(map(is_finite, (*first, *second))):
         delta = delta_norm((scales[0], *first), (-scales[1], *second))
@@ -291,16 +381,23 @@ def _difference(one, two) -> Optional[float]:
 
 def _settings(adapter) -> Dict[str, str]:
     """Returns what a file says of itself, as texts that are compared."""
+
     def over_cells(value):
         return _few(_different(value(path) for path in adapter.paths if path in adapter.alphas)) or "not in the file"
 
-    return {"form": adapter.dialect, "rank": _few(_different(map(adapter.rank, adapter.paths))),
-            "lora_alpha": over_cells(adapter.alphas.get), "scale": over_cells(adapter.scale),
-            "DoRA": "yes" if adapter.use_dora else "no", "VeRA": "yes" if adapter.use_vera else "no",
-            "dropout": number(adapter.dropout),
-            "targets": ", ".join(collapse_numbers(sorted(adapter.paths))),
-            "dtype": ", ".join(_different(dtype_name(array.dtype) for array in adapter.tensors.values())),
-            "base model": adapter.base_model or "not in the file", "base's mark": str(adapter.fingerprint)}
+    return {
+        "form": adapter.dialect,
+        "rank": _few(_different(map(adapter.rank, adapter.paths))),
+        "lora_alpha": over_cells(adapter.alphas.get),
+        "scale": over_cells(adapter.scale),
+        "DoRA": "yes" if adapter.use_dora else "no",
+        "VeRA": "yes" if adapter.use_vera else "no",
+        "dropout": number(adapter.dropout),
+        "targets": ", ".join(collapse_numbers(sorted(adapter.paths))),
+        "dtype": ", ".join(_different(dtype_name(array.dtype) for array in adapter.tensors.values())),
+        "base model": adapter.base_model or "not in the file",
+        "base's mark": str(adapter.fingerprint),
+    }
 
 
 def _warnings(adapter, cells):

@@ -3,6 +3,7 @@
 w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and w_gate_hidden those of w1 and w3 in
 turn.
 """
+
 import math
 from typing import Dict, List, Optional
 
@@ -41,12 +42,14 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
     scale = adapter.scale(present[0])
     if len({adapter.tensors[part, half].dtype for part in present for half in "AB"}) > 1:
         # float32 holds each of float16 and bfloat16.
-        adapter.tensors.update({(part, half): to_float32(adapter.tensors[part, half]) for part in present
-                                for half in adapter.parts(part)})
+        adapter.tensors.update(
+            {(part, half): to_float32(adapter.tensors[part, half]) for part in present for half in adapter.parts(part)}
+        )
     blocks_a = [adapter.tensors[part, "A"] for part in present]
     if len({a.shape[1] for a in blocks_a}) > 1:
-        raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot stand for "
-                                 "them.")
+        raise ShapeMismatchError(
+            f"{', '.join(present)} take inputs of different sizes, so {path} cannot stand for them."
+        )
     columns = _columns(adapter, present, blocks_a, scale)
     total = max(own.stop for own in columns.values())
     blocks_b = {}
@@ -65,7 +68,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
     adapter.tensors[path, "A"] = np.concatenate(blocks_a)[:total]
     joined = {"B": list(blocks_b.values()), **magnitudes}
     for part, blocks in joined.items():
-        adapter.tensors[path, part] = (join_gate_rows(*blocks) if len(parts) == 2 else join_qkv_rows(*blocks, kv_heads))
+        adapter.tensors[path, part] = join_gate_rows(*blocks) if len(parts) == 2 else join_qkv_rows(*blocks, kv_heads)
     adapter.alphas[path] = alpha
 
 
@@ -86,10 +89,17 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, hea
     _refuse_vera(adapter, path)
     parts = names.joined_parts(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-    if len(parts) == 3 and (not head_dim or not kv_heads or len(b) % kv_heads
-                            or len(b) // kv_heads <= 2 * head_dim or len(b) // kv_heads % head_dim):
-        raise AdapterError(f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads "
-                           f"of size {head_dim} do not divide. Give the model's n_kv_heads and head size.")
+    if len(parts) == 3 and (
+        not head_dim
+        or not kv_heads
+        or len(b) % kv_heads
+        or len(b) // kv_heads <= 2 * head_dim
+        or len(b) // kv_heads % head_dim
+    ):
+        raise AdapterError(
+            f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads "
+            f"of size {head_dim} do not divide. Give the model's n_kv_heads and head size."
+        )
     blocks = dict(zip(parts, split_gate_rows(b) if len(parts) == 2 else split_qkv_rows(b, kv_heads, head_dim)))
     sizes = adapter.parts(path).get("magnitude")
     if sizes is not None:
@@ -109,9 +119,11 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, hea
 
 def _refuse_vera(adapter, path):
     if adapter.use_vera:
-        raise AdapterError(f"{path} stands for {', '.join(names.joined_parts(path))}, and VeRA's vectors belong "
-                           "to rows of matrices that all cells share: they can be neither joined nor split. Build the "
-                           "model with qkv_concat as it was trained.")
+        raise AdapterError(
+            f"{path} stands for {', '.join(names.joined_parts(path))}, and VeRA's vectors belong "
+            "to rows of matrices that all cells share: they can be neither joined nor split. Build the "
+            "model with qkv_concat as it was trained."
+        )
 
 
 def _part_rows(adapter, path, parts, present, out_channels) -> Dict[str, int]:
@@ -127,15 +139,19 @@ def _part_rows(adapter, path, parts, present, out_channels) -> Dict[str, int]:
         else:
             rows[k] = rows[v] = (out_channels - rows[q]) // 2
     if sum(rows.values()) != out_channels or min(rows.values()) < 1:
-        raise ShapeMismatchError(f"{path} has {out_channels} rows, which the adapter's "
-                                 f"{', '.join(f'{part} with {rows[part]}' for part in present)} cannot be parts of.")
+        raise ShapeMismatchError(
+            f"{path} has {out_channels} rows, which the adapter's "
+            f"{', '.join(f'{part} with {rows[part]}' for part in present)} cannot be parts of."
+        )
     return {part: rows[part] for part in parts}
 
 
 def _check_heads(path, rows, kv_heads):
     if len(rows) == 3 and (not kv_heads or any(count % kv_heads for count in rows)):
-        raise AdapterError(f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
-                           f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads.")
+        raise AdapterError(
+            f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
+            f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads."
+        )
 
 
 def _magnitudes(adapter, path, parts) -> Dict[str, List[np.ndarray]]:
@@ -144,9 +160,11 @@ def _magnitudes(adapter, path, parts) -> Dict[str, List[np.ndarray]]:
         return {}
     lacking = [part for part in parts if (part, "magnitude") not in adapter.tensors]
     if lacking:
-        raise AdapterError(f"{path} stands for {', '.join(parts)}, and the DoRA adapter has none for "
-                           f"{', '.join(lacking)}: what the magnitudes of their rows are, only the base says. Build "
-                           "the model with qkv_concat: False.")
+        raise AdapterError(
+            f"{path} stands for {', '.join(parts)}, and the DoRA adapter has none for "
+            f"{', '.join(lacking)}: what the magnitudes of their rows are, only the base says. Build "
+            "the model with qkv_concat: False."
+        )
     return {"magnitude": [adapter.tensors[part, "magnitude"] for part in parts]}
 
 

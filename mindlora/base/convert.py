@@ -2,6 +2,7 @@
 
 Elements are copied as they are: MindFormers rotates pairs of positions as Hugging Face does, so no row of q or k moves.
 """
+
 import dataclasses
 import functools
 import time
@@ -33,6 +34,7 @@ class ConvertBaseReport:
         notes (tuple of str): What was decided about tied embeddings.
         seconds (float): How long it took.
     """
+
     source: str
     output: str
     from_: str
@@ -45,16 +47,27 @@ class ConvertBaseReport:
     seconds: float
 
     def __str__(self):
-        lines = [f"{self.output}: {self.bytes / 1e9:.2f} GB from {WORLDS[self.from_]} names to {WORLDS[self.to]}; "
-                 f"tensors: {self.tensors}, files: {len(self.files)}; {self.seconds:.1f} s."]
+        lines = [
+            f"{self.output}: {self.bytes / 1e9:.2f} GB from {WORLDS[self.from_]} names to {WORLDS[self.to]}; "
+            f"tensors: {self.tensors}, files: {len(self.files)}; {self.seconds:.1f} s."
+        ]
         if self.skipped:
             lines.append(f"Left out, since every model computes it for itself: {examples(self.skipped)}.")
         return "\n".join([*lines, *self.notes])
 
 
-def convert_base(source: str, output: str, from_: Optional[str], to: str, concat: bool = False, tied: bool = False,
-                 heads: Optional[int] = None, kv_heads: Optional[int] = None, overwrite: bool = False,
-                 progress: Optional[Callable[[int, int], None]] = None) -> ConvertBaseReport:
+def convert_base(
+    source: str,
+    output: str,
+    from_: Optional[str],
+    to: str,
+    concat: bool = False,
+    tied: bool = False,
+    heads: Optional[int] = None,
+    kv_heads: Optional[int] = None,
+    overwrite: bool = False,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> ConvertBaseReport:
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
 
     With MindFormers' qkv_concat, q, k, v are one tensor w_qkv, its rows by key-value head [heads of q that share it |
@@ -91,8 +104,10 @@ def convert_base(source: str, output: str, from_: Optional[str], to: str, concat
     check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
         if from_ not in (None, base.world):
-            raise CheckpointError(f"{source} has {WORLDS[base.world]} names, not {WORLDS[from_]}. Give --from "
-                                  f"{base.world}, or another checkpoint.")
+            raise CheckpointError(
+                f"{source} has {WORLDS[base.world]} names, not {WORLDS[from_]}. Give --from "
+                f"{base.world}, or another checkpoint."
+            )
         if to == base.world:
             raise CheckpointError(f"{source} has {WORLDS[to]} names already: there is nothing to convert.")
         if concat and to == "hf":
@@ -101,9 +116,18 @@ def convert_base(source: str, output: str, from_: Optional[str], to: str, concat
         notes = _settle_head(base, plan, to, tied)
         files = write(output, plan.shards, to, progress=progress)
     tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
-    return ConvertBaseReport(str(source), str(output), base.world, to, tuple(files), len(tensors),
-                         sum(tensor.nbytes for tensor in tensors), tuple(plan.skipped), tuple(notes),
-                         time.perf_counter() - started)
+    return ConvertBaseReport(
+        str(source),
+        str(output),
+        base.world,
+        to,
+        tuple(files),
+        len(tensors),
+        sum(tensor.nbytes for tensor in tensors),
+        tuple(plan.skipped),
+        tuple(notes),
+        time.perf_counter() - started,
+    )
 
 
 def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List[str]]:
@@ -113,8 +137,10 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
         CheckpointError: A name is not known, or the output head is missing.
     """
     if base.world == "mindformers":
-        return [OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
-                for name, info in base.tensors.items()], []
+        return [
+            OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
+            for name, info in base.tensors.items()
+        ], []
     plan = _Plan(base, "mindformers", False, None, None)
     notes = _settle_head(base, plan, "mindformers", False)
     return [tensor for shard in plan.shards for tensor in shard.tensors], notes
@@ -132,13 +158,20 @@ class _Plan:
         known = [name for name in base.tensors if name not in self.skipped]
         unknown = [name for name in known if not self.rename(name) and not (to == "hf" and parts_of(name))]
         if unknown:
-            raise CheckpointError(f"{base.path} holds tensors that have no name in {WORLDS[to]} Llama: "
-                                  f"{examples(unknown)}. Only Llama and Qwen2 are known, without LoRA, quantization "
-                                  "and the optimizer's state.")
+            raise CheckpointError(
+                f"{base.path} holds tensors that have no name in {WORLDS[to]} Llama: "
+                f"{examples(unknown)}. Only Llama and Qwen2 are known, without LoRA, quantization "
+                "and the optimizer's state."
+            )
         # New name -> old name of what is to be joined.
         self.separate = {self.rename(name): name for name in known} if concat else {}
-        self.shards = [Shard([made for name in file.tensors if name not in self.skipped
-                              for made in self._made_of(name)], file.metadata) for file in base.files.values()]
+        self.shards = [
+            Shard(
+                [made for name in file.tensors if name not in self.skipped for made in self._made_of(name)],
+                file.metadata,
+            )
+            for file in base.files.values()
+        ]
 
     def _made_of(self, name) -> List[OutputTensor]:
         """Returns the tensors that are written in the place of ``name``."""
@@ -155,8 +188,10 @@ class _Plan:
         parts = parts_of(whole)
         missing = [part for part in parts if part not in self.separate]
         if missing:
-            raise CheckpointError(f"{self.base.path} holds {self.separate[target]} and nothing for "
-                                  f"{', '.join(missing)}, so {whole} cannot be made.")
+            raise CheckpointError(
+                f"{self.base.path} holds {self.separate[target]} and nothing for "
+                f"{', '.join(missing)}, so {whole} cannot be made."
+            )
         # The whole stands where its first part stood.
         if target != parts[0]:
             return []
@@ -173,14 +208,18 @@ def _settle_head(base, plan, to, tied) -> List[str]:
             shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != _HEAD]
         return [f"{_HEAD} is the embedding and was left out; the model must say tie_word_embeddings: true."]
     if base.config.get("tie_word_embeddings") is False:
-        raise CheckpointError(f"{base.path} lacks {_HEAD}, and its config.json says that the embeddings are not tied. "
-                              "Copy the model again.")
+        raise CheckpointError(
+            f"{base.path} lacks {_HEAD}, and its config.json says that the embeddings are not tied. "
+            "Copy the model again."
+        )
     if tied or to == "hf":
         return [f"The checkpoint has no {_HEAD}; the model must say tie_word_embeddings: true."]
     for shard in plan.shards:
         shard.tensors.extend([tensor._replace(name=_HEAD) for tensor in shard.tensors if tensor.name == _EMBEDDING[to]])
-    return [f"The embeddings are tied: {_HEAD} was written as a copy of them. With tie_word_embeddings: True in the "
-            "YAML it is not needed, and --tied leaves it out."]
+    return [
+        f"The embeddings are tied: {_HEAD} was written as a copy of them. With tie_word_embeddings: True in the "
+        "YAML it is not needed, and --tied leaves it out."
+    ]
 
 
 def _check_tied(base):
@@ -189,6 +228,9 @@ def _check_tied(base):
     step = max(2**21 // max(second.size // second.shape[0], 1), 1)
     blocks = [(begin, min(begin + step, second.shape[0])) for begin in range(0, second.shape[0], step)]
     # As bytes: NaN equals itself here.
-    if first is None or first[:2] != second[:2] or any(
-            base.read_rows(embedding, *rows).tobytes() != base.read_rows(_HEAD, *rows).tobytes() for rows in blocks):
+    if (
+        first is None
+        or first[:2] != second[:2]
+        or any(base.read_rows(embedding, *rows).tobytes() != base.read_rows(_HEAD, *rows).tobytes() for rows in blocks)
+    ):
         raise CheckpointError(f"{base.path}: {_HEAD} is not {embedding}, so leaving it out (--tied) would lose it.")

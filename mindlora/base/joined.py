@@ -3,6 +3,7 @@
 A concatenated tensor is made of groups: for w_qkv one for each key-value head, [rows of q | of k | of v], for
 w_gate_hidden one for each row of w1, [row of w1 | row of w3].
 """
+
 from typing import List, Optional, Tuple
 
 from mindlora.base.reader import BaseCheckpoint
@@ -33,8 +34,10 @@ def joined(base: BaseCheckpoint, whole: str, parts: List[str], kv_heads: Optiona
     """
     infos = [base.tensors[part] for part in parts]
     if len({(info.dtype, info.shape[1:]) for info in infos}) > 1:
-        raise CheckpointError(f"{', '.join(parts)} differ in dtype or width, so they cannot be joined: "
-                              f"{', '.join(str(list(info.shape)) for info in infos)}.")
+        raise CheckpointError(
+            f"{', '.join(parts)} differ in dtype or width, so they cannot be joined: "
+            f"{', '.join(str(list(info.shape)) for info in infos)}."
+        )
     counts = [info.shape[0] for info in infos]
     if len(parts) == 2:
         groups, fits = counts[0], counts[0] == counts[1]
@@ -42,8 +45,10 @@ def joined(base: BaseCheckpoint, whole: str, parts: List[str], kv_heads: Optiona
         groups = _known(whole, kv_heads)
         fits = counts[1] == counts[2] and not any(count % groups for count in counts)
     if not fits:
-        raise CheckpointError(f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} do not make up {whole}"
-                              + (f" with {groups} key-value heads." if len(parts) == 3 else "."))
+        raise CheckpointError(
+            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} do not make up {whole}"
+            + (f" with {groups} key-value heads." if len(parts) == 3 else ".")
+        )
     sizes = [count // groups for count in counts]
 
     def rows(begin, end):
@@ -54,8 +59,9 @@ def joined(base: BaseCheckpoint, whole: str, parts: List[str], kv_heads: Optiona
     return OutputTensor(whole, infos[0].dtype, (sum(counts),) + infos[0].shape[1:], rows, sum(sizes))
 
 
-def split(base: BaseCheckpoint, whole: str, targets: List[str], heads: Optional[int],
-          kv_heads: Optional[int]) -> List[OutputTensor]:
+def split(
+    base: BaseCheckpoint, whole: str, targets: List[str], heads: Optional[int], kv_heads: Optional[int]
+) -> List[OutputTensor]:
     """Returns the tensors ``targets`` that the concatenated tensor ``whole`` of ``base`` stands for.
 
     Raises:
@@ -67,12 +73,22 @@ def split(base: BaseCheckpoint, whole: str, targets: List[str], heads: Optional[
     def rows(part, begin, end):
         begin, end = begin // sizes[part], end // sizes[part]
         read = base.read_rows(whole, begin * sum(sizes), end * sum(sizes))
-        return (joined_rows.split_gate_rows(read) if len(sizes) == 2
-                else joined_rows.split_qkv_rows(read, end - begin, sizes[1]))[part]
+        return (
+            joined_rows.split_gate_rows(read)
+            if len(sizes) == 2
+            else joined_rows.split_qkv_rows(read, end - begin, sizes[1])
+        )[part]
 
-    return [OutputTensor(target, info.dtype, (groups * size,) + info.shape[1:],
-                         lambda begin, end, part=part: rows(part, begin, end), size)
-            for part, (target, size) in enumerate(zip(targets, sizes))]
+    return [
+        OutputTensor(
+            target,
+            info.dtype,
+            (groups * size,) + info.shape[1:],
+            lambda begin, end, part=part: rows(part, begin, end),
+            size,
+        )
+        for part, (target, size) in enumerate(zip(targets, sizes))
+    ]
 
 
 def _groups_in(whole, count, parts, heads, kv_heads) -> Tuple[int, List[int]]:
@@ -83,14 +99,18 @@ def _groups_in(whole, count, parts, heads, kv_heads) -> Tuple[int, List[int]]:
         return count // 2, [1, 1]
     heads, kv_heads = _known(whole, heads), _known(whole, kv_heads)
     if heads % kv_heads or count % (heads + 2 * kv_heads):
-        raise CheckpointError(f"{whole} has {count} rows, which cannot be those of {heads} heads and {kv_heads} "
-                              "key-value heads. Give the model's --heads and --kv-heads.")
+        raise CheckpointError(
+            f"{whole} has {count} rows, which cannot be those of {heads} heads and {kv_heads} "
+            "key-value heads. Give the model's --heads and --kv-heads."
+        )
     size = count // (heads + 2 * kv_heads)
     return kv_heads, [heads // kv_heads * size, size, size]
 
 
 def _known(whole, heads) -> int:
     if not heads or heads < 1:
-        raise CheckpointError(f"{whole} keeps its rows by key-value head, and how many heads there are is not known. "
-                              "Give --heads and --kv-heads: num_heads and n_kv_heads of the model.")
+        raise CheckpointError(
+            f"{whole} keeps its rows by key-value head, and how many heads there are is not known. "
+            "Give --heads and --kv-heads: num_heads and n_kv_heads of the model."
+        )
     return heads

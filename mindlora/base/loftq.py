@@ -1,4 +1,5 @@
 """LoftQ while a checkpoint is quantized: the adapter that makes up for what its weights lose, cell by cell."""
+
 import os
 from typing import Dict, List
 
@@ -40,17 +41,22 @@ class LoftqInitializer:
 
     def __init__(self, weights: Dict[str, OutputTensor], quantized: List[str], config: LoraConfig):
         if not initializers.is_loftq(config.lora_init):
-            raise ConfigError(f"lora_init is {config.lora_init!r}, which a quantized checkpoint cannot be made with. "
-                              "Set lora_init to 'loftq' or 'loftq_iter_N'.")
+            raise ConfigError(
+                f"lora_init is {config.lora_init!r}, which a quantized checkpoint cannot be made with. "
+                "Set lora_init to 'loftq' or 'loftq_iter_N'."
+            )
         self._weights, self._config = weights, config
-        self._selected = select_targets(list(weights), config.target_modules, config.exclude_modules,
-                                        layers=config.layers_to_transform)
+        self._selected = select_targets(
+            list(weights), config.target_modules, config.exclude_modules, layers=config.layers_to_transform
+        )
         self.paths = [path for path in self._selected if path in quantized]
         joined = sorted(path for path in self._selected if names.joined_parts(path))
         if joined:
-            raise CheckpointError(f"{listed(joined)} hold several modules in one, for which PEFT's form has no "
-                                  "adapter. Split them with mindlora convert-base --to hf, quantize that, and set "
-                                  "qkv_concat: False.")
+            raise CheckpointError(
+                f"{listed(joined)} hold several modules in one, for which PEFT's form has no "
+                "adapter. Split them with mindlora convert-base --to hf, quantize that, and set "
+                "qkv_concat: False."
+            )
         for path in self.paths:
             initializers.check_rank(config.for_cell(path).lora_rank, weights[path], "loftq")
         self._sampled = sampled(self._selected)
@@ -59,8 +65,14 @@ class LoftqInitializer:
     def quantize(self, path: str, name: str) -> Nf4Array:
         """Returns what stands for the weight at ``path``, which errors call ``name``, and keeps its A and B."""
         own, weight = self._config.for_cell(path), _in_float(self._weights[path])
-        array, a, b = initializers.loftq(weight, own.lora_rank, lambda rest: quantize(rest, name), dequantize,
-                                   initializers.loftq_iterations(own.lora_init), own.scale)
+        array, a, b = initializers.loftq(
+            weight,
+            own.lora_rank,
+            lambda rest: quantize(rest, name),
+            dequantize,
+            initializers.loftq_iterations(own.lora_init),
+            own.scale,
+        )
         self._keep(path, a, b, array.codes)
         return array
 
@@ -74,10 +86,14 @@ class LoftqInitializer:
                 weight = _in_float(self._weights[path]) if path in self._sampled else None
                 self._keep(path, a, np.zeros((rows, rank), np.float32), weight)
         mark = mark_of({path: self._weights[path].shape for path in self._selected}, self._samples)
-        return Adapter({(path, part): array for path in self._selected for part, array in self._pairs[path].items()},
-                       {path: float(self._config.for_cell(path).lora_alpha) for path in self._selected},
-                       self._config.use_rslora, self._config.lora_dropout,
-                       fingerprint={**mark, "quantization": "loftq"}, dialect="loftq")
+        return Adapter(
+            {(path, part): array for path in self._selected for part, array in self._pairs[path].items()},
+            {path: float(self._config.for_cell(path).lora_alpha) for path in self._selected},
+            self._config.use_rslora,
+            self._config.lora_dropout,
+            fingerprint={**mark, "quantization": "loftq"},
+            dialect="loftq",
+        )
 
     def _keep(self, path, a, b, weight):
         self._pairs[path] = {"A": np.ascontiguousarray(a), "B": np.ascontiguousarray(b)}
@@ -91,8 +107,10 @@ def check_loftq_output(folder: str, source: str, output: str, overwrite: bool) -
     check_checkpoint_output(folder, [source], overwrite)
     places = [os.path.realpath(path) for path in (folder, output)]
     if os.path.commonpath(places) in places:
-        raise CheckpointError(f"The adapter's folder {folder} and the quantized base {output} lie in each other, and "
-                              "each replaces what stands at its place. Write one of them elsewhere.")
+        raise CheckpointError(
+            f"The adapter's folder {folder} and the quantized base {output} lie in each other, and "
+            "each replaces what stands at its place. Write one of them elsewhere."
+        )
 
 
 def _in_float(tensor) -> np.ndarray:

@@ -1,4 +1,5 @@
 """merge_checkpoint: an adapter folded into a base checkpoint, block by block and verified, without a network."""
+
 import dataclasses
 import functools
 import time
@@ -38,6 +39,7 @@ class MergeCheckpointReport:
         bound (float): By how much rounding can change that element.
         seconds (float): How long it took.
     """
+
     base: str
     adapter: str
     output: str
@@ -52,17 +54,28 @@ class MergeCheckpointReport:
     seconds: float
 
     def __str__(self):
-        lines = [f"{self.output}: {self.bytes / 1e9:.2f} GB; tensors merged: {self.merged}, replaced: {self.replaced}, "
-                 f"unchanged: {self.unchanged}, files: {len(self.files)}; {self.seconds:.1f} s."]
+        lines = [
+            f"{self.output}: {self.bytes / 1e9:.2f} GB; tensors merged: {self.merged}, replaced: {self.replaced}, "
+            f"unchanged: {self.unchanged}, files: {len(self.files)}; {self.seconds:.1f} s."
+        ]
         if self.merged:
-            lines.append(f"Largest difference of a tensor's result on a random probe: {self.difference:.3g}, at "
-                         f"{self.tensor}; rounding explains up to {self.bound:.3g}.")
+            lines.append(
+                f"Largest difference of a tensor's result on a random probe: {self.difference:.3g}, at "
+                f"{self.tensor}; rounding explains up to {self.bound:.3g}."
+            )
         return "\n".join(lines)
 
 
-def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: Optional[float] = None, kv_heads: Optional[int] = None,
-                     allow_pickle: bool = False, overwrite: bool = False,
-                     progress: Optional[Callable[[int, int], None]] = None) -> MergeCheckpointReport:
+def merge_checkpoint(
+    base: str,
+    adapter: str,
+    output: str,
+    lora_alpha: Optional[float] = None,
+    kv_heads: Optional[int] = None,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> MergeCheckpointReport:
     """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
 
@@ -103,17 +116,31 @@ def merge_checkpoint(base: str, adapter: str, output: str, lora_alpha: Optional[
     content.check_finite(str(adapter))
     with BaseCheckpoint(base) as source:
         merging = _Merging(source, content, str(adapter), kv_heads)
-        shards = [Shard([merging.tensor(name) for name in file.tensors], file.metadata)
-                  for file in source.files.values()]
+        shards = [
+            Shard([merging.tensor(name) for name in file.tensors], file.metadata) for file in source.files.values()
+        ]
         files = write(output, shards, source.world, source.companions(), progress)
     count = len(content.paths)
     # An adapted module whose own weight the adapter holds besides is merged, and counted once.
-    replaced = len(content.saved_modules) - sum(merging.weight_name(path) in content.saved_modules for path in content.paths)
+    replaced = len(content.saved_modules) - sum(
+        merging.weight_name(path) in content.saved_modules for path in content.paths
+    )
     tensor, (difference, bound) = merging.worst()
     tensors = [tensor for shard in shards for tensor in shard.tensors]
-    return MergeCheckpointReport(str(base), str(adapter), str(output), tuple(files), count, replaced,
-                       len(tensors) - count - replaced, sum(tensor.nbytes for tensor in tensors), tensor, difference,
-                       bound, time.perf_counter() - started)
+    return MergeCheckpointReport(
+        str(base),
+        str(adapter),
+        str(output),
+        tuple(files),
+        count,
+        replaced,
+        len(tensors) - count - replaced,
+        sum(tensor.nbytes for tensor in tensors),
+        tensor,
+        difference,
+        bound,
+        time.perf_counter() - started,
+    )
 
 
 class _Merging:
@@ -123,8 +150,7 @@ class _Merging:
         self.base, self.adapter, self.source = base, adapter, source
         # Under MindFormers' names, as the adapter has them -> the base's own.
         self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
-        self._match_joined(kv_heads or base.config.get("num_key_value_heads")
-                                or base.config.get("num_attention_heads"))
+        self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._wholes = {self._own[name]: array for name, array in adapter.saved_modules.items()}
@@ -169,9 +195,11 @@ class _Merging:
         with np.errstate(invalid="ignore"):
             worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
         if not (np.isfinite(difference[worst]) and difference[worst] <= bound[worst]):
-            raise MergeError(f"{name}, row {begin + worst}: the result on a random probe is {difference[worst]:.3g} "
-                             f"off, where rounding to {dtype_name(dtype)} explains {bound[worst]:.3g}. The sum is too "
-                             "large for the dtype, or the base holds NaN or infinity. Nothing was written.")
+            raise MergeError(
+                f"{name}, row {begin + worst}: the result on a random probe is {difference[worst]:.3g} "
+                f"off, where rounding to {dtype_name(dtype)} explains {bound[worst]:.3g}. The sum is too "
+                "large for the dtype, or the base holds NaN or infinity. Nothing was written."
+            )
         # list.append is one step, whichever thread does it.
         self._shown[name].append((float(difference[worst]), float(bound[worst])))
         return rows
@@ -183,8 +211,10 @@ class _Merging:
         with np.errstate(over="ignore"):
             rows = part if part.dtype == dtype else from_float32(to_float32(part), dtype)
         if not is_finite(rows):
-            raise MergeError(f"{name} of {self.source} is too large for {dtype_name(dtype)}, in which the base stores "
-                             "it. Nothing was written.")
+            raise MergeError(
+                f"{name} of {self.source} is too large for {dtype_name(dtype)}, in which the base stores "
+                "it. Nothing was written."
+            )
         return rows
 
     def _match_joined(self, kv_heads):
@@ -207,46 +237,61 @@ class _Merging:
         tied = self.base.config.get("tie_word_embeddings") is True
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
         if embeddings and tied:
-            raise MergeError(f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied "
-                             "embeddings, so that the output head would change too. Save the base with lm_head.weight "
-                             "and tie_word_embeddings: false first.")
+            raise MergeError(
+                f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied "
+                "embeddings, so that the output head would change too. Save the base with lm_head.weight "
+                "and tie_word_embeddings: false first."
+            )
         if _HEAD in wanted and (tied or _HEAD not in self._own):
-            raise MergeError(f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
-                             "embeddings are tied, so a change of the head would change the input embedding too. Save "
-                             "the base with lm_head.weight and tie_word_embeddings: false first.")
+            raise MergeError(
+                f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
+                "embeddings are tied, so a change of the head would change the input embedding too. Save "
+                "the base with lm_head.weight and tie_word_embeddings: false first."
+            )
         absent = [name for name in wanted if name not in self._own]
         if absent:
             raise UnexpectedTensorsError(
                 f"{self.source} is for {examples(absent)} (MindFormers' names), which {self.base.path} does not hold. "
-                f"It has {WORLDS[self.base.world]} names: {examples(self.base.tensors)}.")
+                f"It has {WORLDS[self.base.world]} names: {examples(self.base.tensors)}."
+            )
 
     def _check_pair(self, name, path):
         self.adapter.scale(path)
         self.adapter.narrow(path, self.base.tensors[name].shape[-1])
         needed = self.adapter.weight_shape(path)
         if self.base.tensors[name].shape != needed:
-            raise ShapeMismatchError(f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter "
-                                     f"{self.source} is for {list(needed)}. It belongs to another model.")
+            raise ShapeMismatchError(
+                f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter "
+                f"{self.source} is for {list(needed)}. It belongs to another model."
+            )
         factors(*(self.adapter.tensors[path, half] for half in "AB"))
 
     def _check_whole(self, name, array):
         if array.shape != self.base.tensors[name].shape:
-            raise ShapeMismatchError(f"{name} is {list(self.base.tensors[name].shape)} in the base and "
-                                     f"{list(array.shape)} in {self.source}. It belongs to another model.")
+            raise ShapeMismatchError(
+                f"{name} is {list(self.base.tensors[name].shape)} in the base and "
+                f"{list(array.shape)} in {self.source}. It belongs to another model."
+            )
 
     def _check_dtypes(self):
-        wrong = [f"{name} ({dtype_name(self.base.tensors[name].dtype)})" for name in (*self._pairs, *self._wholes)
-                 if self.base.tensors[name].dtype not in FLOATS]
+        wrong = [
+            f"{name} ({dtype_name(self.base.tensors[name].dtype)})"
+            for name in (*self._pairs, *self._wholes)
+            if self.base.tensors[name].dtype not in FLOATS
+        ]
         if wrong:
-            raise MergeError(f"{self.base.path} stores {examples(wrong)}: an adapter cannot be added to quantized "
-                             "weights. Merge into the original checkpoint and quantize the result.")
+            raise MergeError(
+                f"{self.base.path} stores {examples(wrong)}: an adapter cannot be added to quantized "
+                "weights. Merge into the original checkpoint and quantize the result."
+            )
 
     def _shape(self, name):
         return self.base.tensors[self._own[name]].shape
 
 
-def fold(weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype,
-         magnitude: np.ndarray = None) -> Tuple[np.ndarray, ...]:
+def fold(
+    weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype, magnitude: np.ndarray = None
+) -> Tuple[np.ndarray, ...]:
     """Returns round(W + B A) for some rows of W, and how far its results on a random probe are from W's and B A's.
 
     With a magnitude, each row of W + B A is brought to that size before it is rounded.
@@ -293,5 +338,7 @@ def _under_mindformers(name, world) -> str:
 
 def _need_heads(path, kv_heads):
     if path.endswith("w_qkv") and not kv_heads:
-        raise MergeError(f"{path} keeps its rows by key-value head, and how many there are is not known. Give "
-                         "--kv-heads: n_kv_heads of the model.")
+        raise MergeError(
+            f"{path} keeps its rows by key-value head, and how many there are is not known. Give "
+            "--kv-heads: n_kv_heads of the model."
+        )

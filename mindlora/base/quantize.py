@@ -1,4 +1,5 @@
 """quantize_checkpoint: the linear weights of a Llama's or Qwen2's base checkpoint to 4-bit NormalFloat, as a stream."""
+
 import contextlib
 import dataclasses
 import json
@@ -42,6 +43,7 @@ class QuantizeReport:
         adapter (str): Folder of LoftQ's adapter, or None.
         started (tuple of str): Paths of the cells for which it makes up for what quantizing lost.
     """
+
     source: str
     output: str
     quantized: Tuple[str, ...]
@@ -53,18 +55,30 @@ class QuantizeReport:
     started: Tuple[str, ...] = ()
 
     def __str__(self):
-        loftq = [f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {listed(self.started)}. Name "
-                 "it as pet_config.adapter_path, with the rank, alpha and target_modules that it was made with."]
-        return "\n".join([
-            f"{self.output}: {self.bytes / 1e9:.2f} GB of {self.bytes_before / 1e9:.2f} GB; weights in NF4: "
-            f"{len(self.quantized)}, {listed(self.quantized)}; {self.seconds:.1f} s.",
-            "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.",
-            *(loftq if self.adapter else ()), *self.notes])
+        loftq = [
+            f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {listed(self.started)}. Name "
+            "it as pet_config.adapter_path, with the rank, alpha and target_modules that it was made with."
+        ]
+        return "\n".join(
+            [
+                f"{self.output}: {self.bytes / 1e9:.2f} GB of {self.bytes_before / 1e9:.2f} GB; weights in NF4: "
+                f"{len(self.quantized)}, {listed(self.quantized)}; {self.seconds:.1f} s.",
+                "Load it with pet_config.quantize_base: nf4 and load_ckpt_format: safetensors.",
+                *(loftq if self.adapter else ()),
+                *self.notes,
+            ]
+        )
 
 
-def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool = False,
-                        progress: Optional[Callable[[int, int], None]] = None, adapter: Optional[str] = None,
-                        config: LoraConfig = None) -> QuantizeReport:
+def quantize_checkpoint(
+    source: str,
+    output: str,
+    exclude=None,
+    overwrite: bool = False,
+    progress: Optional[Callable[[int, int], None]] = None,
+    adapter: Optional[str] = None,
+    config: LoraConfig = None,
+) -> QuantizeReport:
     """Writes a base checkpoint under MindFormers' names whose linear weights are 4-bit, in one atomic step.
 
     What is quantized are the weights that quantize_base would quantize in a network, to the same bytes. Everything else
@@ -102,18 +116,22 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
     """
     started = time.perf_counter()
     if not str(output).endswith(".safetensors"):
-        raise CheckpointError(f"The output {output} is no .safetensors file, the one form of a quantized base: let its "
-                              "name end so.")
+        raise CheckpointError(
+            f"The output {output} is no .safetensors file, the one form of a quantized base: let its name end so."
+        )
     check_checkpoint_output(output, [source], overwrite)
     if (adapter is None) != (config is None):
-        raise ConfigError("quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter, and "
-                          "what it is.")
+        raise ConfigError(
+            "quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter, and what it is."
+        )
     if adapter is not None:
         check_loftq_output(adapter, source, output, overwrite)
     with BaseCheckpoint(source) as base:
         if quantized_paths(base.tensors):
-            raise CheckpointError(f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
-                                  "the checkpoint in float.")
+            raise CheckpointError(
+                f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
+                "the checkpoint in float."
+            )
         tensors, notes = in_mindformers_names(base)
         # What an optimizer keeps of a parameter is called as the parameter, after a word of its own.
         states = [tensor for tensor in tensors if tensor.name.partition(".")[2] in base.tensors]
@@ -123,26 +141,41 @@ def quantize_checkpoint(source: str, output: str, exclude=None, overwrite: bool 
         linear = _linear_paths(tensor.name for tensor in tensors)
         chosen = select_quantized(linear, exclude)
         _check_floats(source, tensors, chosen)
-        start = config and LoftqInitializer({_path(tensor.name): tensor for tensor in tensors
-                                       if _path(tensor.name) in linear}, chosen, config)
+        start = config and LoftqInitializer(
+            {_path(tensor.name): tensor for tensor in tensors if _path(tensor.name) in linear}, chosen, config
+        )
         written = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in written)
         # Both come to their places when both are whole.
-        with atomic.replace_folder(adapter) if start else contextlib.nullcontext() as folder, \
-                atomic.replace_file(output) as path:
-            write(path, written, _told(_contents(tensors, chosen, start), progress, total),
-                  {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})})
+        with (
+            atomic.replace_folder(adapter) if start else contextlib.nullcontext() as folder,
+            atomic.replace_file(output) as path,
+        ):
+            write(
+                path,
+                written,
+                _told(_contents(tensors, chosen, start), progress, total),
+                {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})},
+            )
             if start:
                 adapter_files.write(start.adapter(), folder)
-    return QuantizeReport(str(source), str(output), tuple(chosen), sum(tensor.nbytes for tensor in tensors), total,
-                          tuple(notes), time.perf_counter() - started, adapter and str(adapter),
-                          tuple(start.paths) if start else ())
+    return QuantizeReport(
+        str(source),
+        str(output),
+        tuple(chosen),
+        sum(tensor.nbytes for tensor in tensors),
+        total,
+        tuple(notes),
+        time.perf_counter() - started,
+        adapter and str(adapter),
+        tuple(start.paths) if start else (),
+    )
 
 
 def quantized_paths(tensor_names) -> List[str]:
     """Returns the paths of the cells whose weights are 4-bit, by the names of a checkpoint's tensors."""
     suffix = "." + TENSOR_NAMES["absmax"]
-    return [name[:-len(suffix)] for name in tensor_names if name.endswith(suffix)]
+    return [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
 
 
 def check_fits(path: str, exclude) -> None:
@@ -155,14 +188,18 @@ def check_fits(path: str, exclude) -> None:
     with TensorFile(path) as file:
         found = quantized_paths(file.tensors)
         if not found:
-            raise CheckpointError(f"{path} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
-                                  f"mindlora quantize-base {path} base-nf4.safetensors")
+            raise CheckpointError(
+                f"{path} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
+                f"mindlora quantize-base {path} base-nf4.safetensors"
+            )
         wanted = select_quantized(_linear_paths(file.tensors), exclude)
     differ = sorted(set(found) ^ set(wanted))
     if differ:
-        raise CheckpointError(f"{path} was quantized with another quantize_exclude: it and this run differ at "
-                              f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base anew with "
-                              "--exclude.")
+        raise CheckpointError(
+            f"{path} was quantized with another quantize_exclude: it and this run differ at "
+            f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base anew with "
+            "--exclude."
+        )
 
 
 def values_mark(path: str, paths) -> Optional[str]:
@@ -178,35 +215,44 @@ def values_mark(path: str, paths) -> Optional[str]:
     with TensorFile(path) as file:
         if set(paths) - set(quantized_paths(file.tensors)):
             return None
-        return mark_of({}, {cell: picked(file.read(f"{cell}.{TENSOR_NAMES['codes']}"))
-                            for cell in sampled(paths)})["values"]
+        return mark_of({}, {cell: picked(file.read(f"{cell}.{TENSOR_NAMES['codes']}")) for cell in sampled(paths)})[
+            "values"
+        ]
 
 
 def _linear_paths(tensor_names) -> List[str]:
     """Returns the paths of the linear cells of a Llama, whose weights the names are, under MindFormers' names."""
     paths = map(_path, tensor_names)
-    return [path for path in paths if path and (names.to_hugging_face(path) != path or names.joined_parts(path)
-                                                or path.rpartition(".")[2] in OUTPUT_HEADS)]
+    return [
+        path
+        for path in paths
+        if path
+        and (names.to_hugging_face(path) != path or names.joined_parts(path) or path.rpartition(".")[2] in OUTPUT_HEADS)
+    ]
 
 
 def _path(name) -> str:
     """Returns the path of the cell whose weight ``name`` is, or "" for any other parameter."""
-    return name[:-len(_WEIGHT)] if name.endswith(_WEIGHT) else ""
+    return name[: -len(_WEIGHT)] if name.endswith(_WEIGHT) else ""
 
 
 def _check_floats(source, tensors, chosen):
     for tensor in tensors:
         if _path(tensor.name) in chosen and (tensor.dtype not in FLOATS or len(tensor.shape) != 2):
-            raise CheckpointError(f"{source}: {tensor.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, which "
-                                  "is no matrix of float32, float16 or bfloat16. Give the checkpoint in float.")
+            raise CheckpointError(
+                f"{source}: {tensor.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, which "
+                "is no matrix of float32, float16 or bfloat16. Give the checkpoint in float."
+            )
 
 
 def _entries(tensor, chosen) -> list:
     """Returns (name, dtype, shape) of what is written in the place of ``tensor``."""
     if _path(tensor.name) not in chosen:
         return [tensor[:3]]
-    return [(f"{_path(tensor.name)}.{TENSOR_NAMES[field]}", dtype, shape)
-            for field, (shape, dtype) in layout(*tensor.shape).items()]
+    return [
+        (f"{_path(tensor.name)}.{TENSOR_NAMES[field]}", dtype, shape)
+        for field, (shape, dtype) in layout(*tensor.shape).items()
+    ]
 
 
 def _contents(tensors: List[OutputTensor], chosen, start) -> Iterator[np.ndarray]:

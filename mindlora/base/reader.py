@@ -3,6 +3,7 @@
 Of safetensors nothing but the rows that are asked for is ever in memory. A .ckpt is read whole, by MindSpore, which is
 imported for nothing else.
 """
+
 import contextlib
 import json
 import os
@@ -20,9 +21,19 @@ from mindlora.models import names
 INDEX = "model.safetensors.index.json"
 WORLDS = {"hf": "Hugging Face's", "mindformers": "MindFormers'"}
 # What else transformers and MindFormers need of a model's folder.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-              "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-              "chat_template.json")
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 class BaseCheckpoint:
@@ -86,19 +97,25 @@ class BaseCheckpoint:
     def _add(self, file):
         twice = [name for name in self.files[file].tensors if name in self._home]
         if twice:
-            raise CheckpointError(f"{self.path} holds {examples(twice)} in {self._home[twice[0]]} and in {file}: which "
-                                  "of the two counts is not said. Remove the file that does not belong to the model.")
+            raise CheckpointError(
+                f"{self.path} holds {examples(twice)} in {self._home[twice[0]]} and in {file}: which "
+                "of the two counts is not said. Remove the file that does not belong to the model."
+            )
         self._home.update(dict.fromkeys(self.files[file].tensors, file))
 
     def _check_index(self, weight_map):
         absent = [name for name, file in weight_map.items() if self._home.get(name) != file]
         if absent:
-            raise CheckpointError(f"{os.path.join(self.path, INDEX)} names tensors that are not in the files it says: "
-                                  f"{examples(absent)}. Copy the model again.")
+            raise CheckpointError(
+                f"{os.path.join(self.path, INDEX)} names tensors that are not in the files it says: "
+                f"{examples(absent)}. Copy the model again."
+            )
         surplus = [name for name in self._home if name not in weight_map]
         if surplus:
-            raise CheckpointError(f"{os.path.join(self.path, INDEX)} does not name {examples(surplus)}, which its "
-                                  "files hold. Copy the model again.")
+            raise CheckpointError(
+                f"{os.path.join(self.path, INDEX)} does not name {examples(surplus)}, which its "
+                "files hold. Copy the model again."
+            )
 
 
 class CkptFile:
@@ -110,13 +127,15 @@ class CkptFile:
     Raises:
         TruncatedAdapterError, AdapterFormatError: The file is damaged or no checkpoint.
     """
+
     metadata: Dict[str, str] = {}
 
     def __init__(self, path: str):
         # What MindSpore notes of a training beside the parameters, such as epoch_num, has no path.
         self._arrays, _ = ckpt_file.read(path, lambda name: "." in name)
-        self.tensors = {name: TensorInfo(array.dtype, array.shape, 0, array.nbytes)
-                        for name, array in self._arrays.items()}
+        self.tensors = {
+            name: TensorInfo(array.dtype, array.shape, 0, array.nbytes) for name, array in self._arrays.items()
+        }
 
     def __enter__(self) -> "CkptFile":
         return self
@@ -144,12 +163,16 @@ def detect_world(path: str, tensor_names) -> str:
         elif from_mindformers and not from_hf or names.joined_parts(name.rpartition(".")[0]):
             kinds["mindformers"].append(name)
     if all(kinds.values()):
-        raise CheckpointError(f"{path} holds names of Hugging Face ({examples(kinds['hf'])}) and of MindFormers "
-                              f"({examples(kinds['mindformers'])}). Give a checkpoint of one model alone.")
+        raise CheckpointError(
+            f"{path} holds names of Hugging Face ({examples(kinds['hf'])}) and of MindFormers "
+            f"({examples(kinds['mindformers'])}). Give a checkpoint of one model alone."
+        )
     if not any(kinds.values()):
-        raise CheckpointError(f"{path} holds no name of a Llama's or Qwen2's parameters, neither Hugging Face's "
-                              "(model.layers.0.self_attn.q_proj.weight) nor MindFormers' "
-                              f"(model.layers.0.attention.wq.weight). It holds: {examples(tensor_names) or 'nothing'}.")
+        raise CheckpointError(
+            f"{path} holds no name of a Llama's or Qwen2's parameters, neither Hugging Face's "
+            "(model.layers.0.self_attn.q_proj.weight) nor MindFormers' "
+            f"(model.layers.0.attention.wq.weight). It holds: {examples(tensor_names) or 'nothing'}."
+        )
     return "hf" if kinds["hf"] else "mindformers"
 
 
@@ -170,9 +193,11 @@ def _file_names(path, weight_map) -> List[str]:
         return sorted(set(weight_map.values()))
     found = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     if not found:
-        raise CheckpointError(f"{path} holds no .safetensors file. It holds: "
-                              f"{', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}. Give a .ckpt as the file "
-                              "itself; save pytorch_model.bin anew with transformers' save_pretrained.")
+        raise CheckpointError(
+            f"{path} holds no .safetensors file. It holds: "
+            f"{', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}. Give a .ckpt as the file "
+            "itself; save pytorch_model.bin anew with transformers' save_pretrained."
+        )
     return found
 
 
@@ -189,8 +214,9 @@ def _read_index(path):
         if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file:
             raise CheckpointError(f"{index} says that {name} is in {file!r}, which is no name of a file beside it.")
         if not os.path.isfile(os.path.join(path, file)):
-            raise CheckpointError(f"{index} names {file}, which is not there. Copy the model again, or finish the "
-                                  "download.")
+            raise CheckpointError(
+                f"{index} names {file}, which is not there. Copy the model again, or finish the download."
+            )
     return weight_map
 
 

@@ -3,6 +3,7 @@
 A few threads each take the next block, compute it and put it in its place in the file, so that reading, computing and
 the disk overlap and no more than a few blocks are in memory.
 """
+
 import concurrent.futures
 import contextlib
 import json
@@ -32,6 +33,7 @@ class OutputTensor(NamedTuple):
         rows (callable): (begin, end) -> array of those rows in ``dtype``; several threads call it at once.
         unit (int): Rows come in multiples of it. Default: 1.
     """
+
     name: str
     dtype: np.dtype
     shape: Tuple[int, ...]
@@ -56,6 +58,7 @@ class Shard(NamedTuple):
         tensors (list of OutputTensor): What it holds.
         metadata (dict): The file's own texts.
     """
+
     tensors: List[OutputTensor]
     metadata: Dict[str, str]
 
@@ -65,23 +68,34 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
     place = os.path.realpath(output)
     for source in map(os.path.realpath, sources):
         if os.path.commonpath([place, source]) in (place, source) and os.path.exists(source):
-            raise CheckpointError(f"The output {output} is, holds or lies in {source}, which is read. Write to another "
-                                  "place.")
+            raise CheckpointError(
+                f"The output {output} is, holds or lies in {source}, which is read. Write to another place."
+            )
     if not os.path.lexists(place):
         return
     if not overwrite:
         raise CheckpointError(f"{output} exists. Give another output, or --overwrite to replace it.")
     if os.path.isdir(place) == _is_file_name(output):
-        raise CheckpointError(f"{output} exists and is a {'folder' if os.path.isdir(place) else 'file'}; what would be "
-                              "written is not. Give another output.")
+        raise CheckpointError(
+            f"{output} exists and is a {'folder' if os.path.isdir(place) else 'file'}; what would be "
+            "written is not. Give another output."
+        )
     # Replacing a folder removes all that is in it.
-    if os.path.isdir(place) and os.listdir(place) and not any(name.endswith(".safetensors")
-                                                              for name in os.listdir(place)):
+    if (
+        os.path.isdir(place)
+        and os.listdir(place)
+        and not any(name.endswith(".safetensors") for name in os.listdir(place))
+    ):
         raise CheckpointError(f"{output} holds no checkpoint, so --overwrite does not replace it. Give another output.")
 
 
-def write(output: str, shards: List[Shard], world: str, companions: List[str] = (),
-          progress: Optional[Callable[[int, int], None]] = None) -> List[str]:
+def write(
+    output: str,
+    shards: List[Shard],
+    world: str,
+    companions: List[str] = (),
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> List[str]:
     """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there before.
 
     Args:
@@ -98,8 +112,10 @@ def write(output: str, shards: List[Shard], world: str, companions: List[str] = 
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     tick = (lambda nbytes: progress(nbytes, total)) if progress else (lambda nbytes: None)
     if _is_file_name(output):
-        whole = Shard([tensor for shard in shards for tensor in shard.tensors],
-                      {key: text for shard in shards for key, text in shard.metadata.items()})
+        whole = Shard(
+            [tensor for shard in shards for tensor in shard.tensors],
+            {key: text for shard in shards for key, text in shard.metadata.items()},
+        )
         with atomic.replace_file(output) as written:
             if output.endswith(".ckpt"):
                 _write_ckpt(written, whole, tick)
@@ -114,8 +130,10 @@ def write(output: str, shards: List[Shard], world: str, companions: List[str] = 
 
 def _write_folder(folder, shards, world, tick) -> List[str]:
     count = len(shards)
-    files = [f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
-             for number in range(1, count + 1)]
+    files = [
+        f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
+        for number in range(1, count + 1)
+    ]
     for file, shard in zip(files, shards):
         _write_shard(os.path.join(folder, file), shard, world, tick)
     if count > 1:
@@ -171,7 +189,8 @@ def _blocks(tensors, places):
 def _write_block(handle, tensor, place, begin, end) -> int:
     rows = np.ascontiguousarray(tensor.rows(begin, end))
     if rows.dtype != tensor.dtype or rows.size * max(tensor.count, 1) != (
-            (end - begin) * int(np.prod(tensor.shape, dtype=np.int64))):
+        (end - begin) * int(np.prod(tensor.shape, dtype=np.int64))
+    ):
         raise AssertionError(f"{tensor.name} [{begin}:{end}] came as {rows.dtype} {rows.shape}.")
     _write_at(handle, memoryview(rows.reshape(-1).view(np.uint8)), place)
     if hasattr(os, "posix_fadvise"):

@@ -4,6 +4,7 @@ What a verb needs is imported inside its function, so that help and a wrong word
 verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. An
 ``exit_code`` on it is the command's.
 """
+
 import argparse
 import contextlib
 import dataclasses

@@ -1,4 +1,5 @@
 """python -m mindlora.cli"""
+
 import sys
 
 from mindlora.cli import main

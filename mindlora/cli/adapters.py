@@ -1,4 +1,5 @@
 """mindlora inspect, combine, diff: adapter files."""
+
 import dataclasses
 
 from mindlora.cli.verb import Verb, add_command
@@ -17,6 +18,7 @@ class CombineReport:
         ranks (tuple of int): The different ranks of the result.
         cells (int): How many cells it adapts.
     """
+
     output: str
     method: str
     adapters: tuple
@@ -25,15 +27,19 @@ class CombineReport:
 
     def __str__(self):
         parts = "\n".join(f"  {weight:g} x {path}" for path, weight in self.adapters)
-        return (f"{self.output}: {self.cells} cells, rank {', '.join(map(str, self.ranks))}, by method {self.method} "
-                f"from\n{parts}")
+        return (
+            f"{self.output}: {self.cells} cells, rank {', '.join(map(str, self.ranks))}, by method {self.method} "
+            f"from\n{parts}"
+        )
 
 
 def _add_reading_options(parser):
-    parser.add_argument("--alpha", type=float, metavar="N",
-                        help="lora_alpha of the training, where a file does not say it")
-    parser.add_argument("--allow-pickle", action="store_true",
-                        help="read .bin files: they are pickles, of which only tensors are taken")
+    parser.add_argument(
+        "--alpha", type=float, metavar="N", help="lora_alpha of the training, where a file does not say it"
+    )
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="read .bin files: they are pickles, of which only tensors are taken"
+    )
 
 
 def _inspect_options(parser):
@@ -50,8 +56,10 @@ def inspect(arguments):
 
 
 def _diff_options(parser):
-    parser.description += (" The exit code is 0 whenever both could be compared; whether they are equal is said in the "
-                           "report, under equal with --json.")
+    parser.description += (
+        " The exit code is 0 whenever both could be compared; whether they are equal is said in the "
+        "report, under equal with --json."
+    )
     parser.add_argument("first", metavar="A", help=_ADAPTER_HELP)
     parser.add_argument("second", metavar="B", help="another one, in any form")
     _add_reading_options(parser)
@@ -62,26 +70,48 @@ def diff(arguments):
     """mindlora diff"""
     from mindlora.adapters.inspect import compare_adapters
 
-    return compare_adapters(arguments.first, arguments.second, alpha=arguments.alpha,
-                            allow_pickle=arguments.allow_pickle)
+    return compare_adapters(
+        arguments.first, arguments.second, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle
+    )
 
 
 def _combine_options(parser):
-    parser.description += (" Methods cat and svd sum the changes of the weights, cat exactly and svd at a rank you "
-                           "choose; linear, ties, dare_linear, dare_ties and magnitude_prune work on A and B one by "
-                           "one and want equal ranks; those with _svd do the same on the changes. All are PEFT's.")
+    parser.description += (
+        " Methods cat and svd sum the changes of the weights, cat exactly and svd at a rank you "
+        "choose; linear, ties, dare_linear, dare_ties and magnitude_prune work on A and B one by "
+        "one and want equal ranks; those with _svd do the same on the changes. All are PEFT's."
+    )
     parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's form")
-    parser.add_argument("--method", required=True, metavar="M",
-                        help="cat, svd, linear, ties, dare_linear, dare_ties, magnitude_prune, ties_svd, "
-                             "dare_linear_svd, dare_ties_svd or magnitude_prune_svd")
-    parser.add_argument("--adapter", required=True, nargs=2, action="append", metavar=("PATH", "WEIGHT"),
-                        help="an adapter and its weight; once for each adapter")
-    parser.add_argument("--svd-rank", type=int, metavar="R",
-                        help="rank of the result, for the methods with svd (default: the largest of the adapters)")
-    parser.add_argument("--density", type=float, metavar="D",
-                        help="share of the elements to keep, for ties, dare and magnitude_prune: above 0, up to 1")
-    parser.add_argument("--majority-sign", default="total", metavar="S",
-                        help="total (default) or frequency: how ties elects a sign")
+    parser.add_argument(
+        "--method",
+        required=True,
+        metavar="M",
+        help="cat, svd, linear, ties, dare_linear, dare_ties, magnitude_prune, ties_svd, "
+        "dare_linear_svd, dare_ties_svd or magnitude_prune_svd",
+    )
+    parser.add_argument(
+        "--adapter",
+        required=True,
+        nargs=2,
+        action="append",
+        metavar=("PATH", "WEIGHT"),
+        help="an adapter and its weight; once for each adapter",
+    )
+    parser.add_argument(
+        "--svd-rank",
+        type=int,
+        metavar="R",
+        help="rank of the result, for the methods with svd (default: the largest of the adapters)",
+    )
+    parser.add_argument(
+        "--density",
+        type=float,
+        metavar="D",
+        help="share of the elements to keep, for ties, dare and magnitude_prune: above 0, up to 1",
+    )
+    parser.add_argument(
+        "--majority-sign", default="total", metavar="S", help="total (default) or frequency: how ties elects a sign"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of dare's random elements (default: 0)")
     _add_reading_options(parser)
     add_command(parser, combine)
@@ -97,12 +127,22 @@ def combine(arguments):
     weights = [_weight(path, text) for path, text in arguments.adapter]
     adapter_files.check_adapter_output(arguments.output, "peft")
     result = combine_adapters(
-        read_adapters(paths, arguments.alpha, arguments.allow_pickle), weights, arguments.method,
-        svd_rank=arguments.svd_rank, density=arguments.density, majority_sign=arguments.majority_sign,
-        seed=arguments.seed)
+        read_adapters(paths, arguments.alpha, arguments.allow_pickle),
+        weights,
+        arguments.method,
+        svd_rank=arguments.svd_rank,
+        density=arguments.density,
+        majority_sign=arguments.majority_sign,
+        seed=arguments.seed,
+    )
     adapter_files.write(result, arguments.output, to="peft")
-    return CombineReport(arguments.output, arguments.method, tuple(zip(paths, weights)),
-                         tuple(sorted(set(map(result.rank, result.paths)))), len(result.paths))
+    return CombineReport(
+        arguments.output,
+        arguments.method,
+        tuple(zip(paths, weights)),
+        tuple(sorted(set(map(result.rank, result.paths)))),
+        len(result.paths),
+    )
 
 
 def _weight(path, text) -> float:

@@ -1,4 +1,5 @@
 """mindlora convert-base, quantize-base, merge: checkpoints of base models."""
+
 import os
 
 from mindlora.cli.verb import Verb, add_command
@@ -9,16 +10,23 @@ _FORMS = "a folder of .safetensors, or one .safetensors or .ckpt file"
 def _convert_options(parser):
     parser.add_argument("source", metavar="IN", help=_FORMS)
     parser.add_argument("output", metavar="OUT", help=f"{_FORMS}, by how the name ends")
-    parser.add_argument("--from", dest="from_", choices=("hf", "mindformers"),
-                        help="whose names IN has (default: what its names say)")
+    parser.add_argument(
+        "--from", dest="from_", choices=("hf", "mindformers"), help="whose names IN has (default: what its names say)"
+    )
     parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names OUT gets")
-    parser.add_argument("--concat", action="store_true",
-                        help="join q, k, v and gate, up, for models with qkv_concat: True")
-    parser.add_argument("--tied", action="store_true",
-                        help="leave lm_head.weight out, for models with tie_word_embeddings: True")
+    parser.add_argument(
+        "--concat", action="store_true", help="join q, k, v and gate, up, for models with qkv_concat: True"
+    )
+    parser.add_argument(
+        "--tied", action="store_true", help="leave lm_head.weight out, for models with tie_word_embeddings: True"
+    )
     parser.add_argument("--heads", type=int, metavar="N", help="attention heads, to split joined tensors")
-    parser.add_argument("--kv-heads", type=int, metavar="N",
-                        help="key-value heads, to join or split (default for both: from IN's config.json)")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        metavar="N",
+        help="key-value heads, to join or split (default for both: from IN's config.json)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
     add_command(parser, convert_base)
 
@@ -29,28 +37,49 @@ def convert_base(arguments):
 
     with _Bar("convert-base") as bar:
         return module.convert_base(
-            arguments.source, arguments.output, arguments.from_, arguments.to, concat=arguments.concat,
-            tied=arguments.tied, heads=arguments.heads, kv_heads=arguments.kv_heads, overwrite=arguments.overwrite,
-            progress=bar)
+            arguments.source,
+            arguments.output,
+            arguments.from_,
+            arguments.to,
+            concat=arguments.concat,
+            tied=arguments.tied,
+            heads=arguments.heads,
+            kv_heads=arguments.kv_heads,
+            overwrite=arguments.overwrite,
+            progress=bar,
+        )
 
 
 def _quantize_options(parser):
     parser.add_argument("source", metavar="IN", help=_FORMS)
     parser.add_argument("output", metavar="OUT", help="a .safetensors file, under MindFormers' names")
-    parser.add_argument("--exclude", action="append", metavar="CELL",
-                        help="cells to leave in float besides lm_head, by ends of their paths; quantize_exclude of the "
-                             "YAML must be the same (may be given several times)")
-    loftq = parser.add_argument_group("LoftQ", "An adapter that makes up for what quantizing loses, and a base that "
-                                      "goes with it. Decomposing the weights takes most of the time.")
-    loftq.add_argument("--loftq", metavar="FOLDER", help="where to write the adapter, in PEFT's form, for "
-                                                         "pet_config.adapter_path")
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        metavar="CELL",
+        help="cells to leave in float besides lm_head, by ends of their paths; quantize_exclude of the "
+        "YAML must be the same (may be given several times)",
+    )
+    loftq = parser.add_argument_group(
+        "LoftQ",
+        "An adapter that makes up for what quantizing loses, and a base that "
+        "goes with it. Decomposing the weights takes most of the time.",
+    )
+    loftq.add_argument(
+        "--loftq", metavar="FOLDER", help="where to write the adapter, in PEFT's form, for pet_config.adapter_path"
+    )
     loftq.add_argument("--rank", type=int, metavar="R", help="lora_rank of the YAML")
     loftq.add_argument("--alpha", type=float, metavar="X", help="lora_alpha of the YAML (default: 16)")
-    loftq.add_argument("--target-modules", action="append", metavar="CELLS",
-                       help="target_modules of the YAML: once for a regular expression, several times for ends of "
-                            "paths (default: all-linear)")
-    loftq.add_argument("--loftq-iterations", type=int, metavar="N",
-                       help="turns of quantizing and decomposing (default: 1)")
+    loftq.add_argument(
+        "--target-modules",
+        action="append",
+        metavar="CELLS",
+        help="target_modules of the YAML: once for a regular expression, several times for ends of "
+        "paths (default: all-linear)",
+    )
+    loftq.add_argument(
+        "--loftq-iterations", type=int, metavar="N", help="turns of quantizing and decomposing (default: 1)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT, and at FOLDER")
     add_command(parser, quantize_base)
 
@@ -60,8 +89,15 @@ def quantize_base(arguments):
     from mindlora.base.quantize import quantize_checkpoint
 
     with _Bar("quantize-base") as bar:
-        return quantize_checkpoint(arguments.source, arguments.output, arguments.exclude, arguments.overwrite, bar,
-                                   arguments.loftq, _loftq_config(arguments))
+        return quantize_checkpoint(
+            arguments.source,
+            arguments.output,
+            arguments.exclude,
+            arguments.overwrite,
+            bar,
+            arguments.loftq,
+            _loftq_config(arguments),
+        )
 
 
 def _loftq_config(arguments):
@@ -69,8 +105,11 @@ def _loftq_config(arguments):
     from mindlora.config import LoraConfig
     from mindlora.errors import ConfigError
 
-    given = [f"--{flag.replace('_', '-')}" for flag in ("rank", "alpha", "target_modules", "loftq_iterations")
-             if getattr(arguments, flag) is not None]
+    given = [
+        f"--{flag.replace('_', '-')}"
+        for flag in ("rank", "alpha", "target_modules", "loftq_iterations")
+        if getattr(arguments, flag) is not None
+    ]
     if arguments.loftq is None:
         if given:
             raise ConfigError(f"{given[0]} belongs to LoftQ's adapter, and --loftq, where to write it, is not given.")
@@ -81,9 +120,13 @@ def _loftq_config(arguments):
     if turns < 1:
         raise ConfigError(f"--loftq-iterations is {turns}: it must be a whole number of at least 1.")
     targets = arguments.target_modules or ["all-linear"]
-    return LoraConfig(lora_rank=arguments.rank, lora_alpha=16 if arguments.alpha is None else arguments.alpha,
-                      target_modules=targets[0] if len(targets) == 1 else targets, quantize_base="nf4",
-                      lora_init=f"loftq_iter_{turns}")
+    return LoraConfig(
+        lora_rank=arguments.rank,
+        lora_alpha=16 if arguments.alpha is None else arguments.alpha,
+        target_modules=targets[0] if len(targets) == 1 else targets,
+        quantize_base="nf4",
+        lora_init=f"loftq_iter_{turns}",
+    )
 
 
 def _merge_options(parser):
@@ -91,10 +134,17 @@ def _merge_options(parser):
     parser.add_argument("--adapter", required=True, metavar="A", help="adapter folder or file, in any form")
     parser.add_argument("--output", required=True, metavar="OUT", help=f"{_FORMS}, by how the name ends")
     parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, where the adapter does not say it")
-    parser.add_argument("--kv-heads", type=int, metavar="N",
-                        help="key-value heads, where one side has w_qkv (default: from the base's config.json)")
-    parser.add_argument("--allow-pickle", action="store_true",
-                        help="read an adapter_model.bin: only tensors are taken from it, and nothing in it is run")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        metavar="N",
+        help="key-value heads, where one side has w_qkv (default: from the base's config.json)",
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read an adapter_model.bin: only tensors are taken from it, and nothing in it is run",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
     add_command(parser, merge)
 
@@ -108,9 +158,15 @@ def merge(arguments):
 
     with _Bar("merge") as bar:
         return merge_checkpoint(
-            arguments.base, arguments.adapter, arguments.output, lora_alpha=arguments.alpha,
-            kv_heads=arguments.kv_heads, allow_pickle=arguments.allow_pickle, overwrite=arguments.overwrite,
-            progress=bar)
+            arguments.base,
+            arguments.adapter,
+            arguments.output,
+            lora_alpha=arguments.alpha,
+            kv_heads=arguments.kv_heads,
+            allow_pickle=arguments.allow_pickle,
+            overwrite=arguments.overwrite,
+            progress=bar,
+        )
 
 
 class _Bar:
@@ -130,14 +186,21 @@ class _Bar:
     def __call__(self, nbytes, total):
         if self._bar is None:
             from tqdm import tqdm
+
             self._bar = tqdm(desc=self._name, total=total, unit="B", unit_scale=True, delay=1)
         self._bar.update(nbytes)
 
 
 VERBS = (
-    Verb("convert-base", "Rename a Llama's or Qwen2's base checkpoint between Hugging Face and MindFormers.",
-         _convert_options),
-    Verb("quantize-base", "Write a base checkpoint with its linear weights in 4-bit NormalFloat, for QLoRA.",
-         _quantize_options),
+    Verb(
+        "convert-base",
+        "Rename a Llama's or Qwen2's base checkpoint between Hugging Face and MindFormers.",
+        _convert_options,
+    ),
+    Verb(
+        "quantize-base",
+        "Write a base checkpoint with its linear weights in 4-bit NormalFloat, for QLoRA.",
+        _quantize_options,
+    ),
     Verb("merge", "Write a base checkpoint with an adapter merged into it.", _merge_options),
 )

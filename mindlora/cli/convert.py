@@ -1,23 +1,38 @@
 """mindlora convert: an adapter from one form into another."""
+
 from mindlora.cli.verb import Verb, add_command
 
 
 def _options(parser):
-    parser.add_argument("input", metavar="IN", help="an adapter of PEFT's, of MindFormers' or of mindlora's: a folder, "
-                                                    ".safetensors, .ckpt or .bin")
-    parser.add_argument("output", metavar="OUT", help="a folder for peft and slora, a .safetensors file for "
-                                                      "mindformers, a .ckpt file for ckpt")
-    parser.add_argument("--to", required=True, choices=("peft", "mindformers", "ckpt", "slora"),
-                        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: what "
-                             "MindFormers serves many adapters from")
+    parser.add_argument(
+        "input",
+        metavar="IN",
+        help="an adapter of PEFT's, of MindFormers' or of mindlora's: a folder, .safetensors, .ckpt or .bin",
+    )
+    parser.add_argument(
+        "output",
+        metavar="OUT",
+        help="a folder for peft and slora, a .safetensors file for mindformers, a .ckpt file for ckpt",
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("peft", "mindformers", "ckpt", "slora"),
+        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: what "
+        "MindFormers serves many adapters from",
+    )
     parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, where IN does not say it")
-    parser.add_argument("--concat", action="store_true",
-                        help="join q, k, v and w1, w3 for a model that was built with qkv_concat: True")
+    parser.add_argument(
+        "--concat", action="store_true", help="join q, k, v and w1, w3 for a model that was built with qkv_concat: True"
+    )
     parser.add_argument("--heads", type=int, metavar="N", help="num_heads of the model, to join w_qkv")
     parser.add_argument("--kv-heads", type=int, metavar="N", help="n_kv_heads of the model, to join or split w_qkv")
     parser.add_argument("--head-dim", type=int, metavar="N", help="size of its heads, to join or split w_qkv")
-    parser.add_argument("--allow-pickle", action="store_true",
-                        help="read a .bin: only tensors are taken from it, and nothing in it is run")
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read a .bin: only tensors are taken from it, and nothing in it is run",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
     add_command(parser, convert)
 
@@ -26,9 +41,16 @@ def convert(arguments):
     """mindlora convert"""
     from mindlora.adapters.convert import Heads, convert_adapter
 
-    return convert_adapter(arguments.input, arguments.output, arguments.to, arguments.alpha,
-                           Heads(arguments.heads, arguments.kv_heads, arguments.head_dim), arguments.concat,
-                           arguments.allow_pickle, arguments.overwrite)
+    return convert_adapter(
+        arguments.input,
+        arguments.output,
+        arguments.to,
+        arguments.alpha,
+        Heads(arguments.heads, arguments.kv_heads, arguments.head_dim),
+        arguments.concat,
+        arguments.allow_pickle,
+        arguments.overwrite,
+    )
 
 
 VERBS = (Verb("convert", "Turn an adapter into another form.", _options),)

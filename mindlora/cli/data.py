@@ -1,4 +1,5 @@
 """mindlora instruction_data, mindlora plugin-path."""
+
 import dataclasses
 import os
 
@@ -12,6 +13,7 @@ class PluginPath:
     Attributes:
         path (str): The folder that holds bridge.py.
     """
+
     path: str
 
     def __str__(self):
@@ -22,30 +24,52 @@ def _data_options(parser):
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     alpaca = kinds.add_parser("alpaca", help="instruction, input, output: the prompt is masked out of the loss")
     _add_conversion_options(alpaca, "FILE.json|.jsonl")
-    alpaca.add_argument("--template", default="alpaca",
-                        help=r"alpaca (default), plain, or your own text with {instruction}, {input} and \n for lines")
-    alpaca.add_argument("--holdout", type=float, default=0.0, metavar="FRACTION",
-                        help="write the last rows, this share of all, to X-heldout.mindrecord")
+    alpaca.add_argument(
+        "--template",
+        default="alpaca",
+        help=r"alpaca (default), plain, or your own text with {instruction}, {input} and \n for lines",
+    )
+    alpaca.add_argument(
+        "--holdout",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="write the last rows, this share of all, to X-heldout.mindrecord",
+    )
     alpaca.add_argument("--truncate", action="store_true", help="cut outputs that are too long, not skip their rows")
     alpaca.add_argument("--strict", action="store_true", help="fail, and write nothing, if any row cannot be used")
-    alpaca.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE",
-                        help="first train a byte-level BPE tokenizer on the input and save it as the folder T")
+    alpaca.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="first train a byte-level BPE tokenizer on the input and save it as the folder T",
+    )
     add_command(alpaca, convert_alpaca)
     text = kinds.add_parser("text", help="plain text, packed into full rows, to pretrain on")
     _add_conversion_options(text, "FILE.txt")
-    text.add_argument("--paragraphs", action="store_true",
-                      help="each paragraph is a document of its own, with bos and eos around it")
+    text.add_argument(
+        "--paragraphs", action="store_true", help="each paragraph is a document of its own, with bos and eos around it"
+    )
     add_command(text, convert_text)
 
 
 def _add_conversion_options(parser, input_kind):
     parser.add_argument("--input", required=True, metavar=input_kind)
     parser.add_argument("--output", required=True, metavar="X.mindrecord")
-    parser.add_argument("--tokenizer", required=True, metavar="T",
-                        help="folder or file: Hugging Face's tokenizer.json, or sentencepiece's tokenizer.model")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="T",
+        help="folder or file: Hugging Face's tokenizer.json, or sentencepiece's tokenizer.model",
+    )
     parser.add_argument("--seq-length", required=True, type=int, metavar="N", help="the model's; rows get N + 1 tokens")
-    parser.add_argument("--ignore-token-id", type=int, default=-100, metavar="ID",
-                        help="the model's label that does not count in the loss (default: -100)")
+    parser.add_argument(
+        "--ignore-token-id",
+        type=int,
+        default=-100,
+        metavar="ID",
+        help="the model's label that does not count in the loss (default: -100)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at the output")
 
 
@@ -55,10 +79,18 @@ def convert_alpaca(arguments):
     from mindlora.data import instruction_data
 
     return instruction_data.convert_alpaca(
-        arguments.input, arguments.output, arguments.tokenizer, arguments.seq_length,
-        template=arguments.template.replace("\\n", "\n"), holdout=arguments.holdout, truncate=arguments.truncate,
-        strict=arguments.strict, train_vocab_size=arguments.train_tokenizer, ignore_token_id=arguments.ignore_token_id,
-        overwrite=arguments.overwrite)
+        arguments.input,
+        arguments.output,
+        arguments.tokenizer,
+        arguments.seq_length,
+        template=arguments.template.replace("\\n", "\n"),
+        holdout=arguments.holdout,
+        truncate=arguments.truncate,
+        strict=arguments.strict,
+        train_vocab_size=arguments.train_tokenizer,
+        ignore_token_id=arguments.ignore_token_id,
+        overwrite=arguments.overwrite,
+    )
 
 
 def convert_text(arguments):
@@ -66,9 +98,15 @@ def convert_text(arguments):
     _quiet_transformers()
     from mindlora.data import instruction_data
 
-    return instruction_data.convert_text(arguments.input, arguments.output, arguments.tokenizer, arguments.seq_length,
-                             paragraphs=arguments.paragraphs, ignore_token_id=arguments.ignore_token_id,
-                             overwrite=arguments.overwrite)
+    return instruction_data.convert_text(
+        arguments.input,
+        arguments.output,
+        arguments.tokenizer,
+        arguments.seq_length,
+        paragraphs=arguments.paragraphs,
+        ignore_token_id=arguments.ignore_token_id,
+        overwrite=arguments.overwrite,
+    )
 
 
 def _quiet_transformers():
@@ -90,6 +128,9 @@ def plugin_path(_):
 
 VERBS = (
     Verb("data", "Turn training data into MindRecord.", _data_options),
-    Verb("plugin-path", "Print the folder to give MindFormers' run_mindformer.py as --register_path.",
-         _plugin_path_options),
+    Verb(
+        "plugin-path",
+        "Print the folder to give MindFormers' run_mindformer.py as --register_path.",
+        _plugin_path_options,
+    ),
 )

@@ -1,4 +1,5 @@
 """mindlora doctor: what stands on this machine, and what is wrong in a YAML."""
+
 import warnings
 
 from mindlora.cli.verb import Verb, add_command
@@ -6,8 +7,9 @@ from mindlora.cli.verb import Verb, add_command
 
 def _doctor_options(parser):
     parser.description += " The exit code is 1 where a YAML has an error."
-    parser.add_argument("yamls", nargs="*", metavar="YAML",
-                        help="complete YAMLs of MindFormers, checked without building the network")
+    parser.add_argument(
+        "yamls", nargs="*", metavar="YAML", help="complete YAMLs of MindFormers, checked without building the network"
+    )
     add_command(parser, examine)
 
 

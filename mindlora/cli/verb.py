@@ -1,4 +1,5 @@
 """What a verb of the command line is made of."""
+
 from typing import Callable, NamedTuple
 
 
@@ -10,6 +11,7 @@ class Verb(NamedTuple):
         summary (str): One line for the help.
         add_options (callable): Takes the verb's ArgumentParser; sets ``run`` on it, or on the parsers it adds.
     """
+
     name: str
     summary: str
     add_options: Callable

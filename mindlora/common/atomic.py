@@ -1,4 +1,5 @@
 """Writing a file or a folder so that a kill at any moment leaves the old one or the new one, never half of one."""
+
 import contextlib
 import ctypes
 import errno
@@ -19,8 +20,9 @@ def replace_file(path):
     path = os.path.abspath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     # The suffix stays: mindspore.save_checkpoint appends its own to a name that lacks it.
-    handle, written = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", suffix=os.path.splitext(path)[1],
-                                       dir=os.path.dirname(path))
+    handle, written = tempfile.mkstemp(
+        prefix=f".{os.path.basename(path)}.", suffix=os.path.splitext(path)[1], dir=os.path.dirname(path)
+    )
     os.close(handle)
     try:
         yield written

@@ -1,4 +1,5 @@
 """Reports of the command line as text of WIDTH columns: wrapped facts, and tables."""
+
 import textwrap
 from typing import Iterable, Optional, Sequence, Tuple
 
@@ -24,8 +25,10 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     room = WIDTH - sum(2 + max(map(len, column)) for column in list(zip(titles, *rows))[1:])
     table = [[_ending(row[0], room), *row[1:]] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*table)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                            zip(row[1:], widths[1:]))]) for row in table)
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in table
+    )
 
 
 def number(value: Optional[float]) -> str:
@@ -37,4 +40,4 @@ def number(value: Optional[float]) -> str:
 
 def _ending(text, room) -> str:
     # The end of a path tells more than its beginning.
-    return text if len(text) <= room else f"...{text[3 - room:]}"
+    return text if len(text) <= room else f"...{text[3 - room :]}"

@@ -1,4 +1,5 @@
 """Pieces of messages: lists of paths, the nearest known word, a value that may be long."""
+
 import difflib
 import math
 from typing import Iterable, List

@@ -8,6 +8,7 @@ those of the prompt and of the padding. The YAML that goes with it: ``train_data
 CausalLanguageModelDataset``. Name the file there, not its folder: of a folder MindFormers reads every MindRecord.
 MindFormers' own evaluation (``do_eval``) drops no token: it wants rows of seq_length, so give one less for its data.
 """
+
 import contextlib
 import dataclasses
 import re
@@ -44,6 +45,7 @@ class DataReport:
         ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What the user should know besides.
     """
+
     output: str
     rows: int
     held_out: Optional[str]
@@ -66,26 +68,31 @@ class DataReport:
         lines += [f"skipped, {line}" for line in _describe(self.skipped)]
         if self.truncated:
             lines.append(f"output cut at the end: {_shorten(self.truncated)}")
-        lines.append(f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; "
-                     f"the longest row has {self.longest}")
+        lines.append(
+            f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest row has {self.longest}"
+        )
         lines += [f"note: {note}" for note in self.notes]
-        lines.append(f"model_config: seq_length: {self.seq_length}, vocab_size: {self.vocab_size} or more, "
-                     f"pad_token_id: {self.pad_token_id}, ignore_token_id: {self.ignore_token_id}")
+        lines.append(
+            f"model_config: seq_length: {self.seq_length}, vocab_size: {self.vocab_size} or more, "
+            f"pad_token_id: {self.pad_token_id}, ignore_token_id: {self.ignore_token_id}"
+        )
         return "\n".join(lines)
 
 
 class Encoded(NamedTuple):
     """The tokens of one row, int32 [n], and how many of them, from the start, are not to be learned."""
+
     tokens: np.ndarray
     prompt_length: int
 
-    def columns(self, seq_length: int, pad_token_id: int,
-                ignore_token_id: int = IGNORE_TOKEN_ID) -> Dict[str, np.ndarray]:
+    def columns(
+        self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
+    ) -> Dict[str, np.ndarray]:
         """Returns input_ids and labels, int32 [seq_length + 1] each, padded at the end."""
         input_ids = np.full(seq_length + 1, pad_token_id, np.int32)
         labels = np.full(seq_length + 1, ignore_token_id, np.int32)
-        input_ids[:len(self.tokens)] = self.tokens
-        labels[self.prompt_length:len(self.tokens)] = self.tokens[self.prompt_length:]
+        input_ids[: len(self.tokens)] = self.tokens
+        labels[self.prompt_length : len(self.tokens)] = self.tokens[self.prompt_length :]
         return {"input_ids": input_ids, "labels": labels}
 
 
@@ -113,10 +120,20 @@ def encode_row(record: dict, tokenizer, template: Union[str, PromptTemplate] = "
     return Encoded(np.array(tokens, np.int32), len(prompt))
 
 
-def convert_alpaca(input_path: str, output_path: str, tokenizer, seq_length: int, *, template: str = "alpaca",
-                   holdout: float = 0.0, truncate: bool = False, strict: bool = False,
-                   train_vocab_size: Optional[int] = None, ignore_token_id: int = IGNORE_TOKEN_ID,
-                   overwrite: bool = False) -> DataReport:
+def convert_alpaca(
+    input_path: str,
+    output_path: str,
+    tokenizer,
+    seq_length: int,
+    *,
+    template: str = "alpaca",
+    holdout: float = 0.0,
+    truncate: bool = False,
+    strict: bool = False,
+    train_vocab_size: Optional[int] = None,
+    ignore_token_id: int = IGNORE_TOKEN_ID,
+    overwrite: bool = False,
+) -> DataReport:
     """Writes instruction data as MindRecord with the prompt masked out of the loss.
 
     Rows that cannot be used (not an object, a field missing or not a string, an empty output, more than seq_length + 1
@@ -147,7 +164,7 @@ def convert_alpaca(input_path: str, output_path: str, tokenizer, seq_length: int
     _check_seq_length(seq_length)
     if not 0 <= holdout < 1:
         raise DataError(f"holdout is {holdout}: it is a share of the rows, at least 0 and less than 1.")
-    held_out_path = output_path[:-len(".mindrecord")] + "-heldout.mindrecord" if holdout else None
+    held_out_path = output_path[: -len(".mindrecord")] + "-heldout.mindrecord" if holdout else None
     for path in filter(None, (output_path, held_out_path)):
         check_mindrecord_output(path, overwrite)
     if train_vocab_size is not None:
@@ -181,12 +198,30 @@ def convert_alpaca(input_path: str, output_path: str, tokenizer, seq_length: int
                 write_rows(_columns(rows, seq_length, special.pad, ignore_token_id), written)
         if train_vocab_size is not None:
             tokenizers.save_tokenizer(tokenizer, tokenizer_path)
-    return _report(output_path, kept, held_out_path, encoded, skipped=skipped, truncated=truncated,
-                   seq_length=seq_length, tokenizer=tokenizer, ignore_token_id=ignore_token_id, notes=notes)
+    return _report(
+        output_path,
+        kept,
+        held_out_path,
+        encoded,
+        skipped=skipped,
+        truncated=truncated,
+        seq_length=seq_length,
+        tokenizer=tokenizer,
+        ignore_token_id=ignore_token_id,
+        notes=notes,
+    )
 
 
-def convert_text(input_path: str, output_path: str, tokenizer, seq_length: int, *, paragraphs: bool = False,
-                 ignore_token_id: int = IGNORE_TOKEN_ID, overwrite: bool = False) -> DataReport:
+def convert_text(
+    input_path: str,
+    output_path: str,
+    tokenizer,
+    seq_length: int,
+    *,
+    paragraphs: bool = False,
+    ignore_token_id: int = IGNORE_TOKEN_ID,
+    overwrite: bool = False,
+) -> DataReport:
     """Packs a text file into rows of seq_length + 1 tokens that all count in the loss, to pretrain a model on.
 
     The file is one sequence: bos, its text, eos, cut into rows that do not overlap. The last row is padded.
@@ -214,14 +249,33 @@ def convert_text(input_path: str, output_path: str, tokenizer, seq_length: int, 
     begin = np.array([] if special.bos is None else [special.bos], np.int32)
     end = np.array([special.eos], np.int32)
     documents = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()] if paragraphs else [text]
-    tokens = np.concatenate([part for document in progress(documents, "tokenizing") for part in (
-        begin, *(np.array(tokenizers.encode(tokenizer, piece), np.int32) for piece in _pieces(document)), end)])
-    encoded = [Encoded(tokens[start:start + seq_length + 1], 0) for start in range(0, len(tokens), seq_length + 1)]
+    tokens = np.concatenate(
+        [
+            part
+            for document in progress(documents, "tokenizing")
+            for part in (
+                begin,
+                *(np.array(tokenizers.encode(tokenizer, piece), np.int32) for piece in _pieces(document)),
+                end,
+            )
+        ]
+    )
+    encoded = [Encoded(tokens[start : start + seq_length + 1], 0) for start in range(0, len(tokens), seq_length + 1)]
     if len(encoded[-1].tokens) == 1:
         encoded.pop()  # one token alone predicts nothing
     write_mindrecord(_columns(encoded, seq_length, special.pad, ignore_token_id), output_path, overwrite=overwrite)
-    return _report(output_path, len(encoded), None, encoded, skipped={}, truncated=[], seq_length=seq_length,
-                   tokenizer=tokenizer, ignore_token_id=ignore_token_id, notes=[])
+    return _report(
+        output_path,
+        len(encoded),
+        None,
+        encoded,
+        skipped={},
+        truncated=[],
+        seq_length=seq_length,
+        tokenizer=tokenizer,
+        ignore_token_id=ignore_token_id,
+        notes=[],
+    )
 
 
 def _sort_rows(rows, template):
@@ -246,7 +300,7 @@ def _encode_rows(rows, tokenizer, template, seq_length, truncate):
             if prompt_length > seq_length:
                 too_long.setdefault(f"a prompt of more than {seq_length} tokens", []).append(row.place)
                 continue
-            tokens = tokens[:seq_length + 1]
+            tokens = tokens[: seq_length + 1]
             truncated.append(row.place)
         encoded.append(Encoded(tokens, prompt_length))
     return encoded, truncated, too_long
@@ -278,13 +332,22 @@ def _pieces(text) -> Iterator[str]:
 def _report(output, rows, held_out, encoded, *, skipped, truncated, seq_length, tokenizer, ignore_token_id, notes):
     special = tokenizers.special_ids(tokenizer)
     return DataReport(
-        output=output, rows=rows, held_out=held_out, held_out_rows=len(encoded) - rows, skipped=skipped,
-        truncated=truncated, tokens=sum(len(row.tokens) for row in encoded),
+        output=output,
+        rows=rows,
+        held_out=held_out,
+        held_out_rows=len(encoded) - rows,
+        skipped=skipped,
+        truncated=truncated,
+        tokens=sum(len(row.tokens) for row in encoded),
         # The first token of a row is predicted by none.
         trained_tokens=sum(len(row.tokens) - max(row.prompt_length, 1) for row in encoded),
-        longest=max(len(row.tokens) for row in encoded), seq_length=seq_length,
-        vocab_size=tokenizers.vocabulary_size(tokenizer), pad_token_id=special.pad, ignore_token_id=ignore_token_id,
-        notes=[*notes, *special.notes])
+        longest=max(len(row.tokens) for row in encoded),
+        seq_length=seq_length,
+        vocab_size=tokenizers.vocabulary_size(tokenizer),
+        pad_token_id=special.pad,
+        ignore_token_id=ignore_token_id,
+        notes=[*notes, *special.notes],
+    )
 
 
 def _check_seq_length(seq_length):

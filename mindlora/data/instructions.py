@@ -1,4 +1,5 @@
 """Instruction data: rows of instruction, input and output read from a file, checked, and put into a prompt."""
+
 import dataclasses
 import json
 import re
@@ -22,6 +23,7 @@ class Row(NamedTuple):
         place (str): As "line 12" of a .jsonl, "row 3 at line 12" of a .json, or "line 12 (instance 2)".
         record: A dict with FIELDS if row_problem finds nothing wrong.
     """
+
     place: str
     record: Any
 
@@ -100,6 +102,7 @@ class PromptTemplate:
         with_input (str or None): Format string for rows that have an input; None if those have no place.
         without_input (str): Format string for rows whose input is empty.
     """
+
     with_input: Optional[str]
     without_input: str
 
@@ -120,7 +123,8 @@ TEMPLATES = {
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:",
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\n{instruction}\n\n### Response:"),
+        "### Instruction:\n{instruction}\n\n### Response:",
+    ),
     "plain": PromptTemplate("{instruction}\n{input}\n", "{instruction}\n"),
 }
 
@@ -178,5 +182,7 @@ def _rows(place, record):
     if not isinstance(instances, list) or not instances:
         return [Row(place, record)]
     task = {key: value for key, value in record.items() if key != "instances"}
-    return [Row(f"{place} (instance {number})", {**task, **instance} if isinstance(instance, dict) else instance)
-            for number, instance in enumerate(instances, 1)]
+    return [
+        Row(f"{place} (instance {number})", {**task, **instance} if isinstance(instance, dict) else instance)
+        for number, instance in enumerate(instances, 1)
+    ]

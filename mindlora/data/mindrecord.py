@@ -1,4 +1,5 @@
 """Writing MindRecord files whole or not at all."""
+
 import contextlib
 import os
 import sys
@@ -47,8 +48,10 @@ def write_rows(rows, path):
                 schema = found
                 writer.add_schema(schema)
             if found != schema or any(column.dtype != np.int32 for column in row.values()):
-                raise DataError(f"Row {count + 1} has the columns {found}; every row must have int32 columns, and "
-                                f"those of the first row, {schema}.")
+                raise DataError(
+                    f"Row {count + 1} has the columns {found}; every row must have int32 columns, and "
+                    f"those of the first row, {schema}."
+                )
             batch.append(row)
             count += 1
             if len(batch) == _ROWS_A_WRITE:

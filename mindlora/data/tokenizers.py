@@ -1,4 +1,5 @@
 """Tokenizers: loads Hugging Face's and MindFormers', trains small ones."""
+
 import os
 import sys
 import textwrap
@@ -11,8 +12,10 @@ from mindlora.errors import LoraError
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 _TRAINED_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-_ACCEPTED = ("Accepted are Hugging Face's tokenizer.json with its tokenizer_config.json, a sentencepiece file .model, "
-             "and a folder with tokenizer.json or tokenizer.model in it.")
+_ACCEPTED = (
+    "Accepted are Hugging Face's tokenizer.json with its tokenizer_config.json, a sentencepiece file .model, "
+    "and a folder with tokenizer.json or tokenizer.model in it."
+)
 
 
 class TokenizerError(LoraError):
@@ -28,6 +31,7 @@ class SpecialIds(NamedTuple):
         pad (int): Padding.
         notes (tuple of str): What was decided where the tokenizer has no such token.
     """
+
     bos: Optional[int]
     eos: int
     pad: int
@@ -70,8 +74,10 @@ def _load_hugging_face(path):
         # Not AutoTokenizer: tokenizer.json says all, and needs no class of its model's own.
         return PreTrainedTokenizerFast.from_pretrained(os.path.dirname(os.path.abspath(path)), local_files_only=True)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
-        raise TokenizerError(f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the "
-                             f"tokenizer_config.json beside it: {_brief(error)}") from error
+        raise TokenizerError(
+            f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the "
+            f"tokenizer_config.json beside it: {_brief(error)}"
+        ) from error
 
 
 def _load_sentencepiece(path):
@@ -102,8 +108,9 @@ def special_ids(tokenizer) -> SpecialIds:
     """
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     if eos is None:
-        raise TokenizerError('The tokenizer names no end-of-sequence token: set "eos_token" in its '
-                             "tokenizer_config.json.")
+        raise TokenizerError(
+            'The tokenizer names no end-of-sequence token: set "eos_token" in its tokenizer_config.json.'
+        )
     notes = []
     if bos is None:
         notes.append("the tokenizer has no begin-of-sequence token: rows start with the prompt")
@@ -143,8 +150,10 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int):
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < SMALLEST_VOCABULARY:
-        raise TokenizerError(f"A vocabulary of {vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 "
-                             f"bytes make {SMALLEST_VOCABULARY}.")
+        raise TokenizerError(
+            f"A vocabulary of {vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 "
+            f"bytes make {SMALLEST_VOCABULARY}."
+        )
     texts = [text for text in texts if text]
     if not texts:
         raise TokenizerError("There is no text to train a tokenizer on.")
@@ -152,13 +161,27 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=sys.stderr.isatty(),
+        ),
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, SPECIAL_TOKENS.index(bos))])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk, bos_token=bos, eos_token=eos,
-                                   pad_token=pad, clean_up_tokenization_spaces=False)
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, SPECIAL_TOKENS.index(bos))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=unk,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def save_tokenizer(tokenizer, path: str) -> None:
@@ -175,8 +198,10 @@ def check_tokenizer_output(path: str, overwrite: bool) -> None:
         raise TokenizerError(f"{path} exists already: overwrite it expressly, or give the new tokenizer another path.")
     others = sorted(set(os.listdir(path)) - _TRAINED_FILES) if os.path.isdir(path) else [os.path.basename(path)]
     if others:
-        raise TokenizerError(f"{path} is not overwritten, for it holds other things than a trained tokenizer: "
-                             f"{', '.join(others[:10])}. Give the new tokenizer another path.")
+        raise TokenizerError(
+            f"{path} is not overwritten, for it holds other things than a trained tokenizer: "
+            f"{', '.join(others[:10])}. Give the new tokenizer another path."
+        )
 
 
 def _brief(error):

@@ -1,4 +1,5 @@
 """mindlora doctor: what stands on this machine, and what is wrong in the YAMLs of a run."""
+
 import dataclasses
 import glob
 import importlib.metadata
@@ -21,8 +22,14 @@ TESTED_PAIRS = {"2.9.0": "1.9.0", "2.7.2": "1.8.0"}
 _ASCEND = "/usr/local/Ascend"
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 # Where releases of CANN keep their version, below the folder of the toolkit.
-_CANN_VERSION_FILES = ("*/ascend_toolkit_install.info", "ascend_toolkit_install.info", "version.info",
-                       "compiler/version.info", "runtime/version.info", "version.cfg")
+_CANN_VERSION_FILES = (
+    "*/ascend_toolkit_install.info",
+    "ascend_toolkit_install.info",
+    "version.info",
+    "compiler/version.info",
+    "runtime/version.info",
+    "version.cfg",
+)
 _VERSION_LINE = re.compile(r"^\s*(?:\w*_)?version\s*=\s*\[?([\w.:+-]+)", re.IGNORECASE | re.MULTILINE)
 NOT_FOUND, NOT_INSTALLED = "not found", "not installed"
 
@@ -36,6 +43,7 @@ class Item:
         value (str): Its version, or "not installed", or "not found".
         detail (str): Where it was found or looked for, or what follows from it.
     """
+
     name: str
     value: str
     detail: str = ""
@@ -49,12 +57,12 @@ class YamlReport:
         path (str): The YAML.
         findings (tuple of Finding): Errors first.
     """
+
     path: str
     findings: Tuple[Finding, ...]
 
     def __str__(self):
-        counts = [(severity, sum(finding.severity == severity for finding in self.findings))
-                  for severity in SEVERITIES]
+        counts = [(severity, sum(finding.severity == severity for finding in self.findings)) for severity in SEVERITIES]
         said = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts if count]
         return "\n".join([f"{self.path}: {', '.join(said) or 'nothing to say'}", *map(_finding, self.findings)])
 
@@ -68,6 +76,7 @@ class DoctorReport:
         findings (tuple of Finding): What is to say of the machine.
         yamls (tuple of YamlReport): One for each YAML.
     """
+
     machine: Tuple[Item, ...]
     findings: Tuple[Finding, ...]
     yamls: Tuple[YamlReport, ...] = ()
@@ -96,12 +105,23 @@ def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
     mindspore, mindformers, cann = _package("MindSpore"), _package("MindFormers"), _cann()
     pair, findings = _pair(mindspore.value, mindformers.value)
     operators, problems = _operators(mindspore.value)
-    machine = (Item("Python", platform.python_version(), sys.executable),
-               Item("mindlora", __version__, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-               mindspore, dataclasses.replace(mindformers, detail=pair or mindformers.detail),
-               _package("numpy"), _package("safetensors"), cann, _driver(), _devices(),
-               Item("LoRADense", "composed", "plain MindSpore operators on every device: it does not use the fused "
-                    "ones of mindlora.ops yet"), *operators)
+    machine = (
+        Item("Python", platform.python_version(), sys.executable),
+        Item("mindlora", __version__, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+        mindspore,
+        dataclasses.replace(mindformers, detail=pair or mindformers.detail),
+        _package("numpy"),
+        _package("safetensors"),
+        cann,
+        _driver(),
+        _devices(),
+        Item(
+            "LoRADense",
+            "composed",
+            "plain MindSpore operators on every device: it does not use the fused ones of mindlora.ops yet",
+        ),
+        *operators,
+    )
     reports = []
     for path in yaml_paths:
         reports.append(YamlReport(path, tuple(check_yaml(path))))
@@ -122,15 +142,28 @@ def _package(name) -> Item:
 def _pair(mindspore, mindformers) -> Tuple[str, List[Finding]]:
     """Returns in words whether the two versions were tested together, and what to do if not."""
     install = " or ".join(f"MindSpore {first} with MindFormers {second}" for first, second in TESTED_PAIRS.items())
-    missing = [name for name, found in (("MindSpore", mindspore), ("MindFormers", mindformers))
-               if found == NOT_INSTALLED]
+    missing = [
+        name for name, found in (("MindSpore", mindspore), ("MindFormers", mindformers)) if found == NOT_INSTALLED
+    ]
     if missing:
-        return "", [Finding("warning", "", f"{' and '.join(missing)}: not installed. Nothing can be trained here.",
-                            f"Install {install}.")]
+        return "", [
+            Finding(
+                "warning",
+                "",
+                f"{' and '.join(missing)}: not installed. Nothing can be trained here.",
+                f"Install {install}.",
+            )
+        ]
     if TESTED_PAIRS.get(mindspore) == mindformers:
         return f"tested together with MindSpore {mindspore}", []
-    return "", [Finding("warning", "", f"MindSpore {mindspore} and MindFormers {mindformers} were not tested together.",
-                        f"Tested pairs: {install}.")]
+    return "", [
+        Finding(
+            "warning",
+            "",
+            f"MindSpore {mindspore} and MindFormers {mindformers} were not tested together.",
+            f"Tested pairs: {install}.",
+        )
+    ]
 
 
 def _operators(mindspore) -> Tuple[List[Item], List[Finding]]:
@@ -149,8 +182,11 @@ def _operators(mindspore) -> Tuple[List[Item], List[Finding]]:
 
 
 def _cann() -> Item:
-    looked = [(f"{variable}={os.environ[variable]}", os.environ[variable])
-              for variable in _CANN_VARIABLES if os.environ.get(variable)]
+    looked = [
+        (f"{variable}={os.environ[variable]}", os.environ[variable])
+        for variable in _CANN_VARIABLES
+        if os.environ.get(variable)
+    ]
     looked += [(path, path) for path in (f"{_ASCEND}/ascend-toolkit/latest", f"{_ASCEND}/latest")]
     for source, folder in looked:
         if os.path.isdir(folder):

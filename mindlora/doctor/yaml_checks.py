@@ -1,4 +1,5 @@
 """What is wrong in a MindFormers YAML, found without building the network and, most of it, without MindFormers."""
+
 import contextlib
 import dataclasses
 import importlib.util
@@ -39,6 +40,7 @@ class Finding:
         found (str): What was found.
         advice (str): What to do, or "" where ``found`` says it.
     """
+
     severity: str
     key: str
     found: str
@@ -48,6 +50,7 @@ class Finding:
 @dataclasses.dataclass
 class _PetConfig(LoraConfig):
     """LoraConfig with the keys more that a pet_config node may have (see plugin/pet.py, which needs MindFormers)."""
+
     adapter_path: Optional[str] = None
     loraplus_lr_ratio: Optional[float] = None
 
@@ -72,8 +75,14 @@ def check_yaml(path: str) -> List[Finding]:
         return [Finding("error", "", str(error))]
     findings = list(_numbers_as_text(config))
     if config.get("run_mode") not in _RUN_MODES:
-        findings.append(Finding("error", "run_mode", f"run_mode is {config.get('run_mode')!r}, which is not known."
-                                f"{suggestion(str(config.get('run_mode')), list(_RUN_MODES))}"))
+        findings.append(
+            Finding(
+                "error",
+                "run_mode",
+                f"run_mode is {config.get('run_mode')!r}, which is not known."
+                f"{suggestion(str(config.get('run_mode')), list(_RUN_MODES))}",
+            )
+        )
     lora = _check_pet_config(config, findings)
     is_sound = not any(finding.severity == "error" and finding.key.startswith(PET) for finding in findings)
     if lora is not None:
@@ -111,8 +120,13 @@ def _merged(path) -> dict:
 
 def _overlaid(base, config):
     """Returns ``base`` with the values of ``config`` over its own, node by node."""
-    return {**base, **{key: _overlaid(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict)
-                       else value for key, value in config.items()}}
+    return {
+        **base,
+        **{
+            key: _overlaid(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+            for key, value in config.items()
+        },
+    }
 
 
 def _at(config, place):
@@ -129,8 +143,12 @@ def _numbers_as_text(node, place="") -> Iterator[Finding]:
     elif isinstance(node, str) and _NUMBER_AS_TEXT.fullmatch(node):
         whole, exponent = re.split("[eE]", node)
         severity = "error" if place.startswith(("lr_schedule.", "optimizer.", "runner_wrapper.")) else "warning"
-        yield Finding(severity, place, f"YAML reads {node} as text, since it has no point or no sign in its exponent.",
-                      f"Write {float(whole)}e{int(exponent):+d}.")
+        yield Finding(
+            severity,
+            place,
+            f"YAML reads {node} as text, since it has no point or no sign in its exponent.",
+            f"Write {float(whole)}e{int(exponent):+d}.",
+        )
 
 
 def _check_pet_config(config, findings) -> Optional[LoraConfig]:
@@ -148,8 +166,14 @@ def _check_pet_config(config, findings) -> Optional[LoraConfig]:
         return None
     if pet_type not in PET_TYPES:
         known = [*PET_TYPES, *_MINDFORMERS_PET_TYPES]
-        findings.append(Finding("error", f"{PET}.pet_type", f"pet_type is {pet_type!r}, which is not known: "
-                                f"MindFormers would train the whole network.{suggestion(str(pet_type), known)}"))
+        findings.append(
+            Finding(
+                "error",
+                f"{PET}.pet_type",
+                f"pet_type is {pet_type!r}, which is not known: "
+                f"MindFormers would train the whole network.{suggestion(str(pet_type), known)}",
+            )
+        )
         return None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -158,8 +182,9 @@ def _check_pet_config(config, findings) -> Optional[LoraConfig]:
         except LoraError as error:
             findings.append(Finding("error", _key_of(str(error), pet_config), str(error)))
             return None
-    findings += [Finding("warning", _key_of(str(warning.message), pet_config), str(warning.message))
-                 for warning in caught]
+    findings += [
+        Finding("warning", _key_of(str(warning.message), pet_config), str(warning.message)) for warning in caught
+    ]
     return lora
 
 
@@ -176,43 +201,71 @@ def _check_targets(config, lora) -> List[Finding]:
     kind = _at(config, "model.arch.type") or model_config.get("type")
     experts = max(_at(node, "moe_config.expert_num") or 1 for node in (config, model_config))
     if kind not in ("LlamaForCausalLM", "LlamaConfig") or experts > 1:
-        return [Finding("note", f"{PET}.target_modules", f"The model is {kind}{' with experts' * (experts > 1)}: its "
-                        "cells are not known here, so targets and ranks were not checked.")]
+        return [
+            Finding(
+                "note",
+                f"{PET}.target_modules",
+                f"The model is {kind}{' with experts' * (experts > 1)}: its "
+                "cells are not known here, so targets and ranks were not checked.",
+            )
+        ]
     try:
         sizes = linear_sizes(model_config)
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        return [Finding("error", "model.model_config", f"The sizes of the model cannot be worked out: {error}.",
-                        "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be "
-                        "whole numbers.")]
+        return [
+            Finding(
+                "error",
+                "model.model_config",
+                f"The sizes of the model cannot be worked out: {error}.",
+                "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be "
+                "whole numbers.",
+            )
+        ]
     if lora.target_modules != targets.ALL_LINEAR:
         sizes["model.tok_embeddings"] = sizes["lm_head"]
     findings = []
     with _said_by(targets.logger) as said:
         try:
-            selected = targets.select_targets(list(sizes), lora.target_modules, lora.exclude_modules,
-                                              layers=lora.layers_to_transform)
+            selected = targets.select_targets(
+                list(sizes), lora.target_modules, lora.exclude_modules, layers=lora.layers_to_transform
+            )
         except TargetError as error:
             field = re.match(r"\w+", str(error))[0]
             return [Finding("error", f"{PET}.{field}", str(error))]
     findings += [Finding("warning", f"{PET}.target_modules", text) for text in said]
     cells = {path: lora.for_cell(path) for path in selected}
-    count = sum(cell.lora_rank * (1 if cell.use_vera else sum(sizes[path]))
-                + (cell.use_dora or cell.use_vera) * sizes[path][0] for path, cell in cells.items())
-    findings.append(Finding("note", f"{PET}.target_modules", f"LoRA on {len(cells)} cells, {count:,} parameters: "
-                            f"{listed(cells)}."))
+    count = sum(
+        cell.lora_rank * (1 if cell.use_vera else sum(sizes[path])) + (cell.use_dora or cell.use_vera) * sizes[path][0]
+        for path, cell in cells.items()
+    )
+    findings.append(
+        Finding("note", f"{PET}.target_modules", f"LoRA on {len(cells)} cells, {count:,} parameters: {listed(cells)}.")
+    )
     # VeRA's ranks are larger: it does not train its matrices.
     wasteful = [path for path, cell in cells.items() if cell.lora_rank > min(sizes[path]) and not lora.use_vera]
     if wasteful:
         least = min(min(sizes[path]) for path in wasteful)
-        findings.append(Finding("warning", f"{PET}.lora_rank", f"The rank is above the smaller side of {len(wasteful)} "
-                                f"weights, {least} at the least: {listed(wasteful)}.",
-                                "No change of a weight has a higher rank than that: lower it, or for these cells "
-                                "alone with rank_pattern."))
+        findings.append(
+            Finding(
+                "warning",
+                f"{PET}.lora_rank",
+                f"The rank is above the smaller side of {len(wasteful)} "
+                f"weights, {least} at the least: {listed(wasteful)}.",
+                "No change of a weight has a higher rank than that: lower it, or for these cells "
+                "alone with rank_pattern.",
+            )
+        )
     for field in ("rank_pattern", "alpha_pattern"):
         for expression in getattr(lora, field) or {}:
             if not any(pattern_value({expression: True}, path, False) for path in selected):
-                findings.append(Finding("warning", f"{PET}.{field}", f"{expression!r} matches none of the cells that "
-                                        "target_modules selects.", f"They are: {listed(selected)}."))
+                findings.append(
+                    Finding(
+                        "warning",
+                        f"{PET}.{field}",
+                        f"{expression!r} matches none of the cells that target_modules selects.",
+                        f"They are: {listed(selected)}.",
+                    )
+                )
     return findings
 
 
@@ -243,22 +296,42 @@ def _check_dtypes(config, lora) -> Iterator[Finding]:
     on_path = lora.compute_dtype or computed
     if _is_training(config) and lora.param_init_type != "float32":
         bits = {"float16": 11, "bfloat16": 8}[lora.param_init_type]
-        yield Finding("warning", f"{PET}.param_init_type", f"A and B are kept in {lora.param_init_type}, which has "
-                      f"{bits} bits: a step of the optimizer below 1/{2 ** bits} of a weight is rounded away.",
-                      "Set it to float32; A and B are small.")
+        yield Finding(
+            "warning",
+            f"{PET}.param_init_type",
+            f"A and B are kept in {lora.param_init_type}, which has "
+            f"{bits} bits: a step of the optimizer below 1/{2**bits} of a weight is rounded away.",
+            "Set it to float32; A and B are small.",
+        )
     if _is_training(config) and "float16" in (computed, on_path, lora.param_init_type) and not _scales_loss(config):
-        yield Finding("warning", "runner_wrapper.scale_sense", "Gradients are computed in float16 and the loss is not "
-                      "scaled: small gradients become zero.",
-                      "Set scale_sense to type: DynamicLossScaleUpdateCell, or compute in bfloat16.")
+        yield Finding(
+            "warning",
+            "runner_wrapper.scale_sense",
+            "Gradients are computed in float16 and the loss is not scaled: small gradients become zero.",
+            "Set scale_sense to type: DynamicLossScaleUpdateCell, or compute in bfloat16.",
+        )
     if (stored, computed) == ("bfloat16", "float16"):
-        yield Finding("warning", "model.model_config.compute_dtype", "The base is bfloat16 and is computed in float16: "
-                      "what is above 65504, which bfloat16 can hold, becomes infinite.", "Compute in bfloat16.")
+        yield Finding(
+            "warning",
+            "model.model_config.compute_dtype",
+            "The base is bfloat16 and is computed in float16: "
+            "what is above 65504, which bfloat16 can hold, becomes infinite.",
+            "Compute in bfloat16.",
+        )
     if (stored, computed) == ("float16", "bfloat16"):
-        yield Finding("note", "model.model_config.param_init_type", "The base is kept in float16 and each product "
-                      "rounds it to bfloat16.", "Keep it in bfloat16: the same products, without the cast.")
+        yield Finding(
+            "note",
+            "model.model_config.param_init_type",
+            "The base is kept in float16 and each product rounds it to bfloat16.",
+            "Keep it in bfloat16: the same products, without the cast.",
+        )
     if on_path == "float16" and computed != "float16":
-        yield Finding("warning", f"{PET}.compute_dtype", f"LoRA computes in float16 on activations of {computed}: what "
-                      "is above 65504 becomes infinite.", f"Leave compute_dtype out: LoRA then computes in {computed}.")
+        yield Finding(
+            "warning",
+            f"{PET}.compute_dtype",
+            f"LoRA computes in float16 on activations of {computed}: what is above 65504 becomes infinite.",
+            f"Leave compute_dtype out: LoRA then computes in {computed}.",
+        )
 
 
 def _scales_loss(config) -> bool:
@@ -272,14 +345,17 @@ def _is_training(config) -> bool:
 
 def _check_files(config, lora) -> Iterator[Finding]:
     used = {"train": "train", "finetune": "train", "eval": "eval"}.get(config.get("run_mode"))
-    kinds = [kind for kind in ("train", "eval")
-             if kind == used or kind == "eval" and config.get("do_eval")]
-    yield from _check_file(config, "load_checkpoint", "--load_checkpoint",
-                           "the base under the adapter has random weights" if lora else "")
+    kinds = [kind for kind in ("train", "eval") if kind == used or kind == "eval" and config.get("do_eval")]
+    yield from _check_file(
+        config, "load_checkpoint", "--load_checkpoint", "the base under the adapter has random weights" if lora else ""
+    )
     for kind in ("train", "eval"):
         place = f"{kind}_dataset.data_loader.dataset_dir"
-        if kind in kinds and _at(config, f"{kind}_dataset.data_loader.type") == "MindDataset" \
-                and not _at(config, f"{kind}_dataset.data_loader.dataset_files"):
+        if (
+            kind in kinds
+            and _at(config, f"{kind}_dataset.data_loader.type") == "MindDataset"
+            and not _at(config, f"{kind}_dataset.data_loader.dataset_files")
+        ):
             yield from _check_file(config, place, f"--{kind}_dataset_dir", "there is no data")
         elif kind in kinds and not _at(config, f"{kind}_dataset.data_loader"):
             yield Finding("error", f"{kind}_dataset.data_loader", "It is missing.", "It names the data.")
@@ -296,8 +372,12 @@ def _check_file(config, place, flag="", if_empty="") -> Iterator[Finding]:
     elif not isinstance(path, str):
         yield Finding("error", place, f"It is {path!r}.", "It must be a path.")
     elif not os.path.exists(path):
-        yield Finding("error", place, f"{path} does not exist, seen from {os.getcwd()}.",
-                      f"Correct it{f', or give {flag}' if flag else ''}.")
+        yield Finding(
+            "error",
+            place,
+            f"{path} does not exist, seen from {os.getcwd()}.",
+            f"Correct it{f', or give {flag}' if flag else ''}.",
+        )
 
 
 def _check_as_mindlora_run(path) -> Iterator[Finding]:
@@ -313,6 +393,7 @@ def _check_as_mindlora_run(path) -> Iterator[Finding]:
             from mindformers.tools.register import MindFormerConfig
 
             from mindlora.plugin import preflight
+
             preflight.prepare(MindFormerConfig(path))
         except LoraError as error:
             yield Finding("error", "", str(error))

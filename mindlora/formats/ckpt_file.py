@@ -2,6 +2,7 @@
 
 A file is one protobuf message, Checkpoint in mindspore/train/checkpoint.proto: a sequence of named tensors.
 """
+
 import binascii
 import math
 from typing import Callable, Dict, Iterable, NamedTuple, Tuple
@@ -17,10 +18,21 @@ from mindlora.numerics.dtypes import BFLOAT16
 # the last one, a text.
 _FIRST = "mindlora_begin"
 _METADATA = "mindlora"
-_DTYPES = {"Float64": np.dtype("<f8"), "Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16,
-           "Int64": np.dtype("<i8"), "Int32": np.dtype("<i4"), "Int16": np.dtype("<i2"), "Int8": np.dtype("i1"),
-           "UInt64": np.dtype("<u8"), "UInt32": np.dtype("<u4"), "UInt16": np.dtype("<u2"), "UInt8": np.dtype("u1"),
-           "Bool": np.dtype("?")}
+_DTYPES = {
+    "Float64": np.dtype("<f8"),
+    "Float32": np.dtype("<f4"),
+    "Float16": np.dtype("<f2"),
+    "BFloat16": BFLOAT16,
+    "Int64": np.dtype("<i8"),
+    "Int32": np.dtype("<i4"),
+    "Int16": np.dtype("<i2"),
+    "Int8": np.dtype("i1"),
+    "UInt64": np.dtype("<u8"),
+    "UInt32": np.dtype("<u4"),
+    "UInt16": np.dtype("<u2"),
+    "UInt8": np.dtype("u1"),
+    "Bool": np.dtype("?"),
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHECKSUM = b"crc_num"  # Before the last 10 bytes of a file that was saved with crc_check.
 _MAX_AXES = 32  # NumPy's.
@@ -35,6 +47,7 @@ _DIMS, _TYPE, _CONTENT = 1, 2, 3
 
 class _Tensor(NamedTuple):
     """A record, or one piece of a large tensor."""
+
     dims: Tuple[int, ...]
     dtype: str
     content: memoryview
@@ -73,7 +86,9 @@ def write_arrays(path: str, arrays: Iterable[Tuple[str, np.ndarray]]) -> None:
 
 def _write_arrays(file, arrays):
     for name, array in arrays:
-        pieces = np.array_split(array, math.ceil(array.nbytes / _PIECE_BYTES)) if array.nbytes > _PIECE_BYTES else [array]
+        pieces = (
+            np.array_split(array, math.ceil(array.nbytes / _PIECE_BYTES)) if array.nbytes > _PIECE_BYTES else [array]
+        )
         for piece in pieces:
             file.write(_record(name, _NAMES[array.dtype], array.shape, piece.tobytes()))
 
@@ -93,8 +108,9 @@ def _records(path, wanted) -> Dict[str, list]:
     if content[-17:-10] == _CHECKSUM:
         content, checksum = content[:-17], int.from_bytes(content[-10:], "big")
         if checksum != binascii.crc32(content):
-            raise TruncatedAdapterError(f"{path} is damaged: its checksum is that of other bytes. Copy or save it "
-                                        "again.")
+            raise TruncatedAdapterError(
+                f"{path} is damaged: its checksum is that of other bytes. Copy or save it again."
+            )
     records, before = {}, None
     try:
         for field, _, value in protobuf.fields(memoryview(content)):
@@ -132,13 +148,16 @@ def _parsed(value) -> Tuple[str, _Tensor]:
 def _array(key, tensors, path) -> np.ndarray:
     name, shape = tensors[-1].dtype, tensors[-1].dims
     if name not in _DTYPES:
-        raise AdapterFormatError(f"{path}: {key} is stored as {name}, which is not supported. Known: "
-                                 f"{', '.join(_DTYPES)}.")
+        raise AdapterFormatError(
+            f"{path}: {key} is stored as {name}, which is not supported. Known: {', '.join(_DTYPES)}."
+        )
     shape = () if shape == (0,) else shape  # One of the ways in which MindSpore writes a scalar.
     content = b"".join(tensor.content for tensor in tensors)
     if len(shape) > _MAX_AXES or min(shape, default=1) < 1 or math.prod(shape) * _DTYPES[name].itemsize != len(content):
-        raise TruncatedAdapterError(f"{path} is truncated or damaged: {key} is {name} {list(shape)} in {len(content)} "
-                                    "bytes. Copy or save it again.")
+        raise TruncatedAdapterError(
+            f"{path} is truncated or damaged: {key} is {name} {list(shape)} in {len(content)} "
+            "bytes. Copy or save it again."
+        )
     return np.frombuffer(content, _DTYPES[name]).reshape(shape)
 
 
@@ -149,5 +168,6 @@ def _text(tensors, path) -> str:
         # As NumPy keeps texts.
         return b"".join(tensor.content for tensor in tensors).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
-        raise TruncatedAdapterError(f"{path} is truncated or damaged: its last record is no text. Copy or save it "
-                                    "again.") from error
+        raise TruncatedAdapterError(
+            f"{path} is truncated or damaged: its last record is no text. Copy or save it again."
+        ) from error

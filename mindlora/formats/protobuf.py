@@ -3,6 +3,7 @@
 google.protobuf is not used, because MindSpore can only work with its pure-Python implementation, which a process
 chooses at its first import: a file that was read before MindSpore is imported would break MindSpore.
 """
+
 from typing import Iterator, Tuple, Union
 
 # The two wire types that the messages use; fields of the other types are skipped.
@@ -34,7 +35,7 @@ def fields(message: memoryview) -> Iterator[Tuple[int, int, Value]]:
         if at + size > len(message):
             raise ValueError(f"a field of {size} bytes begins at byte {at} of {len(message)}")
         if wire_type == CONTENT:
-            yield field, wire_type, message[at:at + size]
+            yield field, wire_type, message[at : at + size]
         at += size
 
 

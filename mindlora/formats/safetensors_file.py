@@ -3,6 +3,7 @@
 safetensors' own reader judges whether a file is sound. What it lacks here: NumPy has no bfloat16, and its writer wants
 all tensors in memory at once.
 """
+
 import json
 import math
 import os
@@ -14,13 +15,24 @@ from safetensors import SafetensorError, safe_open
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.numerics.dtypes import BFLOAT16
 
-_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16,
-           "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
-           "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
-           "BOOL": np.dtype("?")}
+_DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_MAX_AXES, _MAX_ELEMENTS = 32, 2 ** 59  # NumPy's.
+_MAX_AXES, _MAX_ELEMENTS = 32, 2**59  # NumPy's.
 # What the library's messages say when bytes are missing.
 _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
@@ -34,6 +46,7 @@ class TensorInfo(NamedTuple):
         offset (int): Of its first byte from the beginning of the file.
         size (int): In bytes.
     """
+
     dtype: np.dtype
     shape: Tuple[int, ...]
     offset: int
@@ -93,8 +106,9 @@ class TensorFile:
             done += count
 
 
-def layout(entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
-           metadata: Optional[Dict[str, str]] = None) -> Tuple[bytes, List[int], int]:
+def layout(
+    entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], metadata: Optional[Dict[str, str]] = None
+) -> Tuple[bytes, List[int], int]:
     """Returns what a safetensors file begins with, where each tensor begins in it, and where the file ends.
 
     Args:
@@ -114,8 +128,12 @@ def layout(entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
     return text, [len(text) + header[key]["data_offsets"][0] for key, _, _ in entries], len(text) + offset
 
 
-def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], contents: Iterable[np.ndarray],
-          metadata: Optional[Dict[str, str]] = None) -> None:
+def write(
+    path: str,
+    entries: List[Tuple[str, np.dtype, Tuple[int, ...]]],
+    contents: Iterable[np.ndarray],
+    metadata: Optional[Dict[str, str]] = None,
+) -> None:
     """Writes a safetensors file as its contents come, so that one piece at a time is in memory.
 
     Args:
@@ -140,16 +158,9 @@ def write(path: str, entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], conte
 def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Optional[Dict[str, str]] = None) -> None:
     """Writes arrays that are all in memory, in the order of their keys."""
     keys = sorted(tensors)
-    write(path, [(key, tensors[key].dtype, tensors[key].shape) for key in keys], (tensors[key] for key in keys),
-          metadata)
-
-
-
-
-
-
-
-
+    write(
+        path, [(key, tensors[key].dtype, tensors[key].shape) for key in keys], (tensors[key] for key in keys), metadata
+    )
 
 
 def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
@@ -159,8 +170,10 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
     except SafetensorError as error:
         size = os.path.getsize(path)
         if any(sign in str(error) for sign in _TRUNCATED):
-            raise TruncatedAdapterError(f"{path} is truncated or damaged: its {size} bytes are not what its header "
-                                        f"declares ({error}). Copy or save it again.") from error
+            raise TruncatedAdapterError(
+                f"{path} is truncated or damaged: its {size} bytes are not what its header "
+                f"declares ({error}). Copy or save it again."
+            ) from error
         raise AdapterFormatError(f"{path} is not a safetensors file: {error}.") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -173,8 +186,9 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
         raise AdapterFormatError(f"{path} is not a safetensors file: its header describes {odd[0]} by no object.")
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in _DTYPES:
-            raise AdapterFormatError(f"{path}: {key} is stored as {entry['dtype']}, which is not supported. Known: "
-                                     f"{', '.join(_DTYPES)}.")
+            raise AdapterFormatError(
+                f"{path}: {key} is stored as {entry['dtype']}, which is not supported. Known: {', '.join(_DTYPES)}."
+            )
         if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
             # One that is empty can claim any size along its other axes.
             raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, a shape that no array can have.")

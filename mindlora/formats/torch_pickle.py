@@ -1,4 +1,5 @@
 """Reads PyTorch's .bin files without PyTorch and without running anything that stands in them."""
+
 import pickletools
 import zipfile
 from typing import Dict
@@ -8,8 +9,14 @@ import numpy as np
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.numerics.dtypes import BFLOAT16
 
-_STORAGES = {"DoubleStorage": np.dtype("<f8"), "FloatStorage": np.dtype("<f4"), "HalfStorage": np.dtype("<f2"),
-             "BFloat16Storage": BFLOAT16, "LongStorage": np.dtype("<i8"), "IntStorage": np.dtype("<i4")}
+_STORAGES = {
+    "DoubleStorage": np.dtype("<f8"),
+    "FloatStorage": np.dtype("<f4"),
+    "HalfStorage": np.dtype("<f2"),
+    "BFloat16Storage": BFLOAT16,
+    "LongStorage": np.dtype("<i8"),
+    "IntStorage": np.dtype("<i4"),
+}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
 _MAX_AXES = 32  # NumPy's.
@@ -38,8 +45,10 @@ def read(path: str) -> Dict[str, np.ndarray]:
     except zipfile.BadZipFile as error:
         if _begins_as_zip(path):
             raise TruncatedAdapterError(f"{path} is truncated or damaged: {error}. Copy or save it again.") from error
-        raise AdapterFormatError(f"{path} is not what torch.save writes since PyTorch 1.6: {error}. Save the adapter "
-                                 "with safe_serialization=True, as safetensors.") from error
+        raise AdapterFormatError(
+            f"{path} is not what torch.save writes since PyTorch 1.6: {error}. Save the adapter "
+            "with safe_serialization=True, as safetensors."
+        ) from error
     # A damaged program can fail in any way that programs do.
     except Exception as error:
         if not opened:
@@ -58,7 +67,7 @@ class _Machine:
         if len(entries) != 1:
             raise AdapterFormatError(f"{path} is a zip archive without the one data.pkl that torch.save puts there.")
         self._archive, self._path = archive, path
-        self._folder = entries[0].filename[:-len("data.pkl")]
+        self._folder = entries[0].filename[: -len("data.pkl")]
         self._program = self._stored(entries[0].filename)
         if self._folder + "byteorder" in archive.namelist() and self._stored(self._folder + "byteorder") != b"little":
             raise ValueError("its bytes are not in little-endian order")
@@ -124,8 +133,10 @@ class _Machine:
         return function(*arguments)
 
     def _refuse(self, what):
-        raise AdapterFormatError(f"{self._path} asks for {what}, which is no part of a dict of tensors: it may be "
-                                 "meant to run something. Nothing of it was run.")
+        raise AdapterFormatError(
+            f"{self._path} asks for {what}, which is no part of a dict of tensors: it may be "
+            "meant to run something. Nothing of it was run."
+        )
 
     def _storage(self, kind, dtype, key, _, count):
         if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str) or type(count) is not int:
@@ -133,8 +144,9 @@ class _Machine:
         if (key, dtype) not in self._storages:
             content = self._stored(f"{self._folder}data/{key}")
             if len(content) != count * dtype.itemsize:
-                raise ValueError(f"storage {key} has {len(content)} bytes and not the {count} elements that are "
-                                 "declared")
+                raise ValueError(
+                    f"storage {key} has {len(content)} bytes and not the {count} elements that are declared"
+                )
             self._storages[key, dtype] = np.frombuffer(content, dtype)
         return self._storages[key, dtype]
 
@@ -147,14 +159,19 @@ class _Machine:
 
     def _tensor(self, storage, offset, shape, strides, *_):
         numbers = (offset, *shape, *strides)
-        if len(shape) != len(strides) or len(shape) > _MAX_AXES or not isinstance(storage, np.ndarray) \
-                or not all(type(number) is int and number >= 0 for number in numbers):
+        if (
+            len(shape) != len(strides)
+            or len(shape) > _MAX_AXES
+            or not isinstance(storage, np.ndarray)
+            or not all(type(number) is int and number >= 0 for number in numbers)
+        ):
             raise ValueError("a tensor does not fit into its storage")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
         if np.prod(shape, dtype=object) > storage.size or 0 not in shape and last >= storage.size:
             raise ValueError(f"a tensor of shape {list(shape)} does not fit into {storage.size} elements")
-        view = np.lib.stride_tricks.as_strided(storage[offset:], shape,
-                                               [stride * storage.itemsize for stride in strides])
+        view = np.lib.stride_tricks.as_strided(
+            storage[offset:], shape, [stride * storage.itemsize for stride in strides]
+        )
         if view.flags.c_contiguous:
             return view
         # Each costs a copy, and a small file can name one storage very often.

@@ -3,6 +3,7 @@
 w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and w_gate_hidden those of w1 and w3 in
 turn.
 """
+
 from typing import Tuple
 
 import numpy as np

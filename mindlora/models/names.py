@@ -1,4 +1,5 @@
 """How Hugging Face and MindFormers name the cells and the parameters of a Llama."""
+
 from typing import List, Optional, Tuple
 
 # (Hugging Face, MindFormers): the part of a path that differs, for the cells that carry adapters.
@@ -30,7 +31,7 @@ def to_hugging_face(path: str) -> str:
     """Returns ``path`` under Hugging Face's names; a path with none of MindFormers' names comes back unchanged."""
     for hugging_face, mindformers in _PARTS:
         if path == mindformers or path.endswith("." + mindformers):
-            return path[:-len(mindformers)] + hugging_face
+            return path[: -len(mindformers)] + hugging_face
     return path
 
 
@@ -38,7 +39,7 @@ def to_mindformers(path: str) -> str:
     """Returns ``path`` under MindFormers' names; a path with none of Hugging Face's names comes back unchanged."""
     for hugging_face, mindformers in _PARTS:
         if path == hugging_face or path.endswith("." + hugging_face):
-            return path[:-len(hugging_face)] + mindformers
+            return path[: -len(hugging_face)] + mindformers
     return path
 
 
@@ -61,7 +62,7 @@ def belongs_to(name: str, module: str) -> bool:
 def _renamed(name, rename_cell, source, target) -> Optional[str]:
     for pair in _PARAMETERS:
         if name == pair[source] or name.endswith("." + pair[source]):
-            return name[:-len(pair[source])] + pair[target]
+            return name[: -len(pair[source])] + pair[target]
     path, _, leaf = name.rpartition(".")
     known = any(path == pair[source] or path.endswith("." + pair[source]) for pair in _PARTS)
     return f"{rename_cell(path)}.{leaf}" if known and leaf in ("weight", "bias") else None
@@ -82,9 +83,3 @@ def joined_parts(path: str) -> List[str]:
     """Returns the paths that a concatenated cell stands for, or [] for any other cell."""
     parent, _, leaf = path.rpartition(".")
     return [f"{parent}.{part}" if parent else part for part in JOINED.get(leaf, ())]
-
-
-
-
-
-

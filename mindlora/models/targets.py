@@ -1,4 +1,5 @@
 """Which linear cells a configuration selects: a regex on paths or bare names, a list of suffixes, all-linear."""
+
 import logging
 import re
 from typing import Callable, Dict, List, Optional, Sequence
@@ -13,8 +14,13 @@ ALL_LINEAR = "all-linear"
 OUTPUT_HEADS = ("lm_head",)
 
 
-def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=None,
-                   other_cells: Optional[Dict[str, str]] = None, layers=None) -> List[str]:
+def select_targets(
+    linear_paths: Sequence[str],
+    target_modules,
+    exclude_modules=None,
+    other_cells: Optional[Dict[str, str]] = None,
+    layers=None,
+) -> List[str]:
     """Returns the paths in ``linear_paths`` that get an adapter.
 
     Args:
@@ -33,19 +39,24 @@ def select_targets(linear_paths: Sequence[str], target_modules, exclude_modules=
             a part of a concatenated cell (w_qkv, w_gate_hidden) is selected without the rest.
     """
     if target_modules is None:
-        raise TargetError("target_modules is missing: name the linear cells that get an adapter, "
-                          "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + _candidates(linear_paths))
+        raise TargetError(
+            "target_modules is missing: name the linear cells that get an adapter, "
+            "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + _candidates(linear_paths)
+        )
     if not linear_paths:
-        raise TargetError("The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing "
-                          "to put LoRA on.")
+        raise TargetError(
+            "The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing to put LoRA on."
+        )
     excluded = set()
     if exclude_modules is not None:
         excluded = set(_matching(linear_paths, exclude_modules, "exclude_modules", other_cells or {}))
     chosen = _matching(linear_paths, target_modules, "target_modules", other_cells or {})
     selected = [path for path in chosen if path not in excluded]
     if not selected:
-        raise TargetError(f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
-                          f"target_modules {target_modules!r} selects: {listed(chosen)}.")
+        raise TargetError(
+            f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
+            f"target_modules {target_modules!r} selects: {listed(chosen)}."
+        )
     return selected if layers is None else _in_layers(selected, layers)
 
 
@@ -60,11 +71,12 @@ def select_quantized(linear_paths: Sequence[str], exclude=None) -> List[str]:
         TargetError: An item of ``exclude`` matches nothing, or nothing is left.
     """
     left_out = set() if exclude is None else set(_matching(linear_paths, exclude, "quantize_exclude", {}))
-    selected = [path for path in linear_paths
-                if path.rpartition(".")[2] not in OUTPUT_HEADS and path not in left_out]
+    selected = [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS and path not in left_out]
     if not selected:
-        raise TargetError("quantize_base finds no linear cell to quantize: output heads are left as they are, and "
-                          f"quantize_exclude is {exclude!r}." + _candidates(linear_paths))
+        raise TargetError(
+            "quantize_base finds no linear cell to quantize: output heads are left as they are, and "
+            f"quantize_exclude is {exclude!r}." + _candidates(linear_paths)
+        )
     return selected
 
 
@@ -74,8 +86,10 @@ def _in_layers(paths, layers) -> List[str]:
     numbers = {path: names.layer_of(path) for path in paths}
     idle = sorted(set(wanted) - set(numbers.values()))
     if idle:
-        raise TargetError(f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "
-                          f"nothing. It selects: {listed(paths)}.")
+        raise TargetError(
+            f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "
+            f"nothing. It selects: {listed(paths)}."
+        )
     return [path for path in paths if numbers[path] in wanted]
 
 
@@ -84,8 +98,10 @@ def _matching(linear_paths, spec, field, other_cells) -> List[str]:
     if spec == ALL_LINEAR:
         selected = [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS]
         if not selected:
-            raise TargetError(f"{field} 'all-linear' leaves output heads out, and the network has no other linear "
-                              "cell." + _candidates(linear_paths))
+            raise TargetError(
+                f"{field} 'all-linear' leaves output heads out, and the network has no other linear "
+                "cell." + _candidates(linear_paths)
+            )
         return selected
     if isinstance(spec, str):
         whole = _regex_matcher(spec)
@@ -98,13 +114,19 @@ def _matching(linear_paths, spec, field, other_cells) -> List[str]:
 
     selected = [path for path in linear_paths if _selects(whole, path, field)]
     if not selected:
-        raise TargetError(f"{field} {spec!r} matches no linear cell."
-                          + _near_misses(alternatives, other_cells) + _candidates(linear_paths))
+        raise TargetError(
+            f"{field} {spec!r} matches no linear cell."
+            + _near_misses(alternatives, other_cells)
+            + _candidates(linear_paths)
+        )
     reachable = list(linear_paths) + [part for path in linear_paths for part in names.joined_parts(path)]
     unmatched = {text: matches for text, matches in alternatives.items() if not any(map(matches, reachable))}
     if unmatched:
-        message = (f"{field} {spec!r}: {', '.join(repr(text) for text in unmatched)} matches no linear cell."
-                   + _near_misses(unmatched, other_cells) + _candidates(linear_paths))
+        message = (
+            f"{field} {spec!r}: {', '.join(repr(text) for text in unmatched)} matches no linear cell."
+            + _near_misses(unmatched, other_cells)
+            + _candidates(linear_paths)
+        )
         if not isinstance(spec, str):
             raise TargetError(message)
         # One regex is often written for several models at once, so an idle alternative is only said.
@@ -121,9 +143,11 @@ def _selects(matches: Callable[[str], bool], path: str, field: str) -> bool:
     if hit and len(hit) < len(parts):
         missing = [part.rpartition(".")[2] for part in parts if part not in hit]
         leaf = path.rpartition(".")[2]
-        raise TargetError(f"{field} names {', '.join(part.rpartition('.')[2] for part in hit)}, but here {path} holds "
-                          f"{', '.join(part.rpartition('.')[2] for part in parts)} in one cell. Name {leaf}, or "
-                          f"{', '.join(missing)} as well, or build the model with qkv_concat: False.")
+        raise TargetError(
+            f"{field} names {', '.join(part.rpartition('.')[2] for part in hit)}, but here {path} holds "
+            f"{', '.join(part.rpartition('.')[2] for part in parts)} in one cell. Name {leaf}, or "
+            f"{', '.join(missing)} as well, or build the model with qkv_concat: False."
+        )
     return bool(hit)
 
 
@@ -133,12 +157,14 @@ def _regex_matcher(pattern: str) -> Callable[[str], bool]:
 
     def matches(path):
         return any(compiled.fullmatch(name) or compiled.match(name.rpartition(".")[2]) for name in names.aliases(path))
+
     return matches
 
 
 def _suffix_matcher(suffix: str) -> Callable[[str], bool]:
     def matches(path):
         return any(name == suffix or name.endswith("." + suffix) for name in names.aliases(path))
+
     return matches
 
 

@@ -1,4 +1,5 @@
 """The cells."""
+
 from mindlora.nn.dense import LoRADense
 
 __all__ = ["LoRADense"]

@@ -1,4 +1,5 @@
 """LoRACell: what every cell with an adapter has, whatever it computes."""
+
 from typing import Dict, Sequence, Tuple, Optional
 
 import numpy as np
@@ -13,8 +14,13 @@ LORA_B = "mindpet_delta_lora_b"
 # MindFormers freezes once more what has no mindpet_delta_lora in its name.
 MAGNITUDE = "mindpet_delta_lora_magnitude"
 # Part of an adapter -> how its parameter is called in a network.
-PART_NAMES = {"A": LORA_A, "B": LORA_B, "magnitude": MAGNITUDE,
-              "lambda_d": "mindpet_delta_lora_lambda_d", "lambda_b": "mindpet_delta_lora_lambda_b"}
+PART_NAMES = {
+    "A": LORA_A,
+    "B": LORA_B,
+    "magnitude": MAGNITUDE,
+    "lambda_d": "mindpet_delta_lora_lambda_d",
+    "lambda_b": "mindpet_delta_lora_lambda_b",
+}
 
 
 class LoRACell(nn.Cell):
@@ -107,9 +113,11 @@ class LoRACell(nn.Cell):
         self.scale = config.scale
         self.dropout_rate = float(config.lora_dropout)
         if initializers.needs_whole_matrices(config.lora_init) and not self.takes_base_initializers:
-            raise UnsupportedCellError(f"lora_init {config.lora_init!r} is for linear cells, and one of the selected "
-                                       f"cells is {type(cell).__name__}. Set lora_init: kaiming, or add it to "
-                                       "exclude_modules.")
+            raise UnsupportedCellError(
+                f"lora_init {config.lora_init!r} is for linear cells, and one of the selected "
+                f"cells is {type(cell).__name__}. Set lora_init: kaiming, or add it to "
+                "exclude_modules."
+            )
         self.lora_init, self.freeze_lora_a = config.lora_init, config.freeze_lora_a
 
     def parts(self) -> Dict[str, Parameter]:
@@ -165,7 +173,7 @@ class LoRACell(nn.Cell):
 
     def plain_cell(self) -> nn.Cell:
         """Returns the cell that this one took the place of, with this one's weight, bias and settings."""
-        cell, = self._adopted
+        (cell,) = self._adopted
         self._give_back(cell)
         carry_settings(self, cell)
         return cell
@@ -180,9 +188,11 @@ class LoRACell(nn.Cell):
             MergeError: The flag is training while the adapter is merged.
         """
         if flags.get("training") and self.merged:
-            raise MergeError(f"{self.adapter_path or 'The cell'} is merged into its "
-                             "base and cannot train: call unmerge_lora first, or set_train(False) to go on without "
-                             "training.")
+            raise MergeError(
+                f"{self.adapter_path or 'The cell'} is merged into its "
+                "base and cannot train: call unmerge_lora first, or set_train(False) to go on without "
+                "training."
+            )
         return super().add_flags(**flags)
 
 

@@ -1,4 +1,5 @@
 """LoRAConv2d: a frozen convolution with a trainable low-rank path beside it."""
+
 from mindspore import Parameter, nn, ops
 from mindspore.common import dtype as mstype
 
@@ -41,20 +42,27 @@ class LoRAConv2d(LoRACell):
         if type(cell).construct is not nn.Conv2d.construct:
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAConv2d would drop.")
         if cell.data_format != "NCHW" or tuple(cell.dilation) not in ((1, 1), (1, 1, 1, 1)):
-            raise UnsupportedCellError(f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
-                                       "is on convolutions of NCHW without dilation, as in PEFT. Add it to "
-                                       "exclude_modules.")
+            raise UnsupportedCellError(
+                f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
+                "is on convolutions of NCHW without dilation, as in PEFT. Add it to "
+                "exclude_modules."
+            )
         if getattr(cell.conv2d, "in_strategy", None) is not None:
-            raise UnsupportedCellError(f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it "
-                                       "to exclude_modules.")
+            raise UnsupportedCellError(
+                f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules."
+            )
         if config.lora_rank % cell.group:
-            raise UnsupportedCellError(f"{kind} has {cell.group} groups, which do not divide lora_rank "
-                                       f"{config.lora_rank}. Choose a multiple of them (rank_pattern), or add it to "
-                                       "exclude_modules.")
+            raise UnsupportedCellError(
+                f"{kind} has {cell.group} groups, which do not divide lora_rank "
+                f"{config.lora_rank}. Choose a multiple of them (rank_pattern), or add it to "
+                "exclude_modules."
+            )
         for field in ("use_dora", "use_vera"):
             if getattr(config, field):
-                raise UnsupportedCellError(f"{kind} is a convolution, for which {field} is not supported. Add it to "
-                                           f"exclude_modules, or set {field}: False.")
+                raise UnsupportedCellError(
+                    f"{kind} is a convolution, for which {field} is not supported. Add it to "
+                    f"exclude_modules, or set {field}: False."
+                )
 
     @classmethod
     def part_shapes(cls, cell, rank):
@@ -71,8 +79,9 @@ class LoRAConv2d(LoRACell):
         a, b = initial_values(config, shapes["A"], shapes["B"])
         self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
         self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
-        self.lora_a_conv = ops.Conv2D(self.lora_rank, cell.kernel_size, pad_mode=cell.pad_mode, pad=cell.padding,
-                                      stride=cell.stride)
+        self.lora_a_conv = ops.Conv2D(
+            self.lora_rank, cell.kernel_size, pad_mode=cell.pad_mode, pad=cell.padding, stride=cell.stride
+        )
         self.lora_b_conv = ops.Conv2D(self.out_channels, 1, group=self.group)
         if self.dropout_rate > 0:
             self.lora_dropout = nn.Dropout(p=self.dropout_rate)
@@ -93,6 +102,8 @@ class LoRAConv2d(LoRACell):
         return self.cast(y, input_dtype)
 
     def extend_repr(self):
-        return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, kernel_size={self.kernel_size}, "
-                f"group={self.group}, lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, "
-                f"lora_dropout={self.dropout_rate}, compute_dtype={self.dtype}")
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, kernel_size={self.kernel_size}, "
+            f"group={self.group}, lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, "
+            f"lora_dropout={self.dropout_rate}, compute_dtype={self.dtype}"
+        )

@@ -1,4 +1,5 @@
 """LoRADense: a frozen linear cell with a trainable low-rank path beside it."""
+
 import sys
 
 from mindspore import Parameter, Tensor, get_context, nn, ops
@@ -66,14 +67,36 @@ class LoRADense(LoRACell):
 
     takes_base_initializers = True
 
-    def __init__(self, in_channels, out_channels, lora_rank, lora_alpha, lora_dropout=0.0, *,
-                 lora_init=None, lora_a_init=None, lora_b_init=None, param_init_type="float32", compute_dtype=None,
-                 use_rslora=False, freeze_lora_a=False, **dense):
+    def __init__(
+        self,
+        in_channels,
+        out_channels,
+        lora_rank,
+        lora_alpha,
+        lora_dropout=0.0,
+        *,
+        lora_init=None,
+        lora_a_init=None,
+        lora_b_init=None,
+        param_init_type="float32",
+        compute_dtype=None,
+        use_rslora=False,
+        freeze_lora_a=False,
+        **dense,
+    ):
         super().__init__()
-        config = LoraConfig(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
-                            lora_init=lora_init, lora_a_init=lora_a_init, lora_b_init=lora_b_init,
-                            param_init_type=param_init_type, compute_dtype=compute_dtype, use_rslora=use_rslora,
-                            freeze_lora_a=freeze_lora_a)
+        config = LoraConfig(
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            lora_init=lora_init,
+            lora_a_init=lora_a_init,
+            lora_b_init=lora_b_init,
+            param_init_type=param_init_type,
+            compute_dtype=compute_dtype,
+            use_rslora=use_rslora,
+            freeze_lora_a=freeze_lora_a,
+        )
         self._adopt(nn.Dense(in_channels, out_channels, **dense), config)
 
     @classmethod
@@ -115,18 +138,26 @@ class LoRADense(LoRACell):
         if not any(type(cell).construct is base.construct for base in linear_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
         if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
-            raise UnsupportedCellError(f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "
-                                       "supported. Add it to exclude_modules.")
+            raise UnsupportedCellError(
+                f"{kind} holds {cell.expert_num} experts; LoRA on expert weights is not "
+                "supported. Add it to exclude_modules."
+            )
         if not getattr(cell, "transpose_b", True):
-            raise UnsupportedCellError(f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
-                                       "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules.")
+            raise UnsupportedCellError(
+                f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
+                "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules."
+            )
         if getattr(cell.matmul, "in_layout", None) is not None:
-            raise UnsupportedCellError(f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
-                                       "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
+            raise UnsupportedCellError(
+                f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
+                "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
+            )
         strategy = getattr(cell.matmul, "in_strategy", None)
         if config and initializers.needs_whole_matrices(config.lora_init) and strategy and max(strategy[1]) > 1:
-            raise UnsupportedCellError(f"{kind} is sharded, and lora_init {config.lora_init!r} needs whole weights. "
-                                       "Set lora_init: kaiming, or model_parallel: 1.")
+            raise UnsupportedCellError(
+                f"{kind} is sharded, and lora_init {config.lora_init!r} needs whole weights. "
+                "Set lora_init: kaiming, or model_parallel: 1."
+            )
 
     def _adopt(self, cell, config):
         """Takes over what the forward of ``cell`` uses, then adds A and B."""
@@ -215,8 +246,9 @@ class LoRADense(LoRACell):
 
     def _decodes(self, x):
         """Whether a forward that does not train is known, when it is compiled, to be of a few tokens."""
-        return (self.fused and not self.training and functional.isconstant(x.shape[0])
-                and x.shape[0] <= self.decode_tokens)
+        return (
+            self.fused and not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.decode_tokens
+        )
 
     def _decode(self, x, weight, a, b, bias):
         scale = self.cast(self.scale, mstype.float32)
@@ -227,8 +259,9 @@ class LoRADense(LoRACell):
     def _add_low_rank(self, y, x, a, b):
         if self.dropout_rate > 0 and self.training:
             if self.reseeds:
-                return self.lora_delta_with_dropout(y, x, a, b, self.cast(self.scale, mstype.float32),
-                                                    self.draw_seed(), self.rate)
+                return self.lora_delta_with_dropout(
+                    y, x, a, b, self.cast(self.scale, mstype.float32), self.draw_seed(), self.rate
+                )
             x = self.lora_dropout(x)
         if self.fused and (self.trains_fused or not self.training):
             return self.lora_delta(y, x, a, b, self.cast(self.scale, mstype.float32))
@@ -236,16 +269,20 @@ class LoRADense(LoRACell):
         return self.lora_add(y, self.lora_b_matmul(low_rank, b))
 
     def extend_repr(self):
-        return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
-                f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
-                f"compute_dtype={self.dtype}")
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+            f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
+            f"compute_dtype={self.dtype}"
+        )
 
 
 def refuse_sharded(cell: nn.Cell, option: str) -> None:
     """Raises UnsupportedCellError where a linear cell is sharded, for a kind of adapter that ``option`` asks for."""
     if getattr(cell.matmul, "in_strategy", None) is not None:
-        raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
-                                   f"Set {option}: False, or model_parallel: 1.")
+        raise UnsupportedCellError(
+            f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
+            f"Set {option}: False, or model_parallel: 1."
+        )
 
 
 def linear_types() -> tuple:

@@ -1,4 +1,5 @@
 """DoRADense: LoRADense with a trained size for each row of the weight."""
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -70,7 +71,8 @@ class DoRADense(LoRADense):
         super()._adopt(cell, config)
         self.mindpet_delta_lora_magnitude = Parameter(
             initializer(Constant(float("nan")), [self.out_channels], getattr(mstype, config.param_init_type)),
-            name=MAGNITUDE)
+            name=MAGNITUDE,
+        )
         self.mul, self.row_sum, self.sqrt, self.div = ops.Mul(), ops.ReduceSum(), ops.Sqrt(), ops.RealDiv()
         self.is_nan, self.select, self.stop_gradient = ops.IsNan(), ops.Select(), ops.StopGradient()
         self.ones = Tensor(np.ones(self.out_channels, np.float32))
@@ -137,18 +139,23 @@ class DoRADense(LoRADense):
                 return
             same, trained = np.array_equal(self._sample(), self._started[1]), (values != self._started[0]).any()
             if trained and not same and not self.weight.requires_grad:
-                raise LoraError(f"The weight of {self.adapter_path or 'the cell'} was loaded after its DoRA magnitude "
-                                "had started from another one and was trained. Load the base before set_train(True).")
+                raise LoraError(
+                    f"The weight of {self.adapter_path or 'the cell'} was loaded after its DoRA magnitude "
+                    "had started from another one and was trained. Load the base before set_train(True)."
+                )
             if trained:
                 self._started = None
             if trained or same:
                 return
-        norms = row_norms(_array(self.weight), *map(_array, (self.mindpet_delta_lora_a, self.mindpet_delta_lora_b)),
-                          self.scale)
+        norms = row_norms(
+            _array(self.weight), *map(_array, (self.mindpet_delta_lora_a, self.mindpet_delta_lora_b)), self.scale
+        )
         if not norms.all():
-            raise LoraError(f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows "
-                            "of zeros, which have no direction, so DoRA is not defined there. Add it to "
-                            "exclude_modules, or set use_dora: False.")
+            raise LoraError(
+                f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows "
+                "of zeros, which have no direction, so DoRA is not defined there. Add it to "
+                "exclude_modules, or set use_dora: False."
+            )
         magnitude.set_data(Tensor(norms, magnitude.dtype))
         self._started = _array(magnitude), self._sample()
 

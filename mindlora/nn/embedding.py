@@ -1,4 +1,5 @@
 """LoRAEmbedding: a frozen table of embeddings with a trainable low-rank path beside it."""
+
 import sys
 
 from mindspore import Parameter, nn, ops
@@ -47,15 +48,19 @@ class LoRAEmbedding(LoRACell):
         if not any(type(cell).construct is base.construct for base in embedding_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAEmbedding would drop.")
         if getattr(cell, "use_one_hot", False):
-            raise UnsupportedCellError(f"{kind} multiplies one-hot vectors, which LoRAEmbedding would not. Set "
-                                       "use_one_hot: False.")
+            raise UnsupportedCellError(
+                f"{kind} multiplies one-hot vectors, which LoRAEmbedding would not. Set use_one_hot: False."
+            )
         if getattr(cell.gather, "in_strategy", None) is not None:
-            raise UnsupportedCellError(f"{kind} is sharded, and LoRA on sharded embeddings is not supported. Add it to "
-                                       "exclude_modules.")
+            raise UnsupportedCellError(
+                f"{kind} is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules."
+            )
         for field in ("use_dora", "use_vera", "freeze_lora_a"):
             if getattr(config, field, False):
-                raise UnsupportedCellError(f"{kind} is an embedding, for which {field} is not supported. Add it to "
-                                           f"exclude_modules, or set {field}: False.")
+                raise UnsupportedCellError(
+                    f"{kind} is an embedding, for which {field} is not supported. Add it to "
+                    f"exclude_modules, or set {field}: False."
+                )
 
     @classmethod
     def part_shapes(cls, cell, rank):
@@ -74,8 +79,12 @@ class LoRAEmbedding(LoRACell):
         starts = config.lora_a_init, config.lora_b_init
         if starts == (None, None):
             starts = "zeros", Normal(1.0)
-        self.mindpet_delta_lora_a = Parameter(initial_value(starts[0], list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A)
-        self.mindpet_delta_lora_b = Parameter(initial_value(starts[1], list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B)
+        self.mindpet_delta_lora_a = Parameter(
+            initial_value(starts[0], list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A
+        )
+        self.mindpet_delta_lora_b = Parameter(
+            initial_value(starts[1], list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B
+        )
         self.gather, self.cast, self.reshape = ops.Gather(), ops.Cast(), ops.Reshape()
         self.transpose, self.lora_b_matmul = ops.Transpose(), ops.MatMul(transpose_b=True)
         carry_settings(cell, self)
@@ -93,8 +102,10 @@ class LoRAEmbedding(LoRACell):
         setattr(cell, _table_name(cell), self.weight)
 
     def extend_repr(self):
-        return (f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
-                f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}")
+        return (
+            f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
+            f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
+        )
 
 
 def embedding_types() -> tuple:

@@ -1,4 +1,5 @@
 """The fingerprint of the base weights under the adapters of a network."""
+
 from typing import Dict, Optional, Tuple
 
 from mindspore import nn
@@ -29,8 +30,10 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
     """Returns base_fingerprint's mark of the weights of cells by their paths."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
-    mark = mark_of({path: weight_shape(cell) for path, cell in cells.items()},
-                   {path: picked(weight_of(cells[path]).asnumpy()) for path in sampled(cells)})
+    mark = mark_of(
+        {path: weight_shape(cell) for path, cell in cells.items()},
+        {path: picked(weight_of(cells[path]).asnumpy()) for path in sampled(cells)},
+    )
     kinds = {kind for cell in cells.values() if (kind := getattr(cell, "quantization", None))}
     return {**mark, "quantization": "loftq" if "loftq" in kinds else kinds.pop()} if kinds else mark
 

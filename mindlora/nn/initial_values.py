@@ -1,4 +1,5 @@
 """What A and B hold when a cell is made."""
+
 import math
 from typing import Sequence
 

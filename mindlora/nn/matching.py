@@ -1,4 +1,5 @@
 """Fits an adapter to the cells of a network: names, concatenated cells, and checks that everything has its place."""
+
 import logging
 from typing import Dict, List, NamedTuple, Optional
 
@@ -30,6 +31,7 @@ class MatchedCell(NamedTuple):
         kv_heads (int): n_kv_heads of the attention that the cell is part of, or None.
         head_dim (int): Size of that attention's heads, or None.
     """
+
     cell: nn.Cell
     kv_heads: Optional[int]
     head_dim: Optional[int]
@@ -38,8 +40,12 @@ class MatchedCell(NamedTuple):
 def matched_cells(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, MatchedCell]:
     """Returns the places of ``cells``, which are by adapter path, in ``network``."""
     parents = {id(child): parent for _, parent in network.cells_and_names() for child in parent.cells()}
-    return {path: MatchedCell(cell, getattr(parents.get(id(cell)), "n_kv_head", None),
-                        getattr(parents.get(id(cell)), "head_dim", None)) for path, cell in cells.items()}
+    return {
+        path: MatchedCell(
+            cell, getattr(parents.get(id(cell)), "n_kv_head", None), getattr(parents.get(id(cell)), "head_dim", None)
+        )
+        for path, cell in cells.items()
+    }
 
 
 def match_to(adapter: Adapter, places: Dict[str, MatchedCell]) -> bool:
@@ -84,7 +90,9 @@ def split_joined(adapter: Adapter, places: Dict[str, MatchedCell]) -> None:
             joined_pairs.split_pairs(adapter, path, places[path].kv_heads, places[path].head_dim)
 
 
-def check_names(adapter: Adapter, expected: List[str], places: Dict[str, MatchedCell], source: str, strict: bool) -> None:
+def check_names(
+    adapter: Adapter, expected: List[str], places: Dict[str, MatchedCell], source: str, strict: bool
+) -> None:
     """Raises UnexpectedTensorsError or MissingTensorsError where file and network differ, or warns and drops.
 
     Args:
@@ -98,11 +106,21 @@ def check_names(adapter: Adapter, expected: List[str], places: Dict[str, Matched
     missing = [(path, half) for path in expected for half in "AB" if (path, half) not in adapter.tensors]
     problems = []
     if unexpected:
-        problems.append((UnexpectedTensorsError, f"{source} holds {len(unexpected)} LoRA tensors that the network has "
-                         f"no place for: {listed_parts(unexpected)}. Check target_modules."))
+        problems.append(
+            (
+                UnexpectedTensorsError,
+                f"{source} holds {len(unexpected)} LoRA tensors that the network has "
+                f"no place for: {listed_parts(unexpected)}. Check target_modules.",
+            )
+        )
     if missing:
-        problems.append((MissingTensorsError, f"{source} lacks {len(missing)} LoRA tensors of the network: "
-                         f"{listed_parts(missing)}. Check target_modules."))
+        problems.append(
+            (
+                MissingTensorsError,
+                f"{source} lacks {len(missing)} LoRA tensors of the network: "
+                f"{listed_parts(missing)}. Check target_modules.",
+            )
+        )
     if strict and problems:
         # Both kinds are said at once: they are usually two sides of one mistake.
         raise problems[-1][0](" ".join(message for _, message in problems))
@@ -122,8 +140,9 @@ def check_shapes(adapter: Adapter, places: Dict[str, MatchedCell], source: str) 
         kind = type(cell) if isinstance(cell, LoRACell) else kind_of(cell, config)
         needed = kind.part_shapes(cell, adapter.rank(path)).get(part)
         if needed is None:
-            wrong.append(f"{name_of((path, part))} is {list(array.shape)}, and the network's {type(cell).__name__} "
-                         "takes none")
+            wrong.append(
+                f"{name_of((path, part))} is {list(array.shape)}, and the network's {type(cell).__name__} takes none"
+            )
         elif array.shape != needed:
             wrong.append(f"{name_of((path, part))} is {list(array.shape)}, the network's is {list(needed)}")
     if wrong:
@@ -134,12 +153,12 @@ def check_kind(adapter: Adapter, places: Dict[str, MatchedCell], source: str) ->
     """Raises MissingTensorsError or UnexpectedTensorsError where one of the two is DoRA's or VeRA's and one is not."""
     for field, part in (("use_dora", "magnitude"), ("use_vera", "lambda_d")):
         trained = getattr(adapter, field)
-        wrong = [path for path in adapter.paths if path in places
-                 and (part in places[path].cell.parts()) != trained]
+        wrong = [path for path in adapter.paths if path in places and (part in places[path].cell.parts()) != trained]
         if wrong:
             raise (UnexpectedTensorsError if trained else MissingTensorsError)(
                 f"{source} was trained with {field} {trained}, the network was built with {not trained}, at "
-                f"{listed(wrong)}: set {field} to {trained}.")
+                f"{listed(wrong)}: set {field} to {trained}."
+            )
 
 
 def check_rank_and_scale(adapter: Adapter, places: Dict[str, MatchedCell], source: str) -> None:
@@ -149,19 +168,26 @@ def check_rank_and_scale(adapter: Adapter, places: Dict[str, MatchedCell], sourc
     wrong = [path for path in paths if ranks[path][0] != ranks[path][1]]
     if wrong:
         found, built = ranks[wrong[0]]
-        raise RankMismatchError(f"{source} has rank {found}, the network was built with lora_rank {built}: set "
-                                f"lora_rank to {found}{_only(wrong, paths, 'rank_pattern')}.")
+        raise RankMismatchError(
+            f"{source} has rank {found}, the network was built with lora_rank {built}: set "
+            f"lora_rank to {found}{_only(wrong, paths, 'rank_pattern')}."
+        )
     for path in paths:
         cell = places[path].cell
         # A join or a split leaves the last bits of lora_alpha open, not those of an adapter that is loaded as it is.
         if path in adapter.alphas and abs(adapter.scale(path) - cell.scale) > 1e-12 * cell.scale:
             differ = [path for path in paths if abs(adapter.scale(path) - places[path].cell.scale) > 1e-12 * cell.scale]
             name = "use_rslora" if adapter.use_rslora != cell.use_rslora else "lora_alpha"
-            found, built = ((adapter.use_rslora, cell.use_rslora) if name == "use_rslora"
-                            else (f"{adapter.alphas[path]:g}", f"{cell.lora_alpha:g}"))
-            raise ScaleMismatchError(f"{source} was trained with {name} {found}, the network was built with {built}: "
-                                     f"set {name} to {found}{_only(differ, paths, 'alpha_pattern')}, or its effect is "
-                                     "scaled wrongly.")
+            found, built = (
+                (adapter.use_rslora, cell.use_rslora)
+                if name == "use_rslora"
+                else (f"{adapter.alphas[path]:g}", f"{cell.lora_alpha:g}")
+            )
+            raise ScaleMismatchError(
+                f"{source} was trained with {name} {found}, the network was built with {built}: "
+                f"set {name} to {found}{_only(differ, paths, 'alpha_pattern')}, or its effect is "
+                "scaled wrongly."
+            )
 
 
 def _only(wrong, paths, field) -> str:

@@ -1,4 +1,5 @@
 """NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -70,8 +71,10 @@ class NF4Dense(nn.Cell):
         """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
         LoRADense.check(cell, None)
         if any(getattr(cell.matmul, name, None) is not None for name in ("in_strategy", "in_layout")):
-            raise UnsupportedCellError(f"{type(cell).__name__} is sharded, and NF4 weights are not supported there. "
-                                       "Leave quantize_base out, or run on one device.")
+            raise UnsupportedCellError(
+                f"{type(cell).__name__} is sharded, and NF4 weights are not supported there. "
+                "Leave quantize_base out, or run on one device."
+            )
 
     def _adopt(self, cell, prefix, array):
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
@@ -123,14 +126,18 @@ class NF4Dense(nn.Cell):
         return cell
 
     def extend_repr(self):
-        return (f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
-                f"compute_dtype={self.dtype}")
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+            f"compute_dtype={self.dtype}"
+        )
 
 
 def nf4_array(cell: nn.Cell) -> Nf4Array:
     """Returns the quantized weight of an NF4Dense, or of what adopted one, in NumPy."""
-    return Nf4Array(**{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()},
-                    shape=(cell.out_channels, cell.in_channels))
+    return Nf4Array(
+        **{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()},
+        shape=(cell.out_channels, cell.in_channels),
+    )
 
 
 def as_float32(parameter: Parameter) -> np.ndarray:
@@ -143,5 +150,6 @@ def parameter_count(network: nn.Cell) -> int:
     """Returns the number of elements of all parameters; of a quantized weight as many as it stands for, as in PEFT."""
     quantized = [cell for _, cell in network.cells_and_names() if getattr(cell, "quantization", None)]
     packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
-    return (sum(p.size for p in network.get_parameters() if id(p) not in packed)
-            + sum(cell.in_channels * cell.out_channels for cell in quantized))
+    return sum(p.size for p in network.get_parameters() if id(p) not in packed) + sum(
+        cell.in_channels * cell.out_channels for cell in quantized
+    )

@@ -1,4 +1,5 @@
 """QLoRADense: LoRADense on a weight in 4-bit NormalFloat."""
+
 from typing import Tuple
 
 import numpy as np
@@ -44,11 +45,18 @@ class QLoRADense(LoRADense):
 
     @classmethod
     def check(cls, cell, config):
-        unserved = ("use_dora" if config.use_dora else "use_vera" if config.use_vera
-                    else initializers.changes_base(config.lora_init) and f"lora_init {config.lora_init}")
+        unserved = (
+            "use_dora"
+            if config.use_dora
+            else "use_vera"
+            if config.use_vera
+            else initializers.changes_base(config.lora_init) and f"lora_init {config.lora_init}"
+        )
         if unserved:
-            raise UnsupportedCellError(f"The weight is quantized, which {unserved} does not take: it works on a weight "
-                                       f"in float. Leave {unserved.split()[0]} or quantize_base out.")
+            raise UnsupportedCellError(
+                f"The weight is quantized, which {unserved} does not take: it works on a weight "
+                f"in float. Leave {unserved.split()[0]} or quantize_base out."
+            )
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
@@ -65,10 +73,15 @@ class QLoRADense(LoRADense):
 
     def in_float(self) -> LoRADense:
         """Returns a LoRADense with the same A and B on the plain cell, whose weight is the dequantized one."""
-        quantized, = self._adopted
-        config = LoraConfig(lora_rank=self.lora_rank, lora_alpha=self.lora_alpha, lora_dropout=self.dropout_rate,
-                            use_rslora=self.use_rslora, compute_dtype=str(self.dtype),
-                            freeze_lora_a=self.freeze_lora_a)
+        (quantized,) = self._adopted
+        config = LoraConfig(
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.dropout_rate,
+            use_rslora=self.use_rslora,
+            compute_dtype=str(self.dtype),
+            freeze_lora_a=self.freeze_lora_a,
+        )
         lora = LoRADense.from_dense(quantized.plain_cell(), config)
         lora.mindpet_delta_lora_a, lora.mindpet_delta_lora_b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
         carry_settings(self, lora)
@@ -83,8 +96,13 @@ class QLoRADense(LoRADense):
         array = nf4_array(self)
         rows = min(rows, self.out_channels)
         groups = -(-rows * array.absmax.shape[1] // GROUP)
-        first = Nf4Array(array.codes[:rows], array.absmax[:rows], array.scales[:groups], array.offsets[:groups],
-                         (rows, self.in_channels))
+        first = Nf4Array(
+            array.codes[:rows],
+            array.absmax[:rows],
+            array.scales[:groups],
+            array.offsets[:groups],
+            (rows, self.in_channels),
+        )
         a, b = (parameter.asnumpy().astype(np.float32) for parameter in self.lora_parameters())
         return dequantize(first), (b[:rows] * np.float32(self.scale)) @ a
 

@@ -1,4 +1,5 @@
 """Which cell carries the adapter of a base cell: one line for each kind."""
+
 from typing import Tuple, Type
 
 from mindspore import nn
@@ -13,14 +14,7 @@ from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
 # The first one that takes the base cell and serves the configuration.
-KINDS = (
-    DoRADense,
-    VeRADense,
-    LoRADense,
-    QLoRADense,
-    LoRAEmbedding,
-    LoRAConv2d,
-)
+KINDS = (DoRADense, VeRADense, LoRADense, QLoRADense, LoRAEmbedding, LoRAConv2d)
 
 
 def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:

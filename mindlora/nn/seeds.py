@@ -1,4 +1,5 @@
 """Seeds that a network draws while it runs."""
+
 import itertools
 
 import mindspore as ms

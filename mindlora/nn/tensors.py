@@ -1,4 +1,5 @@
 """MindSpore tensors from NumPy arrays and back, bfloat16 included."""
+
 import mindspore as ms
 import numpy as np
 

@@ -1,4 +1,5 @@
 """Cells in a network: how their parameters are called, and how one takes the place of another."""
+
 from typing import Callable, Dict, Iterator, List, Tuple
 
 from mindspore import Parameter, nn
@@ -34,7 +35,7 @@ def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -
 
 def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
     """Puts cells into the places of others, by the id of the cell to replace, wherever in ``network`` it hangs."""
-  # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
+    # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
     for _, parent in list(network.cells_and_names()):
         # A graph compiled before would go on running the plain cells.
         parent.compile_cache.clear()
@@ -46,6 +47,8 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
         if hit and isinstance(parent, nn.SequentialCell):
             # Its forward runs over this list of its own, not over _cells.
             parent.cell_list = list(parent._cells.values())
+
+
 _SAVED_MODULE = "mindlora_saved_whole"
 
 

@@ -1,4 +1,5 @@
 """VeRADense: a linear cell that trains two vectors around random matrices that the whole network shares."""
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -56,11 +57,17 @@ class VeRADense(LoRADense):
 
     @classmethod
     def shared_parameters(cls, cells, config):
-        a, b = projection(config.projection_prng_key, config.lora_rank, max(cell.in_channels for cell in cells),
-                          max(cell.out_channels for cell in cells))
+        a, b = projection(
+            config.projection_prng_key,
+            config.lora_rank,
+            max(cell.in_channels for cell in cells),
+            max(cell.out_channels for cell in cells),
+        )
         dtype = getattr(mstype, config.param_init_type)
-        return tuple(Parameter(Tensor(array, dtype), name=name, requires_grad=False)
-                     for name, array in ((VERA_A, a), (VERA_B, b)))
+        return tuple(
+            Parameter(Tensor(array, dtype), name=name, requires_grad=False)
+            for name, array in ((VERA_A, a), (VERA_B, b))
+        )
 
     def _add_adapter(self, config):
         self.projection_key = config.projection_prng_key
@@ -85,7 +92,7 @@ class VeRADense(LoRADense):
     def pair(self):
         parts = {**self.shared_parts(), **self.parts()}
         a, b, lambda_d, lambda_b = (parameter.asnumpy().astype(np.float32) for parameter in parts.values())
-        return lambda_d[:, None] * a[:, :self.in_channels], lambda_b[:, None] * b[:self.out_channels]
+        return lambda_d[:, None] * a[:, : self.in_channels], lambda_b[:, None] * b[: self.out_channels]
 
     def load_part(self, part, array):
         if part not in "AB":
@@ -105,8 +112,10 @@ class VeRADense(LoRADense):
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
         # On the rows of B and not on y: so nothing of the size of y is kept for the backward.
         lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
-        return (self._first(a, self.lora_rank, self.in_channels),
-                self.lora_mul(lambda_b, self._first(b, self.out_channels, self.lora_rank)))
+        return (
+            self._first(a, self.lora_rank, self.in_channels),
+            self.lora_mul(lambda_b, self._first(b, self.out_channels, self.lora_rank)),
+        )
 
     def _first(self, matrix, rows, columns):
         """The first rows and columns; no copy of the whole."""

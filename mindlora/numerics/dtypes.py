@@ -1,4 +1,5 @@
 """dtypes of stored tensors in NumPy, bfloat16 included: to float32 and back, rounded once."""
+
 from typing import Tuple
 
 import numpy as np
@@ -40,11 +41,15 @@ def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]
     nan = np.isnan(whole)
     if nan.any():
         upper[nan] = 0x7FC00000
-    return ((upper >> 16).astype(np.uint16).view(BFLOAT16).reshape(array.shape),
-            upper.view(np.float32).reshape(array.shape))
+    return (
+        (upper >> 16).astype(np.uint16).view(BFLOAT16).reshape(array.shape),
+        upper.view(np.float32).reshape(array.shape),
+    )
 
 
 def dtype_name(dtype: np.dtype) -> str:
     """Returns float32, float16, bfloat16, ... for messages."""
     return "bfloat16" if dtype == BFLOAT16 else np.dtype(dtype).name
+
+
 FLOATS = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)

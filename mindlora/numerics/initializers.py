@@ -2,6 +2,7 @@
 
 PiSSA, OLoRA and LoftQ begin with what the base already does, B0 A0, and take it out of the base: W' = W - scale B0 A0.
 """
+
 import re
 from typing import Callable, NamedTuple, Optional, Tuple
 
@@ -23,6 +24,7 @@ class InitialPair(NamedTuple):
         a, b (array): A0 [r, in] and B0 [out, r], in the dtypes of the parameters.
         fingerprint (dict): Mark of the base as it was before, or None.
     """
+
     a: np.ndarray
     b: np.ndarray
     fingerprint: Optional[dict]
@@ -72,8 +74,10 @@ def orthogonal(rank: int, in_channels: int, out_channels: int, rng: np.random.Ge
     Source: PEFT's orthogonal (Datta, Rethinking LoRA initialisations, 2024).
     """
     if rank % 2:
-        raise ConfigError(f"lora_init is 'orthogonal' and lora_rank {rank}: it takes an even rank, whose halves are "
-                          "orthogonal to each other.")
+        raise ConfigError(
+            f"lora_init is 'orthogonal' and lora_rank {rank}: it takes an even rank, whose halves are "
+            "orthogonal to each other."
+        )
     q = np.linalg.qr(rng.standard_normal((rank, rank)))[0]
     a = q[0::2].T @ rng.standard_normal((rank // 2, in_channels)) / 10
     b = rng.standard_normal((out_channels, rank // 2)) @ q[1::2] / 10
@@ -88,7 +92,9 @@ def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.
     return pissa(weight, rank, scale, None if iterations is None else int(iterations))
 
 
-def pissa(weight: np.ndarray, rank: int, scale: float, iterations: Optional[int] = None) -> Tuple[np.ndarray, np.ndarray]:
+def pissa(
+    weight: np.ndarray, rank: int, scale: float, iterations: Optional[int] = None
+) -> Tuple[np.ndarray, np.ndarray]:
     """The r largest singular directions of W = U S V^T, shared evenly: scale B A = U_r S_r V_r^T.
 
     A = sqrt(S_r / scale) V_r^T and B = U_r sqrt(S_r / scale).
@@ -110,8 +116,9 @@ def pissa(weight: np.ndarray, rank: int, scale: float, iterations: Optional[int]
     Structure with Randomness, 2011.
     """
     check_rank(rank, weight, "pissa")
-    u, s, vt = (np.linalg.svd(weight, full_matrices=False) if iterations is None
-                else _randomized_svd(weight, rank, iterations))
+    u, s, vt = (
+        np.linalg.svd(weight, full_matrices=False) if iterations is None else _randomized_svd(weight, rank, iterations)
+    )
     root = np.sqrt(s[:rank] / np.float32(scale))
     return root[:, None] * vt[:rank], u[:, :rank] * root
 
@@ -143,8 +150,9 @@ def residual(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> 
     return weight - (b * np.float32(scale)) @ a
 
 
-def loftq(weight: np.ndarray, rank: int, quantize: Callable, dequantize: Callable, iterations: int = 1,
-          scale: float = 1.0):
+def loftq(
+    weight: np.ndarray, rank: int, quantize: Callable, dequantize: Callable, iterations: int = 1, scale: float = 1.0
+):
     """Q, A and B such that dequantize(Q) + scale B A is near W, by turns: Q of W - scale B A, B A of W - dequantize(Q).
 
     Args:
@@ -190,5 +198,7 @@ def _randomized_svd(weight, rank, iterations):
 
 def check_rank(rank, weight, name):
     if rank > min(weight.shape):
-        raise ConfigError(f"lora_init is {name!r} and lora_rank {rank}, more than the smaller side of a weight "
-                          f"{list(weight.shape)}: it has no so many directions. Lower lora_rank.")
+        raise ConfigError(
+            f"lora_init is {name!r} and lora_rank {rank}, more than the smaller side of a weight "
+            f"{list(weight.shape)}: it has no so many directions. Lower lora_rank."
+        )

@@ -3,6 +3,7 @@
 NumPy alone, one tensor at a time: some 20 ns per number.
 Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
 """
+
 import dataclasses
 from typing import Dict, Tuple
 
@@ -11,10 +12,27 @@ import numpy as np
 from mindlora.errors import QuantizationError
 
 # Quantiles of the standard normal distribution, scaled to [-1, 1], with an exact zero; those of the paper's own code.
-TABLE = np.array([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+TABLE = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 # Weights of a block, which share an absmax, and blocks of a group, which share a scale and an offset.
 BLOCK, GROUP = 64, 256
 # What each of the 256 bytes stands for: (low half, high half).
@@ -38,6 +56,7 @@ class Nf4Array:
         offsets (ndarray): float32 [groups]. The absmax of a block is offset + scale * code.
         shape (tuple): (N, K).
     """
+
     codes: np.ndarray
     absmax: np.ndarray
     scales: np.ndarray
@@ -76,22 +95,26 @@ def quantize(weight, name="weight") -> Nf4Array:
     """
     weight = np.asarray(weight)
     if weight.ndim != 2 or weight.dtype not in (np.float16, np.float32, np.float64) or not weight.size:
-        raise QuantizationError(f"{name} is {weight.dtype}{list(weight.shape)}: NF4 takes a matrix of float16, float32 "
-                                f"or float64, with no side of 0.")
+        raise QuantizationError(
+            f"{name} is {weight.dtype}{list(weight.shape)}: NF4 takes a matrix of float16, float32 "
+            f"or float64, with no side of 0."
+        )
     rows, columns = weight.shape
     blocks, step = -(-columns // BLOCK), max(1, _AT_ONCE // columns)
     exact = np.empty((rows, blocks), np.float32)
     for start in range(0, rows, step):
-        exact[start:start + step] = _absmax(weight[start:start + step], blocks)
+        exact[start : start + step] = _absmax(weight[start : start + step], blocks)
     if not np.isfinite(exact).all():
         row = int(np.flatnonzero(~np.isfinite(exact).all(axis=1))[0])
-        raise QuantizationError(f"{name} holds infinity, NaN or numbers that float32 cannot hold, the first in row "
-                                f"{row}: it cannot be quantized.")
+        raise QuantizationError(
+            f"{name} holds infinity, NaN or numbers that float32 cannot hold, the first in row "
+            f"{row}: it cannot be quantized."
+        )
     absmax, scales, offsets = _quantize_absmax(exact)
     back = dequantize_absmax(absmax, scales, offsets)
     codes = np.empty((rows, blocks * BLOCK // 2), np.uint8)
     for start in range(0, rows, step):
-        codes[start:start + step] = _encode(weight[start:start + step], back[start:start + step])
+        codes[start : start + step] = _encode(weight[start : start + step], back[start : start + step])
     return Nf4Array(codes, absmax, scales, offsets, (rows, columns))
 
 
@@ -117,8 +140,12 @@ def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype
     """Returns field of Nf4Array -> (shape, dtype) for a weight [rows, columns]."""
     blocks = -(-columns // BLOCK)
     groups = (-(-rows * blocks // GROUP),)
-    return {"codes": ((rows, blocks * BLOCK // 2), np.dtype(np.uint8)), "absmax": ((rows, blocks), np.dtype(np.uint8)),
-            "scales": (groups, np.dtype(np.float32)), "offsets": (groups, np.dtype(np.float32))}
+    return {
+        "codes": ((rows, blocks * BLOCK // 2), np.dtype(np.uint8)),
+        "absmax": ((rows, blocks), np.dtype(np.uint8)),
+        "scales": (groups, np.dtype(np.float32)),
+        "offsets": (groups, np.dtype(np.float32)),
+    }
 
 
 def dequantize_absmax(absmax, scales, offsets) -> np.ndarray:
@@ -161,7 +188,7 @@ def _quantize_absmax(absmax):
     scales = (padded.max(axis=1) - offsets) / np.float32(255)
     steps = np.where(scales > 0, scales, np.float32(1))[:, None]
     codes = np.rint((padded - offsets[:, None]) / steps).clip(0, 255).astype(np.uint8)
-    return codes.reshape(-1)[:absmax.size].reshape(absmax.shape), scales, offsets
+    return codes.reshape(-1)[: absmax.size].reshape(absmax.shape), scales, offsets
 
 
 def _encode(weight, absmax):
@@ -172,4 +199,4 @@ def _encode(weight, absmax):
     absmax = np.where(absmax > 0, absmax, np.float32(1))
     for middle in _MIDDLES:
         codes += blocked > (middle * absmax)[:, :, None]
-    return (codes[:, :, :BLOCK // 2] | codes[:, :, BLOCK // 2:] << 4).reshape(len(weight), -1)
+    return (codes[:, :, : BLOCK // 2] | codes[:, :, BLOCK // 2 :] << 4).reshape(len(weight), -1)

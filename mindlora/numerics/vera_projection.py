@@ -1,4 +1,5 @@
 """VeRA's two random matrices, the same numbers as PEFT draws for the same key."""
+
 import math
 from typing import Tuple
 

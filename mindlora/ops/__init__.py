@@ -1,4 +1,5 @@
 """The fused operators of LoRA. What each one means: ops/<operator>/README.md in the repository."""
+
 from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 from mindlora.ops.backend import BackendReport, Choice, backend_report
 from mindlora.ops.lora_delta import LoraDelta, lora_delta
@@ -7,7 +8,24 @@ from mindlora.ops.multi_lora_delta import MultiLoraDelta, multi_lora_delta
 from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite, multi_lora_slot_write, pack_adapter
 from mindlora.ops.nf4_linear import Nf4Linear, Nf4LinearWithBias, nf4_linear
 
-__all__ = ["BackendReport", "Choice", "LoraDelta", "LoraLinear", "LoraLinearWithBias", "MultiLoraDelta",
-           "MultiLoraSlotWrite", "Nf4Array", "Nf4Linear", "Nf4LinearWithBias", "backend_report", "dequantize",
-           "lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write", "nf4_linear", "pack_adapter",
-           "quantize"]
+__all__ = [
+    "BackendReport",
+    "Choice",
+    "LoraDelta",
+    "LoraLinear",
+    "LoraLinearWithBias",
+    "MultiLoraDelta",
+    "MultiLoraSlotWrite",
+    "Nf4Array",
+    "Nf4Linear",
+    "Nf4LinearWithBias",
+    "backend_report",
+    "dequantize",
+    "lora_delta",
+    "lora_linear",
+    "multi_lora_delta",
+    "multi_lora_slot_write",
+    "nf4_linear",
+    "pack_adapter",
+    "quantize",
+]

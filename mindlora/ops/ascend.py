@@ -4,6 +4,7 @@ scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascen
 CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. Shapes are inferred by
 the CPU library, so that both devices refuse the same shapes with the same words, and dynamic shapes work.
 """
+
 import json
 import os
 import shutil
@@ -22,12 +23,29 @@ _T = None
 SIGNATURES = {
     "LoraDelta": {"y0": _T, "x": _T, "a": _T, "b": _T, "scale": DataType.F32_Default},
     "LoraLinear": {"x": _T, "w": _T, "a": _T, "b": _T, "scale": DataType.F32_Default, "bias": _T},
-    "MultiLoraDelta": {"y0": _T, "x": _T, "pool": _T, "ranks": DataType.I32_Default,
-                       "scales": DataType.F32_Default, "indices": DataType.I32_Default},
-    "MultiLoraSlotWrite": {"pool": _T, "ranks": DataType.I32_Default, "scales": DataType.F32_Default,
-                           "slot": DataType.I32_Default, "packed": _T, "scale": DataType.F32_Default},
-    "Nf4Dequantize": {"like": _T, "codes": DataType.U8_Default, "absmax": DataType.U8_Default,
-                      "scales": DataType.F32_Default, "offsets": DataType.F32_Default},
+    "MultiLoraDelta": {
+        "y0": _T,
+        "x": _T,
+        "pool": _T,
+        "ranks": DataType.I32_Default,
+        "scales": DataType.F32_Default,
+        "indices": DataType.I32_Default,
+    },
+    "MultiLoraSlotWrite": {
+        "pool": _T,
+        "ranks": DataType.I32_Default,
+        "scales": DataType.F32_Default,
+        "slot": DataType.I32_Default,
+        "packed": _T,
+        "scale": DataType.F32_Default,
+    },
+    "Nf4Dequantize": {
+        "like": _T,
+        "codes": DataType.U8_Default,
+        "absmax": DataType.U8_Default,
+        "scales": DataType.F32_Default,
+        "offsets": DataType.F32_Default,
+    },
 }
 # Of the kernels whose output is no T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
@@ -52,8 +70,10 @@ def problem(op_type) -> Optional[str]:
     if not found and op_type in _operators(PACKAGE, soc):
         return f"the kernels are not registered: `source {PACKAGE}/bin/set_env.bash` before Python starts"
     if not found:
-        return (f"{op_type} for {soc} is in none of {', '.join(packages) or 'no operator package'}: build the kernels "
-                f"with scripts/build_ascend.sh --soc {soc}, then source the set_env.bash that it names")
+        return (
+            f"{op_type} for {soc} is in none of {', '.join(packages) or 'no operator package'}: build the kernels "
+            f"with scripts/build_ascend.sh --soc {soc}, then source the set_env.bash that it names"
+        )
     library = os.path.join(found[0], "op_api", "lib", "libcust_opapi.so")
     if not os.path.exists(library):
         return f"{library} is missing: build the kernels again with scripts/build_ascend.sh"

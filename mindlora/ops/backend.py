@@ -5,6 +5,7 @@ MindSpore operators, on any device). The environment variable MINDLORA_BACKEND f
 error, never another path. Exempt is lora_dropout on an NPU, for which no Ascend kernel was written: cells drop with
 nn.Dropout there. Where it is called by itself it is composed, and the report says so.
 """
+
 import ctypes
 import dataclasses
 import functools
@@ -20,9 +21,14 @@ from mindlora.errors import BackendError
 from mindlora.ops import ascend
 
 # The operators and their names in the CPU library.
-OP_TYPES = {"lora_delta": "LoraDelta", "lora_dropout": "LoraDropout", "lora_linear": "LoraLinear",
-            "multi_lora_delta": "MultiLoraDelta", "multi_lora_slot_write": "MultiLoraSlotWrite",
-            "nf4_linear": "Nf4Linear"}
+OP_TYPES = {
+    "lora_delta": "LoraDelta",
+    "lora_dropout": "LoraDropout",
+    "lora_linear": "LoraLinear",
+    "multi_lora_delta": "MultiLoraDelta",
+    "multi_lora_slot_write": "MultiLoraSlotWrite",
+    "nf4_linear": "Nf4Linear",
+}
 # What they call in CANN. nf4_linear has W decoded there, and MindSpore's MatMul multiplies; None: there is no kernel.
 ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None}
 OPS = tuple(OP_TYPES)
@@ -50,6 +56,7 @@ class Choice:
         path (str): ascend, cpu or composed.
         reason (str): Why.
     """
+
     op: str
     path: str
     reason: str
@@ -65,6 +72,7 @@ class BackendReport:
     Attributes:
         choices (tuple of Choice): One for each operator.
     """
+
     choices: Tuple[Choice, ...]
 
     def __str__(self):
@@ -175,8 +183,10 @@ def _load_problem(path, _modified) -> Optional[str]:
     except (OSError, AttributeError) as error:
         return f"{path} cannot be loaded: {error}"
     if version != _LIBRARY_VERSION:
-        return (f"{path} is of another version of mindlora ({version}, not {_LIBRARY_VERSION}): build it again with "
-                "`python -m mindlora.ops.build`")
+        return (
+            f"{path} is of another version of mindlora ({version}, not {_LIBRARY_VERSION}): build it again with "
+            "`python -m mindlora.ops.build`"
+        )
     return None
 
 
@@ -230,8 +240,9 @@ def check_dtypes(op, path, names, dtypes):
         if dtype not in DTYPES:
             raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be Float32, Float16 or BFloat16.")
         if dtype != dtypes[0]:
-            raise BackendError(f"{op} ({path}): {name} is {dtype} and {names[0]} is {dtypes[0]}: cast them to one "
-                               "dtype.")
+            raise BackendError(
+                f"{op} ({path}): {name} is {dtype} and {names[0]} is {dtypes[0]}: cast them to one dtype."
+            )
 
 
 @functools.lru_cache(maxsize=None)

@@ -2,6 +2,7 @@
 
 Nothing outside the standard library is imported here, so that setup.py can run it before anything is installed.
 """
+
 import glob
 import os
 import platform
@@ -14,14 +15,23 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 LIBRARY = os.path.join(_HERE, "lib", "libmindlora_cpu.so")
 # Beside the package in a checkout; an installed package holds the built library alone.
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "ops")
-FLAGS = ("-O3", "-shared", "-fPIC", "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0", "-fopenmp",
-         "-Wno-psabi", f"-I{SOURCES}")
+FLAGS = (
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-std=c++17",
+    "-D_GLIBCXX_USE_CXX11_ABI=0",
+    "-fopenmp",
+    "-Wno-psabi",
+    f"-I{SOURCES}",
+)
 
 
 def sources() -> list:
     """Returns the paths of the .cc files, an empty list outside a checkout."""
-    return sorted(glob.glob(os.path.join(SOURCES, "cpu_common", "*.cc"))
-                  + glob.glob(os.path.join(SOURCES, "*", "cpu", "*.cc")))
+    return sorted(
+        glob.glob(os.path.join(SOURCES, "cpu_common", "*.cc")) + glob.glob(os.path.join(SOURCES, "*", "cpu", "*.cc"))
+    )
 
 
 def is_current(library=LIBRARY) -> bool:
@@ -54,8 +64,9 @@ def build(library=LIBRARY) -> str:
     os.makedirs(os.path.dirname(library), exist_ok=True)
     with tempfile.TemporaryDirectory(dir=os.path.dirname(library)) as folder:
         unfinished = os.path.join(folder, "library.so")
-        result = subprocess.run([compiler, *FLAGS, *sources(), "-o", unfinished], capture_output=True, text=True,
-                                check=False)
+        result = subprocess.run(
+            [compiler, *FLAGS, *sources(), "-o", unfinished], capture_output=True, text=True, check=False
+        )
         if result.returncode:
             raise RuntimeError(f"{compiler} failed on the CPU operators:\n{result.stderr[-4000:]}")
         os.replace(unfinished, library)

@@ -1,4 +1,5 @@
 """lora_delta: the low-rank path of a linear layer, added to what the frozen one gives."""
+
 from mindspore import nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr

@@ -1,4 +1,5 @@
 """lora_dropout: dropout by a hash of a seed, and lora_delta over it, whose backward keeps the seed and no mask."""
+
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -9,8 +10,9 @@ from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
 from mindlora.ops.products import Products
 
 # As int32, which wraps as uint32 does.
-_ROW, _COLUMN, _FIRST, _SECOND = (value - 2**32 if value >= 2**31 else value
-                                  for value in (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B))
+_ROW, _COLUMN, _FIRST, _SECOND = (
+    value - 2**32 if value >= 2**31 else value for value in (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B)
+)
 
 
 class LoraDropout(nn.Cell):
@@ -94,8 +96,9 @@ class LoraDeltaWithDropout(nn.Cell):
         self.dropout, self.products, self.depend = LoraDropout(), Products(), ops.Depend()
 
     def construct(self, y0, x, a, b, scale, seed, rate):
-        check_dtypes("lora_delta with dropout", self.dropout.path, ("y0", "x", "A", "B"),
-                     (y0.dtype, x.dtype, a.dtype, b.dtype))
+        check_dtypes(
+            "lora_delta with dropout", self.dropout.path, ("y0", "x", "A", "B"), (y0.dtype, x.dtype, a.dtype, b.dtype)
+        )
         low = self.products.times_transposed(self.dropout(x, seed, rate), a)
         return self.products.sum_as(y0, self.products.times_transposed(self.products.scaled(low, scale), b))
 

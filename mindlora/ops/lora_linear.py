@@ -1,4 +1,5 @@
 """lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for few tokens."""
+
 from mindspore import nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr

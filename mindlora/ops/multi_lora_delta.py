@@ -1,4 +1,5 @@
 """multi_lora_delta: another adapter for each row, out of one pool."""
+
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common import dtype as mstype
@@ -93,8 +94,11 @@ class MultiLoraDelta(nn.Cell):
 @constexpr
 def check_index_dtypes(op, path, ranks, scales, indices):
     """Raises BackendError unless the three are int32, float32 and int32. Runs when a graph is compiled."""
-    for name, dtype, wanted in (("ranks", ranks, ms.int32), ("scales", scales, ms.float32),
-                                ("indices", indices, ms.int32)):
+    for name, dtype, wanted in (
+        ("ranks", ranks, ms.int32),
+        ("scales", scales, ms.float32),
+        ("indices", indices, ms.int32),
+    ):
         if dtype != wanted:
             raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}.")
 

@@ -1,4 +1,5 @@
 """multi_lora_slot_write: puts an adapter into a slot of the pool that multi_lora_delta reads."""
+
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common import dtype as mstype
@@ -74,9 +75,11 @@ class MultiLoraSlotWrite(nn.Cell):
 def check_written_on_cpu(dtype):
     """Raises BackendError for a dtype that plain operators cannot write in place. Runs when a graph is compiled."""
     if dtype == ms.bfloat16:
-        raise BackendError("multi_lora_slot_write (composed): pool is BFloat16, which MindSpore's own operators cannot "
-                           "write in place on a CPU. Build the library (`python -m mindlora.ops.build`), or keep the "
-                           "pool in Float32 or Float16.")
+        raise BackendError(
+            "multi_lora_slot_write (composed): pool is BFloat16, which MindSpore's own operators cannot "
+            "write in place on a CPU. Build the library (`python -m mindlora.ops.build`), or keep the "
+            "pool in Float32 or Float16."
+        )
 
 
 @constexpr

@@ -1,4 +1,5 @@
 """nf4_linear: a frozen linear layer whose weight is 4-bit NormalFloat, decoded where it is multiplied."""
+
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops import functional
@@ -84,7 +85,7 @@ class Nf4Linear(nn.Cell):
         block = self.of_blocks(offsets, absmax) + self.of_blocks(scales, absmax) * block
         values = values * ops.reshape(block, (-1, absmax.shape[1], 1))
         values = ops.cast(ops.reshape(values, (codes.shape[0], -1)), like.dtype)
-        return values if self.has_whole_blocks(like, absmax) else values[:, :like.shape[1]]
+        return values if self.has_whole_blocks(like, absmax) else values[:, : like.shape[1]]
 
     def has_whole_blocks(self, x, absmax):
         """Whether K is known to be a multiple of 64."""
@@ -93,7 +94,7 @@ class Nf4Linear(nn.Cell):
     def of_blocks(self, of_groups, absmax):
         """For each block what its group has."""
         repeated = ops.reshape(self.tile(ops.reshape(of_groups, (-1, 1)), (1, GROUP)), (-1,))
-        return repeated[:absmax.shape[0] * absmax.shape[1]]
+        return repeated[: absmax.shape[0] * absmax.shape[1]]
 
     def grad(self, dout, x, codes, absmax, scales, offsets):
         """The gradients for all inputs. Only where K is no multiple of 64, or not known, x is kept for them."""
@@ -103,8 +104,13 @@ class Nf4Linear(nn.Cell):
             dx = self.grad_like_kernel(dout, codes, absmax, scales, offsets, x)
         else:
             dx = self.products.times(dout, self.weight(self.products.wide(x), dout, codes, absmax, scales, offsets))
-        return (ops.cast(dx, x.dtype), ops.zeros_like(codes), ops.zeros_like(absmax), ops.zeros_like(scales),
-                ops.zeros_like(offsets))
+        return (
+            ops.cast(dx, x.dtype),
+            ops.zeros_like(codes),
+            ops.zeros_like(absmax),
+            ops.zeros_like(scales),
+            ops.zeros_like(offsets),
+        )
 
     def bprop(self, x, codes, absmax, scales, offsets, out, dout):
         return self.grad(dout, x, codes, absmax, scales, offsets)
@@ -138,8 +144,12 @@ class Nf4LinearWithBias(Nf4Linear):
 @constexpr
 def check_weight_dtypes(op, path, codes, absmax, scales, offsets):
     """Raises BackendError unless the tensors of a weight have the dtypes of quantize."""
-    for name, dtype, wanted in (("codes", codes, mstype.uint8), ("absmax", absmax, mstype.uint8),
-                                ("scales", scales, mstype.float32), ("offsets", offsets, mstype.float32)):
+    for name, dtype, wanted in (
+        ("codes", codes, mstype.uint8),
+        ("absmax", absmax, mstype.uint8),
+        ("scales", scales, mstype.float32),
+        ("offsets", offsets, mstype.float32),
+    ):
         if dtype != wanted:
             raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}, as quantize makes it.")
 

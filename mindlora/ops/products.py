@@ -1,4 +1,5 @@
 """The matrix products that the composed path and the gradients are made of, in dtypes that the device has."""
+
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common import dtype as mstype

@@ -1,4 +1,5 @@
 """mindlora-run: the flags of MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
+
 import argparse
 import os
 import sys
@@ -83,8 +84,12 @@ def run(config: MindFormerConfig) -> None:
     elif config.run_mode == "eval":
         trainer.evaluate(eval_checkpoint=config.load_checkpoint)
     else:
-        trainer.predict(predict_checkpoint=config.load_checkpoint, input_data=config.input_data,
-                        batch_size=config.predict_batch_size, adapter_id=config.adapter_id)
+        trainer.predict(
+            predict_checkpoint=config.load_checkpoint,
+            input_data=config.input_data,
+            batch_size=config.predict_batch_size,
+            adapter_id=config.adapter_id,
+        )
 
 
 def build_config(argv=None) -> MindFormerConfig:
@@ -157,8 +162,11 @@ def _read_yaml(path, run_mode):
 
 def _parser():
     parser = _Parser(
-        prog="mindlora-run", description="Launch a MindFormers YAML with mindlora. Any key of the YAML can be "
-        "overridden with --a.b.c value.", allow_abbrev=False)
+        prog="mindlora-run",
+        description="Launch a MindFormers YAML with mindlora. Any key of the YAML can be "
+        "overridden with --a.b.c value.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True, help="YAML to run")
     parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model")
     parser.add_argument("--register_path", help="folder of modules that the YAML's auto_register names")
@@ -226,14 +234,19 @@ def _predict_input(data, modal_types):
         return None
     if modal_types is not None:
         if len(data) != len(modal_types):
-            raise ConfigError(f"--predict_data has {len(data)} values and --modal_type {len(modal_types)}: they must "
-                              "be as many.")
+            raise ConfigError(
+                f"--predict_data has {len(data)} values and --modal_type {len(modal_types)}: they must be as many."
+            )
         return [[{kind.lower(): value} for value, kind in zip(data, modal_types)]]
     if len(data) > 1:
         return data
     if os.path.isdir(data[0]):
-        return [os.path.join(folder, name) for folder, _, files in os.walk(data[0]) for name in sorted(files)
-                if name.lower().endswith((".jpg", ".jpeg", ".png", ".bmp"))]
+        return [
+            os.path.join(folder, name)
+            for folder, _, files in os.walk(data[0])
+            for name in sorted(files)
+            if name.lower().endswith((".jpg", ".jpeg", ".png", ".bmp"))
+        ]
     return data[0].replace(r"\n", "\n")
 
 

@@ -1,4 +1,5 @@
 """mindlora's messages in MindFormers' log, where the user of a launcher looks for them."""
+
 import logging
 
 from mindformers.tools.logger import logger as mindformers_logger

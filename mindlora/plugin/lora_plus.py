@@ -1,4 +1,5 @@
 """LoRA+ from a YAML: loraplus_lr_ratio becomes MindFormers' own grouped learning rates."""
+
 from mindformers.core.lr import build_lr
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 

@@ -1,4 +1,5 @@
 """Finds the model inside what MindFormers and MindSpore wrap around it to train."""
+
 from mindspore import nn
 
 

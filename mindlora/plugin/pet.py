@@ -1,4 +1,5 @@
 """Makes MindFormers build mindlora's LoRA where a YAML says ``pet_type: lora``."""
+
 import dataclasses
 from typing import ClassVar, Optional
 
@@ -30,8 +31,10 @@ class MindloraModel(LoraModel):
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
         config = self.config.pet_config
         if config.loraplus_lr_ratio is not None:
-            raise ConfigError("loraplus_lr_ratio is a key that mindlora-run turns into learning rates. Under another "
-                              "launcher, write grouped_lr_schedule (docs/finetune.md).")
+            raise ConfigError(
+                "loraplus_lr_ratio is a key that mindlora-run turns into learning rates. Under another "
+                "launcher, write grouped_lr_schedule (docs/finetune.md)."
+            )
         # A saved adapter fits the base as it is loaded, whatever start it was trained from.
         apply_lora(base_model, config.as_saved() if config.adapter_path else config)
         freeze_base(base_model, config)
@@ -59,6 +62,7 @@ class PetLoraConfig(LoraConfig):
         loraplus_lr_ratio (float): How many times as fast as A B learns (Hayou et al., LoRA+, 2024); at least 1.
             mindlora-run turns it into grouped learning rates. Default: None, B learns as A does.
     """
+
     # MindFormers asks for it when it generates.
     pet_type: ClassVar[str] = PET_TYPE
     adapter_path: Optional[str] = None
@@ -69,8 +73,10 @@ class PetLoraConfig(LoraConfig):
         if self.loraplus_lr_ratio is not None:
             check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")
             if self.use_vera:
-                raise ConfigError(f"use_vera is True and loraplus_lr_ratio {self.loraplus_lr_ratio!r}, which is for "
-                                  "the B that VeRA does not train. Leave one of them out.")
+                raise ConfigError(
+                    f"use_vera is True and loraplus_lr_ratio {self.loraplus_lr_ratio!r}, which is for "
+                    "the B that VeRA does not train. Leave one of them out."
+                )
 
 
 def register():
@@ -84,5 +90,7 @@ def register():
 
 def refuse_qlora(**_):
     """Raises ConfigError: MindFormers hands pet_type on to MindPet's freeze_delta, which knows no ``qlora``."""
-    raise ConfigError("pet_type is 'qlora', which mindlora-run alone takes; MindFormers' own launcher does not. Write "
-                      "pet_type: lora and quantize_base: nf4.")
+    raise ConfigError(
+        "pet_type is 'qlora', which mindlora-run alone takes; MindFormers' own launcher does not. Write "
+        "pet_type: lora and quantize_base: nf4."
+    )

@@ -1,4 +1,5 @@
 """Checks of a MindFormers YAML before anything is built, and the few settings that mindlora-run fills in."""
+
 import contextlib
 import os
 from typing import Mapping
@@ -27,9 +28,17 @@ _CPU_MODEL = {
     "use_past": (False, "paged attention has no CPU kernel"),
 }
 _CPU_DTYPES = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype", "param_init_type")
-_LLAMA_DEFAULTS = {"use_flash_attention": False, "fused_rms_norm": True, "use_rope_slice": False, "use_past": False,
-                   "compute_dtype": "float16", "layernorm_compute_type": "float32", "softmax_compute_type": "float32",
-                   "rotary_dtype": "float32", "param_init_type": "float16"}
+_LLAMA_DEFAULTS = {
+    "use_flash_attention": False,
+    "fused_rms_norm": True,
+    "use_rope_slice": False,
+    "use_past": False,
+    "compute_dtype": "float16",
+    "layernorm_compute_type": "float32",
+    "softmax_compute_type": "float32",
+    "rotary_dtype": "float32",
+    "param_init_type": "float16",
+}
 
 # Modes in which MindSpore rewrites the graph: there, optimizer parallelism cuts the parameters themselves.
 _GRAPH_PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
@@ -44,8 +53,10 @@ def check_pet_config(pet_config: Mapping) -> None:
         refuse_qlora()
     elif pet_type not in _MINDFORMERS_PET_TYPES:
         known = [*PET_TYPES, *_MINDFORMERS_PET_TYPES]
-        raise ConfigError(f"model.model_config.pet_config: pet_type is {pet_type!r}, which is not known. MindFormers "
-                          f"would train the whole network.{suggestion(str(pet_type), known)}")
+        raise ConfigError(
+            f"model.model_config.pet_config: pet_type is {pet_type!r}, which is not known. MindFormers "
+            f"would train the whole network.{suggestion(str(pet_type), known)}"
+        )
 
 
 def check_files(config) -> None:
@@ -57,8 +68,10 @@ def check_files(config) -> None:
         kind = "train" if training else "eval"
         _check_data(config.get(f"{kind}_dataset"), kind)
     if training and not config.load_checkpoint and config.model.model_config.pet_config:
-        logger.warning("load_checkpoint is empty: the base under the adapter has random weights. (In training, "
-                       "MindFormers reads no other key for them, checkpoint_name_or_path neither.)")
+        logger.warning(
+            "load_checkpoint is empty: the base under the adapter has random weights. (In training, "
+            "MindFormers reads no other key for them, checkpoint_name_or_path neither.)"
+        )
 
 
 def _check_data(dataset, kind):
@@ -114,35 +127,47 @@ def _check_cpu(config, training):
     if config.run_mode == "predict":
         # Choosing the next token in MindSpore takes ArgMaxExt or TopkExt, which a CPU does not have.
         if not model_config.get("do_sample", True):
-            wrong.append("model.model_config.do_sample: True (greedy search has no CPU kernel; with top_k: 1 sampling "
-                         "takes the same tokens)")
+            wrong.append(
+                "model.model_config.do_sample: True (greedy search has no CPU kernel; with top_k: 1 sampling "
+                "takes the same tokens)"
+            )
         if not config.postprocess_use_numpy:
             wrong.append("postprocess_use_numpy: True (sampling has no CPU kernel either)")
     if config.use_parallel and config.load_checkpoint:
-        wrong.append("use_parallel: False (with several devices and load_checkpoint MindFormers waits at a Barrier, "
-                     "which has no CPU kernel)")
+        wrong.append(
+            "use_parallel: False (with several devices and load_checkpoint MindFormers waits at a Barrier, "
+            "which has no CPU kernel)"
+        )
     wrapper = config.runner_wrapper.type if config.runner_wrapper else None
     if training and wrapper == "MFTrainOneStepCell":
-        wrong.append("runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that "
-                     "only Ascend has)")
+        wrong.append(
+            "runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that "
+            "only Ascend has)"
+        )
     if wrong:
         raise ConfigError("context.device_target is CPU, where this YAML cannot run. Set: " + "; ".join(wrong) + ".")
 
 
 def _check_sharded_adapter(config):
-    if not config.use_parallel or not any(callback.get("type") == "LoraCheckpoint"
-                                          for callback in config.callbacks or []):
+    if not config.use_parallel or not any(
+        callback.get("type") == "LoraCheckpoint" for callback in config.callbacks or []
+    ):
         return
     parallel, context = config.parallel_config or {}, config.parallel or {}
-    found = [(f"parallel_config.{key}", parallel[key], 1) for key in ("model_parallel", "pipeline_stage")
-             if (parallel.get(key) or 1) > 1]
+    found = [
+        (f"parallel_config.{key}", parallel[key], 1)
+        for key in ("model_parallel", "pipeline_stage")
+        if (parallel.get(key) or 1) > 1
+    ]
     if context.get("enable_parallel_optimizer") and context.get("parallel_mode") in _GRAPH_PARALLEL_MODES:
         found.append(("parallel.enable_parallel_optimizer", True, False))
     for key, value, needed in found:
-        raise ConfigError(f"callbacks has LoraCheckpoint and {key} is {value}: each device then holds a part of the "
-                          f"adapter, and LoraCheckpoint saves whole ones. Set {key.rpartition('.')[2]}: {needed}, or "
-                          "save with CheckpointMonitor and save_trainable_params: True and merge the parts with "
-                          "MindFormers' transform_checkpoint.")
+        raise ConfigError(
+            f"callbacks has LoraCheckpoint and {key} is {value}: each device then holds a part of the "
+            f"adapter, and LoraCheckpoint saves whole ones. Set {key.rpartition('.')[2]}: {needed}, or "
+            "save with CheckpointMonitor and save_trainable_params: True and merge the parts with "
+            "MindFormers' transform_checkpoint."
+        )
 
 
 def _fill_preset_learning_rate(config):
@@ -158,12 +183,19 @@ def _add_start(config):
     if not initializers.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
         return
     parallel = config.parallel or {}
-    if config.use_parallel and parallel.get("enable_parallel_optimizer") and (
-            parallel.get("parallel_mode") in _GRAPH_PARALLEL_MODES):
-        raise ConfigError(f"pet_config has lora_init {pet_config['lora_init']} and parallel.enable_parallel_optimizer "
-                          "is True: each device then holds a part of a weight. Set enable_parallel_optimizer: False.")
-    if not any(callback.get("type") in ("LoraCheckpoint", "LoraInitialization", "LoraStart")
-               for callback in config.callbacks or []):
+    if (
+        config.use_parallel
+        and parallel.get("enable_parallel_optimizer")
+        and (parallel.get("parallel_mode") in _GRAPH_PARALLEL_MODES)
+    ):
+        raise ConfigError(
+            f"pet_config has lora_init {pet_config['lora_init']} and parallel.enable_parallel_optimizer "
+            "is True: each device then holds a part of a weight. Set enable_parallel_optimizer: False."
+        )
+    if not any(
+        callback.get("type") in ("LoraCheckpoint", "LoraInitialization", "LoraStart")
+        for callback in config.callbacks or []
+    ):
         config.callbacks = [MindFormerConfig(type="LoraInitialization"), *(config.callbacks or [])]
 
 
@@ -176,12 +208,16 @@ def _check_quantized_base(config):
     if not pet_config.get("quantize_base"):
         with TensorFile(path) if is_safetensors else contextlib.nullcontext() as file:
             if file and quantize.quantized_paths(file.tensors):
-                raise ConfigError(f"load_checkpoint: {path} is quantized, and pet_config has no quantize_base. Set "
-                                  "quantize_base: nf4, or give the base in float.")
+                raise ConfigError(
+                    f"load_checkpoint: {path} is quantized, and pet_config has no quantize_base. Set "
+                    "quantize_base: nf4, or give the base in float."
+                )
         return
     if not is_safetensors:
-        raise ConfigError(f"load_checkpoint: {path} is no .safetensors file, and pet_config has quantize_base. Write a "
-                          f"quantized base, once: mindlora quantize-base {path} base-nf4.safetensors")
+        raise ConfigError(
+            f"load_checkpoint: {path} is no .safetensors file, and pet_config has quantize_base. Write a "
+            f"quantized base, once: mindlora quantize-base {path} base-nf4.safetensors"
+        )
     quantize.check_fits(path, pet_config.get("quantize_exclude"))
     if pet_config.get("adapter_path"):
         _compare_bases(path, pet_config["adapter_path"])
@@ -195,9 +231,12 @@ def _compare_bases(path, adapter_path):
     adapter = adapter_files.read(adapter_path)
     mark, found = adapter.fingerprint or {}, quantize.values_mark(path, adapter.paths)
     if found and mark.get("quantization") and mark["values"] != found:
-        logger.warning("adapter_path: %s was made for another quantized base than load_checkpoint: %s. Give the base "
-                       "that it was trained on, or that mindlora quantize-base --loftq wrote with it.", adapter_path,
-                       path)
+        logger.warning(
+            "adapter_path: %s was made for another quantized base than load_checkpoint: %s. Give the base "
+            "that it was trained on, or that mindlora quantize-base --loftq wrote with it.",
+            adapter_path,
+            path,
+        )
 
 
 def _fill_lora_plus(config, training):
@@ -215,8 +254,10 @@ def _fill_resume(config):
             folder = resume.resume_folder(directory, callback["resume"])
             facts, epochs = resume.read_metadata(folder), config.runner_config.epochs
             if not config.runner_config.sink_mode and facts["step"] >= facts["steps_per_epoch"] * epochs:
-                raise ConfigError(f"{folder} is of the last step of {epochs} epochs, so nothing is left to resume. "
-                                  "Raise runner_config.epochs to train longer.")
+                raise ConfigError(
+                    f"{folder} is of the last step of {epochs} epochs, so nothing is left to resume. "
+                    "Raise runner_config.epochs to train longer."
+                )
             config.data_skip_steps = facts["step"]
             callback["resume"] = folder
             logger.info("Resuming from %s: the data starts at step %d.", folder, config.data_skip_steps)

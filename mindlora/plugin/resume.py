@@ -1,4 +1,5 @@
 """A training run on disk: the adapter with optimizer moments, step and learning-rate position, and back."""
+
 import json
 import os
 import re
@@ -40,8 +41,15 @@ def passed(every: int, before: int, now: int) -> bool:
 
 def step_folders(directory: str) -> List[str]:
     """Returns the step folders in ``directory``, oldest first."""
-    found = [(int(match.group(1)), entry.path) for entry in os.scandir(directory)
-             if (match := re.fullmatch(STEP_PREFIX + r"(\d+)", entry.name))] if os.path.isdir(directory) else []
+    found = (
+        [
+            (int(match.group(1)), entry.path)
+            for entry in os.scandir(directory)
+            if (match := re.fullmatch(STEP_PREFIX + r"(\d+)", entry.name))
+        ]
+        if os.path.isdir(directory)
+        else []
+    )
     return [path for _, path in sorted(found)]
 
 
@@ -55,8 +63,7 @@ def set_aside(directory: str, step: int) -> Optional[str]:
     Returns:
         str, the folder that now holds it, or None where there was nothing.
     """
-    later = [folder for folder in step_folders(directory)
-             if int(os.path.basename(folder)[len(STEP_PREFIX):]) > step]
+    later = [folder for folder in step_folders(directory) if int(os.path.basename(folder)[len(STEP_PREFIX) :]) > step]
     best = os.path.join(directory, "best")
     if (_read_json(os.path.join(best, _BEST_FACTS)) or {}).get("step", 0) > step:
         later.append(best)
@@ -79,13 +86,17 @@ def resume_folder(directory: str, resume) -> str:
     """
     folders = [resume] if isinstance(resume, str) else step_folders(directory)
     if not folders:
-        raise ConfigError(f"LoraCheckpoint: resume is True, but {directory} holds no {STEP_PREFIX}N folder. Name the "
-                          "folder, or set resume: False to start anew.")
+        raise ConfigError(
+            f"LoraCheckpoint: resume is True, but {directory} holds no {STEP_PREFIX}N folder. Name the "
+            "folder, or set resume: False to start anew."
+        )
     if not os.path.isdir(folders[-1]):
         raise ConfigError(f"LoraCheckpoint: there is no folder {folders[-1]} to resume from.")
     if not os.path.isfile(os.path.join(folders[-1], _STATE_FACTS)):
-        raise ConfigError(f"LoraCheckpoint: {folders[-1]} holds no {_STATE_FACTS}, so no run can be resumed from it. "
-                          "To start a new run from its adapter, set pet_config.adapter_path.")
+        raise ConfigError(
+            f"LoraCheckpoint: {folders[-1]} holds no {_STATE_FACTS}, so no run can be resumed from it. "
+            "To start a new run from its adapter, set pet_config.adapter_path."
+        )
     return folders[-1]
 
 
@@ -126,27 +137,41 @@ def restore(folder: str, params) -> None:
     """
     facts = read_metadata(folder)
     if facts["steps_per_epoch"] != params.batch_num:
-        raise ConfigError(f"{folder} was saved at {facts['steps_per_epoch']} steps per epoch, this run has "
-                          f"{params.batch_num}: resume with the same data, batch_size and number of devices.")
+        raise ConfigError(
+            f"{folder} was saved at {facts['steps_per_epoch']} steps per epoch, this run has "
+            f"{params.batch_num}: resume with the same data, batch_size and number of devices."
+        )
     if facts["step"] >= total_steps(params):
-        raise ConfigError(f"{folder} is of step {facts['step']}, and this run ends at step {total_steps(params)}: "
-                          "nothing is left to train. Raise epochs to train longer.")
+        raise ConfigError(
+            f"{folder} is of step {facts['step']}, and this run ends at step {total_steps(params)}: "
+            "nothing is left to train. Raise epochs to train longer."
+        )
     skipped = params.train_dataset.get_init_step()
     if skipped != facts["step"]:
-        raise ConfigError(f"{folder} stopped after step {facts['step']}, but the dataset starts at step {skipped}: set "
-                          f"data_skip_steps: {facts['step']} in the YAML (mindlora-run sets it by itself).")
+        raise ConfigError(
+            f"{folder} stopped after step {facts['step']}, but the dataset starts at step {skipped}: set "
+            f"data_skip_steps: {facts['step']} in the YAML (mindlora-run sets it by itself)."
+        )
     tensors = load_file(os.path.join(folder, _STATE_TENSORS))
     parameters = {p.name: p for p in _state_parameters(params.train_network)}
-    differing = sorted(name for name in set(tensors) & set(parameters)
-                       if tensors[name].shape != tuple(parameters[name].shape))
-    problems = [f"{what}: {listed(which)}" for what, which in (
-        ("only in the folder", sorted(set(tensors) - set(parameters))),
-        ("only in this run", sorted(set(parameters) - set(tensors))),
-        ("of another shape", differing)) if which]
+    differing = sorted(
+        name for name in set(tensors) & set(parameters) if tensors[name].shape != tuple(parameters[name].shape)
+    )
+    problems = [
+        f"{what}: {listed(which)}"
+        for what, which in (
+            ("only in the folder", sorted(set(tensors) - set(parameters))),
+            ("only in this run", sorted(set(parameters) - set(tensors))),
+            ("of another shape", differing),
+        )
+        if which
+    ]
     if problems:
-        raise ConfigError(f"{folder} has the state of another optimizer, loss scale or network. "
-                          f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config it was "
-                          "saved with.")
+        raise ConfigError(
+            f"{folder} has the state of another optimizer, loss scale or network. "
+            f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config it was "
+            "saved with."
+        )
     load_lora(base_of(params.train_network), folder, on_base_mismatch="error")
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))

@@ -1,4 +1,5 @@
 """The train step: MindFormers' own, with an overflow check that has kernels on every device."""
+
 import mindspore as ms
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import MFTrainOneStepCell

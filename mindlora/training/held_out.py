@@ -1,4 +1,5 @@
 """The loss on held-out data, as it is in training but with dropout off."""
+
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.common import dtype as mstype

@@ -1,4 +1,5 @@
 """LoRA+: B learns faster than A."""
+
 from typing import List, Union
 
 import numpy as np
@@ -30,8 +31,12 @@ class ScaledSchedule(LearningRateSchedule):
         return self.schedule(global_step) * self.ratio
 
 
-def lora_plus_groups(network: nn.Cell, learning_rate: Union[float, list, Tensor, LearningRateSchedule],
-                     ratio: float = 16, weight_decay: float = 0.0) -> List[dict]:
+def lora_plus_groups(
+    network: nn.Cell,
+    learning_rate: Union[float, list, Tensor, LearningRateSchedule],
+    ratio: float = 16,
+    weight_decay: float = 0.0,
+) -> List[dict]:
     """Returns the trainable parameters of ``network`` in groups for a MindSpore optimizer: lr(B) = ratio lr(A).
 
     B, and DoRA's magnitudes, are in the faster group; A and whatever else trains in the other.
@@ -57,11 +62,12 @@ def lora_plus_groups(network: nn.Cell, learning_rate: Union[float, list, Tensor,
     trained = network.trainable_params()
     faster = [p for p in trained if id(p) in adapted and p.name.endswith(FASTER)]
     if not any(p.name.endswith(LORA_B) for p in faster):
-        raise LoraError("The network has no B that trains, so there is nothing for LoRA+ to speed up. Call apply_lora "
-                        "and freeze_base first.")
+        raise LoraError(
+            "The network has no B that trains, so there is nothing for LoRA+ to speed up. Call apply_lora "
+            "and freeze_base first."
+        )
     chosen = {id(p) for p in faster}
-    groups = [([p for p in trained if id(p) not in chosen], learning_rate),
-              (faster, _multiplied(learning_rate, ratio))]
+    groups = [([p for p in trained if id(p) not in chosen], learning_rate), (faster, _multiplied(learning_rate, ratio))]
     return [{"params": params, "lr": rate, "weight_decay": weight_decay} for params, rate in groups if params]
 
 

@@ -1,4 +1,5 @@
 """The picture of a training run."""
+
 from statistics import fmean
 
 import matplotlib
@@ -18,7 +19,7 @@ def draw_loss(train, held_out, path: str) -> None:
     steps, losses = zip(*train)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss, each step")
-    smooth = [fmean(losses[max(0, i - 4):i + 5]) for i in range(len(losses))]
+    smooth = [fmean(losses[max(0, i - 4) : i + 5]) for i in range(len(losses))]
     axes.plot(steps, smooth, color="tab:blue", linewidth=2, label="training loss, mean of 9 steps")
     if held_out:
         axes.plot(*zip(*held_out), color="tab:orange", marker="o", linewidth=2, label="held-out loss")

@@ -4,6 +4,7 @@
 
 Each kernel is compiled once for a dtype, as CANN does it, from <op>/ascendc/model.cpp. A functional model, not an NPU.
 """
+
 import ctypes
 import functools
 import importlib.util
@@ -26,8 +27,13 @@ _TILING_BYTES = 4096
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [("blocks", ctypes.c_uint32), ("kind", ctypes.c_uint32), ("tiling_key", ctypes.c_uint64),
-                ("workspace", ctypes.c_uint64), ("tiling_bytes", ctypes.c_uint64)]
+    _fields_ = [
+        ("blocks", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
+        ("tiling_key", ctypes.c_uint64),
+        ("workspace", ctypes.c_uint64),
+        ("tiling_bytes", ctypes.c_uint64),
+    ]
 
 
 @functools.lru_cache(maxsize=None)
@@ -35,17 +41,23 @@ def build(op, dtype):
     """Returns (library, its plan function) of an operator for a dtype, a name in ELEMENTS."""
     folder = tempfile.mkdtemp(prefix=f"mindlora_{op}_")
     target = f"{folder}/{op}_{dtype}.so"
-    library = model.build(OPS / op / "ascendc" / "model.cpp", target,
-                          ("-O2", f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}"))
+    library = model.build(
+        OPS / op / "ascendc" / "model.cpp", target, ("-O2", f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}")
+    )
     return library, ctypes.CDLL(target).mindlora_plan
 
 
 def plan(op, dtype, sizes, cube_cores=CUBE_CORES, vector_cores=VECTOR_CORES):
     """Returns (plan, tiling as bytes) for sizes as the operator's plan takes them."""
     result, tiling = _Plan(), ctypes.create_string_buffer(_TILING_BYTES)
-    build(op, dtype)[1]((ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_uint32(cube_cores),
-                        ctypes.c_uint32(vector_cores), ctypes.byref(result), tiling)
-    return result, tiling.raw[:result.tiling_bytes]
+    build(op, dtype)[1](
+        (ctypes.c_int64 * len(sizes))(*sizes),
+        ctypes.c_uint32(cube_cores),
+        ctypes.c_uint32(vector_cores),
+        ctypes.byref(result),
+        tiling,
+    )
+    return result, tiling.raw[: result.tiling_bytes]
 
 
 def run(op, dtype, inputs, outputs, sizes, cube_cores=CUBE_CORES, vector_cores=VECTOR_CORES):
@@ -67,6 +79,7 @@ def run(op, dtype, inputs, outputs, sizes, cube_cores=CUBE_CORES, vector_cores=V
     """
     made, tiling = plan(op, dtype, sizes, cube_cores, vector_cores)
     workspace = np.empty(max(made.workspace, 32), np.uint8)
-    memory = ([(name, array, "in") for name, array in inputs] + list(outputs) + [("workspace", workspace, "out")])
-    return build(op, dtype)[0].run(op, memory, tiling=tiling, blocks=made.blocks, kernel_type=KINDS[made.kind],
-                                   tiling_key=made.tiling_key)
+    memory = [(name, array, "in") for name, array in inputs] + list(outputs) + [("workspace", workspace, "out")]
+    return build(op, dtype)[0].run(
+        op, memory, tiling=tiling, blocks=made.blocks, kernel_type=KINDS[made.kind], tiling_key=made.tiling_key
+    )

@@ -5,6 +5,7 @@
 
 The source includes the kernel's and model/python_entry.h and names kernels with ASCENDC_MODEL_KERNEL; see README.md.
 """
+
 import ctypes
 import json
 import pathlib
@@ -26,8 +27,12 @@ class KernelRefused(Exception):
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64),
-                ("access", ctypes.c_int32)]
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("access", ctypes.c_int32),
+    ]
 
 
 def build(source, target, flags=("-O1",)):
@@ -45,8 +50,18 @@ def build(source, target, flags=("-O1",)):
         RuntimeError: the compiler failed; the message is its output.
     """
     # Without unique symbols, several libraries in one process keep their state apart.
-    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", f"-I{INCLUDE}", *flags, str(source), "-o",
-               str(target)]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-fno-gnu-unique",
+        f"-I{INCLUDE}",
+        *flags,
+        str(source),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
@@ -80,13 +95,31 @@ class Library:
         Raises:
             KernelRefused: the kernel broke a rule.
         """
-        buffers = (_Buffer * len(gm))(*[
-            _Buffer(name.encode(), None if array is None else array.ctypes.data, 0 if array is None else array.nbytes,
-                    ACCESS[access]) for name, array, access in gm])
+        buffers = (_Buffer * len(gm))(
+            *[
+                _Buffer(
+                    name.encode(),
+                    None if array is None else array.ctypes.data,
+                    0 if array is None else array.nbytes,
+                    ACCESS[access],
+                )
+                for name, array, access in gm
+            ]
+        )
         text = ctypes.create_string_buffer(REPORT_BYTES)
-        self._run(kernel.encode(), buffers, ctypes.c_uint32(len(gm)), tiling, ctypes.c_uint64(len(tiling)),
-                  ctypes.c_uint32(blocks), KERNEL_TYPES.index(kernel_type), int(auto_sync), ctypes.c_uint64(tiling_key),
-                  text, ctypes.c_uint64(REPORT_BYTES))
+        self._run(
+            kernel.encode(),
+            buffers,
+            ctypes.c_uint32(len(gm)),
+            tiling,
+            ctypes.c_uint64(len(tiling)),
+            ctypes.c_uint32(blocks),
+            KERNEL_TYPES.index(kernel_type),
+            int(auto_sync),
+            ctypes.c_uint64(tiling_key),
+            text,
+            ctypes.c_uint64(REPORT_BYTES),
+        )
         report = json.loads(text.value)
         if not report["ok"]:
             raise KernelRefused(report)

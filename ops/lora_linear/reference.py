@@ -1,4 +1,5 @@
 """lora_linear in NumPy: what every path must compute."""
+
 import numpy as np
 
 

@@ -1,4 +1,5 @@
 """multi_lora_delta in NumPy: what every path must compute."""
+
 import numpy as np
 
 
@@ -19,7 +20,7 @@ def multi_lora_delta(y0, x, pool, ranks, scales, indices):
     y, x = np.array(y0, np.float64), np.asarray(x, np.float64)
     for t, i in enumerate(indices):
         if i >= 0:
-            block = np.asarray(pool[i][:ranks[i]], np.float64)
-            a, b = block[:, :x.shape[1]], block[:, x.shape[1]:].T
+            block = np.asarray(pool[i][: ranks[i]], np.float64)
+            a, b = block[:, : x.shape[1]], block[:, x.shape[1] :].T
             y[t] += ((x[t] @ a.T) * scales[i]) @ b.T
     return y

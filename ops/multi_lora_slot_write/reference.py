@@ -1,4 +1,5 @@
 """multi_lora_slot_write in NumPy: what every path must do."""
+
 import numpy as np
 
 
@@ -18,5 +19,5 @@ def multi_lora_slot_write(pool, ranks, scales, slot, packed, scale):
         packed (ndarray): Shape [r, K + N].
         scale (float): lora_alpha / r of the adapter.
     """
-    pool[slot, :len(packed)] = packed
+    pool[slot, : len(packed)] = packed
     ranks[slot], scales[slot] = len(packed), scale

@@ -1,10 +1,28 @@
 """nf4_dequantize in NumPy: what the kernel must compute, to the last bit of float32."""
+
 import numpy as np
 
-TABLE = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-                  -0.18477343022833334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-                  0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-                  0.7229568362236023, 1.0], np.float32)
+TABLE = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022833334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 
 
 def nf4_dequantize(codes, absmax, scales, offsets, columns):
@@ -29,7 +47,7 @@ def nf4_dequantize(codes, absmax, scales, offsets, columns):
         for b in range(blocks):
             group = (n * blocks + b) // 256
             largest = offsets[group] + scales[group] * np.float32(absmax[n, b])
-            of_block = codes[n, 32 * b:32 * b + 32]
-            weight[n, 64 * b:64 * b + 32] = largest * TABLE[of_block & 15]
-            weight[n, 64 * b + 32:64 * b + 64] = largest * TABLE[of_block >> 4]
+            of_block = codes[n, 32 * b : 32 * b + 32]
+            weight[n, 64 * b : 64 * b + 32] = largest * TABLE[of_block & 15]
+            weight[n, 64 * b + 32 : 64 * b + 64] = largest * TABLE[of_block >> 4]
     return weight[:, :columns]

@@ -1,10 +1,27 @@
 """nf4_linear in NumPy: what every path must compute, and how the bytes of a weight are read."""
+
 import numpy as np
 
-TABLE = np.array([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-                  -0.18477343022833334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-                  0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-                  0.7229568362236023, 1.0])
+TABLE = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022833334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ]
+)
 
 
 def dequantize(codes, absmax, scales, offsets, columns):
@@ -28,9 +45,9 @@ def dequantize(codes, absmax, scales, offsets, columns):
         for b in range(blocks):
             group = (n * blocks + b) // 256
             largest = float(offsets[group]) + float(scales[group]) * int(absmax[n, b])
-            of_block = codes[n, 32 * b:32 * b + 32]
-            weight[n, 64 * b:64 * b + 32] = largest * TABLE[of_block & 15]
-            weight[n, 64 * b + 32:64 * b + 64] = largest * TABLE[of_block >> 4]
+            of_block = codes[n, 32 * b : 32 * b + 32]
+            weight[n, 64 * b : 64 * b + 32] = largest * TABLE[of_block & 15]
+            weight[n, 64 * b + 32 : 64 * b + 64] = largest * TABLE[of_block >> 4]
     return weight[:, :columns]
 
 

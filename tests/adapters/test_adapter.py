@@ -1,4 +1,5 @@
 """Adapter: scales, updates, and the checks of its pairs."""
+
 import numpy as np
 import pytest
 
@@ -40,8 +41,10 @@ def test_without_alpha_there_is_no_scale_until_it_is_stated():
     adapter.alphas = {}
     with pytest.raises(ScaleMismatchError) as error:
         adapter.delta(Q)
-    assert str(error.value) == (f"The adapter (MindFormers' LoRA) does not say lora_alpha, so the scale of {Q} is not "
-                                "known. Give the lora_alpha that it was trained with.")
+    assert str(error.value) == (
+        f"The adapter (MindFormers' LoRA) does not say lora_alpha, so the scale of {Q} is not "
+        "known. Give the lora_alpha that it was trained with."
+    )
     adapter.set_alpha(5)
     assert adapter.alphas == {Q: 5.0, K: 5.0} and adapter.scale(K) == 2.5
     with pytest.raises(ScaleMismatchError) as error:
@@ -60,21 +63,26 @@ def test_an_alpha_that_is_none_is_not_stated(alpha):
 
 # Pairs ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("a, b, declared, kind, problem", [
-    ((6, 2), (2, 6), 2, ShapeMismatchError, "A and B are swapped"),
-    ((6, 2), (2, 5), 2, ShapeMismatchError, "A and B are swapped"),
-    ((6, 2), (5, 2), 2, ShapeMismatchError, "A is transposed: it must be [r, in]"),
-    ((2, 6), (2, 5), 2, ShapeMismatchError, "B is transposed: it must be [out, r]"),
-    ((3, 6), (5, 3), 2, RankMismatchError, "the configuration declares rank 2 and the tensors have 3"),
-    ((3, 6), (5, 4), 2, ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"),
-    ((2, 6), (5, 4), 2, ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"),
-    ((2, 6), (5, 4), None, ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"),
-    ((2, 6), (2, 5), None, ShapeMismatchError, "B is transposed: it must be [out, r]"),
-    ((6,), (5, 2), None, ShapeMismatchError, "A and B must be matrices"),
-    ((2, 6), (5, 2, 1), None, ShapeMismatchError, "A and B must be matrices"),
-    ((), (), 2, ShapeMismatchError, "A and B must be matrices"),
-    ((0, 6), (5, 0), None, ShapeMismatchError, "A or B is empty"),
-    ((2, 0), (5, 2), 2, ShapeMismatchError, "A or B is empty")])
+
+@pytest.mark.parametrize(
+    "a, b, declared, kind, problem",
+    [
+        ((6, 2), (2, 6), 2, ShapeMismatchError, "A and B are swapped"),
+        ((6, 2), (2, 5), 2, ShapeMismatchError, "A and B are swapped"),
+        ((6, 2), (5, 2), 2, ShapeMismatchError, "A is transposed: it must be [r, in]"),
+        ((2, 6), (2, 5), 2, ShapeMismatchError, "B is transposed: it must be [out, r]"),
+        ((3, 6), (5, 3), 2, RankMismatchError, "the configuration declares rank 2 and the tensors have 3"),
+        ((3, 6), (5, 4), 2, ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"),
+        ((2, 6), (5, 4), 2, ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"),
+        ((2, 6), (5, 4), None, ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"),
+        ((2, 6), (2, 5), None, ShapeMismatchError, "B is transposed: it must be [out, r]"),
+        ((6,), (5, 2), None, ShapeMismatchError, "A and B must be matrices"),
+        ((2, 6), (5, 2, 1), None, ShapeMismatchError, "A and B must be matrices"),
+        ((), (), 2, ShapeMismatchError, "A and B must be matrices"),
+        ((0, 6), (5, 0), None, ShapeMismatchError, "A or B is empty"),
+        ((2, 0), (5, 2), 2, ShapeMismatchError, "A or B is empty"),
+    ],
+)
 def test_pairs_that_do_not_fit_together(a, b, declared, kind, problem):
     with pytest.raises(kind) as error:
         shaped(a, b).check_pairs("file", {Q: declared} if declared else None)
@@ -82,8 +90,10 @@ def test_pairs_that_do_not_fit_together(a, b, declared, kind, problem):
     assert str(error.value) == f"file: {problem}, at {Q} (A {list(a)}, B {list(b)})."
 
 
-@pytest.mark.parametrize("a, b, declared", [((2, 6), (5, 2), 2), ((2, 6), (5, 2), None), ((6, 6), (6, 6), 6),
-                                            ((1, 1), (1, 1), 1), ((7, 6), (5, 7), None)])
+@pytest.mark.parametrize(
+    "a, b, declared",
+    [((2, 6), (5, 2), 2), ((2, 6), (5, 2), None), ((6, 6), (6, 6), 6), ((1, 1), (1, 1), 1), ((7, 6), (5, 7), None)],
+)
 def test_pairs_that_fit(a, b, declared):
     shaped(a, b).check_pairs("file", {Q: declared} if declared else None)
 
@@ -94,11 +104,13 @@ def test_halves_are_named_with_their_layers_put_together():
         del adapter.tensors[f"model.layers.{layer}.attention.wq", "B"]
     with pytest.raises(MissingTensorsError) as error:
         adapter.check_pairs("file")
-    assert str(error.value) == ("file lacks half of 2 pairs: it holds model.layers.{0..1}.attention.wq A without its "
-                                "other half.")
+    assert str(error.value) == (
+        "file lacks half of 2 pairs: it holds model.layers.{0..1}.attention.wq A without its other half."
+    )
 
 
 # Numbers --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["<f4", "<f2", "<f8", BFLOAT16])
@@ -123,12 +135,17 @@ def test_large_numbers_whose_sum_overflows_are_finite():
     assert is_finite(np.array([1, 2], np.int32))
 
 
-@pytest.mark.parametrize("a, b, kind, message", [
-    ((4, 6, 3, 3), (8, 4, 1, 1), None, ""), ((4, 6, 3, 3), (8, 2, 1, 1), None, ""),
-    ((4, 6, 3, 3), (8, 3, 1, 1), ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"),
-    ((4, 6, 3, 3), (8, 4, 3, 1), ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"),
-    ((4, 6, 3, 3), (8, 4), ShapeMismatchError, "A and B must be matrices"),
-    ((5, 6, 3, 3), (8, 5, 1, 1), RankMismatchError, "the configuration declares rank 4 and the tensors have 5")])
+@pytest.mark.parametrize(
+    "a, b, kind, message",
+    [
+        ((4, 6, 3, 3), (8, 4, 1, 1), None, ""),
+        ((4, 6, 3, 3), (8, 2, 1, 1), None, ""),
+        ((4, 6, 3, 3), (8, 3, 1, 1), ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"),
+        ((4, 6, 3, 3), (8, 4, 3, 1), ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"),
+        ((4, 6, 3, 3), (8, 4), ShapeMismatchError, "A and B must be matrices"),
+        ((5, 6, 3, 3), (8, 5, 1, 1), RankMismatchError, "the configuration declares rank 4 and the tensors have 5"),
+    ],
+)
 def test_pairs_of_convolutions(a, b, kind, message):
     adapter = Adapter({("patch", "A"): np.ones(a, np.float32), ("patch", "B"): np.ones(b, np.float32)}, {"patch": 1.0})
     if kind is None:

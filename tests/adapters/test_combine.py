@@ -1,4 +1,5 @@
 """combine_adapters: each method against its formula written out, element by element where it can be."""
+
 import math
 
 import numpy as np
@@ -75,7 +76,7 @@ def elected(stack, weights, majority_sign):
 def trimmed(tensor, density):
     order = sorted(range(tensor.size), key=lambda index: -abs(tensor.reshape(-1)[index]))
     flat = np.zeros(tensor.size, np.float32)
-    for index in order[:int(density * tensor.size)]:
+    for index in order[: int(density * tensor.size)]:
         flat[index] = tensor.reshape(-1)[index]
     return flat.reshape(tensor.shape)
 
@@ -100,6 +101,7 @@ def test_methods_on_factors(three, method, density, majority_sign):
     def rule(stack, weights):
         stack = [trimmed(tensor, share) for tensor in stack]
         return elected(stack, weights, majority_sign) if method == "ties" else added(stack, weights)
+
     assert result.paths == [WQ, WK, W1]
     for path in result.paths:
         for half, expected in in_factors(three, path, rule).items():
@@ -158,8 +160,9 @@ def test_dare_draws_anew_for_each_tensor_and_by_the_seed():
     ones = make(0, {WQ: 3, WK: 3})
     for place in ones.tensors:
         ones.tensors[place] = np.ones_like(ones.tensors[place])
-    first, again, other = (combine_adapters([ones, ones], [1.0, 1.0], "dare_linear", density=0.5, seed=seed)
-                           for seed in (3, 3, 4))
+    first, again, other = (
+        combine_adapters([ones, ones], [1.0, 1.0], "dare_linear", density=0.5, seed=seed) for seed in (3, 3, 4)
+    )
     assert_same(again, first)
     assert any((other.tensors[place] != first.tensors[place]).any() for place in first.tensors)
     # Two adapters with one mask would give 0 or 2/density; with two masks the half of it as well.
@@ -169,15 +172,19 @@ def test_dare_draws_anew_for_each_tensor_and_by_the_seed():
 
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (2, 5, 1)])
 def test_cat_is_exact_at_any_ranks(ranks):
-    adapters = [make(0, {WQ: ranks[0], WK: ranks[0]}, 6.0), make(1, {WQ: ranks[1]}, 2.0),
-                make(2, {WQ: ranks[2], WK: ranks[2], W1: ranks[2]}, 3.0)]
+    adapters = [
+        make(0, {WQ: ranks[0], WK: ranks[0]}, 6.0),
+        make(1, {WQ: ranks[1]}, 2.0),
+        make(2, {WQ: ranks[2], WK: ranks[2], W1: ranks[2]}, 3.0),
+    ]
     result = combine_adapters(adapters, WEIGHTS, "cat")
     for path in result.paths:
         assert result.rank(path) == sum(ranks) and result.scale(path) == 1
         assert_near(result.delta(path), weighted_sum(adapters, path))
-    np.testing.assert_array_equal(result.tensors[WQ, "B"],
-                                  np.concatenate([adapter.tensors[WQ, "B"] for adapter in adapters], axis=1))
-    np.testing.assert_array_equal(result.tensors[W1, "A"][ranks[2]:], 0)
+    np.testing.assert_array_equal(
+        result.tensors[WQ, "B"], np.concatenate([adapter.tensors[WQ, "B"] for adapter in adapters], axis=1)
+    )
+    np.testing.assert_array_equal(result.tensors[W1, "A"][ranks[2] :], 0)
 
 
 def test_cat_has_one_rank_where_the_ranks_of_an_adapter_differ():
@@ -201,7 +208,7 @@ def test_svd_is_the_best_of_its_rank(svd_rank):
         # PEFT's split: V^T has orthonormal rows, and B carries the singular values, the largest first.
         np.testing.assert_allclose(a @ a.T, np.eye(len(a)), atol=1e-5)
         sizes = np.linalg.norm(b, axis=0)
-        assert_near(sizes, np.linalg.svd(weighted_sum(adapters, WQ), compute_uv=False)[:len(a)])
+        assert_near(sizes, np.linalg.svd(weighted_sum(adapters, WQ), compute_uv=False)[: len(a)])
 
 
 def test_svd_of_ranks_above_the_size_of_the_cell():
@@ -268,8 +275,12 @@ def test_rslora_enters_by_its_scale_and_does_not_come_back(method):
     result = combine_adapters(adapters, [1.0, 1.0], method)
     assert result.use_rslora is False and result.scale(WQ) == 1 and result.alphas == {WQ: result.rank(WQ)}
     if method == "linear":
-        np.testing.assert_allclose(result.tensors[WQ, "A"], math.sqrt(3) * adapters[0].tensors[WQ, "A"]
-                                   + math.sqrt(1.5) * adapters[1].tensors[WQ, "A"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            result.tensors[WQ, "A"],
+            math.sqrt(3) * adapters[0].tensors[WQ, "A"] + math.sqrt(1.5) * adapters[1].tensors[WQ, "A"],
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 def test_half_precision_is_widened():
@@ -294,39 +305,54 @@ def test_the_adapters_are_left_as_they_were(three):
 
 def test_what_is_known_of_the_base_is_kept():
     mark = {"shapes": "a", "values": "b"}
-    adapters = [make(0, {WQ: 2}, dropout=0.1, fingerprint=mark), make(1, {WQ: 2}, dropout=0.3, base_model="llama",
-                                                                     fingerprint=dict(mark))]
+    adapters = [
+        make(0, {WQ: 2}, dropout=0.1, fingerprint=mark),
+        make(1, {WQ: 2}, dropout=0.3, base_model="llama", fingerprint=dict(mark)),
+    ]
     result = combine_adapters(adapters, [1.0, 1.0], "linear")
     assert (result.base_model, result.fingerprint, result.dropout) == ("llama", mark, 0.1)
     adapters[1].fingerprint = {"shapes": "a", "values": "c"}
     assert combine_adapters(adapters, [1.0, 1.0], "linear").fingerprint is None
 
 
-@pytest.mark.parametrize("method, options, message", [
-    ("tise", {}, "method is 'tise', which is not known. Did you mean 'ties'? Known: cat, dare_linear, "),
-    ("ties", {}, "method ties needs density: the share of elements to keep, above 0 and up to 1."),
-    ("dare_ties_svd", {}, "method dare_ties_svd needs density"),
-    ("ties", {"density": 0.0}, "density is 0.0: it must be above 0 and at most 1."),
-    ("ties", {"density": 1.5}, "density is 1.5: it must be above 0 and at most 1."),
-    ("dare_linear", {"density": float("nan")}, "density is nan: it must be above 0"),
-    ("linear", {"density": 0.5}, "density is 0.5, but method linear prunes nothing: leave density out."),
-    ("svd", {"density": 0.5}, "density is 0.5, but method svd prunes nothing: leave density out."),
-    ("cat", {"svd_rank": 4}, "svd_rank is 4, but the ranks decide the rank of method cat: leave svd_rank out, or "
-                             "take svd."),
-    ("svd", {"svd_rank": 0}, "svd_rank is 0: it must be a whole number of at least 1."),
-    ("ties", {"density": 0.5, "majority_sign": "totl"}, "majority_sign is 'totl', which is not known. Did you mean "
-                                                        "'total'? Known: frequency, total."),
-])
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        ("tise", {}, "method is 'tise', which is not known. Did you mean 'ties'? Known: cat, dare_linear, "),
+        ("ties", {}, "method ties needs density: the share of elements to keep, above 0 and up to 1."),
+        ("dare_ties_svd", {}, "method dare_ties_svd needs density"),
+        ("ties", {"density": 0.0}, "density is 0.0: it must be above 0 and at most 1."),
+        ("ties", {"density": 1.5}, "density is 1.5: it must be above 0 and at most 1."),
+        ("dare_linear", {"density": float("nan")}, "density is nan: it must be above 0"),
+        ("linear", {"density": 0.5}, "density is 0.5, but method linear prunes nothing: leave density out."),
+        ("svd", {"density": 0.5}, "density is 0.5, but method svd prunes nothing: leave density out."),
+        (
+            "cat",
+            {"svd_rank": 4},
+            "svd_rank is 4, but the ranks decide the rank of method cat: leave svd_rank out, or take svd.",
+        ),
+        ("svd", {"svd_rank": 0}, "svd_rank is 0: it must be a whole number of at least 1."),
+        (
+            "ties",
+            {"density": 0.5, "majority_sign": "totl"},
+            "majority_sign is 'totl', which is not known. Did you mean 'total'? Known: frequency, total.",
+        ),
+    ],
+)
 def test_wrong_arguments(three, method, options, message):
     with pytest.raises(ConfigError) as error:
         combine_adapters(three, WEIGHTS, method, **options)
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("adapters, weights, message", [
-    (0, [], "There is no adapter to combine: name at least one, with its weight."),
-    (3, [1.0], "3 adapters have 1 weights: give each adapter one weight."),
-    (3, [1.0, 1.0, float("nan")], "A weight is nan: it must be a number.")])
+@pytest.mark.parametrize(
+    "adapters, weights, message",
+    [
+        (0, [], "There is no adapter to combine: name at least one, with its weight."),
+        (3, [1.0], "3 adapters have 1 weights: give each adapter one weight."),
+        (3, [1.0, 1.0, float("nan")], "A weight is nan: it must be a number."),
+    ],
+)
 def test_wrong_counts_and_weights(three, adapters, weights, message):
     with pytest.raises(ConfigError) as error:
         combine_adapters(three[:adapters], weights, "linear")
@@ -338,8 +364,9 @@ def test_ranks_must_agree_where_tensors_are_added(method):
     adapters = [make(0, {WQ: 3, WK: 2}), make(1, {WQ: 3, WK: 4})]
     with pytest.raises(RankMismatchError) as error:
         combine_adapters(adapters, [1.0, 1.0], method, **({} if method == "linear" else {"density": 0.5}))
-    assert str(error.value) == (f"method {method} needs adapters of one rank; at {WK} they have 2, 4. Methods cat and "
-                                "svd take any ranks.")
+    assert str(error.value) == (
+        f"method {method} needs adapters of one rank; at {WK} they have 2, 4. Methods cat and svd take any ranks."
+    )
     # The ranks of one adapter may differ among its paths.
     adapters[1] = make(1, {WQ: 3, WK: 2})
     result = combine_adapters(adapters, [1.0, 1.0], method, **({} if method == "linear" else {"density": 0.5}))
@@ -350,20 +377,24 @@ def test_adapters_that_do_not_belong_together(three):
     three[1].tensors[WQ, "B"] = np.ones((13, 3), np.float32)
     with pytest.raises(ShapeMismatchError) as error:
         combine_adapters(three, WEIGHTS, "cat")
-    assert str(error.value) == (f"Adapter 2 was trained on another base than adapter 1: the weight of {WQ} [out, in] "
-                                "is [13, 10], and there [12, 10].")
+    assert str(error.value) == (
+        f"Adapter 2 was trained on another base than adapter 1: the weight of {WQ} [out, in] "
+        "is [13, 10], and there [12, 10]."
+    )
     with pytest.raises(AdapterError) as error:
         combine_adapters([make(0, {WQ: 3}), make(1, {W1: 3})], [1.0, 1.0], "cat")
-    assert str(error.value) == ("Adapter 1 has no path in common with another adapter, so nothing would be combined. "
-                                f"It adapts {WQ}.")
+    assert str(error.value) == (
+        f"Adapter 1 has no path in common with another adapter, so nothing would be combined. It adapts {WQ}."
+    )
 
 
 def test_adapters_that_cannot_be_combined(three):
     three[2].saved_modules = {"lm_head.weight": np.ones((4, 4), np.float32)}
     with pytest.raises(AdapterError) as error:
         combine_adapters(three, WEIGHTS, "svd")
-    assert str(error.value) == ("Adapter 3 holds modules that were trained whole (modules_to_save), which cannot be "
-                                "combined: lm_head.weight.")
+    assert str(error.value) == (
+        "Adapter 3 holds modules that were trained whole (modules_to_save), which cannot be combined: lm_head.weight."
+    )
     three[2].saved_modules = {}
     three[1].tensors[WQ, "A"][0, 0] = np.nan
     with pytest.raises(NotFiniteError, match="Adapter 2 holds tensors with NaN"):

@@ -1,4 +1,5 @@
 """convert_adapter and `mindlora convert`: every form into every other, and what is refused."""
+
 import itertools
 import json
 import os
@@ -55,8 +56,11 @@ def test_pairs_are_joined_for_qkv_concat_and_split_again_for_peft(tmp_path, to):
     joined, back = str(tmp_path / "joined" / FORMS[to]), str(tmp_path / "back")
     report = convert_adapter(written(tmp_path, "peft"), joined, to, heads=Heads(kv_heads=2), concatenate=True)
     found = adapter_files.read(joined)
-    assert report.pairs == 4 and set(found.paths) == {f"model.layers.{layer}.{leaf}" for layer in range(2)
-                                                      for leaf in ("attention.w_qkv", "feed_forward.w_gate_hidden")}
+    assert report.pairs == 4 and set(found.paths) == {
+        f"model.layers.{layer}.{leaf}"
+        for layer in range(2)
+        for leaf in ("attention.w_qkv", "feed_forward.w_gate_hidden")
+    }
     # By hand: two heads of q, then one of k and of v, for each of the two key-value heads; w1 and w3 in turn.
     order = [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
     separate = np.concatenate([make_adapter().delta(f"model.layers.1.attention.{leaf}") for leaf in ("wq", "wk", "wv")])
@@ -79,13 +83,15 @@ def test_an_alpha_that_the_source_does_not_say_must_be_given(tmp_path):
     from safetensors.numpy import save_file
 
     source, output = str(tmp_path / "lora.safetensors"), str(tmp_path / "out")
-    save_file({f"decoder.layers.0.mlp.linear_fc2.lora_{half}.weight": np.ones((2, 2), np.float32) for half in "AB"},
-              source)
+    save_file(
+        {f"decoder.layers.0.mlp.linear_fc2.lora_{half}.weight": np.ones((2, 2), np.float32) for half in "AB"}, source
+    )
     with pytest.raises(ScaleMismatchError) as error:
         convert_adapter(source, output, "peft")
     assert str(error.value) == (
         "The adapter (MindFormers' mcore LoRA) does not say lora_alpha, so the scale of "
-        "model.layers.0.feed_forward.w2 is not known. Give the lora_alpha that it was trained with.")
+        "model.layers.0.feed_forward.w2 is not known. Give the lora_alpha that it was trained with."
+    )
     assert not os.path.exists(output)
     convert_adapter(source, output, "peft", lora_alpha=3)
     assert adapter_files.read(output).alphas == {"model.layers.0.feed_forward.w2": 3.0}
@@ -107,10 +113,14 @@ def test_what_stands_at_the_output_is_kept_unless_it_may_go(tmp_path):
         convert_adapter(source, source + "/.", "peft", overwrite=True)
 
 
-@pytest.mark.parametrize("to, name, keys, message", [
-    ("peft", "out", {"concatenate": True}, "PEFT has no concatenated modules"),
-    ("ckpt", "out", {}, "path is 'out': format 'ckpt' writes a file that ends in .ckpt."),
-    ("onnx", "out", {}, "format is 'onnx', which is not known.")])
+@pytest.mark.parametrize(
+    "to, name, keys, message",
+    [
+        ("peft", "out", {"concatenate": True}, "PEFT has no concatenated modules"),
+        ("ckpt", "out", {}, "path is 'out': format 'ckpt' writes a file that ends in .ckpt."),
+        ("onnx", "out", {}, "format is 'onnx', which is not known."),
+    ],
+)
 def test_what_does_not_go_together_is_refused(tmp_path, to, name, keys, message):
     with pytest.raises(LoraError) as error:
         convert_adapter(written(tmp_path, "peft"), name, to, **keys)
@@ -118,8 +128,13 @@ def test_what_does_not_go_together_is_refused(tmp_path, to, name, keys, message)
 
 
 def test_a_joint_pair_needs_the_heads_to_become_peft_s(tmp_path):
-    adapter = Adapter({("model.layers.0.attention.w_qkv", half): np.ones(shape, np.float32)
-                       for half, shape in (("A", (2, 6)), ("B", (16, 2)))}, {"model.layers.0.attention.w_qkv": 2.0})
+    adapter = Adapter(
+        {
+            ("model.layers.0.attention.w_qkv", half): np.ones(shape, np.float32)
+            for half, shape in (("A", (2, 6)), ("B", (16, 2)))
+        },
+        {"model.layers.0.attention.w_qkv": 2.0},
+    )
     source = str(tmp_path / "a.ckpt")
     adapter_files.write(adapter, source, "ckpt")
     with pytest.raises(AdapterError, match="which None key-value heads of size None do not divide"):
@@ -127,20 +142,43 @@ def test_a_joint_pair_needs_the_heads_to_become_peft_s(tmp_path):
     convert_adapter(source, str(tmp_path / "out"), "peft", heads=Heads(kv_heads=2, head_dim=2))
     found = adapter_files.read(str(tmp_path / "out"))
     assert {path: found.scale(path) for path in found.paths} == {
-        f"model.layers.0.attention.{leaf}": 1.0 for leaf in ("wq", "wk", "wv")}
+        f"model.layers.0.attention.{leaf}": 1.0 for leaf in ("wq", "wk", "wv")
+    }
 
 
 # The command ----------------------------------------------------------------------------------------------------
+
 
 def test_the_command_converts_and_reports(tmp_path, capsys):
     source, output = written(tmp_path, "peft"), str(tmp_path / "a.ckpt")
     assert cli.main(["convert", source, output, "--to", "ckpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
-        "source": source, "dialect": "PEFT", "output": output, "form": "ckpt", "pairs": 10, "saved_modules": 0, "ranks": [2],
-        "alphas": [4.0]}
+        "source": source,
+        "dialect": "PEFT",
+        "output": output,
+        "form": "ckpt",
+        "pairs": 10,
+        "saved_modules": 0,
+        "ranks": [2],
+        "alphas": [4.0],
+    }
     assert cli.main(["convert", output, str(tmp_path / "j.ckpt"), "--to", "ckpt", "--concat", "--kv-heads", "2"]) == 0
-    assert cli.main(["convert", str(tmp_path / "j.ckpt"), str(tmp_path / "p"), "--to", "peft", "--kv-heads", "2",
-                     "--head-dim", "2"]) == 0
+    assert (
+        cli.main(
+            [
+                "convert",
+                str(tmp_path / "j.ckpt"),
+                str(tmp_path / "p"),
+                "--to",
+                "peft",
+                "--kv-heads",
+                "2",
+                "--head-dim",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert_same(str(tmp_path / "p"), make_adapter())
     capsys.readouterr()
     assert cli.main(["convert", source, output, "--to", "ckpt"]) == 1
@@ -149,8 +187,13 @@ def test_the_command_converts_and_reports(tmp_path, capsys):
 
 
 def test_between_safetensors_forms_mindspore_is_not_imported(tmp_path):
-    program = ("import sys\nfrom mindlora import cli\n"
-               "assert cli.main(['convert', sys.argv[1], sys.argv[2], '--to', 'mindformers']) == 0\n"
-               "assert not any(name.partition('.')[0] in ('mindspore', 'mindformers') for name in sys.modules)\n")
-    subprocess.run([sys.executable, "-c", program, written(tmp_path, "peft"), str(tmp_path / "a.safetensors")],
-                   check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    program = (
+        "import sys\nfrom mindlora import cli\n"
+        "assert cli.main(['convert', sys.argv[1], sys.argv[2], '--to', 'mindformers']) == 0\n"
+        "assert not any(name.partition('.')[0] in ('mindspore', 'mindformers') for name in sys.modules)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, written(tmp_path, "peft"), str(tmp_path / "a.safetensors")],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )

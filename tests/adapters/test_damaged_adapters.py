@@ -1,4 +1,5 @@
 """A damaged adapter is refused: one error of ours, of the right class, that says what is wrong, and nothing more."""
+
 import json
 import os
 import re
@@ -15,8 +16,14 @@ from tests.support.damaged_adapters import CASES
 def tried(tmp_path_factory):
     """Returns what happened, by the name of the case."""
     root = tmp_path_factory.mktemp("damaged")
-    run = subprocess.run([sys.executable, try_damaged_adapters.__file__, str(root)], cwd=root, capture_output=True,
-                         text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    run = subprocess.run(
+        [sys.executable, try_damaged_adapters.__file__, str(root)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
     # A program in a .bin would have written beside the cases.
     assert not (root / "marker").exists()
@@ -52,5 +59,11 @@ def plain(message):
 def test_the_corpus_is_large():
     assert len(CASES) >= 180
     assert {error for _, error, _, _ in CASES.values()} == {
-        "AdapterFormatError", "TruncatedAdapterError", "ShapeMismatchError", "MissingTensorsError",
-        "UnexpectedTensorsError", "RankMismatchError", "NotFiniteError"}
+        "AdapterFormatError",
+        "TruncatedAdapterError",
+        "ShapeMismatchError",
+        "MissingTensorsError",
+        "UnexpectedTensorsError",
+        "RankMismatchError",
+        "NotFiniteError",
+    }

@@ -1,4 +1,5 @@
 """Adapters damaged at random: what is read is what another reader reads, or an error of ours; never another."""
+
 import json
 import os
 import shutil
@@ -34,13 +35,26 @@ from tests.support.adapter_samples import (
 )
 
 # The same examples in each run; a hang would be an example that takes longer than the deadline.
-settings.register_profile("fuzz", derandomize=True, deadline=2000, database=None, print_blob=False,
-                          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+settings.register_profile(
+    "fuzz",
+    derandomize=True,
+    deadline=2000,
+    database=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 FUZZ = settings.get_profile("fuzz")
 
 # (where as a share of the length, what is done there, the byte or bytes).
-DAMAGES = st.lists(st.tuples(st.floats(0, 1), st.sampled_from(["set", "flip", "insert", "delete", "cut", "double"]),
-                             st.binary(min_size=1, max_size=4)), min_size=1, max_size=4)
+DAMAGES = st.lists(
+    st.tuples(
+        st.floats(0, 1),
+        st.sampled_from(["set", "flip", "insert", "delete", "cut", "double"]),
+        st.binary(min_size=1, max_size=4),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 def damaged(content, damages):
@@ -48,17 +62,17 @@ def damaged(content, damages):
     for share, kind, new in damages:
         at = min(int(share * len(content)), max(len(content) - 1, 0))
         if kind == "set":
-            content = content[:at] + new + content[at + len(new):]
+            content = content[:at] + new + content[at + len(new) :]
         elif kind == "flip" and content:
-            content = content[:at] + bytes([content[at] ^ (1 << new[0] % 8)]) + content[at + 1:]
+            content = content[:at] + bytes([content[at] ^ (1 << new[0] % 8)]) + content[at + 1 :]
         elif kind == "insert":
             content = content[:at] + new + content[at:]
         elif kind == "delete":
-            content = content[:at] + content[at + len(new):]
+            content = content[:at] + content[at + len(new) :]
         elif kind == "cut":
             content = content[:at]
         elif kind == "double":
-            content = content[:at] + content[at:at + 8] + content[at:]
+            content = content[:at] + content[at : at + 8] + content[at:]
     return content
 
 
@@ -88,8 +102,9 @@ def check_safetensors(place, content):
     path.write_bytes(content)
     try:
         with safe_open(path, "np"):
-            theirs = {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"]))
-                      for name, info in deserialize(content)}
+            theirs = {
+                name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in deserialize(content)
+            }
     except SafetensorError:
         theirs = None
     try:
@@ -102,8 +117,10 @@ def check_safetensors(place, content):
         for name, array in mine.items():
             dtype, shape, data = theirs[name]
             assert (array.shape, array.tobytes()) == (shape, data)
-            assert dtype.lower().lstrip("bf").lstrip("ui") == "".join(filter(str.isdigit, dtype_name(array.dtype))) \
+            assert (
+                dtype.lower().lstrip("bf").lstrip("ui") == "".join(filter(str.isdigit, dtype_name(array.dtype)))
                 or dtype == "BOOL"
+            )
     adapter = read(place)
     if adapter is not None:
         # Each pair is, bit for bit, what the library reads.
@@ -130,15 +147,27 @@ def test_the_header_of_safetensors(place, damages):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | st.text(max_size=5)
-    | st.sampled_from([2 ** 31, 2 ** 63, 2 ** 64, 10 ** 400, "F32", "q_proj", "(", "a{9999999999}", "(?i)x", "²"]),
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(
-        st.text(max_size=5) | st.sampled_from([Q, K, "q_proj"]), values, max_size=3), max_leaves=6)
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([2**31, 2**63, 2**64, 10**400, "F32", "q_proj", "(", "a{9999999999}", "(?i)x", "²"]),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.sampled_from([Q, K, "q_proj"]), values, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 @settings(FUZZ, max_examples=300)
-@given(st.sampled_from(sorted(peft_tensors(make()))),
-       st.sampled_from(["dtype", "shape", "data_offsets", "more", None]), JSON)
+@given(
+    st.sampled_from(sorted(peft_tensors(make()))),
+    st.sampled_from(["dtype", "shape", "data_offsets", "more", None]),
+    JSON,
+)
 def test_values_in_the_header_of_safetensors(place, name, field, value):
     header, content = header_of(peft_tensors(make()))
     if field:
@@ -167,8 +196,9 @@ def test_bytes_of_the_config(place, damages):
         assert content["r"] == 2 and adapter.alphas[Q] == content["lora_alpha"]
 
 
-FIELDS = sorted({*peft_config._USED, *peft_config._SELECTING, *peft_config._NEUTRAL, *peft_config._UNSUPPORTED,
-                 "unknown"})
+FIELDS = sorted(
+    {*peft_config._USED, *peft_config._SELECTING, *peft_config._NEUTRAL, *peft_config._UNSUPPORTED, "unknown"}
+)
 
 
 @settings(FUZZ, max_examples=700)
@@ -179,8 +209,9 @@ def test_values_in_the_config(place, fields):
     if adapter is None:
         return
     with TensorFile(place / WEIGHTS) as file:
-        assert {array.tobytes() for array in adapter.tensors.values()} == {file.read(name).tobytes()
-                                                                           for name in file.tensors}
+        assert {array.tobytes() for array in adapter.tensors.values()} == {
+            file.read(name).tobytes() for name in file.tensors
+        }
     # What was taken had a meaning: it can be written, and read again as the same.
     assert all(0 < adapter.scale(path) < float("inf") for path in adapter.paths) and 0 <= adapter.dropout < 1
     assert isinstance(adapter.use_rslora, bool)
@@ -192,8 +223,12 @@ def test_values_in_the_config(place, fields):
 
 
 @settings(FUZZ, max_examples=300)
-@given(st.sampled_from(["alphas", "use_rslora", "dropout", "selection", "base_model", "whole", "base_fingerprint",
-                        "more"]), JSON)
+@given(
+    st.sampled_from(
+        ["alphas", "use_rslora", "dropout", "selection", "base_model", "whole", "base_fingerprint", "more"]
+    ),
+    JSON,
+)
 def test_values_in_mindlora_s_own_record(place, field, value):
     tensors = {f"{path}.mindpet_delta_lora_{half.lower()}": array for (path, half), array in make().tensors.items()}
     header, content = header_of(tensors)
@@ -210,9 +245,13 @@ def test_values_in_mindlora_s_own_record(place, field, value):
 
 # .ckpt ----------------------------------------------------------------------------------------------------------
 
+
 def sound_ckpt():
-    return record(("mindlora_begin", "Int32", (1,), b"\1\0\0\0"), *ckpt_records(make()),
-                  ("mindlora", *text(json.dumps({"alphas": {Q: 3, K: 3}}))))
+    return record(
+        ("mindlora_begin", "Int32", (1,), b"\1\0\0\0"),
+        *ckpt_records(make()),
+        ("mindlora", *text(json.dumps({"alphas": {Q: 3, K: 3}}))),
+    )
 
 
 @settings(FUZZ, max_examples=400)
@@ -227,15 +266,31 @@ def test_ckpt(place, damages):
 
 
 @settings(FUZZ, max_examples=300)
-@given(st.lists(st.integers(-3, 9) | st.integers(-2 ** 63, 2 ** 63 - 1), max_size=4),
-       st.sampled_from([*ckpt_file._DTYPES, "str", "", "Float33"]), st.binary(max_size=60))
+@given(
+    st.lists(st.integers(-3, 9) | st.integers(-(2**63), 2**63 - 1), max_size=4),
+    st.sampled_from([*ckpt_file._DTYPES, "str", "", "Float33"]),
+    st.binary(max_size=60),
+)
 def test_records_of_a_ckpt(place, dims, dtype, content):
     """A record is read where its bytes are as many as its shape and its dtype take, and only there."""
     path = place.parent / "a.ckpt"
     path.write_bytes(record(("x", dtype, dims, content)))
     shape = [] if dims == [0] else dims
-    sizes = {"Float64": 8, "Float32": 4, "Float16": 2, "BFloat16": 2, "Bool": 1, "Int8": 1, "UInt8": 1, "Int16": 2,
-             "UInt16": 2, "Int32": 4, "UInt32": 4, "Int64": 8, "UInt64": 8}
+    sizes = {
+        "Float64": 8,
+        "Float32": 4,
+        "Float16": 2,
+        "BFloat16": 2,
+        "Bool": 1,
+        "Int8": 1,
+        "UInt8": 1,
+        "Int16": 2,
+        "UInt16": 2,
+        "Int32": 4,
+        "UInt32": 4,
+        "Int64": 8,
+        "UInt64": 8,
+    }
     count = 1
     for size in shape:
         count *= size
@@ -248,6 +303,7 @@ def test_records_of_a_ckpt(place, dims, dtype, content):
 
 
 # .bin -----------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def sound_bin(tmp_path_factory):
@@ -278,8 +334,9 @@ def test_programs_of_a_bin(place, damages):
     value = torch_zip.items((key, torch_zip.tensor(array, str(i))) for i, (key, array) in enumerate(tensors.items()))
     path = place.parent / "b.bin"
     # Without its header and its end, which torch_zip puts around.
-    torch_zip.write(path, damaged(value, damages),
-                    {str(i): array.tobytes() for i, array in enumerate(tensors.values())})
+    torch_zip.write(
+        path, damaged(value, damages), {str(i): array.tobytes() for i, array in enumerate(tensors.values())}
+    )
     adapter = read(path, allow_pickle=True)
     if adapter is not None:
         total = sum(array.nbytes for array in adapter.tensors.values())

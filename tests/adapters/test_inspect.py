@@ -1,4 +1,5 @@
 """inspect_adapter and compare_adapters: their numbers against the matrices that they never form."""
+
 import dataclasses
 import json
 
@@ -40,6 +41,7 @@ def stored(monkeypatch):
             file.write(bytes(123))
         held[name] = adapter
         return name
+
     return put
 
 
@@ -55,11 +57,18 @@ def test_inspect_says_what_the_file_holds(tmp_path):
     adapter_files.write(adapter, path, to="peft")
     report = inspect_adapter(path)
     scale = 6 / np.sqrt(3)
-    assert (report.form, report.ranks, report.alphas, report.use_rslora, report.dropout) == ("folder", (3,), (6.0,),
-                                                                                             True, 0.1)
+    assert (report.form, report.ranks, report.alphas, report.use_rslora, report.dropout) == (
+        "folder",
+        (3,),
+        (6.0,),
+        True,
+        0.1,
+    )
     assert report.scales == (pytest.approx(scale),)
-    assert report.targets == ("model.layers.{0..1}.attention.wq", "model.layers.{0..1}.attention.wv") or \
-        report.targets == ("model.layers.{0..1}.attention.wv", "model.layers.{0..1}.attention.wq")
+    assert report.targets == (
+        "model.layers.{0..1}.attention.wq",
+        "model.layers.{0..1}.attention.wv",
+    ) or report.targets == ("model.layers.{0..1}.attention.wv", "model.layers.{0..1}.attention.wq")
     assert (report.tensors, report.parameters, report.dtypes) == (8, 2 * 3 * (22 + 16), ("float32",))
     assert report.tensor_bytes == 4 * report.parameters
     assert report.file_bytes == sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
@@ -71,8 +80,15 @@ def test_inspect_says_what_the_file_holds(tmp_path):
         assert cell.norm_a == pytest.approx(np.linalg.norm(adapter.tensors[cell.path, "A"]), rel=1e-6)
         assert cell.norm_b == pytest.approx(np.linalg.norm(adapter.tensors[cell.path, "B"]), rel=1e-6)
     text = str(report)
-    for part in ("org/llama", "rsLoRA", "shapes 12ab, values cd34", "3.464", "folder", "228 parameters",
-                 number(report.cells[0].norm_delta)):
+    for part in (
+        "org/llama",
+        "rsLoRA",
+        "shapes 12ab, values cd34",
+        "3.464",
+        "folder",
+        "228 parameters",
+        number(report.cells[0].norm_delta),
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= WIDTH
     assert plain(report)["cells"][0]["path"] == report.cells[0].path
@@ -98,8 +114,10 @@ def test_an_untrained_adapter_is_warned_of(stored):
     adapter = make()
     adapter.tensors[WQ.format(1), "B"][:] = 0
     report = inspect_adapter(stored("a", adapter))
-    assert report.warnings == ("A or B is all zero, so the adapter does nothing, as before any training, at 1 of 4 "
-                               "cells: model.layers.1.attention.wq.",)
+    assert report.warnings == (
+        "A or B is all zero, so the adapter does nothing, as before any training, at 1 of 4 "
+        "cells: model.layers.1.attention.wq.",
+    )
     assert [cell.norm_delta for cell in report.cells if cell.path == WQ.format(1)] == [0.0]
     assert "warning" in str(report)
 
@@ -109,8 +127,10 @@ def test_broken_values_are_warned_of_and_are_no_nan_in_json(stored, value):
     adapter = make(saved_modules={"lm_head.weight": np.full((4, 4), value, np.float32)})
     adapter.tensors[WV.format(0), "A"][1, 2] = value
     report = inspect_adapter(stored("a", adapter))
-    assert report.warnings == ("A or B holds NaN or infinity at 1 of 4 cells: model.layers.0.attention.wv.",
-                               "Saved whole, with NaN or infinity: lm_head.weight.")
+    assert report.warnings == (
+        "A or B holds NaN or infinity at 1 of 4 cells: model.layers.0.attention.wv.",
+        "Saved whole, with NaN or infinity: lm_head.weight.",
+    )
     broken = {cell.path: cell for cell in report.cells}[WV.format(0)]
     assert broken.norm_a is None and broken.norm_delta is None and broken.norm_b > 0
     plain(report)
@@ -132,15 +152,19 @@ def test_an_unknown_alpha_leaves_the_change_unknown(stored):
 
 def test_a_rank_that_wastes_is_warned_of(stored):
     report = inspect_adapter(stored("a", make(rank=8)))
-    assert report.warnings == ("The rank is above the smaller side of the weight, which no change of it can use, at 2 "
-                               "of 4 cells: model.layers.{0..1}.attention.wv.",)
+    assert report.warnings == (
+        "The rank is above the smaller side of the weight, which no change of it can use, at 2 "
+        "of 4 cells: model.layers.{0..1}.attention.wv.",
+    )
     assert inspect_adapter(stored("b", make(rank=6))).warnings == ()
 
 
 def test_norms_of_sums_and_differences():
     random = np.random.default_rng(0)
-    parts = [(scale, random.normal(size=(rank, 9)), random.normal(size=(7, rank)))
-             for scale, rank in ((0.5, 2), (-3.0, 4), (1.0, 1))]
+    parts = [
+        (scale, random.normal(size=(rank, 9)), random.normal(size=(7, rank)))
+        for scale, rank in ((0.5, 2), (-3.0, 4), (1.0, 1))
+    ]
     assert delta_norm(*parts) == pytest.approx(np.linalg.norm(sum(scale * b @ a for scale, a, b in parts)), rel=1e-6)
     scale, a, b = parts[0]
     assert delta_norm((scale, a, b), (-scale, a, b)) < 1e-6
@@ -163,7 +187,7 @@ def test_values_that_differ(stored):
     second.tensors[WQ.format(1), "B"] = second.tensors[WQ.format(1), "B"] + np.float32(0.25)
     report = compare_adapters(stored("a", first), stored("b", second))
     assert not report.equal and report.settings == {}
-    changed, = (cell for cell in report.cells if not cell.equal)
+    (changed,) = (cell for cell in report.cells if not cell.equal)
     assert changed.path == WQ.format(1) and changed.difference_a == 0
     assert changed.difference_b == pytest.approx(0.25 * np.sqrt(36), rel=1e-5)
     difference = np.linalg.norm(first.delta(changed.path) - second.delta(changed.path))
@@ -267,5 +291,11 @@ def test_tables_cut_long_paths_at_their_beginning():
     table = columns(("cell", "norm"), [(path, "1.5"), ("lm_head", "10")])
     lines = table.splitlines()
     assert max(map(len, lines)) == WIDTH and lines[1].startswith("...") and "deep.wq   1.5" in lines[1]
-    assert [number(value) for value in (None, 3, 16.0, 1 / 3, 1e-7, 65536.0)] == ["-", "3", "16", "0.3333", "1e-07",
-                                                                                 "65536"]
+    assert [number(value) for value in (None, 3, 16.0, 1 / 3, 1e-7, 65536.0)] == [
+        "-",
+        "3",
+        "16",
+        "0.3333",
+        "1e-07",
+        "65536",
+    ]

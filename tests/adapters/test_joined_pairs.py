@@ -1,4 +1,5 @@
 """MindFormers' qkv_concat: pairs joined for the concatenated cells and split again, against row orders written out."""
+
 import math
 
 import numpy as np
@@ -23,9 +24,13 @@ TOTAL = sum(ROWS[part] for part in PARTS)
 
 def adapter(paths, ranks=(2, 2, 2), alphas=(3, 3, 3), rslora=False, dtype=np.dtype("<f4"), seed=0):
     rng = np.random.default_rng(seed)
-    tensors = {(path, half): from_float32(rng.normal(size=(rank, IN) if half == "A" else (ROWS[path], rank))
-                                          .astype(np.float32), dtype)
-               for path, rank in zip(paths, ranks) for half in "AB"}
+    tensors = {
+        (path, half): from_float32(
+            rng.normal(size=(rank, IN) if half == "A" else (ROWS[path], rank)).astype(np.float32), dtype
+        )
+        for path, rank in zip(paths, ranks)
+        for half in "AB"
+    }
     return Adapter(tensors, dict(zip(paths, map(float, alphas))), rslora)
 
 
@@ -54,14 +59,18 @@ GATE_ROWS = [(part, row) for row in range(7) for part in range(2)]
 
 # Rows -----------------------------------------------------------------------------------------------------------
 
+
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.sampled_from([(), (3,), (2, 2)]))
 def test_rows_of_w_qkv(kv_heads, shared, head_dim, rest):
     heads = kv_heads * shared
-    parts = [np.random.default_rng(i).normal(size=(count * head_dim,) + rest)
-             for i, count in enumerate((heads, kv_heads, kv_heads))]
+    parts = [
+        np.random.default_rng(i).normal(size=(count * head_dim,) + rest)
+        for i, count in enumerate((heads, kv_heads, kv_heads))
+    ]
     joined = joined_rows.join_qkv_rows(*parts, kv_heads)
-    np.testing.assert_array_equal(joined, np.stack([parts[part][row] for part, row
-                                                    in qkv_rows(heads, kv_heads, head_dim)]))
+    np.testing.assert_array_equal(
+        joined, np.stack([parts[part][row] for part, row in qkv_rows(heads, kv_heads, head_dim)])
+    )
     for part, again in zip(parts, joined_rows.split_qkv_rows(joined, kv_heads, head_dim)):
         np.testing.assert_array_equal(again, part)
 
@@ -81,15 +90,17 @@ CASES = [((2, 2, 2), (3, 3, 3)), ((2, 2, 2), (3, 6, 1)), ((1, 2, 4), (3, 3, 3)),
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("ranks, alphas", CASES)
-@pytest.mark.parametrize("parts, path, order, arguments", [
-    (PARTS, QKV, qkv_rows(), (TOTAL, KV_HEADS)), (GATE_PARTS, GATE, GATE_ROWS, (14,))])
+@pytest.mark.parametrize(
+    "parts, path, order, arguments", [(PARTS, QKV, qkv_rows(), (TOTAL, KV_HEADS)), (GATE_PARTS, GATE, GATE_ROWS, (14,))]
+)
 def test_the_joined_pair_changes_each_row_as_its_own_pair_does(parts, path, order, arguments, ranks, alphas, rslora):
     own = adapter(parts, ranks, alphas, rslora)
     expected = [delta(own, part) for part in parts]
     joined_pairs.join_pairs(own, path, *arguments)
-    assert own.paths == [path] and own.rank(path) == sum(ranks[:len(parts)]) and list(own.alphas) == [path]
-    np.testing.assert_allclose(delta(own, path), np.stack([expected[part][row] for part, row in order]), rtol=1e-5,
-                               atol=1e-6)
+    assert own.paths == [path] and own.rank(path) == sum(ranks[: len(parts)]) and list(own.alphas) == [path]
+    np.testing.assert_allclose(
+        delta(own, path), np.stack([expected[part][row] for part, row in order]), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("ranks, alphas", [case for case in CASES if len(set(case[1])) == 1 and len(set(case[0])) == 1])
@@ -140,9 +151,15 @@ def test_parts_of_different_dtypes_become_float32():
 
 # Split ----------------------------------------------------------------------------------------------------------
 
+
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 3), min_size=3, max_size=3), st.sampled_from(["<f4", "<f2", BFLOAT16]), st.booleans(),
-       st.booleans(), st.integers(0, 99))
+@given(
+    st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.sampled_from(["<f4", "<f2", BFLOAT16]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_split_gives_back_what_was_joined_bit_for_bit(ranks, dtype, rslora, gate, seed):
     parts, path = (GATE_PARTS, GATE) if gate else (PARTS, QKV)
     # One scale for all: else it is put into B, which rounds.
@@ -159,8 +176,10 @@ def test_split_gives_back_what_was_joined_bit_for_bit(ranks, dtype, rslora, gate
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("parts, path, rows, order, arguments", [
-    (PARTS, QKV, TOTAL, qkv_rows(), (KV_HEADS, HEAD_DIM)), (GATE_PARTS, GATE, 14, GATE_ROWS, ())])
+@pytest.mark.parametrize(
+    "parts, path, rows, order, arguments",
+    [(PARTS, QKV, TOTAL, qkv_rows(), (KV_HEADS, HEAD_DIM)), (GATE_PARTS, GATE, 14, GATE_ROWS, ())],
+)
 def test_a_pair_that_was_trained_as_one_gives_parts_that_share_its_a(parts, path, rows, order, arguments, rslora):
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(3, IN)).astype(np.float32), rng.normal(size=(rows, 3)).astype(np.float32)
@@ -175,12 +194,15 @@ def test_a_pair_that_was_trained_as_one_gives_parts_that_share_its_a(parts, path
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("path, rows, split, join", [(QKV, TOTAL, (KV_HEADS, HEAD_DIM), (TOTAL, KV_HEADS)),
-                                                     (GATE, 14, (), (14,))])
+@pytest.mark.parametrize(
+    "path, rows, split, join", [(QKV, TOTAL, (KV_HEADS, HEAD_DIM), (TOTAL, KV_HEADS)), (GATE, 14, (), (14,))]
+)
 def test_such_a_pair_is_joined_again_with_its_own_rank_bit_for_bit(path, rows, split, join, rslora):
     rng = np.random.default_rng(0)
-    before = {(path, "A"): rng.normal(size=(3, IN)).astype(np.float32),
-              (path, "B"): rng.normal(size=(rows, 3)).astype(np.float32)}
+    before = {
+        (path, "A"): rng.normal(size=(3, IN)).astype(np.float32),
+        (path, "B"): rng.normal(size=(rows, 3)).astype(np.float32),
+    }
     own = Adapter(dict(before), {path: 6.0}, rslora)
     joined_pairs.split_pairs(own, path, *split)
     joined_pairs.join_pairs(own, path, *join)
@@ -195,8 +217,9 @@ def test_parts_that_share_a_but_not_their_scale_keep_their_own_columns():
         own.tensors[part, "A"] = own.tensors[PARTS[0], "A"]
     expected = [delta(own, part) for part in PARTS]
     joined_pairs.join_pairs(own, QKV, TOTAL, KV_HEADS)
-    np.testing.assert_allclose(delta(own, QKV), np.stack([expected[part][row] for part, row in qkv_rows()]), rtol=1e-5,
-                               atol=1e-6)
+    np.testing.assert_allclose(
+        delta(own, QKV), np.stack([expected[part][row] for part, row in qkv_rows()]), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("zero", [[0], [1], [2], [0, 1], [0, 1, 2]])
@@ -214,8 +237,10 @@ def test_a_column_of_zeros_in_b_loses_nothing(zero):
             assert not expected.any()
 
 
-@pytest.mark.parametrize("columns", [[[1], [0], [2]], [[2], [1], [0]], [[0, 2], [1], [3]], [[1, 2], [0], [3]],
-                                     [[0], [2], [3]], [[0, 1], [1], [2]]])
+@pytest.mark.parametrize(
+    "columns",
+    [[[1], [0], [2]], [[2], [1], [0]], [[0, 2], [1], [3]], [[1, 2], [0], [3]], [[0], [2], [3]], [[0, 1], [1], [2]]],
+)
 def test_columns_in_any_order_lose_nothing(columns):
     rank = 1 + max(max(own) for own in columns)
     rng = np.random.default_rng(0)
@@ -240,13 +265,16 @@ def test_without_alpha_a_pair_can_be_split():
 
 # Refusals -------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("kv_heads", [None, 0, 4, 5])
 def test_heads_that_do_not_fit_a_join(kv_heads):
     own = adapter(PARTS)
     with pytest.raises(AdapterError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
-    assert str(error.value) == (f"{QKV} keeps its rows by key-value head, and {kv_heads} of them do not divide 12, 6, "
-                                "6 rows of q, k, v. Give the model's n_kv_heads.")
+    assert str(error.value) == (
+        f"{QKV} keeps its rows by key-value head, and {kv_heads} of them do not divide 12, 6, "
+        "6 rows of q, k, v. Give the model's n_kv_heads."
+    )
     assert own.paths == PARTS
 
 
@@ -256,8 +284,10 @@ def test_heads_that_do_not_fit_a_split(kv_heads, head_dim):
     joined_pairs.join_pairs(own, QKV, TOTAL, KV_HEADS)
     with pytest.raises(AdapterError) as error:
         joined_pairs.split_pairs(own, QKV, kv_heads, head_dim)
-    assert str(error.value) == (f"{QKV} stands for {', '.join(PARTS)} in {TOTAL} rows, which {kv_heads} key-value "
-                                f"heads of size {head_dim} do not divide. Give the model's n_kv_heads and head size.")
+    assert str(error.value) == (
+        f"{QKV} stands for {', '.join(PARTS)} in {TOTAL} rows, which {kv_heads} key-value "
+        f"heads of size {head_dim} do not divide. Give the model's n_kv_heads and head size."
+    )
     assert own.paths == [QKV]
 
 

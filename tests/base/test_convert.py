@@ -1,4 +1,5 @@
 """convert_base: names as MindFormers converts them, bytes as they were, qkv_concat and tied embeddings."""
+
 import os
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.support.llama_checkpoints import (
 
 # Names and bytes ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("biases", [False, True])
 def test_names_and_bytes_are_those_of_mindformers(tmp_path, mindformers, biases):
     source = llama(biases=biases)
@@ -31,7 +33,12 @@ def test_names_and_bytes_are_those_of_mindformers(tmp_path, mindformers, biases)
     convert = mindformers.LlamaForCausalLM.convert_name
     assert_same(load(tmp_path / "mf"), {convert(name): array for name, array in source.items()})
     assert (report.from_, report.to, report.tensors, report.skipped, report.notes) == (
-        "hf", "mindformers", len(source), (), ())
+        "hf",
+        "mindformers",
+        len(source),
+        (),
+        (),
+    )
     assert report.bytes == sum(array.nbytes for array in source.values()) and len(report.files) == 3
     assert sorted(os.listdir(tmp_path / "mf")) == sorted([*report.files, INDEX, "param_name_map.json"])
 
@@ -51,10 +58,12 @@ def test_there_and_back(tmp_path, form):
 
 def test_the_converted_checkpoint_is_what_a_llama_holds(tmp_path, make_llama):
     import mindspore as ms
+
     network = make_llama()
     wanted = {parameter.name for parameter in network.get_parameters()}
-    convert_base(save_base(tmp_path / "hf", llama(dtype=np.dtype("<f4"))), str(tmp_path / "mf.safetensors"), "hf",
-                 "mindformers")
+    convert_base(
+        save_base(tmp_path / "hf", llama(dtype=np.dtype("<f4"))), str(tmp_path / "mf.safetensors"), "hf", "mindformers"
+    )
     loaded = ms.load_checkpoint(str(tmp_path / "mf.safetensors"), format="safetensors")
     assert set(loaded) == wanted
     assert ms.load_param_into_net(network, loaded) == ([], [])
@@ -70,10 +79,12 @@ def test_tables_that_models_compute_are_left_out(tmp_path):
 
 # qkv_concat -----------------------------------------------------------------------------------------------------
 
+
 def theirs(source, biases):
     """Returns what MindFormers' own functions make of a Hugging Face checkpoint in float32."""
     from mindformers import LlamaForCausalLM
     from mindformers.utils.convert_utils import ffn_concat_hf2mg, qkv_concat_hf2mg
+
     result = {LlamaForCausalLM.convert_name(name): array for name, array in source.items()}
     for layer in range(2):
         start = f"model.layers.{layer}."
@@ -106,10 +117,16 @@ def test_a_joined_checkpoint_is_what_a_llama_with_qkv_concat_holds(tmp_path, mak
     assert {name: array.shape for name, array in load(tmp_path / "mf").items()} == shapes
 
 
-@pytest.mark.parametrize("keys, said", [
-    ({}, "Give --heads and --kv-heads"), ({"kv_heads": 2}, "Give --heads"),
-    ({"heads": 4, "kv_heads": 3}, "cannot be those"),
-    ({"heads": 5, "kv_heads": 5}, "cannot be those of 5 heads"), ({"heads": 4, "kv_heads": -2}, "Give --heads")])
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({}, "Give --heads and --kv-heads"),
+        ({"kv_heads": 2}, "Give --heads"),
+        ({"heads": 4, "kv_heads": 3}, "cannot be those"),
+        ({"heads": 5, "kv_heads": 5}, "cannot be those of 5 heads"),
+        ({"heads": 4, "kv_heads": -2}, "Give --heads"),
+    ],
+)
 def test_heads_that_are_missing_or_wrong(tmp_path, keys, said):
     save_base(tmp_path / "hf", llama(), **CONFIG)
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf"), None, "mindformers", concat=True)
@@ -118,15 +135,31 @@ def test_heads_that_are_missing_or_wrong(tmp_path, keys, said):
     assert sorted(os.listdir(tmp_path)) == ["hf", "mf"]
 
 
-@pytest.mark.parametrize("change, said", [
-    (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"),
-     "holds .*q_proj.weight and nothing for .*wk"),
-    (lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight": np.zeros((FFN - 1, HIDDEN), BFLOAT16)}),
-     "48 and 47 rows .*do not make up .*w_gate_hidden"),
-    (lambda tensors: tensors.update({"model.layers.0.self_attn.v_proj.weight": np.zeros((8, HIDDEN), BFLOAT16)}),
-     "with 2 key-value heads"),
-    (lambda tensors: tensors.update({"model.layers.0.self_attn.v_proj.weight": np.zeros((16, HIDDEN), np.float32)}),
-     "differ in dtype or width")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"),
+            "holds .*q_proj.weight and nothing for .*wk",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {"model.layers.0.mlp.up_proj.weight": np.zeros((FFN - 1, HIDDEN), BFLOAT16)}
+            ),
+            "48 and 47 rows .*do not make up .*w_gate_hidden",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.0.self_attn.v_proj.weight": np.zeros((8, HIDDEN), BFLOAT16)}),
+            "with 2 key-value heads",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {"model.layers.0.self_attn.v_proj.weight": np.zeros((16, HIDDEN), np.float32)}
+            ),
+            "differ in dtype or width",
+        ),
+    ],
+)
 def test_parts_that_do_not_make_a_whole(tmp_path, change, said):
     source = llama()
     change(source)
@@ -137,6 +170,7 @@ def test_parts_that_do_not_make_a_whole(tmp_path, change, said):
 
 
 # Tied embeddings ------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}])
@@ -159,13 +193,15 @@ def test_tied_embeddings_get_a_head_and_lose_it_again(tmp_path, shards, config):
 @pytest.mark.parametrize("tie, tied", [(True, True), (True, False), (False, False)])
 def test_tied_checkpoints_load_completely(tmp_path, make_llama, tie, tied):
     import mindspore as ms
+
     network = make_llama(tie_word_embeddings=tie)
     save_base(tmp_path / "hf", llama(tied=True, dtype=np.dtype("<f4")))
     convert_base(str(tmp_path / "hf"), str(tmp_path / "mf.ckpt"), None, "mindformers", tied=tied)
     not_loaded, _ = ms.load_param_into_net(network, ms.load_checkpoint(str(tmp_path / "mf.ckpt")))
     assert not_loaded == []
-    np.testing.assert_array_equal(network.lm_head.weight.asnumpy(),
-                                  network.model.tok_embeddings.embedding_weight.asnumpy())
+    np.testing.assert_array_equal(
+        network.lm_head.weight.asnumpy(), network.model.tok_embeddings.embedding_weight.asnumpy()
+    )
 
 
 def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
@@ -175,8 +211,11 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
         convert_base(str(tmp_path / "lost"), str(tmp_path / "out"), None, "mindformers")
     with pytest.raises(CheckpointError, match="is not model.embed_tokens.weight, so leaving it out"):
         convert_base(str(tmp_path / "own"), str(tmp_path / "out"), None, "mindformers", tied=True)
-    source = {**llama(), "model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), BFLOAT16),
-              "lm_head.weight": np.zeros((VOCAB, HIDDEN), np.float16)}
+    source = {
+        **llama(),
+        "model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), BFLOAT16),
+        "lm_head.weight": np.zeros((VOCAB, HIDDEN), np.float16),
+    }
     with pytest.raises(CheckpointError, match="is not model.embed_tokens.weight"):
         convert_base(save_base(tmp_path / "same bytes", source), str(tmp_path / "out"), None, "mindformers", tied=True)
     assert sorted(os.listdir(tmp_path)) == ["lost", "own", "same bytes"]
@@ -184,10 +223,16 @@ def test_a_head_that_is_missing_or_is_not_the_embedding(tmp_path):
 
 # Wrong input ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("from_, to, concat, said", [
-    ("mindformers", "hf", False, "has Hugging Face's names, not MindFormers'"),
-    (None, "hf", False, "already: there is nothing to convert"), (None, "peft", False, "between hf and mindformers"),
-    ("peft", "hf", False, "between hf and mindformers")])
+
+@pytest.mark.parametrize(
+    "from_, to, concat, said",
+    [
+        ("mindformers", "hf", False, "has Hugging Face's names, not MindFormers'"),
+        (None, "hf", False, "already: there is nothing to convert"),
+        (None, "peft", False, "between hf and mindformers"),
+        ("peft", "hf", False, "between hf and mindformers"),
+    ],
+)
 def test_wrong_worlds(tmp_path, from_, to, concat, said):
     save_base(tmp_path / "hf", llama())
     with pytest.raises(CheckpointError, match=said):
@@ -201,8 +246,14 @@ def test_joined_tensors_are_not_hugging_faces(tmp_path):
         convert_base(str(tmp_path / "mf"), str(tmp_path / "out"), None, "hf", concat=True)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.experts.0.w1.weight",
-                                  "model.layers.0.self_attn.q_proj.weight_scale"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.experts.0.w1.weight",
+        "model.layers.0.self_attn.q_proj.weight_scale",
+    ],
+)
 def test_unknown_names(tmp_path, name):
     save_base(tmp_path / "hf", {**llama(), name: np.ones(3, np.float32)})
     with pytest.raises(CheckpointError) as error:

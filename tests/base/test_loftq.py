@@ -1,4 +1,5 @@
 """LoftQ while a checkpoint is quantized: the base and the adapter of apply_lora, both or neither; what is refused."""
+
 import json
 import os
 import subprocess
@@ -39,13 +40,25 @@ def base_of(folder, seed=1):
 
 def run(folder, source, **fields):
     """Quantizes with LoftQ; returns the report."""
-    return quantize_checkpoint(source, str(folder / "q.safetensors"), adapter=str(folder / "adapter"),
-                               config=LoraConfig(**{**FIELDS, "lora_init": "loftq_iter_3", **fields}))
+    return quantize_checkpoint(
+        source,
+        str(folder / "q.safetensors"),
+        adapter=str(folder / "adapter"),
+        config=LoraConfig(**{**FIELDS, "lora_init": "loftq_iter_3", **fields}),
+    )
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"lora_init": "loftq"}, {"target_modules": "all-linear", "exclude_modules": ["wo"]}, {"use_rslora": True},
-    {"rank_pattern": {"w1": 3}, "alpha_pattern": {"wq": 5}, "layers_to_transform": 1, "lora_dropout": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lora_init": "loftq"},
+        {"target_modules": "all-linear", "exclude_modules": ["wo"]},
+        {"use_rslora": True},
+        {"rank_pattern": {"w1": 3}, "alpha_pattern": {"wq": 5}, "layers_to_transform": 1, "lora_dropout": 0.25},
+    ],
+    ids=str,
+)
 def test_base_and_adapter_are_those_that_apply_lora_makes(fields, tmp_path):
     expected, source = base_of(tmp_path)
     report = run(tmp_path, source, **fields)
@@ -63,7 +76,8 @@ def test_base_and_adapter_are_those_that_apply_lora_makes(fields, tmp_path):
     assert snapshot(found) == snapshot(expected)
     assert base_fingerprint(found) == base_fingerprint(expected) == adapter_files.read(report.adapter).fingerprint
     assert {path: cell.scale for path, cell in lora_cells(found)} == {
-        path: cell.scale for path, cell in lora_cells(expected)}
+        path: cell.scale for path, cell in lora_cells(expected)
+    }
     assert {cell.dropout_rate for _, cell in lora_cells(found)} == {fields.get("lora_dropout", 0.0)}
     assert set(report.started) == {path for path, _ in lora_cells(expected)}
 
@@ -112,9 +126,13 @@ def test_the_error_falls_with_each_turn(tmp_path):
 
 def test_what_is_selected_and_not_quantized_starts_plainly(tmp_path):
     _, source = base_of(tmp_path)
-    report = quantize_checkpoint(source, str(tmp_path / "q.safetensors"), ["w1"], adapter=str(tmp_path / "adapter"),
-                                 config=LoraConfig(**{**FIELDS, "target_modules": ["wq", "w1", "lm_head"],
-                                                      "lora_init": "loftq"}))
+    report = quantize_checkpoint(
+        source,
+        str(tmp_path / "q.safetensors"),
+        ["w1"],
+        adapter=str(tmp_path / "adapter"),
+        config=LoraConfig(**{**FIELDS, "target_modules": ["wq", "w1", "lm_head"], "lora_init": "loftq"}),
+    )
     assert set(report.started) == {f"model.layers.{layer}.attention.wq" for layer in range(2)}
     adapter = adapter_files.read(report.adapter)
     plain = [path for path in adapter.paths if path not in report.started]
@@ -134,8 +152,23 @@ def test_what_is_selected_and_not_quantized_starts_plainly(tmp_path):
 def test_the_command(tmp_path, capsys):
     source = save_base(tmp_path / "hf", llama(), 2, **CONFIG)
     output, folder = str(tmp_path / "q.safetensors"), str(tmp_path / "adapter")
-    words = ["quantize-base", source, output, "--loftq", folder, "--rank", "4", "--alpha", "6", "--target-modules",
-             "q_proj", "--target-modules", "feed_forward.w2", "--loftq-iterations", "2"]
+    words = [
+        "quantize-base",
+        source,
+        output,
+        "--loftq",
+        folder,
+        "--rank",
+        "4",
+        "--alpha",
+        "6",
+        "--target-modules",
+        "q_proj",
+        "--target-modules",
+        "feed_forward.w2",
+        "--loftq-iterations",
+        "2",
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert f"{folder}: LoftQ's adapter for 4 of them, model.layers.{{0..1}}.feed_forward.w2, model.layers" in said
@@ -178,8 +211,13 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
     for count in (1, 1, 6):  # the first warms up
         sources.append(str(tmp_path / f"{len(sources)}.safetensors"))
         write_arrays(sources[-1], {f"model.layers.{i}.attention.wq.weight": weight for i in range(count)})
-    process = subprocess.run([sys.executable, "-c", PEAK, *sources], text=True, check=False, capture_output=True,
-                             env={**os.environ, "PYTHONPATH": ROOT})
+    process = subprocess.run(
+        [sys.executable, "-c", PEAK, *sources],
+        text=True,
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
     assert process.returncode == 0, process.stderr[-2000:]
     _, one, six = map(int, process.stdout.split())
     print(f"peaks {one / 2**20:.1f} and {six / 2**20:.1f} MiB; a weight {weight.nbytes / 2**20:.1f} MiB")
@@ -187,6 +225,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
 
 
 # What is refused ------------------------------------------------------------------------------------------------
+
 
 def refused(folder, error, message, call):
     """Asserts class and message of an error, and that nothing was written."""
@@ -197,14 +236,22 @@ def refused(folder, error, message, call):
     assert sorted(os.listdir(folder)) == before
 
 
-@pytest.mark.parametrize("fields, error, message", [
-    ({"lora_init": "gaussian"}, ConfigError, "lora_init is 'gaussian', which a quantized checkpoint cannot be made "),
-    ({"lora_init": None}, ConfigError, "lora_init is None, which a quantized checkpoint cannot be made with."),
-    ({"lora_rank": 7}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side of a weight"),
-    ({"rank_pattern": {"w1": 7}}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side"),
-    ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
-    ({"layers_to_transform": 5}, TargetError, "layers_to_transform names 5"),
-], ids=str)
+@pytest.mark.parametrize(
+    "fields, error, message",
+    [
+        (
+            {"lora_init": "gaussian"},
+            ConfigError,
+            "lora_init is 'gaussian', which a quantized checkpoint cannot be made ",
+        ),
+        ({"lora_init": None}, ConfigError, "lora_init is None, which a quantized checkpoint cannot be made with."),
+        ({"lora_rank": 7}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side of a weight"),
+        ({"rank_pattern": {"w1": 7}}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side"),
+        ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
+        ({"layers_to_transform": 5}, TargetError, "layers_to_transform names 5"),
+    ],
+    ids=str,
+)
 def test_configurations(fields, error, message, tmp_path):
     _, source = base_of(tmp_path)
     refused(tmp_path, error, message, lambda: run(tmp_path, source, **fields))
@@ -218,8 +265,13 @@ def test_places_and_sources(tmp_path):
     (tmp_path / "file").write_text("")
 
     def check(error, message, adapter, output=output, source=source, overwrite=False, config=config):
-        refused(tmp_path, error, message,
-                lambda: quantize_checkpoint(source, output, None, overwrite, None, adapter and str(adapter), config))
+        refused(
+            tmp_path,
+            error,
+            message,
+            lambda: quantize_checkpoint(source, output, None, overwrite, None, adapter and str(adapter), config),
+        )
+
     together = "quantize_checkpoint takes adapter and config together"
     check(ConfigError, together, None)
     check(ConfigError, together, tmp_path / "adapter", config=None)
@@ -233,13 +285,24 @@ def test_places_and_sources(tmp_path):
     weight[2, 3] = np.nan
     bad = str(tmp_path / "bad.safetensors")
     write_arrays(bad, {f"{Q}.weight": np.eye(8, dtype=np.float32), f"{DOWN}.weight": weight})
-    check(QuantizationError, f"{DOWN}.weight holds infinity, NaN", tmp_path / "adapter", source=bad,
-          config=LoraConfig(**{**FIELDS, "target_modules": "all-linear"}, lora_init="loftq_iter_2"))
-    convert_base(save_base(tmp_path / "hf", llama(), **CONFIG), str(tmp_path / "joined"), "hf", "mindformers",
-                 concat=True)
-    check(CheckpointError, "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden hold "
-          "several modules in one,", tmp_path / "adapter", source=str(tmp_path / "joined"),
-          config=LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base="nf4", lora_init="loftq"))
+    check(
+        QuantizationError,
+        f"{DOWN}.weight holds infinity, NaN",
+        tmp_path / "adapter",
+        source=bad,
+        config=LoraConfig(**{**FIELDS, "target_modules": "all-linear"}, lora_init="loftq_iter_2"),
+    )
+    convert_base(
+        save_base(tmp_path / "hf", llama(), **CONFIG), str(tmp_path / "joined"), "hf", "mindformers", concat=True
+    )
+    check(
+        CheckpointError,
+        "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden hold "
+        "several modules in one,",
+        tmp_path / "adapter",
+        source=str(tmp_path / "joined"),
+        config=LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base="nf4", lora_init="loftq"),
+    )
 
 
 @pytest.mark.parametrize("broken", [(adapter_files, "write"), (os, "replace")], ids=["adapter", "base"])
@@ -252,10 +315,18 @@ def test_both_or_neither(broken, overwrite, tmp_path, monkeypatch):
 
     def fail(*_):
         raise OSError("the disk is full")
+
     monkeypatch.setattr(*broken, fail)
     with pytest.raises(OSError, match="the disk is full"):
-        quantize_checkpoint(source, str(tmp_path / "q.safetensors"), None, overwrite, None, str(tmp_path / "adapter"),
-                            LoraConfig(**FIELDS, lora_init="loftq"))
+        quantize_checkpoint(
+            source,
+            str(tmp_path / "q.safetensors"),
+            None,
+            overwrite,
+            None,
+            str(tmp_path / "adapter"),
+            LoraConfig(**FIELDS, lora_init="loftq"),
+        )
     assert contents(tmp_path) == before
 
 
@@ -263,16 +334,23 @@ def contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--rank", "4"], "--rank belongs to LoftQ's adapter, and --loftq, where to write it, is not given."),
-    (["--alpha", "4"], "--alpha belongs to LoftQ's adapter, and --loftq"),
-    (["--target-modules", "wq"], "--target-modules belongs to LoftQ's adapter, and --loftq"),
-    (["--loftq-iterations", "0"], "--loftq-iterations belongs to LoftQ's adapter, and --loftq"),
-    (["--loftq", "adapter"], "--loftq needs --rank, the lora_rank of the YAML that will train the adapter."),
-    (["--loftq", "adapter", "--rank", "4", "--loftq-iterations", "0"], "--loftq-iterations is 0: it must be a whole"),
-    (["--loftq", "adapter", "--rank", "0"], "lora_rank is 0: it must be a whole number of at least 1."),
-    (["--loftq", "adapter", "--rank", "4", "--alpha", "-1"], "lora_alpha is -1.0: it must be a number above 0."),
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--rank", "4"], "--rank belongs to LoftQ's adapter, and --loftq, where to write it, is not given."),
+        (["--alpha", "4"], "--alpha belongs to LoftQ's adapter, and --loftq"),
+        (["--target-modules", "wq"], "--target-modules belongs to LoftQ's adapter, and --loftq"),
+        (["--loftq-iterations", "0"], "--loftq-iterations belongs to LoftQ's adapter, and --loftq"),
+        (["--loftq", "adapter"], "--loftq needs --rank, the lora_rank of the YAML that will train the adapter."),
+        (
+            ["--loftq", "adapter", "--rank", "4", "--loftq-iterations", "0"],
+            "--loftq-iterations is 0: it must be a whole",
+        ),
+        (["--loftq", "adapter", "--rank", "0"], "lora_rank is 0: it must be a whole number of at least 1."),
+        (["--loftq", "adapter", "--rank", "4", "--alpha", "-1"], "lora_alpha is -1.0: it must be a number above 0."),
+    ],
+    ids=" ".join,
+)
 def test_flags(words, message, tmp_path, capsys):
     _, source = base_of(tmp_path)
     assert main(["quantize-base", source, str(tmp_path / "q.safetensors"), *words]) == 1

@@ -1,4 +1,5 @@
 """merge_checkpoint: base + scale B A for every form of base and adapter, verified, or nothing at all."""
+
 import json
 import os
 import subprocess
@@ -37,8 +38,15 @@ from tests.support.llama_checkpoints import (
 )
 
 RANK, ALPHA = 4, 6
-LINEARS = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
-           "self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+LINEARS = {
+    "self_attn.q_proj": (32, 32),
+    "self_attn.k_proj": (16, 32),
+    "self_attn.v_proj": (16, 32),
+    "self_attn.o_proj": (32, 32),
+    "mlp.gate_proj": (48, 32),
+    "mlp.up_proj": (48, 32),
+    "mlp.down_proj": (32, 48),
+}
 DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -49,8 +57,10 @@ def pairs(*paths, shapes=None, seed=1):
     result = {}
     for path in paths or [f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEARS]:
         rows, columns = (shapes or {}).get(path) or LINEARS[path.split(".", 3)[-1]]
-        result[path] = (rng.normal(size=(RANK, columns)).astype(np.float32),
-                        rng.normal(size=(rows, RANK)).astype(np.float32))
+        result[path] = (
+            rng.normal(size=(RANK, columns)).astype(np.float32),
+            rng.normal(size=(rows, RANK)).astype(np.float32),
+        )
     return result
 
 
@@ -61,9 +71,17 @@ def save_adapter(folder, found, whole=None, **config):
         tensors[f"base_model.model.{path}.lora_A.weight"], tensors[f"base_model.model.{path}.lora_B.weight"] = a, b
     write_arrays(os.path.join(folder, "adapter_model.safetensors"), tensors)
     with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
-        json.dump({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "modules_to_save": sorted(
-            {name.rpartition(".")[0].rpartition(".")[2] for name in whole or ()}) or None, "target_modules": sorted(
-                {path.rpartition(".")[2] for path in found}), **config}, file)
+        json.dump(
+            {
+                "peft_type": "LORA",
+                "r": RANK,
+                "lora_alpha": ALPHA,
+                "modules_to_save": sorted({name.rpartition(".")[0].rpartition(".")[2] for name in whole or ()}) or None,
+                "target_modules": sorted({path.rpartition(".")[2] for path in found}),
+                **config,
+            },
+            file,
+        )
     return str(folder)
 
 
@@ -88,6 +106,7 @@ def assert_merged(actual, source, found, scale=ALPHA / RANK):
 
 
 # Every form -----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", ["hf", "mindformers"])
@@ -127,8 +146,12 @@ def test_the_folder_is_complete_for_transformers(tmp_path):
         (tmp_path / "base" / name).write_text(name)
     adapter = save_adapter(tmp_path / "adapter", pairs(Q))
     merge_checkpoint(base, adapter, str(tmp_path / "out"))
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors",
-                                                    "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "base" / "config.json").read_text()
 
 
@@ -151,14 +174,17 @@ def test_scales(tmp_path):
 def test_modules_that_were_trained_whole(tmp_path):
     source, found = llama(), pairs(Q)
     whole = {"lm_head.weight": np.full((VOCAB, HIDDEN), 1.5, np.float32)}
-    report = merge_checkpoint(save_base(tmp_path / "base", source), save_adapter(tmp_path / "adapter", found, whole),
-                              str(tmp_path / "out"))
-    assert_merged(load(tmp_path / "out"),
-                  {**source, "lm_head.weight": from_float32(whole["lm_head.weight"], BFLOAT16)}, found)
+    report = merge_checkpoint(
+        save_base(tmp_path / "base", source), save_adapter(tmp_path / "adapter", found, whole), str(tmp_path / "out")
+    )
+    assert_merged(
+        load(tmp_path / "out"), {**source, "lm_head.weight": from_float32(whole["lm_head.weight"], BFLOAT16)}, found
+    )
     assert (report.merged, report.replaced, report.unchanged) == (1, 1, len(source) - 2)
 
 
 # qkv_concat -----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("names", [LINEARS, ["self_attn.v_proj", "mlp.up_proj"], ["self_attn.q_proj"]])
 def test_an_adapter_of_parts_on_a_concatenated_base(tmp_path, names):
@@ -185,19 +211,22 @@ def test_a_concatenated_adapter_on_a_base_of_parts(tmp_path):
         tensors[path + "a"] = rng.normal(size=(RANK, HIDDEN)).astype(np.float32)
         tensors[path + "b"] = rng.normal(size=(rows, RANK)).astype(np.float32)
     write_arrays(str(tmp_path / "joint.safetensors"), tensors)
-    delta = {name: tensors[f"model.layers.0.{name}.mindpet_delta_lora_b"]
-             for name in ("attention.w_qkv", "feed_forward.w_gate_hidden")}
+    delta = {
+        name: tensors[f"model.layers.0.{name}.mindpet_delta_lora_b"]
+        for name in ("attention.w_qkv", "feed_forward.w_gate_hidden")
+    }
     groups = delta["attention.w_qkv"].reshape(KV_HEADS, 4 * HEAD_DIM, RANK)
     a = {name: tensors[f"model.layers.0.{name}.mindpet_delta_lora_a"] for name in delta}
-    found = {Q: (a["attention.w_qkv"], groups[:, :16].reshape(-1, RANK)),
-             "model.layers.0.self_attn.k_proj": (a["attention.w_qkv"], groups[:, 16:24].reshape(-1, RANK)),
-             "model.layers.0.self_attn.v_proj": (a["attention.w_qkv"], groups[:, 24:].reshape(-1, RANK)),
-             "model.layers.0.mlp.gate_proj": (a["feed_forward.w_gate_hidden"],
-                                              delta["feed_forward.w_gate_hidden"][::2]),
-             "model.layers.0.mlp.up_proj": (a["feed_forward.w_gate_hidden"],
-                                            delta["feed_forward.w_gate_hidden"][1::2])}
-    report = merge_checkpoint(base, str(tmp_path / "joint.safetensors"), str(tmp_path / "out"), lora_alpha=ALPHA,
-                              kv_heads=KV_HEADS)
+    found = {
+        Q: (a["attention.w_qkv"], groups[:, :16].reshape(-1, RANK)),
+        "model.layers.0.self_attn.k_proj": (a["attention.w_qkv"], groups[:, 16:24].reshape(-1, RANK)),
+        "model.layers.0.self_attn.v_proj": (a["attention.w_qkv"], groups[:, 24:].reshape(-1, RANK)),
+        "model.layers.0.mlp.gate_proj": (a["feed_forward.w_gate_hidden"], delta["feed_forward.w_gate_hidden"][::2]),
+        "model.layers.0.mlp.up_proj": (a["feed_forward.w_gate_hidden"], delta["feed_forward.w_gate_hidden"][1::2]),
+    }
+    report = merge_checkpoint(
+        base, str(tmp_path / "joint.safetensors"), str(tmp_path / "out"), lora_alpha=ALPHA, kv_heads=KV_HEADS
+    )
     assert_merged(load(tmp_path / "out"), source, found)
     assert report.merged == 5
     with pytest.raises(MergeError, match="--kv-heads"):
@@ -206,18 +235,29 @@ def test_a_concatenated_adapter_on_a_base_of_parts(tmp_path):
 
 # Memory ---------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's account of memory")
 def test_memory_is_that_of_a_few_blocks(tmp_path):
     shape, rng = (16384, 4096), np.random.default_rng(0)
     os.makedirs(tmp_path / "base")
-    write_arrays(str(tmp_path / "base" / "model.safetensors"),
-                 {f"{Q}.weight": np.zeros(shape, np.uint16).view(BFLOAT16)})
-    adapter = save_adapter(tmp_path / "adapter", {Q: (rng.normal(size=(RANK, shape[1])).astype(np.float32),
-                                                      rng.normal(size=(shape[0], RANK)).astype(np.float32))})
-    code = ("from mindlora.base.merge import merge_checkpoint\n"
-            "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
-            f"before = peak(); merge_checkpoint({str(tmp_path / 'base')!r}, {adapter!r}, {str(tmp_path / 'out')!r})\n"
-            "print(peak() - before)")
+    write_arrays(
+        str(tmp_path / "base" / "model.safetensors"), {f"{Q}.weight": np.zeros(shape, np.uint16).view(BFLOAT16)}
+    )
+    adapter = save_adapter(
+        tmp_path / "adapter",
+        {
+            Q: (
+                rng.normal(size=(RANK, shape[1])).astype(np.float32),
+                rng.normal(size=(shape[0], RANK)).astype(np.float32),
+            )
+        },
+    )
+    code = (
+        "from mindlora.base.merge import merge_checkpoint\n"
+        "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
+        f"before = peak(); merge_checkpoint({str(tmp_path / 'base')!r}, {adapter!r}, {str(tmp_path / 'out')!r})\n"
+        "print(peak() - before)"
+    )
     environment = {**os.environ, "PYTHONPATH": ROOT, "OPENBLAS_NUM_THREADS": "1"}
     used = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     # In KiB; the one tensor has 128 MiB.
@@ -225,6 +265,7 @@ def test_memory_is_that_of_a_few_blocks(tmp_path):
 
 
 # What cannot be merged ------------------------------------------------------------------------------------------
+
 
 def fails(tmp_path, error, said, base, found, whole=None, **keys):
     """Asserts that merging fails, and that only base and adapter are there afterwards."""
@@ -236,19 +277,35 @@ def fails(tmp_path, error, said, base, found, whole=None, **keys):
 
 def test_a_path_that_the_base_lacks(tmp_path):
     lost = "model.layers.7.self_attn.q_proj"
-    fails(tmp_path, UnexpectedTensorsError, "model.layers.7.attention.wq.weight", save_base(tmp_path / "base", llama()),
-          pairs(Q, lost))
+    fails(
+        tmp_path,
+        UnexpectedTensorsError,
+        "model.layers.7.attention.wq.weight",
+        save_base(tmp_path / "base", llama()),
+        pairs(Q, lost),
+    )
 
 
 @pytest.mark.parametrize("shape", [(32, 31), (31, 32), (48, 32)])
 def test_another_shape(tmp_path, shape):
-    fails(tmp_path, ShapeMismatchError, r"q_proj.weight is \[32, 32\] in the base.*It belongs to another model",
-          save_base(tmp_path / "base", llama()), pairs(Q, shapes={Q: shape}))
+    fails(
+        tmp_path,
+        ShapeMismatchError,
+        r"q_proj.weight is \[32, 32\] in the base.*It belongs to another model",
+        save_base(tmp_path / "base", llama()),
+        pairs(Q, shapes={Q: shape}),
+    )
 
 
 def test_a_whole_tensor_of_another_shape(tmp_path):
-    fails(tmp_path, ShapeMismatchError, "lm_head.weight is", save_base(tmp_path / "base", llama()), pairs(Q),
-          {"lm_head.weight": np.ones((VOCAB + 1, HIDDEN), np.float32)})
+    fails(
+        tmp_path,
+        ShapeMismatchError,
+        "lm_head.weight is",
+        save_base(tmp_path / "base", llama()),
+        pairs(Q),
+        {"lm_head.weight": np.ones((VOCAB + 1, HIDDEN), np.float32)},
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -275,8 +332,13 @@ def test_quantized_weights(tmp_path):
 def test_a_sum_that_is_too_large_for_the_dtype(tmp_path):
     found = pairs(Q)
     found[Q][1][5] *= 1e5
-    fails(tmp_path, MergeError, "q_proj.weight, row 5: .*too large",
-          save_base(tmp_path / "base", llama(DTYPES["float16"])), found)
+    fails(
+        tmp_path,
+        MergeError,
+        "q_proj.weight, row 5: .*too large",
+        save_base(tmp_path / "base", llama(DTYPES["float16"])),
+        found,
+    )
 
 
 def test_one_element_that_is_too_large_for_the_dtype(tmp_path):
@@ -284,13 +346,24 @@ def test_one_element_that_is_too_large_for_the_dtype(tmp_path):
     found = pairs(Q)
     found[Q][0][:], found[Q][1][:] = 0, 0
     found[Q][0][0, 3], found[Q][1][5, 0] = 1, 1e6
-    fails(tmp_path, MergeError, "q_proj.weight, row 5: .*too large",
-          save_base(tmp_path / "base", llama(DTYPES["float16"])), found)
+    fails(
+        tmp_path,
+        MergeError,
+        "q_proj.weight, row 5: .*too large",
+        save_base(tmp_path / "base", llama(DTYPES["float16"])),
+        found,
+    )
 
 
 def test_a_whole_tensor_that_is_too_large_for_the_dtype(tmp_path):
-    fails(tmp_path, MergeError, "lm_head.weight of .*too large", save_base(tmp_path / "base", llama(DTYPES["float16"])),
-          pairs(Q), {"lm_head.weight": np.full((VOCAB, HIDDEN), 1e5, np.float32)})
+    fails(
+        tmp_path,
+        MergeError,
+        "lm_head.weight of .*too large",
+        save_base(tmp_path / "base", llama(DTYPES["float16"])),
+        pairs(Q),
+        {"lm_head.weight": np.full((VOCAB, HIDDEN), 1e5, np.float32)},
+    )
 
 
 def test_a_base_with_nan(tmp_path):
@@ -322,6 +395,7 @@ def test_outputs_that_would_destroy_something(tmp_path):
 
 # The probe ------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
 def test_rounding_is_within_the_bound(dtype, size):
@@ -348,5 +422,10 @@ def test_what_rounding_does_not_explain_is_found(tmp_path, monkeypatch, dtype):
         return exact(array, kind)
 
     monkeypatch.setattr(module, "rounded", lossy)
-    fails(tmp_path, MergeError, "row 5: the result on a random probe",
-          save_base(tmp_path / "base", llama(DTYPES[dtype])), pairs(Q))
+    fails(
+        tmp_path,
+        MergeError,
+        "row 5: the result on a random probe",
+        save_base(tmp_path / "base", llama(DTYPES[dtype])),
+        pairs(Q),
+    )

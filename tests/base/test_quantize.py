@@ -1,4 +1,5 @@
 """quantize_checkpoint: the bytes of quantize, whatever the pieces; a stream; and what is refused."""
+
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def expected(tensors, exclude=()):
     result = {}
     for name, array in tensors.items():
         name = names.parameter_to_mindformers(name)
-        path = name[:-len(".weight")]
+        path = name[: -len(".weight")]
         leaf = path.rpartition(".")[2]
         if name.endswith(".weight") and leaf.startswith("w") and leaf not in exclude:
             packed = quantize(to_float32(array))
@@ -70,8 +71,16 @@ def test_pieces_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, shape, at
     write_arrays(source, {"model.layers.0.attention.w_qkv.weight": weight, "model.norm_out.weight": weight[0]})
     quantize_checkpoint(source, output)
     packed = quantize(weight)
-    assert_same(load(output), {"model.norm_out.weight": weight[0], **{
-        f"model.layers.0.attention.w_qkv.{TENSOR_NAMES[field]}": getattr(packed, field) for field in TENSOR_NAMES}})
+    assert_same(
+        load(output),
+        {
+            "model.norm_out.weight": weight[0],
+            **{
+                f"model.layers.0.attention.w_qkv.{TENSOR_NAMES[field]}": getattr(packed, field)
+                for field in TENSOR_NAMES
+            },
+        },
+    )
 
 
 def test_what_is_excluded_stays_as_it_is_and_the_run_must_say_the_same(tmp_path, capsys):
@@ -119,8 +128,13 @@ def test_no_weight_is_in_memory_whole(tmp_path):
     weight = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float16)
     source = str(tmp_path / "mf.safetensors")
     write_arrays(source, {f"model.layers.{i}.attention.wq.weight": weight for i in range(3)})
-    run = subprocess.run([sys.executable, "-c", PEAK, source, str(tmp_path / "q.safetensors")], text=True, check=False,
-                         capture_output=True, env={**os.environ, "PYTHONPATH": ROOT})
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, source, str(tmp_path / "q.safetensors")],
+        text=True,
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     peak = int(run.stdout.split()[-1])
     print(f"peak {peak / 2**20:.1f} MiB above the imports; the largest tensor {weight.nbytes / 2**20:.1f} MiB")
@@ -128,6 +142,7 @@ def test_no_weight_is_in_memory_whole(tmp_path):
 
 
 # What is refused ------------------------------------------------------------------------------------------------
+
 
 def refused(source, output, error, message, **arguments):
     """Asserts class and message of an error, and that nothing was written."""
@@ -174,8 +189,10 @@ def test_a_base_in_float_does_not_fit(tmp_path):
     convert_base(save_base(tmp_path / "hf", llama()), source, "hf", "mindformers")
     with pytest.raises(CheckpointError) as caught:
         check_fits(source, None)
-    assert str(caught.value) == (f"{source} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
-                                 f"mindlora quantize-base {source} base-nf4.safetensors")
+    assert str(caught.value) == (
+        f"{source} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
+        f"mindlora quantize-base {source} base-nf4.safetensors"
+    )
 
 
 def test_other_verbs_refuse_a_quantized_base(tmp_path):
@@ -184,8 +201,10 @@ def test_other_verbs_refuse_a_quantized_base(tmp_path):
     with pytest.raises(CheckpointError, match="have no name in Hugging Face's Llama"):
         convert_base(output, str(tmp_path / "back"), None, "hf")
     path = "model.layers.0.attention.wq"
-    write(Adapter({(path, "A"): np.ones((2, 32), np.float32), (path, "B"): np.ones((32, 2), np.float32)}, {path: 2.0}),
-          str(tmp_path / "adapter"))
+    write(
+        Adapter({(path, "A"): np.ones((2, 32), np.float32), (path, "B"): np.ones((32, 2), np.float32)}, {path: 2.0}),
+        str(tmp_path / "adapter"),
+    )
     with pytest.raises(LoraError) as caught:
         merge_checkpoint(output, str(tmp_path / "adapter"), str(tmp_path / "merged"))
     assert "an adapter cannot be added to quantized weights" in str(caught.value)

@@ -1,4 +1,5 @@
 """Base checkpoints: reading every form as a stream, refusing what is wrong, and writing in one step."""
+
 import json
 import os
 import subprocess
@@ -43,11 +44,16 @@ def write_index(folder, content):
 
 
 def outputs(tensors):
-    return [OutputTensor(name, array.dtype, array.shape, lambda begin, end, array=array: array[begin:end]
-                         if array.shape else array) for name, array in tensors.items()]
+    return [
+        OutputTensor(
+            name, array.dtype, array.shape, lambda begin, end, array=array: array[begin:end] if array.shape else array
+        )
+        for name, array in tensors.items()
+    ]
 
 
 # Reading --------------------------------------------------------------------------------------------------------
+
 
 def test_shards_with_an_index(tmp_path):
     first, second = arrays(HF), arrays("lm_head.weight", seed=1)
@@ -55,8 +61,11 @@ def test_shards_with_an_index(tmp_path):
     write_arrays(str(tmp_path / "base" / "stale.safetensors"), arrays(HF, seed=2))  # the index does not name it
     assert_same(load(tmp_path / "base"), {**first, **second})
     with BaseCheckpoint(tmp_path / "base") as base:
-        assert base.world == "hf" and base.config == {} and list(base.files) == ["part-0.safetensors",
-                                                                                 "part-1.safetensors"]
+        assert (
+            base.world == "hf"
+            and base.config == {}
+            and list(base.files) == ["part-0.safetensors", "part-1.safetensors"]
+        )
         np.testing.assert_array_equal(base.read_rows(HF, 2, 5), first[HF][2:5])
 
 
@@ -80,23 +89,35 @@ def test_a_ckpt_keeps_dtypes(tmp_path):
         base_writer.write(str(tmp_path / output), [Shard(outputs(tensors), {})], "mindformers")
         assert_same(load(tmp_path / output), tensors)
     import mindspore as ms
+
     loaded = ms.load_checkpoint(str(tmp_path / "base.safetensors"), format="safetensors")
     np.testing.assert_array_equal(loaded[MF].asnumpy(), tensors[MF])
 
 
-@pytest.mark.parametrize("names, kind", [
-    ((HF, "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"), "hf"), ((MF,), "mindformers"),
-    (("model.layers.0.attention.w_qkv.bias",), "mindformers"), (("model.embed_tokens.weight",), "hf"),
-    (("model.layers.3.feed_forward.w_gate_hidden.weight", "lm_head.weight"), "mindformers")])
+@pytest.mark.parametrize(
+    "names, kind",
+    [
+        ((HF, "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"), "hf"),
+        ((MF,), "mindformers"),
+        (("model.layers.0.attention.w_qkv.bias",), "mindformers"),
+        (("model.embed_tokens.weight",), "hf"),
+        (("model.layers.3.feed_forward.w_gate_hidden.weight", "lm_head.weight"), "mindformers"),
+    ],
+)
 def test_whose_names(tmp_path, names, kind):
     write_arrays(str(tmp_path / "a.safetensors"), arrays(*names))
     with BaseCheckpoint(tmp_path) as base:
         assert base.world == kind
 
 
-@pytest.mark.parametrize("names, said", [
-    ((HF, MF), [HF, MF, "one model alone"]), (("transformer.h.0.attn.c_attn.weight",), ["neither", "c_attn"]),
-    (("lm_head.weight",), ["neither", "lm_head"])])
+@pytest.mark.parametrize(
+    "names, said",
+    [
+        ((HF, MF), [HF, MF, "one model alone"]),
+        (("transformer.h.0.attn.c_attn.weight",), ["neither", "c_attn"]),
+        (("lm_head.weight",), ["neither", "lm_head"]),
+    ],
+)
 def test_names_of_nobody_or_of_both(tmp_path, names, said):
     write_arrays(str(tmp_path / "a.safetensors"), arrays(*names))
     with pytest.raises(CheckpointError) as error:
@@ -104,16 +125,26 @@ def test_names_of_nobody_or_of_both(tmp_path, names, said):
     assert all(text in str(error.value) for text in said)
 
 
-@pytest.mark.parametrize("weight_map, said", [
-    ({HF: "../secret.safetensors"}, "no name of a file beside it"),
-    ({HF: "/etc/passwd"}, "no name of a file beside it"),
-    ({HF: ".."}, "no name of a file"), ({HF: "a/b.safetensors"}, "no name of a file"), ({HF: 3}, "no name of a file"),
-    ({HF: "..\\secret"}, "no name of a file"), ({HF: "absent.safetensors"}, "absent.safetensors, which is not there"),
-    ({HF: "part-0.safetensors", MF: "part-0.safetensors"}, "not in the files it says: " + MF),
-    ({HF: "part-1.safetensors", "lm_head.weight": "part-1.safetensors"}, "not in the files it says: " + HF),
-    ({HF: "part-1.safetensors", "lm_head.weight": "part-0.safetensors"}, "not in the files it says: " + HF),
-    ({HF: "part-0.safetensors"}, None), ({"lm_head.weight": "part-1.safetensors", HF: "part-0.safetensors"}, None),
-    ({}, "has no weight_map"), ([HF], "has no weight_map"), (None, "has no weight_map")])
+@pytest.mark.parametrize(
+    "weight_map, said",
+    [
+        ({HF: "../secret.safetensors"}, "no name of a file beside it"),
+        ({HF: "/etc/passwd"}, "no name of a file beside it"),
+        ({HF: ".."}, "no name of a file"),
+        ({HF: "a/b.safetensors"}, "no name of a file"),
+        ({HF: 3}, "no name of a file"),
+        ({HF: "..\\secret"}, "no name of a file"),
+        ({HF: "absent.safetensors"}, "absent.safetensors, which is not there"),
+        ({HF: "part-0.safetensors", MF: "part-0.safetensors"}, "not in the files it says: " + MF),
+        ({HF: "part-1.safetensors", "lm_head.weight": "part-1.safetensors"}, "not in the files it says: " + HF),
+        ({HF: "part-1.safetensors", "lm_head.weight": "part-0.safetensors"}, "not in the files it says: " + HF),
+        ({HF: "part-0.safetensors"}, None),
+        ({"lm_head.weight": "part-1.safetensors", HF: "part-0.safetensors"}, None),
+        ({}, "has no weight_map"),
+        ([HF], "has no weight_map"),
+        (None, "has no weight_map"),
+    ],
+)
 def test_a_wrong_index(tmp_path, weight_map, said):
     sharded(tmp_path / "base", arrays(HF), arrays("lm_head.weight"))
     write_arrays(str(tmp_path / "secret.safetensors"), arrays(HF))
@@ -132,8 +163,9 @@ def test_an_index_that_leaves_a_tensor_out(tmp_path):
         BaseCheckpoint(tmp_path / "base")
 
 
-@pytest.mark.parametrize("text, said", [("{", "is not JSON"), ("[]", "is a JSON list, not an object"),
-                                        ("\xff", "is not JSON")])
+@pytest.mark.parametrize(
+    "text, said", [("{", "is not JSON"), ("[]", "is a JSON list, not an object"), ("\xff", "is not JSON")]
+)
 def test_an_index_that_is_no_object(tmp_path, text, said):
     sharded(tmp_path / "base", arrays(HF))
     (tmp_path / "base" / INDEX).write_bytes(text.encode("latin-1"))
@@ -157,8 +189,11 @@ def test_damaged_files(tmp_path):
 
 def test_paths_that_hold_nothing(tmp_path):
     (tmp_path / "pytorch_model.bin").write_text("")
-    for path, said in ((tmp_path / "absent", "does not exist"), (tmp_path / "pytorch_model.bin", "is neither a folder"),
-                       (tmp_path, "holds no .safetensors file. It holds: pytorch_model.bin")):
+    for path, said in (
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "pytorch_model.bin", "is neither a folder"),
+        (tmp_path, "holds no .safetensors file. It holds: pytorch_model.bin"),
+    ):
         with pytest.raises(CheckpointError, match=said):
             BaseCheckpoint(path)
 
@@ -172,16 +207,22 @@ def test_the_same_tensor_in_two_files(tmp_path):
 
 # Writing --------------------------------------------------------------------------------------------------------
 
+
 def test_a_folder_of_shards(tmp_path):
     first, second = arrays(HF), {"lm_head.weight": np.arange(3, dtype=np.float16), "one": np.array(2.5, np.float32)}
     output = tmp_path / "out"
-    files = base_writer.write(str(output), [Shard(outputs(first), {"format": "pt", "a": "b"}), Shard([], {}),
-                                            Shard(outputs(second), {})], "hf")
+    files = base_writer.write(
+        str(output),
+        [Shard(outputs(first), {"format": "pt", "a": "b"}), Shard([], {}), Shard(outputs(second), {})],
+        "hf",
+    )
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert sorted(os.listdir(output)) == [*files, INDEX]
     index = json.loads((output / INDEX).read_text())
-    assert index == {"metadata": {"total_size": 6 * 4 * 4 + 6 + 4},
-                     "weight_map": {HF: files[0], "lm_head.weight": files[1], "one": files[1]}}
+    assert index == {
+        "metadata": {"total_size": 6 * 4 * 4 + 6 + 4},
+        "weight_map": {HF: files[0], "lm_head.weight": files[1], "one": files[1]},
+    }
     assert_same(load(output), {**first, **second})
     for file, metadata in zip(files, ({"format": "pt", "a": "b"}, {"format": "pt"})):
         with TensorFile(output / file) as tensors:
@@ -199,8 +240,10 @@ def test_an_index_by_the_name_that_mindspore_looks_for(tmp_path):
         assert tensors.metadata == {"format": "ms"}
 
 
-@pytest.mark.parametrize("rows, width, unit", [(1, 1, 1), (70, 11, 7), (5000, 300, 1), (4096, 1000, 64), (0, 5, 1),
-                                               (3, 0, 1), (2, 3_000_000, 1)])
+@pytest.mark.parametrize(
+    "rows, width, unit",
+    [(1, 1, 1), (70, 11, 7), (5000, 300, 1), (4096, 1000, 64), (0, 5, 1), (3, 0, 1), (2, 3_000_000, 1)],
+)
 def test_blocks_of_rows_cover_a_tensor_once(tmp_path, rows, width, unit):
     array = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
     asked, seen = [], []
@@ -209,9 +252,12 @@ def test_blocks_of_rows_cover_a_tensor_once(tmp_path, rows, width, unit):
         asked.append((begin, end))
         return array[begin:end]
 
-    base_writer.write(str(tmp_path / "a.safetensors"), [Shard(
-        [OutputTensor(MF, array.dtype, array.shape, part, unit)], {})], "mindformers",
-        progress=lambda done, total: seen.append((done, total)))
+    base_writer.write(
+        str(tmp_path / "a.safetensors"),
+        [Shard([OutputTensor(MF, array.dtype, array.shape, part, unit)], {})],
+        "mindformers",
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert_same(load(tmp_path / "a.safetensors"), {MF: array})
     assert all(begin % unit == 0 and end % unit == 0 for begin, end in asked)
     assert all((end - begin) * width * 4 <= max(base_writer._BLOCK, unit * width * 4) for begin, end in asked)
@@ -229,8 +275,11 @@ def test_an_error_leaves_what_was_there(tmp_path, name, old):
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        base_writer.write(str(output), [Shard([*outputs(arrays(MF, seed=1)), OutputTensor(
-            "lm_head.weight", np.dtype("<f4"), (6, 4), fails)], {})], "mindformers")
+        base_writer.write(
+            str(output),
+            [Shard([*outputs(arrays(MF, seed=1)), OutputTensor("lm_head.weight", np.dtype("<f4"), (6, 4), fails)], {})],
+            "mindformers",
+        )
     assert os.listdir(tmp_path) == ([name] if old else [])
     if old:
         assert_same(load(output), arrays(MF))
@@ -261,8 +310,10 @@ def test_what_an_output_must_not_be(tmp_path):
 
 
 def test_none_of_it_imports_mindspore():
-    code = ("import sys; from mindlora.base import convert, joined, loftq, merge, quantize, reader, writer; "
-            "from mindlora.cli import base; "
-            "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))")
+    code = (
+        "import sys; from mindlora.base import convert, joined, loftq, merge, quantize, reader, writer; "
+        "from mindlora.cli import base; "
+        "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))"
+    )
     environment = {**os.environ, "PYTHONPATH": ROOT}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

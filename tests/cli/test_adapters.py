@@ -1,4 +1,5 @@
 """mindlora inspect, diff and combine, as they are typed."""
+
 import json
 
 import numpy as np
@@ -55,17 +56,38 @@ def test_diff_is_done_whether_or_not_they_are_equal(three, capsys):
 
 
 def test_combine_writes_what_combine_adapters_makes(three, capsys):
-    code, out, _ = run(capsys, "combine", "sum", "--method", "cat", "--adapter", "one", "0.5", "--adapter", "wide",
-                       "-2")
+    code, out, _ = run(
+        capsys, "combine", "sum", "--method", "cat", "--adapter", "one", "0.5", "--adapter", "wide", "-2"
+    )
     assert code == 0 and out == "sum: 2 cells, rank 5, by method cat from\n  0.5 x one\n  -2 x wide\n"
     written = adapter_files.read("sum")
     for path in (WQ, WV):
-        np.testing.assert_allclose(written.delta(path), 0.5 * three["one"].delta(path) - 2 * three["wide"].delta(path),
-                                   rtol=1e-5, atol=1e-5)
-    code, out, _ = run(capsys, "combine", "sum", "--method", "svd", "--svd-rank", "1", "--adapter", "one", "1",
-                       "--adapter", "two", "1", "--json")
-    assert code == 0 and json.loads(out) == {"output": "sum", "method": "svd", "adapters": [["one", 1.0], ["two", 1.0]],
-                                             "ranks": [1], "cells": 2}
+        np.testing.assert_allclose(
+            written.delta(path), 0.5 * three["one"].delta(path) - 2 * three["wide"].delta(path), rtol=1e-5, atol=1e-5
+        )
+    code, out, _ = run(
+        capsys,
+        "combine",
+        "sum",
+        "--method",
+        "svd",
+        "--svd-rank",
+        "1",
+        "--adapter",
+        "one",
+        "1",
+        "--adapter",
+        "two",
+        "1",
+        "--json",
+    )
+    assert code == 0 and json.loads(out) == {
+        "output": "sum",
+        "method": "svd",
+        "adapters": [["one", 1.0], ["two", 1.0]],
+        "ranks": [1],
+        "cells": 2,
+    }
     assert adapter_files.read("sum").rank(WQ) == 1
 
 
@@ -92,28 +114,47 @@ def test_the_help_names_every_method(capsys):
     assert "The exit code is 0 whenever both could be compared" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("words, message", [
-    (["inspect", "none"], "none does not exist."),
-    (["inspect", "one", "--alpha", "3"], "lora_alpha is 3, but the adapter says itself: 4."),
-    (["diff", "one", "none"], "none does not exist."),
-    (["combine", "out", "--method", "tise", "--adapter", "one", "1"], "method is 'tise', which is not known. Did you "
-     "mean 'ties'?"),
-    (["combine", "out", "--method", "cat", "--adapter", "one", "x"], "--adapter one x: the weight must be a number"),
-    (["combine", "out", "--method", "linear", "--adapter", "one", "1", "--adapter", "wide", "1"],
-     "method linear needs adapters of one rank; at"),
-    (["combine", "out", "--method", "ties", "--adapter", "one", "1"], "method ties needs density"),
-    (["combine", "out.ckpt", "--method", "cat", "--adapter", "none", "1"], "path is 'out.ckpt': format 'peft' writes a "
-     "folder."),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["inspect", "none"], "none does not exist."),
+        (["inspect", "one", "--alpha", "3"], "lora_alpha is 3, but the adapter says itself: 4."),
+        (["diff", "one", "none"], "none does not exist."),
+        (
+            ["combine", "out", "--method", "tise", "--adapter", "one", "1"],
+            "method is 'tise', which is not known. Did you mean 'ties'?",
+        ),
+        (
+            ["combine", "out", "--method", "cat", "--adapter", "one", "x"],
+            "--adapter one x: the weight must be a number",
+        ),
+        (
+            ["combine", "out", "--method", "linear", "--adapter", "one", "1", "--adapter", "wide", "1"],
+            "method linear needs adapters of one rank; at",
+        ),
+        (["combine", "out", "--method", "ties", "--adapter", "one", "1"], "method ties needs density"),
+        (
+            ["combine", "out.ckpt", "--method", "cat", "--adapter", "none", "1"],
+            "path is 'out.ckpt': format 'peft' writes a folder.",
+        ),
+    ],
+)
 def test_what_cannot_be_done_writes_nothing(three, capsys, tmp_path, words, message):
     code, out, err = run(capsys, *words)
     assert code == 1 and out == "" and err.startswith(f"mindlora: error: {message}")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one", "two", "wide"]
 
 
-@pytest.mark.parametrize("words", [["inspect"], ["diff", "one"], ["combine", "out"],
-                                   ["combine", "out", "--method", "cat"],
-                                   ["combine", "out", "--method", "cat", "--adapter", "one"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect"],
+        ["diff", "one"],
+        ["combine", "out"],
+        ["combine", "out", "--method", "cat"],
+        ["combine", "out", "--method", "cat", "--adapter", "one"],
+    ],
+)
 def test_half_a_command_line_is_usage(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
@@ -124,8 +165,9 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
     silent = make(3)
     silent.alphas = {}
     read = adapter_files.read
-    monkeypatch.setattr(adapter_files, "read", lambda path, allow_pickle=False: silent if path == "silent"
-                        else read(path, allow_pickle))
+    monkeypatch.setattr(
+        adapter_files, "read", lambda path, allow_pickle=False: silent if path == "silent" else read(path, allow_pickle)
+    )
     words = ["combine", "out", "--method", "cat", "--adapter", "one", "1", "--adapter", "silent", "1"]
     code, _, err = run(capsys, *words)
     assert code == 1 and "does not say lora_alpha" in err

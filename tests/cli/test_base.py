@@ -1,4 +1,5 @@
 """mindlora convert-base and merge: arguments, reports, exit codes, and that no MindSpore is waited for."""
+
 import json
 import os
 import subprocess
@@ -18,9 +19,15 @@ Q, WQ = "model.layers.0.self_attn.q_proj", "model.layers.0.attention.wq"
 def base(tmp_path):
     """A base of one linear cell, its embedding and its head."""
     (tmp_path / "base").mkdir()
-    write_arrays(str(tmp_path / "base" / "model.safetensors"), {
-        f"{Q}.weight": np.eye(4, dtype=np.float32), "lm_head.weight": np.ones((6, 4), np.float32),
-        "model.embed_tokens.weight": np.ones((6, 4), np.float32)}, {"format": "pt"})
+    write_arrays(
+        str(tmp_path / "base" / "model.safetensors"),
+        {
+            f"{Q}.weight": np.eye(4, dtype=np.float32),
+            "lm_head.weight": np.ones((6, 4), np.float32),
+            "model.embed_tokens.weight": np.ones((6, 4), np.float32),
+        },
+        {"format": "pt"},
+    )
     return str(tmp_path / "base")
 
 
@@ -28,8 +35,13 @@ def base(tmp_path):
 def adapter(tmp_path):
     """A pair for that cell, in a file that does not say lora_alpha."""
     path = str(tmp_path / "adapter.safetensors")
-    write_arrays(path, {f"{WQ}.mindpet_delta_lora_a": np.ones((2, 4), np.float32),
-                        f"{WQ}.mindpet_delta_lora_b": np.ones((4, 2), np.float32)})
+    write_arrays(
+        path,
+        {
+            f"{WQ}.mindpet_delta_lora_a": np.ones((2, 4), np.float32),
+            f"{WQ}.mindpet_delta_lora_b": np.ones((4, 2), np.float32),
+        },
+    )
     return path
 
 
@@ -50,12 +62,27 @@ def test_convert_base(base, tmp_path, capsys):
 
 
 def test_convert_base_joins_and_splits(tmp_path, capsys):
-    parts = {f"model.layers.0.self_attn.{part}.weight": np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
-             for part, rows in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4))}
+    parts = {
+        f"model.layers.0.self_attn.{part}.weight": np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+        for part, rows in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4))
+    }
     write_arrays(str(tmp_path / "hf.safetensors"), {**parts, "lm_head.weight": np.ones((2, 2), np.float32)})
     joined, back = str(tmp_path / "mf"), str(tmp_path / "back.safetensors")
-    assert cli.main(["convert-base", str(tmp_path / "hf.safetensors"), joined, "--to", "mindformers", "--concat",
-                     "--kv-heads", "2"]) == 0
+    assert (
+        cli.main(
+            [
+                "convert-base",
+                str(tmp_path / "hf.safetensors"),
+                joined,
+                "--to",
+                "mindformers",
+                "--concat",
+                "--kv-heads",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert cli.main(["convert-base", joined, back, "--to", "hf", "--kv-heads", "2"]) == 1
     assert "--heads" in capsys.readouterr().err
     assert cli.main(["convert-base", joined, back, "--to", "hf", "--heads", "4", "--kv-heads", "2"]) == 0
@@ -78,11 +105,13 @@ def test_merge(base, adapter, tmp_path, capsys):
 
 
 def test_neither_waits_for_mindspore(base, adapter, tmp_path):
-    code = ("import sys; from mindlora import cli; "
-            f"assert cli.main(['convert-base', {base!r}, {str(tmp_path / 'a')!r}, '--to', 'mindformers']) == 0; "
-            f"assert cli.main(['merge', '--base', {base!r}, '--adapter', {adapter!r}, '--output', "
-            f"{str(tmp_path / 'b')!r}, '--alpha', '1']) == 0; "
-            "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))")
+    code = (
+        "import sys; from mindlora import cli; "
+        f"assert cli.main(['convert-base', {base!r}, {str(tmp_path / 'a')!r}, '--to', 'mindformers']) == 0; "
+        f"assert cli.main(['merge', '--base', {base!r}, '--adapter', {adapter!r}, '--output', "
+        f"{str(tmp_path / 'b')!r}, '--alpha', '1']) == 0; "
+        "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))"
+    )
     environment = {**os.environ, "PYTHONPATH": ROOT}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 

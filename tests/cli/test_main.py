@@ -1,4 +1,5 @@
 """The command line itself: verbs, help and plugin-path; `mindlora data` is tested in plugin/test_data_verbs.py."""
+
 import json
 import os
 import subprocess
@@ -19,8 +20,10 @@ def test_plugin_path_is_the_folder_of_the_bridge(capsys):
 
 
 def test_help_and_plugin_path_do_not_wait_for_mindspore():
-    code = ("import sys; from mindlora import cli; cli.main(['plugin-path']); "
-            "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))")
+    code = (
+        "import sys; from mindlora import cli; cli.main(['plugin-path']); "
+        "sys.exit(any(name in sys.modules for name in ('mindspore', 'mindformers')))"
+    )
     environment = {**os.environ, "PYTHONPATH": ROOT}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 

@@ -1,4 +1,5 @@
 """Replacing files and folders: the old one or the new one, whatever happens between."""
+
 import contextlib
 import errno
 import os
@@ -42,10 +43,12 @@ def swap(request, monkeypatch):
 def refuse(monkeypatch, code):
     def refused(first, second):
         raise OSError(code, os.strerror(code), second)
+
     monkeypatch.setattr(atomic, "_exchange", refused)
 
 
 # Files ----------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("old", [None, "old"])
 def test_a_file_takes_the_place(tmp_path, old):
@@ -91,6 +94,7 @@ def test_a_file_in_the_working_folder(tmp_path):
 
 
 # Folders --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("end", ["", "/"])
 def test_a_folder_takes_the_place(tmp_path, swap, end):
@@ -145,6 +149,7 @@ def test_the_exchange_swaps_in_one_step(tmp_path):
 
 
 # A kill between the two renames ---------------------------------------------------------------------------------
+
 
 def kill_between_renames(path, monkeypatch):
     """Leaves what a kill leaves after the first rename: nothing at ``path``, the old folder aside, the new one."""
@@ -214,6 +219,7 @@ def test_several_readers_at_once(tmp_path, monkeypatch):
 
 
 # Leftovers ------------------------------------------------------------------------------------------------------
+
 
 def test_half_written_folders_of_killed_writers_do_no_harm(tmp_path, swap):
     path = tmp_path / "adapter"

@@ -1,4 +1,5 @@
 """Every YAML in configs/: shrunk, it builds all that it names; the figures above it are those of its real sizes."""
+
 import glob
 import inspect
 import os
@@ -20,8 +21,14 @@ QLORA = os.path.join("configs", "llama2", "qlora_llama2_7b.yaml")
 ON_8 = [path for path in ON_ASCEND if path != QLORA]
 ATTENTION = {"wq", "wk", "wv", "wo"}
 LEAVES = {".*wq|.*wk|.*wv|.*wo": ATTENTION, "all-linear": ATTENTION | {"w1", "w2", "w3"}, None: set()}
-SMALL = {"seq_length": 16, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 96,
-         "intermediate_size": 80}
+SMALL = {
+    "seq_length": 16,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 96,
+    "intermediate_size": 80,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +36,7 @@ def _cpu(mindformers, graph_mode):
     import mindspore as ms
 
     import mindlora.plugin.hooks  # noqa: F401
+
     ms.set_context(device_target="CPU")
 
 
@@ -41,6 +49,7 @@ def test_the_configs_are_there():
 
 # What a YAML builds
 
+
 @pytest.mark.parametrize("path", PATHS)
 def test_it_builds_the_network_it_names(path):
     config = prepared(path)
@@ -49,8 +58,9 @@ def test_it_builds_the_network_it_names(path):
     leaves = LEAVES[target_modules(config)]
     layers = [f"model.layers.{i}" for i in range(2)]
     cells = dict(lora_cells(network))
-    assert set(cells) == {f"{layer}.{'attention' if leaf in ATTENTION else 'feed_forward'}.{leaf}"
-                          for layer in layers for leaf in leaves}
+    assert set(cells) == {
+        f"{layer}.{'attention' if leaf in ATTENTION else 'feed_forward'}.{leaf}" for layer in layers for leaf in leaves
+    }
     shapes = linear_shapes(model)
     rank, alpha, dropout = pet_figures(pet)
     for name, cell in cells.items():
@@ -93,6 +103,7 @@ def test_recompute_reaches_the_adapters(path):
 def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus(path, monkeypatch):
     import mindspore as ms
     from mindformers.modules.transformer import op_parallel_config
+
     monkeypatch.setattr(op_parallel_config.D, "get_group_size", lambda: 8)
     config = prepared(path)
     parallel = {**config.parallel, "parallel_mode": {1: "semi_auto_parallel"}[config.parallel.parallel_mode]}
@@ -113,18 +124,24 @@ def test_a_hugging_face_folder_loads_under_the_adapters(path, tmp_path):
     import mindspore as ms
     from mindformers.utils.safetensors.convert_safetensors import _convert_index_json
     from safetensors.numpy import save_file
+
     config = prepared(path)
     assert (config.load_ckpt_format, config.auto_trans_ckpt) == ("safetensors", True)
     weights = hugging_face_weights(config.model.model_config)
     save_file(weights, str(tmp_path / "model.safetensors"))
     (tmp_path / "model.safetensors.index.json").write_text(
-        str({"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}).replace("'", '"'))
+        str({"metadata": {}, "weight_map": dict.fromkeys(weights, "model.safetensors")}).replace("'", '"')
+    )
     network = build(config)
     a, b = (np.array(p.asnumpy()) for p in next(lora_cells(network))[1].lora_parameters())
     _convert_index_json(str(tmp_path), str(tmp_path), network.convert_map_dict, False)
-    ms.load_distributed_checkpoint(network=network, predict_strategy=None, unified_safetensors_dir=str(tmp_path),
-                                   format="safetensors",
-                                   name_map=network.obtain_name_map([str(tmp_path / "model.safetensors")]))
+    ms.load_distributed_checkpoint(
+        network=network,
+        predict_strategy=None,
+        unified_safetensors_dir=str(tmp_path),
+        format="safetensors",
+        name_map=network.obtain_name_map([str(tmp_path / "model.safetensors")]),
+    )
     found = {p.name: p.astype(ms.float32).asnumpy() for p in network.get_parameters()}
     for name, weight in weights.items():
         rounded = ms.Tensor(weight).astype(ms.bfloat16).astype(ms.float32).asnumpy()
@@ -137,8 +154,9 @@ def test_a_hugging_face_folder_loads_under_the_adapters(path, tmp_path):
 @pytest.mark.parametrize("path", [path for path in ON_ASCEND if "llama2" in path])
 def test_the_loss_scale_in_the_last_lines_builds(path):
     text = read(path)
-    given = yaml.safe_load("\n".join(line[3:] for line in text.splitlines() if line.startswith("#   "))
-                           .partition("scale_sense:\n")[2])
+    given = yaml.safe_load(
+        "\n".join(line[3:] for line in text.splitlines() if line.startswith("#   ")).partition("scale_sense:\n")[2]
+    )
     config = prepared(path)
     config.runner_wrapper.scale_sense = type(config)(**given)
     step = train_step(config, build(config))
@@ -147,6 +165,7 @@ def test_the_loss_scale_in_the_last_lines_builds(path):
 
 
 # What stands in a YAML
+
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_key_is_known(path, mindformers):
@@ -161,10 +180,13 @@ def test_every_key_is_known(path, mindformers):
 
     from mindlora.plugin import callbacks as ours
     from mindlora.plugin.pet import PetLoraConfig
+
     given = merged(path)
     model = given["model"]["model_config"]
-    own = {callback["type"]: getattr(ours, callback["type"], None) or getattr(mindformers_callbacks, callback["type"])
-           for callback in given["callbacks"]}
+    own = {
+        callback["type"]: getattr(ours, callback["type"], None) or getattr(mindformers_callbacks, callback["type"])
+        for callback in given["callbacks"]
+    }
     assert set(given) <= set(CONFIG_NAME_TO_CLASS) | set(CONFIG_NAME_TO_CLASS["general_config"].keys())
     for node in ("runner_config", "parallel_config", "recompute_config"):
         assert set(given.get(node, {})) <= set(CONFIG_NAME_TO_CLASS[node].keys())
@@ -192,6 +214,7 @@ def test_the_official_launcher_finds_mindlora_by_one_line(path):
 
 # What stands above a YAML
 
+
 @pytest.mark.parametrize("path", PATHS)
 def test_the_figures_are_those_of_the_shapes(path):
     config, text = load(path), read(path)
@@ -216,13 +239,24 @@ def test_the_memory_is_what_its_factors_make(path):
     model = config.model.model_config
     lines = dict(re.findall(r"^#   (\w[\w ]+?)  +(.*? GB)$", read(path), re.M))
     tokens = config.runner_config.batch_size * model.seq_length
-    factors = {"base weights": [base_count(config), 2], "adapter": [adapter_count(config), 4 + 4 + 8],
-               "inputs of the layers": [model.num_layers, tokens, model.hidden_size, 2],
-               "logits": [tokens, model.vocab_size, 4]}
+    factors = {
+        "base weights": [base_count(config), 2],
+        "adapter": [adapter_count(config), 4 + 4 + 8],
+        "inputs of the layers": [model.num_layers, tokens, model.hidden_size, 2],
+        "logits": [tokens, model.vocab_size, 4],
+    }
     if path == QLORA:
         packed = model.num_layers * sum(out * in_ for out, in_ in linear_shapes(model).values())
-        assert lines.pop("weights in NF4").split() == [f"{packed:,}", "x", "4.129", "/", "8", "bytes",
-                                                       f"{packed * 4.129 / 8e9:.1f}", "GB"]
+        assert lines.pop("weights in NF4").split() == [
+            f"{packed:,}",
+            "x",
+            "4.129",
+            "/",
+            "8",
+            "bytes",
+            f"{packed * 4.129 / 8e9:.1f}",
+            "GB",
+        ]
         factors["other weights"] = [factors.pop("base weights")[0] - packed, 2]
     assert set(lines) == set(factors)
     for name, line in lines.items():
@@ -238,6 +272,7 @@ def test_the_memory_is_what_its_factors_make(path):
 def test_the_commands_are_ones_that_we_have(path, monkeypatch):
     from mindlora import cli
     from mindlora.plugin import launcher, preflight
+
     monkeypatch.chdir(ROOT)
     seen = 0
     for words in commands(path):
@@ -262,6 +297,7 @@ def test_the_commands_are_ones_that_we_have(path, monkeypatch):
 
 # Helpers
 
+
 def read(path):
     with open(os.path.join(ROOT, path), encoding="utf-8") as file:
         return file.read()
@@ -270,17 +306,20 @@ def read(path):
 def merged(path):
     """Returns what the YAML and those under it say, without what MindFormers fills in."""
     from mindformers.tools.register import MindFormerConfig
+
     return MindFormerConfig._file2dict(os.path.join(ROOT, path))
 
 
 def load(path):
     from mindformers.tools.register import MindFormerConfig
+
     return MindFormerConfig(os.path.join(ROOT, path))
 
 
 def prepared(path):
     """Returns a YAML with its sizes shrunk, as mindlora-run prepares it."""
     from mindlora.plugin import preflight
+
     config = load(path)
     model = config.model.model_config
     model.update({key: value for key, value in SMALL.items() if key in model})
@@ -294,35 +333,46 @@ def build(config):
     """Returns the network that MindFormers builds from a YAML in training."""
     from mindformers.core.parallel_config import build_parallel_config
     from mindformers.models import build_network
+
     build_parallel_config(config)
     # MindFormers changes what it builds from.
     node = type(config)(**{"model": config.model.to_dict()}).model
-    return build_network(node, default_args={"parallel_config": config.parallel_config,
-                                             "moe_config": config.moe_config})
+    return build_network(
+        node, default_args={"parallel_config": config.parallel_config, "moe_config": config.moe_config}
+    )
 
 
 def train_step(config, network):
     """Returns the train step that MindFormers builds from a YAML."""
     from mindformers.core import build_lr, build_optim
     from mindformers.wrapper import build_wrapper
+
     config.lr_schedule.total_steps = 10
-    optimizer = build_optim(config.optimizer, default_args={"params": network.trainable_params(),
-                                                            "learning_rate": build_lr(config.lr_schedule)})
-    return build_wrapper(config.runner_wrapper, default_args={"network": network, "optimizer": optimizer,
-                                                              "parallel_config": config.parallel_config})
+    optimizer = build_optim(
+        config.optimizer,
+        default_args={"params": network.trainable_params(), "learning_rate": build_lr(config.lr_schedule)},
+    )
+    return build_wrapper(
+        config.runner_wrapper,
+        default_args={"network": network, "optimizer": optimizer, "parallel_config": config.parallel_config},
+    )
 
 
 def callbacks(config, step):
     """Returns the callbacks that MindFormers builds from a YAML; its own need the arguments that its Trainer gives."""
     from mindformers.core import build_callback
+
     given = {"MFLossMonitor": {"learning_rate": step.optimizer.learning_rate, "origin_epochs": 1, "dataset_size": 10}}
     return [build_callback(type(config)(**node), default_args=given.get(node["type"])) for node in config.callbacks]
 
 
 def arguments(cls, method="__init__"):
     """Returns the names of what a class takes, and ``type``, by which a YAML names the class."""
-    return {"type"} | {name for name, parameter in inspect.signature(getattr(cls, method)).parameters.items()
-                       if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)}
+    return {"type"} | {
+        name
+        for name, parameter in inspect.signature(getattr(cls, method)).parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
 
 
 def commands(path):
@@ -351,8 +401,15 @@ def linear_shapes(model):
     """Returns (out, in) of the linear cells of one layer."""
     hidden, inner = model.hidden_size, model.intermediate_size
     key_value = hidden // model.num_heads * (model.n_kv_heads or model.num_heads)
-    return {"wq": (hidden, hidden), "wk": (key_value, hidden), "wv": (key_value, hidden), "wo": (hidden, hidden),
-            "w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}
+    return {
+        "wq": (hidden, hidden),
+        "wk": (key_value, hidden),
+        "wv": (key_value, hidden),
+        "wo": (hidden, hidden),
+        "w1": (inner, hidden),
+        "w2": (hidden, inner),
+        "w3": (inner, hidden),
+    }
 
 
 def base_count(config):
@@ -377,8 +434,15 @@ def number(text):
 def hugging_face_weights(model):
     """Returns random float16 weights under Hugging Face's names."""
     rng = np.random.default_rng(0)
-    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
-             "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"}
+    names = {
+        "wq": "self_attn.q_proj",
+        "wk": "self_attn.k_proj",
+        "wv": "self_attn.v_proj",
+        "wo": "self_attn.o_proj",
+        "w1": "mlp.gate_proj",
+        "w2": "mlp.down_proj",
+        "w3": "mlp.up_proj",
+    }
     vocabulary, norm = (model.vocab_size, model.hidden_size), (model.hidden_size,)
     shapes = {"model.embed_tokens": vocabulary, "lm_head": vocabulary, "model.norm": norm}
     for layer in (f"model.layers.{i}" for i in range(model.num_layers)):

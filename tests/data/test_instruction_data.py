@@ -1,4 +1,5 @@
 """From instruction triples to MindRecord: what is learned, which rows are left out, and how many are held out."""
+
 import os
 import pathlib
 
@@ -15,13 +16,14 @@ REAL = pathlib.Path(os.environ.get("MINDLORA_TEST_DATA", "no folder is given"))
 
 # What is in a row
 
+
 @pytest.mark.parametrize("record", [CHINESE, ENGLISH])
 @pytest.mark.parametrize("template", ["alpaca", "plain"])
 def test_only_the_output_and_eos_are_learned(tmp_path, tokenizer, record, template):
     output = tmp_path / "x.mindrecord"
     source = as_json(tmp_path / "in.json", [record])
     instruction_data.convert_alpaca(source, str(output), tokenizer, 400, template=template)
-    row, = read_back(output)
+    (row,) = read_back(output)
     assert row["input_ids"].dtype == row["labels"].dtype == np.int32
     assert row["input_ids"].shape == row["labels"].shape == (401,)
     assert learned(row, tokenizer) == record["output"] + "</s>"
@@ -31,7 +33,7 @@ def test_only_the_output_and_eos_are_learned(tmp_path, tokenizer, record, templa
     # In place: a label is the token at its own position.
     counted = row["labels"] != instruction_data.IGNORE_TOKEN_ID
     assert (row["labels"][counted] == row["input_ids"][counted]).all()
-    assert counted.sum() == counted[:len(tokens)][::-1].argmin()
+    assert counted.sum() == counted[: len(tokens)][::-1].argmin()
 
 
 def test_columns_pad_and_mask_exactly():
@@ -44,11 +46,15 @@ def test_columns_pad_and_mask_exactly():
 def test_a_row_may_have_one_token_more_than_the_model(tmp_path, tokenizer):
     length = len(instruction_data.encode_row(ENGLISH, tokenizer, "plain").tokens)
     source = as_json(tmp_path / "in.json", [ENGLISH])
-    report = instruction_data.convert_alpaca(source, str(tmp_path / "fits.mindrecord"), tokenizer, length - 1, template="plain")
+    report = instruction_data.convert_alpaca(
+        source, str(tmp_path / "fits.mindrecord"), tokenizer, length - 1, template="plain"
+    )
     assert (report.rows, report.longest, report.skipped) == (1, length, {})
     message = rf"no row that can be used\. more than {length - 1} tokens: 1 \(row 1 at line 2\)"
     with pytest.raises(DataError, match=message):
-        instruction_data.convert_alpaca(source, str(tmp_path / "short.mindrecord"), tokenizer, length - 2, template="plain")
+        instruction_data.convert_alpaca(
+            source, str(tmp_path / "short.mindrecord"), tokenizer, length - 2, template="plain"
+        )
 
 
 def test_the_loss_of_llama_is_the_mean_over_the_labels(tmp_path, tokenizer, make_llama, pynative_mode):
@@ -56,15 +62,30 @@ def test_the_loss_of_llama_is_the_mean_over_the_labels(tmp_path, tokenizer, make
     from mindformers.tools.register import MindFormerConfig
 
     output = tmp_path / "x.mindrecord"
-    report = instruction_data.convert_alpaca(as_json(tmp_path / "in.json", [ENGLISH, CHINESE]), str(output), tokenizer, 160,
-                                 template="plain")
-    dataset = CausalLanguageModelDataset(dataset_config=MindFormerConfig(
-        data_loader={"type": "MindDataset", "dataset_dir": str(output), "shuffle": False}, batch_size=2,
-        input_columns=["input_ids", "labels"], drop_remainder=True, num_parallel_workers=1,
-        python_multiprocessing=False))
+    report = instruction_data.convert_alpaca(
+        as_json(tmp_path / "in.json", [ENGLISH, CHINESE]), str(output), tokenizer, 160, template="plain"
+    )
+    dataset = CausalLanguageModelDataset(
+        dataset_config=MindFormerConfig(
+            data_loader={"type": "MindDataset", "dataset_dir": str(output), "shuffle": False},
+            batch_size=2,
+            input_columns=["input_ids", "labels"],
+            drop_remainder=True,
+            num_parallel_workers=1,
+            python_multiprocessing=False,
+        )
+    )
     input_ids, labels = next(dataset.create_tuple_iterator(num_epochs=1))
-    network = make_llama(seq_length=160, batch_size=2, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32,
-                         vocab_size=report.vocab_size, pad_token_id=report.pad_token_id)
+    network = make_llama(
+        seq_length=160,
+        batch_size=2,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        intermediate_size=32,
+        vocab_size=report.vocab_size,
+        pad_token_id=report.pad_token_id,
+    )
     loss = float(network.set_train(True)(input_ids, labels).asnumpy().item())
     logits = network.set_train(False)(input_ids[:, :-1], labels[:, 1:])[0].asnumpy().astype(np.float64)
     targets = labels.asnumpy()[:, 1:]
@@ -104,8 +125,15 @@ def test_each_bad_row_is_skipped_and_named(tmp_path, tokenizer, record, reason):
 def test_strict_writes_nothing(tmp_path, record, reason):
     source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, record])
     with pytest.raises(DataError, match="strict") as caught:
-        instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), 100, template="plain",
-                            train_vocab_size=260, strict=True)
+        instruction_data.convert_alpaca(
+            source,
+            str(tmp_path / "x.mindrecord"),
+            str(tmp_path / "t"),
+            100,
+            template="plain",
+            train_vocab_size=260,
+            strict=True,
+        )
     assert f"{reason}: 1 (line 2)" in str(caught.value)
     assert names(tmp_path) == ["in.jsonl"]
 
@@ -121,8 +149,9 @@ def test_truncate_cuts_the_output_but_never_the_prompt(tmp_path, tokenizer):
     long_output = {**ENGLISH, "output": "word " * 200}
     long_prompt = {**ENGLISH, "instruction": "word " * 200}
     source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, long_output, long_prompt])
-    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 100, template="plain",
-                                 truncate=True)
+    report = instruction_data.convert_alpaca(
+        source, str(tmp_path / "x.mindrecord"), tokenizer, 100, template="plain", truncate=True
+    )
     assert report.truncated == ["line 2"]
     assert report.skipped == {"a prompt of more than 100 tokens": ["line 3"]}
     cut = read_back(report.output)[1]
@@ -131,21 +160,26 @@ def test_truncate_cuts_the_output_but_never_the_prompt(tmp_path, tokenizer):
     # The shortest that can be learned from: all of the prompt and one token of the output.
     shortest = instruction_data.encode_row(ENGLISH, tokenizer, "plain").prompt_length
     source = as_json(tmp_path / "one.json", [ENGLISH])
-    report = instruction_data.convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, shortest, template="plain",
-                                 truncate=True)
+    report = instruction_data.convert_alpaca(
+        source, str(tmp_path / "y.mindrecord"), tokenizer, shortest, template="plain", truncate=True
+    )
     assert (report.rows, report.trained_tokens) == (1, 1)
     with pytest.raises(DataError, match=f"a prompt of more than {shortest - 1} tokens"):
-        instruction_data.convert_alpaca(source, str(tmp_path / "z.mindrecord"), tokenizer, shortest - 1, template="plain",
-                            truncate=True)
+        instruction_data.convert_alpaca(
+            source, str(tmp_path / "z.mindrecord"), tokenizer, shortest - 1, template="plain", truncate=True
+        )
 
 
 def test_an_input_that_the_template_has_no_place_for_is_not_dropped_silently(tmp_path, tokenizer):
     source = as_json(tmp_path / "in.json", [CHINESE, ENGLISH])
-    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, template="{instruction}\n")
+    report = instruction_data.convert_alpaca(
+        source, str(tmp_path / "x.mindrecord"), tokenizer, 200, template="{instruction}\n"
+    )
     assert (report.rows, report.skipped) == (1, {"the template has no {input}": ["row 2 at line 7"]})
 
 
 # Whole files
+
 
 def test_holdout_takes_the_last_rows(tmp_path, tokenizer):
     records = [{"instruction": "i", "input": "", "output": f"answer {number}"} for number in range(10)]
@@ -160,16 +194,18 @@ def test_holdout_takes_the_last_rows(tmp_path, tokenizer):
     with pytest.raises(DataError, match="holdout is 1.0"):
         instruction_data.convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, 200, holdout=1.0)
     with pytest.raises(DataError, match="One row is too little"):
-        instruction_data.convert_alpaca(as_json(tmp_path / "one.json", [CHINESE]), str(tmp_path / "y.mindrecord"), tokenizer, 400,
-                            holdout=0.5)
+        instruction_data.convert_alpaca(
+            as_json(tmp_path / "one.json", [CHINESE]), str(tmp_path / "y.mindrecord"), tokenizer, 400, holdout=0.5
+        )
 
 
 @pytest.mark.parametrize("name, length, count", [("huanhuan.json", 1024, 3729), ("alpaca_seed_tasks.jsonl", 2048, 175)])
 def test_real_files(tmp_path, name, length, count):
     if not (REAL / name).exists():
         pytest.skip(f"MINDLORA_TEST_DATA names no folder with {name}")
-    report = instruction_data.convert_alpaca(str(REAL / name), str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), length,
-                                 train_vocab_size=1000)
+    report = instruction_data.convert_alpaca(
+        str(REAL / name), str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), length, train_vocab_size=1000
+    )
     rows = instructions.read_rows(str(REAL / name))
     assert report.rows + sum(map(len, report.skipped.values())) == len(rows) == count
     tokenizer = tokenizers.load_tokenizer(str(tmp_path / "t"))

@@ -1,4 +1,5 @@
 """Reading rows of instructions in every layout, and the templates that make prompts of them."""
+
 import pytest
 
 from mindlora.data import instructions
@@ -7,32 +8,45 @@ from tests.support.instruction_rows import as_jsonl
 
 # Reading
 
+
 def test_lines_of_every_layout(tmp_path):
     listed = tmp_path / "a.json"
     listed.write_text('\n[{"instruction": "a\\n[,{"},\n\n  {"x":\n1}, 3\n,"]"]\n')
     assert [row.place for row in instructions.read_rows(str(listed))] == [
-        "row 1 at line 2", "row 2 at line 4", "row 3 at line 5", "row 4 at line 6"]
+        "row 1 at line 2",
+        "row 2 at line 4",
+        "row 3 at line 5",
+        "row 4 at line 6",
+    ]
     lines = tmp_path / "a.jsonl"
     # U+2028 ends a line for str.splitlines, but not in JSON.
     lines.write_text('\ufeff{"instruction": "a\u2028b"}\r\n\n7\n', encoding="utf-8")
     assert instructions.read_rows(str(lines)) == [("line 1", {"instruction": "a\u2028b"}), ("line 3", 7)]
-    seeds = as_jsonl(tmp_path / "s.jsonl", [
-        {"id": 1, "instruction": "i", "instances": [{"input": "1", "output": "a"}, {"input": "2", "output": "b"}, 5]}])
+    seeds = as_jsonl(
+        tmp_path / "s.jsonl",
+        [{"id": 1, "instruction": "i", "instances": [{"input": "1", "output": "a"}, {"input": "2", "output": "b"}, 5]}],
+    )
     assert [(row.place, instructions.row_problem(row.record)) for row in instructions.read_rows(seeds)] == [
-        ("line 1 (instance 1)", None), ("line 1 (instance 2)", None), ("line 1 (instance 3)", "not an object")]
+        ("line 1 (instance 1)", None),
+        ("line 1 (instance 2)", None),
+        ("line 1 (instance 3)", "not an object"),
+    ]
     assert instructions.read_rows(seeds)[1].record == {"id": 1, "instruction": "i", "input": "2", "output": "b"}
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("a.json", b'[{"a": 1},\n {"b" 2}]', "not valid JSON at line 2, column 7"),
-    ("a.jsonl", b'{"a": 1}\n\n{"b" 2}\n', "not valid JSON at line 3, column 6"),
-    ("a.json", b'{"a": 1}', "holds a JSON dict, not a list"),
-    ("a.json", b"[]", "holds no rows"),
-    ("a.jsonl", b"\n", "holds no rows"),
-    ("a.json", b"[\xff]", "not UTF-8: byte 1"),
-    ("a.csv", b"a,b", r"ends in \.json .* or \.jsonl"),
-    ("a.json", None, "There is no file"),
-])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.json", b'[{"a": 1},\n {"b" 2}]', "not valid JSON at line 2, column 7"),
+        ("a.jsonl", b'{"a": 1}\n\n{"b" 2}\n', "not valid JSON at line 3, column 6"),
+        ("a.json", b'{"a": 1}', "holds a JSON dict, not a list"),
+        ("a.json", b"[]", "holds no rows"),
+        ("a.jsonl", b"\n", "holds no rows"),
+        ("a.json", b"[\xff]", "not UTF-8: byte 1"),
+        ("a.csv", b"a,b", r"ends in \.json .* or \.jsonl"),
+        ("a.json", None, "There is no file"),
+    ],
+)
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -43,11 +57,13 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
 
 # Templates
 
+
 def test_templates():
     with_input, without_input = {"instruction": "{Do}", "input": "{it}"}, {"instruction": "{Do}", "input": ""}
     alpaca = instructions.prompt_template("alpaca")
     assert alpaca.prompt(with_input).endswith(
-        "completes the request.\n\n### Instruction:\n{Do}\n\n### Input:\n{it}\n\n### Response:")
+        "completes the request.\n\n### Instruction:\n{Do}\n\n### Input:\n{it}\n\n### Response:"
+    )
     assert alpaca.prompt(without_input).endswith("completes the request.\n\n### Instruction:\n{Do}\n\n### Response:")
     plain = instructions.prompt_template("plain")
     assert (plain.prompt(with_input), plain.prompt(without_input)) == ("{Do}\n{it}\n", "{Do}\n")
@@ -55,16 +71,19 @@ def test_templates():
     assert (own.prompt(with_input), own.prompt(without_input)) == ("{Q} {Do}|{it}>", "{Q} {Do}|>")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("alpacca", "neither alpaca nor plain nor a text with {instruction}"),
-    ("{input}", "neither alpaca"),
-    ("{instruction} {output}", r"has \{output\}"),
-    ("{instruction} {}", r"has \{\}"),
-    ("{instruction.upper}", r"has \{instruction.upper\}"),
-    ("{instruction!r}", "with a format or a conversion"),
-    ("{instruction:>9}", "with a format or a conversion"),
-    ("{instruction", "expected '}'"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("alpacca", "neither alpaca nor plain nor a text with {instruction}"),
+        ("{input}", "neither alpaca"),
+        ("{instruction} {output}", r"has \{output\}"),
+        ("{instruction} {}", r"has \{\}"),
+        ("{instruction.upper}", r"has \{instruction.upper\}"),
+        ("{instruction!r}", "with a format or a conversion"),
+        ("{instruction:>9}", "with a format or a conversion"),
+        ("{instruction", "expected '}'"),
+    ],
+)
 def test_wrong_templates(text, message):
     with pytest.raises(DataError, match=message):
         instructions.prompt_template(text)

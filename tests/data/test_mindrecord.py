@@ -1,4 +1,5 @@
 """Writing MindRecord: replaced only if asked, and never half written."""
+
 import os
 import signal
 
@@ -26,11 +27,14 @@ def test_an_output_is_replaced_only_if_asked(tmp_path):
     assert names(tmp_path) == ["x.mindrecord", "x.mindrecord.db"]
 
 
-@pytest.mark.parametrize("bad", [
-    {"input_ids": np.zeros(4, np.int32), "labels": np.zeros(3, np.int32)},
-    {"input_ids": np.zeros(3, np.int32)},
-    {"input_ids": np.zeros(3, np.int64), "labels": np.zeros(3, np.int64)},
-])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"input_ids": np.zeros(4, np.int32), "labels": np.zeros(3, np.int32)},
+        {"input_ids": np.zeros(3, np.int32)},
+        {"input_ids": np.zeros(3, np.int64), "labels": np.zeros(3, np.int64)},
+    ],
+)
 def test_a_failed_write_leaves_what_was_there(tmp_path, bad):
     path = str(tmp_path / "x.mindrecord")
     instruction_data.write_mindrecord(rows_of(1, 2), path)
@@ -70,17 +74,21 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
         "    for number in range(5000):\n"
         "        yield {'labels': np.zeros(3, np.int32)}\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "write_mindrecord(rows(), sys.argv[1])\n")
+        "write_mindrecord(rows(), sys.argv[1])\n"
+    )
     finished = tiny_runs.python([str(script), str(tmp_path / "x.mindrecord")], tmp_path)
     assert finished.returncode == -signal.SIGKILL
     assert not [name for name in names(tmp_path) if name.startswith("x.")]
 
 
-@pytest.mark.parametrize("name, message", [
-    ("x.bin", "must end in .mindrecord"),
-    ("a?b.mindrecord", "cannot be written.*should not contain"),
-    ("folder.mindrecord", "is a folder"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("x.bin", "must end in .mindrecord"),
+        ("a?b.mindrecord", "cannot be written.*should not contain"),
+        ("folder.mindrecord", "is a folder"),
+    ],
+)
 def test_outputs_that_cannot_be(tmp_path, name, message):
     (tmp_path / "folder.mindrecord").mkdir()
     with pytest.raises(DataError, match=message):

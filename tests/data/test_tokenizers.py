@@ -1,4 +1,5 @@
 """Tokenizers: trained, loaded from Hugging Face's and sentencepiece's files, and refused."""
+
 import os
 import pathlib
 
@@ -15,8 +16,14 @@ def sentencepiece_model(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("sentencepiece")
     (folder / "text.txt").write_text("\n".join([*CHINESE.values(), *ENGLISH.values()] * 20), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"),
-                                             vocab_size=350, model_type="bpe", byte_fallback=True, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=350,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
     return str(folder / "tokenizer.model")
 
 
@@ -52,7 +59,9 @@ def test_a_tokenizer_is_not_trained_over_other_things(tmp_path):
 def test_a_sentencepiece_model_goes_through_mindformers(tmp_path, sentencepiece_model):
     output = tmp_path / "x.mindrecord"
     source = as_json(tmp_path / "in.json", [CHINESE, ENGLISH])
-    report = instruction_data.convert_alpaca(source, str(output), os.path.dirname(sentencepiece_model), 100, template="plain")
+    report = instruction_data.convert_alpaca(
+        source, str(output), os.path.dirname(sentencepiece_model), 100, template="plain"
+    )
     loaded = tokenizers.load_tokenizer(sentencepiece_model)
     assert type(loaded).__module__.startswith("mindformers.")
     assert (report.rows, report.vocab_size, report.pad_token_id) == (2, 350, 0)
@@ -70,21 +79,32 @@ def test_special_tokens_that_are_missing(tmp_path, tokenizer_path):
     with pytest.raises(TokenizerError, match='no end-of-sequence token: set "eos_token"'):
         instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(folder), 300)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(folder / "tokenizer.json"), 300)
+    report = instruction_data.convert_alpaca(
+        source, str(tmp_path / "x.mindrecord"), str(folder / "tokenizer.json"), 300
+    )
     assert report.pad_token_id == EOS
-    assert [note.split(":")[0] for note in report.notes] == ["the tokenizer has no begin-of-sequence token",
-                                                             "the tokenizer has no pad token"]
-    row, = read_back(report.output)
-    assert row["input_ids"][0] != BOS and row["input_ids"][-1] == EOS and row["labels"][-1] == instruction_data.IGNORE_TOKEN_ID
+    assert [note.split(":")[0] for note in report.notes] == [
+        "the tokenizer has no begin-of-sequence token",
+        "the tokenizer has no pad token",
+    ]
+    (row,) = read_back(report.output)
+    assert (
+        row["input_ids"][0] != BOS
+        and row["input_ids"][-1] == EOS
+        and row["labels"][-1] == instruction_data.IGNORE_TOKEN_ID
+    )
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("missing", None, "there is no such file or folder"),
-    ("notes.txt", "x", "file of another kind"),
-    ("folder/readme.md", "x", r"No tokenizer in the folder .*holds readme\.md"),
-    ("tokenizer.json", "{", "cannot load"),
-    ("tokenizer.model", "junk", "sentencepiece cannot load"),
-])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("missing", None, "there is no such file or folder"),
+        ("notes.txt", "x", "file of another kind"),
+        ("folder/readme.md", "x", r"No tokenizer in the folder .*holds readme\.md"),
+        ("tokenizer.json", "{", "cannot load"),
+        ("tokenizer.model", "junk", "sentencepiece cannot load"),
+    ],
+)
 def test_what_is_no_tokenizer(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:

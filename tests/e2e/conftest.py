@@ -1,4 +1,5 @@
 """Made once for all end-to-end tests: data, a base checkpoint, and an adapter trained on it through the tiny YAML."""
+
 import shutil
 import types
 
@@ -13,8 +14,9 @@ TRAINING = ("--batch_size", "4", "--epochs", "2")
 def data(tmp_path_factory):
     """MindRecords of counting rows: ``base`` by threes, ``train`` by fives, ``eval`` as MindFormers evaluates."""
     folder = tmp_path_factory.mktemp("data")
-    paths = types.SimpleNamespace(base=folder / "base.mindrecord", train=folder / "train.mindrecord",
-                                  eval=folder / "eval.mindrecord")
+    paths = types.SimpleNamespace(
+        base=folder / "base.mindrecord", train=folder / "train.mindrecord", eval=folder / "eval.mindrecord"
+    )
     write_rows(paths.base, step=3)
     write_rows(paths.train, step=5)
     paths.eval_rows = write_rows(paths.eval, step=5, rows=8, length=SEQUENCE, seed=1)
@@ -26,7 +28,7 @@ def base(data, tmp_path_factory):
     """A checkpoint of a tiny Llama that counts by threes."""
     folder = tmp_path_factory.mktemp("base")
     succeeded(launch(folder, "--train_dataset_dir", data.base, "--batch_size", "4", "--epochs", "8", config=BASE_YAML))
-    written, = (folder / "output" / "checkpoint" / "rank_0").glob("*.ckpt")
+    (written,) = (folder / "output" / "checkpoint" / "rank_0").glob("*.ckpt")
     return shutil.copy(written, folder / "base.ckpt")
 
 
@@ -35,8 +37,9 @@ def trained(data, base, tmp_path_factory):
     """A run of mindlora-run that teaches the base to count by fives: its folder, output and adapter."""
     folder = tmp_path_factory.mktemp("trained")
     stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING))
-    return types.SimpleNamespace(folder=folder, stdout=stdout, output=folder / "output",
-                                 adapter=folder / "output" / "lora_checkpoint" / "best")
+    return types.SimpleNamespace(
+        folder=folder, stdout=stdout, output=folder / "output", adapter=folder / "output" / "lora_checkpoint" / "best"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +48,13 @@ def fresh_network(base, mindformers):
 
     Its keys override those of the YAML's pet_config.
     """
+
     def build(**keys):
         import mindspore as ms
         from mindformers.tools.register import MindFormerConfig
 
         from mindlora import LoraConfig, apply_lora, freeze_base
+
         model = MindFormerConfig(LORA_YAML).model.model_config
         model.update(SIZES)
         config = LoraConfig.from_pet_config({**model.pop("pet_config"), **keys})
@@ -60,4 +65,5 @@ def fresh_network(base, mindformers):
         apply_lora(network, config)
         freeze_base(network)
         return network
+
     return build

@@ -1,4 +1,5 @@
 """mindlora-run in real processes: trains, evaluates and predicts by a YAML; what is wrong stops it with one line."""
+
 import concurrent.futures
 import os
 import re
@@ -20,15 +21,25 @@ STEPS = 16  # 32 rows in batches of 4, twice
 
 # Training
 
+
 def test_it_trains_and_saves_the_adapter_alone(trained):
     losses = step_losses(trained.stdout)
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.3
     assert files(trained.output) == sorted(
         ["loss_curve.json", "loss_curve.png"]
-        + [f"lora_checkpoint/{name}" for name in
-           ("best/adapter_config.json", "best/adapter_model.safetensors", "best/best.json",
-            f"step_{STEPS}/adapter_config.json", f"step_{STEPS}/adapter_model.safetensors",
-            f"step_{STEPS}/training_state.json", f"step_{STEPS}/training_state.safetensors")])
+        + [
+            f"lora_checkpoint/{name}"
+            for name in (
+                "best/adapter_config.json",
+                "best/adapter_model.safetensors",
+                "best/best.json",
+                f"step_{STEPS}/adapter_config.json",
+                f"step_{STEPS}/adapter_model.safetensors",
+                f"step_{STEPS}/training_state.json",
+                f"step_{STEPS}/training_state.safetensors",
+            )
+        ]
+    )
     assert "trainable params: " in trained.stdout
 
 
@@ -47,27 +58,55 @@ def test_the_adapter_loads_into_a_fresh_network(trained, data, fresh_network):
 def test_a_yaml_of_mindformers_own_lora_needs_no_edit(data, base, tmp_path, fresh_network):
     config = read_yaml(LORA_YAML)
     config["model"]["model_config"]["pet_config"] = {
-        "pet_type": "lora", "lora_rank": 4, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": ".*wq|.*wv"}
-    config["callbacks"] = [{"type": "MFLossMonitor"},
-                           {"type": "CheckpointMonitor", "prefix": "plain", "save_checkpoint_steps": 100,
-                            "save_trainable_params": True}]
-    stdout = succeeded(launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING,
-                              config=write_yaml(tmp_path, config)))
+        "pet_type": "lora",
+        "lora_rank": 4,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "target_modules": ".*wq|.*wv",
+    }
+    config["callbacks"] = [
+        {"type": "MFLossMonitor"},
+        {"type": "CheckpointMonitor", "prefix": "plain", "save_checkpoint_steps": 100, "save_trainable_params": True},
+    ]
+    stdout = succeeded(
+        launch(
+            tmp_path,
+            "--train_dataset_dir",
+            data.train,
+            "--load_checkpoint",
+            base,
+            *TRAINING,
+            config=write_yaml(tmp_path, config),
+        )
+    )
     shapes = 2 * (4 * (32 + 32) + 4 * (32 + 16))
     assert f"trainable params: {shapes:,} " in stdout
     assert len(step_losses(stdout)) == STEPS
-    saved, = (path for path in files(tmp_path / "output") if "trainable_params" in path and path.endswith(".ckpt"))
+    (saved,) = (path for path in files(tmp_path / "output") if "trainable_params" in path and path.endswith(".ckpt"))
     tensors = ms.load_checkpoint(str(tmp_path / "output" / saved))
-    names = {f"model.layers.{i}.attention.{leaf}.mindpet_delta_lora_{half}"
-             for i in range(2) for leaf in ("wq", "wv") for half in "ab"}
+    names = {
+        f"model.layers.{i}.attention.{leaf}.mindpet_delta_lora_{half}"
+        for i in range(2)
+        for leaf in ("wq", "wv")
+        for half in "ab"
+    }
     assert {name for name in tensors if "model." in name} == names
     assert all(tensors[name].asnumpy().any() for name in names)
     assert not list((tmp_path / "output").rglob("adapter_config.json"))
 
 
 def test_a_preset_gives_rank_and_learning_rate(data, base, tmp_path):
-    stdout = succeeded(launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING,
-                              config=str(TINY / "lora_llama_tiny_cpu_preset.yaml")))
+    stdout = succeeded(
+        launch(
+            tmp_path,
+            "--train_dataset_dir",
+            data.train,
+            "--load_checkpoint",
+            base,
+            *TRAINING,
+            config=str(TINY / "lora_llama_tiny_cpu_preset.yaml"),
+        )
+    )
     rates = [float(rate) for rate in re.findall(r", lr: ([\d.e-]+)", stdout)]
     assert max(rates) == pytest.approx(1e-4, rel=1e-3)
     written = read_yaml(tmp_path / "output" / "lora_checkpoint" / "best" / "adapter_config.json")
@@ -76,10 +115,23 @@ def test_a_preset_gives_rank_and_learning_rate(data, base, tmp_path):
 
 # Evaluation and prediction
 
+
 def test_eval_judges_base_and_adapter(trained, data, base, tmp_path, fresh_network):
-    stdout = succeeded(launch(tmp_path, "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size", "4",
-                              "--load_checkpoint", base, "--model.model_config.pet_config.adapter_path",
-                              trained.adapter))
+    stdout = succeeded(
+        launch(
+            tmp_path,
+            "--run_mode",
+            "eval",
+            "--eval_dataset_dir",
+            data.eval,
+            "--batch_size",
+            "4",
+            "--load_checkpoint",
+            base,
+            "--model.model_config.pet_config.adapter_path",
+            trained.adapter,
+        )
+    )
     found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
     network = fresh_network()
     base_alone = loss_of(network, data.eval_rows)
@@ -90,10 +142,22 @@ def test_eval_judges_base_and_adapter(trained, data, base, tmp_path, fresh_netwo
 
 def test_predict_goes_on_with_a_text(tmp_path):
     from mindlora.data import tokenizers
+
     tokenizer = tokenizers.train_tokenizer(["one two three four five six seven"] * 2, 270, str(tmp_path / "tokenizer"))
     vocabulary = ["--model.model_config.vocab_size", str(len(tokenizer))]
-    stdout = succeeded(launch(tmp_path, *vocabulary, "--run_mode", "predict", "--predict_data", "one two", "three",
-                              "--processor.tokenizer.tokenizer_file", tmp_path / "tokenizer" / "tokenizer.json"))
+    stdout = succeeded(
+        launch(
+            tmp_path,
+            *vocabulary,
+            "--run_mode",
+            "predict",
+            "--predict_data",
+            "one two",
+            "three",
+            "--processor.tokenizer.tokenizer_file",
+            tmp_path / "tokenizer" / "tokenizer.json",
+        )
+    )
     texts = re.findall(r"'text_generation_text': \['((?:[^'\\]|\\.)*)'\]", stdout)
     assert len(texts) == 2
     for text, start in zip(texts, ("one two", "three")):
@@ -103,32 +167,45 @@ def test_predict_goes_on_with_a_text(tmp_path):
 # What is wrong stops with one line
 
 WRONG = {
-    "a misspelt pet_type": (["--model.model_config.pet_config.pet_type", "loar"],
-                            ["pet_type is 'loar'", "Did you mean 'lora'?"]),
-    "targets that match nothing": (["--model.model_config.pet_config.target_modules", "q_prj"],
-                                   ["'q_prj' matches no linear cell", "model.layers.{0..1}.attention.wq"]),
-    "a YAML that a CPU cannot run": (["--model.model_config.use_flash_attention", "True",
-                                      "--model.model_config.compute_dtype", "bfloat16"],
-                                     ["use_flash_attention: False", "compute_dtype: float32"]),
+    "a misspelt pet_type": (
+        ["--model.model_config.pet_config.pet_type", "loar"],
+        ["pet_type is 'loar'", "Did you mean 'lora'?"],
+    ),
+    "targets that match nothing": (
+        ["--model.model_config.pet_config.target_modules", "q_prj"],
+        ["'q_prj' matches no linear cell", "model.layers.{0..1}.attention.wq"],
+    ),
+    "a YAML that a CPU cannot run": (
+        ["--model.model_config.use_flash_attention", "True", "--model.model_config.compute_dtype", "bfloat16"],
+        ["use_flash_attention: False", "compute_dtype: float32"],
+    ),
     "an unknown node": (["--modell.model_config.seq_length", "16"], ["'modell' is no key of the YAML"]),
-    "an unknown key": (["--runner_config.epocs", "3"],
-                       ["'epocs' is no key of runner_config", "Did you mean 'epochs'?"]),
+    "an unknown key": (
+        ["--runner_config.epocs", "3"],
+        ["'epocs' is no key of runner_config", "Did you mean 'epochs'?"],
+    ),
     "no such YAML": (["--config", "nowhere.yaml"], ["--config nowhere.yaml does not exist"]),
     "a bad run_mode": (["--run_mode", "trian"], ["--run_mode: invalid choice: 'trian'"]),
-    "a sharded adapter": (["--load_checkpoint", "", "--use_parallel", "True", "--parallel_config.model_parallel", "2"],
-                          ["LoraCheckpoint and parallel_config.model_parallel is 2"]),
-    "no such data": (["--train_dataset_dir", "nowhere.mindrecord"],
-                     ["nowhere.mindrecord does not exist", "--train_dataset_dir"]),
+    "a sharded adapter": (
+        ["--load_checkpoint", "", "--use_parallel", "True", "--parallel_config.model_parallel", "2"],
+        ["LoraCheckpoint and parallel_config.model_parallel is 2"],
+    ),
+    "no such data": (
+        ["--train_dataset_dir", "nowhere.mindrecord"],
+        ["nowhere.mindrecord does not exist", "--train_dataset_dir"],
+    ),
 }
 
 
 @pytest.fixture(scope="session")
 def wrong_runs(data, base, tmp_path_factory):
     """Runs all of WRONG, two at a time: nearly all of their time goes into imports."""
+
     def run(name):
         folder = tmp_path_factory.mktemp("wrong")
         right = ["--train_dataset_dir", data.train, "--load_checkpoint", base]
         return name, (folder, launch(folder, *right, *WRONG[name][0]))
+
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return dict(pool.map(run, WRONG))
 
@@ -137,7 +214,7 @@ def wrong_runs(data, base, tmp_path_factory):
 def test_what_is_wrong_stops_with_one_line(name, wrong_runs):
     folder, run = wrong_runs[name]
     assert run.returncode == 1
-    line, = run.stderr.splitlines()
+    (line,) = run.stderr.splitlines()
     assert line.startswith("mindlora-run: error: ")
     for part in WRONG[name][1]:
         assert part in line
@@ -150,13 +227,25 @@ def test_a_yaml_that_cannot_be_read_says_why(tmp_path, capsys):
         path = tmp_path / "wrong.yaml"
         path.write_text(text)
         assert launcher.main(["--config", str(path), "--run_mode", "train"]) == 1
-        line, = capsys.readouterr().err.splitlines()
+        (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"mindlora-run: error: --config {path} cannot be read: ") and why in line
 
 
 def test_a_cpu_predicts_only_with_what_it_has(tmp_path, capsys):
-    code = launcher.main(["--config", LORA_YAML, "--run_mode", "predict", "--do_sample", "False",
-                          "--postprocess_use_numpy", "False", "--output_dir", str(tmp_path)])
+    code = launcher.main(
+        [
+            "--config",
+            LORA_YAML,
+            "--run_mode",
+            "predict",
+            "--do_sample",
+            "False",
+            "--postprocess_use_numpy",
+            "False",
+            "--output_dir",
+            str(tmp_path),
+        ]
+    )
     line = capsys.readouterr().err
     assert code == 1 and "do_sample: True" in line and "postprocess_use_numpy: True" in line
 
@@ -164,11 +253,20 @@ def test_a_cpu_predicts_only_with_what_it_has(tmp_path, capsys):
 @pytest.mark.parametrize("key", ["model_parallel", "pipeline_stage", "enable_parallel_optimizer"])
 def test_an_adapter_that_would_be_cut_is_refused(key):
     from mindlora.plugin import preflight
+
     config = launcher.build_config(["--config", str(TINY.parent / "llama2" / "lora_llama2_7b.yaml")])
     preflight.prepare(config)
-    config = launcher.build_config(["--config", str(TINY.parent / "llama2" / "lora_llama2_7b.yaml"),
-                                    *(["--parallel.enable_parallel_optimizer", "True"] if "optimizer" in key
-                                      else [f"--parallel_config.{key}", "2"])])
+    config = launcher.build_config(
+        [
+            "--config",
+            str(TINY.parent / "llama2" / "lora_llama2_7b.yaml"),
+            *(
+                ["--parallel.enable_parallel_optimizer", "True"]
+                if "optimizer" in key
+                else [f"--parallel_config.{key}", "2"]
+            ),
+        ]
+    )
     with pytest.raises(ConfigError, match=rf"LoraCheckpoint and parallel(_config)?\.{key} is (2|True)"):
         preflight.prepare(config)
     config.callbacks = [callback for callback in config.callbacks if callback["type"] != "LoraCheckpoint"]
@@ -223,14 +321,16 @@ def test_a_flag_lands_where_mindformers_puts_it(flag, given, place, value):
 def test_predict_takes_texts_files_and_pictures(tmp_path):
     def predict(*flags):
         return launcher.build_config(["--config", LORA_YAML, "--run_mode", "predict", *flags])
+
     for name in ("b.png", "a.JPG", "c.txt"):
         (tmp_path / name).write_text("")
     assert predict().input_data is None
     assert predict("--predict_data", r"one\ntwo").input_data == "one\ntwo"
     assert predict("--predict_data", "one", "two").input_data == ["one", "two"]
     assert predict("--predict_data", str(tmp_path)).input_data == [str(tmp_path / "a.JPG"), str(tmp_path / "b.png")]
-    assert predict("--predict_data", "x.png", "what?", "--modal_type", "image", "text").input_data \
-        == [[{"image": "x.png"}, {"text": "what?"}]]
+    assert predict("--predict_data", "x.png", "what?", "--modal_type", "image", "text").input_data == [
+        [{"image": "x.png"}, {"text": "what?"}]
+    ]
     assert predict("--predict_data", "one", "--predict_batch_size", "2").predict_batch_size == 2
     assert predict("--predict_data", "one", "--adapter_id", "a", "b").adapter_id == ["a", "b"]
     with pytest.raises(ConfigError, match="must be as many"):
@@ -256,8 +356,18 @@ def test_register_path_reaches_mindformers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["--key value", "--key=value"])
-@pytest.mark.parametrize("given, value", [("3", 3), ("1e-4", 1e-4), ("True", True), ("text", "text"),
-                                          (".*wq|.*wv", ".*wq|.*wv"), ("[1, 2]", [1, 2]), ("a=b", "a=b")])
+@pytest.mark.parametrize(
+    "given, value",
+    [
+        ("3", 3),
+        ("1e-4", 1e-4),
+        ("True", True),
+        ("text", "text"),
+        (".*wq|.*wv", ".*wq|.*wv"),
+        ("[1, 2]", [1, 2]),
+        ("a=b", "a=b"),
+    ],
+)
 def test_any_key_of_the_yaml_can_be_overridden(joined, given, value):
     place = "model.model_config.pet_config.target_modules"
     words = [f"--{place}={given}"] if joined else [f"--{place}", given]
@@ -266,28 +376,41 @@ def test_any_key_of_the_yaml_can_be_overridden(joined, given, value):
 
 
 def test_options_take_pairs():
-    config = launcher.build_config(["--config", LORA_YAML, "--options", "runner_config.epochs=5", "use_parallel=True",
-                                    "do_eval=False", "optimizer.betas=[0.8,0.9]"])
+    config = launcher.build_config(
+        [
+            "--config",
+            LORA_YAML,
+            "--options",
+            "runner_config.epochs=5",
+            "use_parallel=True",
+            "do_eval=False",
+            "optimizer.betas=[0.8,0.9]",
+        ]
+    )
     assert (config.runner_config.epochs, config.use_parallel, config.do_eval) == (5, True, False)
     assert config.optimizer.betas == [0.8, 0.9]
     with pytest.raises(ConfigError, match="pairs of key=value, got 'seed'"):
         launcher.build_config(["--config", LORA_YAML, "--options", "seed"])
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--seed", "x"], "--seed: invalid int value: 'x'"),
-    (["--use_parallel", "maybe"], "--use_parallel: invalid true_or_false value: 'maybe'"),
-    (["--a.b"], "must be pairs"),
-    (["--register_path", "nowhere"], "--register_path nowhere is not a folder"),
-    (["--seed.x", "1"], "seed is 42 and has no keys"),
-    (["--parallel_config.data_paralel", "2"], "Did you mean 'data_parallel'"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--seed", "x"], "--seed: invalid int value: 'x'"),
+        (["--use_parallel", "maybe"], "--use_parallel: invalid true_or_false value: 'maybe'"),
+        (["--a.b"], "must be pairs"),
+        (["--register_path", "nowhere"], "--register_path nowhere is not a folder"),
+        (["--seed.x", "1"], "seed is 42 and has no keys"),
+        (["--parallel_config.data_paralel", "2"], "Did you mean 'data_parallel'"),
+    ],
+)
 def test_a_wrong_flag_is_named(words, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         launcher.build_config(["--config", LORA_YAML, *words])
 
 
 # Helpers
+
 
 def loss_of(network, tokens):
     """Returns the mean cross entropy of each token but the first, from the network's logits."""

@@ -1,4 +1,5 @@
 """scripts/msrun_launcher.sh: two processes train what one trains on the joined batch; failures are passed on."""
+
 import json
 import re
 import socket
@@ -14,15 +15,35 @@ from tests.support.runs import LAUNCHER, LORA_YAML, ROOT, ROWS, SIZE_FLAGS, envi
 SCRIPT, ENTRY = ROOT / "scripts" / "msrun_launcher.sh", ROOT / "scripts" / "run_mindformer.py"
 BATCH_SIZE = 4
 # Adam divides by the size of the gradient, which would hide a gradient that is twice too large; a great eps does not.
-TRAINING = ["--config", LORA_YAML, *SIZE_FLAGS, "--train_dataset.data_loader.shuffle", "False", "--epochs", "1",
-            "--optimizer.eps", "1.0", "--lr_schedule.learning_rate", "20.0", "--lr_schedule.lr_end", "10.0"]
+TRAINING = [
+    "--config",
+    LORA_YAML,
+    *SIZE_FLAGS,
+    "--train_dataset.data_loader.shuffle",
+    "False",
+    "--epochs",
+    "1",
+    "--optimizer.eps",
+    "1.0",
+    "--lr_schedule.learning_rate",
+    "20.0",
+    "--lr_schedule.lr_end",
+    "10.0",
+]
 STEPS = ROWS // (2 * BATCH_SIZE)
 
 
 def msrun(folder, *arguments):
     """Runs the script in ``folder``, without mindlora installed."""
-    return subprocess.run(["bash", SCRIPT, *arguments], cwd=folder, env=environment(installed=False),
-                          capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments],
+        cwd=folder,
+        env=environment(installed=False),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
 
 
 def free_port():
@@ -35,8 +56,20 @@ def free_port():
 def two(data, tmp_path_factory):
     """The folder of a run with two processes."""
     folder = tmp_path_factory.mktemp("two")
-    command = [ENTRY, *TRAINING, "--train_dataset_dir", data.train, "--batch_size", BATCH_SIZE, "--use_parallel",
-               "True", "--parallel_config.data_parallel", "2", "--output_dir", folder / "output"]
+    command = [
+        ENTRY,
+        *TRAINING,
+        "--train_dataset_dir",
+        data.train,
+        "--batch_size",
+        BATCH_SIZE,
+        "--use_parallel",
+        "True",
+        "--parallel_config.data_parallel",
+        "2",
+        "--output_dir",
+        folder / "output",
+    ]
     run = msrun(folder, " ".join(map(str, command)), "2", free_port(), "log", "True", "300")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return folder
@@ -46,8 +79,21 @@ def two(data, tmp_path_factory):
 def one(data, tmp_path_factory):
     """The folder of a run with one process and batches twice as large."""
     folder = tmp_path_factory.mktemp("one")
-    succeeded(python([*LAUNCHER, *TRAINING, "--train_dataset_dir", data.train, "--batch_size", 2 * BATCH_SIZE,
-                      "--output_dir", folder / "output"], folder))
+    succeeded(
+        python(
+            [
+                *LAUNCHER,
+                *TRAINING,
+                "--train_dataset_dir",
+                data.train,
+                "--batch_size",
+                2 * BATCH_SIZE,
+                "--output_dir",
+                folder / "output",
+            ],
+            folder,
+        )
+    )
     return folder
 
 
@@ -57,7 +103,8 @@ def test_batch_for_batch_the_two_see_what_the_one_sees(data):
 
     def batches(size, **shard):
         rows = ds.MindDataset(str(data.train), columns_list=["input_ids"], shuffle=False, **shard).batch(size)
-        return [batch for batch, in rows.create_tuple_iterator(num_epochs=1, output_numpy=True)]
+        return [batch for (batch,) in rows.create_tuple_iterator(num_epochs=1, output_numpy=True)]
+
     whole = batches(2 * BATCH_SIZE)
     first, second = (batches(BATCH_SIZE, num_shards=2, shard_id=rank) for rank in range(2))
     assert len(whole) == len(first) == len(second) == STEPS
@@ -82,8 +129,10 @@ def test_rank_0_alone_writes(two):
     logs = [(two / "log" / f"worker_{rank}.log").read_text() for rank in range(2)]
     assert ["Adapter of step" in log for log in logs] == [True, False]
     assert ["Loss curve drawn" in log for log in logs] == [True, False]
-    assert {name.split("/")[1] for name in files(two / "output") if name.startswith("lora_checkpoint")} \
-        == {"best", f"step_{STEPS}"}
+    assert {name.split("/")[1] for name in files(two / "output") if name.startswith("lora_checkpoint")} == {
+        "best",
+        f"step_{STEPS}",
+    }
 
 
 def test_a_failure_of_the_workers_is_passed_on(data, tmp_path):
@@ -95,18 +144,23 @@ def test_a_failure_of_the_workers_is_passed_on(data, tmp_path):
     assert "mindlora-run: error: model.model_config.pet_config: pet_type is 'loar'" in log
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "it takes 1, 2, 6 or 9 arguments, and got 0."),
-    ([f"{ENTRY}", "2", "8118", "log"], "it takes 1, 2, 6 or 9 arguments, and got 4."),
-    ([f"{ENTRY}", "two"], "WORKER_NUM is 'two', it must be a number from 1 to 999999."),
-    ([f"{ENTRY}", "1"], f"one worker needs no msrun: python {ENTRY}"),
-    ([f"{ENTRY}", "2", "80", "log", "True", "9"], "MASTER_PORT is '80', it must be a number from 1024 to 65535."),
-    ([f"{ENTRY}", "2", "8118", "log", "yes", "9"], "JOIN is 'yes', it must be True or False."),
-    ([f"{ENTRY}", "4", "8", "127.0.0.1", "8118", "0", "log", "True", "9"],
-     "LOCAL_WORKER is '8', it must be a number from 1 to 4."),
-    (["nowhere.py --config x.yaml", "2"], "nowhere.py, which EXECUTE_ORDER starts with, is not a file in"),
-    ([f"{ENTRY} 'x", "2"], "EXECUTE_ORDER cannot be split into words"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "it takes 1, 2, 6 or 9 arguments, and got 0."),
+        ([f"{ENTRY}", "2", "8118", "log"], "it takes 1, 2, 6 or 9 arguments, and got 4."),
+        ([f"{ENTRY}", "two"], "WORKER_NUM is 'two', it must be a number from 1 to 999999."),
+        ([f"{ENTRY}", "1"], f"one worker needs no msrun: python {ENTRY}"),
+        ([f"{ENTRY}", "2", "80", "log", "True", "9"], "MASTER_PORT is '80', it must be a number from 1024 to 65535."),
+        ([f"{ENTRY}", "2", "8118", "log", "yes", "9"], "JOIN is 'yes', it must be True or False."),
+        (
+            [f"{ENTRY}", "4", "8", "127.0.0.1", "8118", "0", "log", "True", "9"],
+            "LOCAL_WORKER is '8', it must be a number from 1 to 4.",
+        ),
+        (["nowhere.py --config x.yaml", "2"], "nowhere.py, which EXECUTE_ORDER starts with, is not a file in"),
+        ([f"{ENTRY} 'x", "2"], "EXECUTE_ORDER cannot be split into words"),
+    ],
+)
 def test_a_wrong_argument_is_named(tmp_path, arguments, message):
     run = msrun(tmp_path, *arguments)
     assert run.returncode == 1
@@ -123,7 +177,7 @@ def recorded_msrun(tmp_path):
     stub.write_text(f"""#!/usr/bin/env bash
 if [ "$1" = -c ]; then
     [[ $2 == *mindspore* ]] && exit 0
-    exec "{environment()['PATH'].split(':')[0]}/python" "$@"
+    exec "{environment()["PATH"].split(":")[0]}/python" "$@"
 fi
 printf '%s\\n' "$@"
 exit 7
@@ -133,35 +187,84 @@ exit 7
     def run(*arguments):
         values = environment(installed=False)
         values["PATH"] = f"{tmp_path / 'bin'}:{values['PATH']}"
-        done = subprocess.run(["bash", SCRIPT, *arguments], cwd=tmp_path, env=values, capture_output=True, text=True,
-                              check=False, timeout=60)
+        done = subprocess.run(
+            ["bash", SCRIPT, *arguments],
+            cwd=tmp_path,
+            env=values,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         assert done.returncode == 7
         return done.stdout.splitlines()
+
     return run
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    ([], {"worker_num": "8", "local_worker_num": "8", "master_addr": "127.0.0.1", "master_port": "8118",
-          "node_rank": "0", "log_dir": "output/msrun_log", "join": "True", "cluster_time_out": "7200"}),
-    (["4"], {"worker_num": "4", "local_worker_num": "4", "join": "True"}),
-    (["4", "9001", "my log", "False", "30"], {"worker_num": "4", "local_worker_num": "4", "master_port": "9001",
-                                              "log_dir": "my log", "join": "False", "cluster_time_out": "30"}),
-    (["16", "8", "10.0.0.2", "9001", "1", "l", "True", "30"],
-     {"worker_num": "16", "local_worker_num": "8", "master_addr": "10.0.0.2", "master_port": "9001", "node_rank": "1",
-      "log_dir": "l", "join": "True", "cluster_time_out": "30"}),
-])
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (
+            [],
+            {
+                "worker_num": "8",
+                "local_worker_num": "8",
+                "master_addr": "127.0.0.1",
+                "master_port": "8118",
+                "node_rank": "0",
+                "log_dir": "output/msrun_log",
+                "join": "True",
+                "cluster_time_out": "7200",
+            },
+        ),
+        (["4"], {"worker_num": "4", "local_worker_num": "4", "join": "True"}),
+        (
+            ["4", "9001", "my log", "False", "30"],
+            {
+                "worker_num": "4",
+                "local_worker_num": "4",
+                "master_port": "9001",
+                "log_dir": "my log",
+                "join": "False",
+                "cluster_time_out": "30",
+            },
+        ),
+        (
+            ["16", "8", "10.0.0.2", "9001", "1", "l", "True", "30"],
+            {
+                "worker_num": "16",
+                "local_worker_num": "8",
+                "master_addr": "10.0.0.2",
+                "master_port": "9001",
+                "node_rank": "1",
+                "log_dir": "l",
+                "join": "True",
+                "cluster_time_out": "30",
+            },
+        ),
+    ],
+)
 def test_msrun_gets_what_the_positions_mean(recorded_msrun, arguments, expected):
     order = f"{ENTRY} --config 'a b.yaml' --model.model_config.pet_config.target_modules .*wq|.*wk --x \"$(exit 3)\""
     words = recorded_msrun(order, *arguments)
     assert words[:2] == ["-m", "mindspore.parallel.cluster.run"]
-    found = dict(word[2:].split("=", 1) for word in words[2:words.index("python")])
+    found = dict(word[2:].split("=", 1) for word in words[2 : words.index("python")])
     assert {key: found[key] for key in expected} == expected
-    assert words[words.index("python"):] == [
-        "python", str(ENTRY), "--config", "a b.yaml", "--model.model_config.pet_config.target_modules", ".*wq|.*wk",
-        "--x", "$(exit 3)"]
+    assert words[words.index("python") :] == [
+        "python",
+        str(ENTRY),
+        "--config",
+        "a b.yaml",
+        "--model.model_config.pet_config.target_modules",
+        ".*wq|.*wk",
+        "--x",
+        "$(exit 3)",
+    ]
 
 
 # Helpers
+
 
 def adapter(folder):
     return load_file(folder / "output" / "lora_checkpoint" / f"step_{STEPS}" / "adapter_model.safetensors")

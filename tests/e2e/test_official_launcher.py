@@ -1,4 +1,5 @@
 """MindFormers' own launch, which knows nothing of mindlora: one line in the YAML and --register_path bring it in."""
+
 import pytest
 import yaml
 from safetensors.numpy import load_file
@@ -46,6 +47,7 @@ def official(tmp_path, data, base, monkeypatch):
         config.update(load_checkpoint=str(base), output_dir=str(tmp_path / "output"))
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         return python(["official.py", "config.yaml", REGISTER_PATH], tmp_path)
+
     return launch
 
 
@@ -58,9 +60,16 @@ def test_it_trains_the_same_adapter_as_mindlora_run(official, trained, tmp_path)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-@pytest.mark.parametrize("pet_type, said", [
-    ("loar", ["pet_type is 'loar', which is not known", "Did you mean 'lora'?"]),
-    ("qlora", ["pet_type is 'qlora', which mindlora-run alone takes", "Write pet_type: lora and quantize_base: nf4."])])
+@pytest.mark.parametrize(
+    "pet_type, said",
+    [
+        ("loar", ["pet_type is 'loar', which is not known", "Did you mean 'lora'?"]),
+        (
+            "qlora",
+            ["pet_type is 'qlora', which mindlora-run alone takes", "Write pet_type: lora and quantize_base: nf4."],
+        ),
+    ],
+)
 def test_another_pet_type_is_an_error_there_too(pet_type, said, official, tmp_path):
     run = official(pet_type=pet_type)
     assert run.returncode != 0

@@ -1,4 +1,5 @@
 """QLoRA from a YAML: the base quantized by the command, a fine-tuning on it, and what is refused before training."""
+
 import re
 
 import mindspore as ms
@@ -32,7 +33,8 @@ def run(data, quantized, tmp_path_factory):
     """A fine-tuning on it: the folder and what it printed."""
     folder = tmp_path_factory.mktemp("qlora")
     return folder / "output" / "lora_checkpoint" / "best", succeeded(
-        launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *SHORT, *TRAINING))
+        launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *SHORT, *TRAINING)
+    )
 
 
 def test_the_loss_falls_as_on_the_base_in_float(run, trained):
@@ -73,34 +75,79 @@ def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, qu
     for name, array in stored.items():  # the command and quantize_base make the same bytes
         np.testing.assert_array_equal(parameters[name].asnumpy(), array)
     load_lora(network, str(run[0]), on_base_mismatch="error")
-    stdout = succeeded(launch(tmp_path, "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size", "4",
-                              "--load_checkpoint", quantized, *QLORA,
-                              "--model.model_config.pet_config.adapter_path", run[0]))
+    stdout = succeeded(
+        launch(
+            tmp_path,
+            "--run_mode",
+            "eval",
+            "--eval_dataset_dir",
+            data.eval,
+            "--batch_size",
+            "4",
+            "--load_checkpoint",
+            quantized,
+            *QLORA,
+            "--model.model_config.pet_config.adapter_path",
+            run[0],
+        )
+    )
     found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
 
 
-@pytest.mark.parametrize("flags, given, message", [
-    (SHORT, "base", "is no .safetensors file, and pet_config has quantize_base. Write a quantized base, once: mindlora "
-                    "quantize-base "),
-    ((), "quantized", "is quantized, and pet_config has no quantize_base."),
-    ((*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"), "quantized",
-     "was quantized with another quantize_exclude: it and this run differ at model.layers.{0..1}.attention.wq."),
-])
+@pytest.mark.parametrize(
+    "flags, given, message",
+    [
+        (
+            SHORT,
+            "base",
+            "is no .safetensors file, and pet_config has quantize_base. Write a quantized base, once: mindlora "
+            "quantize-base ",
+        ),
+        ((), "quantized", "is quantized, and pet_config has no quantize_base."),
+        (
+            (*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"),
+            "quantized",
+            "was quantized with another quantize_exclude: it and this run differ at model.layers.{0..1}.attention.wq.",
+        ),
+    ],
+)
 def test_another_base_is_refused_before_training(flags, given, message, data, base, quantized, tmp_path):
     checkpoint = {"base": base, "quantized": quantized}[given]
     run = launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", checkpoint, *flags, *TRAINING)
-    assert run.returncode == 1 and f"mindlora-run: error: {'' if 'another' in message else 'load_checkpoint: '}" \
-                                   f"{checkpoint} {message}" in run.stderr
+    assert (
+        run.returncode == 1
+        and f"mindlora-run: error: {'' if 'another' in message else 'load_checkpoint: '}{checkpoint} {message}"
+        in run.stderr
+    )
 
 
 def test_loftq_is_made_offline_and_trained_from_a_yaml(base, data, tmp_path):
     output, folder = tmp_path / "loftq.safetensors", tmp_path / "adapter"
-    succeeded(python(["-m", "mindlora.cli", "quantize-base", base, output, "--loftq", folder, "--rank", "16", "--alpha",
-                      "32", "--loftq-iterations", "3"], tmp_path))
+    succeeded(
+        python(
+            [
+                "-m",
+                "mindlora.cli",
+                "quantize-base",
+                base,
+                output,
+                "--loftq",
+                folder,
+                "--rank",
+                "16",
+                "--alpha",
+                "32",
+                "--loftq-iterations",
+                "3",
+            ],
+            tmp_path,
+        )
+    )
     flags = (*SHORT, "--model.model_config.pet_config.adapter_path", str(folder))
-    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output,
-                              *flags, *TRAINING))
+    stdout = succeeded(
+        launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output, *flags, *TRAINING)
+    )
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.3 and "made for another quantized base" not in stdout
     started = adapter_files.read(str(folder))

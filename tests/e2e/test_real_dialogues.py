@@ -1,4 +1,5 @@
 """Fine-tunes on real Chinese dialogues, where MINDLORA_TEST_DATA names the folder that holds them."""
+
 import json
 import os
 import subprocess
@@ -16,34 +17,80 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
     with open(DIALOGUES, encoding="utf-8") as file:
         rows = json.load(file)[:ROWS]
     (tmp_path / "rows.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-    converted = _run(tmp_path, "mindlora.cli", "data", "alpaca", "--input", "rows.json", "--output", "data.mindrecord",
-                     "--tokenizer", "tokenizer", "--train-tokenizer", VOCABULARY, "--seq-length", SEQUENCE,
-                     "--template", "plain", "--holdout", 0.1, "--json")
+    converted = _run(
+        tmp_path,
+        "mindlora.cli",
+        "data",
+        "alpaca",
+        "--input",
+        "rows.json",
+        "--output",
+        "data.mindrecord",
+        "--tokenizer",
+        "tokenizer",
+        "--train-tokenizer",
+        VOCABULARY,
+        "--seq-length",
+        SEQUENCE,
+        "--template",
+        "plain",
+        "--holdout",
+        0.1,
+        "--json",
+    )
     report = json.loads(converted.stdout)
     # The few rows that are longer than the tiny model's window are left out and counted.
     assert report["rows"] + report["held_out_rows"] + sum(map(len, report["skipped"].values())) == ROWS
     assert report["rows"] > 0.8 * ROWS
 
-    _run(tmp_path, "mindlora.plugin.launcher",
-         "--config", os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml"), "--output_dir", "run",
-         "--train_dataset_dir", "data.mindrecord", "--epochs", 2, "--batch_size", 8,
-         "--model.model_config.seq_length", SEQUENCE, "--model.model_config.vocab_size", VOCABULARY,
-         "--model.model_config.num_layers", 2,
-         # With the head, since a random base has nothing else through which frequent tokens could be told.
-         "--model.model_config.pet_config.target_modules", json.dumps(["wq", "wv", "w2", "lm_head"]),
-         "--callbacks", json.dumps([
-             {"type": "HeldOutLoss", "dataset_dir": "data-heldout.mindrecord", "every_steps": 10},
-             {"type": "LossCurve"}, {"type": "LoraCheckpoint", "save_steps": 10, "best_metric": "held_out_loss"}]))
+    _run(
+        tmp_path,
+        "mindlora.plugin.launcher",
+        "--config",
+        os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml"),
+        "--output_dir",
+        "run",
+        "--train_dataset_dir",
+        "data.mindrecord",
+        "--epochs",
+        2,
+        "--batch_size",
+        8,
+        "--model.model_config.seq_length",
+        SEQUENCE,
+        "--model.model_config.vocab_size",
+        VOCABULARY,
+        "--model.model_config.num_layers",
+        2,
+        # With the head, since a random base has nothing else through which frequent tokens could be told.
+        "--model.model_config.pet_config.target_modules",
+        json.dumps(["wq", "wv", "w2", "lm_head"]),
+        "--callbacks",
+        json.dumps(
+            [
+                {"type": "HeldOutLoss", "dataset_dir": "data-heldout.mindrecord", "every_steps": 10},
+                {"type": "LossCurve"},
+                {"type": "LoraCheckpoint", "save_steps": 10, "best_metric": "held_out_loss"},
+            ]
+        ),
+    )
     with open(tmp_path / "run" / "loss_curve.json", encoding="utf-8") as file:
         held_out = [loss for _, loss in json.load(file)["held_out"]]
     # The base is random, so an adapter can only learn which tokens are frequent; ln(1500) is 7.3.
     assert held_out[0] < 7.6 and held_out[-1] < held_out[0] - 0.3
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(
-        os.listdir(tmp_path / "run" / "lora_checkpoint" / "best"))
+        os.listdir(tmp_path / "run" / "lora_checkpoint" / "best")
+    )
 
 
 def _run(folder, module, *words):
-    done = subprocess.run([sys.executable, "-m", module, *map(str, words)], cwd=folder, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": ROOT}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, words)],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

@@ -1,4 +1,5 @@
 """Variants of LoRA by one more line of a YAML: what is trained is what the loaded base and the line ask for."""
+
 import re
 
 import mindspore as ms
@@ -23,16 +24,32 @@ def train(folder, data, base, callbacks=(), **pet_config):
     config["model"]["model_config"]["pet_config"].update(pet_config)
     config["callbacks"] = [*callbacks, *config["callbacks"]]
     folder.mkdir()
-    stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING,
-                              config=write_yaml(folder, config)))
+    stdout = succeeded(
+        launch(
+            folder,
+            "--train_dataset_dir",
+            data.train,
+            "--load_checkpoint",
+            base,
+            *TRAINING,
+            config=write_yaml(folder, config),
+        )
+    )
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.3
     return stdout, folder / "output" / "lora_checkpoint" / "step_16"
 
 
 def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, fresh_network, tmp_path):
-    keys = {"lora_rank": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["wq", "w2", "tok_embeddings"],
-            "rank_pattern": {"w2": 6}, "alpha_pattern": {"wq": 3}, "modules_to_save": ["lm_head", "norm_out"]}
+    keys = {
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["wq", "w2", "tok_embeddings"],
+        "rank_pattern": {"w2": 6},
+        "alpha_pattern": {"wq": 3},
+        "modules_to_save": ["lm_head", "norm_out"],
+    }
     _, folder = train(tmp_path / "train", data, base, **keys)
     adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
     paths = {f"model.layers.{layer}{leaf}" for layer in range(2) for leaf in (Q, DOWN)} | {"model.tok_embeddings"}
@@ -54,8 +71,9 @@ def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, f
 
 
 def test_one_layer_alone_with_lora_plus_from_a_gaussian_start(data, base, tmp_path):
-    stdout, folder = train(tmp_path / "train", data, base, lora_init="gaussian", loraplus_lr_ratio=4,
-                           layers_to_transform=1)
+    stdout, folder = train(
+        tmp_path / "train", data, base, lora_init="gaussian", loraplus_lr_ratio=4, layers_to_transform=1
+    )
     adapter = adapter_files.read(str(folder))
     assert {path.split(".")[2] for path in adapter.paths} == {"1"} and len(adapter.paths) == 7
     assert "LoRA+: B learns at 4 times the rate of lr_schedule." in stdout
@@ -80,8 +98,14 @@ def test_b_alone_from_an_orthogonal_start(data, base, tmp_path):
 
 def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(data, base, fresh_network, tmp_path):
     start = {"lora_init": "pissa_niter_4"}
-    stdout, folder = train(tmp_path / "train", data, base, lora_rank=4, **start, callbacks=[
-        {"type": "HeldOutLoss", "dataset_dir": str(data.base), "every_steps": 16}])
+    stdout, folder = train(
+        tmp_path / "train",
+        data,
+        base,
+        lora_rank=4,
+        **start,
+        callbacks=[{"type": "HeldOutLoss", "dataset_dir": str(data.base), "every_steps": 16}],
+    )
     assert stdout.count("Adapters started by lora_init: 14") == 1
     held_out = float(re.search(r"step 16: held_out_loss ([\d.]+)", stdout)[1])
     adapter = adapter_files.read(str(folder))
@@ -94,9 +118,25 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(dat
     assert abs(held_out_loss(cell, str(data.base), 8) - held_out) < 1e-4
     # And by the same YAML.
     pet = "--model.model_config.pet_config"
-    stdout = succeeded(launch(tmp_path / "eval", "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size",
-                              "4", "--load_checkpoint", base, f"{pet}.lora_rank", "4", f"{pet}.lora_init",
-                              start["lora_init"], f"{pet}.adapter_path", folder))
+    stdout = succeeded(
+        launch(
+            tmp_path / "eval",
+            "--run_mode",
+            "eval",
+            "--eval_dataset_dir",
+            data.eval,
+            "--batch_size",
+            "4",
+            "--load_checkpoint",
+            base,
+            f"{pet}.lora_rank",
+            "4",
+            f"{pet}.lora_init",
+            start["lora_init"],
+            f"{pet}.adapter_path",
+            folder,
+        )
+    )
     found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
 
@@ -126,8 +166,20 @@ def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, 
         # Adam moves a number by its learning rate a step: far less than the norms of any other base are away.
         assert 0 < moved.max() < 0.1
     # Here the adapter is loaded first and the base then.
-    stdout = succeeded(launch(tmp_path / "eval", "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size",
-                              "4", *variant, "--model.model_config.pet_config.adapter_path", folder))
+    stdout = succeeded(
+        launch(
+            tmp_path / "eval",
+            "--run_mode",
+            "eval",
+            "--eval_dataset_dir",
+            data.eval,
+            "--batch_size",
+            "4",
+            *variant,
+            "--model.model_config.pet_config.adapter_path",
+            folder,
+        )
+    )
     found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
     network = fresh_network(use_dora=True)
     load_lora(network, str(folder))

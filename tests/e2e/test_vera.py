@@ -1,4 +1,5 @@
 """VeRA from a YAML: trained, saved as PEFT's, resumed from its adapter and evaluated."""
+
 import json
 import re
 
@@ -13,13 +14,24 @@ from tests.support.runs import launch, succeeded
 
 PET = "--model.model_config.pet_config."
 # Ten times LoRA's learning rate, as the paper has it.
-VERA = (PET + "use_vera", "True", PET + "lora_rank", "32", PET + "lora_alpha", "32", PET + "d_initial", "1.0",
-        PET + "projection_prng_key", "5")
+VERA = (
+    PET + "use_vera",
+    "True",
+    PET + "lora_rank",
+    "32",
+    PET + "lora_alpha",
+    "32",
+    PET + "d_initial",
+    "1.0",
+    PET + "projection_prng_key",
+    "5",
+)
 
 
 def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_path):
-    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", base, *VERA,
-                              *TRAINING))
+    stdout = succeeded(
+        launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", base, *VERA, *TRAINING)
+    )
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.1
     folder = tmp_path / "train" / "output" / "lora_checkpoint" / "best"
@@ -31,8 +43,22 @@ def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_pa
     for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):
         np.testing.assert_array_equal(array, expected)
     assert all(adapter.tensors[path, "lambda_b"].any() for path in adapter.paths)
-    stdout = succeeded(launch(tmp_path / "eval", "--run_mode", "eval", "--eval_dataset_dir", data.eval, "--batch_size",
-                              "4", "--load_checkpoint", base, *VERA, PET + "adapter_path", folder))
+    stdout = succeeded(
+        launch(
+            tmp_path / "eval",
+            "--run_mode",
+            "eval",
+            "--eval_dataset_dir",
+            data.eval,
+            "--batch_size",
+            "4",
+            "--load_checkpoint",
+            base,
+            *VERA,
+            PET + "adapter_path",
+            folder,
+        )
+    )
     found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
     network = fresh_network(use_vera=True, lora_rank=32, lora_alpha=32)
     load_lora(network, str(folder))

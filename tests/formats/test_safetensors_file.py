@@ -1,4 +1,5 @@
 """TensorFile and write_arrays against safetensors' own reader and writer, and bfloat16 against exact arithmetic."""
+
 import json
 
 import numpy as np
@@ -11,10 +12,21 @@ from mindlora.formats.safetensors_file import TensorFile, layout, write, write_a
 from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
 
 # (safetensors' name in a file, its name for the library's writer, NumPy's dtype).
-DTYPES = [("F64", "float64", "<f8"), ("F32", "float32", "<f4"), ("F16", "float16", "<f2"),
-          ("BF16", "bfloat16", BFLOAT16), ("I64", "int64", "<i8"), ("I32", "int32", "<i4"), ("I16", "int16", "<i2"),
-          ("I8", "int8", "i1"), ("U64", "uint64", "<u8"), ("U32", "uint32", "<u4"), ("U16", "uint16", "<u2"),
-          ("U8", "uint8", "u1"), ("BOOL", "bool", "?")]
+DTYPES = [
+    ("F64", "float64", "<f8"),
+    ("F32", "float32", "<f4"),
+    ("F16", "float16", "<f2"),
+    ("BF16", "bfloat16", BFLOAT16),
+    ("I64", "int64", "<i8"),
+    ("I32", "int32", "<i4"),
+    ("I16", "int16", "<i2"),
+    ("I8", "int8", "i1"),
+    ("U64", "uint64", "<u8"),
+    ("U32", "uint32", "<u4"),
+    ("U16", "uint16", "<u2"),
+    ("U8", "uint8", "u1"),
+    ("BOOL", "bool", "?"),
+]
 SHAPES = [(), (1,), (3,), (2, 3), (5, 1, 4), (0,), (3, 0), (0, 4)]
 
 
@@ -28,8 +40,12 @@ def sample(dtype, shape, seed=0):
 
 def test_every_dtype_and_shape_that_the_library_writes_is_read(tmp_path):
     # The library writes bfloat16 for PyTorch alone: tests/peers has that.
-    arrays = {f"{file}{list(shape)}": sample(dtype, shape, i) for i, (file, _, dtype) in enumerate(DTYPES)
-              for shape in SHAPES if file != "BF16"}
+    arrays = {
+        f"{file}{list(shape)}": sample(dtype, shape, i)
+        for i, (file, _, dtype) in enumerate(DTYPES)
+        for shape in SHAPES
+        if file != "BF16"
+    }
     save_file(arrays, tmp_path / "a.safetensors", {"format": "pt", "é": "日本"})
     with TensorFile(tmp_path / "a.safetensors") as file:
         assert file.tensors.keys() == arrays.keys() and file.metadata == {"format": "pt", "é": "日本"}
@@ -40,8 +56,9 @@ def test_every_dtype_and_shape_that_the_library_writes_is_read(tmp_path):
 
 
 def test_every_dtype_and_shape_that_is_written_the_library_reads(tmp_path):
-    arrays = {f"{file}{list(shape)}": sample(dtype, shape, i) for i, (file, _, dtype) in enumerate(DTYPES)
-              for shape in SHAPES}
+    arrays = {
+        f"{file}{list(shape)}": sample(dtype, shape, i) for i, (file, _, dtype) in enumerate(DTYPES) for shape in SHAPES
+    }
     write_arrays(tmp_path / "a.safetensors", arrays, {"who": "mindlora"})
     raw = (tmp_path / "a.safetensors").read_bytes()
     found = dict(deserialize(raw))
@@ -78,32 +95,44 @@ def test_a_tensor_may_come_in_pieces(tmp_path):
 def test_layout_says_where_each_tensor_begins(tmp_path):
     arrays = {"x": sample("<f4", (3, 2)), "y": sample(BFLOAT16, (5,)), "z": sample("<f8", ())}
     text, begins, end = layout([(key, array.dtype, array.shape) for key, array in arrays.items()], {"m": "1"})
-    write(str(tmp_path / "a.safetensors"), [(key, array.dtype, array.shape) for key, array in arrays.items()],
-          arrays.values(), {"m": "1"})
+    write(
+        str(tmp_path / "a.safetensors"),
+        [(key, array.dtype, array.shape) for key, array in arrays.items()],
+        arrays.values(),
+        {"m": "1"},
+    )
     raw = (tmp_path / "a.safetensors").read_bytes()
     assert raw.startswith(text) and len(raw) == end
     for begin, array in zip(begins, arrays.values()):
-        assert raw[begin:begin + array.nbytes] == array.tobytes()
+        assert raw[begin : begin + array.nbytes] == array.tobytes()
     assert layout([])[0] == (8).to_bytes(8, "little") + b"{}      " and layout([])[2] == 16
 
 
 @pytest.mark.parametrize("dtype", ["<f4", "<f2", BFLOAT16, "<i8", "?"])
 def test_rows_are_those_of_the_whole(tmp_path, dtype):
-    arrays = {"x": sample(dtype, (7, 3, 2)), "flat": sample(dtype, (5,), 1), "one": sample(dtype, (), 2),
-              "none": sample(dtype, (4, 0))}
+    arrays = {
+        "x": sample(dtype, (7, 3, 2)),
+        "flat": sample(dtype, (5,), 1),
+        "one": sample(dtype, (), 2),
+        "none": sample(dtype, (4, 0)),
+    }
     write_arrays(str(tmp_path / "a.safetensors"), arrays)
     with TensorFile(tmp_path / "a.safetensors") as file:
         for begin in range(8):
             for end in range(begin, 8):
                 rows = file.read_rows("x", begin, end)
                 assert (rows.shape, rows.dtype, rows.tobytes()) == (
-                    (end - begin, 3, 2), arrays["x"].dtype, arrays["x"][begin:end].tobytes())
+                    (end - begin, 3, 2),
+                    arrays["x"].dtype,
+                    arrays["x"][begin:end].tobytes(),
+                )
         assert file.read_rows("flat", 1, 4).tobytes() == arrays["flat"][1:4].tobytes()
         assert file.read_rows("one", 0, 1).tobytes() == arrays["one"].tobytes()
         assert file.read_rows("none", 1, 3).shape == (2, 0)
 
 
 # bfloat16 -------------------------------------------------------------------------------------------------------
+
 
 def nearest_bfloat16(bits):
     """The oracle: of the two bfloat16 numbers around a float32, by exact distance in float64; of two as near, the even.
@@ -114,19 +143,20 @@ def nearest_bfloat16(bits):
 
     def magnitude(pattern):
         exponent, fraction = (pattern >> 23).astype(np.int64), (pattern & 0x7FFFFF).astype(np.float64)
-        normal = np.ldexp(1 + fraction / 2 ** 23, exponent - 127)
+        normal = np.ldexp(1 + fraction / 2**23, exponent - 127)
         return np.where(exponent == 0, np.ldexp(fraction, -149), normal)
 
     x, low, high = (magnitude(pattern) for pattern in ((bits & 0x7FFFFFFF).astype(np.uint64), below, below + 0x10000))
     odd = (below >> 16) & 1
     up = (high - x < x - low) | ((high - x == x - low) & (odd == 1))
-    return (((bits & 0x80000000).astype(np.uint64) + below + np.where(up, 0x10000, 0).astype(np.uint64)) >> 16
-            ).astype(np.uint16)
+    return (((bits & 0x80000000).astype(np.uint64) + below + np.where(up, 0x10000, 0).astype(np.uint64)) >> 16).astype(
+        np.uint16
+    )
 
 
 def test_rounding_to_bfloat16_at_every_number_of_its_own_and_around_every_tie():
     lower = np.array([0, 1, 2, 0x4000, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFE, 0xFFFF], np.uint32)
-    bits = ((np.arange(2 ** 16, dtype=np.uint32) << 16)[:, None] | lower).reshape(-1)
+    bits = ((np.arange(2**16, dtype=np.uint32) << 16)[:, None] | lower).reshape(-1)
     numbers = bits.view(np.float32)
     rounded = from_float32(numbers, BFLOAT16)["bfloat16"]
     finite = ~np.isnan(numbers)
@@ -136,17 +166,30 @@ def test_rounding_to_bfloat16_at_every_number_of_its_own_and_around_every_tie():
     assert np.isnan(to_float32(rounded[~finite].view(BFLOAT16))).all()
 
 
-@pytest.mark.parametrize("number, expected", [
-    (0.0, 0x0000), (-0.0, 0x8000), (1.0, 0x3F80), (1 + 2 ** -8, 0x3F80), (1 + 3 * 2 ** -8, 0x3F82),
-    (np.float32(3.4028235e38), 0x7F80), (-np.float32(3.4028235e38), 0xFF80), (3.3895314e38, 0x7F7F),
-    (np.inf, 0x7F80), (-np.inf, 0xFF80), (1e-45, 0x0000), (9.2e-41, 0x0001)])
+@pytest.mark.parametrize(
+    "number, expected",
+    [
+        (0.0, 0x0000),
+        (-0.0, 0x8000),
+        (1.0, 0x3F80),
+        (1 + 2**-8, 0x3F80),
+        (1 + 3 * 2**-8, 0x3F82),
+        (np.float32(3.4028235e38), 0x7F80),
+        (-np.float32(3.4028235e38), 0xFF80),
+        (3.3895314e38, 0x7F7F),
+        (np.inf, 0x7F80),
+        (-np.inf, 0xFF80),
+        (1e-45, 0x0000),
+        (9.2e-41, 0x0001),
+    ],
+)
 def test_known_roundings_to_bfloat16(number, expected):
     rounded = from_float32(np.array(number, np.float32), BFLOAT16)
     assert rounded.shape == () and rounded["bfloat16"] == expected
 
 
 def test_bfloat16_to_float32_is_exact_for_each_of_its_numbers():
-    patterns = np.arange(2 ** 16, dtype=np.uint16)
+    patterns = np.arange(2**16, dtype=np.uint16)
     wide = to_float32(patterns.view(BFLOAT16))
     np.testing.assert_array_equal(wide.view(np.uint32), patterns.astype(np.uint32) << 16)
     numbers = ~np.isnan(wide)
@@ -166,6 +209,7 @@ def test_other_dtypes_are_cast_as_numpy_does():
 
 # Refusals -------------------------------------------------------------------------------------------------------
 
+
 def raw_file(path, header, content=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content)
@@ -176,18 +220,30 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-@pytest.mark.parametrize("header, content, error, message", [
-    ({"a": entry(shape=[2 ** 40], offsets=[0, 2 ** 42])}, b"", TruncatedAdapterError, "is truncated or damaged: its"),
-    ({"a": entry()}, b"12345", TruncatedAdapterError, "is truncated or damaged: its"),
-    ({"a": entry("F8_E4M3", offsets=[0, 1])}, b"1", AdapterFormatError, ": a is stored as F8_E4M3, which is not"),
-    ({"a": entry(shape=[0, 2 ** 62], offsets=[0, 0])}, b"", AdapterFormatError,
-     ": a is [0, 4611686018427387904], a shape that no array can have."),
-    ({"a": entry(shape=[1] * 40)}, b"1234", AdapterFormatError, "a shape that no array can have."),
-    ({"a": ["F32", [1], [0, 4]]}, b"1234", AdapterFormatError, "its header describes a by no object."),
-    (b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), b"1234", AdapterFormatError,
-     "names a twice: which of the two counts is not said."),
-    (b'{"__metadata__":{"x":"1","x":"2"}}', b"", AdapterFormatError, "names x twice"),
-    ([1], b"", AdapterFormatError, "is not a safetensors file: ")])
+@pytest.mark.parametrize(
+    "header, content, error, message",
+    [
+        ({"a": entry(shape=[2**40], offsets=[0, 2**42])}, b"", TruncatedAdapterError, "is truncated or damaged: its"),
+        ({"a": entry()}, b"12345", TruncatedAdapterError, "is truncated or damaged: its"),
+        ({"a": entry("F8_E4M3", offsets=[0, 1])}, b"1", AdapterFormatError, ": a is stored as F8_E4M3, which is not"),
+        (
+            {"a": entry(shape=[0, 2**62], offsets=[0, 0])},
+            b"",
+            AdapterFormatError,
+            ": a is [0, 4611686018427387904], a shape that no array can have.",
+        ),
+        ({"a": entry(shape=[1] * 40)}, b"1234", AdapterFormatError, "a shape that no array can have."),
+        ({"a": ["F32", [1], [0, 4]]}, b"1234", AdapterFormatError, "its header describes a by no object."),
+        (
+            b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2),
+            b"1234",
+            AdapterFormatError,
+            "names a twice: which of the two counts is not said.",
+        ),
+        (b'{"__metadata__":{"x":"1","x":"2"}}', b"", AdapterFormatError, "names x twice"),
+        ([1], b"", AdapterFormatError, "is not a safetensors file: "),
+    ],
+)
 def test_what_is_no_sound_file_is_refused(tmp_path, header, content, error, message):
     path = raw_file(tmp_path / "a.safetensors", header, content)
     with pytest.raises(error) as caught:

@@ -1,4 +1,5 @@
 """The two ways to name a cell, and lists of paths put short."""
+
 import itertools
 
 import pytest
@@ -8,9 +9,15 @@ from hypothesis import strategies as st
 from mindlora.common.text import collapse_numbers
 from mindlora.models import names
 
-PAIRS = [("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
-         ("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"),
-         ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w2", "mlp.down_proj"), ("feed_forward.w3", "mlp.up_proj")]
+PAIRS = [
+    ("attention.wq", "self_attn.q_proj"),
+    ("attention.wk", "self_attn.k_proj"),
+    ("attention.wv", "self_attn.v_proj"),
+    ("attention.wo", "self_attn.o_proj"),
+    ("feed_forward.w1", "mlp.gate_proj"),
+    ("feed_forward.w2", "mlp.down_proj"),
+    ("feed_forward.w3", "mlp.up_proj"),
+]
 
 PREFIXES = st.lists(st.sampled_from(["model", "layers", "0", "31", "encoder_block", "x"]), max_size=5).map(".".join)
 
@@ -23,8 +30,20 @@ def test_each_cell_of_a_llama_has_two_names(mindformers, hugging_face, prefix):
     assert names.aliases(prefix + mindformers) == (prefix + mindformers, prefix + hugging_face)
 
 
-@pytest.mark.parametrize("path", ["lm_head", "fc", "", "wq", "q_proj", "model.layers.0.attention.w_qkv",
-                                  "model.layers.0.cross_attention.wq", "attention.wq.inner", "my_mlp.up_proj"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "lm_head",
+        "fc",
+        "",
+        "wq",
+        "q_proj",
+        "model.layers.0.attention.w_qkv",
+        "model.layers.0.cross_attention.wq",
+        "attention.wq.inner",
+        "my_mlp.up_proj",
+    ],
+)
 def test_other_paths_stay_as_they_are(path):
     assert names.to_hugging_face(path) == path
     assert names.to_mindformers(path) == path
@@ -38,8 +57,14 @@ def test_names_make_the_round_trip(prefix, pair):
     assert names.to_hugging_face(names.to_mindformers(hugging_face)) == hugging_face
 
 
-@given(st.lists(st.sampled_from(["model", "3", "attention", "self_attn", "mlp", "feed_forward", "wq", "w1", "q_proj",
-                                 "up_proj", ""]), max_size=6).map(".".join))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["model", "3", "attention", "self_attn", "mlp", "feed_forward", "wq", "w1", "q_proj", "up_proj", ""]
+        ),
+        max_size=6,
+    ).map(".".join)
+)
 def test_translating_twice_changes_nothing_more(path):
     assert names.to_hugging_face(names.to_hugging_face(path)) == names.to_hugging_face(path)
     assert names.to_mindformers(names.to_mindformers(path)) == names.to_mindformers(path)
@@ -47,36 +72,51 @@ def test_translating_twice_changes_nothing_more(path):
     assert names.to_mindformers(names.to_hugging_face(path)) == names.to_mindformers(path)
 
 
-@pytest.mark.parametrize("path, parts", [
-    ("model.layers.0.attention.w_qkv", ["model.layers.0.attention.wq", "model.layers.0.attention.wk",
-                                        "model.layers.0.attention.wv"]),
-    ("feed_forward.w_gate_hidden", ["feed_forward.w1", "feed_forward.w3"]),
-    ("w_qkv", ["wq", "wk", "wv"]), ("attention.wq", []), ("w_qkv.inner", []), ("", [])])
+@pytest.mark.parametrize(
+    "path, parts",
+    [
+        (
+            "model.layers.0.attention.w_qkv",
+            ["model.layers.0.attention.wq", "model.layers.0.attention.wk", "model.layers.0.attention.wv"],
+        ),
+        ("feed_forward.w_gate_hidden", ["feed_forward.w1", "feed_forward.w3"]),
+        ("w_qkv", ["wq", "wk", "wv"]),
+        ("attention.wq", []),
+        ("w_qkv.inner", []),
+        ("", []),
+    ],
+)
 def test_a_concatenated_cell_stands_for_several(path, parts):
     assert names.joined_parts(path) == parts
 
 
-@pytest.mark.parametrize("paths, lines", [
-    ([], []),
-    (["lm_head"], ["lm_head"]),
-    ([f"model.layers.{i}.attention.wq" for i in range(32)], ["model.layers.{0..31}.attention.wq"]),
-    (["layers.4.wq"], ["layers.4.wq"]),
-    (["layers.0.wq", "layers.0.wk", "layers.1.wq", "layers.1.wk"], ["layers.{0..1}.wq", "layers.{0..1}.wk"]),
-    (["layers.5.wq", "layers.0.wq", "layers.2.wq"], ["layers.{0,2,5}.wq"]),
-    (["a.0.b.3.c", "a.0.b.4.c", "a.0.b.5.c"], ["a.0.b.{3..5}.c"]),
-    (["layers.9.wq", "layers.10.wq", "lm_head"], ["layers.{9..10}.wq", "lm_head"]),
-    (["0", "1"], ["{0..1}"]),
-    (["layers.0.wq A", "layers.0.wq B", "layers.1.wq A"], ["layers.{0..1}.wq A", "layers.0.wq B"]),
-])
+@pytest.mark.parametrize(
+    "paths, lines",
+    [
+        ([], []),
+        (["lm_head"], ["lm_head"]),
+        ([f"model.layers.{i}.attention.wq" for i in range(32)], ["model.layers.{0..31}.attention.wq"]),
+        (["layers.4.wq"], ["layers.4.wq"]),
+        (["layers.0.wq", "layers.0.wk", "layers.1.wq", "layers.1.wk"], ["layers.{0..1}.wq", "layers.{0..1}.wk"]),
+        (["layers.5.wq", "layers.0.wq", "layers.2.wq"], ["layers.{0,2,5}.wq"]),
+        (["a.0.b.3.c", "a.0.b.4.c", "a.0.b.5.c"], ["a.0.b.{3..5}.c"]),
+        (["layers.9.wq", "layers.10.wq", "lm_head"], ["layers.{9..10}.wq", "lm_head"]),
+        (["0", "1"], ["{0..1}"]),
+        (["layers.0.wq A", "layers.0.wq B", "layers.1.wq A"], ["layers.{0..1}.wq A", "layers.0.wq B"]),
+    ],
+)
 def test_paths_that_differ_in_a_number_are_put_into_one(paths, lines):
     assert collapse_numbers(paths) == lines
 
 
-@pytest.mark.parametrize("paths, lines", [
-    # Two numbers that vary, but not freely: put into one line, (0, 1) and (1, 0) would be claimed as well.
-    (["a.0.b.0", "a.1.b.1"], ["a.0.b.0", "a.1.b.1"]),
-    (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.{0..1}.b.{0..1}"]),
-])
+@pytest.mark.parametrize(
+    "paths, lines",
+    [
+        # Two numbers that vary, but not freely: put into one line, (0, 1) and (1, 0) would be claimed as well.
+        (["a.0.b.0", "a.1.b.1"], ["a.0.b.0", "a.1.b.1"]),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.{0..1}.b.{0..1}"]),
+    ],
+)
 def test_only_what_is_there_is_listed(paths, lines):
     assert collapse_numbers(paths) == lines
 
@@ -96,20 +136,26 @@ def _expand(line):
     return {"".join(choice) for choice in itertools.product(*choices)}
 
 
-@given(st.sets(st.builds("layers.{}.experts.{}.{}".format, st.integers(0, 3), st.integers(0, 2),
-                         st.sampled_from(["wq", "wk"]))))
+@given(
+    st.sets(
+        st.builds("layers.{}.experts.{}.{}".format, st.integers(0, 3), st.integers(0, 2), st.sampled_from(["wq", "wk"]))
+    )
+)
 def test_a_short_list_stands_for_the_same_paths(paths):
     lines = collapse_numbers(sorted(paths))
     expanded = [path for line in lines for path in _expand(line)]
     assert sorted(expanded) == sorted(paths)
 
 
-PARAMETERS = [("model.tok_embeddings.embedding_weight", "model.embed_tokens.weight"),
-              ("model.layers.3.attention_norm.weight", "model.layers.3.input_layernorm.weight"),
-              ("model.layers.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
-              ("model.norm_out.weight", "model.norm.weight"), ("lm_head.weight", "lm_head.weight"),
-              ("model.layers.3.attention.wq.bias", "model.layers.3.self_attn.q_proj.bias"),
-              ("model.layers.3.feed_forward.w2.weight", "model.layers.3.mlp.down_proj.weight")]
+PARAMETERS = [
+    ("model.tok_embeddings.embedding_weight", "model.embed_tokens.weight"),
+    ("model.layers.3.attention_norm.weight", "model.layers.3.input_layernorm.weight"),
+    ("model.layers.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
+    ("model.norm_out.weight", "model.norm.weight"),
+    ("lm_head.weight", "lm_head.weight"),
+    ("model.layers.3.attention.wq.bias", "model.layers.3.self_attn.q_proj.bias"),
+    ("model.layers.3.feed_forward.w2.weight", "model.layers.3.mlp.down_proj.weight"),
+]
 
 
 @pytest.mark.parametrize("mindformers, hugging_face", PARAMETERS)
@@ -118,25 +164,49 @@ def test_each_parameter_of_a_llama_has_two_names(mindformers, hugging_face):
     assert names.parameter_to_mindformers(hugging_face) == mindformers
 
 
-@pytest.mark.parametrize("name", [
-    "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_norm.weight",
-    "model.layers.0.mlp.experts.0.gate_proj.weight", "wq.weight", "", "model.norm.bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+        "wq.weight",
+        "",
+        "model.norm.bias",
+    ],
+)
 def test_other_parameters_are_not_known(name):
     assert names.parameter_to_mindformers(name) is None and names.parameter_to_hugging_face(name) is None
 
 
-@pytest.mark.parametrize("name, module, belongs", [
-    ("lm_head.weight", "lm_head", True), ("model.tok_embeddings.embedding_weight", "embed_tokens", True),
-    ("model.tok_embeddings.embedding_weight", "tok_embeddings", True), ("model.norm_out.weight", "norm", True),
-    ("model.layers.0.attention_norm.weight", "input_layernorm", True), ("model.norm_out.weight", "model.norm", True),
-    ("model.layers.0.attention_norm.weight", "layers.1.input_layernorm", False),
-    ("my_lm_head.weight", "lm_head", False),
-    ("model.layers.0.attention_norm.weight", "norm", False), ("model.layers.0.attention_norm.weight", "model", False)])
+@pytest.mark.parametrize(
+    "name, module, belongs",
+    [
+        ("lm_head.weight", "lm_head", True),
+        ("model.tok_embeddings.embedding_weight", "embed_tokens", True),
+        ("model.tok_embeddings.embedding_weight", "tok_embeddings", True),
+        ("model.norm_out.weight", "norm", True),
+        ("model.layers.0.attention_norm.weight", "input_layernorm", True),
+        ("model.norm_out.weight", "model.norm", True),
+        ("model.layers.0.attention_norm.weight", "layers.1.input_layernorm", False),
+        ("my_lm_head.weight", "lm_head", False),
+        ("model.layers.0.attention_norm.weight", "norm", False),
+        ("model.layers.0.attention_norm.weight", "model", False),
+    ],
+)
 def test_a_parameter_belongs_to_a_module_by_an_end_of_its_path(name, module, belongs):
     assert names.belongs_to(name, module) == belongs
 
 
-@pytest.mark.parametrize("path, layer", [("model.layers.12.attention.wq", 12), ("model.layers.1.experts.3.w1", 1),
-                                         ("lm_head", None), ("", None), ("layer2.fc", None)])
+@pytest.mark.parametrize(
+    "path, layer",
+    [
+        ("model.layers.12.attention.wq", 12),
+        ("model.layers.1.experts.3.w1", 1),
+        ("lm_head", None),
+        ("", None),
+        ("layer2.fc", None),
+    ],
+)
 def test_the_layer_is_the_first_number_of_a_path(path, layer):
     assert names.layer_of(path) == layer

@@ -1,4 +1,5 @@
 """Which cells target_modules and exclude_modules select, and what is said where they select too little."""
+
 import logging
 import re
 
@@ -9,18 +10,37 @@ from hypothesis import strategies as st
 from mindlora.errors import LoraError, TargetError
 from mindlora.models.targets import _split_alternatives, select_targets
 
-LEAVES = ["attention.wq", "attention.wk", "attention.wv", "attention.wo",
-          "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+LEAVES = [
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+]
 LAYERS = [f"model.layers.{i}.{leaf}" for i in range(3) for leaf in LEAVES]
 LLAMA = LAYERS + ["lm_head"]
-JOINED = ["layers.0.attention.w_qkv", "layers.0.attention.wo", "layers.0.feed_forward.w_gate_hidden",
-                "layers.0.feed_forward.w2", "lm_head"]
-CANDIDATES = (" Linear cells of this network: model.layers.{0..2}.attention.wq, model.layers.{0..2}.attention.wk, "
-              "model.layers.{0..2}.attention.wv, model.layers.{0..2}.attention.wo, "
-              "model.layers.{0..2}.feed_forward.w1, model.layers.{0..2}.feed_forward.w2, "
-              "model.layers.{0..2}.feed_forward.w3, lm_head.")
-OTHERS = {"": "LlamaForCausalLM", "model": "LlamaModel", "model.layers.0.attention": "LLamaAttention",
-          "model.layers.0.attention_norm": "LlamaRMSNorm", "conv1": "Conv2d"}
+JOINED = [
+    "layers.0.attention.w_qkv",
+    "layers.0.attention.wo",
+    "layers.0.feed_forward.w_gate_hidden",
+    "layers.0.feed_forward.w2",
+    "lm_head",
+]
+CANDIDATES = (
+    " Linear cells of this network: model.layers.{0..2}.attention.wq, model.layers.{0..2}.attention.wk, "
+    "model.layers.{0..2}.attention.wv, model.layers.{0..2}.attention.wo, "
+    "model.layers.{0..2}.feed_forward.w1, model.layers.{0..2}.feed_forward.w2, "
+    "model.layers.{0..2}.feed_forward.w3, lm_head."
+)
+OTHERS = {
+    "": "LlamaForCausalLM",
+    "model": "LlamaModel",
+    "model.layers.0.attention": "LLamaAttention",
+    "model.layers.0.attention_norm": "LlamaRMSNorm",
+    "conv1": "Conv2d",
+}
 
 
 def paths(*leaves, layers=range(3)):
@@ -34,43 +54,51 @@ def refusal(*arguments):
     return str(error.value)
 
 
-@pytest.mark.parametrize("target_modules, selected", [
-    # A regular expression that matches full paths.
-    (r"model\.layers\.1\.attention\.w[qv]", paths("attention.wq", "attention.wv", layers=[1])),
-    (r".*\.attention\.w(q|v)", paths("attention.wq", "attention.wv")),
-    (r".*layers\.[02]\.feed_forward\.w\d", paths("feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
-                                                 layers=[0, 2])),
-    (r"lm_head", ["lm_head"]),
-    (r".*", LLAMA),
-    # A regular expression as MindFormers has it, which matches bare names from their beginning.
-    (".*wq|.*wk|.*wv|.*wo", paths("attention.wq", "attention.wk", "attention.wv", "attention.wo")),
-    ("wq|w2", paths("attention.wq", "feed_forward.w2")),
-    ("w", LAYERS),
-    # A list of suffixes.
-    (["wq"], paths("attention.wq")),
-    (["attention.wv", "w2"], paths("attention.wv", "feed_forward.w2")),
-    (["model.layers.1.attention.wo", "lm_head"], paths("attention.wo", layers=[1]) + ["lm_head"]),
-    (("wq", "wk"), paths("attention.wq", "attention.wk")),
-    # All linear cells but the output head.
-    ("all-linear", LAYERS),
-    # Hugging Face's names.
-    ("q_proj", paths("attention.wq")),
-    ("q_proj|up_proj", paths("attention.wq", "feed_forward.w3")),
-    (r".*self_attn\.(q|v)_proj", paths("attention.wq", "attention.wv")),
-    (["q_proj", "mlp.down_proj"], paths("attention.wq", "feed_forward.w2")),
-    (["model.layers.2.self_attn.o_proj"], paths("attention.wo", layers=[2])),
-    (["wq", "v_proj"], paths("attention.wq", "attention.wv")),
-])
+@pytest.mark.parametrize(
+    "target_modules, selected",
+    [
+        # A regular expression that matches full paths.
+        (r"model\.layers\.1\.attention\.w[qv]", paths("attention.wq", "attention.wv", layers=[1])),
+        (r".*\.attention\.w(q|v)", paths("attention.wq", "attention.wv")),
+        (
+            r".*layers\.[02]\.feed_forward\.w\d",
+            paths("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", layers=[0, 2]),
+        ),
+        (r"lm_head", ["lm_head"]),
+        (r".*", LLAMA),
+        # A regular expression as MindFormers has it, which matches bare names from their beginning.
+        (".*wq|.*wk|.*wv|.*wo", paths("attention.wq", "attention.wk", "attention.wv", "attention.wo")),
+        ("wq|w2", paths("attention.wq", "feed_forward.w2")),
+        ("w", LAYERS),
+        # A list of suffixes.
+        (["wq"], paths("attention.wq")),
+        (["attention.wv", "w2"], paths("attention.wv", "feed_forward.w2")),
+        (["model.layers.1.attention.wo", "lm_head"], paths("attention.wo", layers=[1]) + ["lm_head"]),
+        (("wq", "wk"), paths("attention.wq", "attention.wk")),
+        # All linear cells but the output head.
+        ("all-linear", LAYERS),
+        # Hugging Face's names.
+        ("q_proj", paths("attention.wq")),
+        ("q_proj|up_proj", paths("attention.wq", "feed_forward.w3")),
+        (r".*self_attn\.(q|v)_proj", paths("attention.wq", "attention.wv")),
+        (["q_proj", "mlp.down_proj"], paths("attention.wq", "feed_forward.w2")),
+        (["model.layers.2.self_attn.o_proj"], paths("attention.wo", layers=[2])),
+        (["wq", "v_proj"], paths("attention.wq", "attention.wv")),
+    ],
+)
 def test_what_each_form_selects(target_modules, selected):
     assert select_targets(LLAMA, target_modules) == selected
 
 
-@pytest.mark.parametrize("exclude_modules, selected", [
-    (["layers.0.attention.wq"], paths("attention.wq", layers=[1, 2])),
-    (r".*layers\.[01]\..*", paths("attention.wq", layers=[2])),
-    (["model.layers.1.self_attn.q_proj", "w2"], paths("attention.wq", layers=[0, 2])),
-    ("lm_head", paths("attention.wq")),
-])
+@pytest.mark.parametrize(
+    "exclude_modules, selected",
+    [
+        (["layers.0.attention.wq"], paths("attention.wq", layers=[1, 2])),
+        (r".*layers\.[01]\..*", paths("attention.wq", layers=[2])),
+        (["model.layers.1.self_attn.q_proj", "w2"], paths("attention.wq", layers=[0, 2])),
+        ("lm_head", paths("attention.wq")),
+    ],
+)
 def test_exclude_modules_takes_away(exclude_modules, selected):
     assert select_targets(LLAMA, "wq", exclude_modules) == selected
 
@@ -79,8 +107,18 @@ def test_order_is_that_of_the_network():
     assert select_targets(["b.wq", "a.wq", "c.wk"], ["wk", "wq"]) == ["b.wq", "a.wq", "c.wk"]
 
 
-@pytest.mark.parametrize("target_modules", ["query", r"attention\.wq", r"self_attn\.(q|v)_proj", ["q"], ["tention.wq"],
-                                            ["layers.*.attention.wq"], ["all-linear"]])
+@pytest.mark.parametrize(
+    "target_modules",
+    [
+        "query",
+        r"attention\.wq",
+        r"self_attn\.(q|v)_proj",
+        ["q"],
+        ["tention.wq"],
+        ["layers.*.attention.wq"],
+        ["all-linear"],
+    ],
+)
 def test_no_match_is_an_error_that_lists_the_candidates(target_modules):
     assert refusal(LLAMA, target_modules) == f"target_modules {target_modules!r} matches no linear cell." + CANDIDATES
 
@@ -92,17 +130,19 @@ def test_a_long_list_of_candidates_is_put_short():
 
 def test_an_item_of_a_list_that_matches_nothing_is_an_error_that_names_it():
     assert refusal(LLAMA, ["wq", "wk", "query", "w4"]) == (
-        "target_modules ['wq', 'wk', 'query', 'w4']: 'query', 'w4' matches no linear cell." + CANDIDATES)
-    assert refusal(LLAMA, "wq", ["wk", "w9"]).startswith(
-        "exclude_modules ['wk', 'w9']: 'w9' matches no linear cell.")
+        "target_modules ['wq', 'wk', 'query', 'w4']: 'query', 'w4' matches no linear cell." + CANDIDATES
+    )
+    assert refusal(LLAMA, "wq", ["wk", "w9"]).startswith("exclude_modules ['wk', 'w9']: 'w9' matches no linear cell.")
 
 
 def test_an_idle_alternative_of_a_regex_is_only_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         assert select_targets(LLAMA, ".*wq|.*query|.*(wk|key)") == paths("attention.wq", "attention.wk")
     assert [record.getMessage() for record in caplog.records] == [
-        "target_modules '.*wq|.*query|.*(wk|key)': '.*query' matches no linear cell." + CANDIDATES +
-        " The other alternatives match 6 cells."]
+        "target_modules '.*wq|.*query|.*(wk|key)': '.*query' matches no linear cell."
+        + CANDIDATES
+        + " The other alternatives match 6 cells."
+    ]
 
 
 def test_a_regex_whose_alternatives_all_match_says_nothing(caplog):
@@ -117,65 +157,97 @@ def test_a_regex_whose_pieces_do_not_stand_alone_is_taken_whole(pattern):
     assert select_targets(LLAMA, pattern) == expected != []
 
 
-@pytest.mark.parametrize("target_modules, said", [
-    (r".*attention", "'.*attention' does match model.layers.0.attention, but that is a LLamaAttention and not a "
-                     "linear cell."),
-    (["attention"], "'attention' does match model.layers.0.attention, but that is a LLamaAttention and not a linear "
-                    "cell."),
-    ("conv1", "'conv1' does match conv1, but that is a Conv2d and not a linear cell."),
-    (["wq", "conv1"], "'conv1' does match conv1, but that is a Conv2d and not a linear cell.")])
+@pytest.mark.parametrize(
+    "target_modules, said",
+    [
+        (
+            r".*attention",
+            "'.*attention' does match model.layers.0.attention, but that is a LLamaAttention and not a linear cell.",
+        ),
+        (
+            ["attention"],
+            "'attention' does match model.layers.0.attention, but that is a LLamaAttention and not a linear cell.",
+        ),
+        ("conv1", "'conv1' does match conv1, but that is a Conv2d and not a linear cell."),
+        (["wq", "conv1"], "'conv1' does match conv1, but that is a Conv2d and not a linear cell."),
+    ],
+)
 def test_a_cell_of_another_kind_is_said_to_be_one(target_modules, said):
     assert f"matches no linear cell. {said} Linear cells of this network: " in refusal(
-        LLAMA, target_modules, None, OTHERS)
+        LLAMA, target_modules, None, OTHERS
+    )
 
 
 def test_excluding_everything_is_an_error():
     assert refusal(LLAMA, "wq", "w") == (
-        "exclude_modules 'w' takes away all 3 cells that target_modules 'wq' selects: "
-        "model.layers.{0..2}.attention.wq.")
+        "exclude_modules 'w' takes away all 3 cells that target_modules 'wq' selects: model.layers.{0..2}.attention.wq."
+    )
 
 
 def test_a_network_without_linear_cells_is_an_error():
-    assert refusal([], "wq") == ("The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is "
-                                 "nothing to put LoRA on.")
+    assert refusal([], "wq") == (
+        "The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing to put LoRA on."
+    )
 
 
 def test_all_linear_of_a_network_with_an_output_head_alone_is_an_error():
     assert refusal(["lm_head"], "all-linear") == (
         "target_modules 'all-linear' leaves output heads out, and the network has no other linear cell. "
-        "Linear cells of this network: lm_head.")
+        "Linear cells of this network: lm_head."
+    )
 
 
 def test_no_target_modules_is_an_error():
-    assert refusal(LLAMA, None) == ("target_modules is missing: name the linear cells that get an adapter, for "
-                                    "instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + CANDIDATES)
+    assert refusal(LLAMA, None) == (
+        "target_modules is missing: name the linear cells that get an adapter, for "
+        "instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + CANDIDATES
+    )
 
 
-@pytest.mark.parametrize("target_modules, selected", [
-    (["wq", "wk", "wv"], JOINED[:1]),
-    (".*wq|.*wk|.*wv|.*wo", JOINED[:2]),
-    (["q_proj", "k_proj", "v_proj"], JOINED[:1]),
-    (["w_qkv"], JOINED[:1]),
-    (".*w_qkv", JOINED[:1]),
-    (["w1", "w3"], JOINED[2:3]),
-    ("w1|w2|w3", JOINED[2:4]),
-    (["w_gate_hidden", "w2"], JOINED[2:4]),
-    ("all-linear", JOINED[:4]),
-])
+@pytest.mark.parametrize(
+    "target_modules, selected",
+    [
+        (["wq", "wk", "wv"], JOINED[:1]),
+        (".*wq|.*wk|.*wv|.*wo", JOINED[:2]),
+        (["q_proj", "k_proj", "v_proj"], JOINED[:1]),
+        (["w_qkv"], JOINED[:1]),
+        (".*w_qkv", JOINED[:1]),
+        (["w1", "w3"], JOINED[2:3]),
+        ("w1|w2|w3", JOINED[2:4]),
+        (["w_gate_hidden", "w2"], JOINED[2:4]),
+        ("all-linear", JOINED[:4]),
+    ],
+)
 def test_a_concatenated_cell_is_selected_by_all_its_parts_or_its_own_name(target_modules, selected, caplog):
     assert select_targets(JOINED, target_modules) == selected
     assert not caplog.records
 
 
-@pytest.mark.parametrize("target_modules, message", [
-    (["wq", "wv"], "target_modules names wq, wv, but here layers.0.attention.w_qkv holds wq, wk, wv in one cell. Name "
-                   "w_qkv, or wk as well, or build the model with qkv_concat: False."),
-    (".*wq|.*wv|.*wo", "target_modules names wq, wv, but here layers.0.attention.w_qkv holds wq, wk, wv in one cell. "
-                       "Name w_qkv, or wk as well, or build the model with qkv_concat: False."),
-    (["q_proj"], "target_modules names wq, but here layers.0.attention.w_qkv holds wq, wk, wv in one cell. Name w_qkv, "
-                 "or wk, wv as well, or build the model with qkv_concat: False."),
-    ("w1|w2", "target_modules names w1, but here layers.0.feed_forward.w_gate_hidden holds w1, w3 in one cell. Name "
-              "w_gate_hidden, or w3 as well, or build the model with qkv_concat: False.")])
+@pytest.mark.parametrize(
+    "target_modules, message",
+    [
+        (
+            ["wq", "wv"],
+            "target_modules names wq, wv, but here layers.0.attention.w_qkv holds wq, wk, wv in one cell. Name "
+            "w_qkv, or wk as well, or build the model with qkv_concat: False.",
+        ),
+        (
+            ".*wq|.*wv|.*wo",
+            "target_modules names wq, wv, but here layers.0.attention.w_qkv holds wq, wk, wv in one cell. "
+            "Name w_qkv, or wk as well, or build the model with qkv_concat: False.",
+        ),
+        (
+            ["q_proj"],
+            "target_modules names wq, but here layers.0.attention.w_qkv holds wq, wk, wv in one cell. Name w_qkv, "
+            "or wk, wv as well, or build the model with qkv_concat: False.",
+        ),
+        (
+            "w1|w2",
+            "target_modules names w1, but here layers.0.feed_forward.w_gate_hidden holds w1, w3 in one cell. Name "
+            "w_gate_hidden, or w3 as well, or build the model with qkv_concat: False.",
+        ),
+    ],
+)
 def test_a_part_of_a_concatenated_cell_is_an_error(target_modules, message):
     assert refusal(JOINED, target_modules) == message
 
@@ -212,5 +284,7 @@ def test_a_layer_without_a_target_is_named():
     paths = [f"model.layers.{layer}.attention.wq" for layer in range(2)] + ["lm_head"]
     with pytest.raises(TargetError) as error:
         select_targets(paths, ["wq", "lm_head"], layers=[1, 2, 7])
-    assert str(error.value) == ("layers_to_transform names 2, 7, where target_modules selects nothing. It selects: "
-                                "model.layers.{0..1}.attention.wq, lm_head.")
+    assert str(error.value) == (
+        "layers_to_transform names 2, 7, where target_modules selects nothing. It selects: "
+        "model.layers.{0..1}.attention.wq, lm_head."
+    )

@@ -1,4 +1,5 @@
 """Shared by the tests of the cells."""
+
 import pytest
 
 from tests.support.networks import LINEAR_CELLS, linear_cell

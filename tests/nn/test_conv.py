@@ -1,4 +1,5 @@
 """LoRAConv2d against MindSpore's convolution with W + scale B A, in numbers, files and merging."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -16,9 +17,12 @@ from tests.support.networks import WeightedSum, as_array, assert_close, normal, 
 IN, OUT, RANK, ALPHA = 4, 6, 2, 3
 SCALE = ALPHA / RANK
 CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
-KINDS = {"same": {}, "strided": {"pad_mode": "valid", "stride": 2}, "padded": {"pad_mode": "pad", "padding": 1,
-                                                                             "has_bias": True},
-         "uneven": {"pad_mode": "pad", "padding": (0, 1, 2, 0), "stride": (1, 2)}}
+KINDS = {
+    "same": {},
+    "strided": {"pad_mode": "valid", "stride": 2},
+    "padded": {"pad_mode": "pad", "padding": 1, "has_bias": True},
+    "uneven": {"pad_mode": "pad", "padding": (0, 1, 2, 0), "stride": (1, 2)},
+}
 
 
 def conv(size=3, **keys):
@@ -76,8 +80,13 @@ def test_groups(mode):
     a, b = lora.lora_parameters()
     assert a.shape == (4, IN, 3, 3) and b.shape == (OUT, 2, 1, 1)
     halves = ops.Conv2D(4, 3, pad_mode="same")(x, a).asnumpy()
-    update = np.concatenate([np.einsum("or,nrhw->nohw", as_array(b)[out, :, 0, 0], halves[:, ranks]) for out, ranks in
-                             ((slice(0, 3), slice(0, 2)), (slice(3, 6), slice(2, 4)))], axis=1)
+    update = np.concatenate(
+        [
+            np.einsum("or,nrhw->nohw", as_array(b)[out, :, 0, 0], halves[:, ranks])
+            for out, ranks in ((slice(0, 3), slice(0, 2)), (slice(3, 6), slice(2, 4)))
+        ],
+        axis=1,
+    )
     base = lora.conv2d(x, lora.weight).asnumpy()
     assert_close(lora(x), base + update)
 
@@ -93,8 +102,9 @@ def test_dropout():
 
 @pytest.mark.parametrize("dtype, compute_dtype", [("float16", None), ("float16", "float32")])
 def test_dtypes(dtype, compute_dtype):
-    lora = adapted(conv(dtype=getattr(ms, dtype)), LoraConfig(lora_rank=RANK, lora_alpha=ALPHA,
-                                                              compute_dtype=compute_dtype))
+    lora = adapted(
+        conv(dtype=getattr(ms, dtype)), LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, compute_dtype=compute_dtype)
+    )
     y = lora(Tensor(normal(1, IN, 5, 5), getattr(ms, dtype)))
     assert y.dtype == getattr(ms, dtype)
     assert_close(y, plain({}, changed(lora), lora)(Tensor(normal(1, IN, 5, 5))).asnumpy().astype(np.float64), dtype)
@@ -125,13 +135,15 @@ def test_in_a_network():
     network = vision()
     freeze_base(network)
     assert {p.name for p in network.trainable_params()} == {
-        f"{path}.mindpet_delta_lora_{part}" for path in ("patch", "lm_head") for part in "ab"}
+        f"{path}.mindpet_delta_lora_{part}" for path in ("patch", "lm_head") for part in "ab"
+    }
     network = nn.SequentialCell(conv(), nn.Dense(5, 5))
     apply_lora(network, LoraConfig(target_modules="all-linear"))
     assert [path for path, _ in lora_cells(network)] == ["1"]
     with pytest.raises(TargetError, match="but that is a Conv2d and not a linear cell"):
-        apply_lora(nn.SequentialCell(conv(), nn.Dense(5, 5)),
-                   LoraConfig(target_modules="all-linear", exclude_modules=["0"]))
+        apply_lora(
+            nn.SequentialCell(conv(), nn.Dense(5, 5)), LoraConfig(target_modules="all-linear", exclude_modules=["0"])
+        )
 
 
 @pytest.mark.parametrize("form, name", [("peft", "a"), ("ckpt", "a.ckpt"), ("mindformers", "a.safetensors")])
@@ -145,8 +157,9 @@ def test_saved_and_loaded(keys, form, name, tmp_path):
         assert type(target.patch) is LoRAConv2d
     adapter = adapter_files.read(str(tmp_path / name))
     if not keys:
-        np.testing.assert_allclose(adapter.delta("patch"), changed(source.patch) - as_array(source.patch.weight),
-                                   atol=1e-5)
+        np.testing.assert_allclose(
+            adapter.delta("patch"), changed(source.patch) - as_array(source.patch.weight), atol=1e-5
+        )
     assert "patch" in str(inspect_adapter(str(tmp_path / name)))
     with pytest.raises(AdapterError, match="^slora has no place for adapters of embeddings and convolutions: patch"):
         adapter_files.write(adapter, str(tmp_path / "slora"), "slora")
@@ -171,8 +184,10 @@ def test_merged_and_unmerged(mode):
 def test_groups_are_not_merged(tmp_path):
     network = vision(group=2)
     before = snapshot(network)
-    message = ("^The convolution has 2 groups, so that there is no change of its weight that does what A and B do. "
-               "Keep the adapter unmerged.$")
+    message = (
+        "^The convolution has 2 groups, so that there is no change of its weight that does what A and B do. "
+        "Keep the adapter unmerged.$"
+    )
     with pytest.raises(ShapeMismatchError, match=message):
         merge_lora(network)
     assert snapshot(network) == before
@@ -184,6 +199,7 @@ def test_groups_are_not_merged(tmp_path):
 
 def test_a_checkpoint_is_merged(tmp_path):
     from safetensors.numpy import load_file
+
     network = vision()
     write_base(network, tmp_path / "base.safetensors")
     save_lora(network, str(tmp_path / "a"))
@@ -194,6 +210,7 @@ def test_a_checkpoint_is_merged(tmp_path):
 def write_base(network, path):
     """Writes the base's weights, and one by which mindlora knows that the names are a Llama's."""
     from safetensors.numpy import save_file
+
     weights = {p.name: p.asnumpy() for p in network.get_parameters() if "lora" not in p.name}
     save_file({**weights, "model.norm_out.weight": np.ones(2, np.float32)}, path)
 
@@ -211,16 +228,35 @@ def sharded():
     return cell
 
 
-@pytest.mark.parametrize("make, keys, message", [
-    (conv, {"use_dora": True}, "0: Conv2d is a convolution, for which use_dora is not supported. Add it to "
-     "exclude_modules, or set use_dora: False."),
-    (lambda: conv(group=2), {"lora_rank": 3}, "0: Conv2d has 2 groups, which do not divide lora_rank 3. Choose a "
-     "multiple of them (rank_pattern), or add it to exclude_modules."),
-    (lambda: conv(dilation=2), {}, "0: Conv2d has data_format NCHW and dilation (2, 2): LoRA is on convolutions of "
-     "NCHW without dilation, as in PEFT. Add it to exclude_modules."),
-    (lambda: Own(IN, OUT, 3), {}, "0: Own has a forward of its own, which LoRAConv2d would drop."),
-    (sharded, {}, "0: Conv2d is sharded, and LoRA on sharded convolutions is not supported. Add it to "
-     "exclude_modules.")])
+@pytest.mark.parametrize(
+    "make, keys, message",
+    [
+        (
+            conv,
+            {"use_dora": True},
+            "0: Conv2d is a convolution, for which use_dora is not supported. Add it to "
+            "exclude_modules, or set use_dora: False.",
+        ),
+        (
+            lambda: conv(group=2),
+            {"lora_rank": 3},
+            "0: Conv2d has 2 groups, which do not divide lora_rank 3. Choose a "
+            "multiple of them (rank_pattern), or add it to exclude_modules.",
+        ),
+        (
+            lambda: conv(dilation=2),
+            {},
+            "0: Conv2d has data_format NCHW and dilation (2, 2): LoRA is on convolutions of "
+            "NCHW without dilation, as in PEFT. Add it to exclude_modules.",
+        ),
+        (lambda: Own(IN, OUT, 3), {}, "0: Own has a forward of its own, which LoRAConv2d would drop."),
+        (
+            sharded,
+            {},
+            "0: Conv2d is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules.",
+        ),
+    ],
+)
 def test_what_cannot_carry_it(make, keys, message):
     network = nn.SequentialCell(make())
     with pytest.raises(UnsupportedCellError) as error:

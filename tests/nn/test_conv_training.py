@@ -1,4 +1,5 @@
 """Convolutions and linear cells of one network fine-tuned together by MindSpore's own training; saved and loaded."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -51,13 +52,18 @@ def images(seed=0):
     clean = np.sin(np.arange(8)[None, :, None] * rng.uniform(0.5, 1.5, (8, 1, 1)) + np.zeros((1, 1, 8)))[:, None]
     times = rng.uniform(0, 1, (8, 1))
     noisy = clean + times[:, :, None, None] * rng.normal(size=clean.shape)
-    return [Tensor(array.astype(np.float32)) for array in
-            (noisy, np.concatenate([times, times ** 2, np.sin(times), np.cos(times)], 1), clean)]
+    return [
+        Tensor(array.astype(np.float32))
+        for array in (noisy, np.concatenate([times, times**2, np.sin(times), np.cos(times)], 1), clean)
+    ]
 
 
-@pytest.mark.parametrize("mode, keys", [(ms.GRAPH_MODE, {}),
-                                        (ms.PYNATIVE_MODE, {"use_rslora": True, "freeze_lora_a": True})],
-                         ids=["graph", "pynative, LoRA-FA and rsLoRA"], indirect=["mode"])
+@pytest.mark.parametrize(
+    "mode, keys",
+    [(ms.GRAPH_MODE, {}), (ms.PYNATIVE_MODE, {"use_rslora": True, "freeze_lora_a": True})],
+    ids=["graph", "pynative, LoRA-FA and rsLoRA"],
+    indirect=["mode"],
+)
 def test_the_loss_falls_and_the_adapter_does_the_same_in_a_fresh_network(mode, keys, tmp_path):
     noisy, times, clean = images()
     network = unet()
@@ -72,6 +78,7 @@ def test_the_loss_falls_and_the_adapter_does_the_same_in_a_fresh_network(mode, k
 
     def forward(image, time, target):
         return loss(network(image, time), target)
+
     optimizer = nn.Adam(network.trainable_params(), 2e-2)
     gradient = ms.value_and_grad(forward, None, optimizer.parameters)
     network.set_train()

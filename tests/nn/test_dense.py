@@ -1,4 +1,5 @@
 """LoRADense against numpy: its equation, in every dtype."""
+
 import copy
 
 import mindspore as ms
@@ -11,6 +12,7 @@ from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, orac
 from tests.support.networks import as_array, assert_close, gradients, normal, normal_dense, randomize
 
 # The equation ---------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("shape", [(3, IN), (1, 3, IN), (2, 1, 3, IN)], ids=str)
 def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape):
@@ -54,18 +56,29 @@ def test_a_copy_is_a_cell_of_its_own():
 
 def test_repr_tells_the_adapter():
     text = repr(LoRADense(IN, OUT, RANK, ALPHA, 0.1, has_bias=False))
-    assert ("in_channels=7, out_channels=5, has_bias=False, lora_rank=3, lora_alpha=4.5, lora_dropout=0.1, "
-            "compute_dtype=Float32") in text
+    assert (
+        "in_channels=7, out_channels=5, has_bias=False, lora_rank=3, lora_alpha=4.5, lora_dropout=0.1, "
+        "compute_dtype=Float32"
+    ) in text
 
 
 # dtypes ---------------------------------------------------------------------------------------------------------
 # A product of bfloat16 has no CPU kernel (neither MatMul nor Mul), so bfloat16 is computed in nowhere below; that
 # A, B and W are kept in it, and cast to what is computed in, can be run.
 
+
 @pytest.mark.parametrize("param_init_type", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("weight_dtype, input_dtype, compute_dtype", [
-    ("float32", "float32", None), ("float16", "float16", None), ("float16", "float32", None),
-    ("float32", "float32", "float16"), ("float16", "float16", "float32"), ("bfloat16", "bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "weight_dtype, input_dtype, compute_dtype",
+    [
+        ("float32", "float32", None),
+        ("float16", "float16", None),
+        ("float16", "float32", None),
+        ("float32", "float32", "float16"),
+        ("float16", "float16", "float32"),
+        ("bfloat16", "bfloat16", "float32"),
+    ],
+)
 def test_every_dtype_that_a_cpu_has(mode, param_init_type, weight_dtype, input_dtype, compute_dtype):
     config = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, param_init_type=param_init_type, compute_dtype=compute_dtype)
     lora = adapted(normal_dense(IN, OUT, dtype=getattr(ms, weight_dtype)), config)
@@ -74,15 +87,24 @@ def test_every_dtype_that_a_cpu_has(mode, param_init_type, weight_dtype, input_d
     assert y.dtype == x.dtype
     computed = compute_dtype or weight_dtype
     # The oracle takes the parameters as they are rounded; what is left is the rounding of the products and of y.
-    assert_close(y, oracle(lora, as_array(x)), max((computed, input_dtype), key=["float32", "float16",
-                                                                                 "bfloat16"].index))
+    assert_close(
+        y, oracle(lora, as_array(x)), max((computed, input_dtype), key=["float32", "float16", "bfloat16"].index)
+    )
 
 
-@pytest.mark.parametrize("kind, cell_dtype, compute_dtype, overflows", [
-    ("Dense", "float16", None, True), ("Dense", "float16", "float32", False),
-    ("Dense", "float32", None, False), ("Dense", "float32", "float16", True),
-    ("Linear", "float16", None, True), ("Linear", "float16", "float32", False),
-    ("Linear", "float32", None, False), ("Linear", "float32", "float16", True)])
+@pytest.mark.parametrize(
+    "kind, cell_dtype, compute_dtype, overflows",
+    [
+        ("Dense", "float16", None, True),
+        ("Dense", "float16", "float32", False),
+        ("Dense", "float32", None, False),
+        ("Dense", "float32", "float16", True),
+        ("Linear", "float16", None, True),
+        ("Linear", "float16", "float32", False),
+        ("Linear", "float32", None, False),
+        ("Linear", "float32", "float16", True),
+    ],
+)
 def test_compute_dtype_is_the_cell_s_own_unless_it_is_given(mindformers, kind, cell_dtype, compute_dtype, overflows):
     if kind == "Dense":
         cell = nn.Dense(IN, OUT, weight_init="ones", dtype=getattr(ms, cell_dtype))

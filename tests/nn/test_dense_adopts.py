@@ -1,4 +1,5 @@
 """What LoRADense takes over from the cell that it replaces, what it leaves, and which cells it refuses."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, orac
 from tests.support.networks import assert_close, gradients, normal
 
 # What is refused ------------------------------------------------------------------------------------------------
+
 
 class OtherForward(nn.Dense):
     """A linear cell whose forward is not nn.Dense's."""
@@ -24,18 +26,27 @@ class OtherName(nn.Dense):
 
 REFUSED = {
     "conv": (lambda linear: nn.Conv2d(3, 4, 3), "Conv2d is neither nn.Dense nor MindFormers' Linear."),
-    "LoRADense": (lambda linear: LoRADense(IN, OUT, RANK, ALPHA),
-                  "The cell is a LoRADense already: adapters do not stack."),
-    "own forward": (lambda linear: OtherForward(IN, OUT),
-                    "OtherForward has a forward of its own, which LoRADense would drop."),
-    "transpose_b": (lambda linear: linear(IN, OUT, transpose_b=False),
-                    "Linear keeps its weight as [in_channels, out_channels] (transpose_b False); LoRADense needs "
-                    "[out_channels, in_channels]. Add it to exclude_modules."),
-    "experts": (lambda linear: linear(IN, OUT, expert_num=2),
-                "Linear holds 2 experts; LoRA on expert weights is not supported. Add it to exclude_modules."),
-    "grouped experts": (lambda linear: linear(IN, OUT, expert_num=4, use_gmm=True),
-                        "Linear holds 4 experts; LoRA on expert weights is not supported. Add it to "
-                        "exclude_modules."),
+    "LoRADense": (
+        lambda linear: LoRADense(IN, OUT, RANK, ALPHA),
+        "The cell is a LoRADense already: adapters do not stack.",
+    ),
+    "own forward": (
+        lambda linear: OtherForward(IN, OUT),
+        "OtherForward has a forward of its own, which LoRADense would drop.",
+    ),
+    "transpose_b": (
+        lambda linear: linear(IN, OUT, transpose_b=False),
+        "Linear keeps its weight as [in_channels, out_channels] (transpose_b False); LoRADense needs "
+        "[out_channels, in_channels]. Add it to exclude_modules.",
+    ),
+    "experts": (
+        lambda linear: linear(IN, OUT, expert_num=2),
+        "Linear holds 2 experts; LoRA on expert weights is not supported. Add it to exclude_modules.",
+    ),
+    "grouped experts": (
+        lambda linear: linear(IN, OUT, expert_num=4, use_gmm=True),
+        "Linear holds 4 experts; LoRA on expert weights is not supported. Add it to exclude_modules.",
+    ),
 }
 
 
@@ -54,6 +65,7 @@ def test_a_subclass_with_the_same_forward_is_taken():
 
 
 # What is shared -------------------------------------------------------------------------------------------------
+
 
 def test_the_base_is_shared_and_not_copied(plain):
     cell, _ = plain
@@ -141,7 +153,8 @@ def test_a_cell_that_is_sharded_by_layouts_is_refused(mindformers, semi_auto_par
         LoRADense.from_dense(cell, CONFIG)
     assert str(error.value) == (
         "Linear is sharded by Layouts, from which LoRA's strategies cannot be derived. "
-        "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False).")
+        "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
+    )
 
 
 def test_recomputation_is_carried_over(mode):

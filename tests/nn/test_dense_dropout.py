@@ -1,4 +1,5 @@
 """The dropout of LoRADense: where it is on, what it drops, and that the backward drops the same."""
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn

@@ -1,4 +1,5 @@
 """The gradients of LoRADense against the closed form and against differences."""
+
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
@@ -26,8 +27,15 @@ def test_gradients_are_the_differences_of_the_oracle(mode, plain):
     places = [x.astype(np.float64)] + [as_array(p) for p in lora.lora_parameters()]
 
     def loss():
-        y = lora_forward(places[0], as_array(lora.weight), places[1], places[2], SCALE,
-                         None if lora.bias is None else as_array(lora.bias), activation)
+        y = lora_forward(
+            places[0],
+            as_array(lora.weight),
+            places[1],
+            places[2],
+            SCALE,
+            None if lora.bias is None else as_array(lora.bias),
+            activation,
+        )
         return (y * upstream).sum()
 
     for gradient, place in zip(gradients(lora, x, upstream), places):

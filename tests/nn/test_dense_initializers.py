@@ -1,4 +1,5 @@
 """What A and B of a LoRADense are called, how large they are, and what its initializers put in them."""
+
 import re
 
 import mindspore as ms
@@ -16,8 +17,11 @@ from tests.support.networks import as_array
 def test_shapes_names_and_default_starts_of_the_parameters():
     lora = LoRADense(400, 30, 64, 8)
     assert [(p.name, p.shape, p.requires_grad) for p in lora.get_parameters()] == [
-        ("weight", (30, 400), True), ("bias", (30,), True),
-        ("mindpet_delta_lora_a", (64, 400), True), ("mindpet_delta_lora_b", (30, 64), True)]
+        ("weight", (30, 400), True),
+        ("bias", (30,), True),
+        ("mindpet_delta_lora_a", (64, 400), True),
+        ("mindpet_delta_lora_b", (30, 64), True),
+    ]
     a, b = (p.asnumpy() for p in lora.lora_parameters())
     bound = 1 / np.sqrt(400)  # He uniform with negative_slope sqrt(5)
     assert 0.99 * bound < a.max() <= bound and -bound <= a.min() < -0.99 * bound
@@ -31,10 +35,18 @@ def test_two_cells_start_at_different_a():
     assert (first != second).all()
 
 
-@pytest.mark.parametrize("name, std", [
-    ("normal", 0.01), ("uniform", 0.07 / np.sqrt(3)), ("xavier_uniform", np.sqrt(2 / (400 + 64))),
-    ("he_normal", np.sqrt(2 / 400)), ("he_uniform", np.sqrt(2 / 400)),
-    ("kaiming_uniform", 1 / np.sqrt(3 * 400)), (Normal(sigma=0.5, mean=0.0), 0.5)])
+@pytest.mark.parametrize(
+    "name, std",
+    [
+        ("normal", 0.01),
+        ("uniform", 0.07 / np.sqrt(3)),
+        ("xavier_uniform", np.sqrt(2 / (400 + 64))),
+        ("he_normal", np.sqrt(2 / 400)),
+        ("he_uniform", np.sqrt(2 / 400)),
+        ("kaiming_uniform", 1 / np.sqrt(3 * 400)),
+        (Normal(sigma=0.5, mean=0.0), 0.5),
+    ],
+)
 def test_the_initializer_that_is_named_is_the_one_used(name, std):
     dense = nn.Dense(400, 400)
     a = LoRADense.from_dense(dense, LoraConfig(lora_rank=64, lora_a_init=name)).mindpet_delta_lora_a.asnumpy()
@@ -54,21 +66,36 @@ def test_constant_starts():
 def test_a_tensor_is_taken_as_the_start(param_init_type):
     # Quarters are exact in each dtype.
     a, b = np.arange(RANK * IN).reshape(RANK, IN) / 4, np.arange(OUT * RANK).reshape(OUT, RANK) / 4
-    lora = LoRADense(IN, OUT, RANK, ALPHA, lora_a_init=Tensor(a, getattr(ms, param_init_type)),
-                     lora_b_init=Tensor(b, getattr(ms, param_init_type)), param_init_type=param_init_type)
+    lora = LoRADense(
+        IN,
+        OUT,
+        RANK,
+        ALPHA,
+        lora_a_init=Tensor(a, getattr(ms, param_init_type)),
+        lora_b_init=Tensor(b, getattr(ms, param_init_type)),
+        param_init_type=param_init_type,
+    )
     np.testing.assert_array_equal(as_array(lora.mindpet_delta_lora_a), a)
     np.testing.assert_array_equal(as_array(lora.mindpet_delta_lora_b), b)
 
 
-@pytest.mark.parametrize("inits, message", [
-    ({"lora_a_init": Tensor(np.ones((IN, RANK), np.float32))},
-     f"lora_a_init is a Tensor of shape [{IN}, {RANK}]: it must be [{RANK}, {IN}]."),
-    ({"lora_b_init": Tensor(np.ones((OUT, RANK + 1), np.float32))},
-     f"lora_b_init is a Tensor of shape [{OUT}, {RANK + 1}]: it must be [{OUT}, {RANK}]."),
-    ({"lora_a_init": "kaming"}, "lora_a_init is 'kaming', which is no MindSpore initializer: "),
-    ({"lora_b_init": "nonsense"}, "lora_b_init is 'nonsense', which is no MindSpore initializer: "),
-    ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
-    ({"lora_dropout": 1.0}, "lora_dropout is 1.0: it must be a number in [0, 1).")])
+@pytest.mark.parametrize(
+    "inits, message",
+    [
+        (
+            {"lora_a_init": Tensor(np.ones((IN, RANK), np.float32))},
+            f"lora_a_init is a Tensor of shape [{IN}, {RANK}]: it must be [{RANK}, {IN}].",
+        ),
+        (
+            {"lora_b_init": Tensor(np.ones((OUT, RANK + 1), np.float32))},
+            f"lora_b_init is a Tensor of shape [{OUT}, {RANK + 1}]: it must be [{OUT}, {RANK}].",
+        ),
+        ({"lora_a_init": "kaming"}, "lora_a_init is 'kaming', which is no MindSpore initializer: "),
+        ({"lora_b_init": "nonsense"}, "lora_b_init is 'nonsense', which is no MindSpore initializer: "),
+        ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0: it must be a number in [0, 1)."),
+    ],
+)
 def test_wrong_starts_and_numbers_are_refused(inits, message):
     arguments = {"lora_rank": RANK, "lora_alpha": ALPHA, **inits}
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -1,4 +1,5 @@
 """DoRADense against numpy: equation, gradients with a constant norm, dropout, and how its magnitude starts."""
+
 import functools
 
 import mindspore as ms
@@ -59,6 +60,7 @@ def oracle(dora, x, activation=None):
 
 # The equation ---------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
 def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape):
     cell, activation = plain
@@ -72,13 +74,14 @@ def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape
     assert_close(dora(Tensor(x)), oracle(dora, x, activation))
 
 
-@pytest.mark.parametrize("in_channels, out_channels, rank", [(1, 1, 1), (1, 5, 3), (13, 1, 2), (3, 4, 17),
-                                                             (40, 300, 2)])
+@pytest.mark.parametrize(
+    "in_channels, out_channels, rank", [(1, 1, 1), (1, 5, 3), (13, 1, 2), (3, 4, 17), (40, 300, 2)]
+)
 def test_odd_sizes(mode, in_channels, out_channels, rank):
     dora = DoRADense(in_channels, out_channels, rank, 2, use_rslora=True)
     randomize(dora.get_parameters())
     x = normal(3, in_channels)
-    assert dora.scale == pytest.approx(2 / rank ** 0.5)
+    assert dora.scale == pytest.approx(2 / rank**0.5)
     assert_close(dora(Tensor(x)), oracle(dora, x))
 
 
@@ -122,12 +125,22 @@ def test_dropout_is_of_the_low_rank_path_too(mode):
 
 
 @pytest.mark.parametrize("param_init_type", ["float32", "float16"])
-@pytest.mark.parametrize("weight_dtype, compute_dtype", [("float16", None), ("float16", "float32"),
-                                                         ("float32", "float16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "weight_dtype, compute_dtype",
+    [("float16", None), ("float16", "float32"), ("float32", "float16"), ("bfloat16", "float32")],
+)
 def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
     dense = small_dense(has_bias=False, dtype=getattr(ms, weight_dtype))
-    dora = adapted(dense, LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, param_init_type=param_init_type, use_dora=True,
-                                     compute_dtype=compute_dtype))
+    dora = adapted(
+        dense,
+        LoraConfig(
+            lora_rank=RANK,
+            lora_alpha=ALPHA,
+            param_init_type=param_init_type,
+            use_dora=True,
+            compute_dtype=compute_dtype,
+        ),
+    )
     x = Tensor(normal(2, 3, IN), dense.weight.dtype)
     y = dora(x)
     assert y.dtype == x.dtype
@@ -135,13 +148,16 @@ def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
 
 
 def test_norms_beyond_float16(mode):
-    dora = DoRADense.from_dense(nn.Dense(IN, OUT, weight_init=Tensor(np.full((OUT, IN), 300), ms.float16),
-                                         has_bias=False, dtype=ms.float16), CONFIG).set_train()
+    dora = DoRADense.from_dense(
+        nn.Dense(IN, OUT, weight_init=Tensor(np.full((OUT, IN), 300), ms.float16), has_bias=False, dtype=ms.float16),
+        CONFIG,
+    ).set_train()
     y = dora(Tensor(np.full((1, IN), 0.01, np.float16)))
     np.testing.assert_allclose(y.asnumpy(), 21, rtol=5e-3)  # 300^2 is more than float16 holds
 
 
 # The start of the magnitude -------------------------------------------------------------------------------------
+
 
 def magnitude(dora):
     return as_array(dora.mindpet_delta_lora_magnitude)
@@ -181,8 +197,10 @@ def test_a_base_that_is_loaded_late_counts_until_the_magnitude_is_trained():
     for call in (dora.set_train, lambda: save_lora(dora, "nowhere"), lambda: merge_lora(dora.set_train(False))):
         with pytest.raises(LoraError) as error:
             call()
-        assert str(error.value) == ("The weight of the cell was loaded after its DoRA magnitude had started from "
-                                    "another one and was trained. Load the base before set_train(True).")
+        assert str(error.value) == (
+            "The weight of the cell was loaded after its DoRA magnitude had started from "
+            "another one and was trained. Load the base before set_train(True)."
+        )
 
 
 def test_what_was_trained_is_kept():
@@ -214,12 +232,15 @@ def test_rows_of_zeros_are_refused():
     apply_lora(network, LoraConfig(target_modules=".*", use_dora=True))
     with pytest.raises(LoraError) as error:
         network.set_train()
-    assert str(error.value) == ("The weight of 0 has 2 rows of zeros, which have no direction, so DoRA is not defined "
-                                "there. Add it to exclude_modules, or set use_dora: False.")
+    assert str(error.value) == (
+        "The weight of 0 has 2 rows of zeros, which have no direction, so DoRA is not defined "
+        "there. Add it to exclude_modules, or set use_dora: False."
+    )
 
 
 def test_a_weight_without_values_lets_it_wait():
     from mindspore.nn.utils import no_init_parameters
+
     with no_init_parameters():
         dora = DoRADense.from_dense(nn.Dense(IN, OUT), CONFIG)
     dora.set_train()
@@ -236,6 +257,7 @@ def test_row_norms_of_many_rows():
 
 # In a network ---------------------------------------------------------------------------------------------------
 
+
 def dora_model(**keys):
     network = TinyModel()
     config = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["wq", "w2"], **keys}
@@ -247,11 +269,17 @@ def dora_model(**keys):
 def test_names_and_what_trains():
     network = dora_model()
     trained = {p.name for p in network.trainable_params()}
-    assert trained == {f"model.layers.{layer}.{cell}.mindpet_delta_lora_{part}" for layer in (0, 1)
-                       for cell in ("attention.wq", "feed_forward.w2") for part in ("a", "b", "magnitude")}
-    assert trainable_summary(network).endswith(f"trainable params: {2 * (24 + 6 + 30 + 6)} || all params: "
-                                               f"{sum(p.size for p in network.get_parameters())} || trainable%: "
-                                               f"{13200 / sum(p.size for p in network.get_parameters()):.4f}")
+    assert trained == {
+        f"model.layers.{layer}.{cell}.mindpet_delta_lora_{part}"
+        for layer in (0, 1)
+        for cell in ("attention.wq", "feed_forward.w2")
+        for part in ("a", "b", "magnitude")
+    }
+    assert trainable_summary(network).endswith(
+        f"trainable params: {2 * (24 + 6 + 30 + 6)} || all params: "
+        f"{sum(p.size for p in network.get_parameters())} || trainable%: "
+        f"{13200 / sum(p.size for p in network.get_parameters()):.4f}"
+    )
 
 
 def test_training_lowers_the_loss(mode):
@@ -280,11 +308,13 @@ def test_a_sharded_cell_is_refused(mindformers):
     linear.matmul.in_strategy = ((1, 1), (2, 1))
     with pytest.raises(UnsupportedCellError) as error:
         DoRADense.from_dense(linear, CONFIG)
-    assert str(error.value) == ("Linear is sharded, and use_dora on sharded cells is not supported. Set use_dora: "
-                                "False, or model_parallel: 1.")
+    assert str(error.value) == (
+        "Linear is sharded, and use_dora on sharded cells is not supported. Set use_dora: False, or model_parallel: 1."
+    )
 
 
 # Merging --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_merged_weights_and_unmerged_ones(mode, dtype):
@@ -311,8 +341,9 @@ def test_merging_before_any_training_changes_nothing_but_roundings():
     network = dora_model()
     before = {name: p.asnumpy().copy() for name, p in network.parameters_and_names()}
     merge_lora(network)
-    np.testing.assert_allclose(network.model.layers[0].attention.wq.weight.asnumpy(),
-                               before["model.layers.0.attention.wq.weight"], rtol=3e-7)
+    np.testing.assert_allclose(
+        network.model.layers[0].attention.wq.weight.asnumpy(), before["model.layers.0.attention.wq.weight"], rtol=3e-7
+    )
 
 
 def test_the_parameter_s_name_is_the_part_of_a_path():

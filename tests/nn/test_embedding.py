@@ -1,4 +1,5 @@
 """LoRAEmbedding against numpy: equation, gradients, starts, files and merging."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -74,8 +75,10 @@ def test_dtypes(mode, dtype, compute_dtype):
     assert_close(y, changed(lora)[IDS], "float16")
 
 
-@pytest.mark.parametrize("keys", [{"lora_b_init": "zeros"}, {"lora_a_init": "normal"},
-                                  {"lora_a_init": "kaiming_uniform", "lora_b_init": "zeros"}])
+@pytest.mark.parametrize(
+    "keys",
+    [{"lora_b_init": "zeros"}, {"lora_a_init": "normal"}, {"lora_a_init": "kaiming_uniform", "lora_b_init": "zeros"}],
+)
 def test_starts_that_are_given(keys):
     a, b = map(as_array, LoRAEmbedding.from_cell(nn.Embedding(ROWS, DIM), LoraConfig(**keys)).lora_parameters())
     assert a.any() and not b.any()
@@ -114,7 +117,8 @@ def test_in_a_network():
     network = speaker(["embed_tokens", "lm_head"])  # Hugging Face's name
     freeze_base(network)
     assert {p.name for p in network.trainable_params()} == {
-        f"{path}.mindpet_delta_lora_{part}" for path in ("tok_embeddings", "lm_head") for part in "ab"}
+        f"{path}.mindpet_delta_lora_{part}" for path in ("tok_embeddings", "lm_head") for part in "ab"
+    }
     assert network.tok_embeddings.embedding_table is network.tok_embeddings.weight
     assert network.tok_embeddings.weight.name == "tok_embeddings.embedding_table"
     with pytest.raises(TargetError, match="that is a Embedding and not a linear cell"):
@@ -132,8 +136,11 @@ def test_saved_loaded_and_converted(form, name, tmp_path):
     convert_adapter(str(tmp_path / name), str(tmp_path / "again"), "peft")
     adapter = adapter_files.read(str(tmp_path / "again"))
     assert adapter.embeddings == {"tok_embeddings"}
-    np.testing.assert_allclose(adapter.delta("tok_embeddings"), changed(source.tok_embeddings)
-                               - as_array(source.tok_embeddings.weight), atol=1e-5)
+    np.testing.assert_allclose(
+        adapter.delta("tok_embeddings"),
+        changed(source.tok_embeddings) - as_array(source.tok_embeddings.weight),
+        atol=1e-5,
+    )
     key = peft.tensor_key("tok_embeddings", "A", True)
     assert key == "base_model.model.embed_tokens.lora_embedding_A" and peft.is_embedding_key(key)
     with pytest.raises(AdapterError, match="^slora has no place for adapters of embeddings and convolutions: tok_emb"):
@@ -164,6 +171,7 @@ def test_a_tied_table_is_not_merged():
 @pytest.mark.parametrize("world", ["mindformers", "hf"])
 def test_a_checkpoint_is_merged(world, tmp_path):
     from safetensors.numpy import load_file, save_file
+
     own = {"mindformers": "model.tok_embeddings.embedding_weight", "hf": "model.embed_tokens.weight"}
     network = speaker()
     base = {own[world]: network.tok_embeddings.weight.asnumpy(), "lm_head.weight": network.lm_head.weight.asnumpy()}
@@ -185,8 +193,11 @@ def test_a_checkpoint_is_merged(world, tmp_path):
 def adapter_of_model(network):
     """The adapter of a speaker whose embedding stands where a Llama has it."""
     parts = network.tok_embeddings.parts()
-    return Adapter({("model.tok_embeddings", part): parameter.asnumpy() for part, parameter in parts.items()},
-                   {"model.tok_embeddings": ALPHA}, embeddings={"model.tok_embeddings"})
+    return Adapter(
+        {("model.tok_embeddings", part): parameter.asnumpy() for part, parameter in parts.items()},
+        {"model.tok_embeddings": ALPHA},
+        embeddings={"model.tok_embeddings"},
+    )
 
 
 class Own(nn.Embedding):
@@ -202,16 +213,34 @@ def sharded():
     return cell
 
 
-@pytest.mark.parametrize("make, keys, message", [
-    (lambda: nn.Embedding(ROWS, DIM), {"use_dora": True}, "0: Embedding is an embedding, for which use_dora is not "
-     "supported. Add it to exclude_modules, or set use_dora: False."),
-    (lambda: nn.Embedding(ROWS, DIM), {"freeze_lora_a": True}, "0: Embedding is an embedding, for which freeze_lora_a "
-     "is not supported. Add it to exclude_modules, or set freeze_lora_a: False."),
-    (lambda: nn.Embedding(ROWS, DIM, use_one_hot=True), {}, "0: Embedding multiplies one-hot vectors, which "
-     "LoRAEmbedding would not. Set use_one_hot: False."),
-    (lambda: Own(ROWS, DIM), {}, "0: Own has a forward of its own, which LoRAEmbedding would drop."),
-    (sharded, {}, "0: Embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to "
-     "exclude_modules.")])
+@pytest.mark.parametrize(
+    "make, keys, message",
+    [
+        (
+            lambda: nn.Embedding(ROWS, DIM),
+            {"use_dora": True},
+            "0: Embedding is an embedding, for which use_dora is not "
+            "supported. Add it to exclude_modules, or set use_dora: False.",
+        ),
+        (
+            lambda: nn.Embedding(ROWS, DIM),
+            {"freeze_lora_a": True},
+            "0: Embedding is an embedding, for which freeze_lora_a "
+            "is not supported. Add it to exclude_modules, or set freeze_lora_a: False.",
+        ),
+        (
+            lambda: nn.Embedding(ROWS, DIM, use_one_hot=True),
+            {},
+            "0: Embedding multiplies one-hot vectors, which LoRAEmbedding would not. Set use_one_hot: False.",
+        ),
+        (lambda: Own(ROWS, DIM), {}, "0: Own has a forward of its own, which LoRAEmbedding would drop."),
+        (
+            sharded,
+            {},
+            "0: Embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules.",
+        ),
+    ],
+)
 def test_what_cannot_carry_it(make, keys, message):
     network = nn.SequentialCell(make())
     with pytest.raises(UnsupportedCellError) as error:

@@ -1,4 +1,5 @@
 """The mark of a base: the same for the same weights, another for others, whatever the adapters are."""
+
 import mindspore as ms
 import pytest
 from mindspore import Tensor, nn
@@ -32,8 +33,9 @@ def test_the_same_base_has_the_same_mark_whatever_the_adapter_is():
     assert base_difference(base_fingerprint(first), base_fingerprint(second)) == ""
 
 
-@pytest.mark.parametrize("change, difference", [
-    ({"seed": 2}, VALUES), ({"num_layers": 3}, SHAPES), ({"target_modules": ["wq"]}, SHAPES)])
+@pytest.mark.parametrize(
+    "change, difference", [({"seed": 2}, VALUES), ({"num_layers": 3}, SHAPES), ({"target_modules": ["wq"]}, SHAPES)]
+)
 def test_another_base_has_another_mark(change, difference):
     assert base_difference(base_fingerprint(network()), base_fingerprint(network(**change))) == difference
 
@@ -44,8 +46,9 @@ def test_the_same_shape_at_another_path_is_another():
 
 
 def test_the_dtype_counts():
-    first, second = (nn.SequentialCell(nn.Dense(5, 4, has_bias=False, dtype=dtype)) for dtype in (ms.float32,
-                                                                                                 ms.bfloat16))
+    first, second = (
+        nn.SequentialCell(nn.Dense(5, 4, has_bias=False, dtype=dtype)) for dtype in (ms.float32, ms.bfloat16)
+    )
     for cell in (first, second):
         randomize(cell.get_parameters())
         apply_lora(cell, LoraConfig(target_modules="all-linear"))

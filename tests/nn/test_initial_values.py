@@ -1,4 +1,5 @@
 """What A and B hold when a cell is made: each start that a configuration names is really there."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -46,8 +47,9 @@ def test_gaussian_for_a_convolution():
 
 
 @pytest.mark.parametrize("init", ["orthogonal", "pissa", "olora"])
-@pytest.mark.parametrize("kind, cell", [(LoRAConv2d, lambda: nn.Conv2d(4, 5, 3)),
-                                        (LoRAEmbedding, lambda: nn.Embedding(9, 4))])
+@pytest.mark.parametrize(
+    "kind, cell", [(LoRAConv2d, lambda: nn.Conv2d(4, 5, 3)), (LoRAEmbedding, lambda: nn.Embedding(9, 4))]
+)
 def test_starts_for_linear_cells_alone(kind, cell, init):
     message = f"^lora_init '{init}' is for linear cells, and one of the selected "
     with pytest.raises(UnsupportedCellError, match=message):

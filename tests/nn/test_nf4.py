@@ -1,4 +1,5 @@
 """NF4Dense and QLoRADense against numpy on the dequantized weight: equation, gradients, memory, what they take over."""
+
 import functools
 import os
 import subprocess
@@ -48,11 +49,13 @@ def adapted(cell, config=CONFIG):
 
 def oracle(lora, x, activation=None):
     a, b = (as_array(p) for p in lora.lora_parameters())
-    return lora_forward(x, dequantize(nf4_array(lora)), a, b, SCALE, None if lora.bias is None else as_array(lora.bias),
-                        activation)
+    return lora_forward(
+        x, dequantize(nf4_array(lora)), a, b, SCALE, None if lora.bias is None else as_array(lora.bias), activation
+    )
 
 
 # The equation ---------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
 def test_forward_is_the_equation_on_the_dequantized_weight(mode, plain, shape):
@@ -60,8 +63,9 @@ def test_forward_is_the_equation_on_the_dequantized_weight(mode, plain, shape):
     weight, bias = cell.weight.asnumpy().copy(), None if cell.bias is None else as_array(cell.bias)
     nf4, x = NF4Dense.from_dense(cell), normal(*shape)
     array = quantize(weight)
-    assert_close(nf4(Tensor(x)), lora_forward(x, dequantize(array), np.zeros((1, IN)), np.zeros((OUT, 1)), 1, bias,
-                                              activation))
+    assert_close(
+        nf4(Tensor(x)), lora_forward(x, dequantize(array), np.zeros((1, IN)), np.zeros((OUT, 1)), 1, bias, activation)
+    )
     lora = QLoRADense.from_cell(nf4, CONFIG)
     for training in (True, False):
         lora.set_train(training)
@@ -121,6 +125,7 @@ def test_dropout_drops_on_the_low_rank_path_alone(mode):
 
 # What it holds --------------------------------------------------------------------------------------------------
 
+
 def test_its_parameters_are_those_of_quantize_under_the_name_of_the_cell():
     cell = dense()
     weight, bias = cell.weight.asnumpy().copy(), cell.bias
@@ -176,8 +181,13 @@ print((resident() - before) / (CELLS * SIZE * SIZE))
 def test_no_weight_in_float_stays_in_the_process(tmp_path):
     script = tmp_path / "memory.py"  # in graph mode the source must be a file
     script.write_text(MEMORY)
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
-                         env={**os.environ, "PYTHONPATH": ROOT})
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     bytes_a_weight = float(run.stdout.split()[-1])
     print(f"{bytes_a_weight:.3f} bytes a weight after two steps (float32: 4)")
@@ -245,6 +255,7 @@ def test_the_first_rows_of_a_weight_and_of_its_change(rows):
 
 # What is refused ------------------------------------------------------------------------------------------------
 
+
 class Own(nn.Dense):
     def construct(self, x):
         return x
@@ -263,20 +274,25 @@ def test_cells_that_cannot_be_quantized(mindformers):
     nan = dense()
     nan.weight.set_data(Tensor(np.full((OUT, IN), np.nan, np.float32)))
     for cell, error, message in (
-            (nn.ReLU(), UnsupportedCellError, "ReLU is neither nn.Dense nor MindFormers' Linear."),
-            (Own(IN, OUT), UnsupportedCellError, "Own has a forward of its own"),
-            (linear(IN, OUT, expert_num=2), UnsupportedCellError, "Linear holds 2 experts"),
-            (linear(IN, OUT, transpose_b=False), UnsupportedCellError, "keeps its weight as [in_channels, out"),
-            (sharded, UnsupportedCellError, "Linear is sharded, and NF4 weights are not supported there."),
-            (LoRADense.from_dense(dense(), CONFIG), UnsupportedCellError, "adapters do not stack"),
-            (nan, QuantizationError, "The weight of the cell holds infinity, NaN")):
+        (nn.ReLU(), UnsupportedCellError, "ReLU is neither nn.Dense nor MindFormers' Linear."),
+        (Own(IN, OUT), UnsupportedCellError, "Own has a forward of its own"),
+        (linear(IN, OUT, expert_num=2), UnsupportedCellError, "Linear holds 2 experts"),
+        (linear(IN, OUT, transpose_b=False), UnsupportedCellError, "keeps its weight as [in_channels, out"),
+        (sharded, UnsupportedCellError, "Linear is sharded, and NF4 weights are not supported there."),
+        (LoRADense.from_dense(dense(), CONFIG), UnsupportedCellError, "adapters do not stack"),
+        (nan, QuantizationError, "The weight of the cell holds infinity, NaN"),
+    ):
         refused(lambda cell=cell: NF4Dense.from_dense(cell), error, message)
         assert not hasattr(cell, "out_channels") or hasattr(cell, "weight")
 
 
-@pytest.mark.parametrize("fields, name", [({"use_dora": True}, "use_dora"),
-                                          ({"lora_init": "pissa"}, "lora_init pissa")])
+@pytest.mark.parametrize(
+    "fields, name", [({"use_dora": True}, "use_dora"), ({"lora_init": "pissa"}, "lora_init pissa")]
+)
 def test_adapters_that_need_the_weight_in_float(fields, name):
     nf4 = NF4Dense.from_dense(dense())
-    refused(lambda: QLoRADense.from_cell(nf4, LoraConfig(lora_rank=2, **fields)), UnsupportedCellError,
-            f"The weight is quantized, which {name} does not take")
+    refused(
+        lambda: QLoRADense.from_cell(nf4, LoraConfig(lora_rank=2, **fields)),
+        UnsupportedCellError,
+        f"The weight is quantized, which {name} does not take",
+    )

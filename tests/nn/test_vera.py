@@ -1,4 +1,5 @@
 """VeRADense against numpy: the equation, gradients of its vectors alone, what cells share, merging, what is refused."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -39,8 +40,9 @@ def plain(request, mindformers):
 def widest(cell):
     """A and B that stand for larger cells of the same network."""
     a, b = projection(4, RANK, cell.in_channels + 4, cell.out_channels + 2)
-    return tuple(ms.Parameter(Tensor(array), name=name, requires_grad=False)
-                 for array, name in ((a, VERA_A), (b, VERA_B)))
+    return tuple(
+        ms.Parameter(Tensor(array), name=name, requires_grad=False) for array, name in ((a, VERA_A), (b, VERA_B))
+    )
 
 
 def adapted(cell, **options):
@@ -53,7 +55,7 @@ def adapted(cell, **options):
 def oracle(vera, x, activation=None):
     a, b = (as_array(p) for p in vera.shared_parts().values())
     d, along = (as_array(p) for p in vera.lora_parameters())
-    y = x @ as_array(vera.weight).T + along * (((x @ a[:, :vera.in_channels].T) * d) @ b[:vera.out_channels].T)
+    y = x @ as_array(vera.weight).T + along * (((x @ a[:, : vera.in_channels].T) * d) @ b[: vera.out_channels].T)
     if vera.bias is not None:
         y = y + as_array(vera.bias)
     return y if activation is None else activation(y)
@@ -67,6 +69,7 @@ def model(config=CONFIG):
 
 
 # The equation ---------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
 def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape):
@@ -112,12 +115,14 @@ def test_dropout_is_of_the_low_rank_path(mode):
 
 
 @pytest.mark.parametrize("param_init_type", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("weight_dtype, compute_dtype", [("float16", None), ("float16", "float32"),
-                                                         ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "weight_dtype, compute_dtype", [("float16", None), ("float16", "float32"), ("bfloat16", "float32")]
+)
 def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
     dense = normal_dense(IN, OUT, has_bias=False, dtype=getattr(ms, weight_dtype))
-    vera = VeRADense.from_cell(dense, LoraConfig(lora_rank=RANK, use_vera=True, compute_dtype=compute_dtype,
-                                                 param_init_type=param_init_type))
+    vera = VeRADense.from_cell(
+        dense, LoraConfig(lora_rank=RANK, use_vera=True, compute_dtype=compute_dtype, param_init_type=param_init_type)
+    )
     assert {p.dtype for p in (*vera.lora_parameters(), *vera.shared_parts().values())} == {getattr(ms, param_init_type)}
     randomize(vera.lora_parameters(), seed=2)
     x = Tensor(normal(2, 3, IN), dense.weight.dtype)
@@ -127,6 +132,7 @@ def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
 
 
 # A network ------------------------------------------------------------------------------------------------------
+
 
 def test_cells_share_the_matrices_of_the_widest():
     network = model()
@@ -146,8 +152,12 @@ def test_only_the_vectors_train():
     network = model()
     freeze_base(network)
     trained = {p.name for p in network.trainable_params()}
-    assert trained == {f"model.layers.{layer}.{cell}.mindpet_delta_lora_{name}" for layer in (0, 1) for name in NAMES
-                       for cell in ("attention.wq", "attention.wk", "feed_forward.w2")}
+    assert trained == {
+        f"model.layers.{layer}.{cell}.mindpet_delta_lora_{name}"
+        for layer in (0, 1)
+        for name in NAMES
+        for cell in ("attention.wq", "attention.wk", "feed_forward.w2")
+    }
     count = 2 * (3 * RANK + 6 + 4 + 6)
     assert sum(p.size for p in network.trainable_params()) == count
     assert f"trainable params: {count} ||" in trainable_summary(network)
@@ -174,6 +184,7 @@ def test_training_moves_the_loss(mode):
 
 # Merging --------------------------------------------------------------------------------------------------------
 
+
 def test_merged_and_unmerged(mode):
     network, x = model(), Tensor(normal(3, 6))
     randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()], seed=2)
@@ -196,6 +207,7 @@ def test_merged_and_unmerged(mode):
 
 # What is refused ------------------------------------------------------------------------------------------------
 
+
 class Others(nn.Cell):
     """An embedding, a convolution and a linear cell."""
 
@@ -204,11 +216,21 @@ class Others(nn.Cell):
         self.table, self.patch, self.head = nn.Embedding(5, 3), nn.Conv2d(3, 4, 3), nn.Dense(3, 4)
 
 
-@pytest.mark.parametrize("name, message", [
-    ("table", "Embedding is an embedding, for which use_vera is not supported. Add it to exclude_modules, or set "
-              "use_vera: False."),
-    ("patch", "Conv2d is a convolution, for which use_vera is not supported. Add it to exclude_modules, or set "
-              "use_vera: False.")])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "table",
+            "Embedding is an embedding, for which use_vera is not supported. Add it to exclude_modules, or set "
+            "use_vera: False.",
+        ),
+        (
+            "patch",
+            "Conv2d is a convolution, for which use_vera is not supported. Add it to exclude_modules, or set "
+            "use_vera: False.",
+        ),
+    ],
+)
 def test_cells_that_are_not_linear(name, message):
     with pytest.raises(UnsupportedCellError) as error:
         apply_lora(Others(), LoraConfig(use_vera=True, target_modules=[name, "head"]))
@@ -224,6 +246,7 @@ def test_sharded_cells_are_refused(mindformers):
 
 def test_quantized_cells_are_refused():
     from mindlora import quantize_base
+
     network = TinyModel()
     quantize_base(network)
     with pytest.raises(UnsupportedCellError, match="The weight is quantized, which use_vera does not take"):

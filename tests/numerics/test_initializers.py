@@ -1,4 +1,5 @@
 """Starts of A and B in NumPy: what each decomposition promises, and what is left of the base."""
+
 import numpy as np
 import pytest
 
@@ -20,13 +21,29 @@ def decaying(shape, seed=0):
     return ((u * 0.9 ** np.arange(min(shape))) @ v.T).astype(np.float32)
 
 
-@pytest.mark.parametrize("name, known, changes, whole", [
-    ("kaiming", True, False, False), ("gaussian", True, False, False), ("orthogonal", True, False, True),
-    ("pissa", True, True, True), ("pissa_niter_4", True, True, True), ("pissa_niter_16", True, True, True),
-    ("olora", True, True, True), ("loftq", True, False, False), ("pissa_niter_N", False, False, False),
-    ("pissa_niter_", False, False, False), ("pissa_niter_4x", False, False, False), ("PiSSA", False, False, False),
-    ("loftq_iter_1", True, False, False), ("loftq_iter_12", True, False, False), ("loftq_iter_N", False, False, False),
-    ("loftq_iter_0", False, False, False), ("loftq_iter_", False, False, False), ("", False, False, False)])
+@pytest.mark.parametrize(
+    "name, known, changes, whole",
+    [
+        ("kaiming", True, False, False),
+        ("gaussian", True, False, False),
+        ("orthogonal", True, False, True),
+        ("pissa", True, True, True),
+        ("pissa_niter_4", True, True, True),
+        ("pissa_niter_16", True, True, True),
+        ("olora", True, True, True),
+        ("loftq", True, False, False),
+        ("pissa_niter_N", False, False, False),
+        ("pissa_niter_", False, False, False),
+        ("pissa_niter_4x", False, False, False),
+        ("PiSSA", False, False, False),
+        ("loftq_iter_1", True, False, False),
+        ("loftq_iter_12", True, False, False),
+        ("loftq_iter_N", False, False, False),
+        ("loftq_iter_0", False, False, False),
+        ("loftq_iter_", False, False, False),
+        ("", False, False, False),
+    ],
+)
 def test_names(name, known, changes, whole):
     assert initializers.is_known(name) == known
     assert initializers.changes_base(name) == changes
@@ -54,7 +71,7 @@ def test_pissa_is_the_best_approximation_shared_evenly(weight, rank):
     np.testing.assert_allclose(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=0), rtol=1e-4)
     # What is left has the other singular values.
     left = np.linalg.svd(initializers.residual(weight, a, b, SCALE), compute_uv=False)
-    np.testing.assert_allclose(left[:len(s) - rank], s[rank:], atol=1e-5)
+    np.testing.assert_allclose(left[: len(s) - rank], s[rank:], atol=1e-5)
 
 
 def test_randomized_pissa_nears_the_exact_one_with_each_iteration():
@@ -83,8 +100,11 @@ def test_pissa_takes_every_direction_there_is(weight, iterations):
     rank = min(weight.shape)
     a, b = initializers.pissa(weight, rank, SCALE, iterations)
     np.testing.assert_allclose(SCALE * b @ a, weight, atol=1e-5)
-    with pytest.raises(ConfigError, match=rf"^lora_init is 'pissa' and lora_rank {rank + 1}, more than the smaller "
-                                          r"side of a weight \["):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^lora_init is 'pissa' and lora_rank {rank + 1}, more than the smaller "
+        r"side of a weight \[",
+    ):
         initializers.pissa(weight, rank + 1, SCALE, iterations)
 
 
@@ -98,10 +118,15 @@ def test_olora_is_orthonormal_and_takes_the_first_rows_of_r(weight):
         initializers.olora(weight[:16], 17, SCALE)
 
 
-@pytest.mark.parametrize("name, made", [("pissa", lambda w: initializers.pissa(w, 4, SCALE)),
-                                        ("pissa_niter_0", lambda w: initializers.pissa(w, 4, SCALE, 0)),
-                                        ("pissa_niter_7", lambda w: initializers.pissa(w, 4, SCALE, 7)),
-                                        ("olora", lambda w: initializers.olora(w, 4, SCALE))])
+@pytest.mark.parametrize(
+    "name, made",
+    [
+        ("pissa", lambda w: initializers.pissa(w, 4, SCALE)),
+        ("pissa_niter_0", lambda w: initializers.pissa(w, 4, SCALE, 0)),
+        ("pissa_niter_7", lambda w: initializers.pissa(w, 4, SCALE, 7)),
+        ("olora", lambda w: initializers.olora(w, 4, SCALE)),
+    ],
+)
 def test_a_start_by_its_name(weight, name, made):
     for one, other in zip(initializers.of_base(name, weight, 4, SCALE), made(weight)):
         assert one.tobytes() == other.tobytes()
@@ -111,8 +136,9 @@ def test_residual(weight):
     rng = np.random.default_rng(2)
     a, b = rng.normal(size=(3, weight.shape[1])), rng.normal(size=(weight.shape[0], 3))
     expected = weight.astype(np.float64) - SCALE * b @ a
-    np.testing.assert_allclose(initializers.residual(weight, a.astype(np.float32), b.astype(np.float32), SCALE), expected,
-                               atol=1e-5)
+    np.testing.assert_allclose(
+        initializers.residual(weight, a.astype(np.float32), b.astype(np.float32), SCALE), expected, atol=1e-5
+    )
 
 
 def test_orthogonal_halves_do_not_meet():
@@ -145,6 +171,7 @@ def test_loftq_by_turns():
     def best(matrix):
         u, s, vt = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
         return (u[:, :2] * s[:2]) @ vt[:2]
+
     first = best(weight - np.rint(weight))
     expected = np.rint(weight - first)
     quantized, a, b = initializers.loftq(weight, 2, np.rint, lambda q: q, 2)

@@ -1,4 +1,5 @@
 """The 4-bit NormalFloat of QLoRA: its table, its size, its error, and what it refuses."""
+
 from statistics import NormalDist
 
 import numpy as np
@@ -24,9 +25,16 @@ def blocks_of(array, columns):
 def read_back(array):
     """Returns the absmax of every block as float64, by a loop of its own."""
     rows, blocks = array.absmax.shape
-    return np.array([[float(array.offsets[(n * blocks + b) // 256])
-                      + float(array.scales[(n * blocks + b) // 256]) * int(array.absmax[n, b])
-                      for b in range(blocks)] for n in range(rows)])
+    return np.array(
+        [
+            [
+                float(array.offsets[(n * blocks + b) // 256])
+                + float(array.scales[(n * blocks + b) // 256]) * int(array.absmax[n, b])
+                for b in range(blocks)
+            ]
+            for n in range(rows)
+        ]
+    )
 
 
 def test_the_table_is_the_published_one():
@@ -59,8 +67,12 @@ def test_shapes_and_dtypes_of_the_tensors(rows, columns):
     array = quantize(normal(rows, columns))
     blocks, groups = -(-columns // 64), -(-(rows * -(-columns // 64)) // 256)
     assert array.shape == (rows, columns)
-    for part, shape, dtype in ((array.codes, (rows, blocks * 32), np.uint8), (array.absmax, (rows, blocks), np.uint8),
-                               (array.scales, (groups,), np.float32), (array.offsets, (groups,), np.float32)):
+    for part, shape, dtype in (
+        (array.codes, (rows, blocks * 32), np.uint8),
+        (array.absmax, (rows, blocks), np.uint8),
+        (array.scales, (groups,), np.float32),
+        (array.offsets, (groups,), np.float32),
+    ):
         assert part.shape == shape and part.dtype == dtype
 
 
@@ -93,7 +105,7 @@ def test_every_number_gets_the_nearest_value_and_the_error_is_bounded(rows, colu
 def test_the_error_of_normal_weights():
     weight = normal(256, 1024)
     error = dequantize(quantize(weight)) - weight
-    assert 0.088 < np.sqrt(np.mean(error ** 2)) < 0.096  # ops/nf4_linear/README.md: 9.2 %
+    assert 0.088 < np.sqrt(np.mean(error**2)) < 0.096  # ops/nf4_linear/README.md: 9.2 %
 
 
 def test_an_outlier_spoils_its_own_block_alone():
@@ -101,14 +113,14 @@ def test_an_outlier_spoils_its_own_block_alone():
     weight[3, 70] = 100
     error = np.delete((dequantize(quantize(weight)) - weight).reshape(8, 10, 64), 3, axis=0)
     # The steps of the absmax in its group grow from 0.01 to 0.4: the error from 9.2 % to this.
-    assert np.sqrt(np.mean(error ** 2)) < 0.11
+    assert np.sqrt(np.mean(error**2)) < 0.11
 
 
 @pytest.mark.parametrize("rows, columns", SHAPES)
 def test_zeros_stay_zeros_among_others(rows, columns):
     weight = normal(rows, columns)
     weight[::2] = 0
-    weight[-1, :columns // 2] = 0
+    weight[-1, : columns // 2] = 0
     array = quantize(weight)
     assert not dequantize(array)[weight == 0].any()
     codes = np.concatenate([array.codes[0] & 15, array.codes[0] >> 4])
@@ -160,8 +172,9 @@ def test_infinity_and_nan_are_refused_by_name(bad, at):
     weight[at] = bad
     with pytest.raises(QuantizationError) as error:
         quantize(weight, "layers.0.wq.weight")
-    assert str(error.value).startswith("layers.0.wq.weight holds infinity, NaN or numbers that float32 cannot hold, "
-                                       f"the first in row {at[0]}") and isinstance(error.value, LoraError)
+    assert str(error.value).startswith(
+        f"layers.0.wq.weight holds infinity, NaN or numbers that float32 cannot hold, the first in row {at[0]}"
+    ) and isinstance(error.value, LoraError)
 
 
 def test_numbers_that_float32_cannot_hold_are_refused():
@@ -169,9 +182,15 @@ def test_numbers_that_float32_cannot_hold_are_refused():
         quantize(np.full((2, 3), 1e39))
 
 
-@pytest.mark.parametrize("weight, what", [
-    (np.zeros(4, np.float32), r"float32\[4\]"), (np.zeros((2, 0), np.float32), r"float32\[2, 0\]"),
-    (np.zeros((2, 3), np.int32), r"int32\[2, 3\]"), (np.zeros((2, 3, 4), np.float32), r"float32\[2, 3, 4\]")])
+@pytest.mark.parametrize(
+    "weight, what",
+    [
+        (np.zeros(4, np.float32), r"float32\[4\]"),
+        (np.zeros((2, 0), np.float32), r"float32\[2, 0\]"),
+        (np.zeros((2, 3), np.int32), r"int32\[2, 3\]"),
+        (np.zeros((2, 3, 4), np.float32), r"float32\[2, 3, 4\]"),
+    ],
+)
 def test_what_is_no_matrix_of_floating_point_numbers_is_refused(weight, what):
     with pytest.raises(QuantizationError, match=f"w is {what}: NF4 takes a matrix of float16, float32 or float64"):
         quantize(weight, "w")

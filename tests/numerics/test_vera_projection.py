@@ -1,4 +1,5 @@
 """VeRA's random matrices: the numbers of PyTorch's generator, and their distribution."""
+
 import math
 
 import numpy as np
@@ -6,8 +7,10 @@ import numpy as np
 from mindlora.numerics.vera_projection import projection
 
 # What PyTorch draws for the key 0.
-A = [[-0.010587962344288826, 0.75864577293396, -1.1639615297317505],
-     [-1.040774941444397, -0.5446904897689819, 0.3792317807674408]]
+A = [
+    [-0.010587962344288826, 0.75864577293396, -1.1639615297317505],
+    [-1.040774941444397, -0.5446904897689819, 0.3792317807674408],
+]
 B = [[-0.03431743383407593, 1.3733248710632324], [-0.15370918810367584, 0.4583223760128021]]
 
 

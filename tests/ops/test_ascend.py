@@ -2,6 +2,7 @@
 
 Nothing is computed: this needs no NPU and shows nothing of one.
 """
+
 import copy
 import ctypes
 import json
@@ -19,12 +20,18 @@ from tests.conftest import ROOT
 
 KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write", "nf4_linear")
 # Where the sources of each kernel stand.
-FOLDERS = {"LoraDelta": "lora_delta", "LoraLinear": "lora_linear", "MultiLoraDelta": "multi_lora_delta",
-           "MultiLoraSlotWrite": "multi_lora_slot_write", "Nf4Dequantize": "nf4_dequantize"}
+FOLDERS = {
+    "LoraDelta": "lora_delta",
+    "LoraLinear": "lora_linear",
+    "MultiLoraDelta": "multi_lora_delta",
+    "MultiLoraSlotWrite": "multi_lora_slot_write",
+    "Nf4Dequantize": "nf4_dequantize",
+}
 
 
 class Context:
     """Stands for MindSpore's own, which knows the NPU."""
+
     soc = "ascend910b"
 
     @classmethod
@@ -101,10 +108,14 @@ def test_the_one_operator_without_an_ascend_kernel_is_composed_and_the_report_sa
         choices = {choice.op: (choice.path, choice.reason) for choice in backend_report().choices}
         assert set(choices) == {*KERNELS, "lora_dropout"}
         assert choices["lora_dropout"] == (
-            "composed", "it has no Ascend kernel, whether MINDLORA_BACKEND asks for one or not")
+            "composed",
+            "it has no Ascend kernel, whether MINDLORA_BACKEND asks for one or not",
+        )
         if not forced:
             assert choices["nf4_linear"] == (
-                "ascend", "Nf4Dequantize in Ascend C, from the operator package that CANN finds")
+                "ascend",
+                "Nf4Dequantize in Ascend C, from the operator package that CANN finds",
+            )
 
 
 def test_a_package_that_is_built_but_not_registered(monkeypatch, npu):
@@ -116,8 +127,12 @@ def test_a_package_that_lacks_an_operator(monkeypatch, npu):
     package = make_package(npu / "package", op_types=("LoraDelta",))
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", package)
     assert paths()["lora_delta"] == "ascend"
-    assert_out(monkeypatch, f"LoraLinear for ascend910b is in none of {package}: build the kernels with "
-                            "scripts/build_ascend.sh --soc ascend910b", ("lora_linear",))
+    assert_out(
+        monkeypatch,
+        f"LoraLinear for ascend910b is in none of {package}: build the kernels with "
+        "scripts/build_ascend.sh --soc ascend910b",
+        ("lora_linear",),
+    )
 
 
 def test_a_package_for_another_npu(monkeypatch, npu):
@@ -165,8 +180,9 @@ def test_what_mindspore_needs_besides(monkeypatch, npu):
 def made(monkeypatch, npu):
     """Lets cells with kernels be made: ops.Custom asks for the device and compiles its call against CANN's headers."""
     real = custom_ops.context.get_context
-    monkeypatch.setattr(custom_ops.context, "get_context",
-                        lambda key: "Ascend" if key == "device_target" else real(key))
+    monkeypatch.setattr(
+        custom_ops.context, "get_context", lambda key: "Ascend" if key == "device_target" else real(key)
+    )
     (npu / "include/acl").mkdir(parents=True)
     (npu / "include/acl/acl_base.h").write_text("#include <cstdint>\n")
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package"))
@@ -190,8 +206,11 @@ def test_the_call_that_mindspore_makes_of_a_kernel(made, op_type):
 
 
 def test_the_cells_hold_the_kernels(made):
-    for cell, name in ((LoraDelta(), "LoraDelta"), (MultiLoraSlotWrite(), "MultiLoraSlotWrite"),
-                       (Nf4LinearWithBias(), "Nf4Dequantize")):
+    for cell, name in (
+        (LoraDelta(), "LoraDelta"),
+        (MultiLoraSlotWrite(), "MultiLoraSlotWrite"),
+        (Nf4LinearWithBias(), "Nf4Dequantize"),
+    ):
         assert cell.path == "ascend" and isinstance(cell.kernel, ascend.AscendKernel)
         assert cell.kernel.get_attr_dict()["reg_op_name"] == name
 

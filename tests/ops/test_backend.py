@@ -1,4 +1,5 @@
 """Which path is picked, what is said of it, and that a path which is forced and cannot be had is an error."""
+
 import os
 
 import mindspore as ms
@@ -37,9 +38,11 @@ def test_the_report_in_words(mode):
     if mode == ms.GRAPH_MODE:
         assert lines[0] == f"lora_delta              cpu       graph mode on a CPU, {build.LIBRARY}"
     else:
-        assert lines[0] == ("lora_delta              composed  in PyNative a call of a custom operator costs more than "
-                            "it saves; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 "
-                            "MatMul or Mul")
+        assert lines[0] == (
+            "lora_delta              composed  in PyNative a call of a custom operator costs more than "
+            "it saves; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 "
+            "MatMul or Mul"
+        )
 
 
 @pytest.mark.parametrize("path", ["cpu", "composed"])
@@ -49,10 +52,14 @@ def test_a_path_can_be_forced(mode, monkeypatch, path):
     assert {reason.split(";")[0] for reason in reasons()} == {"MINDLORA_BACKEND asks for it"}
 
 
-@pytest.mark.parametrize("value, message", [
-    ("ascend", "MINDLORA_BACKEND is ascend, but device_target is CPU."),
-    ("CPU", "MINDLORA_BACKEND is 'CPU': it must be one of ascend, cpu, composed, or unset."),
-    ("gpu", "MINDLORA_BACKEND is 'gpu': it must be one of ascend, cpu, composed, or unset.")])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("ascend", "MINDLORA_BACKEND is ascend, but device_target is CPU."),
+        ("CPU", "MINDLORA_BACKEND is 'CPU': it must be one of ascend, cpu, composed, or unset."),
+        ("gpu", "MINDLORA_BACKEND is 'gpu': it must be one of ascend, cpu, composed, or unset."),
+    ],
+)
 def test_what_cannot_be_forced_is_an_error(mode, monkeypatch, value, message):
     monkeypatch.setenv("MINDLORA_BACKEND", value)
     for make in (backend_report, LoraDelta):

@@ -1,4 +1,5 @@
 """lora_delta on every path against its reference: values, gradients, shapes, dtypes."""
+
 import copy
 
 import mindspore as ms
@@ -19,13 +20,18 @@ ODD = [(1, 1), (37, 53), (70, 129)]
 def arrays(tokens, k, n, rank, dtype="float32"):
     """y0, x, A and B whose delta is of size 1."""
     b = normal(n, rank, seed=4, dtype=dtype)
-    return [normal(tokens, n, seed=1, dtype=dtype), normal(tokens, k, seed=2, dtype=dtype),
-            normal(rank, k, seed=3, dtype=dtype), b]
+    return [
+        normal(tokens, n, seed=1, dtype=dtype),
+        normal(tokens, k, seed=2, dtype=dtype),
+        normal(rank, k, seed=3, dtype=dtype),
+        b,
+    ]
 
 
 def native(dtype, y0, x, a, b, scale):
-    return call("LoraDelta", [(y0, dtype), (x, dtype), (a, dtype), (b, dtype), (np.float32(scale), "float32")],
-                y0.shape, dtype)
+    return call(
+        "LoraDelta", [(y0, dtype), (x, dtype), (a, dtype), (b, dtype), (np.float32(scale), "float32")], y0.shape, dtype
+    )
 
 
 def terms(x, a):
@@ -110,7 +116,8 @@ def test_gradients_are_those_of_the_reference(mode, path, reference, dtype, toke
     dy = normal(tokens, 9, seed=5, dtype=dtype)
     # As the sensitivity: a CPU has no bfloat16 product with dy.
     grads = ms.ops.GradOperation(get_all=True, sens_param=True)(LoraDelta())(
-        *[tensor(array, dtype) for array in (y0, x, a, b)], Tensor([0.5], ms.float32), tensor(dy, dtype))
+        *[tensor(array, dtype) for array in (y0, x, a, b)], Tensor([0.5], ms.float32), tensor(dy, dtype)
+    )
     expected = reference.lora_delta_grad(dy, x, a, b, 0.5)
     for grad, want, given in zip(grads, expected, (y0, x, a, b)):
         assert grad.dtype == getattr(ms, dtype) and grad.shape == given.shape
@@ -200,16 +207,21 @@ def test_non_finite_values_pass_through(isa):
     y0, x, a, b = arrays(5, 7, 9, 3)
     y0[0, 1], x[2, 3], x[3, 1] = np.nan, np.inf, np.nan
     y = native("float32", y0, x, a, b, 0.5)
-    assert (np.isfinite(y) == np.array([[row not in (2, 3) and (row, column) != (0, 1) for column in range(9)]
-                                        for row in range(5)])).all()
+    assert (
+        np.isfinite(y)
+        == np.array([[row not in (2, 3) and (row, column) != (0, 1) for column in range(9)] for row in range(5)])
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_round_to_the_nearest_even_and_keep_nan_and_infinity(isa, dtype):
     # Rank 1, A = 0: y is y0 through the conversions, over every pattern of bits.
-    bits = np.arange(2 ** 16, dtype=np.uint16)
-    y0 = bits.view(np.float16).astype(np.float32) if dtype == "float16" else (
-        bits.astype(np.uint32) << 16).view(np.float32)
+    bits = np.arange(2**16, dtype=np.uint16)
+    y0 = (
+        bits.view(np.float16).astype(np.float32)
+        if dtype == "float16"
+        else (bits.astype(np.uint32) << 16).view(np.float32)
+    )
     y0 = y0.reshape(16, -1)
     one = np.ones((16, 1), np.float32)
     y = native(dtype, y0, one, np.zeros((1, 1), np.float32), np.ones((y0.shape[1], 1), np.float32), 1.0)
@@ -224,7 +236,7 @@ def test_sixteen_bits_round_to_the_nearest_even_and_keep_nan_and_infinity(isa, d
 
 def test_float16_overflows_to_infinity_and_underflows_to_subnormals(isa):
     y0 = np.float32([[65504, 65504, -65504, 0, 0, 0]])
-    b = np.float32([[15.99], [16], [-16], [3e-8], [2.0 ** -25], [6e-8]])
+    b = np.float32([[15.99], [16], [-16], [3e-8], [2.0**-25], [6e-8]])
     b = b.astype(np.float16).astype(np.float32)
     y = native("float16", y0, np.ones((1, 1), np.float32), np.ones((1, 1), np.float32), b, 1.0)
     with np.errstate(over="ignore"):
@@ -241,12 +253,16 @@ def test_refused_dtypes(mode, path):
     assert str(error.value).startswith(f"lora_delta ({path}): y0 is Float64: it must be Float32, Float16 or BFloat16.")
 
 
-@pytest.mark.parametrize("case, message", [
-    ((5, 7, 9, 257, 257), "rank is 257: it must be 1 to 256."),
-    ((5, 7, 9, 3, 4), "the rank is 3 in one input and 4 in another."),
-    ((5, 8, 9, 3, 3), "K is 8 in one input and 7 in another."),
-    ((5, 7, 8, 3, 3), "N is 9 in one input and 8 in another."),
-    ((4, 7, 9, 3, 3), "the number of tokens is 5 in one input and 4 in another.")])
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ((5, 7, 9, 257, 257), "rank is 257: it must be 1 to 256."),
+        ((5, 7, 9, 3, 4), "the rank is 3 in one input and 4 in another."),
+        ((5, 8, 9, 3, 3), "K is 8 in one input and 7 in another."),
+        ((5, 7, 8, 3, 3), "N is 9 in one input and 8 in another."),
+        ((4, 7, 9, 3, 3), "the number of tokens is 5 in one input and 4 in another."),
+    ],
+)
 def test_refused_shapes(library, graph_mode, monkeypatch, case, message):
     refuse(monkeypatch, Net(1.0), case, message)
 
@@ -266,5 +282,6 @@ def refuse(monkeypatch, net, case, message):
 def test_a_rank_above_256_is_composed(mode, monkeypatch, reference):
     monkeypatch.setenv("MINDLORA_BACKEND", "composed")
     y0, x, a, b = arrays(5, 7, 9, 300)
-    assert_near(values(Net(0.5)(*map(Tensor, (y0, x, a, b)))), reference.lora_delta(y0, x, a, b, 0.5), "float32",
-                terms(x, a))
+    assert_near(
+        values(Net(0.5)(*map(Tensor, (y0, x, a, b)))), reference.lora_delta(y0, x, a, b, 0.5), "float32", terms(x, a)
+    )

@@ -1,4 +1,5 @@
 """lora_dropout on every path against its reference, and lora_delta over it: values, statistics, gradients, dtypes."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -12,8 +13,12 @@ SHAPES = [(0, 3), (1, 1), (3, 37), (31, 130), (512, 64)]
 
 
 def native(x, seed, rate, dtype="float32"):
-    return call("LoraDropout", [(x, dtype), (np.array([seed]), "int32"), (np.array([rate], np.float32), "float32")],
-                x.shape, dtype)
+    return call(
+        "LoraDropout",
+        [(x, dtype), (np.array([seed]), "int32"), (np.array([rate], np.float32), "float32")],
+        x.shape,
+        dtype,
+    )
 
 
 def inputs(seed, rate):
@@ -48,14 +53,14 @@ def test_the_share_is_right_and_neighbours_rows_columns_and_seeds_are_independen
     tokens, channels, rate = 1000, 512, 0.1
     kept = reference.kept(tokens, channels, 3, rate)
     deviation = (rate * (1 - rate)) ** 0.5
-    assert abs(kept.mean() - (1 - rate)) < 5 * deviation / kept.size ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 5 * deviation / kept.size**0.5
     for axis, count in ((0, tokens), (1, channels)):
-        assert abs(kept.mean(axis=axis) - (1 - rate)).max() < 5.5 * deviation / count ** 0.5
+        assert abs(kept.mean(axis=axis) - (1 - rate)).max() < 5.5 * deviation / count**0.5
     others = [kept[1:, :], kept[:, 1:], kept[2:, :], kept[:, 64:]]
     others += [reference.kept(tokens, channels, seed, rate) for seed in (4, 3 + 2**20, -3, 0x9E3779B1 + 3 - 2**32)]
     for other in others:
-        same = kept[:other.shape[0], :other.shape[1]]
-        assert abs(np.corrcoef(same.ravel(), other.ravel())[0, 1]) < 5 / other.size ** 0.5
+        same = kept[: other.shape[0], : other.shape[1]]
+        assert abs(np.corrcoef(same.ravel(), other.ravel())[0, 1]) < 5 / other.size**0.5
 
 
 def test_what_is_dropped_is_zero_even_if_it_was_not_finite(mode, path, reference):
@@ -76,8 +81,9 @@ def test_the_gradient_is_the_same_mask(mode, path, reference):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lora_delta_over_it_and_its_gradients(mode, path, reference, dtype):
     tokens, k, n, rank, scale, seed, rate = 13, 37, 21, 5, 1.7, 99, 0.25
-    y0, x, a, b = (normal(*shape, seed=i, dtype=dtype) for i, shape in
-                   enumerate([(tokens, n), (tokens, k), (rank, k), (n, rank)]))
+    y0, x, a, b = (
+        normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(tokens, n), (tokens, k), (rank, k), (n, rank)])
+    )
     dy = normal(tokens, n, seed=7, dtype=dtype)
 
     def total(y0, x, a, b, scale, dy, seed, rate):
@@ -89,16 +95,25 @@ def test_lora_delta_over_it_and_its_gradients(mode, path, reference, dtype):
     y = net(*tensors, Tensor([scale], ms.float32), *inputs(seed, rate))
     terms = 40
     assert_near(values(y), y0 + (dropped @ a.T * scale) @ b.T, dtype, terms)
-    found = ms.grad(total, (0, 1, 2, 3, 4))(*tensors, Tensor([scale], ms.float32), tensor(dy, dtype),
-                                            *inputs(seed, rate))
+    found = ms.grad(total, (0, 1, 2, 3, 4))(
+        *tensors, Tensor([scale], ms.float32), tensor(dy, dtype), *inputs(seed, rate)
+    )
     d_low = dy @ b * scale
-    expected = [dy, reference.lora_dropout(d_low @ a, seed, rate), d_low.T @ dropped,
-                dy.T @ (dropped @ a.T * scale), np.array([np.sum((dy @ b) * (dropped @ a.T))])]
+    expected = [
+        dy,
+        reference.lora_dropout(d_low @ a, seed, rate),
+        d_low.T @ dropped,
+        dy.T @ (dropped @ a.T * scale),
+        np.array([np.sum((dy @ b) * (dropped @ a.T))]),
+    ]
     for gradient, wanted in zip(found, expected):
         # What goes into the second dropout of dx is rounded too.
-        np.testing.assert_allclose(values(gradient), wanted, rtol=0,
-                                   atol={"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
-                                   * max(1, np.abs(wanted).max()))
+        np.testing.assert_allclose(
+            values(gradient),
+            wanted,
+            rtol=0,
+            atol={"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype] * max(1, np.abs(wanted).max()),
+        )
 
 
 def test_any_number_of_tokens_in_one_graph(path, reference, graph_mode):

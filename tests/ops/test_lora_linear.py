@@ -1,4 +1,5 @@
 """lora_linear on every path against its reference: values, gradients, shapes, dtypes."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ SCALE = 0.5
 
 def arrays(tokens, k, n, rank, dtype="float32"):
     """x, W, A, B and bias."""
-    return [normal(*shape, seed=seed, dtype=dtype)
-            for seed, shape in enumerate([(tokens, k), (n, k), (rank, k), (n, rank), (n,)])]
+    return [
+        normal(*shape, seed=seed, dtype=dtype)
+        for seed, shape in enumerate([(tokens, k), (n, k), (rank, k), (n, rank), (n,)])
+    ]
 
 
 def native(dtype, x, w, a, b, bias=None):
@@ -43,16 +46,21 @@ def test_the_kernel_is_the_reference(isa, reference, rank, dtype):
         for k, n in [(1, 1), (37, 53), (70, 129)] if tokens < 512 else [(37, 53)]:
             x, w, a, b, bias = arrays(tokens, k, n, rank, dtype)
             for given in (None, bias):
-                assert_near(native(dtype, x, w, a, b, given), reference.lora_linear(x, w, a, b, SCALE, given), dtype,
-                            terms(x, a))
+                assert_near(
+                    native(dtype, x, w, a, b, given),
+                    reference.lora_linear(x, w, a, b, SCALE, given),
+                    dtype,
+                    terms(x, a),
+                )
 
 
 @pytest.mark.parametrize("k, n", [(300, 260), (256, 256), (1000, 67), (64, 1025)])
 def test_the_kernel_where_several_threads_share_the_rows(isa, reference, k, n):
     for tokens in (1, 2, 4, 5, 9):
         x, w, a, b, bias = arrays(tokens, k, n, 15)
-        assert_near(native("float32", x, w, a, b, bias), reference.lora_linear(x, w, a, b, SCALE, bias), "float32",
-                    terms(x, a))
+        assert_near(
+            native("float32", x, w, a, b, bias), reference.lora_linear(x, w, a, b, SCALE, bias), "float32", terms(x, a)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,8 +99,12 @@ def test_gradients_are_those_of_the_reference(mode, path, reference, dtype, toke
     for grad, want in zip((grads[2], grads[3]), (da, db)):
         assert_near(values(grad), want, dtype, 10 * rank + tokens)
     # The two parts of dx are rounded to the dtype before they are added.
-    np.testing.assert_allclose(values(grads[0]), dx, rtol=2e-2 if dtype == "bfloat16" else 2e-3, atol=max(
-        1e-4, {"float32": 0, "float16": 2e-3, "bfloat16": 2e-2}[dtype] * np.abs(dx).max()))
+    np.testing.assert_allclose(
+        values(grads[0]),
+        dx,
+        rtol=2e-2 if dtype == "bfloat16" else 2e-3,
+        atol=max(1e-4, {"float32": 0, "float16": 2e-3, "bfloat16": 2e-2}[dtype] * np.abs(dx).max()),
+    )
     assert not values(grads[1]).any()
     dscale = np.sum((dy.astype(np.float64) @ b) * (x.astype(np.float64) @ a.T))
     np.testing.assert_allclose(values(grads[4]), dscale, rtol=1e-4, atol=1e-3)
@@ -140,10 +152,16 @@ def test_refused_dtypes(mode, path, at, name):
     assert str(error.value).startswith(f"lora_linear ({path}): {name} is Float16 and x is Float32: cast them to one")
 
 
-@pytest.mark.parametrize("at, shape, message", [
-    (1, (9, 8), "K is 7 in one input and 8 in another."), (3, (8, 3), "N is 9 in one input and 8 in another."),
-    (3, (9, 4), "the rank is 3 in one input and 4 in another."), (0, (7,), "x has 1 dimensions: it must have 2."),
-    (4, (8,), "N is 9 in one input and 8 in another.")])
+@pytest.mark.parametrize(
+    "at, shape, message",
+    [
+        (1, (9, 8), "K is 7 in one input and 8 in another."),
+        (3, (8, 3), "N is 9 in one input and 8 in another."),
+        (3, (9, 4), "the rank is 3 in one input and 4 in another."),
+        (0, (7,), "x has 1 dimensions: it must have 2."),
+        (4, (8,), "N is 9 in one input and 8 in another."),
+    ],
+)
 def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
     inputs = [Tensor(array) for array in arrays(5, 7, 9, 3)]

@@ -1,4 +1,5 @@
 """multi_lora_delta on every path against its reference: ranks in one pool, popularity of adapters, skipped rows."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -43,8 +44,14 @@ def case(tokens, kind, dtype="float32", k=K, n=N, ranks=TRUE_RANKS, max_rank=MAX
     for block, rank in zip(pool, ranks):
         block[rank:] = np.nan
     scales = np.linspace(-1, 1.5, len(ranks)).astype(np.float32)
-    return [normal(tokens, n, seed=1, dtype=dtype), normal(tokens, k, seed=2, dtype=dtype), pool, ranks, scales,
-            popularity(kind, tokens, len(ranks))]
+    return [
+        normal(tokens, n, seed=1, dtype=dtype),
+        normal(tokens, k, seed=2, dtype=dtype),
+        pool,
+        ranks,
+        scales,
+        popularity(kind, tokens, len(ranks)),
+    ]
 
 
 def native(dtype, inputs):
@@ -56,7 +63,7 @@ def tensors(dtype, inputs):
     return [tensor(array, dtype) for array in inputs[:3]] + [Tensor(array) for array in inputs[3:]]
 
 
-TERMS = MAX_RANK * K ** 0.5
+TERMS = MAX_RANK * K**0.5
 
 
 class Net(nn.Cell):
@@ -78,15 +85,21 @@ def test_the_kernel_is_the_reference(isa, reference, dtype, kind):
 @pytest.mark.parametrize("k, n", [(1, 1), (15, 17), (64, 130)])
 def test_the_kernel_at_every_rank_and_at_the_edges_of_its_vectors(isa, reference, rank, k, n):
     inputs = case(9, "distinct", "float32", k, n, np.int32([rank, 1, max(1, rank - 1)]), rank)
-    assert_near(native("float32", inputs), reference.multi_lora_delta(*inputs), "float32", 1 + rank * k ** 0.5)
+    assert_near(native("float32", inputs), reference.multi_lora_delta(*inputs), "float32", 1 + rank * k**0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_pattern_through_mindspore(mode, path, reference, dtype):
     net, (_, _, pool, ranks, scales, _) = Net(), case(1, "none", dtype)
     of = {name: getattr(ms, name) for name in (dtype, "int32", "float32")}
-    net.set_inputs(Tensor(shape=[None, N], dtype=of[dtype]), Tensor(shape=[None, K], dtype=of[dtype]),
-                   tensor(pool, dtype), Tensor(ranks), Tensor(scales), Tensor(shape=[None], dtype=ms.int32))
+    net.set_inputs(
+        Tensor(shape=[None, N], dtype=of[dtype]),
+        Tensor(shape=[None, K], dtype=of[dtype]),
+        tensor(pool, dtype),
+        Tensor(ranks),
+        Tensor(scales),
+        Tensor(shape=[None], dtype=ms.int32),
+    )
     for kind in KINDS:
         # No rows at all: MindSpore's own operators, once they met them, give wrong sums for the shapes that follow.
         for tokens in (1, 3, 31) if (path, mode) == ("composed", ms.GRAPH_MODE) else (0, 1, 3, 31):
@@ -153,11 +166,16 @@ def test_a_gradient_is_refused(mode, path):
         ms.grad(Net(), 0)(*tensors("float32", case(4, "distinct")))
 
 
-@pytest.mark.parametrize("at, dtype, message", [
-    (1, ms.float16, "x is Float16 and y0 is Float32: cast them to one dtype."),
-    (2, ms.bfloat16, "pool is BFloat16 and y0 is Float32: cast them to one dtype."),
-    (3, ms.int64, "ranks is Int64: it must be Int32."), (4, ms.float16, "scales is Float16: it must be Float32."),
-    (5, ms.int64, "indices is Int64: it must be Int32.")])
+@pytest.mark.parametrize(
+    "at, dtype, message",
+    [
+        (1, ms.float16, "x is Float16 and y0 is Float32: cast them to one dtype."),
+        (2, ms.bfloat16, "pool is BFloat16 and y0 is Float32: cast them to one dtype."),
+        (3, ms.int64, "ranks is Int64: it must be Int32."),
+        (4, ms.float16, "scales is Float16: it must be Float32."),
+        (5, ms.int64, "indices is Int64: it must be Int32."),
+    ],
+)
 def test_refused_dtypes(mode, path, at, dtype, message):
     inputs = tensors("float32", case(4, "distinct"))
     inputs[at] = inputs[at].astype(dtype)
@@ -166,12 +184,16 @@ def test_refused_dtypes(mode, path, at, dtype, message):
     assert str(error.value).startswith(f"multi_lora_delta ({path}): {message}")
 
 
-@pytest.mark.parametrize("at, shape, message", [
-    (1, (5, K), "the number of tokens is 4 in one input and 5 in another."),
-    (2, (SLOTS, MAX_RANK, K + N - 1), "K [+] N is 90 in one input and 89 in another."),
-    (2, (SLOTS, 257, K + N), "rank is 257: it must be 1 to 256."),
-    (2, (MAX_RANK, K + N), "pool has 2 dimensions: it must have 3."),
-    (4, (SLOTS - 1,), "the number of slots is 7 in one input and 6 in another.")])
+@pytest.mark.parametrize(
+    "at, shape, message",
+    [
+        (1, (5, K), "the number of tokens is 4 in one input and 5 in another."),
+        (2, (SLOTS, MAX_RANK, K + N - 1), "K [+] N is 90 in one input and 89 in another."),
+        (2, (SLOTS, 257, K + N), "rank is 257: it must be 1 to 256."),
+        (2, (MAX_RANK, K + N), "pool has 2 dimensions: it must have 3."),
+        (4, (SLOTS - 1,), "the number of slots is 7 in one input and 6 in another."),
+    ],
+)
 def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
     inputs = tensors("float32", case(4, "distinct"))

@@ -1,4 +1,5 @@
 """multi_lora_slot_write on every path against its reference, and with the operator that reads the pool."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -77,8 +78,14 @@ def test_the_kernel_writes_the_rows_of_the_adapter_and_no_more(reference, dtype)
     ranks, scales, packed = np.int32([1, 2, 0, 16]), np.float32([1, 2, 3, 4]), normal(13, K + N, seed=1, dtype=dtype)
     expected = [pool.copy(), ranks.copy(), scales.copy()]
     reference.multi_lora_slot_write(*expected, 2, packed, 0.5)
-    inputs = [(pool, dtype), (ranks, "int32"), (scales, "float32"), (np.int32([2]), "int32"), (packed, dtype),
-              (np.float32(0.5), "float32")]
+    inputs = [
+        (pool, dtype),
+        (ranks, "int32"),
+        (scales, "float32"),
+        (np.int32([2]), "int32"),
+        (packed, dtype),
+        (np.float32(0.5), "float32"),
+    ]
     *written, out = call("MultiLoraSlotWrite", inputs, (1,), "int32", in_place=3)
     for actual, wanted in zip(written, expected):
         np.testing.assert_array_equal(actual, wanted)
@@ -100,8 +107,9 @@ def test_what_was_written_is_what_is_computed_with(mode, path):
     for number in (2, 1):
         a, b = normal(13, K, seed=10 + number), normal(N, 13, seed=20 + number)
         packed = pack_adapter(Tensor(a), Tensor(b))
-        before, after = net(Tensor(y0), Tensor(x), Tensor(np.int32([0, 1, 2, 3])), slot(number), packed,
-                            Tensor(0.5, ms.float32))
+        before, after = net(
+            Tensor(y0), Tensor(x), Tensor(np.int32([0, 1, 2, 3])), slot(number), packed, Tensor(0.5, ms.float32)
+        )
         before, after = values(before), values(after)
         assert ((before != after).any(axis=1) == (np.arange(4) == number)).all()
         np.testing.assert_allclose(after[number], y0[number] + 0.5 * (x[number] @ a.T) @ b.T, rtol=1e-4, atol=1e-4)

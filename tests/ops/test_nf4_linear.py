@@ -1,4 +1,5 @@
 """nf4_linear on every path against its reference: values, gradients, shapes, dtypes."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -43,8 +44,9 @@ def test_the_kernel_is_the_reference(isa, reference, k, n, dtype):
     for tokens in TOKENS:
         x = normal(tokens, k, dtype=dtype)
         for given in (None, bias):
-            assert_near(native("Nf4Linear", dtype, x, parts, n, given), reference.nf4_linear(x, *parts, given), dtype,
-                        k + 1)
+            assert_near(
+                native("Nf4Linear", dtype, x, parts, n, given), reference.nf4_linear(x, *parts, given), dtype, k + 1
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,13 +68,22 @@ def test_the_kernel_where_several_threads_and_tiles_share_the_weight(isa, refere
     parts, bias = weight(n, k), normal(n, seed=4)
     for tokens in (1, 2, 5, 9, 70):
         x, dy = normal(tokens, k), normal(tokens, n, seed=9)
-        assert_near(native("Nf4Linear", "float32", x, parts, n, bias), reference.nf4_linear(x, *parts, bias),
-                    "float32", k)
+        assert_near(
+            native("Nf4Linear", "float32", x, parts, n, bias), reference.nf4_linear(x, *parts, bias), "float32", k
+        )
         padded = -(-k // 64) * 64
-        assert_near(native("Nf4LinearGrad", "float32", dy, parts, padded),
-                    reference.nf4_linear_grad(dy, *parts, padded)[0], "float32", n)
-        assert_near(native("Nf4LinearGradLike", "float32", dy, parts, k, x),
-                    reference.nf4_linear_grad(dy, *parts, k)[0], "float32", n)
+        assert_near(
+            native("Nf4LinearGrad", "float32", dy, parts, padded),
+            reference.nf4_linear_grad(dy, *parts, padded)[0],
+            "float32",
+            n,
+        )
+        assert_near(
+            native("Nf4LinearGradLike", "float32", dy, parts, k, x),
+            reference.nf4_linear_grad(dy, *parts, k)[0],
+            "float32",
+            n,
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -83,15 +94,19 @@ def test_every_code_and_every_absmax_is_read(isa, reference, tokens):
     parts = [codes, absmax, np.array([0.01, 0.003], np.float32), np.array([0.1, 2.0], np.float32)]
     for row in range(0, 1024, 64):
         x = np.zeros((tokens, 1024), np.float32)
-        x[:, row:row + 64] = normal(tokens, 64)
+        x[:, row : row + 64] = normal(tokens, 64)
         assert_near(native("Nf4Linear", "float32", x, parts, 24), reference.nf4_linear(x, *parts), "float32", 200)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_tokens_through_mindspore(mode, path, reference, dtype):
     net, of = Net(), getattr(ms, dtype)
-    net.set_inputs(Tensor(shape=[None, None], dtype=of), *[Tensor(shape=[None, None], dtype=ms.uint8)] * 2,
-                   *[Tensor(shape=[None], dtype=ms.float32)] * 2, Tensor(shape=[None], dtype=of))
+    net.set_inputs(
+        Tensor(shape=[None, None], dtype=of),
+        *[Tensor(shape=[None, None], dtype=ms.uint8)] * 2,
+        *[Tensor(shape=[None], dtype=ms.float32)] * 2,
+        Tensor(shape=[None], dtype=of),
+    )
     for k, n in SHAPES:
         parts, bias = weight(n, k), normal(n, seed=4, dtype=dtype)
         for tokens in (0, 1, 3, 8, 31, 512):
@@ -144,8 +159,12 @@ class Gradient(nn.Cell):
 @pytest.mark.parametrize("known", [True, False])
 def test_gradients_with_a_number_of_tokens_that_is_not_known(mode, path, reference, k, known):
     net, parts, bias = Gradient(), weight(33, k), normal(33, seed=4)
-    net.set_inputs(Tensor(shape=[None, k if known else None], dtype=ms.float32), *map(Tensor, parts), Tensor(bias),
-                   Tensor(shape=[None, 33], dtype=ms.float32))
+    net.set_inputs(
+        Tensor(shape=[None, k if known else None], dtype=ms.float32),
+        *map(Tensor, parts),
+        Tensor(bias),
+        Tensor(shape=[None, 33], dtype=ms.float32),
+    )
     for tokens in (3, 31, 0, 1):
         x, dy = normal(tokens, k), normal(tokens, 33, seed=9)
         dx = net(*tensors("float32", x, parts, bias, dy))
@@ -189,13 +208,17 @@ def test_the_path_that_is_picked(mode, library, monkeypatch):
     assert Nf4Linear().choice.path == "cpu" and "4-bit weights in one pass" in Nf4Linear().choice.reason
 
 
-@pytest.mark.parametrize("at, dtype, message", [
-    (0, ms.int32, "x is Int32: it must be Float32, Float16 or BFloat16."),
-    (1, ms.int32, "codes is Int32: it must be UInt8, as quantize makes it."),
-    (2, ms.float32, "absmax is Float32: it must be UInt8, as quantize makes it."),
-    (3, ms.float16, "scales is Float16: it must be Float32, as quantize makes it."),
-    (4, ms.float16, "offsets is Float16: it must be Float32, as quantize makes it."),
-    (5, ms.float16, "bias is Float16 and x is Float32: cast them to one dtype.")])
+@pytest.mark.parametrize(
+    "at, dtype, message",
+    [
+        (0, ms.int32, "x is Int32: it must be Float32, Float16 or BFloat16."),
+        (1, ms.int32, "codes is Int32: it must be UInt8, as quantize makes it."),
+        (2, ms.float32, "absmax is Float32: it must be UInt8, as quantize makes it."),
+        (3, ms.float16, "scales is Float16: it must be Float32, as quantize makes it."),
+        (4, ms.float16, "offsets is Float16: it must be Float32, as quantize makes it."),
+        (5, ms.float16, "bias is Float16 and x is Float32: cast them to one dtype."),
+    ],
+)
 def test_refused_dtypes(mode, path, at, dtype, message):
     inputs = tensors("float32", normal(5, 7), weight(9, 7), normal(9))
     inputs[at] = inputs[at].astype(dtype)
@@ -205,12 +228,18 @@ def test_refused_dtypes(mode, path, at, dtype, message):
 
 
 @pytest.mark.skipif(PATHS[0] != "cpu", reason="MatMul refuses x in words of its own")
-@pytest.mark.parametrize("at, shape, message", [
-    (0, (5, 65), "the number of blocks of a row is 2 in one input and 1 in another."),
-    (0, (7,), "x has 1 dimensions: it must have 2."), (1, (9, 64), "the number of blocks of a row is 2 in one"),
-    (1, (8, 32), "N is 8 in one input and 9 in another."), (3, (2,), "the number of groups is 1 in one input and 2 in"),
-    (4, (2,), "the number of groups is 1 in one input and 2 in another."),
-    (5, (8,), "N is 9 in one input and 8 in another.")])
+@pytest.mark.parametrize(
+    "at, shape, message",
+    [
+        (0, (5, 65), "the number of blocks of a row is 2 in one input and 1 in another."),
+        (0, (7,), "x has 1 dimensions: it must have 2."),
+        (1, (9, 64), "the number of blocks of a row is 2 in one"),
+        (1, (8, 32), "N is 8 in one input and 9 in another."),
+        (3, (2,), "the number of groups is 1 in one input and 2 in"),
+        (4, (2,), "the number of groups is 1 in one input and 2 in another."),
+        (5, (8,), "N is 9 in one input and 8 in another."),
+    ],
+)
 def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
     inputs = tensors("float32", normal(5, 7), weight(9, 7), normal(9))

@@ -2,6 +2,7 @@
 
 Nothing here runs on an NPU. The kernel itself: tests/ops/ascendc/test_nf4_dequantize.py.
 """
+
 import glob
 import importlib
 import re
@@ -54,9 +55,14 @@ def _kernel(library, monkeypatch):
 
 def tensors(dtype, k, n, *more):
     array = quantize(normal(n, k, seed=1))
-    return ([tensor(more[0], dtype), *map(Tensor, (array.codes, array.absmax, array.scales, array.offsets)),
-             *(tensor(values_, dtype) for values_ in more[1:])],
-            [array.codes, array.absmax, array.scales, array.offsets])
+    return (
+        [
+            tensor(more[0], dtype),
+            *map(Tensor, (array.codes, array.absmax, array.scales, array.offsets)),
+            *(tensor(values_, dtype) for values_ in more[1:]),
+        ],
+        [array.codes, array.absmax, array.scales, array.offsets],
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,8 +126,11 @@ class Gradient(nn.Cell):
 def test_shapes_that_are_not_known(mode, reference, k, known):
     net = Gradient()
     inputs, parts = tensors("float32", k, 33, normal(3, k))
-    net.set_inputs(Tensor(shape=[None, k if known else None], dtype=ms.float32), *inputs[1:],
-                   Tensor(shape=[None, 33], dtype=ms.float32))
+    net.set_inputs(
+        Tensor(shape=[None, k if known else None], dtype=ms.float32),
+        *inputs[1:],
+        Tensor(shape=[None, 33], dtype=ms.float32),
+    )
     for tokens in (3, 31, 1):
         dy = normal(tokens, 33, seed=9)
         dx = net(tensor(normal(tokens, k), "float32"), *inputs[1:], tensor(dy, "float32"))
@@ -146,7 +155,8 @@ class Trained(nn.Cell):
         super().__init__()
         inputs, _ = tensors("float32", k, 64, normal(1, k))
         self.codes, self.absmax, self.scales, self.offsets = (
-            Parameter(value, name=f"part{i}", requires_grad=False) for i, value in enumerate(inputs[1:]))
+            Parameter(value, name=f"part{i}", requires_grad=False) for i, value in enumerate(inputs[1:])
+        )
         self.linear = Nf4Linear()
 
     def construct(self, x):
@@ -172,7 +182,7 @@ def test_the_backward_decodes_again_and_keeps_no_weight(tmp_path, k):
         Step(k)(Tensor(normal(3, k)))
     finally:
         ms.set_context(save_graphs=0)
-    graph, = glob.glob(f"{tmp_path}/**/*_validate_*.ir", recursive=True)
+    (graph,) = glob.glob(f"{tmp_path}/**/*_validate_*.ir", recursive=True)
     with open(graph, encoding="utf-8") as file:
         # Each decoding looks up low and high halves.
         assert len(re.findall(r"= \w*Gather\(", file.read())) == 4
@@ -191,8 +201,13 @@ class ShapeOfKernel(nn.Cell):
 
 
 def parts_of(like, codes, absmax, groups, offsets=None):
-    return [Tensor(np.zeros(like, np.float16)), Tensor(np.zeros(codes, np.uint8)), Tensor(np.zeros(absmax, np.uint8)),
-            Tensor(np.zeros(groups, np.float32)), Tensor(np.zeros(groups if offsets is None else offsets, np.float32))]
+    return [
+        Tensor(np.zeros(like, np.float16)),
+        Tensor(np.zeros(codes, np.uint8)),
+        Tensor(np.zeros(absmax, np.uint8)),
+        Tensor(np.zeros(groups, np.float32)),
+        Tensor(np.zeros(groups if offsets is None else offsets, np.float32)),
+    ]
 
 
 @pytest.mark.parametrize("like, columns", [((3, 100), 100), ((1, 65), 65), ((5, 128), 128), ((1,), 128), ((77,), 128)])
@@ -202,14 +217,18 @@ def test_the_shape_of_w_is_inferred(like, columns):
     assert tuple(shape) == (9, columns) and dtype == ms.float16
 
 
-@pytest.mark.parametrize("parts, message", [
-    (((3, 129), (9, 64), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
-    (((3, 64), (9, 64), (9, 2), (1,)), "the number of blocks of a row is 1 in one input and 2 in another"),
-    (((3, 1, 64), (9, 64), (9, 2), (1,)), "x has 3 dimensions: it must have 2"),
-    (((1,), (9, 65), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
-    (((1,), (8, 64), (9, 2), (1,)), "N is 8 in one input and 9 in another"),
-    (((1,), (9, 64), (9, 2), (2,)), "the number of groups is 1 in one input and 2 in another"),
-    (((1,), (9, 64), (9, 2), (1,), (2,)), "the number of groups is 1 in one input and 2 in another")])
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        (((3, 129), (9, 64), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
+        (((3, 64), (9, 64), (9, 2), (1,)), "the number of blocks of a row is 1 in one input and 2 in another"),
+        (((3, 1, 64), (9, 64), (9, 2), (1,)), "x has 3 dimensions: it must have 2"),
+        (((1,), (9, 65), (9, 2), (1,)), "the number of blocks of a row is 3 in one input and 2 in another"),
+        (((1,), (8, 64), (9, 2), (1,)), "N is 8 in one input and 9 in another"),
+        (((1,), (9, 64), (9, 2), (2,)), "the number of groups is 1 in one input and 2 in another"),
+        (((1,), (9, 64), (9, 2), (1,), (2,)), "the number of groups is 1 in one input and 2 in another"),
+    ],
+)
 def test_shapes_that_do_not_fit_are_refused(parts, message):
     ms.set_context(mode=ms.GRAPH_MODE)
     with pytest.raises(RuntimeError, match=f"mindlora nf4_dequantize: {message}"):

@@ -2,6 +2,7 @@
 
 Without the environment in which PEFT stands, the tests are skipped; on CI they fail, so that no run passes unjudged.
 """
+
 import os
 import types
 
@@ -19,8 +20,10 @@ def peer(tmp_path_factory):
     """PEFT's process; its methods are the verbs of peft_side.py."""
     python = os.environ.get("MINDLORA_PEERS_PYTHON")
     if not python:
-        reason = ("MINDLORA_PEERS_PYTHON names no Python with PEFT: `bash scripts/test.sh tests/peers` makes its "
-                  "environment and sets it.")
+        reason = (
+            "MINDLORA_PEERS_PYTHON names no Python with PEFT: `bash scripts/test.sh tests/peers` makes its "
+            "environment and sets it."
+        )
         if os.environ.get("CI", "").lower() in ("1", "true"):
             pytest.fail(reason)
         pytest.skip(reason)
@@ -43,13 +46,15 @@ def made(peer, tmp_path_factory):
         peer.make_model(folder=folder / name, seed=index, shard_size=shard_size, **config)
     for index, (name, case) in enumerate(cases.ADAPTERS.items()):
         result.adapters[name] = folder / "adapters" / name
-        peer.make_adapter(folder=result.adapters[name], seed=100 + index,
-                          **{**case, "model": result.models[case["model"]]})
+        peer.make_adapter(
+            folder=result.adapters[name], seed=100 + index, **{**case, "model": result.models[case["model"]]}
+        )
         result.safetensors[name] = result.adapters[name]
         if not case["safetensors"]:
             result.safetensors[name] = folder / "safetensors" / name
-            peer.save_again(model=result.models[case["model"]], adapter=result.adapters[name],
-                            folder=result.safetensors[name])
+            peer.save_again(
+                model=result.models[case["model"]], adapter=result.adapters[name], folder=result.safetensors[name]
+            )
     return result
 
 
@@ -65,6 +70,7 @@ def peft_logits(peer, made, tmp_path_factory):
             peer.logits(model=made.models[model], ids=made.ids.tolist(), path=path, adapter=adapter)
             known[key] = np.load(path)
         return known[key]
+
     return compute
 
 
@@ -75,6 +81,7 @@ def checkpoints(made, tmp_path_factory):
     ``tied`` is whether lm_head.weight is left out, by default where the model's embeddings are tied.
     """
     from mindlora.base.convert import convert_base
+
     folder = tmp_path_factory.mktemp("checkpoints")
 
     def convert(model, concat=False, tied=None):
@@ -84,6 +91,7 @@ def checkpoints(made, tmp_path_factory):
         if not path.exists():
             convert_base(str(made.models[model]), str(path), "hf", "mindformers", concat=concat, tied=tied)
         return path
+
     return convert
 
 
@@ -101,6 +109,7 @@ def make_network(made, checkpoints, make_llama):
         missing, unexpected = ms.load_param_into_net(network, weights)
         assert not missing and not unexpected
         return network.set_train(False)
+
     return make
 
 
@@ -116,14 +125,19 @@ def logits_of(made):
         logits = network(ms.Tensor(made.ids))[0].asnumpy()
         ms.set_context(mode=before)
         return logits
+
     return compute
 
 
 def llama_keys(folder):
     """Returns MindFormers' LlamaConfig keys for a model of transformers."""
     config = read_json(folder, "config.json")
-    return {"seq_length": TOKENS, "num_layers": config["num_hidden_layers"], "num_heads": config["num_attention_heads"],
-            "n_kv_heads": config["num_key_value_heads"], "rms_norm_eps": config["rms_norm_eps"],
-            "theta": config["rope_parameters"]["rope_theta"],
-            **{key: config[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings")}}
-
+    return {
+        "seq_length": TOKENS,
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "theta": config["rope_parameters"]["rope_theta"],
+        **{key: config[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings")},
+    }

@@ -1,4 +1,5 @@
 """combine_adapters against PEFT's add_weighted_adapter, on adapters that PEFT made."""
+
 import numpy as np
 import pytest
 
@@ -15,9 +16,15 @@ ANY_RANK = [*SAME_RANK, "combine-3"]
 FACTORS = [
     *((SAME_RANK, weights, {"method": "linear"}) for weights in ([0.7, 0.3], [1.5, -0.5], [-1.0, -0.25])),
     (["combine-2", "rslora"], [0.4, 1.1], {"method": "linear"}),
-    *((SAME_RANK, weights, {"method": "ties", "density": density, "majority_sign": sign})
-      for weights, density, sign in (([0.7, 0.3], 0.5, "total"), ([0.7, 0.3], 0.5, "frequency"),
-                                     ([1.2, -0.4], 0.3, "total"), ([1.2, -0.4], 1.0, "frequency"))),
+    *(
+        (SAME_RANK, weights, {"method": "ties", "density": density, "majority_sign": sign})
+        for weights, density, sign in (
+            ([0.7, 0.3], 0.5, "total"),
+            ([0.7, 0.3], 0.5, "frequency"),
+            ([1.2, -0.4], 0.3, "total"),
+            ([1.2, -0.4], 1.0, "frequency"),
+        )
+    ),
     (SAME_RANK, [0.6, -0.9], {"method": "magnitude_prune", "density": 0.4}),
     (SAME_RANK, [0.6, -0.9], {"method": "dare_linear", "density": 1.0}),
     (SAME_RANK, [0.6, 0.9], {"method": "dare_ties", "density": 1.0}),
@@ -46,24 +53,31 @@ def label(value):
 @pytest.fixture
 def both(peer, made, tmp_path):
     """Returns a function: key -> tensor of mindlora's and of PEFT's combination."""
+
     def combine(adapters, weights, options):
-        combined = combine_adapters([adapter_files.read(str(made.adapters[name])) for name in adapters], weights,
-                                    **options)
+        combined = combine_adapters(
+            [adapter_files.read(str(made.adapters[name])) for name in adapters], weights, **options
+        )
         # mindlora's has a scale of 1 throughout.
         assert all(combined.scale(path) == 1 for path in combined.paths)
         renamed = {"method": "combination_type", "majority_sign": "majority_sign_method"}
-        scalings = peer.combine(model=made.models["plain"], adapters=[str(made.adapters[name]) for name in adapters],
-                                folder=tmp_path / "combined", weights=weights,
-                                **{renamed.get(key, key): value for key, value in options.items()})
+        scalings = peer.combine(
+            model=made.models["plain"],
+            adapters=[str(made.adapters[name]) for name in adapters],
+            folder=tmp_path / "combined",
+            weights=weights,
+            **{renamed.get(key, key): value for key, value in options.items()},
+        )
         theirs = arrays(tmp_path / "combined" / "tensors.safetensors")
         # With rsLoRA first, PEFT scales its result by sqrt(r), which the adapters it came from do not say: a slip of
         # PEFT's, which mindlora does not repeat. The tensors are compared without it.
         rank = max(tensor.shape[0] for key, tensor in theirs.items() if "lora_A" in key)
-        assert scalings == [pytest.approx(rank ** 0.5 if adapters[0] == "rslora" else 1)]
+        assert scalings == [pytest.approx(rank**0.5 if adapters[0] == "rslora" else 1)]
         ours = {peft.tensor_key(*place): tensor for place, tensor in combined.tensors.items()}
         assert set(ours) == set(theirs)
         assert all(tensor.dtype == np.float32 for tensor in ours.values())
         return ours, theirs
+
     return combine
 
 
@@ -100,6 +114,7 @@ def test_peft_loads_the_combination(method, made, make_network, logits_of, peft_
     assert np.abs(theirs - peft_logits("plain")).max() > 0.1
     np.testing.assert_allclose(logits_of(network), theirs, rtol=0, atol=2e-5)
     for path in combined.paths:
-        expected = sum(weight * adapter.delta(path) for weight, adapter in zip([0.5, -0.8, 2.0], adapters)
-                       if path in adapter.paths)
+        expected = sum(
+            weight * adapter.delta(path) for weight, adapter in zip([0.5, -0.8, 2.0], adapters) if path in adapter.paths
+        )
         np.testing.assert_allclose(combined.delta(path), expected, rtol=0, atol=2e-6, err_msg=path)

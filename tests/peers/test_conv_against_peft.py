@@ -1,4 +1,5 @@
 """LoRA on a convolution against PEFT's: outputs, gradients, the file, and the merged weight."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -43,9 +44,12 @@ def test_a_convolution_is_peft_s(name, use_rslora, mode, peer, tmp_path):
         tensors[part] = rng.normal(size=parameter.shape).astype(np.float32)
         parameter.set_data(Tensor(tensors[part]))
     save_file(tensors, tmp_path / "tensors")
-    peer.convolve(tensors=tmp_path / "tensors", folder=tmp_path / "theirs",
-                  conv={"sizes": [IN, OUT, kernel], **theirs},
-                  config={"r": RANK, "lora_alpha": 3, "use_rslora": use_rslora})
+    peer.convolve(
+        tensors=tmp_path / "tensors",
+        folder=tmp_path / "theirs",
+        conv={"sizes": [IN, OUT, kernel], **theirs},
+        config={"r": RANK, "lora_alpha": 3, "use_rslora": use_rslora},
+    )
     expected = arrays(tmp_path / "theirs" / "found")
 
     def assert_close(found, part):
@@ -58,8 +62,10 @@ def test_a_convolution_is_peft_s(name, use_rslora, mode, peer, tmp_path):
     save_lora(network, str(tmp_path / "ours"))
     assert stored(tmp_path / "ours" / cases.WEIGHTS) == stored(tmp_path / "theirs" / cases.WEIGHTS)
     for field in ("r", "lora_alpha", "use_rslora", "target_modules"):
-        assert (read_json(tmp_path, "ours", "adapter_config.json")[field]
-                == read_json(tmp_path, "theirs", "adapter_config.json")[field])
+        assert (
+            read_json(tmp_path, "ours", "adapter_config.json")[field]
+            == read_json(tmp_path, "theirs", "adapter_config.json")[field]
+        )
     other = Vision(kernel, **ours)
     for parameter, value in ((other.patch.weight, "weight"), (other.patch.bias, "bias")):
         parameter.set_data(Tensor(tensors[value]))

@@ -1,4 +1,5 @@
 """Files alone: PEFT's adapters into other forms and back, bit for bit, and PEFT takes what comes out."""
+
 import pytest
 
 from mindlora.adapters import files as adapter_files
@@ -29,8 +30,10 @@ def test_read_as_peft_means_it(name, peer, made):
     """Rank, alpha and scale of each cell are those that PEFT resolves from the same configuration."""
     adapter = read(name, made)
     described = peer.describe(model=made.models[cases.ADAPTERS[name]["model"]], adapter=made.adapters[name])
-    assert {names.to_hugging_face(path): [adapter.rank(path), adapter.alphas[path], pytest.approx(adapter.scale(path))]
-            for path in adapter.paths} == described
+    assert {
+        names.to_hugging_face(path): [adapter.rank(path), adapter.alphas[path], pytest.approx(adapter.scale(path))]
+        for path in adapter.paths
+    } == described
     assert adapter.dropout == 0.1  # in all cases
     assert adapter.use_rslora == cases.ADAPTERS[name]["config"].get("use_rslora", False)
 
@@ -61,8 +64,15 @@ def test_base_is_bit_equal(model, made, checkpoints):
 @pytest.mark.parametrize("model", cases.MODELS)
 def test_base_goes_back(model, concat, made, checkpoints, tmp_path):
     sizes = cases.MODELS[model][1]
-    convert_base(str(checkpoints(model, concat)), str(tmp_path / "again"), "mindformers", "hf", tied=model == "tied",
-                 heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"])
+    convert_base(
+        str(checkpoints(model, concat)),
+        str(tmp_path / "again"),
+        "mindformers",
+        "hf",
+        tied=model == "tied",
+        heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_key_value_heads"],
+    )
     assert weights_of(tmp_path / "again") == weights_of(made.models[model])
 
 

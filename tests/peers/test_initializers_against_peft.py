@@ -1,4 +1,5 @@
 """Starts of A and B as PEFT makes them on the same weights; and adapters that were trained from them, both ways."""
+
 import numpy as np
 import pytest
 
@@ -14,19 +15,30 @@ STARTS = ["pissa", "olora", "pissa_niter_16"]
 # PEFT's keys and ours.
 CONFIGS = {
     "plain": ({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}, {}),
-    "rslora": ({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
-               {"use_rslora": True}),
-    "patterns": ({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
-                  "rank_pattern": {"v_proj": 8}, "alpha_pattern": {"q_proj": 3}},
-                 {"rank_pattern": {"wv": 8}, "alpha_pattern": {"wq": 3}}),
+    "rslora": (
+        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+        {"use_rslora": True},
+    ),
+    "patterns": (
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "rank_pattern": {"v_proj": 8},
+            "alpha_pattern": {"q_proj": 3},
+        },
+        {"rank_pattern": {"wv": 8}, "alpha_pattern": {"wq": 3}},
+    ),
 }
 
 
 def started(make_network, start, kind):
     """Returns MindFormers' network with adapters that were started."""
     network = make_network(MODEL)
-    apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start,
-                                   **CONFIGS[kind][1]))
+    apply_lora(
+        network,
+        LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start, **CONFIGS[kind][1]),
+    )
     freeze_base(network)
     initialize_adapters(network)
     return network
@@ -34,19 +46,33 @@ def started(make_network, start, kind):
 
 def layers(network):
     """Returns Hugging Face name -> (A, B, W, scale)."""
-    return {names.to_hugging_face(path): (*(p.asnumpy() for p in (*cell.lora_parameters(), cell.weight)), cell.scale)
-            for path, cell in tree.lora_cells(network)}
+    return {
+        names.to_hugging_face(path): (*(p.asnumpy() for p in (*cell.lora_parameters(), cell.weight)), cell.scale)
+        for path, cell in tree.lora_cells(network)
+    }
 
 
 @pytest.fixture
 def peft_layers(peer, made, tmp_path):
     """Returns a function: the layers as PEFT starts them."""
+
     def make(start, kind="plain"):
-        peer.start_layers(model=made.models[MODEL], config={**CONFIGS[kind][0], "init_lora_weights": start},
-                          path=tmp_path / "layers.safetensors")
+        peer.start_layers(
+            model=made.models[MODEL],
+            config={**CONFIGS[kind][0], "init_lora_weights": start},
+            path=tmp_path / "layers.safetensors",
+        )
         found = arrays(tmp_path / "layers.safetensors")
-        return {key[:-2]: (found[key], *(found[f"{key[:-2]}.{part}"] for part in ("B", "W")),
-                           float(found[f"{key[:-2]}.scale"][0])) for key in found if key.endswith(".A")}
+        return {
+            key[:-2]: (
+                found[key],
+                *(found[f"{key[:-2]}.{part}"] for part in ("B", "W")),
+                float(found[f"{key[:-2]}.scale"][0]),
+            )
+            for key in found
+            if key.endswith(".A")
+        }
+
     return make
 
 
@@ -70,8 +96,11 @@ def test_the_same_pairs_and_bases(start, kind, make_network, peft_layers):
 @pytest.mark.parametrize("iterations", [0, 2, 16])
 def test_the_randomized_decomposition_takes_as_much_of_the_base(iterations, make_network, peft_layers):
     """They look at random directions, ours at a few more; the exact one takes the most that there is to take."""
-    ours, theirs, exact = (layers(started(make_network, f"pissa_niter_{iterations}", "plain")),
-                           peft_layers(f"pissa_niter_{iterations}"), peft_layers("pissa"))
+    ours, theirs, exact = (
+        layers(started(make_network, f"pissa_niter_{iterations}", "plain")),
+        peft_layers(f"pissa_niter_{iterations}"),
+        peft_layers("pissa"),
+    )
     for name in theirs:
         left, their_left, least = (np.linalg.norm(found[name][2]) for found in (ours, theirs, exact))
         assert least * 0.9999 < left < their_left * 1.01
@@ -79,8 +108,9 @@ def test_the_randomized_decomposition_takes_as_much_of_the_base(iterations, make
 
 @pytest.mark.parametrize("start", ["gaussian", "orthogonal"])
 def test_the_same_statistics(start, make_network, peft_layers):
-    ours, theirs = (list(found.values()) for found in (layers(started(make_network, start, "plain")),
-                                                        peft_layers(start)))
+    ours, theirs = (
+        list(found.values()) for found in (layers(started(make_network, start, "plain")), peft_layers(start))
+    )
     for half in range(2):
         deviations = [np.concatenate([layer[half].ravel() for layer in found]).std() for found in (ours, theirs)]
         assert deviations[0] == pytest.approx(deviations[1], rel=0.25)
@@ -91,8 +121,9 @@ def test_the_same_statistics(start, make_network, peft_layers):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("start", [*STARTS, "gaussian", "orthogonal"])
-def test_peft_takes_what_was_trained_here_on_the_base_as_it_is(start, kind, make_network, logits_of, peft_logits,
-                                                               tmp_path):
+def test_peft_takes_what_was_trained_here_on_the_base_as_it_is(
+    start, kind, make_network, logits_of, peft_logits, tmp_path
+):
     network = started(make_network, start, kind)
     np.testing.assert_allclose(logits_of(network), peft_logits(MODEL), rtol=0, atol=2e-5)
     rng = np.random.default_rng(3)
@@ -110,8 +141,13 @@ def test_peft_takes_what_was_trained_here_on_the_base_as_it_is(start, kind, make
 @pytest.mark.parametrize("kind", ["plain", "rslora"])
 @pytest.mark.parametrize("start", STARTS)
 def test_what_peft_converts_is_the_same_here(start, kind, peer, made, make_network, logits_of, tmp_path):
-    peer.train_from_start(model=made.models[MODEL], config={**CONFIGS[kind][0], "init_lora_weights": start},
-                          folder=str(tmp_path / "theirs"), ids=made.ids.tolist(), path=str(tmp_path / "logits.npy"))
+    peer.train_from_start(
+        model=made.models[MODEL],
+        config={**CONFIGS[kind][0], "init_lora_weights": start},
+        folder=str(tmp_path / "theirs"),
+        ids=made.ids.tolist(),
+        path=str(tmp_path / "logits.npy"),
+    )
     network = make_network(MODEL)
     load_lora(network, str(tmp_path / "theirs"))
     np.testing.assert_allclose(logits_of(network), np.load(tmp_path / "logits.npy"), rtol=0, atol=2e-5)
@@ -124,18 +160,22 @@ DORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_pr
 def test_dora_from_another_start(start, peer, made, make_network, logits_of, peft_logits, tmp_path):
     """The magnitudes are the norms of the base as it was, and what was trained is a DoRA on that base."""
     network = make_network(MODEL)
-    apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start,
-                                   use_dora=True))
+    apply_lora(
+        network,
+        LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start, use_dora=True),
+    )
     freeze_base(network)
     initialize_adapters(network)
     network.set_train()
-    peer.start_layers(model=made.models[MODEL], config={**DORA, "init_lora_weights": start},
-                      path=tmp_path / "layers.safetensors")
+    peer.start_layers(
+        model=made.models[MODEL], config={**DORA, "init_lora_weights": start}, path=tmp_path / "layers.safetensors"
+    )
     theirs = arrays(tmp_path / "layers.safetensors")
     for path, cell in tree.lora_cells(network):
         name = names.to_hugging_face(path)
-        np.testing.assert_allclose(cell.mindpet_delta_lora_magnitude.asnumpy(), theirs[f"{name}.magnitude"],
-                                   rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            cell.mindpet_delta_lora_magnitude.asnumpy(), theirs[f"{name}.magnitude"], rtol=0, atol=2e-5
+        )
         if start in STARTS:
             np.testing.assert_allclose(cell.weight.asnumpy(), theirs[f"{name}.W"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(logits_of(network), peft_logits(MODEL), rtol=0, atol=2e-5)
@@ -155,7 +195,12 @@ def test_dora_from_another_start(start, peer, made, make_network, logits_of, pef
 @pytest.mark.parametrize("start", STARTS)
 def test_a_dora_that_peft_converted_lacks_its_magnitudes(start, peer, made, make_network, tmp_path):
     """PEFT's conversion drops them, so that no reader could know the sizes of the rows; it is said and not guessed."""
-    peer.train_from_start(model=made.models[MODEL], config={**DORA, "init_lora_weights": start},
-                          folder=str(tmp_path / "theirs"), ids=made.ids.tolist(), path=str(tmp_path / "logits.npy"))
+    peer.train_from_start(
+        model=made.models[MODEL],
+        config={**DORA, "init_lora_weights": start},
+        folder=str(tmp_path / "theirs"),
+        ids=made.ids.tolist(),
+        path=str(tmp_path / "logits.npy"),
+    )
     with pytest.raises(MissingTensorsError, match="magnitude"):
         load_lora(make_network(MODEL), str(tmp_path / "theirs"))

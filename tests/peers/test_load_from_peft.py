@@ -1,4 +1,5 @@
 """PEFT's adapters on MindFormers' networks: the same logits as PEFT's, and what is saved again is what was loaded."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -83,21 +84,34 @@ def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp
     expected = stored(made.safetensors[name] / cases.WEIGHTS)
     for key, (dtype, shape, content) in expected.items():
         if ".lora_" not in key and dtype == "BF16":
-            expected[key] = ("F32", shape, b"".join(b"\0\0" + content[i:i + 2] for i in range(0, len(content), 2)))
+            expected[key] = ("F32", shape, b"".join(b"\0\0" + content[i : i + 2] for i in range(0, len(content), 2)))
     assert stored(tmp_path / "again" / cases.WEIGHTS) == expected
     asked = {"model": made.models[model]}
     assert peer.describe(adapter=tmp_path / "again", **asked) == peer.describe(adapter=made.adapters[name], **asked)
 
 
-@pytest.mark.parametrize("name", ["all-linear", "grouped", "patterns-rslora", "whole-norms", "dora", "dora-grouped",
-                                  "embedding-alone", "vera", "vera-grouped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all-linear",
+        "grouped",
+        "patterns-rslora",
+        "whole-norms",
+        "dora",
+        "dora-grouped",
+        "embedding-alone",
+        "vera",
+        "vera-grouped",
+    ],
+)
 def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
     """One batch of training gives PyTorch's loss and its gradient of each A, B and module that is trained whole."""
     model = cases.ADAPTERS[name]["model"]
     # MindFormers trains on rows that are one token longer than what its network sees.
     ids = np.concatenate([made.ids, made.ids[:, 3:4]], axis=1)
-    loss = peer.gradients(model=made.models[model], adapter=made.adapters[name], ids=ids.tolist(),
-                          path=tmp_path / "gradients.safetensors")
+    loss = peer.gradients(
+        model=made.models[model], adapter=made.adapters[name], ids=ids.tolist(), path=tmp_path / "gradients.safetensors"
+    )
     expected = arrays(tmp_path / "gradients.safetensors")
     network = make_network(model)
     load(network, name, made)

@@ -1,4 +1,5 @@
 """Adapters merged into the base, against PEFT's merge_and_unload on the same files."""
+
 import numpy as np
 import pytest
 
@@ -18,9 +19,11 @@ def merged_by_peft(peer, made, tmp_path_factory):
 
     def merge(name):
         if not (folder / name).exists():
-            peer.merge(model=made.models[cases.ADAPTERS[name]["model"]], adapter=made.adapters[name],
-                       folder=folder / name)
+            peer.merge(
+                model=made.models[cases.ADAPTERS[name]["model"]], adapter=made.adapters[name], folder=folder / name
+            )
         return weights_of(folder / name)
+
     return merge
 
 
@@ -71,8 +74,9 @@ def test_checkpoint_of_hugging_face(name, made, merged_by_peft, peer, peft_logit
     merge_checkpoint(str(made.models[case["model"]]), str(made.adapters[name]), str(tmp_path / "merged"))
     assert_same(weights_of(tmp_path / "merged"), merged_by_peft(name), weights_of(made.models[case["model"]]))
     peer.logits(model=tmp_path / "merged", ids=made.ids.tolist(), path=tmp_path / "logits.npy")
-    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), peft_logits(case["model"], made.adapters[name]),
-                               rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "logits.npy"), peft_logits(case["model"], made.adapters[name]), rtol=0, atol=2e-5
+    )
 
 
 def test_delta_is_peft_s(made, merged_by_peft, checkpoints):
@@ -80,5 +84,6 @@ def test_delta_is_peft_s(made, merged_by_peft, checkpoints):
     base, expected = arrays(checkpoints("plain")), merged_by_peft("patterns-rslora")
     adapter = adapter_files.read(str(made.adapters["patterns-rslora"]))
     for path in adapter.paths:
-        np.testing.assert_allclose(adapter.delta(path), expected[f"{path}.weight"] - base[f"{path}.weight"], rtol=0,
-                                   atol=1e-6)
+        np.testing.assert_allclose(
+            adapter.delta(path), expected[f"{path}.weight"] - base[f"{path}.weight"], rtol=0, atol=1e-6
+        )

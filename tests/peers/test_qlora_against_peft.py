@@ -1,4 +1,5 @@
 """Adapters of a base in NF4, both ways: PEFT has the dequantized base; and LoftQ by PEFT's own decomposition."""
+
 import shutil
 
 import mindspore as ms
@@ -25,8 +26,13 @@ def dequantized(model, folder, stored=None):
         for name, array in tensors.items():
             cell = names.parameter_to_mindformers(name).rpartition(".")[0]
             if "_proj" in name:
-                packed = quantize(array) if stored is None else Nf4Array(
-                    **{field: stored[f"{cell}.{leaf}"] for field, leaf in TENSOR_NAMES.items()}, shape=array.shape)
+                packed = (
+                    quantize(array)
+                    if stored is None
+                    else Nf4Array(
+                        **{field: stored[f"{cell}.{leaf}"] for field, leaf in TENSOR_NAMES.items()}, shape=array.shape
+                    )
+                )
                 tensors[name] = dequantize(packed)
         save_file(tensors, path, {"format": "pt"})
     return folder
@@ -41,9 +47,11 @@ def base(made, tmp_path_factory):
 @pytest.fixture
 def logits_by_peft(peer, made, tmp_path):
     """Returns a function: the logits of PEFT's side for a model's folder and an adapter."""
+
     def compute(model, adapter=None):
         peer.logits(model=model, ids=made.ids.tolist(), path=tmp_path / "logits.npy", adapter=adapter)
         return np.load(tmp_path / "logits.npy")
+
     return compute
 
 
@@ -73,12 +81,14 @@ def test_what_peft_made_is_the_same_here_on_nf4(adapter, made, base, make_networ
 
 def test_peft_takes_loftqs_adapter_to_the_base_in_float_nearer_than_nf4_is(made, base, logits_by_peft, tmp_path):
     config = LoraConfig(**{**CONFIG, "lora_rank": 12, "target_modules": "all-linear"}, lora_init="loftq_iter_5")
-    report = quantize_checkpoint(str(made.models[MODEL]), str(tmp_path / "q.safetensors"),
-                                 adapter=str(tmp_path / "adapter"), config=config)
+    report = quantize_checkpoint(
+        str(made.models[MODEL]), str(tmp_path / "q.safetensors"), adapter=str(tmp_path / "adapter"), config=config
+    )
     folder = dequantized(made.models[MODEL], tmp_path / "base", load_file(report.output))
     in_float = logits_by_peft(made.models[MODEL])
-    errors = [np.linalg.norm(found - in_float)
-              for found in (logits_by_peft(base), logits_by_peft(folder, report.adapter))]
+    errors = [
+        np.linalg.norm(found - in_float) for found in (logits_by_peft(base), logits_by_peft(folder, report.adapter))
+    ]
     print(f"logits in float to those on NF4: {errors[0]:.3g}, with LoftQ {errors[1]:.3g}")
     assert errors[1] < 0.7 * errors[0]
 

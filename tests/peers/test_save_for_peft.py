@@ -2,6 +2,7 @@
 
 That PEFT warns of nothing and holds exactly the tensors of the file is asked of every adapter, in peft_side.py.
 """
+
 import types
 
 import mindspore as ms
@@ -40,8 +41,10 @@ def test_peft_says_the_same(run, logits_of, peft_logits):
 
 
 def test_peft_scales_each_cell_alike(run, peer, made):
-    cells = {names.to_hugging_face(path): [cell.lora_rank, cell.lora_alpha, pytest.approx(cell.scale)]
-             for path, cell in tree.lora_cells(run.network)}
+    cells = {
+        names.to_hugging_face(path): [cell.lora_rank, cell.lora_alpha, pytest.approx(cell.scale)]
+        for path, cell in tree.lora_cells(run.network)
+    }
     assert peer.describe(model=made.models[run.model], adapter=run.folder) == cells
 
 

@@ -1,4 +1,5 @@
 """What VeRA draws, against PEFT's own random matrices for the same key."""
+
 import json
 import shutil
 
@@ -24,13 +25,15 @@ def test_matrices_are_peft_s_bit_for_bit(name, in_channels, out_channels, made):
 
 def test_a_network_draws_what_peft_draws(made, make_network):
     network = make_network("plain")
-    apply_lora(network, LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=6, use_vera=True,
-                                   projection_prng_key=7))
+    apply_lora(
+        network, LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=6, use_vera=True, projection_prng_key=7)
+    )
     found = arrays(made.adapters["vera"] / cases.WEIGHTS)
     parameters = {p.name: p.asnumpy() for p in network.get_parameters()}
     for matrix in "AB":
-        np.testing.assert_array_equal(parameters[f"mindpet_delta_lora_vera_{matrix.lower()}"],
-                                      found[f"base_model.vera_{matrix}"])
+        np.testing.assert_array_equal(
+            parameters[f"mindpet_delta_lora_vera_{matrix.lower()}"], found[f"base_model.vera_{matrix}"]
+        )
 
 
 def test_vectors_without_matrices_are_refused(made, tmp_path):

@@ -10,6 +10,7 @@ utils.py, read in 2026), restated. What they say:
 - The last component of <module> is one of the linear modules that the model serves.
 - One scale for the whole adapter: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.
 """
+
 import math
 import re
 
@@ -52,13 +53,18 @@ def serves_as_trained(config, cells):
 @pytest.fixture
 def saved(make_network, tmp_path):
     """Returns a function: configuration, keys and cells of an adapter that was saved without training."""
+
     def save(name):
         model, config = trained.CONFIGS[name]
         network = make_network(model)
         apply.apply_lora(network, config)
         save_lora(network, str(tmp_path / name))
-        return (read_json(tmp_path / name, "adapter_config.json"), list(stored(tmp_path / name / cases.WEIGHTS)),
-                [cell for _, cell in tree.lora_cells(network)])
+        return (
+            read_json(tmp_path / name, "adapter_config.json"),
+            list(stored(tmp_path / name / cases.WEIGHTS)),
+            [cell for _, cell in tree.lora_cells(network)],
+        )
+
     return save
 
 

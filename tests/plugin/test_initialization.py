@@ -1,4 +1,5 @@
 """lora_init from a YAML: started once the base is loaded, saved for the base as it was, resumed, evaluated; LoRA-FA."""
+
 import types
 
 import mindspore as ms
@@ -27,6 +28,7 @@ def run(tmp_path_factory):
         config = tiny_runs.tiny_config(folder / "rows.mindrecord", 8, [{"type": "LossCurve"}, *callbacks], **changes)
         config["model"]["model_config"]["pet_config"].update(pet, target_modules=["wq", "w2", "lm_head"])
         return tiny_runs.launch(config, folder / name), folder / name
+
     return launch
 
 
@@ -45,8 +47,11 @@ def pissa(run):
 @pytest.fixture(scope="module")
 def frozen_a(run):
     """A run from OLoRA's start without LoraCheckpoint, in which B alone trains."""
-    process, output = run("frozen", {"lora_init": "olora", "freeze_lora_a": True},
-                          [{"type": "CheckpointMonitor", "prefix": "all", "save_checkpoint_steps": 100}])
+    process, output = run(
+        "frozen",
+        {"lora_init": "olora", "freeze_lora_a": True},
+        [{"type": "CheckpointMonitor", "prefix": "all", "save_checkpoint_steps": 100}],
+    )
     assert process.returncode == 0, process.stderr[-2000:]
     path = str(next((output / "checkpoint").rglob("all*.ckpt")))
     return types.SimpleNamespace(process=process, output=output, path=path, tensors=ms.load_checkpoint(path))
@@ -65,8 +70,9 @@ def test_a_run_starts_all_adapters_once(pissa):
 
 
 def test_the_saved_adapters_hold_the_same_start(pissa):
-    adapters = [adapter_files.read(str(pissa.whole / "lora_checkpoint" / name))
-                for name in ("step_8", "step_24", "best")]
+    adapters = [
+        adapter_files.read(str(pissa.whole / "lora_checkpoint" / name)) for name in ("step_8", "step_24", "best")
+    ]
     for path in PATHS:
         for half, axis in (("A", 0), ("B", 1)):
             trained, begun = zip(*(np.split(adapter.tensors[path, half], 2, axis) for adapter in adapters))
@@ -113,23 +119,38 @@ def pet_model(make_llama, **keys):
 
     from mindlora.plugin import hooks  # noqa: F401
 
-
     ms.set_seed(1)
     network = make_llama()
     networks.randomize([p for p in network.get_parameters() if p.name.endswith("weight") and "norm" not in p.name])
     for parameter in network.get_parameters():
         parameter.set_data(Tensor(0.2 * parameter.asnumpy()))
-    return get_pet_model(network, {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 6, "target_modules": ".*wq|.*w2",
-                                   **keys}) if keys else network
+    return (
+        get_pet_model(
+            network, {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 6, "target_modules": ".*wq|.*w2", **keys}
+        )
+        if keys
+        else network
+    )
 
 
-@pytest.mark.parametrize("keys, a_deviation, b_deviation", [
-    ({"lora_init": "kaiming"}, 1 / np.sqrt(3 * 32), 0), ({"lora_init": "gaussian"}, 1 / 4, 0),
-    ({"lora_init": "orthogonal"}, 0.1 * np.sqrt(0.5), 0.1 * np.sqrt(0.5)), ({"lora_a_init": "ones"}, 0, 0),
-    ({"lora_b_init": "normal"}, 1 / np.sqrt(3 * 32), 0.01)])
+@pytest.mark.parametrize(
+    "keys, a_deviation, b_deviation",
+    [
+        ({"lora_init": "kaiming"}, 1 / np.sqrt(3 * 32), 0),
+        ({"lora_init": "gaussian"}, 1 / 4, 0),
+        ({"lora_init": "orthogonal"}, 0.1 * np.sqrt(0.5), 0.1 * np.sqrt(0.5)),
+        ({"lora_a_init": "ones"}, 0, 0),
+        ({"lora_b_init": "normal"}, 1 / np.sqrt(3 * 32), 0.01),
+    ],
+)
 def test_each_start_of_a_pet_config_is_used(make_llama, keys, a_deviation, b_deviation):
-    halves = zip(*(cell.lora_parameters() for path, cell in tree.lora_cells(pet_model(make_llama, **keys))
-                   if path.endswith("wq")))
+    halves = zip(
+        *(
+            cell.lora_parameters()
+            for path, cell in tree.lora_cells(pet_model(make_llama, **keys))
+            if path.endswith("wq")
+        )
+    )
     a, b = (np.concatenate([parameter.asnumpy() for parameter in half]) for half in halves)
     np.testing.assert_allclose([a.std(), b.std()], [a_deviation, b_deviation], rtol=0.25)
     assert keys != {"lora_a_init": "ones"} or (a == 1).all()
@@ -149,8 +170,10 @@ def test_each_start_of_a_pet_config_that_needs_the_base_is_used(make_llama, init
 def test_the_same_yaml_evaluates_what_it_trained(make_llama, tmp_path, rslora, pynative_mode):
     """With adapter_path the network is built for the plain LoRA that was saved, whatever the start was."""
     trained = pet_model(make_llama)
-    apply_lora(trained, LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "w2"], lora_init="pissa",
-                                   use_rslora=rslora))
+    apply_lora(
+        trained,
+        LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "w2"], lora_init="pissa", use_rslora=rslora),
+    )
     freeze_base(trained)
     initialize_adapters(trained)
     networks.randomize([p for p in trained.trainable_params() if p.name.endswith("lora_b")])
@@ -185,6 +208,7 @@ def prepared(tmp_path, pet, callbacks, **changes):
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora.plugin import preflight
+
     config = tiny_runs.tiny_config("unused", 2, callbacks, **changes)
     config["model"]["model_config"]["pet_config"].update(pet)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -193,11 +217,19 @@ def prepared(tmp_path, pet, callbacks, **changes):
     return config
 
 
-@pytest.mark.parametrize("pet, callbacks, added", [
-    ({"lora_init": "pissa"}, [], True), ({"lora_init": "olora"}, [{"type": "LossCurve"}], True),
-    ({"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], False), ({"lora_init": "pissa_niter_4"}, [], True),
-    ({"lora_init": "pissa"}, [{"type": "LoraInitialization"}], False), ({"lora_init": "gaussian"}, [], False), ({}, [], False),
-    ({"lora_init": "pissa", "adapter_path": "somewhere"}, [], False)])
+@pytest.mark.parametrize(
+    "pet, callbacks, added",
+    [
+        ({"lora_init": "pissa"}, [], True),
+        ({"lora_init": "olora"}, [{"type": "LossCurve"}], True),
+        ({"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], False),
+        ({"lora_init": "pissa_niter_4"}, [], True),
+        ({"lora_init": "pissa"}, [{"type": "LoraInitialization"}], False),
+        ({"lora_init": "gaussian"}, [], False),
+        ({}, [], False),
+        ({"lora_init": "pissa", "adapter_path": "somewhere"}, [], False),
+    ],
+)
 def test_a_start_that_needs_the_base_gets_its_callback(tmp_path, pet, callbacks, added):
     config = prepared(tmp_path, pet, callbacks)
     types_ = [callback["type"] for callback in config.callbacks]
@@ -213,6 +245,7 @@ def test_parts_of_weights_are_refused(tmp_path):
 
 def test_lora_start_leaves_it_to_lora_checkpoint():
     from mindlora.plugin.callbacks import LoraCheckpoint, LoraInitialization
+
     network = networks.TinyModel(1)
     network.config = types.SimpleNamespace()
     apply_lora(network, LoraConfig(lora_rank=2, target_modules=["wq"], lora_init="pissa"))

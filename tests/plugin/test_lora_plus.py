@@ -1,4 +1,5 @@
 """LoRA+ from a YAML: B learns ratio times as fast in MindFormers' own trainer."""
+
 import types
 
 import numpy as np
@@ -28,8 +29,9 @@ def runs(tmp_path_factory):
         process = tiny_runs.launch(config, folder / str(ratio))
         assert process.returncode == 0, process.stderr[-2000:]
         saved = folder / str(ratio) / "lora_checkpoint"
-        found[ratio] = types.SimpleNamespace(process=process, steps=[
-            load_file(saved / f"step_{step}" / "adapter_model.safetensors") for step in (1, 2)])
+        found[ratio] = types.SimpleNamespace(
+            process=process, steps=[load_file(saved / f"step_{step}" / "adapter_model.safetensors") for step in (1, 2)]
+        )
     return found
 
 
@@ -58,6 +60,7 @@ def prepared(tmp_path, ratio, **changes):
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora.plugin import preflight
+
     config = tiny_runs.tiny_config("unused", 2, [], **changes)
     config["model"]["model_config"]["pet_config"]["loraplus_lr_ratio"] = ratio
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -69,9 +72,14 @@ def prepared(tmp_path, ratio, **changes):
 def test_the_groups(tmp_path):
     config = prepared(tmp_path, 4)
     assert config.grouped_lr_schedule.default == config.lr_schedule
-    group, = config.grouped_lr_schedule.grouped
-    assert group == {**config.lr_schedule, "params": ["mindpet_delta_lora_b", "mindpet_delta_lora_magnitude"],
-                     "type": "LoraPlusLR", "schedule": "CosineWithWarmUpLR", "ratio": 4}
+    (group,) = config.grouped_lr_schedule.grouped
+    assert group == {
+        **config.lr_schedule,
+        "params": ["mindpet_delta_lora_b", "mindpet_delta_lora_magnitude"],
+        "type": "LoraPlusLR",
+        "schedule": "CosineWithWarmUpLR",
+        "ratio": 4,
+    }
     assert "loraplus_lr_ratio" not in config.model.model_config.pet_config
 
 
@@ -80,6 +88,7 @@ def test_the_rate_of_a_preset(tmp_path):
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora.plugin import preflight
+
     config = tiny_runs.tiny_config("unused", 2, [], lr_schedule=schedule)
     config["model"]["model_config"]["pet_config"].update(preset="small_dataset", loraplus_lr_ratio=2)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -110,7 +119,6 @@ def test_another_launcher_is_told(make_llama):
     from mindformers.pet import get_pet_model
 
     from mindlora.plugin import hooks  # noqa: F401
-
 
     with pytest.raises(ConfigError, match="^loraplus_lr_ratio is a key that mindlora-run turns into learning rates."):
         get_pet_model(make_llama(), {"pet_type": "lora", "target_modules": ".*wq", "loraplus_lr_ratio": 16})

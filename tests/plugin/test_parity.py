@@ -1,4 +1,5 @@
 """Against MindFormers' own LoRA: the same losses, and each loads the other's checkpoints and says the same."""
+
 import types
 
 import mindspore as ms
@@ -15,9 +16,11 @@ from tests.conftest import in_mode
 from tests.support import networks, tiny_runs
 
 STEPS = 50
-CHECKPOINTS = {"base and optimizer": "checkpoint/rank_0/full_rank_0-5_10.ckpt",
-               "trainable parameters": "checkpoint_trainable/rank_0/full_rank_0-trainable_params-5_10.ckpt",
-               "safetensors": "checkpoint/rank_0/safe_rank_0-5_10.safetensors"}
+CHECKPOINTS = {
+    "base and optimizer": "checkpoint/rank_0/full_rank_0-5_10.ckpt",
+    "trainable parameters": "checkpoint_trainable/rank_0/full_rank_0-trainable_params-5_10.ckpt",
+    "safetensors": "checkpoint/rank_0/safe_rank_0-5_10.safetensors",
+}
 
 
 def our_network():
@@ -36,11 +39,17 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
     tiny_runs.write_data(folder / "train.mindrecord", 40)
     monitor = {"save_checkpoint_steps": STEPS, "integrated_save": False}
-    config = tiny_runs.tiny_config(folder / "train.mindrecord", 5, [
-        {"type": "LossCurve"},
-        {"type": "CheckpointMonitor", "prefix": "full", "save_trainable_params": True, **monitor},
-        {"type": "SecondCheckpointMonitor", "prefix": "safe", "checkpoint_format": "safetensors", **monitor}],
-        load_checkpoint=str(folder / "initial.ckpt"), output_dir=str(folder / "theirs"))
+    config = tiny_runs.tiny_config(
+        folder / "train.mindrecord",
+        5,
+        [
+            {"type": "LossCurve"},
+            {"type": "CheckpointMonitor", "prefix": "full", "save_trainable_params": True, **monitor},
+            {"type": "SecondCheckpointMonitor", "prefix": "safe", "checkpoint_format": "safetensors", **monitor},
+        ],
+        load_checkpoint=str(folder / "initial.ckpt"),
+        output_dir=str(folder / "theirs"),
+    )
     config["model"]["model_config"]["pet_config"]["target_modules"] = ".*wq|.*w1|.*w2"
     with open(folder / "config.yaml", "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
@@ -60,8 +69,9 @@ def runs(tmp_path_factory):
     assert theirs.returncode == 0, theirs.stderr[-3000:]
     process = tiny_runs.launch({**config, "callbacks": config["callbacks"][:2]}, folder / "ours")
     assert process.returncode == 0, process.stderr[-3000:]
-    return types.SimpleNamespace(folder=folder, network=network, probe=probe, ours=ours,
-                                 theirs=np.load(folder / "logits.npz"))
+    return types.SimpleNamespace(
+        folder=folder, network=network, probe=probe, ours=ours, theirs=np.load(folder / "logits.npz")
+    )
 
 
 def assert_same(logits, expected):

@@ -1,4 +1,5 @@
 """A YAML of QLoRA before anything is built: pet_type qlora written out, an adapter held against the quantized base."""
+
 import pytest
 
 from mindlora import LoraConfig, quantize_checkpoint
@@ -27,6 +28,7 @@ def prepared(checkpoint, **keys):
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora.plugin import hooks, preflight  # noqa: F401
+
     config = tiny_runs.tiny_config("unused", 1, [], load_checkpoint=checkpoint)
     config["model"]["model_config"]["pet_config"].update(keys)
     config = MindFormerConfig(**config)
@@ -47,12 +49,15 @@ def test_qlora_is_written_out_before_all_else(files):
 
 def test_where_nobody_writes_it_out_it_is_refused_at_once():
     from mindlora.plugin.preflight import check_pet_config
+
     with pytest.raises(ConfigError, match="^pet_type is 'qlora', which mindlora-run alone takes;"):
         check_pet_config({"pet_type": "qlora", "target_modules": "all-linear"})
 
 
-@pytest.mark.parametrize("base, adapter, warned", [
-    ("loftq", "adapter", False), ("nf4", "adapter", True), ("nf4", "unmarked", False), ("nf4", "of float", False)])
+@pytest.mark.parametrize(
+    "base, adapter, warned",
+    [("loftq", "adapter", False), ("nf4", "adapter", True), ("nf4", "unmarked", False), ("nf4", "of float", False)],
+)
 def test_an_adapter_is_held_against_the_quantized_base(base, adapter, warned, files, tmp_path, caplog):
     path = files["adapter"]
     if adapter != "adapter":
@@ -62,8 +67,9 @@ def test_an_adapter_is_held_against_the_quantized_base(base, adapter, warned, fi
         path = str(tmp_path / "other")
         adapter_files.write(given, path)
     prepared(files[base], pet_type="qlora", adapter_path=path, target_modules=["wq", "w2"])
-    assert (f"adapter_path: {path} was made for another quantized base than load_checkpoint: {files[base]}."
-            in caplog.text) == warned
+    assert (
+        f"adapter_path: {path} was made for another quantized base than load_checkpoint: {files[base]}." in caplog.text
+    ) == warned
 
 
 def test_what_the_base_does_not_quantize_is_not_compared(files, tmp_path, caplog):
@@ -71,6 +77,11 @@ def test_what_the_base_does_not_quantize_is_not_compared(files, tmp_path, caplog
     quantize_checkpoint(files["float"], str(tmp_path / "q.safetensors"), ["w2"])
     given.fingerprint = {**given.fingerprint, "values": "0"}
     adapter_files.write(given, str(tmp_path / "other"))
-    prepared(str(tmp_path / "q.safetensors"), pet_type="qlora", adapter_path=str(tmp_path / "other"),
-             quantize_exclude=["w2"], target_modules=["wq", "w2"])
+    prepared(
+        str(tmp_path / "q.safetensors"),
+        pet_type="qlora",
+        adapter_path=str(tmp_path / "other"),
+        quantize_exclude=["w2"],
+        target_modules=["wq", "w2"],
+    )
     assert "another quantized base" not in caplog.text

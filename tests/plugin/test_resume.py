@@ -1,4 +1,5 @@
 """Runs in processes of their own: one that was killed and resumed is the uninterrupted one."""
+
 import json
 import pathlib
 import types
@@ -22,9 +23,12 @@ class Run:
 
     def start(self, name, script=None, **checkpoint):
         """Runs it to its end, which is the process's too, and returns (process, output folder)."""
-        callbacks = [{"type": "ProgressBar"}, {"type": "LossCurve"},
-                     {"type": "HeldOutLoss", "dataset_dir": self.held_out, "every_steps": 2},
-                     {"type": "LoraCheckpoint", "best_metric": "held_out_loss", **self.checkpoint, **checkpoint}]
+        callbacks = [
+            {"type": "ProgressBar"},
+            {"type": "LossCurve"},
+            {"type": "HeldOutLoss", "dataset_dir": self.held_out, "every_steps": 2},
+            {"type": "LoraCheckpoint", "best_metric": "held_out_loss", **self.checkpoint, **checkpoint},
+        ]
         config = tiny_runs.tiny_config(self.data, self.epochs, callbacks)
         config["context"]["mode"] = self.mode
         config["model"]["model_config"]["pet_config"].update(self.pet)
@@ -52,8 +56,14 @@ sys.exit(main())
 def graph_runs(tmp_path_factory):
     """In graph mode with a dynamic loss scale: a whole run, one that is killed, and the same one resumed."""
     scale = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 4}
-    run = Run(tmp_path_factory.mktemp("graph"), rows=20, epochs=3, mode=0, scale_sense=scale,
-              checkpoint={"save_steps": 2, "keep_last": 99})
+    run = Run(
+        tmp_path_factory.mktemp("graph"),
+        rows=20,
+        epochs=3,
+        mode=0,
+        scale_sense=scale,
+        checkpoint={"save_steps": 2, "keep_last": 99},
+    )
     whole = run.start("whole")
     killed = run.start("stopped", KILLED_WHILE_SAVING)
     left = folders(run.folder / "stopped" / "lora_checkpoint")
@@ -68,7 +78,8 @@ def test_a_killed_run_leaves_whole_step_folders(graph_runs):
     assert any(name.startswith(".step_8.") for name in graph_runs.left)
     for step in (2, 4, 6):
         assert set(tiny_runs.state(output / "lora_checkpoint" / f"step_{step}")) == set(
-            tiny_runs.state(graph_runs.whole[1] / "lora_checkpoint" / f"step_{step}"))
+            tiny_runs.state(graph_runs.whole[1] / "lora_checkpoint" / f"step_{step}")
+        )
 
 
 def test_resumed_in_the_second_epoch_it_is_the_uninterrupted_run(graph_runs):
@@ -106,17 +117,30 @@ def test_best_is_that_of_the_whole_run(graph_runs):
 
 def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
     # With all that makes cells differ, and modules that are trained whole.
-    run = Run(tmp_path_factory.mktemp("pynative"), rows=12, epochs=2, mode=1, scale_sense=4.0,
-              checkpoint={"save_steps": 2, "keep_last": 99}, use_rslora=True, rank_pattern={"w2": 3},
-              alpha_pattern={r".*\.wq": 5}, modules_to_save=["lm_head", "attention_norm"])
+    run = Run(
+        tmp_path_factory.mktemp("pynative"),
+        rows=12,
+        epochs=2,
+        mode=1,
+        scale_sense=4.0,
+        checkpoint={"save_steps": 2, "keep_last": 99},
+        use_rslora=True,
+        rank_pattern={"w2": 3},
+        alpha_pattern={r".*\.wq": 5},
+        modules_to_save=["lm_head", "attention_norm"],
+    )
     _, whole = run.start("whole")
     process, resumed = run.start("resumed", resume=str(whole / "lora_checkpoint" / "step_4"))
     assert process.returncode == 0, process.stderr[-2000:]
     assert folders(resumed / "lora_checkpoint") == ["best", "step_6"]
     adapter = adapter_files.read(str(whole / "lora_checkpoint" / "step_6"))
     assert {path.rpartition(".")[2]: (adapter.rank(path), adapter.alphas[path]) for path in adapter.paths} == {
-        "wq": (8, 5.0), "w2": (3, 12.0)}
-    assert set(adapter.saved_modules) == {"lm_head.weight", "model.layers.0.attention_norm.weight"} and adapter.use_rslora
+        "wq": (8, 5.0),
+        "w2": (3, 12.0),
+    }
+    assert (
+        set(adapter.saved_modules) == {"lm_head.weight", "model.layers.0.attention_norm.weight"} and adapter.use_rslora
+    )
     first = adapter_files.read(str(whole / "lora_checkpoint" / "step_2"))
     assert all((first.saved_modules[name] != array).any() for name, array in adapter.saved_modules.items())
     tiny_runs.assert_same_state(whole / "lora_checkpoint" / "step_6", resumed / "lora_checkpoint" / "step_6")

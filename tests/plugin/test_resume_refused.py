@@ -1,4 +1,5 @@
 """What a run cannot be resumed from, in runs whose losses are scripted."""
+
 import os
 import shutil
 import types
@@ -51,8 +52,9 @@ def test_other_steps_per_epoch(stopped):
 
 
 def test_a_dataset_that_was_not_skipped(stopped):
-    with pytest.raises(ConfigError, match="stopped after step 7, but the dataset starts at step 0: set "
-                                          "data_skip_steps: 7"):
+    with pytest.raises(
+        ConfigError, match="stopped after step 7, but the dataset starts at step 0: set data_skip_steps: 7"
+    ):
         resume_from(stopped, skip=0)
 
 
@@ -65,8 +67,12 @@ def test_a_run_that_was_complete(stopped):
 def test_another_optimizer(stopped):
     def momentum(parameters):
         return nn.Momentum(parameters, 0.1, 0.9)
-    with pytest.raises(ConfigError, match=r"another optimizer.* only in the folder: adam_m.wq.mindpet_delta_lora_a, .*"
-                                          r"only in this run: .*moments.wq.mindpet_delta_lora_a"):
+
+    with pytest.raises(
+        ConfigError,
+        match=r"another optimizer.* only in the folder: adam_m.wq.mindpet_delta_lora_a, .*"
+        r"only in this run: .*moments.wq.mindpet_delta_lora_a",
+    ):
         resume_from(stopped, step=ScriptedStep(Model(), momentum))
 
 
@@ -80,7 +86,9 @@ def test_another_base(stopped):
 def warnings(monkeypatch):
     """The warnings that LoraCheckpoint logs."""
     said = []
-    monkeypatch.setattr("mindlora.plugin.callbacks.lora_checkpoint.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(
+        "mindlora.plugin.callbacks.lora_checkpoint.logger.warning", lambda text, *values: said.append(text % values)
+    )
     return said
 
 
@@ -96,6 +104,7 @@ def test_a_complete_run_is_not_resumed(tmp_path):
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora.plugin import preflight
+
     folder = tmp_path / "step_20"
     folder.mkdir()
     (folder / "training_state.json").write_text('{"step": 20, "steps_per_epoch": 10}')

@@ -1,4 +1,5 @@
 """LoraTrainOneStepCell: its five outputs and the step it takes against numpy, and what it does on overflow."""
+
 import json
 import os
 import subprocess
@@ -47,10 +48,10 @@ def expected_step(weight, x, target, learning_rate, max_grad_norm=None):
     weight, x, target = (array.astype(np.float64) for array in (weight, x, target))
     difference = x @ weight.T - target
     gradient = 2 * difference.T @ x / difference.size
-    norm = np.sqrt((gradient ** 2).sum())
+    norm = np.sqrt((gradient**2).sum())
     if max_grad_norm is not None:
         gradient = gradient * min(1.0, max_grad_norm / (norm + 1e-6))
-    return (difference ** 2).mean(), norm, weight - learning_rate * gradient
+    return (difference**2).mean(), norm, weight - learning_rate * gradient
 
 
 def train_step(network, learning_rate=LEARNING_RATE, **wrapper):
@@ -108,9 +109,11 @@ def test_a_weight_that_is_not_finite_skips_the_step(mode, data, value):
     assert int(cell.optimizer.global_step.asnumpy().item()) == 0 and float(learning_rate.asnumpy()) == LEARNING_RATE
 
 
-@pytest.mark.parametrize("dtype, scale, fitting", [(ms.float16, 2.0 ** 20, 2.0 ** 9),
-                                                   (ms.float32, 2.0 ** 127, 2.0 ** 120)],
-                         ids=["float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype, scale, fitting",
+    [(ms.float16, 2.0**20, 2.0**9), (ms.float32, 2.0**127, 2.0**120)],
+    ids=["float16", "float32"],
+)
 def test_a_loss_scale_too_large_is_lowered_until_a_step_can_be_taken(mode, data, dtype, scale, fitting):
     weight, x, target = data
     target = target * 16
@@ -162,8 +165,14 @@ json.dump({"changed": sorted(key for key in before if after.get(key) is not befo
            "pet": sorted(key for key, value in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps.get(key) is not value),
            "compared": sorted(before)}, open("members.json", "w"))
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT},
-                            capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     with open(tmp_path / "members.json", encoding="utf-8") as file:
         found = json.load(file)

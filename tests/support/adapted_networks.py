@@ -1,4 +1,5 @@
 """Puts LoRA on a network, for the tests of apply_lora and freeze_base; and the merged weights as an oracle."""
+
 import numpy as np
 from mindspore import Tensor
 

@@ -1,4 +1,5 @@
 """Adapters as arrays, and files put together byte by byte, for the tests of what reads and writes them."""
+
 import json
 import math
 import pathlib
@@ -10,8 +11,14 @@ from mindlora.numerics.dtypes import BFLOAT16, from_float32
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Q, K = "model.layers.0.attention.wq", "model.layers.0.attention.wk"
-_NAMES = {np.dtype("<f8"): "F64", np.dtype("<f4"): "F32", np.dtype("<f2"): "F16", BFLOAT16: "BF16",
-          np.dtype("<i8"): "I64", np.dtype("<i4"): "I32"}
+_NAMES = {
+    np.dtype("<f8"): "F64",
+    np.dtype("<f4"): "F32",
+    np.dtype("<f2"): "F16",
+    BFLOAT16: "BF16",
+    np.dtype("<i8"): "I64",
+    np.dtype("<i4"): "I32",
+}
 
 
 def make(ranks=None, alphas=None, dtype=np.dtype("<f4"), seed=0, rows=None, **fields):
@@ -21,8 +28,9 @@ def make(ranks=None, alphas=None, dtype=np.dtype("<f4"), seed=0, rows=None, **fi
     tensors = {}
     for path, rank in ranks.items():
         out = (rows or {}).get(path, 4 if path.endswith("wk") else 6)
-        tensors[path, "A"], tensors[path, "B"] = (from_float32(rng.normal(size=shape).astype(np.float32), dtype)
-                                                  for shape in ((rank, 6), (out, rank)))
+        tensors[path, "A"], tensors[path, "B"] = (
+            from_float32(rng.normal(size=shape).astype(np.float32), dtype) for shape in ((rank, 6), (out, rank))
+        )
     return Adapter(tensors, alphas or dict.fromkeys(ranks, 3.0), **fields)
 
 
@@ -90,8 +98,10 @@ def record(*values):
 
 def ckpt_records(adapter):
     """The records of a .ckpt of MindFormers' for ``adapter``."""
-    return [(f"{path}.mindpet_delta_lora_{half.lower()}", "Float32", array.shape, array.tobytes())
-            for (path, half), array in adapter.tensors.items()]
+    return [
+        (f"{path}.mindpet_delta_lora_{half.lower()}", "Float32", array.shape, array.tobytes())
+        for (path, half), array in adapter.tensors.items()
+    ]
 
 
 def text(value):

@@ -1,12 +1,13 @@
 """Arrays of the kernels' dtypes: NumPy has no bfloat16, so it is kept as uint16."""
+
 import numpy as np
 
 DTYPES = ("float32", "float16", "bfloat16")
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 # Half a unit in the last place, relative: what the one rounding of a result may cost; and the least step between two
 # numbers, of which it may cost half.
-ROUNDING = {"float32": 2.0 ** -24, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
-LEAST = {"float32": 2.0 ** -149, "float16": 2.0 ** -24, "bfloat16": 2.0 ** -133}
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+LEAST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 
 def store(values, dtype):
@@ -47,11 +48,12 @@ def assert_rounded_once(got, want, magnitude, dtype):
         dtype: a name in DTYPES.
     """
     error = np.abs(widen(got, dtype) - want)
-    allowed = 16 * 2.0 ** -24 * magnitude + ROUNDING[dtype] * np.abs(want) * 1.001 + LEAST[dtype]
+    allowed = 16 * 2.0**-24 * magnitude + ROUNDING[dtype] * np.abs(want) * 1.001 + LEAST[dtype]
     worst = np.argmax(error - allowed) if error.size else 0
     assert np.all(error <= allowed), (
         f"{np.sum(~(error <= allowed))} of {error.size} numbers are off, at worst {widen(got, dtype).flat[worst]} "
-        f"and not {np.asarray(want).flat[worst]} ({error.flat[worst] / allowed.flat[worst]:.3g} of what is allowed)")
+        f"and not {np.asarray(want).flat[worst]} ({error.flat[worst] / allowed.flat[worst]:.3g} of what is allowed)"
+    )
 
 
 def moved(report, without=("tiling",)):

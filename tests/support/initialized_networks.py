@@ -1,4 +1,5 @@
 """Networks whose adapters start from the base (PiSSA, OLoRA), and what stands for their training."""
+
 import numpy as np
 from mindspore import Tensor
 
@@ -20,8 +21,9 @@ def base(seed=3):
 
 def config(init="pissa", **fields):
     """Returns a configuration with a start."""
-    return LoraConfig(**{"lora_rank": 3, "lora_alpha": 4, "target_modules": ["wq", "wk", "w1", "w2"], "lora_init": init,
-                         **fields})
+    return LoraConfig(
+        **{"lora_rank": 3, "lora_alpha": 4, "target_modules": ["wq", "wk", "w1", "w2"], "lora_init": init, **fields}
+    )
 
 
 def adapted(init="pissa", **fields):

@@ -1,4 +1,5 @@
 """Instruction rows, the files that hold them, and what is read back, for the tests of data preparation."""
+
 import json
 
 import mindspore.dataset

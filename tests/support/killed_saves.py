@@ -5,6 +5,7 @@
 fallback is peft on a file system that refuses to exchange two folders in one step. Every tenth writer starts with
 nothing at the path. Prints how many kills left a half-written adapter beside it.
 """
+
 import errno
 import json
 import os
@@ -58,8 +59,10 @@ def read(path, form):
 
 def main(folder, form, kills):
     if form == "fallback":
+
         def refused(first, second):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
         atomic._exchange = refused
     file_format = "ckpt" if form == "ckpt" else "peft"
     path = os.path.join(folder, "adapter.ckpt" if form == "ckpt" else "adapter")

@@ -1,4 +1,5 @@
 """A small Llama under Hugging Face's names, written and read back, for the tests of base checkpoints."""
+
 import json
 import os
 
@@ -24,9 +25,14 @@ def llama(dtype=BFLOAT16, tied=False, biases=False):
         shapes.update({f"{start}self_attn.{part}.weight": (rows, HIDDEN) for part, rows in ROWS.items()})
         if biases:
             shapes.update({f"{start}self_attn.{part}.bias": (rows,) for part, rows in ROWS.items()})
-        shapes.update({f"{start}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-                       f"{start}mlp.gate_proj.weight": (FFN, HIDDEN),
-                       f"{start}mlp.up_proj.weight": (FFN, HIDDEN), f"{start}mlp.down_proj.weight": (HIDDEN, FFN)})
+        shapes.update(
+            {
+                f"{start}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+                f"{start}mlp.gate_proj.weight": (FFN, HIDDEN),
+                f"{start}mlp.up_proj.weight": (FFN, HIDDEN),
+                f"{start}mlp.down_proj.weight": (HIDDEN, FFN),
+            }
+        )
         shapes.update({f"{start}{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")})
     return {name: from_float32(rng.normal(size=shape).astype(np.float32), dtype) for name, shape in shapes.items()}
 

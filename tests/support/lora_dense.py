@@ -1,4 +1,5 @@
 """A small LoRADense and its oracle, for the tests of LoRADense."""
+
 import mindspore as ms
 import pytest
 
@@ -21,5 +22,12 @@ def adapted(cell, config=CONFIG):
 def oracle(lora, x, activation=None):
     """Returns what a LoRADense must compute."""
     a, b = lora.lora_parameters()
-    return lora_forward(x, as_array(lora.weight), as_array(a), as_array(b), lora.lora_alpha / lora.lora_rank,
-                        None if lora.bias is None else as_array(lora.bias), activation)
+    return lora_forward(
+        x,
+        as_array(lora.weight),
+        as_array(a),
+        as_array(b),
+        lora.lora_alpha / lora.lora_rank,
+        None if lora.bias is None else as_array(lora.bias),
+        activation,
+    )

@@ -3,6 +3,7 @@
 In the folder given it finds config.yaml (which loads initial.ckpt), base.ckpt, ours.ckpt and probe.npy. It writes
 initial.ckpt, the output of a training run, and logits.npz: of the trained network, and of the base with ours.ckpt.
 """
+
 import os
 import sys
 
@@ -45,8 +46,11 @@ def main(folder):
 
     trained = os.path.join(config.output_dir, "checkpoint", "rank_0", "full_rank_0-5_10.ckpt")
     probe = ms.Tensor(np.load("probe.npy"))
-    np.savez("logits.npz", trained=logits_of(network, probe, trained),
-             ours=logits_of(network, probe, "base.ckpt", "ours.ckpt"))
+    np.savez(
+        "logits.npz",
+        trained=logits_of(network, probe, trained),
+        ours=logits_of(network, probe, "base.ckpt", "ours.ckpt"),
+    )
     assert "mindlora.plugin.hooks" not in sys.modules
     assert pet_model.PET_TYPE_TO_MODEL_MAPPING["lora"] is LoraModel and type(network.network) is LoraModel
 

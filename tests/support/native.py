@@ -1,4 +1,5 @@
 """Calls the functions of the CPU library as MindSpore does, without MindSpore: with guards around every tensor."""
+
 import ctypes
 
 import mindspore as ms
@@ -10,7 +11,7 @@ from tests.support.op_paths import PATHS
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Half a unit in the last place, relative: what rounding a float32 result to the dtype may cost.
-ROUNDING = {"float32": 2.0 ** -24, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _GUARD = 64
 
 
@@ -32,7 +33,7 @@ def _encode(array, dtype):
     if dtype != "bfloat16":
         return np.ascontiguousarray(array, dtype)
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    return np.where(np.isnan(array), 0x7fc0, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(array), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _decode(stored, dtype):
@@ -43,10 +44,10 @@ def _decode(stored, dtype):
 
 def _guarded(stored, dtype):
     """Returns (whole, inner): a copy of ``stored`` between elements that spoil every sum that they enter."""
-    largest = {"int32": 2 ** 30, "uint8": 255}
+    largest = {"int32": 2**30, "uint8": 255}
     poison = np.full(_GUARD, largest[dtype], dtype) if dtype in largest else _encode(np.full(_GUARD, np.nan), dtype)
     whole = np.concatenate([poison, stored.reshape(-1), poison])
-    return whole, whole[_GUARD:len(whole) - _GUARD].reshape(stored.shape)
+    return whole, whole[_GUARD : len(whole) - _GUARD].reshape(stored.shape)
 
 
 def call(name, inputs, out_shape, out_dtype, in_place=0):
@@ -64,23 +65,29 @@ def call(name, inputs, out_shape, out_dtype, in_place=0):
     """
     start = np.zeros(out_shape, np.int32) if out_dtype == "int32" else np.full(out_shape, np.nan, np.float32)
     tensors, dtypes = [*inputs, (start, out_dtype)], [dtype for _, dtype in inputs] + [out_dtype]
-    stored = [_encode(array, dtype) if dtype != "int32" else np.ascontiguousarray(array, np.int32)
-              for array, dtype in tensors]
+    stored = [
+        _encode(array, dtype) if dtype != "int32" else np.ascontiguousarray(array, np.int32) for array, dtype in tensors
+    ]
     guarded = [_guarded(array, dtype) for array, dtype in zip(stored, dtypes)]
     before = [whole.tobytes() for whole, _ in guarded]
     count = len(guarded)
     shapes = [(ctypes.c_int64 * max(1, inner.ndim))(*inner.shape) for _, inner in guarded]
     code = getattr(library(), name)(
-        count, (ctypes.c_void_p * count)(*[inner.ctypes.data for _, inner in guarded]),
+        count,
+        (ctypes.c_void_p * count)(*[inner.ctypes.data for _, inner in guarded]),
         (ctypes.c_int * count)(*[inner.ndim for _, inner in guarded]),
         (ctypes.POINTER(ctypes.c_int64) * count)(*[ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in shapes]),
-        (ctypes.c_char_p * count)(*[dtype.encode() for dtype in dtypes]), None, None)
+        (ctypes.c_char_p * count)(*[dtype.encode() for dtype in dtypes]),
+        None,
+        None,
+    )
     assert code == 0
     for i, ((whole, _), bytes_before) in enumerate(zip(guarded, before)):
         size = _GUARD * whole.itemsize
         bytes_after = whole.tobytes()
         assert bytes_after[:size] == bytes_before[:size] and bytes_after[-size:] == bytes_before[-size:], (
-            f"{name} wrote outside of tensor {i}")
+            f"{name} wrote outside of tensor {i}"
+        )
         assert i < in_place or i == count - 1 or bytes_after == bytes_before, f"{name} changed input {i}"
     results = [inner if dtype == "int32" else _decode(inner, dtype) for (_, inner), dtype in zip(guarded, dtypes)]
     return results[:in_place] + results[-1:] if in_place else results[-1]

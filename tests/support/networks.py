@@ -1,4 +1,5 @@
 """Shared by the tests of the core: the numpy oracle, small networks, and what is asked of a network's parameters."""
+
 import mindspore as ms
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
 """Networks without adapters, adapters made by hand, and what load_lora must make of them."""
+
 import json
 import os
 
@@ -56,7 +57,7 @@ def merged(network, adapter):
     for path in adapter.paths:
         a, b = (adapter.tensors[path, half].astype(np.float64) for half in "AB")
         rank = len(a)
-        scale = adapter.alphas[path] / (rank ** 0.5 if adapter.use_rslora else rank)
+        scale = adapter.alphas[path] / (rank**0.5 if adapter.use_rslora else rank)
         (weight,) = (p for p in network.get_parameters() if p.name == path + ".weight")
         weight.set_data(Tensor((weight.asnumpy() + scale * b @ a).astype(np.float32)))
     return network(inputs()).asnumpy()

@@ -1,4 +1,5 @@
 """Shared by the end-to-end tests: tiny data and real processes."""
+
 import os
 import pathlib
 import subprocess
@@ -20,6 +21,7 @@ SIZE_FLAGS = [word for key, value in SIZES.items() for word in (f"--model.model_
 def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0):
     """Writes rows that count upwards by ``step`` from random starts as MindRecord; every label counts in the loss."""
     from mindspore.mindrecord import FileWriter
+
     starts = np.random.default_rng(seed).integers(0, 60, rows)
     tokens = ((starts[:, None] + step * np.arange(length)) % 60 + 4).astype(np.int32)
     writer = FileWriter(str(path), 1, overwrite=True)
@@ -41,8 +43,16 @@ def environment(installed=True):
 
 def python(arguments, folder, **more):
     """Runs Python on ``arguments`` in ``folder``; returns the completed process, its output as text."""
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, env=environment(), capture_output=True,
-                          text=True, check=False, timeout=300, **more)
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        **more,
+    )
 
 
 def launch(folder, *flags, config=LORA_YAML):

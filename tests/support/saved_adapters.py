@@ -1,4 +1,5 @@
 """Networks with adapters, what is saved of them and edited by hand, for the tests of save_lora and load_lora."""
+
 import json
 import os
 import pathlib

@@ -1,4 +1,5 @@
 """Training runs in this process whose losses are scripted, for the tests of what LoraCheckpoint saves and resumes."""
+
 import os
 import types
 
@@ -41,7 +42,8 @@ class MarkAdapter(ms.Callback):
     def on_train_step_begin(self, run_context):
         params = run_context.original_args()
         params.train_network.network.wq.mindpet_delta_lora_b.set_data(
-            Tensor(np.full((3, 2), params.cur_step_num, np.float32)))
+            Tensor(np.full((3, 2), params.cur_step_num, np.float32))
+        )
 
 
 class Report(ms.Callback):

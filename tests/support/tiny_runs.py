@@ -1,4 +1,5 @@
 """Tiny training runs through mindlora-run, for the tests of the plug-in."""
+
 import copy
 import json
 import os
@@ -16,14 +17,14 @@ SEQUENCE, VOCABULARY, PAD, IGNORED = 16, 64, 3, -100
 BATCH_SIZE = 4
 
 # A Llama small enough that a run is mostly imports.
-MODEL = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 1, "vocab_size": VOCABULARY,
-         "intermediate_size": 48}
+MODEL = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 1, "vocab_size": VOCABULARY, "intermediate_size": 48}
 PET = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": ".*wq|.*w2"}
 
 
 def write_data(path, rows, seed=0):
     """Writes rows that go up in threes as MindRecord, some labels of which are ignored; returns (input_ids, labels)."""
     from mindspore.mindrecord import FileWriter
+
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, VOCABULARY - 4, (rows, 1))
     input_ids = ((starts + 3 * np.arange(SEQUENCE + 1)) % (VOCABULARY - 4) + 4).astype(np.int32)
@@ -77,8 +78,9 @@ def launch(config, output, script=None):
 def python(arguments, folder):
     """Runs Python in ``folder`` with mindlora importable, and returns the completed process."""
     environment = {**os.environ, "PYTHONPATH": ROOT}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
-                          check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def losses(output, directory="."):
@@ -98,6 +100,11 @@ def assert_same_state(first, second):
     """Asserts that two step folders hold the same arrays, bit for bit."""
     first, second = state(first), state(second)
     assert first.keys() == second.keys()
-    differing = [name for name in first if first[name].tobytes() != second[name].tobytes()
-                 or first[name].shape != second[name].shape or first[name].dtype != second[name].dtype]
+    differing = [
+        name
+        for name in first
+        if first[name].tobytes() != second[name].tobytes()
+        or first[name].shape != second[name].shape
+        or first[name].dtype != second[name].dtype
+    ]
     assert not differing

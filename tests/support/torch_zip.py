@@ -1,4 +1,5 @@
 """Writes what torch.save writes, without torch: the zip archive, and its pickle put together by instruction."""
+
 import struct
 import zipfile
 
@@ -6,8 +7,13 @@ import numpy as np
 
 from mindlora.numerics.dtypes import BFLOAT16
 
-STORAGES = {"<f8": "DoubleStorage", "<f4": "FloatStorage", "<f2": "HalfStorage", "<i8": "LongStorage",
-            "<i4": "IntStorage"}
+STORAGES = {
+    "<f8": "DoubleStorage",
+    "<f4": "FloatStorage",
+    "<f2": "HalfStorage",
+    "<i8": "LongStorage",
+    "<i4": "IntStorage",
+}
 
 
 def text(value):
@@ -17,7 +23,7 @@ def text(value):
 def number(value):
     if 0 <= value < 256:
         return b"K" + bytes([value])
-    if -2 ** 31 <= value < 2 ** 31:
+    if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)
     size = value.bit_length() // 8 + 1
     return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
@@ -49,8 +55,15 @@ def storage(kind, key, count):
 
 
 def rebuilt(stored, shape, strides, offset=0):
-    return call(named("torch._utils", "_rebuild_tensor_v2"), stored, number(offset), group(*map(number, shape)),
-                group(*map(number, strides)), b"\x89", named("collections", "OrderedDict") + b")R")
+    return call(
+        named("torch._utils", "_rebuild_tensor_v2"),
+        stored,
+        number(offset),
+        group(*map(number, shape)),
+        group(*map(number, strides)),
+        b"\x89",
+        named("collections", "OrderedDict") + b")R",
+    )
 
 
 def tensor(array, key):
@@ -63,14 +76,21 @@ def tensor(array, key):
 def write(path, value, storages=(), folder="archive", compressed=()):
     """Writes an archive with a program and with the bytes of its storages by key."""
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in [("data.pkl", program(value)), ("byteorder", b"little"),
-                              *((f"data/{key}", content) for key, content in dict(storages).items()),
-                              ("version", b"3\n")]:
-            archive.writestr(f"{folder}/{name}", content,
-                             zipfile.ZIP_DEFLATED if name in compressed else zipfile.ZIP_STORED)
+        for name, content in [
+            ("data.pkl", program(value)),
+            ("byteorder", b"little"),
+            *((f"data/{key}", content) for key, content in dict(storages).items()),
+            ("version", b"3\n"),
+        ]:
+            archive.writestr(
+                f"{folder}/{name}", content, zipfile.ZIP_DEFLATED if name in compressed else zipfile.ZIP_STORED
+            )
 
 
 def save(path, arrays):
     """What torch.save writes of a dict of tensors that share nothing."""
-    write(path, items((key, tensor(array, str(i))) for i, (key, array) in enumerate(arrays.items())),
-          {str(i): array.tobytes() for i, array in enumerate(arrays.values())})
+    write(
+        path,
+        items((key, tensor(array, str(i))) for i, (key, array) in enumerate(arrays.items())),
+        {str(i): array.tobytes() for i, array in enumerate(arrays.values())},
+    )

@@ -3,6 +3,7 @@
 A process of its own, so that one that dies or grows is told from the tests, and one for all, as MindSpore takes seconds
 to import.
 """
+
 import json
 import logging
 import os
@@ -40,13 +41,31 @@ def main(root):
         loads = []
         for network in (built, bare):
             begin = time.perf_counter()
-            loads.append(attempt(lambda path, network=network: load_lora(
-                network, path, on_base_mismatch="ignore", allow_pickle=True), path))
+            loads.append(
+                attempt(
+                    lambda path, network=network: load_lora(
+                        network, path, on_base_mismatch="ignore", allow_pickle=True
+                    ),
+                    path,
+                )
+            )
             seconds.append(time.perf_counter() - begin)
-        print(json.dumps({"name": name, "path": path, "read": read, "loads": loads, "seconds": max(seconds),
-                          "megabytes": peak() - memory, "files_same": (content_of(root), bytes_of(folder)) == before,
-                          # An adapter that only the built network refuses may be put on the bare one.
-                          "built_same": snapshot(built) == networks[0], "bare_same": snapshot(bare) == networks[1]}))
+        print(
+            json.dumps(
+                {
+                    "name": name,
+                    "path": path,
+                    "read": read,
+                    "loads": loads,
+                    "seconds": max(seconds),
+                    "megabytes": peak() - memory,
+                    "files_same": (content_of(root), bytes_of(folder)) == before,
+                    # An adapter that only the built network refuses may be put on the bare one.
+                    "built_same": snapshot(built) == networks[0],
+                    "bare_same": snapshot(bare) == networks[1],
+                }
+            )
+        )
         if snapshot(bare) != networks[1]:
             bare = TinyModel(1)
             randomize(bare.get_parameters())

@@ -1,4 +1,5 @@
 """LoRA+ for plain MindSpore: how far B moves, with every kind of learning rate."""
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -10,8 +11,14 @@ from tests.support import networks
 
 RATE, RATIO, STEPS = 0.01, 16, 3
 GROWING = [RATE * (step + 1) for step in range(STEPS)]
-RATES = {"number": RATE, "list": GROWING, "tuple": tuple(GROWING), "tensor": Tensor(np.array(GROWING, np.float32)),
-         "schedule": nn.PolynomialDecayLR(0.01, 0.001, 4, 1.0), "scalar tensor": Tensor(RATE, ms.float32)}
+RATES = {
+    "number": RATE,
+    "list": GROWING,
+    "tuple": tuple(GROWING),
+    "tensor": Tensor(np.array(GROWING, np.float32)),
+    "schedule": nn.PolynomialDecayLR(0.01, 0.001, 4, 1.0),
+    "scalar tensor": Tensor(RATE, ms.float32),
+}
 OPTIMIZERS = {"SGD": nn.SGD, "AdamWeightDecay": nn.AdamWeightDecay}
 
 
@@ -56,8 +63,9 @@ def test_b_moves_ratio_times_as_far(optimizer, kind, mode):
 def test_all_that_trains_is_in_one_group():
     model = network(use_dora=True)
     slow, fast = lora_plus_groups(model, RATE, 4, weight_decay=0.1)
-    assert {p.name for p in fast["params"]} == {p.name for p in model.trainable_params()
-                                                if p.name.endswith(("lora_b", "magnitude"))}
+    assert {p.name for p in fast["params"]} == {
+        p.name for p in model.trainable_params() if p.name.endswith(("lora_b", "magnitude"))
+    }
     assert {id(p) for group in (slow, fast) for p in group["params"]} == {id(p) for p in model.trainable_params()}
     assert (slow["lr"], fast["lr"]) == (RATE, 4 * RATE) and slow["weight_decay"] == fast["weight_decay"] == 0.1
 
@@ -66,7 +74,7 @@ def test_where_a_is_frozen_one_group_is_left():
     model = networks.TinyModel(1)
     apply_lora(model, LoraConfig(target_modules=["wq"], freeze_lora_a=True))
     freeze_base(model)
-    group, = lora_plus_groups(model, RATE)
+    (group,) = lora_plus_groups(model, RATE)
     assert [p.name for p in group["params"]] == ["model.layers.0.attention.wq.mindpet_delta_lora_b"]
     assert group["lr"] == 16 * RATE
 

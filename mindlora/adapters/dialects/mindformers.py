@@ -1,4 +1,5 @@
 """The forms in which MindFormers itself keeps LoRA: a table of key endings for each, read by one pair of functions."""
+
 import re
 from typing import Dict, NamedTuple, Optional, Tuple
 
@@ -17,6 +18,7 @@ class Dialect(NamedTuple):
         renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' Llama.
         only (str): Regular expression that at least one key of a file in this form matches. Default: any.
     """
+
     name: str
     endings: Dict[str, str]
     renamed: Tuple[Tuple[str, str], ...] = ()
@@ -39,18 +41,34 @@ _MCORE_CELLS = (
     (r"^output_layer$", "lm_head"),
 )
 
-MINDPET = Dialect("MindFormers' LoRA (mindpet_delta_lora)", {
-    ".mindpet_delta_lora_a": "A", ".mindpet_delta_lora_b": "B", ".mindpet_delta_lora_magnitude": "magnitude",
-    ".mindpet_delta_lora_lambda_d": "lambda_d", ".mindpet_delta_lora_lambda_b": "lambda_b",
-    ".mindpet_delta_lora_vera_a": SHARED["A"][1], ".mindpet_delta_lora_vera_b": SHARED["B"][1],
-    # A LoRADense of MindPet's that was never put into a network saves under capital letters.
-    ".mindpet_delta_lora_A": "A", ".mindpet_delta_lora_B": "B"})
-TK_DELTA = Dialect("MindFormers' LoRA of before 2023 (tk_delta_lora)", {
-    ".tk_delta_lora_a": "A", ".tk_delta_lora_b": "B", ".tk_delta_lora_A": "A", ".tk_delta_lora_B": "B"})
-MCORE = Dialect("MindFormers' mcore LoRA", {".lora_A.weight": "A", ".lora_B.weight": "B"}, _MCORE_CELLS,
-                only=r"^decoder\.layers\.|^output_layer\.")
-PYNATIVE = Dialect("MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, _MCORE_CELLS,
-                   only=r"^decoder\.layers\.|^output_layer\.")
+MINDPET = Dialect(
+    "MindFormers' LoRA (mindpet_delta_lora)",
+    {
+        ".mindpet_delta_lora_a": "A",
+        ".mindpet_delta_lora_b": "B",
+        ".mindpet_delta_lora_magnitude": "magnitude",
+        ".mindpet_delta_lora_lambda_d": "lambda_d",
+        ".mindpet_delta_lora_lambda_b": "lambda_b",
+        ".mindpet_delta_lora_vera_a": SHARED["A"][1],
+        ".mindpet_delta_lora_vera_b": SHARED["B"][1],
+        # A LoRADense of MindPet's that was never put into a network saves under capital letters.
+        ".mindpet_delta_lora_A": "A",
+        ".mindpet_delta_lora_B": "B",
+    },
+)
+TK_DELTA = Dialect(
+    "MindFormers' LoRA of before 2023 (tk_delta_lora)",
+    {".tk_delta_lora_a": "A", ".tk_delta_lora_b": "B", ".tk_delta_lora_A": "A", ".tk_delta_lora_B": "B"},
+)
+MCORE = Dialect(
+    "MindFormers' mcore LoRA",
+    {".lora_A.weight": "A", ".lora_B.weight": "B"},
+    _MCORE_CELLS,
+    only=r"^decoder\.layers\.|^output_layer\.",
+)
+PYNATIVE = Dialect(
+    "MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, _MCORE_CELLS, only=r"^decoder\.layers\.|^output_layer\."
+)
 SLORA = Dialect("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
 DIALECTS = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
 
@@ -71,7 +89,7 @@ def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[PartKey]:
     for ending, part in dialect.endings.items():
         if ("." + key).endswith(ending):
             # What all cells have in common MindSpore may call by the first of them.
-            path = key[:-len(ending)] if key.endswith(ending) and ("", part) not in SHARED.values() else ""
+            path = key[: -len(ending)] if key.endswith(ending) and ("", part) not in SHARED.values() else ""
             for pattern, replacement in dialect.renamed:
                 path = re.sub(pattern, replacement, path)
             return path, part
@@ -115,8 +133,10 @@ def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
         return {}
     holder, half = re.sub(r"^decoder\.", "model.", match[1]), match[3].upper()
     if array.ndim != 3 or 0 in array.shape or match[2] + half == "1B" and array.shape[2] % 2:
-        raise ShapeMismatchError(f"{key} is {list(array.shape)}: A of all experts is [experts, in, r], B [experts, r, "
-                                 "out], and weight1's out is twice that of gate_proj.")
+        raise ShapeMismatchError(
+            f"{key} is {list(array.shape)}: A of all experts is [experts, in, r], B [experts, r, "
+            "out], and weight1's out is twice that of gate_proj."
+        )
     pairs = {}
     for expert, matrix in enumerate(array.swapaxes(1, 2)):
         if match[2] == "2":

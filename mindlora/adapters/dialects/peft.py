@@ -1,4 +1,5 @@
 """PEFT's adapter folder: the keys of its tensors, under Hugging Face names, and the adapter_config.json it writes."""
+
 from collections import Counter
 from typing import Dict, List, Optional
 
@@ -11,8 +12,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector",
-             **peft_vera.SUFFIXES}
+_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector", **peft_vera.SUFFIXES}
 _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
 # Where an adapted module's own weight was saved besides, as PEFT does for embeddings and output heads.
 _BASE_LAYER = ".base_layer."
@@ -34,7 +34,7 @@ def parse_key(key: str) -> Optional[PartKey]:
         return None
     for part, suffix in (*_SUFFIXES.items(), *_EMBEDDING_SUFFIXES.items()):
         if key.endswith(suffix):
-            return names.to_mindformers(key[len(_PREFIX):-len(suffix)]), part
+            return names.to_mindformers(key[len(_PREFIX) : -len(suffix)]), part
     return None
 
 
@@ -54,7 +54,7 @@ def parse_saved_module_key(key: str) -> Optional[str]:
     """Returns the MindFormers name of a parameter that was saved whole, or None for a key of another kind."""
     if not key.startswith(_PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
         return None
-    name = key[len(_PREFIX):].replace(_BASE_LAYER, ".")
+    name = key[len(_PREFIX) :].replace(_BASE_LAYER, ".")
     return names.parameter_to_mindformers(name) or name
 
 
@@ -108,7 +108,9 @@ def is_of_module(name: str, module: str) -> bool:
 def _modules_to_save(adapter) -> Optional[List[str]]:
     """Returns the names of the modules that were trained whole; the base's weight of an adapted module is none."""
     adapted = set(adapter.paths)
-    return sorted({_module_of(name) for name in adapter.saved_modules if name.rpartition(".")[0] not in adapted}) or None
+    return (
+        sorted({_module_of(name) for name in adapter.saved_modules if name.rpartition(".")[0] not in adapted}) or None
+    )
 
 
 def _module_of(name) -> str:

@@ -1,4 +1,5 @@
 """Reads PEFT's adapter_config.json: leniently in form, strictly in what changes the mathematics."""
+
 import dataclasses
 import json
 import logging
@@ -19,9 +20,22 @@ _MAX_BYTES = 10_000_000  # A configuration of 100,000 module names is a tenth of
 # Fields that select modules: they are kept as they are.
 _SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 # Fields that say nothing about the tensors, or nothing once they are trained.
-_NEUTRAL = ("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
-            "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
-            "runtime_config", "task_type")
+_NEUTRAL = (
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+)
 # Fields that make another forward of the same tensors, or another base.
 _UNSUPPORTED = {
     "alora_invocation_tokens": "the adapter then acts on some tokens alone",
@@ -39,8 +53,20 @@ _UNSUPPORTED = {
 }
 # Starts that subtract from the base what they put into A and B.
 _BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_USED = ("base_model_name_or_path", "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save",
-         "peft_type", "r", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora")
+_USED = (
+    "base_model_name_or_path",
+    "bias",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_dora",
+    "use_rslora",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +86,7 @@ class PeftConfig:
         selection (dict): The fields that select modules, as they are.
         base_model (str): base_model_name_or_path, or None.
     """
+
     rank: int
     alpha: float
     dropout: float
@@ -99,17 +126,28 @@ def read(path: str) -> PeftConfig:
     if unknown:
         logger.warning("%s has fields that mindlora does not know, and passes over: %s.", path, ", ".join(unknown))
     _refuse_unsupported(content, path)
-    rank_pattern = {key: _whole(value, f"rank_pattern[{shown(key)}]", path)
-                    for key, value in _pattern(content, "rank_pattern", path).items()}
-    alpha_pattern = {key: _positive(value, f"alpha_pattern[{shown(key)}]", path)
-                     for key, value in _pattern(content, "alpha_pattern", path).items()}
+    rank_pattern = {
+        key: _whole(value, f"rank_pattern[{shown(key)}]", path)
+        for key, value in _pattern(content, "rank_pattern", path).items()
+    }
+    alpha_pattern = {
+        key: _positive(value, f"alpha_pattern[{shown(key)}]", path)
+        for key, value in _pattern(content, "alpha_pattern", path).items()
+    }
     return PeftConfig(
-        rank=_whole(content.get("r"), "r", path), alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
-        dropout=_dropout(content.get("lora_dropout"), path), use_rslora=_flag(content, "use_rslora", path),
-        use_dora=_flag(content, "use_dora", path), use_vera=use_vera, projection_key=projection_key,
-        rank_pattern=rank_pattern, alpha_pattern=alpha_pattern,
+        rank=_whole(content.get("r"), "r", path),
+        alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
+        dropout=_dropout(content.get("lora_dropout"), path),
+        use_rslora=_flag(content, "use_rslora", path),
+        use_dora=_flag(content, "use_dora", path),
+        use_vera=use_vera,
+        projection_key=projection_key,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
-        selection=selection(content, path), base_model=_text(content.get("base_model_name_or_path"), path))
+        selection=selection(content, path),
+        base_model=_text(content.get("base_model_name_or_path"), path),
+    )
 
 
 def json_object(path: str) -> dict:
@@ -151,16 +189,20 @@ def _refuse_unsupported(content, path):
     if kind != "LORA":
         raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA' or 'VERA'.")
     if content.get("bias", "none") != "none":
-        raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
-                                 "is not supported: it must be 'none'.")
+        raise AdapterFormatError(
+            f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
+            "is not supported: it must be 'none'."
+        )
     for field, meaning in _UNSUPPORTED.items():
         if content.get(field):
             raise AdapterFormatError(f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}.")
     start = content.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_STARTS):
-        raise AdapterFormatError(f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to a base that "
-                                 "this start changed. Save it with PEFT's path_initial_model_for_weight_conversion, "
-                                 "which makes a plain LoRA of it.")
+        raise AdapterFormatError(
+            f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to a base that "
+            "this start changed. Save it with PEFT's path_initial_model_for_weight_conversion, "
+            "which makes a plain LoRA of it."
+        )
 
 
 def _whole(value, field, path) -> int:
@@ -204,8 +246,9 @@ def _check_regex(expression, used, field, path):
     try:
         re.compile(used)
     except (re.error, OverflowError, RecursionError) as error:
-        raise AdapterFormatError(f"{path}: {field} holds {shown(expression)}, which is not a regular expression: "
-                                 f"{error}.") from error
+        raise AdapterFormatError(
+            f"{path}: {field} holds {shown(expression)}, which is not a regular expression: {error}."
+        ) from error
 
 
 def _names(value, field, path) -> list:
@@ -229,8 +272,9 @@ def selection(content: dict, path: str) -> dict:
             _names(value, field, path)
     layers = found.get("layers_to_transform", [])
     if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
-        raise AdapterFormatError(f"{path}: layers_to_transform is {shown(layers)}, it must be a layer number or a list "
-                                 "of them.")
+        raise AdapterFormatError(
+            f"{path}: layers_to_transform is {shown(layers)}, it must be a layer number or a list of them."
+        )
     return found
 
 
@@ -238,5 +282,3 @@ def _text(value, path) -> Optional[str]:
     if value is not None and not isinstance(value, str):
         raise AdapterFormatError(f"{path}: base_model_name_or_path is {shown(value)}, it must be a name or a path.")
     return value or None
-
-

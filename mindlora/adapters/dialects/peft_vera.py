@@ -1,4 +1,5 @@
 """PEFT's VeRA: the keys of its tensors, and its adapter_config.json with names of its own for what LoRA has too."""
+
 from typing import Dict
 
 from mindlora.adapters.adapter import SHARED
@@ -19,11 +20,18 @@ def as_lora(content: Dict, path: str) -> Dict:
         AdapterFormatError: A and B were not saved, so that only PyTorch's generator could make them again.
     """
     if content.get("save_projection") is False:
-        raise AdapterFormatError(f"{path}: save_projection is False, so VeRA's matrices A and B are not in the file. "
-                                 "Save the adapter with save_projection: true.")
+        raise AdapterFormatError(
+            f"{path}: save_projection is False, so VeRA's matrices A and B are not in the file. "
+            "Save the adapter with save_projection: true."
+        )
     renamed = {field: value for field, value in content.items() if field not in _OWN}
-    return {**renamed, "peft_type": "LORA", "lora_alpha": content.get("r"), "lora_dropout": content.get("vera_dropout"),
-            "fan_in_fan_out": content.get("fan_in_fan_out")}
+    return {
+        **renamed,
+        "peft_type": "LORA",
+        "lora_alpha": content.get("r"),
+        "lora_dropout": content.get("vera_dropout"),
+        "fan_in_fan_out": content.get("fan_in_fan_out"),
+    }
 
 
 def projection_key(content: Dict) -> int:
@@ -34,7 +42,22 @@ def projection_key(content: Dict) -> int:
 
 def of_lora(config: Dict, projection_prng_key: int) -> Dict:
     """Returns the adapter_config.json of a VeRA adapter, given what that of a LoRA would be."""
-    shared = ("base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "layers_pattern",
-              "layers_to_transform", "modules_to_save", "r", "target_modules", "task_type")
-    return {**{field: config[field] for field in shared if field in config}, "peft_type": KIND,
-            "projection_prng_key": projection_prng_key, "save_projection": True, "vera_dropout": config["lora_dropout"]}
+    shared = (
+        "base_model_name_or_path",
+        "bias",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "modules_to_save",
+        "r",
+        "target_modules",
+        "task_type",
+    )
+    return {
+        **{field: config[field] for field in shared if field in config},
+        "peft_type": KIND,
+        "projection_prng_key": projection_prng_key,
+        "save_projection": True,
+        "vera_dropout": config["lora_dropout"],
+    }

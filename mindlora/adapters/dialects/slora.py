@@ -1,4 +1,5 @@
 """The folder that MindFormers' slora serves an adapter from: adapter_model.ckpt beside a PEFT-like configuration."""
+
 import math
 from typing import Dict
 
@@ -25,14 +26,19 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     """
     other = [path for path in adapter.paths if path in adapter.embeddings or adapter.tensors[path, "A"].ndim > 2]
     if other:
-        raise AdapterError(f"slora has no place for adapters of embeddings and convolutions: {', '.join(other)}. Write "
-                           "format 'peft'.")
+        raise AdapterError(
+            f"slora has no place for adapters of embeddings and convolutions: {', '.join(other)}. Write format 'peft'."
+        )
     for field in ("use_dora", "use_vera"):
         if getattr(adapter, field):
-            raise AdapterError(f"slora has no place for the vectors that {field} trains. Merge the adapter into its "
-                               "base, or write format 'peft'.")
+            raise AdapterError(
+                f"slora has no place for the vectors that {field} trains. Merge the adapter into its "
+                "base, or write format 'peft'."
+            )
     if adapter.saved_modules:
-        raise AdapterError(f"slora has no place for modules that were trained whole: {', '.join(adapter.saved_modules)}.")
+        raise AdapterError(
+            f"slora has no place for modules that were trained whole: {', '.join(adapter.saved_modules)}."
+        )
     written, scale = {}, _scale(adapter)
     for (path, half), array in adapter.tensors.items():
         factor = adapter.scale(path) / scale
@@ -52,9 +58,17 @@ def config(adapter: Adapter) -> Dict:
     alpha = _scale(adapter) * rank
     if abs(alpha - round(alpha)) > 1e-9 * alpha:
         raise AdapterError(f"slora takes a whole lora_alpha, and at rank {rank} this adapter's is {alpha:g}.")
-    return {"base_model_name_or_path": adapter.base_model, "bias": "none", "lora_alpha": round(alpha),
-            "lora_dropout": float(adapter.dropout), "peft_type": "LORA", "r": rank, "use_rslora": False,
-            "target_modules": sorted({path.rpartition(".")[2] for path in adapter.paths}), "task_type": "CAUSAL_LM"}
+    return {
+        "base_model_name_or_path": adapter.base_model,
+        "bias": "none",
+        "lora_alpha": round(alpha),
+        "lora_dropout": float(adapter.dropout),
+        "peft_type": "LORA",
+        "r": rank,
+        "use_rslora": False,
+        "target_modules": sorted({path.rpartition(".")[2] for path in adapter.paths}),
+        "task_type": "CAUSAL_LM",
+    }
 
 
 def check_rank(adapter: Adapter, config: PeftConfig, source: str) -> None:

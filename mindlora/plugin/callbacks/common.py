@@ -1,4 +1,5 @@
 """What the callbacks share: registration in MindFormers, the loss of a step, a check of arguments."""
+
 from mindformers.core.callback.callback import _get_loss_output
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 

@@ -1,4 +1,5 @@
 """HeldOutLoss: the loss on held-out data, measured while training."""
+
 import os
 
 from mindspore import Callback
@@ -43,8 +44,9 @@ class HeldOutLoss(Callback):
         params = run_context.original_args()
         step, results = params.cur_step_num, dict(params.get("eval_results") or {})
         results.pop("held_out_loss", None)
-        if (training_state.passed(self.every_steps, self.step_before, step)
-                or step >= training_state.total_steps(params)):
+        if training_state.passed(self.every_steps, self.step_before, step) or step >= training_state.total_steps(
+            params
+        ):
             if self.cell is None:
                 network = base_of(params.train_network)
                 self.cell = HeldOutLossCell(network, network.config.ignore_token_id)

@@ -1,4 +1,5 @@
 """LoraCheckpoint: the adapter, and what a run needs to resume, saved while training."""
+
 import os
 
 import numpy as np
@@ -62,8 +63,10 @@ class LoraCheckpoint(Callback):
             self.last_saved = params.cur_step_num
             logger.info("Resumed from %s.", folder)
             if any(cell.dropout_rate > 0 for _, cell in lora_cells(params.train_network)):
-                logger.warning("lora_dropout is above 0: the resumed run drops other elements than the run would have "
-                               "that was stopped, so its losses differ a little from now on.")
+                logger.warning(
+                    "lora_dropout is above 0: the resumed run drops other elements than the run would have "
+                    "that was stopped, so its losses differ a little from now on."
+                )
         else:
             initialize_adapters(base_of(params.train_network))
         if get_real_rank() == 0:
@@ -86,9 +89,11 @@ class LoraCheckpoint(Callback):
         if last or training_state.passed(self.save_steps, self.last_saved, step):
             reported = self._reported(params)
             if self.best_metric not in reported:
-                raise ConfigError(f"LoraCheckpoint: best_metric is {self.best_metric!r}, but at step {step} only "
-                                  f"{', '.join(sorted(reported))} is reported. List the callback that reports it "
-                                  "before LoraCheckpoint, and let it run at every save.")
+                raise ConfigError(
+                    f"LoraCheckpoint: best_metric is {self.best_metric!r}, but at step {step} only "
+                    f"{', '.join(sorted(reported))} is reported. List the callback that reports it "
+                    "before LoraCheckpoint, and let it run at every save."
+                )
             self._save(params, float(reported[self.best_metric]))
         if last:
             run_context.request_stop()
@@ -108,14 +113,22 @@ class LoraCheckpoint(Callback):
             return
         folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")
         training_state.save(folder, params)
-        logger.info("Adapter of step %d saved in %s (%s %s).", step, folder, self.best_metric,
-                    "not measured" if value is None else f"{value:.6g}")
+        logger.info(
+            "Adapter of step %d saved in %s (%s %s).",
+            step,
+            folder,
+            self.best_metric,
+            "not measured" if value is None else f"{value:.6g}",
+        )
         best = os.path.join(self.directory, "best")
         known = training_state.best_value(best, self.best_metric)
-        if value is not None and np.isfinite(value) and (
-                known is None or (value < known if self.best_mode == "min" else value > known)):
+        if (
+            value is not None
+            and np.isfinite(value)
+            and (known is None or (value < known if self.best_mode == "min" else value > known))
+        ):
             training_state.save_best(best, params, self.best_metric, value)
-        for old in training_state.step_folders(self.directory)[:-self.keep_last]:
+        for old in training_state.step_folders(self.directory)[: -self.keep_last]:
             atomic.remove_folder(old)
 
     def _reported(self, params):

@@ -1,4 +1,5 @@
 """LoraInitialization: a lora_init that changes the base, carried out once the base is loaded."""
+
 from mindspore import Callback
 
 from mindlora.initialize import initialize_adapters

@@ -1,4 +1,5 @@
 """LossCurve: the losses of a run as JSON and as a picture."""
+
 import json
 import os
 
@@ -28,8 +29,10 @@ class LossCurve(Callback):
         try:
             import matplotlib  # noqa: F401  A run of hours must not end with this error.
         except ImportError as error:
-            raise ConfigError("LossCurve draws with matplotlib, which is not installed: pip install "
-                              "'mindlora[plot]', or take LossCurve out of callbacks.") from error
+            raise ConfigError(
+                "LossCurve draws with matplotlib, which is not installed: pip install "
+                "'mindlora[plot]', or take LossCurve out of callbacks."
+            ) from error
         self.directory = directory or get_output_root_path()
         self.train = []
 
@@ -40,8 +43,12 @@ class LossCurve(Callback):
     def on_train_end(self, run_context):
         if get_real_rank() != 0 or not self.train:
             return
-        held_out = [point for callback in run_context.original_args().list_callback
-                    if isinstance(callback, HeldOutLoss) for point in callback.measured]
+        held_out = [
+            point
+            for callback in run_context.original_args().list_callback
+            if isinstance(callback, HeldOutLoss)
+            for point in callback.measured
+        ]
         from mindlora.training.loss_curve import draw_loss
 
         os.makedirs(self.directory, exist_ok=True)

@@ -1,4 +1,5 @@
 """ProgressBar: step, loss and time left on stderr."""
+
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
 from tqdm import tqdm
@@ -24,10 +25,15 @@ class ProgressBar(Callback):
         if self.bar is not None:
             return
         params = run_context.original_args()
-        self.bar = tqdm(total=training_state.total_steps(params), initial=params.cur_step_num, desc=self.label,
-                        unit="step", disable=get_real_rank() != 0, dynamic_ncols=True,
-                        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left"
-                                   "{postfix}")
+        self.bar = tqdm(
+            total=training_state.total_steps(params),
+            initial=params.cur_step_num,
+            desc=self.label,
+            unit="step",
+            disable=get_real_rank() != 0,
+            dynamic_ncols=True,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
+        )
 
     def on_train_step_end(self, run_context):
         params = run_context.original_args()

@@ -3,6 +3,7 @@
 It stands under model.model_config, the node that MindFormers builds before the network, so that mindlora is there
 when pet_config is read. MindFormers copies this file elsewhere before it imports it, hence absolute imports alone.
 """
+
 from mindformers.models.llama import LlamaConfig as MindFormersLlamaConfig
 
 from mindlora.plugin import hooks  # noqa: F401  registers pet type, train step and callbacks

@@ -1,4 +1,5 @@
 """MindFormers' own names of LoRA tensors, in checkpoints with and without the rest of the training."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,29 +21,48 @@ MCORE_CELLS = [
     (LAYER + "mlp.gating", "model.layers.3.feed_forward.w1"),
     (LAYER + "mlp.linear_fc2", "model.layers.3.feed_forward.w2"),
     (LAYER + "mlp.hidden", "model.layers.3.feed_forward.w3"),
-    ("output_layer", "lm_head")]
+    ("output_layer", "lm_head"),
+]
 
 
-@pytest.mark.parametrize("path, half, key", [
-    ("model.layers.3.attention.wq", "A", "model.layers.3.attention.wq.mindpet_delta_lora_a"),
-    ("lm_head", "B", "lm_head.mindpet_delta_lora_b"),
-    ("", "A", "mindpet_delta_lora_a"), ("", "B", "mindpet_delta_lora_b")])
+@pytest.mark.parametrize(
+    "path, half, key",
+    [
+        ("model.layers.3.attention.wq", "A", "model.layers.3.attention.wq.mindpet_delta_lora_a"),
+        ("lm_head", "B", "lm_head.mindpet_delta_lora_b"),
+        ("", "A", "mindpet_delta_lora_a"),
+        ("", "B", "mindpet_delta_lora_b"),
+    ],
+)
 def test_keys_are_those_of_mindformers(path, half, key):
     assert mindformers.tensor_key(path, half) == key
     assert mindformers.parse_key(key) == (path, half)
 
 
-@pytest.mark.parametrize("key, place", [
-    ("mindpet_delta_lora_A", ("", "A")), ("mindpet_delta_lora_B", ("", "B")),
-    ("dense.mindpet_delta_lora_A", ("dense", "A"))])
+@pytest.mark.parametrize(
+    "key, place",
+    [
+        ("mindpet_delta_lora_A", ("", "A")),
+        ("mindpet_delta_lora_B", ("", "B")),
+        ("dense.mindpet_delta_lora_A", ("dense", "A")),
+    ],
+)
 def test_capital_letters_mean_the_same(key, place):
     assert mindformers.parse_key(key) == place
 
 
 @pytest.mark.parametrize("prefix", ["adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "accu_grads."])
-@pytest.mark.parametrize("key", [
-    "model.layers.0.attention.wq.mindpet_delta_lora_a", "mindpet_delta_lora_b", "wq.tk_delta_lora_a", "wq.lora_b",
-    "decoder.layers.0.mlp.linear_fc1.lora_A.weight", "decoder.layers.0.mlp.experts.weight1_lora_a"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.0.attention.wq.mindpet_delta_lora_a",
+        "mindpet_delta_lora_b",
+        "wq.tk_delta_lora_a",
+        "wq.lora_b",
+        "decoder.layers.0.mlp.linear_fc1.lora_A.weight",
+        "decoder.layers.0.mlp.experts.weight1_lora_a",
+    ],
+)
 def test_the_optimizer_s_tensors_are_none_of_it(prefix, key):
     assert mindformers.is_adapter_key(key) and mindformers.detect([key]) is not None
     assert not mindformers.is_adapter_key(prefix + key) and mindformers.detect([prefix + key]) is None
@@ -50,23 +70,38 @@ def test_the_optimizer_s_tensors_are_none_of_it(prefix, key):
     assert all(mindformers.parse_key(prefix + key, dialect) is None for dialect in mindformers.DIALECTS)
 
 
-@pytest.mark.parametrize("key", [
-    "model.layers.0.attention.wq.weight", "lm_head.weight", "global_step", "epoch_num", "loss_scale", "",
-    "wq.mindpet_delta_lora_alpha", "wq.mindpet_delta_lora_a.weight", "wq.lora_a",
-    "base_model.model.lm_head.lora_A.weight"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.0.attention.wq.weight",
+        "lm_head.weight",
+        "global_step",
+        "epoch_num",
+        "loss_scale",
+        "",
+        "wq.mindpet_delta_lora_alpha",
+        "wq.mindpet_delta_lora_a.weight",
+        "wq.lora_a",
+        "base_model.model.lm_head.lora_A.weight",
+    ],
+)
 def test_the_base_and_other_facts_are_none_of_it(key):
     assert mindformers.parse_key(key) is None
 
 
-@given(st.lists(st.sampled_from(["model", "layers", "0", "wq", "adamant", "momentum"]), max_size=4).map(".".join),
-       st.sampled_from("AB"), st.sampled_from([MINDPET, TK_DELTA, SLORA, PYNATIVE]))
+@given(
+    st.lists(st.sampled_from(["model", "layers", "0", "wq", "adamant", "momentum"]), max_size=4).map(".".join),
+    st.sampled_from("AB"),
+    st.sampled_from([MINDPET, TK_DELTA, SLORA, PYNATIVE]),
+)
 def test_keys_make_the_round_trip(path, half, dialect):
     assert mindformers.parse_key(mindformers.tensor_key(path, half, dialect), dialect) == (path, half)
 
 
 @pytest.mark.parametrize("cell, path", MCORE_CELLS)
-@pytest.mark.parametrize("dialect, ending_a, ending_b", [
-    (MCORE, ".lora_A.weight", ".lora_B.weight"), (PYNATIVE, ".lora_a", ".lora_b")])
+@pytest.mark.parametrize(
+    "dialect, ending_a, ending_b", [(MCORE, ".lora_A.weight", ".lora_B.weight"), (PYNATIVE, ".lora_a", ".lora_b")]
+)
 def test_the_cells_of_mcore_are_those_of_the_llama(cell, path, dialect, ending_a, ending_b):
     for half, ending in (("A", ending_a), ("B", ending_b)):
         key = cell + ending
@@ -76,19 +111,30 @@ def test_the_cells_of_mcore_are_those_of_the_llama(cell, path, dialect, ending_a
 
 
 def test_names_that_only_look_like_mcore_s_stay():
-    for key, path in [("decoder.layers.3.cross.linear_qkvx.lora_a", "model.layers.3.cross.linear_qkvx"),
-                      ("my.decoder.layers.3.mlp.experts_fc1.lora_a", "my.decoder.layers.3.mlp.experts_fc1"),
-                      ("my_output_layer.lora_a", "my_output_layer")]:
+    for key, path in [
+        ("decoder.layers.3.cross.linear_qkvx.lora_a", "model.layers.3.cross.linear_qkvx"),
+        ("my.decoder.layers.3.mlp.experts_fc1.lora_a", "my.decoder.layers.3.mlp.experts_fc1"),
+        ("my_output_layer.lora_a", "my_output_layer"),
+    ]:
         assert mindformers.parse_key(key, PYNATIVE) == (path, "A")
 
 
-@pytest.mark.parametrize("keys, dialect", [
-    (["model.layers.0.attention.wq.mindpet_delta_lora_a", "lm_head.weight"], MINDPET),
-    (["mindpet_delta_lora_A"], MINDPET), (["model.layers.0.attention.wq.tk_delta_lora_a"], TK_DELTA),
-    (["tk_delta_lora_B"], TK_DELTA), (["model.layers.0.attention.wq.lora_a"], SLORA),
-    (["decoder.layers.0.self_attention.linear_qkv.lora_a", "lm_head.lora_a"], PYNATIVE),
-    (["decoder.layers.0.mlp.experts.weight2_lora_b"], PYNATIVE), (["output_layer.lora_A.weight"], MCORE),
-    (["model.layers.0.attention.wq.lora_A.weight"], None), (["model.layers.0.attention.wq.weight"], None), ([], None)])
+@pytest.mark.parametrize(
+    "keys, dialect",
+    [
+        (["model.layers.0.attention.wq.mindpet_delta_lora_a", "lm_head.weight"], MINDPET),
+        (["mindpet_delta_lora_A"], MINDPET),
+        (["model.layers.0.attention.wq.tk_delta_lora_a"], TK_DELTA),
+        (["tk_delta_lora_B"], TK_DELTA),
+        (["model.layers.0.attention.wq.lora_a"], SLORA),
+        (["decoder.layers.0.self_attention.linear_qkv.lora_a", "lm_head.lora_a"], PYNATIVE),
+        (["decoder.layers.0.mlp.experts.weight2_lora_b"], PYNATIVE),
+        (["output_layer.lora_A.weight"], MCORE),
+        (["model.layers.0.attention.wq.lora_A.weight"], None),
+        (["model.layers.0.attention.wq.weight"], None),
+        ([], None),
+    ],
+)
 def test_a_file_s_form_is_told_by_its_keys(keys, dialect):
     assert mindformers.detect(keys) is dialect
 
@@ -103,8 +149,10 @@ def stacks(weight, seed=0):
     """A and B of all experts as MindFormers 2 keeps them for its grouped matmul."""
     rng = np.random.default_rng(seed)
     inner, out = (IN, 2 * HIDDEN) if weight == 1 else (HIDDEN, IN)
-    return (rng.normal(size=(EXPERTS, inner, RANK)).astype(np.float32),
-            rng.normal(size=(EXPERTS, RANK, out)).astype(np.float32))
+    return (
+        rng.normal(size=(EXPERTS, inner, RANK)).astype(np.float32),
+        rng.normal(size=(EXPERTS, RANK, out)).astype(np.float32),
+    )
 
 
 def test_experts_are_split_into_what_the_grouped_matmul_computes():
@@ -114,34 +162,61 @@ def test_experts_are_split_into_what_the_grouped_matmul_computes():
     for weight in (1, 2):
         for half, stack in zip("ab", stacks(weight)):
             pairs.update(mindformers.split_experts(KEY.format(weight, half), stack))
-    assert set(pairs) == {(f"model.layers.7.mlp.experts.{expert}.{part}", half) for expert in range(EXPERTS)
-                          for part in ("gate_proj", "up_proj", "down_proj") for half in "AB"}
+    assert set(pairs) == {
+        (f"model.layers.7.mlp.experts.{expert}.{part}", half)
+        for expert in range(EXPERTS)
+        for part in ("gate_proj", "up_proj", "down_proj")
+        for half in "AB"
+    }
     assert all(array.flags.c_contiguous for array in pairs.values())
     for weight, inputs, parts in ((1, x, ("gate_proj", "up_proj")), (2, h, ("down_proj",))):
         a, b = stacks(weight)
         # One group of tokens for each expert: (x[e] @ a[e]) @ b[e], with gate's columns before up's.
         grouped = np.einsum("etr,ero->eto", np.einsum("eti,eir->etr", inputs, a), b)
         for expert in range(EXPERTS):
-            own = [(pairs[f"model.layers.7.mlp.experts.{expert}.{part}", "A"],
-                    pairs[f"model.layers.7.mlp.experts.{expert}.{part}", "B"]) for part in parts]
+            own = [
+                (
+                    pairs[f"model.layers.7.mlp.experts.{expert}.{part}", "A"],
+                    pairs[f"model.layers.7.mlp.experts.{expert}.{part}", "B"],
+                )
+                for part in parts
+            ]
             assert all(pair_a.shape == (RANK, a.shape[1]) for pair_a, _ in own)
             assert all(pair_b.shape == (b.shape[2] // len(parts), RANK) for _, pair_b in own)
             rows = np.concatenate([inputs[expert] @ pair_a.T @ pair_b.T for pair_a, pair_b in own], axis=1)
             np.testing.assert_allclose(rows, grouped[expert], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("key", ["decoder.layers.0.mlp.linear_fc1.lora_a", "x.experts.weight3_lora_a",
-                                 "x.experts.weight1_lora_c", "x.experts.weight1", "x.experts.weight1_lora_a.weight"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decoder.layers.0.mlp.linear_fc1.lora_a",
+        "x.experts.weight3_lora_a",
+        "x.experts.weight1_lora_c",
+        "x.experts.weight1",
+        "x.experts.weight1_lora_a.weight",
+    ],
+)
 def test_other_tensors_are_no_experts(key):
     assert mindformers.expert_place(key) is None
     assert mindformers.split_experts(key, np.zeros((3, 4, 2), np.float32)) == {}
 
 
-@pytest.mark.parametrize("weight, half, shape", [
-    (1, "a", (4, 2)), (1, "b", (3, 2, 5)), (2, "b", (3, 2, 0)), (1, "a", (0, 4, 2)), (2, "a", (1, 3, 4, 2)),
-    (2, "b", ())])
+@pytest.mark.parametrize(
+    "weight, half, shape",
+    [
+        (1, "a", (4, 2)),
+        (1, "b", (3, 2, 5)),
+        (2, "b", (3, 2, 0)),
+        (1, "a", (0, 4, 2)),
+        (2, "a", (1, 3, 4, 2)),
+        (2, "b", ()),
+    ],
+)
 def test_stacks_of_another_shape_are_refused(weight, half, shape):
     with pytest.raises(ShapeMismatchError) as error:
         mindformers.split_experts(KEY.format(weight, half), np.zeros(shape, np.float32))
-    assert str(error.value) == (f"{KEY.format(weight, half)} is {list(shape)}: A of all experts is [experts, in, r], B "
-                                "[experts, r, out], and weight1's out is twice that of gate_proj.")
+    assert str(error.value) == (
+        f"{KEY.format(weight, half)} is {list(shape)}: A of all experts is [experts, in, r], B "
+        "[experts, r, out], and weight1's out is twice that of gate_proj."
+    )

@@ -1,4 +1,5 @@
 """adapter_config.json as it is read: every field, and each value that is none."""
+
 import json
 import logging
 
@@ -30,6 +31,7 @@ def refused(path, message):
 
 # What is read ---------------------------------------------------------------------------------------------------
 
+
 def test_the_least_that_a_config_can_hold(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         config = read(tmp_path)
@@ -38,7 +40,7 @@ def test_the_least_that_a_config_can_hold(tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("r, alpha", [(8, 16), (8.0, 16.0), (1, 0.5), (1, 1e-300), (3, 2 ** 60)])
+@pytest.mark.parametrize("r, alpha", [(8, 16), (8.0, 16.0), (1, 0.5), (1, 1e-300), (3, 2**60)])
 def test_numbers_may_be_whole_or_not(tmp_path, r, alpha):
     config = read(tmp_path, r=r, lora_alpha=alpha)
     assert (config.rank, config.alpha) == (r, alpha)
@@ -56,21 +58,39 @@ def test_rslora(tmp_path, value, expected):
     assert read(tmp_path, use_rslora=value).use_rslora is expected
 
 
-@pytest.mark.parametrize("field, value", [
-    ("target_modules", ["q_proj", "v_proj"]), ("target_modules", r"model\.layers\.\d+\.self_attn\.(q|v)_proj"),
-    ("target_modules", "all-linear"), ("exclude_modules", ["lm_head"]), ("exclude_modules", ".*lm_head"),
-    ("layers_to_transform", 3), ("layers_to_transform", [0, 2]), ("layers_pattern", "layers"),
-    ("layers_pattern", ["layers", "h"])])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("target_modules", ["q_proj", "v_proj"]),
+        ("target_modules", r"model\.layers\.\d+\.self_attn\.(q|v)_proj"),
+        ("target_modules", "all-linear"),
+        ("exclude_modules", ["lm_head"]),
+        ("exclude_modules", ".*lm_head"),
+        ("layers_to_transform", 3),
+        ("layers_to_transform", [0, 2]),
+        ("layers_pattern", "layers"),
+        ("layers_pattern", ["layers", "h"]),
+    ],
+)
 def test_what_selects_modules_is_kept_as_it_is(tmp_path, field, value):
     assert read(tmp_path, **{field: value}).selection == {field: value}
     assert read(tmp_path, **{field: None}).selection == {}
 
 
 def test_patterns_are_matched_as_peft_does(tmp_path):
-    config = read(tmp_path, rank_pattern={"q_proj": 4, r"layers\.[1-9]\..*k_proj": 2.0, "^lm_head": 3},
-                  alpha_pattern={"self_attn.k_proj": 1, "k_proj": 7})
+    config = read(
+        tmp_path,
+        rank_pattern={"q_proj": 4, r"layers\.[1-9]\..*k_proj": 2.0, "^lm_head": 3},
+        alpha_pattern={"self_attn.k_proj": 1, "k_proj": 7},
+    )
     assert [config.rank_of(path) for path in (Q, K, K.replace("0", "5"), "lm_head", "draft.lm_head", "xq_proj")] == [
-        4, 8, 2, 3, 8, 8]
+        4,
+        8,
+        2,
+        3,
+        8,
+        8,
+    ]
     assert all(type(config.rank_of(path)) is int for path in (Q, K.replace("0", "5")))
     # Of several that match, the first.
     assert [config.alpha_of(path) for path in (Q, K, "k_proj")] == [16.0, 1.0, 7.0]
@@ -82,8 +102,9 @@ def test_modules_to_save(tmp_path, value, expected):
     assert read(tmp_path, modules_to_save=value).modules_to_save == expected
 
 
-@pytest.mark.parametrize("value, expected", [("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"), ("", None),
-                                             (None, None)])
+@pytest.mark.parametrize(
+    "value, expected", [("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"), ("", None), (None, None)]
+)
 def test_base_model(tmp_path, value, expected):
     assert read(tmp_path, base_model_name_or_path=value).base_model == expected
 
@@ -95,15 +116,45 @@ def test_starts_that_leave_the_base_alone(tmp_path, value):
 
 def test_what_peft_0_20_writes_of_a_plain_adapter_is_read_without_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
-        read(tmp_path, alora_invocation_tokens=None, alpha_pattern={}, arrow_config=None, auto_mapping=None,
-             bias="none", corda_config=None, ensure_weight_tying=False, eva_config=None,
-             exclude_modules=None, fan_in_fan_out=False,
-             inference_mode=True, init_lora_weights=True, kasa_config=None, layer_replication=None,
-             layers_pattern=None, layers_to_transform=None, loftq_config={}, lora_bias=False, lora_ga_config=None,
-             megatron_config=None, megatron_core="megatron.core", modules_to_save=None, monteclora_config=None,
-             peft_type="LORA", peft_version="0.20.0", qalora_group_size=16, rank_pattern={}, revision=None,
-             target_parameters=None, task_type="CAUSAL_LM", trainable_token_indices=None, use_bdlora=None,
-             use_dora=False, use_qalora=False, use_rslora=False, velora_config=None)
+        read(
+            tmp_path,
+            alora_invocation_tokens=None,
+            alpha_pattern={},
+            arrow_config=None,
+            auto_mapping=None,
+            bias="none",
+            corda_config=None,
+            ensure_weight_tying=False,
+            eva_config=None,
+            exclude_modules=None,
+            fan_in_fan_out=False,
+            inference_mode=True,
+            init_lora_weights=True,
+            kasa_config=None,
+            layer_replication=None,
+            layers_pattern=None,
+            layers_to_transform=None,
+            loftq_config={},
+            lora_bias=False,
+            lora_ga_config=None,
+            megatron_config=None,
+            megatron_core="megatron.core",
+            modules_to_save=None,
+            monteclora_config=None,
+            peft_type="LORA",
+            peft_version="0.20.0",
+            qalora_group_size=16,
+            rank_pattern={},
+            revision=None,
+            target_parameters=None,
+            task_type="CAUSAL_LM",
+            trainable_token_indices=None,
+            use_bdlora=None,
+            use_dora=False,
+            use_qalora=False,
+            use_rslora=False,
+            velora_config=None,
+        )
     assert not caplog.records
 
 
@@ -112,23 +163,48 @@ def test_unknown_fields_are_named_in_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         assert peft_config.read(path).rank == 8
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has fields that mindlora does not know, and passes over: lora_rank, zeta."]
+        f"{path} has fields that mindlora does not know, and passes over: lora_rank, zeta."
+    ]
 
 
 # What is refused: fields ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("field, value, shown", [
-    ("r", None, "None"), ("r", 0, "0"), ("r", -1, "-1"), ("r", 2.5, "2.5"), ("r", "8", "'8'"), ("r", True, "True"),
-    ("r", [8], "[8]"), ("r", float("nan"), "nan"), ("r", float("inf"), "inf")])
+
+@pytest.mark.parametrize(
+    "field, value, shown",
+    [
+        ("r", None, "None"),
+        ("r", 0, "0"),
+        ("r", -1, "-1"),
+        ("r", 2.5, "2.5"),
+        ("r", "8", "'8'"),
+        ("r", True, "True"),
+        ("r", [8], "[8]"),
+        ("r", float("nan"), "nan"),
+        ("r", float("inf"), "inf"),
+    ],
+)
 def test_ranks_that_are_none(tmp_path, field, value, shown):
     message = f" is {shown}, it must be a whole number of at least 1."
     refused(written(tmp_path, {**PLAIN, field: value}), f": r{message}")
     refused(written(tmp_path, {**PLAIN, "rank_pattern": {"q_proj": value}}), f": rank_pattern['q_proj']{message}")
 
 
-@pytest.mark.parametrize("value, shown", [
-    (None, "None"), (0, "0"), (-16, "-16"), ("16", "'16'"), (True, "True"), ({}, "{}"), (float("nan"), "nan"),
-    (float("inf"), "inf"), (float("-inf"), "-inf"), (10 ** 309, "1" + "0" * 199 + "...")])
+@pytest.mark.parametrize(
+    "value, shown",
+    [
+        (None, "None"),
+        (0, "0"),
+        (-16, "-16"),
+        ("16", "'16'"),
+        (True, "True"),
+        ({}, "{}"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (float("-inf"), "-inf"),
+        (10**309, "1" + "0" * 199 + "..."),
+    ],
+)
 def test_alphas_that_are_none(tmp_path, value, shown):
     message = f" is {shown}, it must be a number above 0."
     refused(written(tmp_path, {**PLAIN, "lora_alpha": value}), f": lora_alpha{message}")
@@ -137,8 +213,10 @@ def test_alphas_that_are_none(tmp_path, value, shown):
 
 @pytest.mark.parametrize("value", [1, 1.5, -0.1, "0.1", True, False, "", [], {}, float("nan")])
 def test_dropouts_that_are_none(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "lora_dropout": value}),
-            f": lora_dropout is {value!r}, it must be a number in [0, 1).")
+    refused(
+        written(tmp_path, {**PLAIN, "lora_dropout": value}),
+        f": lora_dropout is {value!r}, it must be a number in [0, 1).",
+    )
 
 
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, [], "", {}])
@@ -147,15 +225,28 @@ def test_rslora_is_not_told_by_truth(tmp_path, value):
     refused(written(tmp_path, {**PLAIN, "use_dora": value}), f": use_dora is {value!r}, it must be true or false.")
 
 
-@pytest.mark.parametrize("field, value", [
-    ("alora_invocation_tokens", [1, 2]), ("arrow_config", {"top_k": 2}), ("fan_in_fan_out", True),
-    ("kasa_config", {"a": 1}), ("layer_replication", [[0, 4], [2, 5]]), ("lora_bias", True),
-    ("monteclora_config", {"a": 1}), ("target_parameters", ["experts.gate_up_proj"]),
-    ("trainable_token_indices", [5]), ("use_bdlora", True),
-    ("use_qalora", True), ("velora_config", {"a": 1})])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("alora_invocation_tokens", [1, 2]),
+        ("arrow_config", {"top_k": 2}),
+        ("fan_in_fan_out", True),
+        ("kasa_config", {"a": 1}),
+        ("layer_replication", [[0, 4], [2, 5]]),
+        ("lora_bias", True),
+        ("monteclora_config", {"a": 1}),
+        ("target_parameters", ["experts.gate_up_proj"]),
+        ("trainable_token_indices", [5]),
+        ("use_bdlora", True),
+        ("use_qalora", True),
+        ("velora_config", {"a": 1}),
+    ],
+)
 def test_what_changes_the_mathematics_is_refused_by_name(tmp_path, field, value):
-    refused(written(tmp_path, {**PLAIN, field: value}),
-            f": {field} is {value!r}, which is not supported: {peft_config._UNSUPPORTED[field]}.")
+    refused(
+        written(tmp_path, {**PLAIN, field: value}),
+        f": {field} is {value!r}, which is not supported: {peft_config._UNSUPPORTED[field]}.",
+    )
 
 
 def test_every_such_field_is_tried_above():
@@ -165,21 +256,25 @@ def test_every_such_field_is_tried_above():
 
 @pytest.mark.parametrize("value", ["all", "lora_only", None, True])
 def test_biases_are_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "bias": value}), f": bias is {value!r}, so biases of the base were trained, "
-            "which is not supported: it must be 'none'.")
+    refused(
+        written(tmp_path, {**PLAIN, "bias": value}),
+        f": bias is {value!r}, so biases of the base were trained, which is not supported: it must be 'none'.",
+    )
 
 
 @pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
 def test_another_kind_of_adapter_is_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}, it must be "
-            "'LORA' or 'VERA'.")
+    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}, it must be 'LORA' or 'VERA'.")
 
 
 @pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])
 def test_starts_that_change_the_base_are_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "init_lora_weights": value}), f": init_lora_weights is {value!r}, so the "
-            "adapter belongs to a base that this start changed. Save it with PEFT's "
-            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it.")
+    refused(
+        written(tmp_path, {**PLAIN, "init_lora_weights": value}),
+        f": init_lora_weights is {value!r}, so the "
+        "adapter belongs to a base that this start changed. Save it with PEFT's "
+        "path_initial_model_for_weight_conversion, which makes a plain LoRA of it.",
+    )
 
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern", "modules_to_save"])
@@ -190,15 +285,22 @@ def test_names_that_are_none(tmp_path, field, value):
 
 @pytest.mark.parametrize("value", ["0", [0, "1"], {"0": 1}, 1.5, True, [True]])
 def test_layers_that_are_none(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "layers_to_transform": value}),
-            f": layers_to_transform is {value!r}, it must be a layer number or a list of them.")
+    refused(
+        written(tmp_path, {**PLAIN, "layers_to_transform": value}),
+        f": layers_to_transform is {value!r}, it must be a layer number or a list of them.",
+    )
 
 
-@pytest.mark.parametrize("expression, problem", [
-    ("(", "missing ), unterminated subpattern at position"), ("*", "nothing to repeat"),
-    ("[", "unterminated character"),
-    # Sound alone, but not inside of the expression that PEFT puts around.
-    ("(?i)q_proj", "global flags not at the start of the expression")])
+@pytest.mark.parametrize(
+    "expression, problem",
+    [
+        ("(", "missing ), unterminated subpattern at position"),
+        ("*", "nothing to repeat"),
+        ("[", "unterminated character"),
+        # Sound alone, but not inside of the expression that PEFT puts around.
+        ("(?i)q_proj", "global flags not at the start of the expression"),
+    ],
+)
 def test_expressions_that_are_none(tmp_path, expression, problem):
     for field in ("rank_pattern", "alpha_pattern"):
         path = written(tmp_path, {**PLAIN, field: {expression: 4}})
@@ -218,40 +320,57 @@ def test_expressions_that_cannot_be_compiled(tmp_path, expression):
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("value", [["q_proj"], "q_proj", 5, True])
 def test_patterns_that_are_no_tables(tmp_path, field, value):
-    refused(written(tmp_path, {**PLAIN, field: value}),
-            f": {field} is {value!r}, it must map regular expressions to numbers.")
+    refused(
+        written(tmp_path, {**PLAIN, field: value}),
+        f": {field} is {value!r}, it must map regular expressions to numbers.",
+    )
 
 
 @pytest.mark.parametrize("value", [5, ["a"], True, {"a": 1}])
 def test_a_base_model_that_is_no_text(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "base_model_name_or_path": value}),
-            f": base_model_name_or_path is {value!r}, it must be a name or a path.")
+    refused(
+        written(tmp_path, {**PLAIN, "base_model_name_or_path": value}),
+        f": base_model_name_or_path is {value!r}, it must be a name or a path.",
+    )
 
 
 # What is refused: files -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("text, message", [
-    (b"", " is not JSON: Expecting value: line 1 column 1 (char 0)."),
-    (b'{"r": 8, "lora_alpha": 16', " is not JSON: Expecting ',' delimiter: line 1 column 26 (char 25)."),
-    (b"[8, 16]", " holds a list and not a JSON object."), (b"8", " holds a int and not a JSON object."),
-    (b"null", " holds a NoneType and not a JSON object."),
-    (b"{}", ": r is None, it must be a whole number of at least 1."),
-    (b'{"r": 8, "r": 4}', " has r twice: which of the two counts is not said."),
-    (b'{"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 1, "a": 2, "b": 1, "b": 1}}',
-     " has a, b twice: which of the two counts is not said."),
-    (b'{"r": 8, "lora_alpha": Infinity}', ": lora_alpha is inf, it must be a number above 0."),
-    (b'{"r": 1e400, "lora_alpha": 1}', ": r is inf, it must be a whole number of at least 1."),
-    (b'{"r": NaN, "lora_alpha": 1}', ": r is nan, it must be a whole number of at least 1.")])
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"", " is not JSON: Expecting value: line 1 column 1 (char 0)."),
+        (b'{"r": 8, "lora_alpha": 16', " is not JSON: Expecting ',' delimiter: line 1 column 26 (char 25)."),
+        (b"[8, 16]", " holds a list and not a JSON object."),
+        (b"8", " holds a int and not a JSON object."),
+        (b"null", " holds a NoneType and not a JSON object."),
+        (b"{}", ": r is None, it must be a whole number of at least 1."),
+        (b'{"r": 8, "r": 4}', " has r twice: which of the two counts is not said."),
+        (
+            b'{"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 1, "a": 2, "b": 1, "b": 1}}',
+            " has a, b twice: which of the two counts is not said.",
+        ),
+        (b'{"r": 8, "lora_alpha": Infinity}', ": lora_alpha is inf, it must be a number above 0."),
+        (b'{"r": 1e400, "lora_alpha": 1}', ": r is inf, it must be a whole number of at least 1."),
+        (b'{"r": NaN, "lora_alpha": 1}', ": r is nan, it must be a whole number of at least 1."),
+    ],
+)
 def test_texts_that_are_no_configuration(tmp_path, text, message):
     refused(written(tmp_path, text), message)
 
 
-@pytest.mark.parametrize("text, message", [
-    ('{"r": "é"}'.encode("latin-1"), "is not JSON: 'utf-8' codec can't decode byte 0xe9"),
-    ('{"r": 8}'.encode("utf-16"), "is not JSON: 'utf-8' codec can't decode byte 0xff"),
-    (b'{"r": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
-    (b"[" * 100_000, "is not JSON: "), (b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not JSON: "),
-    (b" " * 10_000_001, "is larger than 10 MB, so it is no configuration.")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"r": "é"}'.encode("latin-1"), "is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        ('{"r": 8}'.encode("utf-16"), "is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
+        (b"[" * 100_000, "is not JSON: "),
+        (b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not JSON: "),
+        (b" " * 10_000_001, "is larger than 10 MB, so it is no configuration."),
+    ],
+)
 def test_texts_that_are_no_json(tmp_path, text, message):
     path = written(tmp_path, text)
     with pytest.raises(AdapterFormatError) as error:
@@ -287,5 +406,7 @@ def test_a_value_nested_too_deeply_to_show_is_said_in_words():
 
 
 def test_a_long_value_is_not_repeated_whole(tmp_path):
-    refused(written(tmp_path, {**PLAIN, "r": "x" * 1_000_000}),
-            f": r is '{'x' * 199}..., it must be a whole number of at least 1.")
+    refused(
+        written(tmp_path, {**PLAIN, "r": "x" * 1_000_000}),
+        f": r is '{'x' * 199}..., it must be a whole number of at least 1.",
+    )

@@ -1,4 +1,5 @@
 """The folder that MindFormers' slora serves from: one lora_alpha / r for all pairs, whatever their own."""
+
 import json
 import math
 
@@ -15,26 +16,45 @@ Q, V = "model.layers.0.attention.wq", "model.layers.0.attention.wv"
 
 def adapter(ranks=(2, 2), alphas=(4, 4), dtype=np.dtype("<f4"), **fields):
     rng = np.random.default_rng(0)
-    tensors = {(path, half): from_float32(rng.normal(size=(rank, 6) if half == "A" else (5, rank)).astype(np.float32),
-                                          dtype)
-               for path, rank in zip((Q, V), ranks) for half in "AB"}
+    tensors = {
+        (path, half): from_float32(rng.normal(size=(rank, 6) if half == "A" else (5, rank)).astype(np.float32), dtype)
+        for path, rank in zip((Q, V), ranks)
+        for half in "AB"
+    }
     return Adapter(tensors, dict(zip((Q, V), map(float, alphas))), **fields)
 
 
 def served(tensors, config):
     """What slora adds to W by path: (lora_alpha / r) B A, in float64; it knows nothing of rslora and of patterns."""
-    return {path: config["lora_alpha"] / config["r"] * to_float32(tensors[f"{path}.lora_b"]).astype(np.float64)
-            @ to_float32(tensors[f"{path}.lora_a"]).astype(np.float64) for path in (Q, V)}
+    return {
+        path: config["lora_alpha"]
+        / config["r"]
+        * to_float32(tensors[f"{path}.lora_b"]).astype(np.float64)
+        @ to_float32(tensors[f"{path}.lora_a"]).astype(np.float64)
+        for path in (Q, V)
+    }
 
 
 def meant(own):
-    return {path: own.scale(path) * to_float32(own.tensors[path, "B"]).astype(np.float64)
-            @ to_float32(own.tensors[path, "A"]).astype(np.float64) for path in (Q, V)}
+    return {
+        path: own.scale(path)
+        * to_float32(own.tensors[path, "B"]).astype(np.float64)
+        @ to_float32(own.tensors[path, "A"]).astype(np.float64)
+        for path in (Q, V)
+    }
 
 
-@pytest.mark.parametrize("ranks, alphas, rslora", [
-    ((2, 2), (4, 4), False), ((2, 2), (4, 6), False), ((2, 4), (4, 4), False), ((4, 2), (7, 3), False),
-    ((4, 4), (6, 6), True), ((4, 1), (6, 6), True)])
+@pytest.mark.parametrize(
+    "ranks, alphas, rslora",
+    [
+        ((2, 2), (4, 4), False),
+        ((2, 2), (4, 6), False),
+        ((2, 4), (4, 4), False),
+        ((4, 2), (7, 3), False),
+        ((4, 4), (6, 6), True),
+        ((4, 1), (6, 6), True),
+    ],
+)
 @pytest.mark.parametrize("dtype, tolerance", [("<f4", 1e-6), ("<f2", 2e-3), (BFLOAT16, 2e-2)])
 def test_what_is_served_is_what_was_trained(ranks, alphas, rslora, dtype, tolerance):
     own = adapter(ranks, alphas, np.dtype(dtype), use_rslora=rslora)
@@ -53,9 +73,17 @@ def test_where_all_scales_are_one_the_tensors_stay_bit_for_bit():
 
 def test_config_is_what_slora_takes():
     config = slora.config(adapter((4, 2), (16, 8), dropout=0, base_model="meta-llama/Llama-2-7b"))
-    assert config == {"base_model_name_or_path": "meta-llama/Llama-2-7b", "bias": "none", "lora_alpha": 16,
-                      "lora_dropout": 0.0, "peft_type": "LORA", "r": 4, "use_rslora": False,
-                      "target_modules": ["wq", "wv"], "task_type": "CAUSAL_LM"}
+    assert config == {
+        "base_model_name_or_path": "meta-llama/Llama-2-7b",
+        "bias": "none",
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": 4,
+        "use_rslora": False,
+        "target_modules": ["wq", "wv"],
+        "task_type": "CAUSAL_LM",
+    }
     # slora checks the types: a whole lora_alpha, a dropout that is not.
     assert type(config["lora_alpha"]) is int and type(config["lora_dropout"]) is float
     # With rslora the scale is lora_alpha / 2 at rank 4, so the lora_alpha of a plain scale is twice as large.

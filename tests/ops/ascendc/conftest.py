@@ -1,4 +1,5 @@
 """The Ascend C kernels in the functional model (not CANN and not an NPU), against the oracles in NumPy."""
+
 import importlib.util
 import pathlib
 

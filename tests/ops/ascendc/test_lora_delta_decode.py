@@ -1,4 +1,5 @@
 """lora_delta for few tokens, on the vector cores of the functional model."""
+
 import itertools
 
 import numpy as np
@@ -16,17 +17,24 @@ MOST_TOKENS = 16  # above it, 16-bit dtypes take the cube
 @pytest.fixture
 def run(kernels, reference):
     """Runs the operator, holds the result against the oracle, and returns (y as stored, report)."""
+
     def run(dtype, tokens, k, n, rank, scale=0.75, cores=CORES[0], seed=0):
         y0, x, a, b = normal(seed, dtype, (tokens, n), (tokens, k), (rank, k), (n, rank))
         y = empty(dtype, tokens, n)
-        report = kernels.run("lora_delta", dtype, [("y0", y0), ("x", x), ("a", a), ("b", b),
-                                                   ("scale", np.array([scale], np.float32))],
-                             [("y", y, "out")], (tokens, k, n, rank), *cores)
+        report = kernels.run(
+            "lora_delta",
+            dtype,
+            [("y0", y0), ("x", x), ("a", a), ("b", b), ("scale", np.array([scale], np.float32))],
+            [("y", y, "out")],
+            (tokens, k, n, rank),
+            *cores,
+        )
         assert report["unwritten"]["y"] == 0
         values = [widen(array, dtype) for array in (y0, x, a, b)]
         oracle = reference("lora_delta").lora_delta
         assert_rounded_once(y, oracle(*values, scale), oracle(*map(np.abs, values), abs(scale)), dtype)
         return y, report
+
     return run
 
 
@@ -79,8 +87,13 @@ def test_scale(run, dtype):
 def test_no_token(kernels, dtype):
     a, b = normal(1, dtype, (8, 100), (31, 8))
     y = empty(dtype, 0, 31)
-    report = kernels.run("lora_delta", dtype, [("y0", y), ("x", empty(dtype, 0, 100)), ("a", a), ("b", b),
-                                               ("scale", np.ones(1, np.float32))], [("y", y, "out")], (0, 100, 31, 8))
+    report = kernels.run(
+        "lora_delta",
+        dtype,
+        [("y0", y), ("x", empty(dtype, 0, 100)), ("a", a), ("b", b), ("scale", np.ones(1, np.float32))],
+        [("y", y, "out")],
+        (0, 100, 31, 8),
+    )
     assert moved(report) == 0
 
 
@@ -93,8 +106,10 @@ def test_the_same_bits_twice(run, dtype, sizes):
 
 def test_passes_together_and_alone(kernels):
     """Which of the two the sizes of test_many_tokens_in_float32 take."""
+
     def together(tokens, k, n, rank, cores):
         return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), *cores)[0].workspace > 0
+
     assert together(49, 2051, 1283, 100, (3, 6))
     assert not together(130, 257, 130, 64, (24, 48))
 

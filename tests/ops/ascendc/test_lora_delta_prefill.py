@@ -1,4 +1,5 @@
 """lora_delta for many tokens, on the cube cores of the functional model (not CANN and not an NPU)."""
+
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ PREFILL = 2
 @pytest.fixture(scope="module")
 def run(kernels):
     """Runs the kernel on (y0, x, a, b); returns y and the report."""
+
     def run_kernel(dtype, arrays, scale, cube_cores=24, vector_cores=48):
         y0, x, a, b = arrays
         sizes = (len(x), x.shape[1], y0.shape[1], len(a))
@@ -23,6 +25,7 @@ def run(kernels):
         report = kernels.run("lora_delta", dtype, inputs, [("y", y, "out")], sizes, cube_cores, vector_cores)
         assert report["unwritten"]["y"] == 0
         return y, report
+
     return run_kernel
 
 
@@ -36,7 +39,7 @@ def assert_near(reference, dtype, y, arrays, scale):
     want = reference("lora_delta").lora_delta(y0, x, a, b, scale)
     low = np.abs(x @ a.T * scale) @ np.abs(b.T)
     magnitude = np.abs(y0) + (np.abs(x) @ np.abs(a.T) * abs(scale)) @ np.abs(b.T)
-    allowed = 1.001 * ROUNDING[dtype] * (np.abs(want) + low) + 16 * 2.0 ** -24 * magnitude
+    allowed = 1.001 * ROUNDING[dtype] * (np.abs(want) + low) + 16 * 2.0**-24 * magnitude
     error = np.abs(widen(y, dtype) - want)
     assert np.all(error <= allowed), f"{np.sum(~(error <= allowed))} of {error.size} are off, {np.max(error / allowed)}"
 
@@ -82,8 +85,10 @@ def test_y0_passes_unchanged(run, dtype):
     arrays = arrays_of(dtype, 70, 48, 77, 8)
     with np.errstate(over="ignore"):
         largest = 6e4 if dtype == "float16" else 1e38
-        arrays[0] = store(widen(arrays[0], dtype) * np.geomspace(2.0 ** -10, largest / 5, arrays[0].size).reshape(
-            arrays[0].shape), dtype)
+        arrays[0] = store(
+            widen(arrays[0], dtype) * np.geomspace(2.0**-10, largest / 5, arrays[0].size).reshape(arrays[0].shape),
+            dtype,
+        )
     y, _ = run(dtype, arrays, 0.0)
     assert np.array_equal(y, arrays[0])
 
@@ -104,8 +109,10 @@ def test_adapter_and_scale_matter(run):
     assert np.array_equal(y, run("float16", other_b, -1.0)[0])
 
 
-@pytest.mark.parametrize("size, rank, most", [
-    (4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.34), (5120, 64, 1.3)])
+@pytest.mark.parametrize(
+    "size, rank, most",
+    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.34), (5120, 64, 1.3)],
+)
 def test_bytes_moved(run, size, rank, most):
     """Near the least (each input once, y once) with all cube cores at work; at rank 64 the exchange weighs more."""
     tokens = 512
@@ -119,6 +126,7 @@ def test_bytes_moved(run, size, rank, most):
 def test_what_stays_with_the_vector_cores(kernels):
     def way(dtype, *sizes):
         return kernels.plan("lora_delta", dtype, sizes)[0].tiling_key
+
     assert way("float16", 17, 4096, 4096, 16) == PREFILL
     assert way("float16", 16, 4096, 4096, 16) != PREFILL
     assert way("float32", 512, 4096, 4096, 16) != PREFILL

@@ -1,4 +1,5 @@
 """lora_linear on the vector cores of the functional model: one token, more than 16, and any number in float32."""
+
 import itertools
 
 import numpy as np
@@ -18,22 +19,30 @@ VECTOR = 1
 @pytest.fixture
 def run(kernels, reference):
     """Runs the operator, holds the result against the oracle, and returns (y as stored, report)."""
+
     def run(dtype, tokens, k, n, rank, scale=0.75, with_bias=True, cores=CORES[0]):
         x, w, a, b, bias = normal(0, dtype, (tokens, k), (n, k), (rank, k), (n, rank), (n,))
         bias = bias if with_bias else None
         y = empty(dtype, tokens, n)
         sizes = (tokens, k, n, rank, int(with_bias))
         assert kernels.plan("lora_linear", dtype, sizes, *cores)[0].tiling_key == VECTOR
-        report = kernels.run("lora_linear", dtype, [("x", x), ("w", w), ("a", a), ("b", b),
-                                                    ("scale", np.array([scale], np.float32)), ("bias", bias)],
-                             [("y", y, "out")], sizes, *cores)
+        report = kernels.run(
+            "lora_linear",
+            dtype,
+            [("x", x), ("w", w), ("a", a), ("b", b), ("scale", np.array([scale], np.float32)), ("bias", bias)],
+            [("y", y, "out")],
+            sizes,
+            *cores,
+        )
         assert report["unwritten"]["y"] == 0
         values = [widen(array, dtype) for array in (x, w, a, b)]
         bias = widen(bias, dtype) if with_bias else np.zeros(n)
         oracle = reference("lora_linear").lora_linear
-        assert_rounded_once(y, oracle(*values, scale, bias), oracle(*map(np.abs, values), abs(scale), np.abs(bias)),
-                            dtype)
+        assert_rounded_once(
+            y, oracle(*values, scale, bias), oracle(*map(np.abs, values), abs(scale), np.abs(bias)), dtype
+        )
         return y, report
+
     return run
 
 
@@ -78,9 +87,13 @@ def test_scale(run, dtype):
 def test_no_token(kernels, dtype):
     w, a, b = normal(1, dtype, (31, 100), (8, 100), (31, 8))
     y = empty(dtype, 0, 31)
-    report = kernels.run("lora_linear", dtype, [("x", empty(dtype, 0, 100)), ("w", w), ("a", a), ("b", b),
-                                                ("scale", np.ones(1, np.float32)), ("bias", None)],
-                         [("y", y, "out")], (0, 100, 31, 8, 0))
+    report = kernels.run(
+        "lora_linear",
+        dtype,
+        [("x", empty(dtype, 0, 100)), ("w", w), ("a", a), ("b", b), ("scale", np.ones(1, np.float32)), ("bias", None)],
+        [("y", y, "out")],
+        (0, 100, 31, 8, 0),
+    )
     assert moved(report) == 0
 
 

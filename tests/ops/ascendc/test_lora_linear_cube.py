@@ -1,4 +1,5 @@
 """lora_linear for 2 to 16 tokens, on the cube cores of the functional model (not CANN and not an NPU)."""
+
 import numpy as np
 import pytest
 
@@ -15,22 +16,24 @@ VECTOR, CUBE = 1, 2
 @pytest.fixture(scope="module")
 def run(kernels):
     """Runs the kernel on (x, w, a, b, bias or None); returns y and the report."""
+
     def run_kernel(dtype, arrays, scale=0.75, cores=CORES[0]):
         x, w, a, _, bias = arrays
         sizes = (len(x), x.shape[1], len(w), len(a), int(bias is not None))
         assert kernels.plan("lora_linear", dtype, sizes, *cores)[0].tiling_key == CUBE
         y = empty(dtype, len(x), len(w))
-        inputs = list(zip(("x", "w", "a", "b", "scale", "bias"),
-                          (*arrays[:4], np.array([scale], np.float32), bias)))
+        inputs = list(zip(("x", "w", "a", "b", "scale", "bias"), (*arrays[:4], np.array([scale], np.float32), bias)))
         report = kernels.run("lora_linear", dtype, inputs, [("y", y, "out")], sizes, *cores)
         assert report["unwritten"]["y"] == 0
         return y, report
+
     return run_kernel
 
 
 @pytest.fixture(scope="module")
 def check(run, reference):
     """Runs the kernel and holds it against the oracle: y is rounded once, and so is the rank-r tensor."""
+
     def check_kernel(dtype, arrays, scale=0.75, cores=CORES[0]):
         y, report = run(dtype, arrays, scale, cores)
         x, w, a, b = (widen(array, dtype) for array in arrays[:4])
@@ -39,12 +42,14 @@ def check(run, reference):
         want = oracle(x, w, a, b, scale, bias)
         magnitude = oracle(*map(np.abs, (x, w, a, b)), abs(scale), np.abs(bias))
         low = np.abs(x @ a.T * scale) @ np.abs(b.T)
-        allowed = 1.001 * ROUNDING[dtype] * (np.abs(want) + low) + 16 * 2.0 ** -24 * magnitude + LEAST[dtype]
+        allowed = 1.001 * ROUNDING[dtype] * (np.abs(want) + low) + 16 * 2.0**-24 * magnitude + LEAST[dtype]
         error = np.abs(widen(y, dtype) - want)
         assert np.all(error <= allowed), (
             f"{np.sum(~(error <= allowed))} of {error.size} are off, at worst {np.max(error / allowed):.3g} of what is "
-            "allowed")
+            "allowed"
+        )
         return report
+
     return check_kernel
 
 
@@ -88,7 +93,7 @@ def test_bias_passes_unchanged(run, dtype):
     """With nothing else, every bit of the bias comes through the cube, infinities too."""
     x, w, a, b, bias = arrays_of(dtype, 6, 48, 77, 8)
     largest = 6e4 if dtype == "float16" else 1e38
-    bias = store(widen(bias, dtype) * np.geomspace(2.0 ** -10, largest / 5, bias.size), dtype)
+    bias = store(widen(bias, dtype) * np.geomspace(2.0**-10, largest / 5, bias.size), dtype)
     bias[[3, 70]] = store(np.array([np.inf, -np.inf]), dtype)
     y, _ = run(dtype, (x, np.zeros_like(w), a, b, bias), 0.0)
     assert np.array_equal(y, np.broadcast_to(bias, y.shape))
@@ -105,7 +110,7 @@ def test_every_input_matters(run):
     arrays = arrays_of("float16", 4, 64, 64, 8)
     y = run("float16", arrays, 1.0)[0]
     for i in range(5):
-        other = arrays[:i] + [-arrays[i]] + arrays[i + 1:]
+        other = arrays[:i] + [-arrays[i]] + arrays[i + 1 :]
         assert not np.array_equal(y, run("float16", other, 1.0)[0])
     assert not np.array_equal(y, run("float16", arrays, 1.5)[0])
     assert np.array_equal(y, run("float16", arrays[:3] + [-arrays[3], arrays[4]], -1.0)[0])
@@ -128,6 +133,7 @@ def test_little_more_than_the_least_bytes_are_moved(run, d, rank):
 def test_what_stays_with_the_vector_cores(kernels):
     def way(dtype, *sizes):
         return kernels.plan("lora_linear", dtype, (*sizes, 16, 1))[0].tiling_key
+
     assert way("float16", 2, 4096, 4096) == way("bfloat16", 16, 4096, 4096) == CUBE
     assert way("float16", 1, 4096, 4096) == way("bfloat16", 17, 4096, 4096) == VECTOR
     assert way("float32", 8, 4096, 4096) == VECTOR

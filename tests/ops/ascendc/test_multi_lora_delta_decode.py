@@ -1,4 +1,5 @@
 """multi_lora_delta for few tokens, on the vector cores of the functional model (not CANN and not an NPU)."""
+
 import numpy as np
 import pytest
 
@@ -13,15 +14,18 @@ DECODE = 1
 @pytest.fixture(scope="module")
 def run(kernels):
     """Runs the kernel on its six inputs; returns y and the report."""
+
     def run_kernel(dtype, inputs, cores=48):
         (tokens, n), (slots, max_rank, _) = inputs[0].shape, inputs[2].shape
         sizes = (tokens, slots, max_rank, inputs[1].shape[1], n)
         assert kernels.plan("multi_lora_delta", dtype, sizes, cores // 2, cores)[0].tiling_key == DECODE
         y = empty(dtype, tokens, n)
-        report = kernels.run("multi_lora_delta", dtype, list(zip(NAMES, inputs)), [("y", y, "out")], sizes,
-                             cores // 2, cores)
+        report = kernels.run(
+            "multi_lora_delta", dtype, list(zip(NAMES, inputs)), [("y", y, "out")], sizes, cores // 2, cores
+        )
         assert report["unwritten"]["y"] == 0
         return y, report
+
     return run_kernel
 
 
@@ -122,7 +126,7 @@ def test_no_tokens(run):
 def test_rows_without_an_adapter_stay_bit_for_bit(run, dtype):
     inputs = case(dtype, popularity("skipped", 31))
     bits = STORED[dtype]().itemsize * 8
-    everything = np.random.default_rng(1).integers(0, 2 ** bits, inputs[0].shape, f"uint{bits}").view(STORED[dtype])
+    everything = np.random.default_rng(1).integers(0, 2**bits, inputs[0].shape, f"uint{bits}").view(STORED[dtype])
     skipped = (inputs[5] < 0) | (inputs[5] == 5)  # no index, and the slot whose rank is 0
     inputs[0][skipped] = everything[skipped]
     y, _ = run(dtype, inputs)
@@ -134,7 +138,7 @@ def test_rows_without_an_adapter_stay_bit_for_bit(run, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_does_not_exist_is_never_silent(run, reference, dtype):
     """A slot beyond the pool and a rank beyond max_rank give rows of NaN, and the others are what they are."""
-    inputs = case(dtype, [0, 7, 1, 2 ** 31 - 1, -1, 3, 2, -2 ** 31])
+    inputs = case(dtype, [0, 7, 1, 2**31 - 1, -1, 3, 2, -(2**31)])
     inputs[2] = normal(9, dtype, inputs[2].shape)  # none of whose numbers is a NaN
     inputs[3][3] = 65
     inputs[3][2] = -5
@@ -142,8 +146,9 @@ def test_what_does_not_exist_is_never_silent(run, reference, dtype):
     lost = np.isnan(widen(y, dtype)).all(axis=1)
     assert lost.tolist() == [False, True, False, True, False, True, True, False]
     inputs[5][lost] = -1
-    assert_near(reference, dtype, y[~lost], [array[~lost] if i in (0, 1, 5) else array
-                                             for i, array in enumerate(inputs)])
+    assert_near(
+        reference, dtype, y[~lost], [array[~lost] if i in (0, 1, 5) else array for i, array in enumerate(inputs)]
+    )
 
 
 def test_each_row_depends_on_its_own_adapter_alone(run):
@@ -183,12 +188,26 @@ def over_least(report, inputs):
 
 
 @pytest.mark.parametrize("size", (4096, 5120))
-@pytest.mark.parametrize("tokens, adapters, rank, most", [
-    (1, 1, 8, 1.04), (1, 1, 16, 1.04), (1, 1, 64, 1.04), (8, 1, 8, 1.05), (8, 1, 16, 1.05), (8, 1, 64, 1.05),
-    (8, 4, 16, 1.03), (32, 1, 8, 1.05), (32, 4, 8, 1.05), (32, 4, 16, 1.05), (32, 32, 8, 1.01), (32, 32, 16, 1.01),
-    (32, 1, 16, 1.05),
-    # One adapter's rows on as many cores as their arithmetic asks for: the sums pass between all of these.
-    (32, 1, 64, 1.36)])
+@pytest.mark.parametrize(
+    "tokens, adapters, rank, most",
+    [
+        (1, 1, 8, 1.04),
+        (1, 1, 16, 1.04),
+        (1, 1, 64, 1.04),
+        (8, 1, 8, 1.05),
+        (8, 1, 16, 1.05),
+        (8, 1, 64, 1.05),
+        (8, 4, 16, 1.03),
+        (32, 1, 8, 1.05),
+        (32, 4, 8, 1.05),
+        (32, 4, 16, 1.05),
+        (32, 32, 8, 1.01),
+        (32, 32, 16, 1.01),
+        (32, 1, 16, 1.05),
+        # One adapter's rows on as many cores as their arithmetic asks for: the sums pass between all of these.
+        (32, 1, 64, 1.36),
+    ],
+)
 def test_bytes_moved(run, size, tokens, adapters, rank, most):
     inputs = ones(tokens, adapters, rank, size)
     _, report = run("float16", inputs)

@@ -1,4 +1,5 @@
 """multi_lora_delta for many tokens, on the cube cores of the functional model (not CANN and not an NPU)."""
+
 import numpy as np
 import pytest
 
@@ -21,15 +22,18 @@ KINDS = {  # who is asked for, by t tokens of 7 slots
 @pytest.fixture(scope="module")
 def run(kernels):
     """Runs the kernel on its six inputs; returns y and the report."""
+
     def run_kernel(dtype, inputs, cube_cores=24):
         (tokens, n), (slots, max_rank, _) = inputs[0].shape, inputs[2].shape
         sizes = (tokens, slots, max_rank, inputs[1].shape[1], n)
         assert kernels.plan("multi_lora_delta", dtype, sizes, cube_cores, 2 * cube_cores)[0].tiling_key == PREFILL
         y = empty(dtype, tokens, n)
-        report = kernels.run("multi_lora_delta", dtype, list(zip(NAMES, inputs)), [("y", y, "out")], sizes,
-                             cube_cores, 2 * cube_cores)
+        report = kernels.run(
+            "multi_lora_delta", dtype, list(zip(NAMES, inputs)), [("y", y, "out")], sizes, cube_cores, 2 * cube_cores
+        )
         assert report["unwritten"]["y"] == 0
         return y, report
+
     return run_kernel
 
 
@@ -50,9 +54,9 @@ def assert_near(reference, dtype, y, inputs):
     allowed = ROUNDING[dtype] * np.abs(want) * 1.001
     for t, i in enumerate(indices):
         if i >= 0:
-            a, b = np.split(pool[i, :ranks[i]], [x.shape[1]], axis=1)
+            a, b = np.split(pool[i, : ranks[i]], [x.shape[1]], axis=1)
             allowed[t] += 1.001 * ROUNDING[dtype] * (np.abs(scales[i] * (a @ x[t])) @ np.abs(b))
-            allowed[t] += 16 * 2.0 ** -24 * (np.abs(scales[i]) * (np.abs(a) @ np.abs(x[t])) @ np.abs(b))
+            allowed[t] += 16 * 2.0**-24 * (np.abs(scales[i]) * (np.abs(a) @ np.abs(x[t])) @ np.abs(b))
     error = np.abs(widen(y, dtype) - want)
     assert np.all(error <= allowed), f"{np.sum(~(error <= allowed))} of {error.size} are off"
 
@@ -86,7 +90,7 @@ def test_any_cores_and_widths(run, reference, cores, k, n):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slots_that_do_not_exist_give_nan(run, reference, dtype):
     indices = np.arange(140) % 7
-    indices[[3, 70, 139]] = (7, 2 ** 31 - 1, 1000)
+    indices[[3, 70, 139]] = (7, 2**31 - 1, 1000)
     inputs = case(dtype, indices)
     y, _ = run(dtype, inputs)
     bad = indices > 6
@@ -124,6 +128,7 @@ def test_bytes_moved(run):
 def test_what_stays_with_the_vector_cores(kernels):
     def way(dtype, tokens, k, n, max_rank=16):
         return kernels.plan("multi_lora_delta", dtype, (tokens, 7, max_rank, k, n))[0].tiling_key
+
     assert way("float16", 129, 4096, 4096) == PREFILL
     assert way("float16", 128, 4096, 4096) != PREFILL
     assert way("float32", 512, 4096, 4096) != PREFILL

@@ -1,4 +1,5 @@
 """multi_lora_slot_write on the vector cores of the functional model (not CANN and not an NPU)."""
+
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ SLOTS = 4
 @pytest.fixture(scope="module")
 def run(kernels):
     """Writes packed into a slot of (pool, ranks, scales), in place; returns the output and the report."""
+
     def run_kernel(dtype, state, slot, packed, scale, cores=48):
         written = np.zeros(1, np.int32)
         outputs = [(name, array, "inout") for name, array in zip(("pool", "ranks", "scales"), state)]
@@ -18,10 +20,12 @@ def run(kernels):
         plan, tiling = kernels.plan("multi_lora_slot_write", dtype, sizes, cores // 2, cores)
         library, _ = kernels.build("multi_lora_slot_write", dtype)
         memory = [*outputs, *inputs, ("written", written, "out"), ("workspace", np.zeros(32, np.uint8), "out")]
-        report = library.run("multi_lora_slot_write", memory, tiling=tiling, blocks=plan.blocks,
-                             kernel_type=kernels.KINDS[plan.kind])
+        report = library.run(
+            "multi_lora_slot_write", memory, tiling=tiling, blocks=plan.blocks, kernel_type=kernels.KINDS[plan.kind]
+        )
         assert report["unwritten"]["written"] == 0
         return written[0], report
+
     return run_kernel
 
 
@@ -46,7 +50,7 @@ def test_the_slot_and_nothing_else_is_written(run, reference, dtype, rank, colum
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slot", (-1, SLOTS, 2 ** 31 - 1, -2 ** 31))
+@pytest.mark.parametrize("slot", (-1, SLOTS, 2**31 - 1, -(2**31)))
 def test_a_slot_outside_the_pool_writes_nothing(run, dtype, slot):
     state = state_of(dtype, 16, 300)
     before = [array.copy() for array in state]

@@ -1,4 +1,5 @@
 """nf4_dequantize on the vector cores of the functional model (not CANN and not an NPU)."""
+
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from tests.support.ascend_arrays import DTYPES, STORED, empty, moved, store, wid
 @pytest.fixture(scope="module")
 def run(kernels):
     """Decodes the four tensors of a weight into W [rows, columns]; returns it and the report."""
+
     def run_kernel(dtype, parts, columns, cores=48):
         w = empty(dtype, len(parts[0]), columns)
         # Only its shape is of interest: no byte of it may be read.
@@ -17,14 +19,19 @@ def run(kernels):
         report = kernels.run("nf4_dequantize", dtype, inputs, [("w", w, "out")], w.shape, cores // 2, cores)
         assert report["unwritten"]["w"] == 0 and "like" not in report["gm"]
         return w, report
+
     return run_kernel
 
 
 def random_parts(rows, columns, seed=0):
     """All bytes and all absmax, and another scale and offset for each group."""
     generator = np.random.default_rng([seed, rows, columns])
-    parts = [generator.integers(0, 256, shape, np.uint8) if dtype == np.uint8 else
-             generator.uniform(0.001, 1, shape).astype(np.float32) for shape, dtype in layout(rows, columns).values()]
+    parts = [
+        generator.integers(0, 256, shape, np.uint8)
+        if dtype == np.uint8
+        else generator.uniform(0.001, 1, shape).astype(np.float32)
+        for shape, dtype in layout(rows, columns).values()
+    ]
     return parts
 
 
@@ -33,9 +40,23 @@ def assert_same_bits(got, want, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, columns", [
-    (1, 1), (1, 64), (1, 65), (7, 63), (31, 100), (130, 257), (5, 8192), (300, 64), (257, 1), (3, 20000), (520, 70),
-    (64, 4096)])
+@pytest.mark.parametrize(
+    "rows, columns",
+    [
+        (1, 1),
+        (1, 64),
+        (1, 65),
+        (7, 63),
+        (31, 100),
+        (130, 257),
+        (5, 8192),
+        (300, 64),
+        (257, 1),
+        (3, 20000),
+        (520, 70),
+        (64, 4096),
+    ],
+)
 def test_every_bit_is_the_oracles(run, reference, dtype, rows, columns):
     parts = random_parts(rows, columns)
     want = dequantize(Nf4Array(*parts, (rows, columns)))

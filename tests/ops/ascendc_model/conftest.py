@@ -1,4 +1,5 @@
 """Compiles the test kernels, once a session and side by side."""
+
 import concurrent.futures
 import importlib.util
 import pathlib

@@ -1,4 +1,5 @@
 """What kernels compute on the model, against NumPy and against oracles written out here; and exact counters."""
+
 import struct
 
 import numpy as np
@@ -26,15 +27,22 @@ def float_to_bf16(values):
 
 
 def same_floats(found, expected):
-    return bool(np.all((found == expected) & (np.signbit(found) == np.signbit(expected)) |
-                       np.isnan(found) & np.isnan(expected)))
+    return bool(
+        np.all((found == expected) & (np.signbit(found) == np.signbit(expected)) | np.isnan(found) & np.isnan(expected))
+    )
 
 
 def hard_floats():
     """All exponents and signs, with mantissas around every rounding point of half and bfloat16_t."""
-    mantissas = np.concatenate([(np.arange(8)[:, None] << shift | low).ravel() for shift in (12, 13, 15, 16)
-                                for low in [np.array([0, 1, (1 << shift) // 2 - 1, (1 << shift) // 2,
-                                                      (1 << shift) // 2 + 1, (1 << shift) - 1])]])
+    mantissas = np.concatenate(
+        [
+            (np.arange(8)[:, None] << shift | low).ravel()
+            for shift in (12, 13, 15, 16)
+            for low in [
+                np.array([0, 1, (1 << shift) // 2 - 1, (1 << shift) // 2, (1 << shift) // 2 + 1, (1 << shift) - 1])
+            ]
+        ]
+    )
     mantissas = np.unique(np.concatenate([mantissas, 0x7FFFFF - mantissas])).astype(np.uint32)
     exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
     bits = (exponents | mantissas).ravel()
@@ -45,7 +53,7 @@ def cast(run, kernel, values, dtype, mode):
     """Casts an array in pieces that fit the unified buffer."""
     out = []
     for at in range(0, values.size, 16384):
-        piece = np.ascontiguousarray(values[at:at + 16384])
+        piece = np.ascontiguousarray(values[at : at + 16384])
         result = np.zeros(piece.size, dtype)
         run(kernel, [("x", piece, "in"), ("y", result, "out")], struct.pack("<ii", piece.size, mode))
         out.append(result)
@@ -53,6 +61,7 @@ def cast(run, kernel, values, dtype, mode):
 
 
 # --- casts ---------------------------------------------------------------------------------------------------------
+
 
 def test_every_half_and_bfloat16_widens_exactly(run):
     bits = np.arange(65536, dtype=np.uint16)
@@ -63,15 +72,16 @@ def test_every_half_and_bfloat16_widens_exactly(run):
 def test_every_half_and_bfloat16_survives_a_round_trip(run):
     bits = np.arange(65536, dtype=np.uint16)
     halves = bits[~np.isnan(bits.view(np.float16))]
-    assert np.array_equal(cast(run, "cast_float_half", halves.view(np.float16).astype("f4"), np.uint16, CAST_RINT),
-                          halves)
+    assert np.array_equal(
+        cast(run, "cast_float_half", halves.view(np.float16).astype("f4"), np.uint16, CAST_RINT), halves
+    )
     brains = bits[~np.isnan(bf16_to_float(bits))]
     assert np.array_equal(cast(run, "cast_float_bf16", bf16_to_float(brains), np.uint16, CAST_RINT), brains)
 
 
 @pytest.mark.parametrize("mode", [CAST_NONE, CAST_RINT])
 def test_float_to_half_rounds_to_even_and_overflows_to_infinity(run, mode):
-    values = np.concatenate([hard_floats(), np.float32([65504, 65519.996, 65520, 1e9, -65520, 2 ** -24, 2 ** -25])])
+    values = np.concatenate([hard_floats(), np.float32([65504, 65519.996, 65520, 1e9, -65520, 2**-24, 2**-25])])
     with np.errstate(over="ignore", invalid="ignore"):
         expected = values.astype(np.float16)
     assert same_floats(cast(run, "cast_float_half", values, np.float16, mode), expected)
@@ -83,12 +93,18 @@ def test_float_to_bfloat16_rounds_to_even_and_overflows_to_infinity(run):
     assert same_floats(bf16_to_float(found), bf16_to_float(float_to_bf16(values)))
 
 
-@pytest.mark.parametrize("kernel, widen", [("cast_float_half", lambda b: b.view(np.float16).astype(np.float64)),
-                                           ("cast_float_bf16", lambda b: bf16_to_float(b).astype(np.float64))])
+@pytest.mark.parametrize(
+    "kernel, widen",
+    [
+        ("cast_float_half", lambda b: b.view(np.float16).astype(np.float64)),
+        ("cast_float_bf16", lambda b: bf16_to_float(b).astype(np.float64)),
+    ],
+)
 def test_directed_casts_bracket_the_value(run, kernel, widen):
     values = np.float32(RNG.normal(size=4096) * 10.0 ** RNG.integers(-6, 4, 4096))
-    down, up, zero, away = (widen(cast(run, kernel, values, np.uint16, mode))
-                            for mode in (CAST_FLOOR, CAST_CEIL, CAST_TRUNC, CAST_ROUND))
+    down, up, zero, away = (
+        widen(cast(run, kernel, values, np.uint16, mode)) for mode in (CAST_FLOOR, CAST_CEIL, CAST_TRUNC, CAST_ROUND)
+    )
     nearest = widen(cast(run, kernel, values, np.uint16, CAST_RINT))
     assert np.all(down <= values) and np.all(values <= up)
     assert np.all((down == up) == (down == values))
@@ -99,24 +115,35 @@ def test_directed_casts_bracket_the_value(run, kernel, widen):
 
 def test_documented_examples_of_rounding(run):
     # The page on precision conversion: 0.5 + 2^-12 to half, 0.5 + 2^-9 + 2^-11 to bfloat16_t.
-    x = np.float32([0.5 + 2 ** -12] * 16)
-    expected = {CAST_RINT: 0.5, CAST_FLOOR: 0.5, CAST_CEIL: 0.5 + 2 ** -11, CAST_ROUND: 0.5 + 2 ** -11,
-                CAST_TRUNC: 0.5, CAST_ODD: 0.5 + 2 ** -11}
+    x = np.float32([0.5 + 2**-12] * 16)
+    expected = {
+        CAST_RINT: 0.5,
+        CAST_FLOOR: 0.5,
+        CAST_CEIL: 0.5 + 2**-11,
+        CAST_ROUND: 0.5 + 2**-11,
+        CAST_TRUNC: 0.5,
+        CAST_ODD: 0.5 + 2**-11,
+    }
     for mode, value in expected.items():
         assert cast(run, "cast_float_half", x, np.float16, mode)[0] == value
-    x = np.float32([0.5 + 2 ** -9 + 2 ** -11] * 16)
-    expected = {CAST_RINT: 0.5 + 2 ** -8, CAST_FLOOR: 0.5, CAST_CEIL: 0.5 + 2 ** -8, CAST_ROUND: 0.5 + 2 ** -8}
+    x = np.float32([0.5 + 2**-9 + 2**-11] * 16)
+    expected = {CAST_RINT: 0.5 + 2**-8, CAST_FLOOR: 0.5, CAST_CEIL: 0.5 + 2**-8, CAST_ROUND: 0.5 + 2**-8}
     for mode, value in expected.items():
         assert bf16_to_float(cast(run, "cast_float_bf16", x, np.uint16, mode))[0] == value
 
 
 def test_float_to_integer_and_back(run):
     values = np.float32([1.4, 1.5, 1.6, 2.5, -1.5, -2.5, -2.6, 3e9, -3e9, 0, 7, -7, 0.5, -0.5, 1e-9, -1e-9])
-    clipped = np.clip(values.astype(np.float64), -2.0 ** 31, 2.0 ** 31 - 1)
-    for mode, function in ((CAST_RINT, np.rint), (CAST_FLOOR, np.floor), (CAST_CEIL, np.ceil), (CAST_TRUNC, np.trunc),
-                           (CAST_ROUND, lambda v: np.sign(v) * np.floor(np.abs(v) + 0.5))):
+    clipped = np.clip(values.astype(np.float64), -(2.0**31), 2.0**31 - 1)
+    for mode, function in (
+        (CAST_RINT, np.rint),
+        (CAST_FLOOR, np.floor),
+        (CAST_CEIL, np.ceil),
+        (CAST_TRUNC, np.trunc),
+        (CAST_ROUND, lambda v: np.sign(v) * np.floor(np.abs(v) + 0.5)),
+    ):
         assert np.array_equal(cast(run, "cast_float_int", values, np.int32, mode), function(clipped).astype(np.int64))
-    integers = np.int32([0, 1, -1, 2 ** 24 + 1, 2 ** 24 + 3, -2 ** 24 - 1, 2 ** 31 - 1, -2 ** 31])
+    integers = np.int32([0, 1, -1, 2**24 + 1, 2**24 + 3, -(2**24) - 1, 2**31 - 1, -(2**31)])
     assert np.array_equal(cast(run, "cast_int_float", integers, np.float32, CAST_RINT), integers.astype(np.float32))
     for mode, sign in ((CAST_FLOOR, 1), (CAST_CEIL, -1)):
         assert np.all(sign * (integers - cast(run, "cast_int_float", integers, np.float32, mode).astype("f8")) >= 0)
@@ -124,19 +151,23 @@ def test_float_to_integer_and_back(run):
 
 # --- vector --------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("length, blocks", [(1, 1), (1000, 3), (4099, 5), (64, 4)])
 def test_add_with_ragged_tails(run, length, blocks):
     x, y = (RNG.normal(size=length).astype(np.float16) for _ in range(2))
     z = np.zeros(length, np.float16)
     per_core = -(-length // blocks)
-    report = run("add", [("x", x, "in"), ("y", y, "in"), ("z", z, "out")], struct.pack("<III", length, per_core, 256),
-                 blocks)
+    report = run(
+        "add", [("x", x, "in"), ("y", y, "in"), ("z", z, "out")], struct.pack("<III", length, per_core, 256), blocks
+    )
     assert np.array_equal(z, x + y)
     tiles = sum(-(-max(0, min(per_core, length - core * per_core)) // 256) for core in range(blocks))
-    assert report["gm"] == {"x": {"read": 2 * length, "written": 0}, "y": {"read": 2 * length, "written": 0},
-                            "z": {"read": 0, "written": 2 * length}}
-    assert report["instructions"] == {"FIX": 0, "M": 0, "MTE1": 0, "MTE2": 2 * tiles, "MTE3": tiles, "S": 0,
-                                      "V": tiles}
+    assert report["gm"] == {
+        "x": {"read": 2 * length, "written": 0},
+        "y": {"read": 2 * length, "written": 0},
+        "z": {"read": 0, "written": 2 * length},
+    }
+    assert report["instructions"] == {"FIX": 0, "M": 0, "MTE1": 0, "MTE2": 2 * tiles, "MTE3": tiles, "S": 0, "V": tiles}
     assert report["peak"] == {"UB": 6 * 512}
     assert report["unwritten"] == {"z": 0}
     assert report["cores_that_worked"] == -(-length // per_core)
@@ -150,9 +181,16 @@ def test_elementwise_rounds_once_an_instruction(run, dtype):
     a, b = x[:n], x[n:]
     wide = np.longdouble if dtype == np.float32 else np.float32
     scalar = {value: dtype(np.float32(value)) for value in (1.5, 0.1, 0.3)}
-    expected = [a + b, a - b, a * b, a + scalar[1.5], a * scalar[0.1],
-                (wide(a) + wide(b) * wide(scalar[0.3])).astype(dtype), (wide(a) + wide(a) * wide(b)).astype(dtype),
-                np.full(n, 2, dtype)]
+    expected = [
+        a + b,
+        a - b,
+        a * b,
+        a + scalar[1.5],
+        a * scalar[0.1],
+        (wide(a) + wide(b) * wide(scalar[0.3])).astype(dtype),
+        (wide(a) + wide(a) * wide(b)).astype(dtype),
+        np.full(n, 2, dtype),
+    ]
     name = "elementwise_half" if dtype == np.float16 else "elementwise_float"
     for op, values in enumerate(expected):
         y = np.zeros(n, dtype)
@@ -208,8 +246,13 @@ def test_reductions_follow_the_documented_tree(run, dtype):
     for value in repeats[1:]:
         in_turn = dtype(in_turn + value)
     block = lanes // 8
-    expected = [[in_turn], [tree(repeats, dtype)], repeats, [tree(row, dtype) for row in x.reshape(-1, block)],
-                x[::2] + x[1::2]]
+    expected = [
+        [in_turn],
+        [tree(repeats, dtype)],
+        repeats,
+        [tree(row, dtype) for row in x.reshape(-1, block)],
+        x[::2] + x[1::2],
+    ]
     name = "reduce_half" if dtype == np.float16 else "reduce_float"
     for op, values in enumerate(expected):
         y = np.zeros(len(values), dtype)
@@ -245,6 +288,7 @@ def test_padding_left_and_right(run):
 
 # --- cube ----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("transposed", [0, 1])
 @pytest.mark.parametrize("m, n, k, step", [(1, 33, 40, 48), (17, 16, 16, 16), (33, 17, 70, 32), (16, 48, 128, 64)])
 @pytest.mark.parametrize("kind", ["half", "bf16"])
@@ -263,8 +307,11 @@ def test_products_of_odd_sizes(run, kind, m, n, k, step, transposed):
     report = run(f"product_{kind}", gm, tiling, kernel_type="AIC_ONLY")
     assert np.allclose(c, product, rtol=1e-5, atol=1e-5)
     steps = -(-k // step)
-    assert report["gm"] == {"a": {"read": 2 * m * k, "written": 0}, "b": {"read": 2 * k * n, "written": 0},
-                            "c": {"read": 0, "written": 4 * m * n}}
+    assert report["gm"] == {
+        "a": {"read": 2 * m * k, "written": 0},
+        "b": {"read": 2 * k * n, "written": 0},
+        "c": {"read": 0, "written": 4 * m * n},
+    }
     assert report["instructions"]["M"] == steps and report["instructions"]["FIX"] == 1
     assert report["instructions"]["MTE2"] == 2 * steps
     narrow = np.zeros((m, n), np.uint16)
@@ -274,6 +321,7 @@ def test_products_of_odd_sizes(run, kind, m, n, k, step, transposed):
 
 
 # --- several cores -------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype, name", [(np.float16, "half"), (np.float32, "float")])
 def test_atomic_addition_over_cores(run, dtype, name):
@@ -293,7 +341,10 @@ def test_mix_exchanges_through_gm(run):
     wide = x.astype(np.float64)
     assert np.allclose(y, 2 * wide @ wide.transpose(0, 2, 1), rtol=1e-5, atol=1e-5)
     assert [core["name"] for core in report["cores"][:3]] == [
-        "AIC 0 (block 0)", "AIV 0 (block 0, sub-block 0)", "AIV 1 (block 0, sub-block 1)"]
+        "AIC 0 (block 0)",
+        "AIV 0 (block 0, sub-block 0)",
+        "AIV 1 (block 0, sub-block 1)",
+    ]
     assert report["cores_that_worked"] == 9
     assert report["peak"] == {"L1": 1024, "L0A": 1024, "L0B": 1024, "L0C": 4096, "UB": 2048}
 

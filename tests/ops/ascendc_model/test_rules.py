@@ -1,4 +1,5 @@
 """For each rule: a kernel that breaks it is refused, with the reason; the same kernel without the break is not."""
+
 import struct
 
 import numpy as np
@@ -102,8 +103,12 @@ VECTOR_RULES = [
 
 ORDER_RULES = [
     # order of pipes
-    ("raw_in_to_vector", r"Adds: RAW hazard: src \(PIPE_V\) reads UB bytes \[0, 256\) of VECCALC TBuf 0, which "
-     r"DataCopy \(PIPE_MTE2\) writes, without SetFlag/WaitFlag<HardEvent::MTE2_V>", {}),
+    (
+        "raw_in_to_vector",
+        r"Adds: RAW hazard: src \(PIPE_V\) reads UB bytes \[0, 256\) of VECCALC TBuf 0, which "
+        r"DataCopy \(PIPE_MTE2\) writes, without SetFlag/WaitFlag<HardEvent::MTE2_V>",
+        {},
+    ),
     ("raw_vector_to_out", r"DataCopy: RAW hazard: src \(PIPE_MTE3\).*Duplicate \(PIPE_V\) writes.*V_MTE3", {}),
     ("war_vector_to_in", r"DataCopy: WAR hazard: dst \(PIPE_MTE2\).*Adds \(PIPE_V\) reads.*V_MTE2", {}),
     ("war_out_to_vector", r"Duplicate: WAR hazard: dst \(PIPE_V\).*DataCopy \(PIPE_MTE3\) reads.*MTE3_V", {}),
@@ -138,8 +143,12 @@ ORDER_RULES = [
     ("atomic_of_another_type", r"DataCopy: dst is a tensor of float under SetAtomicAdd<half>", {"y": "inout"}),
     ("atomic_left_on", r"end of kernel: SetAtomicAdd is still on", {}),
     # several cores
-    ("two_writers", r"AIV 1 .*WAW hazard.*GM buffer y, which DataCopy of AIV 0 \(block 0, sub-block 0\) writes, "
-     r"without CrossCoreSetFlag", {"blocks": 2}),
+    (
+        "two_writers",
+        r"AIV 1 .*WAW hazard.*GM buffer y, which DataCopy of AIV 0 \(block 0, sub-block 0\) writes, "
+        r"without CrossCoreSetFlag",
+        {"blocks": 2},
+    ),
     ("atomic_and_plain", r"WAW hazard.*GM buffer y.*of AIV 0", {**MIX_VECTORS, "y": "inout"}),
     ("read_without_sync", r"AIV 1 .*RAW hazard.*GM buffer y, which DataCopy of AIV 0", MIX_VECTORS),
     ("flag_of_another_pipe", r"RAW hazard.*GM buffer y, which DataCopy of AIV . ", MIX_VECTORS),
@@ -152,8 +161,11 @@ ORDER_RULES = [
     ("cross_flag_range", r"CrossCoreSetFlag: flagId is 16, outside \[0, 15\]", MIX_VECTORS),
     ("cross_flag_of_sync_all", r"SyncAll: SyncAll takes flags 11 to 14", MIX_VECTORS),
     ("cross_flag_counter", r"the counter of flag 1 on AIV 0 .* passes 15", MIX_VECTORS),
-    ("more_cores_than_the_chip_has", r"SyncAll: 49 cores wait for one another on a chip of 48",
-     {"blocks": 49, "kernel_type": "MIX_AIV_1_0"}),
+    (
+        "more_cores_than_the_chip_has",
+        r"SyncAll: 49 cores wait for one another on a chip of 48",
+        {"blocks": 49, "kernel_type": "MIX_AIV_1_0"},
+    ),
     ("mix_needs_all_vectors", r"AIC 0 \(block 0\): CrossCoreWaitFlag\(1\): waits for ever", MIX),
     ("mix_vector_on_cube", r"AIC 0 \(block 0\): Duplicate: runs on PIPE_V, which this kind of core does not have", MIX),
     ("mix_cube_pipe_on_vector", r"PipeBarrier: this kind of core has no PIPE_M", MIX),
@@ -163,8 +175,11 @@ ORDER_RULES = [
     ("kernel_type", r"KERNEL_TASK_TYPE: the kernel asks for type 1, the launch is of type 0", {}),
 ]
 
-RULES = [(library, *rule) for library, rules in (("buffer_rules", BUFFER_RULES), ("vector_rules", VECTOR_RULES),
-                                                   ("order_rules", ORDER_RULES)) for rule in rules]
+RULES = [
+    (library, *rule)
+    for library, rules in (("buffer_rules", BUFFER_RULES), ("vector_rules", VECTOR_RULES), ("order_rules", ORDER_RULES))
+    for rule in rules
+]
 
 CUBE_BREAKS = [
     r"LoadData: RAW hazard: src \(PIPE_MTE1\).*MTE2_MTE1",
@@ -196,10 +211,13 @@ CUBE_BREAKS = [
 @pytest.fixture
 def run(libraries):
     """Runs a rule's kernel, broken or not."""
+
     def run_rule(library, name, bad, y="out", **options):
         arrays = np.ones(1024, np.float32), np.zeros(1024, np.float32)
-        return libraries[library].run(name, [("x", arrays[0], "in"), ("y", arrays[1], y)], struct.pack("<i", bad),
-                                      **options)
+        return libraries[library].run(
+            name, [("x", arrays[0], "in"), ("y", arrays[1], y)], struct.pack("<i", bad), **options
+        )
+
     return run_rule
 
 

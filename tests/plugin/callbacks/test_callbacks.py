@@ -1,4 +1,5 @@
 """HeldOutLoss against numpy, LossCurve's files, and a ProgressBar that keeps to stderr."""
+
 import json
 import sys
 import types
@@ -71,7 +72,7 @@ class FixedLogits(nn.Cell):
 
     def construct(self, tokens, labels):
         mask = ((labels != IGNORED) & (tokens != PAD)).astype(ms.float32)
-        return self.logits[:tokens.shape[0]], tokens, mask
+        return self.logits[: tokens.shape[0]], tokens, mask
 
 
 @pytest.mark.parametrize("sliced", [False, True], ids=["shifted here", "sliced before"])
@@ -185,9 +186,14 @@ class Reports(ms.Callback):
             self.seen[params.cur_step_num] = params["eval_results"]["held_out_loss"]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"every_steps": 0}, "every_steps is 0"), ({"batch_size": 1.5}, "batch_size is 1.5"),
-    ({"dataset_dir": "nowhere"}, "dataset_dir nowhere does not exist")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"batch_size": 1.5}, "batch_size is 1.5"),
+        ({"dataset_dir": "nowhere"}, "dataset_dir nowhere does not exist"),
+    ],
+)
 def test_wrong_arguments(held_out, arguments, message):
     with pytest.raises(ConfigError, match=message):
         HeldOutLoss(**{"dataset_dir": held_out[0], **arguments})
@@ -201,6 +207,7 @@ def test_loss_curve_writes_numbers_and_a_picture(tmp_path, held_out):
     with open(tmp_path / "curve" / "loss_curve.json", encoding="utf-8") as file:
         assert json.load(file) == {"train": [[1, 0.5], [2, 1.25], [3, 0.125]], "held_out": [[2, 0.75]]}
     from matplotlib import image
+
     picture = image.imread(tmp_path / "curve" / "loss_curve.png")
     assert picture.shape[:2] == (495, 880) and picture.std() > 0.01
     assert sorted(path.name for path in (tmp_path / "curve").iterdir()) == ["loss_curve.json", "loss_curve.png"]

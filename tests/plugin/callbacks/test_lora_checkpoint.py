@@ -1,4 +1,5 @@
 """LoraCheckpoint: when it saves, what it keeps, and which is best."""
+
 import json
 
 import pytest
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("pynative_mode")
 
 
 # When it saves, and what it keeps
+
 
 def test_saves_every_so_many_steps_and_at_the_end(tmp_path):
     train([LoraCheckpoint(save_steps=2, directory="saved", keep_last=9)], [1] * STEPS_PER_EPOCH)
@@ -53,6 +55,7 @@ def test_what_an_earlier_run_left_is_moved_aside():
 
 # Which is best
 
+
 def test_best_by_mean_training_loss_since_the_last_save():
     train([LoraCheckpoint(save_steps=2, directory="saved")], [5, 5, 9, 1, 0, 8, 9, 0])
     assert marked_step("saved/best") == 6
@@ -67,8 +70,9 @@ def test_a_loss_that_is_not_finite_is_never_best():
 @pytest.mark.parametrize("mode, step", [("min", 4), ("max", 2)])
 def test_best_by_a_reported_metric(mode, step):
     report = Report("held_out_loss", {2: 0.9, 4: 0.2, 6: 0.5})
-    train([report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss", best_mode=mode)],
-          [1] * 6)
+    train(
+        [report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss", best_mode=mode)], [1] * 6
+    )
     assert marked_step("saved/best") == step
     with open("saved/best/best.json", encoding="utf-8") as file:
         assert json.load(file) == {"step": step, "held_out_loss": report.values[step]}
@@ -82,28 +86,38 @@ def test_the_last_step_can_be_the_best_by_a_reported_metric():
 
 def test_a_run_stopped_where_the_metric_was_not_measured_is_saved_all_the_same():
     report = Report("held_out_loss", {2: 0.9})
-    train([report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss"), StopAt(3)],
-          [1] * STEPS_PER_EPOCH)
+    train(
+        [report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss"), StopAt(3)],
+        [1] * STEPS_PER_EPOCH,
+    )
     assert folders("saved") == ["best", "step_2", "step_3"]
     assert marked_step("saved/best") == 2
 
 
-@pytest.mark.parametrize("callbacks", [[], [Report("held_out_loss", {3: 0.1})], [Report("accuracy", {2: 0.1})]],
-                         ids=["not there", "at other steps", "another metric"])
+@pytest.mark.parametrize(
+    "callbacks",
+    [[], [Report("held_out_loss", {3: 0.1})], [Report("accuracy", {2: 0.1})]],
+    ids=["not there", "at other steps", "another metric"],
+)
 def test_a_metric_that_is_not_reported(callbacks):
     checkpoint = LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss")
-    with pytest.raises(ConfigError, match="best_metric is 'held_out_loss', but at step 2 only (accuracy, )?loss is "
-                                          "reported.*before LoraCheckpoint"):
+    with pytest.raises(
+        ConfigError,
+        match="best_metric is 'held_out_loss', but at step 2 only (accuracy, )?loss is reported.*before LoraCheckpoint",
+    ):
         train([*callbacks, checkpoint], [1] * STEPS_PER_EPOCH)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"save_steps": 0}, "save_steps is 0, it must be a whole number of at least 1"),
-    ({"save_steps": 2.5}, "save_steps is 2.5"),
-    ({"keep_last": True}, "keep_last is True"),
-    ({"best_mode": "least"}, "best_mode is 'least', it must be 'min' or 'max'"),
-    ({"resume": 3}, "resume is 3, it must be True, False or the path"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"save_steps": 0}, "save_steps is 0, it must be a whole number of at least 1"),
+        ({"save_steps": 2.5}, "save_steps is 2.5"),
+        ({"keep_last": True}, "keep_last is True"),
+        ({"best_mode": "least"}, "best_mode is 'least', it must be 'min' or 'max'"),
+        ({"resume": 3}, "resume is 3, it must be True, False or the path"),
+    ],
+)
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ConfigError, match=message):
         LoraCheckpoint(**arguments)

@@ -5,23 +5,47 @@ VOCABULARY = 64
 WEIGHTS = "adapter_model.safetensors"
 
 # Weights large enough for scores and logits of about 1, so that a wrong rotation or scale shows.
-_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-          "vocab_size": VOCABULARY, "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.12,
-          "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.12,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 # Name -> (largest file, keys of transformers' LlamaConfig).
 MODELS = {
     "plain": ("1GB", {**_SIZES, "rms_norm_eps": 1e-6}),
-    "grouped": ("20KB", {**_SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-3,
-                         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "grouped": (
+        "20KB",
+        {
+            **_SIZES,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "tied": ("1GB", {**_SIZES, "tie_word_embeddings": True}),
 }
 
 
 def _case(model, dtype="float32", safetensors=True, embeddings="auto", **config):
     """One adapter: its model, the keys of PEFT's LoraConfig, and how it is saved."""
-    return {"model": model, "dtype": dtype, "safetensors": safetensors, "embeddings": embeddings,
-            "kind": "LoraConfig", "config": {"r": 4, "lora_alpha": 6, "lora_dropout": 0.1, **config}}
+    return {
+        "model": model,
+        "dtype": dtype,
+        "safetensors": safetensors,
+        "embeddings": embeddings,
+        "kind": "LoraConfig",
+        "config": {"r": 4, "lora_alpha": 6, "lora_dropout": 0.1, **config},
+    }
 
 
 def _vera(model, **config):
@@ -32,17 +56,24 @@ ADAPTERS = {
     "attention": _case("plain", target_modules=ATTENTION),
     "all-linear": _case("plain", target_modules="all-linear"),
     "rslora": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True),
-    "patterns": _case("plain", target_modules=["q_proj", "v_proj", "up_proj"],
-                      rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_proj": 7},
-                      alpha_pattern={"v_proj": 3, r"model\.layers\.0\.self_attn\.q_proj": 16}),
-    "patterns-rslora": _case("plain", target_modules=["q_proj", "v_proj"], use_rslora=True,
-                             rank_pattern={"v_proj": 9}, alpha_pattern={r"0\.self_attn\.q_proj": 2.5}),
+    "patterns": _case(
+        "plain",
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_proj": 7},
+        alpha_pattern={"v_proj": 3, r"model\.layers\.0\.self_attn\.q_proj": 16},
+    ),
+    "patterns-rslora": _case(
+        "plain",
+        target_modules=["q_proj", "v_proj"],
+        use_rslora=True,
+        rank_pattern={"v_proj": 9},
+        alpha_pattern={r"0\.self_attn\.q_proj": 2.5},
+    ),
     "grouped": _case("grouped", target_modules=[*ATTENTION, "gate_proj"]),
     "tied": _case("tied", target_modules="all-linear"),
     "regex": _case("plain", target_modules=r".*\.1\.(self_attn\.[kv]_proj|mlp\.gate_proj)"),
     "layers": _case("grouped", target_modules=ATTENTION, layers_to_transform=[1]),
-    "one-layer": _case("grouped", target_modules=["o_proj", "up_proj"], layers_to_transform=0,
-                       layers_pattern="layers"),
+    "one-layer": _case("grouped", target_modules=["o_proj", "up_proj"], layers_to_transform=0, layers_pattern="layers"),
     "exclude": _case("plain", target_modules="all-linear", exclude_modules=["o_proj", "layers.0.mlp.up_proj"]),
     "whole": _case("plain", target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head", "input_layernorm"]),
     "whole-norms": _case("grouped", target_modules=["v_proj"], modules_to_save=["norm"]),
@@ -55,15 +86,17 @@ ADAPTERS = {
     "lm_head": _case("plain", target_modules=["q_proj", "lm_head"]),
     "embeddings": _case("plain", embeddings=True, target_modules=["q_proj"]),
     "dora": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], use_dora=True),
-    "dora-grouped": _case("grouped", target_modules="all-linear", use_dora=True, use_rslora=True,
-                          rank_pattern={"v_proj": 3}),
+    "dora-grouped": _case(
+        "grouped", target_modules="all-linear", use_dora=True, use_rslora=True, rank_pattern={"v_proj": 3}
+    ),
     "dora-bfloat16": _case("plain", "bfloat16", target_modules=["k_proj", "up_proj"], use_dora=True),
     "embedding": _case("plain", target_modules=["embed_tokens", "q_proj"]),
     "embedding-alone": _case("grouped", embeddings=False, target_modules=["embed_tokens"], use_rslora=True),
     # Cells of several sizes, so that most take a part of A and B.
     "vera": _vera("plain", target_modules=["q_proj", "v_proj", "down_proj"], projection_prng_key=7),
-    "vera-grouped": _vera("grouped", target_modules=[*ATTENTION, "up_proj"], layers_to_transform=[1],
-                          modules_to_save=["norm"]),
+    "vera-grouped": _vera(
+        "grouped", target_modules=[*ATTENTION, "up_proj"], layers_to_transform=[1], modules_to_save=["norm"]
+    ),
     "bin": _case("plain", safetensors=False, target_modules=["q_proj", "o_proj"]),
     "combine-1": _case("plain", target_modules=["q_proj", "k_proj", "v_proj"]),
     "combine-2": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], lora_alpha=10),

@@ -1,4 +1,5 @@
 """The PEFT process as an object whose methods are its verbs, and safetensors files read with nothing of mindlora's."""
+
 import contextlib
 import json
 import os
@@ -30,9 +31,14 @@ class Peer:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
         with open(log, "w", encoding="utf-8") as stderr:
-
-            self._process = subprocess.Popen([python, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             stderr=stderr, text=True, env=environment)
+            self._process = subprocess.Popen(
+                [python, SCRIPT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=environment,
+            )
 
     def __getattr__(self, verb):
         return lambda **arguments: self._ask(verb=verb, **arguments)
@@ -56,8 +62,10 @@ class Peer:
             watch.cancel()
         if not line:
             with open(self.log, encoding="utf-8") as file:
-                raise PeerError(f"PEFT's process ended (exit code {self._process.wait(10)}) when it was asked for "
-                                f"{request['verb']}:\n{file.read()[-5000:]}")
+                raise PeerError(
+                    f"PEFT's process ended (exit code {self._process.wait(10)}) when it was asked for "
+                    f"{request['verb']}:\n{file.read()[-5000:]}"
+                )
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(f"PEFT, asked for {request}:\n{answer['error']}")
@@ -71,9 +79,14 @@ def stored(path):
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
     header.pop("__metadata__", None)
-    return {key: (entry["dtype"], tuple(entry["shape"]),
-                  content[begin + entry["data_offsets"][0]:begin + entry["data_offsets"][1]])
-            for key, entry in header.items()}
+    return {
+        key: (
+            entry["dtype"],
+            tuple(entry["shape"]),
+            content[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]],
+        )
+        for key, entry in header.items()
+    }
 
 
 def arrays(path):

@@ -3,6 +3,7 @@
 It reads requests from stdin, one JSON object a line ({"verb": name, ...arguments}), and answers each with a line of
 JSON: {"result": ...} or {"error": traceback}. One process answers all tests, as its imports take seconds.
 """
+
 import json
 import os
 import random
@@ -61,17 +62,23 @@ def gradients(model, adapter, ids, path):
     adapted = load_adapted(model, adapter, trainable=True)
     loss = adapted(torch.tensor(ids), labels=torch.tensor(ids)).loss
     loss.backward()
-    save_file({key_of(name): parameter.grad for name, parameter in adapted.named_parameters()
-               if parameter.requires_grad}, path)
+    save_file(
+        {key_of(name): parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad},
+        path,
+    )
     return loss.item()
 
 
 def describe(model, adapter):
     """Returns module -> [r, lora_alpha, scaling] as PEFT resolves an adapter's configuration; VeRA's scale is 1."""
     modules = load_adapted(model, adapter).base_model.model.named_modules()
-    return {name: [module.r["default"], module.r["default"], 1] if isinstance(module, VeraLayer) else
-            [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
-            for name, module in modules if isinstance(module, (LoraLayer, VeraLayer))}
+    return {
+        name: [module.r["default"], module.r["default"], 1]
+        if isinstance(module, VeraLayer)
+        else [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
+        for name, module in modules
+        if isinstance(module, (LoraLayer, VeraLayer))
+    }
 
 
 def save_again(model, adapter, folder):
@@ -98,8 +105,12 @@ def convolve(tensors, folder, conv, config):
     adapted.save_pretrained(folder)
     output = layer(given["x"].requires_grad_())
     (output * given["weights"]).sum().backward()
-    found = {"output": output, "x": given["x"].grad, "A": layer.lora_A["default"].weight.grad,
-             "B": layer.lora_B["default"].weight.grad}
+    found = {
+        "output": output,
+        "x": given["x"].grad,
+        "A": layer.lora_A["default"].weight.grad,
+        "B": layer.lora_B["default"].weight.grad,
+    }
     if layer.get_base_layer().groups == 1:
         layer.merge()
         found["merged"] = layer.get_base_layer().weight
@@ -116,8 +127,11 @@ def combine(model, adapters, folder, **arguments):
         warnings.simplefilter("ignore")
         adapted.add_weighted_adapter(names, adapter_name="combined", **arguments)
     state = get_peft_model_state_dict(adapted, adapter_name="combined")
-    scalings = {module.scaling["combined"] for module in adapted.modules()
-                if isinstance(module, LoraLayer) and "combined" in module.scaling}
+    scalings = {
+        module.scaling["combined"]
+        for module in adapted.modules()
+        if isinstance(module, LoraLayer) and "combined" in module.scaling
+    }
     os.makedirs(folder)
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, os.path.join(folder, "tensors.safetensors"))
     return sorted(scalings)
@@ -125,8 +139,11 @@ def combine(model, adapters, folder, **arguments):
 
 def key_of(name):
     """Returns the key in an adapter's file of a parameter in a model with one."""
-    return (name.replace(".default", "").replace(".modules_to_save", "")
-            .replace("lora_magnitude_vector.weight", "lora_magnitude_vector"))
+    return (
+        name.replace(".default", "")
+        .replace(".modules_to_save", "")
+        .replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    )
 
 
 def load_model(folder):
@@ -151,8 +168,10 @@ def load_adapted(model, adapter, trainable=False):
     for key in [key for key in held if key not in stored and ".base_layer." in key]:
         del held[key]
     if set(held) != set(stored):
-        raise AssertionError(f"PEFT holds {sorted(set(held) - set(stored))} more than {adapter}, "
-                             f"and lacks {sorted(set(stored) - set(held))}")
+        raise AssertionError(
+            f"PEFT holds {sorted(set(held) - set(stored))} more than {adapter}, "
+            f"and lacks {sorted(set(stored) - set(held))}"
+        )
     changed = [key for key in held if not torch.equal(held[key].float(), stored[key].float())]
     if changed:
         raise AssertionError(f"PEFT holds other values than {adapter}: {changed}")
@@ -181,9 +200,14 @@ def start_layers(model, config, path):
     for name, module in get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).named_modules():
         if isinstance(module, LoraLayer):
             name = name.removeprefix("base_model.model.")
-            found.update({f"{name}.A": module.lora_A["default"].weight, f"{name}.B": module.lora_B["default"].weight,
-                          f"{name}.W": module.base_layer.weight,
-                          f"{name}.scale": torch.tensor([module.scaling["default"]])})
+            found.update(
+                {
+                    f"{name}.A": module.lora_A["default"].weight,
+                    f"{name}.B": module.lora_B["default"].weight,
+                    f"{name}.W": module.base_layer.weight,
+                    f"{name}.scale": torch.tensor([module.scaling["default"]]),
+                }
+            )
             if "default" in module.lora_magnitude_vector:
                 found[f"{name}.magnitude"] = module.lora_magnitude_vector["default"].weight
     save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, path)
@@ -208,8 +232,23 @@ def low_rank(path, rank, output):
     save_file({name: found[name].contiguous() for name in "LR"}, output)
 
 
-VERBS = {verb.__name__: verb for verb in (make_model, make_adapter, logits, gradients, describe, save_again, merge,
-                                             combine, convolve, start_layers, train_from_start, low_rank)}
+VERBS = {
+    verb.__name__: verb
+    for verb in (
+        make_model,
+        make_adapter,
+        logits,
+        gradients,
+        describe,
+        save_again,
+        merge,
+        combine,
+        convolve,
+        start_layers,
+        train_from_start,
+        low_rank,
+    )
+}
 
 
 def main():

@@ -1,4 +1,5 @@
 """Adapters that are trained here, on MindFormers' network, for PEFT to load."""
+
 import mindspore as ms
 import numpy as np
 
@@ -10,28 +11,63 @@ from tests.support.peers import cases
 CONFIGS = {
     "attention": ("plain", LoraConfig(target_modules=cases.ATTENTION, lora_rank=4, lora_alpha=6, lora_dropout=0.1)),
     "all-linear": ("grouped", LoraConfig(target_modules="all-linear", lora_rank=8, lora_alpha=16, use_rslora=True)),
-    "regex": ("tied", LoraConfig(target_modules=r".*\.1\.(attention\.w[kv]|feed_forward\.w1)", lora_rank=3,
-                                 lora_alpha=7.5)),
+    "regex": (
+        "tied",
+        LoraConfig(target_modules=r".*\.1\.(attention\.w[kv]|feed_forward\.w1)", lora_rank=3, lora_alpha=7.5),
+    ),
     "layers": ("grouped", LoraConfig(target_modules=["wq", "w2"], lora_rank=2, lora_alpha=4, layers_to_transform=[1])),
-    "patterns": ("plain", LoraConfig(target_modules=["wq", "wv", "w3"], lora_rank=4, lora_alpha=6,
-                                     rank_pattern={"wq": 2, r"layers\.1\.feed_forward\.w3": 7},
-                                     alpha_pattern={"v_proj": 3, r"0\.attention\.wq": 16})),
-    "patterns-rslora": ("plain", LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=6, use_rslora=True,
-                                            rank_pattern={"wv": 9}, alpha_pattern={r"0\.attention\.wq": 2.5})),
-    "whole": ("plain", LoraConfig(target_modules=["wq", "w2"], lora_rank=4, lora_alpha=6,
-                                  modules_to_save=["lm_head", "attention_norm"])),
-    "whole-embedding": ("grouped", LoraConfig(target_modules=["wv"], lora_rank=4, lora_alpha=8,
-                                              modules_to_save=["tok_embeddings", "norm_out"])),
+    "patterns": (
+        "plain",
+        LoraConfig(
+            target_modules=["wq", "wv", "w3"],
+            lora_rank=4,
+            lora_alpha=6,
+            rank_pattern={"wq": 2, r"layers\.1\.feed_forward\.w3": 7},
+            alpha_pattern={"v_proj": 3, r"0\.attention\.wq": 16},
+        ),
+    ),
+    "patterns-rslora": (
+        "plain",
+        LoraConfig(
+            target_modules=["wq", "wv"],
+            lora_rank=4,
+            lora_alpha=6,
+            use_rslora=True,
+            rank_pattern={"wv": 9},
+            alpha_pattern={r"0\.attention\.wq": 2.5},
+        ),
+    ),
+    "whole": (
+        "plain",
+        LoraConfig(
+            target_modules=["wq", "w2"], lora_rank=4, lora_alpha=6, modules_to_save=["lm_head", "attention_norm"]
+        ),
+    ),
+    "whole-embedding": (
+        "grouped",
+        LoraConfig(target_modules=["wv"], lora_rank=4, lora_alpha=8, modules_to_save=["tok_embeddings", "norm_out"]),
+    ),
     "frozen-a": ("plain", LoraConfig(target_modules=["wq", "w2"], lora_rank=4, lora_alpha=6, freeze_lora_a=True)),
     "lm_head": ("plain", LoraConfig(target_modules=["wq", "lm_head"], lora_rank=4, lora_alpha=8)),
     "dora": ("grouped", LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=4, lora_alpha=8, use_dora=True)),
     # A step moves a vector by RATE, of which little is seen where the other one is small.
-    "vera": ("grouped", LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=6, lora_dropout=0.1, use_vera=True,
-                                   d_initial=1.0, projection_prng_key=3)),
+    "vera": (
+        "grouped",
+        LoraConfig(
+            target_modules=["wq", "wv", "w2"],
+            lora_rank=6,
+            lora_dropout=0.1,
+            use_vera=True,
+            d_initial=1.0,
+            projection_prng_key=3,
+        ),
+    ),
     "embedding": ("plain", LoraConfig(target_modules=["tok_embeddings", "wv"], lora_rank=4, lora_alpha=8)),
     "float16": ("plain", LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=8, param_init_type="float16")),
-    "bfloat16": ("plain", LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=8,
-                                     param_init_type="bfloat16")),
+    "bfloat16": (
+        "plain",
+        LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=8, param_init_type="bfloat16"),
+    ),
 }
 STEPS = 2
 # By how much each element moves in a step.
