@@ -1,4 +1,4 @@
-"""The quickstart's job: instruction_data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
+"""The quickstart's job: data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""mindlora instruction_data, mindlora plugin-path."""
+"""mindlora data, mindlora plugin-path."""
 
 import dataclasses
 import os
