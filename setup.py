@@ -64,7 +64,7 @@ setup(
         "ms27": _pair("2.7.2"),
         "plot": ["matplotlib"],
         "data": ["tokenizers", "transformers"],
-        "test": ["pytest", "matplotlib", "tokenizers", "transformers", "hypothesis"],
+        "test": ["pytest", "pytest-xdist", "matplotlib", "tokenizers", "transformers", "hypothesis"],
     },
     entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},
 )

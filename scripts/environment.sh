@@ -8,12 +8,17 @@
 #
 #   MINDLORA_PEERS_VENV    where it stands                (default: .venv-peers in the checkout)
 #   MINDLORA_PEERS_PYTHON  a Python that has what tests/peers/requirements.txt names; then nothing is made
+#
+# For scripts/lint.sh and the documentation a third one holds linters and mkdocs:
+#
+#   MINDLORA_LINT_VENV     where it stands                (default: .venv-lint in the checkout)
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 STACK=${MINDLORA_STACK:-ms29}
 if [ "$STACK" = ms29 ]; then DEFAULT_VENV=$ROOT/.venv; else DEFAULT_VENV=$ROOT/.venv-$STACK; fi
 VENV=${MINDLORA_VENV:-$DEFAULT_VENV}
 PEERS_VENV=${MINDLORA_PEERS_VENV:-$ROOT/.venv-peers}
+LINT_VENV=${MINDLORA_LINT_VENV:-$ROOT/.venv-lint}
 
 # Worker threads that spin between kernels cost more than they gain on few cores.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}
@@ -37,7 +42,7 @@ find_python() {
 # Installs the checkout, editable, with the extras that are named; does nothing where that was done before.
 make_environment() {
     local extras="$STACK,$1" wanted python
-    wanted="$extras $(cksum < "$ROOT/setup.py")"
+    wanted="$extras $(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" | cksum)"
     PYTHON=$VENV/bin/python
     if [ "$(cat "$VENV/mindlora-installed" 2>/dev/null)" = "$wanted" ]; then
         return
@@ -79,4 +84,21 @@ make_peers_environment() {
         echo "Environment ready."
     fi
     export MINDLORA_PEERS_PYTHON=$PEERS_VENV/bin/python
+}
+
+# Makes the environment of the linters and of the documentation and sets $LINT, the folder of its programs.
+make_lint_environment() {
+    local wanted python
+    wanted=$(cat "$ROOT/scripts/lint-requirements.txt" "$ROOT/docs/requirements.txt" | cksum)
+    LINT=$LINT_VENV/bin
+    if [ "$(cat "$LINT_VENV/lint-installed" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    python=$(find_python) || return 1
+    echo "Making the environment $LINT_VENV with $("$python" --version) ..."
+    "$python" -m venv "$LINT_VENV" || return 1
+    "$LINT/python" -m pip install --quiet --disable-pip-version-check \
+        --requirement "$ROOT/scripts/lint-requirements.txt" --requirement "$ROOT/docs/requirements.txt" || return 1
+    echo "$wanted" > "$LINT_VENV/lint-installed"
+    echo "Environment ready."
 }

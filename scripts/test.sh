@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
-#   bash scripts/test.sh                       everything
+#   bash scripts/test.sh                       everything, in two processes side by side
 #   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   MINDLORA_STACK=ms27 bash scripts/test.sh   with the older pair of MindSpore and MindFormers
@@ -23,5 +23,5 @@ selects_peers() {
 make_environment test,plot,data
 if selects_peers "$@"; then make_peers_environment; fi
 cd "$ROOT"
-if [ $# -eq 0 ]; then set -- tests; fi
+if [ $# -eq 0 ]; then set -- -n 2 tests; fi
 exec "$PYTHON" -m pytest --durations=8 "$@"

@@ -10,6 +10,9 @@ import tempfile
 # Before MindSpore is imported: no spinning worker threads on few cores, and errors alone in its log.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
+# Side by side, each process has one of the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else MindFormers, once a test has imported it, logs into output/ under whatever folder a later test works in.
 os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp(prefix="mindlora-test-log-"))
 
@@ -23,6 +26,36 @@ pytest.register_assert_rewrite(
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+
+# Folders whose files share what takes long to make: a trained base, PEFT's answers, kernels compiled for the model.
+# With several processes (pytest -n 2) all of such a folder runs in one of them, and these begin first.
+TOGETHER = ("tests/e2e", "tests/peers", "tests/ops/ascendc", "tests/ops/ascendc_model")
+FIRST = (*TOGETHER, "tests/plugin")
+
+
+def pytest_configure(config):
+    """Lets pytest-xdist keep the order of pytest_collection_modifyitems."""
+    if getattr(config.option, "numprocesses", None):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each process of pytest-xdist whole files, or whole folders of TOGETHER, so that fixtures are made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With several processes, puts the tests that take longest first, so that none of them is left at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 @pytest.fixture(autouse=True)

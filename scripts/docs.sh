@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Builds the documentation with the API reference into site/; a warning is an error. The environment is the linters'.
+#   bash scripts/docs.sh            builds
+#   bash scripts/docs.sh serve      builds, serves at http://127.0.0.1:8000, and follows changes
+set -eu
+source "$(dirname "$0")/environment.sh"
+make_lint_environment
+cd "$ROOT"
+if [ "${1:-build}" = serve ]; then exec "$LINT/mkdocs" serve; fi
+exec "$LINT/mkdocs" build --strict --quiet

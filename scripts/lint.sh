@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the linters, the formatters' checks and the type checker, in an environment of their own that is made where it
+# is missing (without MindSpore). Fails on any finding.
+#   bash scripts/lint.sh         only looks
+#   bash scripts/lint.sh --fix   also lets ruff and clang-format change files
+set -eu
+source "$(dirname "$0")/environment.sh"
+make_lint_environment
+cd "$ROOT"
+
+mapfile -t CPP < <(git ls-files '*.h' '*.cc' '*.cpp')
+mapfile -t SHELL_SCRIPTS < <(git ls-files '*.sh' .ci/run)
+
+if [ "${1:-}" = --fix ]; then
+    "$LINT/ruff" check --fix --quiet . || true
+    "$LINT/ruff" format --quiet .
+    "$LINT/clang-format" -i "${CPP[@]}"
+fi
+"$LINT/ruff" check --quiet .
+"$LINT/ruff" format --check --quiet .
+"$LINT/clang-format" --dry-run --Werror "${CPP[@]}"
+"$LINT/shellcheck" "${SHELL_SCRIPTS[@]}"
+"$LINT/mypy"
