@@ -58,8 +58,8 @@ __aicore__ inline void CopyRowsOut(const AscendC::GlobalTensor<T>& to, const Asc
 
 // `count` elements as float: in `wide`, or where they are if they are float. PIPE_V.
 template <class T>
-__aicore__ inline AscendC::LocalTensor<float> Widened(const AscendC::LocalTensor<T>& narrow,
-    const AscendC::LocalTensor<float>& wide, uint32_t count)
+__aicore__ inline AscendC::LocalTensor<float> Widened(
+    const AscendC::LocalTensor<T>& narrow, const AscendC::LocalTensor<float>& wide, uint32_t count)
 {
     if constexpr (kIsFloat<T>) {
         return narrow;
@@ -71,8 +71,8 @@ __aicore__ inline AscendC::LocalTensor<float> Widened(const AscendC::LocalTensor
 
 // The one rounding of a result, to nearest even; `count` in whole data blocks. PIPE_V.
 template <class T>
-__aicore__ inline void Narrow(const AscendC::LocalTensor<T>& narrow, const AscendC::LocalTensor<float>& wide,
-    uint32_t count)
+__aicore__ inline void Narrow(
+    const AscendC::LocalTensor<T>& narrow, const AscendC::LocalTensor<float>& wide, uint32_t count)
 {
     if constexpr (kIsFloat<T>) {
         AscendC::DataCopy(narrow, wide, count);

@@ -32,15 +32,9 @@ struct CubeType<float> {
     static constexpr QuantMode_t kFromFloat = QuantMode_t::NoQuant;
 };
 
-__aicore__ inline uint32_t Ceil(uint32_t size, uint32_t part)
-{
-    return (size + part - 1) / part;
-}
+__aicore__ inline uint32_t Ceil(uint32_t size, uint32_t part) { return (size + part - 1) / part; }
 
-__aicore__ inline uint32_t RoundToFractal(uint32_t size)
-{
-    return Ceil(size, kFractalSide) * kFractalSide;
-}
+__aicore__ inline uint32_t RoundToFractal(uint32_t size) { return Ceil(size, kFractalSide) * kFractalSide; }
 
 // Rows of a matrix in global memory, `stride` elements apart, to L1, where a column of fractals has `pitch` rows. The
 // tail of the last fractal column becomes zero; the rows that fill the last fractal row are left as they are.
@@ -52,23 +46,20 @@ __aicore__ inline void LoadRows(const AscendC::LocalTensor<T>& dst, const Ascend
 }
 
 // Mmad takes one row for a vector (GEMV), which lies in L0A in another way. So a single row is two.
-__aicore__ inline uint32_t CubeRows(uint32_t rows)
-{
-    return rows == 1 ? 2 : rows;
-}
+__aicore__ inline uint32_t CubeRows(uint32_t rows) { return rows == 1 ? 2 : rows; }
 
 // Neighbouring fractals of L1, as they lie.
 template <typename T>
-__aicore__ inline void LoadFractals(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
-    uint32_t elements)
+__aicore__ inline void LoadFractals(
+    const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint32_t elements)
 {
     AscendC::LoadData(dst, src, AscendC::LoadData2DParams(0, elements / kFractalSize, 1, 0, 0, false, 0));
 }
 
 // L1 to L0A, which wants one row of fractals after the other.
 template <typename T>
-__aicore__ inline void LoadLeft(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint32_t rows,
-    uint32_t depth)
+__aicore__ inline void LoadLeft(
+    const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint32_t rows, uint32_t depth)
 {
     const uint32_t down = RoundToFractal(rows) / kFractalSide;
     const uint32_t across = RoundToFractal(depth) / kFractalSide;
@@ -91,8 +82,8 @@ __aicore__ inline void LoadRight(const AscendC::LocalTensor<T>& dst, const Ascen
 
 // A right matrix that lies in L1 as it is multiplied, [depth, columns], to L0B, `columns` of it.
 template <typename T>
-__aicore__ inline void LoadRightTransposed(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
-    uint32_t columns, uint32_t depth)
+__aicore__ inline void LoadRightTransposed(
+    const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint32_t columns, uint32_t depth)
 {
     const uint32_t down = RoundToFractal(depth) / kFractalSide;
     const uint32_t across = RoundToFractal(columns) / kFractalSide;

@@ -30,167 +30,170 @@ inline std::vector<ge::DataType> Always(ge::DataType dtype) { return {dtype, dty
 
 // Declares inputs, outputs and NPUs of an operator.
 class Definition : public ops::OpDef {
- public:
-  explicit Definition(const char* name) : ops::OpDef(name) {}
+public:
+    explicit Definition(const char* name) : ops::OpDef(name) {}
 
- protected:
-  void In(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Input(name), dtypes).AutoContiguous(); }
-  // Written in place: a copy would be written in its stead.
-  void InOut(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Input(name), dtypes); }
-  void Out(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Output(name), dtypes); }
-
-  template <class InferShape, class InferDataType, class Tiling>
-  void Functions(InferShape inferShape, InferDataType inferDataType, Tiling tiling)
-  {
-    SetInferShape(inferShape).SetInferDataType(inferDataType);
-    AICore().SetTiling(tiling);
-    for (const char* soc : kSocs) {
-      ops::OpAICoreConfig config;
-      config.DynamicCompileStaticFlag(true)
-          .DynamicFormatFlag(false)
-          .DynamicRankSupportFlag(true)
-          .DynamicShapeSupportFlag(true)
-          .NeedCheckSupportFlag(false)
-          .PrecisionReduceFlag(false);
-      AICore().AddConfig(soc, config);
+protected:
+    void In(const char* name, const std::vector<ge::DataType>& dtypes)
+    {
+        Declare(Input(name), dtypes).AutoContiguous();
     }
-  }
+    // Written in place: a copy would be written in its stead.
+    void InOut(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Input(name), dtypes); }
+    void Out(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Output(name), dtypes); }
 
- private:
-  static ops::OpParamDef& Declare(ops::OpParamDef& parameter, const std::vector<ge::DataType>& dtypes)
-  {
-    const std::vector<ge::Format> plain(dtypes.size(), ge::FORMAT_ND);
-    return parameter.ParamType(ops::REQUIRED).DataType(dtypes).Format(plain).UnknownShapeFormat(plain);
-  }
+    template <class InferShape, class InferDataType, class Tiling>
+    void Functions(InferShape inferShape, InferDataType inferDataType, Tiling tiling)
+    {
+        SetInferShape(inferShape).SetInferDataType(inferDataType);
+        AICore().SetTiling(tiling);
+        for (const char* soc : kSocs) {
+            ops::OpAICoreConfig config;
+            config.DynamicCompileStaticFlag(true)
+                .DynamicFormatFlag(false)
+                .DynamicRankSupportFlag(true)
+                .DynamicShapeSupportFlag(true)
+                .NeedCheckSupportFlag(false)
+                .PrecisionReduceFlag(false);
+            AICore().AddConfig(soc, config);
+        }
+    }
+
+private:
+    static ops::OpParamDef& Declare(ops::OpParamDef& parameter, const std::vector<ge::DataType>& dtypes)
+    {
+        const std::vector<ge::Format> plain(dtypes.size(), ge::FORMAT_ND);
+        return parameter.ParamType(ops::REQUIRED).DataType(dtypes).Format(plain).UnknownShapeFormat(plain);
+    }
 };
 
 // The output has the shape of input I.
 template <size_t I>
 ge::graphStatus ShapeOfInput(gert::InferShapeContext* context)
 {
-  const gert::Shape* from = context->GetInputShape(I);
-  gert::Shape* to = context->GetOutputShape(0);
-  if (from == nullptr || to == nullptr) return ge::GRAPH_FAILED;
-  *to = *from;
-  return ge::GRAPH_SUCCESS;
+    const gert::Shape* from = context->GetInputShape(I);
+    gert::Shape* to = context->GetOutputShape(0);
+    if (from == nullptr || to == nullptr) return ge::GRAPH_FAILED;
+    *to = *from;
+    return ge::GRAPH_SUCCESS;
 }
 
 // The output has the dtype of input I.
 template <size_t I>
 ge::graphStatus DataTypeOfInput(gert::InferDataTypeContext* context)
 {
-  return context->SetOutputDataType(0, context->GetInputDataType(I));
+    return context->SetOutputDataType(0, context->GetInputDataType(I));
 }
 
 // The shapes of one call. The first thing that does not fit is said, and makes Good() false.
 class Shapes {
- public:
-  Shapes(const char* op, gert::TilingContext* context) : op_(op), context_(context) {}
+public:
+    Shapes(const char* op, gert::TilingContext* context) : op_(op), context_(context) {}
 
-  size_t Dimensions(size_t input) const
-  {
-    const gert::StorageShape* shape = context_->GetInputShape(input);
-    return shape == nullptr ? 0 : shape->GetStorageShape().GetDimNum();
-  }
-
-  // Checks the number of dimensions of an input; to be called before its sizes are asked for.
-  void Check(size_t input, const char* name, size_t dimensions)
-  {
-    const size_t found = Dimensions(input);
-    if (found != dimensions) {
-      Refuse("%s has %zu dimensions: it must have %zu", name, found, dimensions);
-      return;
+    size_t Dimensions(size_t input) const
+    {
+        const gert::StorageShape* shape = context_->GetInputShape(input);
+        return shape == nullptr ? 0 : shape->GetStorageShape().GetDimNum();
     }
-    for (size_t axis = 0; axis < dimensions; ++axis) {
-      const int64_t size = Size(input, axis);
-      if (size < 0 || size > kMaxSize) Refuse("%s has a size of %" PRId64, name, size);
+
+    // Checks the number of dimensions of an input; to be called before its sizes are asked for.
+    void Check(size_t input, const char* name, size_t dimensions)
+    {
+        const size_t found = Dimensions(input);
+        if (found != dimensions) {
+            Refuse("%s has %zu dimensions: it must have %zu", name, found, dimensions);
+            return;
+        }
+        for (size_t axis = 0; axis < dimensions; ++axis) {
+            const int64_t size = Size(input, axis);
+            if (size < 0 || size > kMaxSize) Refuse("%s has a size of %" PRId64, name, size);
+        }
     }
-  }
 
-  int64_t At(size_t input, size_t axis) const { return good_ ? Size(input, axis) : 0; }
+    int64_t At(size_t input, size_t axis) const { return good_ ? Size(input, axis) : 0; }
 
-  // Scale is one number, in a tensor of any shape.
-  void CheckOneNumber(size_t input, const char* name)
-  {
-    const gert::StorageShape* shape = context_->GetInputShape(input);
-    if (shape == nullptr || shape->GetStorageShape().GetShapeSize() != 1) Refuse("%s must be one number", name);
-  }
-
-  void CheckSame(const char* what, int64_t first, int64_t second)
-  {
-    if (first != second) {
-      Refuse("%s is %" PRId64 " in one input and %" PRId64 " in another", what, first, second);
+    // Scale is one number, in a tensor of any shape.
+    void CheckOneNumber(size_t input, const char* name)
+    {
+        const gert::StorageShape* shape = context_->GetInputShape(input);
+        if (shape == nullptr || shape->GetStorageShape().GetShapeSize() != 1) Refuse("%s must be one number", name);
     }
-  }
 
-  void CheckRange(const char* what, int64_t size, int64_t least, int64_t most)
-  {
-    if (size < least || size > most) {
-      Refuse("%s is %" PRId64 ": it must be %" PRId64 " to %" PRId64, what, size, least, most);
+    void CheckSame(const char* what, int64_t first, int64_t second)
+    {
+        if (first != second) {
+            Refuse("%s is %" PRId64 " in one input and %" PRId64 " in another", what, first, second);
+        }
     }
-  }
 
-  bool Good() const { return good_; }
+    void CheckRange(const char* what, int64_t size, int64_t least, int64_t most)
+    {
+        if (size < least || size > most) {
+            Refuse("%s is %" PRId64 ": it must be %" PRId64 " to %" PRId64, what, size, least, most);
+        }
+    }
 
- private:
-  int64_t Size(size_t input, size_t axis) const
-  {
-    return context_->GetInputShape(input)->GetStorageShape().GetDim(axis);
-  }
+    bool Good() const { return good_; }
 
-  template <class... Parts>
-  void Refuse(const char* format, Parts... parts)
-  {
-    if (!good_) return;
-    good_ = false;
-    std::fprintf(stderr, "mindlora %s (ascend): ", op_);
-    std::fprintf(stderr, format, parts...);
-    std::fprintf(stderr, ".\n");
-  }
+private:
+    int64_t Size(size_t input, size_t axis) const
+    {
+        return context_->GetInputShape(input)->GetStorageShape().GetDim(axis);
+    }
 
-  const char* op_;
-  gert::TilingContext* context_;
-  bool good_ = true;
+    template <class... Parts>
+    void Refuse(const char* format, Parts... parts)
+    {
+        if (!good_) return;
+        good_ = false;
+        std::fprintf(stderr, "mindlora %s (ascend): ", op_);
+        std::fprintf(stderr, format, parts...);
+        std::fprintf(stderr, ".\n");
+    }
+
+    const char* op_;
+    gert::TilingContext* context_;
+    bool good_ = true;
 };
 
 // Of one number of an input of the operator's element type.
 inline uint64_t ElementBytes(gert::TilingContext* context, size_t input)
 {
-  return context->GetInputDesc(input)->GetDataType() == ge::DT_FLOAT ? sizeof(float) : sizeof(uint16_t);
+    return context->GetInputDesc(input)->GetDataType() == ge::DT_FLOAT ? sizeof(float) : sizeof(uint16_t);
 }
 
 inline Platform AskPlatform(gert::TilingContext* context)
 {
-  using platform_ascendc::CoreMemType;
-  const platform_ascendc::PlatformAscendC chip(context->GetPlatformInfo());
-  Platform platform{};
-  platform.cubeCores = chip.GetCoreNumAic();
-  platform.vectorCores = chip.GetCoreNumAiv();
-  chip.GetCoreMemSize(CoreMemType::UB, platform.unifiedBuffer);
-  chip.GetCoreMemSize(CoreMemType::L1, platform.l1);
-  chip.GetCoreMemSize(CoreMemType::L0_A, platform.l0a);
-  chip.GetCoreMemSize(CoreMemType::L0_B, platform.l0b);
-  chip.GetCoreMemSize(CoreMemType::L0_C, platform.l0c);
-  return platform;
+    using platform_ascendc::CoreMemType;
+    const platform_ascendc::PlatformAscendC chip(context->GetPlatformInfo());
+    Platform platform{};
+    platform.cubeCores = chip.GetCoreNumAic();
+    platform.vectorCores = chip.GetCoreNumAiv();
+    chip.GetCoreMemSize(CoreMemType::UB, platform.unifiedBuffer);
+    chip.GetCoreMemSize(CoreMemType::L1, platform.l1);
+    chip.GetCoreMemSize(CoreMemType::L0_A, platform.l0a);
+    chip.GetCoreMemSize(CoreMemType::L0_B, platform.l0b);
+    chip.GetCoreMemSize(CoreMemType::L0_C, platform.l0c);
+    return platform;
 }
 
 // Hands a plan to CANN.
 template <class Tiling>
 ge::graphStatus Launch(gert::TilingContext* context, const Plan<Tiling>& plan)
 {
-  static_assert(std::is_trivially_copyable<Tiling>::value, "a kernel reads its tiling byte by byte");
-  constexpr uint32_t kBatchMode = 1;  // all cores start together, as a kernel needs whose cores wait for each other
-  gert::TilingData* tiling = context->GetRawTilingData();
-  size_t* workspaces = context->GetWorkspaceSizes(1);
-  if (tiling == nullptr || workspaces == nullptr || tiling->GetCapacity() < sizeof(Tiling)) return ge::GRAPH_FAILED;
-  std::memcpy(tiling->GetData(), &plan.tiling, sizeof(Tiling));
-  tiling->SetDataSize(sizeof(Tiling));
-  // The kernel's workspace lies behind the system's.
-  const platform_ascendc::PlatformAscendC chip(context->GetPlatformInfo());
-  workspaces[0] = plan.workspace + chip.GetLibApiWorkSpaceSize();
-  context->SetBlockDim(plan.blocks);
-  context->SetTilingKey(plan.tilingKey);
-  return plan.kind == KernelKind::kVector ? ge::GRAPH_SUCCESS : context->SetScheduleMode(kBatchMode);
+    static_assert(std::is_trivially_copyable<Tiling>::value, "a kernel reads its tiling byte by byte");
+    constexpr uint32_t kBatchMode = 1;  // all cores start together, as a kernel needs whose cores wait for each other
+    gert::TilingData* tiling = context->GetRawTilingData();
+    size_t* workspaces = context->GetWorkspaceSizes(1);
+    if (tiling == nullptr || workspaces == nullptr || tiling->GetCapacity() < sizeof(Tiling)) return ge::GRAPH_FAILED;
+    std::memcpy(tiling->GetData(), &plan.tiling, sizeof(Tiling));
+    tiling->SetDataSize(sizeof(Tiling));
+    // The kernel's workspace lies behind the system's.
+    const platform_ascendc::PlatformAscendC chip(context->GetPlatformInfo());
+    workspaces[0] = plan.workspace + chip.GetLibApiWorkSpaceSize();
+    context->SetBlockDim(plan.blocks);
+    context->SetTilingKey(plan.tilingKey);
+    return plan.kind == KernelKind::kVector ? ge::GRAPH_SUCCESS : context->SetScheduleMode(kBatchMode);
 }
 
 }  // namespace mindlora

@@ -12,8 +12,8 @@ template <typename T>
 class PartialSums {
 public:
     // tile: numbers at a time, a multiple of 16.
-    __aicore__ inline PartialSums(AscendC::TPipe& pipe, const PrefillExchange<T>& exchange, uint32_t slices,
-        uint32_t tile)
+    __aicore__ inline PartialSums(
+        AscendC::TPipe& pipe, const PrefillExchange<T>& exchange, uint32_t slices, uint32_t tile)
         : exchange_(exchange), slices_(slices), tile_(tile)
     {
         pipe.InitBuffer(partials_, 2, slices * tile * sizeof(float));

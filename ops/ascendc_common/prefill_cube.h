@@ -31,8 +31,8 @@ public:
     }
 
     // A slice of A or B, which stays in L1 until FreeWeight.
-    __aicore__ inline AscendC::LocalTensor<T> LoadWeight(const AscendC::GlobalTensor<T>& src, uint32_t rows,
-        uint32_t columns, uint32_t stride)
+    __aicore__ inline AscendC::LocalTensor<T> LoadWeight(
+        const AscendC::GlobalTensor<T>& src, uint32_t rows, uint32_t columns, uint32_t stride)
     {
         AscendC::LocalTensor<T> weight = weight_.template AllocTensor<T>();
         LoadRows(weight, src, rows, columns, stride, RoundToFractal(rows));
@@ -172,8 +172,8 @@ private:
     }
 
     template <typename Out>
-    __aicore__ inline void Store(const Window<Out>& dst, AscendC::LocalTensor<float>& sum, const TileRows& rows,
-        uint32_t columns)
+    __aicore__ inline void Store(
+        const Window<Out>& dst, AscendC::LocalTensor<float>& sum, const TileRows& rows, uint32_t columns)
     {
         sum_.EnQue(sum);
         sum = sum_.template DeQue<float>();

@@ -18,11 +18,11 @@ struct PrefillExchange {
         constants.SetGlobalBuffer((__gm__ T*)(lowBegin + stride * sizeof(T)));
     }
 
-    uint32_t size;                           // of low
-    uint32_t stride;                         // from one slice's partial sums to the next one's
-    AscendC::GlobalTensor<float> partials;   // [slices][tokens, rank]
-    AscendC::GlobalTensor<T> low;            // [tokens, rank]
-    AscendC::GlobalTensor<T> constants;      // two fractals
+    uint32_t size;                          // of low
+    uint32_t stride;                        // from one slice's partial sums to the next one's
+    AscendC::GlobalTensor<float> partials;  // [slices][tokens, rank]
+    AscendC::GlobalTensor<T> low;           // [tokens, rank]
+    AscendC::GlobalTensor<T> constants;     // two fractals
 };
 
 // An identity, and a fractal full of NaN, for the cube cores, which cannot make them.

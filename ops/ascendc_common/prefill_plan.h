@@ -9,10 +9,10 @@
 namespace mindlora {
 namespace prefill {
 
-constexpr uint64_t kSide = 16;          // of a fractal
-constexpr uint64_t kElement = 2;        // bytes
-constexpr uint64_t kLeastTokens = 17;   // what fills one row of fractals only is left to the vector cores
-constexpr uint64_t kConstants = 2;      // fractals that stay in L0B
+constexpr uint64_t kSide = 16;           // of a fractal
+constexpr uint64_t kElement = 2;         // bytes
+constexpr uint64_t kLeastTokens = 17;    // what fills one row of fractals only is left to the vector cores
+constexpr uint64_t kConstants = 2;       // fractals that stay in L0B
 constexpr uint64_t kMostStride = 65535;  // between rows that become fractals on their way in
 constexpr uint64_t kMostLow = 1u << 28;  // strides between partial sums are 32-bit numbers of bytes
 
@@ -69,8 +69,8 @@ void PlanPrefill(uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank, cons
     const uint64_t cores = std::min(chip.cubeCores, chip.vectorCores / 2);
     const uint64_t constants = kConstants * kSide * kSide * kElement;
     // Two tiles of x or y0 fill half of L0A, two of A or B what the constants leave of L0B.
-    const uint64_t step = RoundDown(std::min(chip.l0a / 4 / kElement / kPrefillTileRows,
-        (chip.l0b - constants) / 2 / kElement / RoundUp(rank)));
+    const uint64_t step = RoundDown(
+        std::min(chip.l0a / 4 / kElement / kPrefillTileRows, (chip.l0b - constants) / 2 / kElement / RoundUp(rank)));
     // What the tiles leave of L1 is for a slice of A or B.
     const uint64_t tiles = kElement * kPrefillTileRows * (kPrefillStages * step + RoundUp(rank));
     const uint64_t mostWidth = RoundDown((chip.l1 - tiles) / kElement / RoundUp(rank));
@@ -79,9 +79,8 @@ void PlanPrefill(uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank, cons
         const uint64_t exchanged = split.rows * rank + split.slices * low / cores;  // the latter by the vector cores
         return kElement * (split.rows + rank) * split.width + sizeof(float) * exchanged;
     });
-    const Split expand = LeastBytes(tokens, out, mostWidth, cores, [&](const Split& split) {
-        return kElement * ((2 * split.rows + rank) * split.width + split.rows * rank);
-    });
+    const Split expand = LeastBytes(tokens, out, mostWidth, cores,
+        [&](const Split& split) { return kElement * ((2 * split.rows + rank) * split.width + split.rows * rank); });
     PrefillTiling& tiling = plan.tiling.prefill;
     tiling.shrinkRows = shrink.rows;
     tiling.shrinkDepth = shrink.width;

@@ -18,7 +18,7 @@ struct PrefillTiling {
     uint32_t expandWidth;   // by so much of N,
     uint32_t expandSlices;  // of which there are so many
     uint32_t step;
-    uint32_t reduceTile;    // numbers of x A^T that a vector core sums up at a time
+    uint32_t reduceTile;  // numbers of x A^T that a vector core sums up at a time
 };
 
 }  // namespace mindlora

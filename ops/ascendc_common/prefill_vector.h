@@ -9,8 +9,8 @@ namespace mindlora {
 template <typename T>
 class PrefillVector {
 public:
-    __aicore__ inline PrefillVector(AscendC::TPipe& pipe, const PrefillTiling& split,
-        const PrefillExchange<T>& exchange)
+    __aicore__ inline PrefillVector(
+        AscendC::TPipe& pipe, const PrefillTiling& split, const PrefillExchange<T>& exchange)
         : exchange_(exchange), sums_(pipe, exchange, split.shrinkSlices, split.reduceTile)
     {
         pipe.InitBuffer(constants_, 1, kConstantsSize * sizeof(T));

@@ -6,8 +6,8 @@
 
 namespace mindlora {
 
-constexpr uint32_t kLanes = 64;          // floats of one repeat
-constexpr uint32_t kDotRows = 64;        // rows in one go
+constexpr uint32_t kLanes = 64;    // floats of one repeat
+constexpr uint32_t kDotRows = 64;  // rows in one go
 constexpr uint32_t kDotScratch = kDotRows * kLanes;
 constexpr uint32_t kMaxPitch = 255 * 8;  // of the matrix: a repeat stride of 8 bits, in data blocks of 8 floats
 constexpr uint32_t kNarrow = 32;         // up to so many columns NarrowRowDots takes fewer repeats
@@ -36,19 +36,19 @@ __aicore__ inline void RowDots(const AscendC::LocalTensor<float>& dots, const As
             const uint64_t lanes = Least(kLanes, columns - column);
             AscendC::MulAddDst(scratch, block[column], vector[column], lanes, repeats, rowByRow);
         }
-        AscendC::WholeReduceSum(dots[row * step], scratch, static_cast<int32_t>(width), repeats,
-            static_cast<int32_t>(step), 1, kLanes / 8);
+        AscendC::WholeReduceSum(
+            dots[row * step], scratch, static_cast<int32_t>(width), repeats, static_cast<int32_t>(step), 1, kLanes / 8);
     }
 }
 
 // As RowDots with step 1, for rows that would leave most lanes idle: eight rows in one repeat, eight columns at a time.
-__aicore__ inline void NarrowRowDots(const AscendC::LocalTensor<float>& dots,
-    const AscendC::LocalTensor<float>& matrix, const AscendC::LocalTensor<float>& vector, uint32_t rows,
-    uint32_t columns, uint32_t pitch, const AscendC::LocalTensor<float>& scratch)
+__aicore__ inline void NarrowRowDots(const AscendC::LocalTensor<float>& dots, const AscendC::LocalTensor<float>& matrix,
+    const AscendC::LocalTensor<float>& vector, uint32_t rows, uint32_t columns, uint32_t pitch,
+    const AscendC::LocalTensor<float>& scratch)
 {
     // A data block of each of eight rows, times the same block of the vector.
-    const AscendC::BinaryRepeatParams eightRows(1, static_cast<uint8_t>(pitch / 8), 0, 8, static_cast<uint8_t>(pitch),
-        0);
+    const AscendC::BinaryRepeatParams eightRows(
+        1, static_cast<uint8_t>(pitch / 8), 0, 8, static_cast<uint8_t>(pitch), 0);
     uint32_t count = 0;
     for (uint32_t row = 0; row < rows; row += count) {
         const uint32_t left = rows - row;

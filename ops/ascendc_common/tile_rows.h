@@ -51,8 +51,8 @@ struct Window {
 
 // To L1, as the left side of a product of CubeRows(rows.count) rows.
 template <typename T>
-__aicore__ inline void LoadTile(const AscendC::LocalTensor<T>& dst, const Window<T>& src, const TileRows& rows,
-    uint32_t columns)
+__aicore__ inline void LoadTile(
+    const AscendC::LocalTensor<T>& dst, const Window<T>& src, const TileRows& rows, uint32_t columns)
 {
     const uint32_t pitch = RoundToFractal(rows.count);
     uint32_t at = 0;
@@ -67,8 +67,8 @@ __aicore__ inline void LoadTile(const AscendC::LocalTensor<T>& dst, const Window
 
 // A sum in L0C to global memory, rounded to T.
 template <typename T>
-__aicore__ inline void StoreTile(const Window<T>& dst, const AscendC::LocalTensor<float>& sum, const TileRows& rows,
-    uint32_t columns)
+__aicore__ inline void StoreTile(
+    const Window<T>& dst, const AscendC::LocalTensor<float>& sum, const TileRows& rows, uint32_t columns)
 {
     AscendC::FixpipeParamsV220 params;
     params.nSize = columns;

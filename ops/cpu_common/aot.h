@@ -18,68 +18,76 @@ namespace mindlora {
 
 constexpr int64_t kMaxRank = 256;
 
-[[noreturn]] inline void Refuse(const char* op, const std::string& why) {
-  throw std::runtime_error(std::string("mindlora ") + op + ": " + why);
+[[noreturn]] inline void Refuse(const char* op, const std::string& why)
+{
+    throw std::runtime_error(std::string("mindlora ") + op + ": " + why);
 }
 
 // The shapes of one call, with checks that let unknown dimensions pass: they are made again when all are known.
 class Shapes {
- public:
-  Shapes(const char* op, int* ndims, int64_t** shapes) : op_(op), ndims_(ndims), shapes_(shapes) {}
+public:
+    Shapes(const char* op, int* ndims, int64_t** shapes) : op_(op), ndims_(ndims), shapes_(shapes) {}
 
-  bool RankKnown(int i) const { return !(ndims_[i] == 1 && shapes_[i][0] == -2); }
+    bool RankKnown(int i) const { return !(ndims_[i] == 1 && shapes_[i][0] == -2); }
 
-  // A dimension, or -1 where it is not known.
-  int64_t At(int i, int axis) const { return RankKnown(i) ? shapes_[i][axis] : -1; }
+    // A dimension, or -1 where it is not known.
+    int64_t At(int i, int axis) const { return RankKnown(i) ? shapes_[i][axis] : -1; }
 
-  void CheckRank(int i, const char* name, int rank) const {
-    if (RankKnown(i) && ndims_[i] != rank) {
-      Refuse(op_, std::string(name) + " has " + std::to_string(ndims_[i]) + " dimensions: it must have " +
-                      std::to_string(rank) + ".");
+    void CheckRank(int i, const char* name, int rank) const
+    {
+        if (RankKnown(i) && ndims_[i] != rank) {
+            Refuse(op_,
+                std::string(name) + " has " + std::to_string(ndims_[i]) + " dimensions: it must have " +
+                    std::to_string(rank) + ".");
+        }
     }
-  }
 
-  // Both dimensions mean the same thing.
-  void CheckSame(const char* what, int64_t first, int64_t second) const {
-    if (first >= 0 && second >= 0 && first != second) {
-      Refuse(op_, std::string(what) + " is " + std::to_string(first) + " in one input and " + std::to_string(second) +
-                      " in another.");
+    // Both dimensions mean the same thing.
+    void CheckSame(const char* what, int64_t first, int64_t second) const
+    {
+        if (first >= 0 && second >= 0 && first != second) {
+            Refuse(op_,
+                std::string(what) + " is " + std::to_string(first) + " in one input and " + std::to_string(second) +
+                    " in another.");
+        }
     }
-  }
 
-  void CheckLoraRank(int64_t rank) const {
-    if (rank == 0 || rank > kMaxRank) {
-      Refuse(op_, "rank is " + std::to_string(rank) + ": it must be 1 to " + std::to_string(kMaxRank) + ".");
+    void CheckLoraRank(int64_t rank) const
+    {
+        if (rank == 0 || rank > kMaxRank) {
+            Refuse(op_, "rank is " + std::to_string(rank) + ": it must be 1 to " + std::to_string(kMaxRank) + ".");
+        }
     }
-  }
 
-  // The shape of input i, for an output that has it too.
-  std::vector<int64_t> Of(int i) const { return std::vector<int64_t>(shapes_[i], shapes_[i] + ndims_[i]); }
+    // The shape of input i, for an output that has it too.
+    std::vector<int64_t> Of(int i) const { return std::vector<int64_t>(shapes_[i], shapes_[i] + ndims_[i]); }
 
- private:
-  const char* op_;
-  int* ndims_;
-  int64_t** shapes_;
+private:
+    const char* op_;
+    int* ndims_;
+    int64_t** shapes_;
 };
 
-inline void CheckDtype(const char* op, const char* name, const char* dtype, const char* wanted) {
-  if (std::string(dtype) != wanted) {
-    Refuse(op, std::string(name) + " is " + dtype + ": it must be " + wanted + ".");
-  }
+inline void CheckDtype(const char* op, const char* name, const char* dtype, const char* wanted)
+{
+    if (std::string(dtype) != wanted) {
+        Refuse(op, std::string(name) + " is " + dtype + ": it must be " + wanted + ".");
+    }
 }
 
 // Calls f with a value of the element type that `dtype` names.
 template <class F>
-void WithElement(const char* op, const std::string& dtype, F f) {
-  if (dtype == "float32") {
-    f(float());
-  } else if (dtype == "float16") {
-    f(float16());
-  } else if (dtype == "bfloat16") {
-    f(bfloat16());
-  } else {
-    Refuse(op, "dtype is " + dtype + ": it must be float32, float16 or bfloat16.");
-  }
+void WithElement(const char* op, const std::string& dtype, F f)
+{
+    if (dtype == "float32") {
+        f(float());
+    } else if (dtype == "float16") {
+        f(float16());
+    } else if (dtype == "bfloat16") {
+        f(bfloat16());
+    } else {
+        Refuse(op, "dtype is " + dtype + ": it must be float32, float16 or bfloat16.");
+    }
 }
 
 }  // namespace mindlora

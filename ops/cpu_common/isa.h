@@ -23,12 +23,12 @@ extern "C" int mindlora_library_version();
 
 // Calls `function` of the namespace of the instruction set in use.
 #if defined(__x86_64__)
-#define MINDLORA_DISPATCH(function, ...)                         \
-  switch (::mindlora::CurrentIsa()) {                            \
-    case ::mindlora::kAvx512: avx512::function(__VA_ARGS__); break; \
-    case ::mindlora::kAvx2: avx2::function(__VA_ARGS__); break;  \
-    default: plain::function(__VA_ARGS__);                       \
-  }
+#define MINDLORA_DISPATCH(function, ...)                                \
+    switch (::mindlora::CurrentIsa()) {                                 \
+        case ::mindlora::kAvx512: avx512::function(__VA_ARGS__); break; \
+        case ::mindlora::kAvx2: avx2::function(__VA_ARGS__); break;     \
+        default: plain::function(__VA_ARGS__);                          \
+    }
 #else
 #define MINDLORA_DISPATCH(function, ...) plain::function(__VA_ARGS__)
 #endif

@@ -13,165 +13,183 @@ typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Lanes __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
 
-MINDLORA_INLINE Vec Load(const float* from) {
-  Vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
+MINDLORA_INLINE Vec Load(const float* from)
+{
+    Vec v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
 }
 
-MINDLORA_INLINE Vec Load(const bfloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return reinterpret_cast<Vec>(__builtin_convertvector(halves, Bits) << 16);
+MINDLORA_INLINE Vec Load(const bfloat16* from)
+{
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Vec>(__builtin_convertvector(halves, Bits) << 16);
 }
 
-MINDLORA_INLINE Vec Load(const float16* from) {
+MINDLORA_INLINE Vec Load(const float16* from)
+{
 #if MINDLORA_WIDTH == 16
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif MINDLORA_WIDTH == 8
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
-  Vec v;
-  for (int i = 0; i < kWidth; ++i) v[i] = ToFloat(from[i]);
-  return v;
+    Vec v;
+    for (int i = 0; i < kWidth; ++i) v[i] = ToFloat(from[i]);
+    return v;
 #endif
 }
 
 MINDLORA_INLINE void Store(Vec v, float* to) { std::memcpy(to, &v, sizeof v); }
 
-MINDLORA_INLINE void Store(Vec v, bfloat16* to) {
-  const Bits bits = reinterpret_cast<Bits>(v);
-  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Halves halves = __builtin_convertvector((v != v) ? ((bits >> 16) | 0x40) : rounded, Halves);
-  std::memcpy(to, &halves, sizeof halves);
+MINDLORA_INLINE void Store(Vec v, bfloat16* to)
+{
+    const Bits bits = reinterpret_cast<Bits>(v);
+    const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Halves halves = __builtin_convertvector((v != v) ? ((bits >> 16) | 0x40) : rounded, Halves);
+    std::memcpy(to, &halves, sizeof halves);
 }
 
-MINDLORA_INLINE void Store(Vec v, float16* to) {
+MINDLORA_INLINE void Store(Vec v, float16* to)
+{
 #if MINDLORA_WIDTH == 16
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #elif MINDLORA_WIDTH == 8
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < kWidth; ++i) FromFloat(v[i], to + i);
+    for (int i = 0; i < kWidth; ++i) FromFloat(v[i], to + i);
 #endif
 }
 
 // The first `count` elements, fewer than kWidth; the other lanes are zero. Nothing behind them is read.
 template <class T>
-MINDLORA_INLINE Vec LoadPart(const T* from, int64_t count) {
-  T whole[kWidth] = {};
-  std::memcpy(whole, from, count * sizeof(T));
-  return Load(whole);
+MINDLORA_INLINE Vec LoadPart(const T* from, int64_t count)
+{
+    T whole[kWidth] = {};
+    std::memcpy(whole, from, count * sizeof(T));
+    return Load(whole);
 }
 
 // Rows of B are shorter than a vector at small ranks: through memory they would cost more than the rest of the row.
 #if MINDLORA_WIDTH == 16
-MINDLORA_INLINE Vec LoadPart(const float* from, int64_t count) {
-  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+MINDLORA_INLINE Vec LoadPart(const float* from, int64_t count)
+{
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
 }
 
-MINDLORA_INLINE Vec LoadPart(const bfloat16* from, int64_t count) {
-  const __m256i halves = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+MINDLORA_INLINE Vec LoadPart(const bfloat16* from, int64_t count)
+{
+    const __m256i halves = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-MINDLORA_INLINE Vec LoadPart(const float16* from, int64_t count) {
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from));
+MINDLORA_INLINE Vec LoadPart(const float16* from, int64_t count)
+{
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), from));
 }
 #elif MINDLORA_WIDTH == 8
-MINDLORA_INLINE Vec LoadPart(const float* from, int64_t count) {
-  const Lanes lane = {0, 1, 2, 3, 4, 5, 6, 7};
-  const Lanes mask = lane < static_cast<int32_t>(count);
-  return _mm256_maskload_ps(from, reinterpret_cast<__m256i>(mask));
+MINDLORA_INLINE Vec LoadPart(const float* from, int64_t count)
+{
+    const Lanes lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    const Lanes mask = lane < static_cast<int32_t>(count);
+    return _mm256_maskload_ps(from, reinterpret_cast<__m256i>(mask));
 }
 #endif
 
 template <class T>
-MINDLORA_INLINE void StorePart(Vec v, T* to, int64_t count) {
-  T whole[kWidth];
-  Store(v, whole);
-  std::memcpy(to, whole, count * sizeof(T));
+MINDLORA_INLINE void StorePart(Vec v, T* to, int64_t count)
+{
+    T whole[kWidth];
+    Store(v, whole);
+    std::memcpy(to, whole, count * sizeof(T));
 }
 
 template <class T>
-MINDLORA_INLINE Vec LoadUpTo(const T* from, int64_t count) {
-  return count >= kWidth ? Load(from) : LoadPart(from, count);
+MINDLORA_INLINE Vec LoadUpTo(const T* from, int64_t count)
+{
+    return count >= kWidth ? Load(from) : LoadPart(from, count);
 }
 
 template <class T>
-MINDLORA_INLINE void StoreUpTo(Vec v, T* to, int64_t count) {
-  if (count >= kWidth) {
-    Store(v, to);
-  } else {
-    StorePart(v, to, count);
-  }
+MINDLORA_INLINE void StoreUpTo(Vec v, T* to, int64_t count)
+{
+    if (count >= kWidth) {
+        Store(v, to);
+    } else {
+        StorePart(v, to, count);
+    }
 }
 
-MINDLORA_INLINE float Sum(Vec v) {
+MINDLORA_INLINE float Sum(Vec v)
+{
 #if MINDLORA_WIDTH == 16
-  return _mm512_reduce_add_ps(v);
+    return _mm512_reduce_add_ps(v);
 #else
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-    Lanes from;
-    for (int i = 0; i < kWidth; ++i) from[i] = i ^ half;
-    v += __builtin_shuffle(v, from);
-  }
-  return v[0];
+    for (int half = kWidth / 2; half > 0; half /= 2) {
+        Lanes from;
+        for (int i = 0; i < kWidth; ++i) from[i] = i ^ half;
+        v += __builtin_shuffle(v, from);
+    }
+    return v[0];
 #endif
 }
 
 // Shrink: acc[m][j] += the products of row x[m] and row w[j], spread over the lanes.
 template <int M, int J, class X, class W>
-MINDLORA_INLINE void Dots(const X* const* x, const W* const* w, int64_t length, Vec (&acc)[M][J]) {
-  int64_t k = 0;
-  for (; k + kWidth <= length; k += kWidth) {
-    Vec row[J];
-    for (int j = 0; j < J; ++j) row[j] = Load(w[j] + k);
-    for (int m = 0; m < M; ++m) {
-      const Vec token = Load(x[m] + k);
-      for (int j = 0; j < J; ++j) acc[m][j] += token * row[j];
+MINDLORA_INLINE void Dots(const X* const* x, const W* const* w, int64_t length, Vec (&acc)[M][J])
+{
+    int64_t k = 0;
+    for (; k + kWidth <= length; k += kWidth) {
+        Vec row[J];
+        for (int j = 0; j < J; ++j) row[j] = Load(w[j] + k);
+        for (int m = 0; m < M; ++m) {
+            const Vec token = Load(x[m] + k);
+            for (int j = 0; j < J; ++j) acc[m][j] += token * row[j];
+        }
     }
-  }
-  if (k < length) {
-    Vec row[J];
-    for (int j = 0; j < J; ++j) row[j] = LoadPart(w[j] + k, length - k);
-    for (int m = 0; m < M; ++m) {
-      const Vec token = LoadPart(x[m] + k, length - k);
-      for (int j = 0; j < J; ++j) acc[m][j] += token * row[j];
+    if (k < length) {
+        Vec row[J];
+        for (int j = 0; j < J; ++j) row[j] = LoadPart(w[j] + k, length - k);
+        for (int m = 0; m < M; ++m) {
+            const Vec token = LoadPart(x[m] + k, length - k);
+            for (int j = 0; j < J; ++j) acc[m][j] += token * row[j];
+        }
     }
-  }
 }
 
 // low[m * rank + j] = scale * x[m] . a[j] for M tokens and the `rank` rows of a, which lie `stride` apart.
 template <int M, class T>
-MINDLORA_INLINE void Shrink(const T* const* x, const T* a, int64_t stride, int64_t length, int64_t rank, float scale,
-                            float* low) {
-  constexpr int kStep = kVectors;
-  for (int64_t j = 0; j < rank; j += kStep) {
-    const T* rows[kStep];
-    // Past the last row that one is taken again, and the result dropped: simpler than a kernel for each remainder.
-    for (int i = 0; i < kStep; ++i) rows[i] = a + std::min<int64_t>(j + i, rank - 1) * stride;
-    Vec acc[M][kStep] = {};
-    Dots<M, kStep>(x, rows, length, acc);
-    for (int m = 0; m < M; ++m) {
-      for (int i = 0; i < kStep && j + i < rank; ++i) low[m * rank + j + i] = scale * Sum(acc[m][i]);
+MINDLORA_INLINE void Shrink(
+    const T* const* x, const T* a, int64_t stride, int64_t length, int64_t rank, float scale, float* low)
+{
+    constexpr int kStep = kVectors;
+    for (int64_t j = 0; j < rank; j += kStep) {
+        const T* rows[kStep];
+        // Past the last row that one is taken again, and the result dropped: simpler than a kernel for each remainder.
+        for (int i = 0; i < kStep; ++i) rows[i] = a + std::min<int64_t>(j + i, rank - 1) * stride;
+        Vec acc[M][kStep] = {};
+        Dots<M, kStep>(x, rows, length, acc);
+        for (int m = 0; m < M; ++m) {
+            for (int i = 0; i < kStep && j + i < rank; ++i) low[m * rank + j + i] = scale * Sum(acc[m][i]);
+        }
     }
-  }
 }
 
 // Calls f with the constant that equals `rows`, 1 to kRows, so that loops over rows unroll.
 template <class F>
-MINDLORA_INLINE void WithRows(int64_t rows, F f) {
-  switch (rows) {
-    case 1: f(std::integral_constant<int, 1>()); break;
-    case 2: f(std::integral_constant<int, 2>()); break;
-    case 3: f(std::integral_constant<int, 3>()); break;
-    default: f(std::integral_constant<int, 4>());
-  }
+MINDLORA_INLINE void WithRows(int64_t rows, F f)
+{
+    switch (rows) {
+        case 1: f(std::integral_constant<int, 1>()); break;
+        case 2: f(std::integral_constant<int, 2>()); break;
+        case 3: f(std::integral_constant<int, 3>()); break;
+        default: f(std::integral_constant<int, 4>());
+    }
 }
 
 // Scratch of the calling thread that only grows: allocating it anew at each call costs more than a small kernel.
-MINDLORA_INLINE float* Scratch(std::vector<float>* buffer, int64_t count) {
-  if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(count);
-  return buffer->data();
+MINDLORA_INLINE float* Scratch(std::vector<float>* buffer, int64_t count)
+{
+    if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(count);
+    return buffer->data();
 }

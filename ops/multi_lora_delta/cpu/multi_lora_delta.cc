@@ -14,76 +14,82 @@ namespace {
 constexpr char kOp[] = "multi_lora_delta";
 enum { kY0, kX, kPool, kRanks, kScales, kIndices, kY };
 
-void Check(const Shapes& s) {
-  s.CheckRank(kY0, "y0", 2);
-  s.CheckRank(kX, "x", 2);
-  s.CheckRank(kPool, "pool", 3);
-  s.CheckRank(kRanks, "ranks", 1);
-  s.CheckRank(kScales, "scales", 1);
-  s.CheckRank(kIndices, "indices", 1);
-  s.CheckSame("the number of tokens", s.At(kY0, 0), s.At(kX, 0));
-  s.CheckSame("the number of tokens", s.At(kX, 0), s.At(kIndices, 0));
-  s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kRanks, 0));
-  s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kScales, 0));
-  if (s.At(kX, 1) >= 0 && s.At(kY0, 1) >= 0) s.CheckSame("K + N", s.At(kX, 1) + s.At(kY0, 1), s.At(kPool, 2));
-  s.CheckLoraRank(s.At(kPool, 1));
+void Check(const Shapes& s)
+{
+    s.CheckRank(kY0, "y0", 2);
+    s.CheckRank(kX, "x", 2);
+    s.CheckRank(kPool, "pool", 3);
+    s.CheckRank(kRanks, "ranks", 1);
+    s.CheckRank(kScales, "scales", 1);
+    s.CheckRank(kIndices, "indices", 1);
+    s.CheckSame("the number of tokens", s.At(kY0, 0), s.At(kX, 0));
+    s.CheckSame("the number of tokens", s.At(kX, 0), s.At(kIndices, 0));
+    s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kRanks, 0));
+    s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kScales, 0));
+    if (s.At(kX, 1) >= 0 && s.At(kY0, 1) >= 0) s.CheckSame("K + N", s.At(kX, 1) + s.At(kY0, 1), s.At(kPool, 2));
+    s.CheckLoraRank(s.At(kPool, 1));
 }
 
 // Returns the rows that have an adapter, sorted by it; rows of one adapter keep their order.
-std::vector<int64_t> SortedRows(const int32_t* indices, const int32_t* ranks, int64_t tokens, int64_t slots,
-                                int64_t max_rank) {
-  std::vector<int64_t> order;
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (indices[t] >= slots) {
-      Refuse(kOp, "row " + std::to_string(t) + " asks for slot " + std::to_string(indices[t]) + " of " +
-                      std::to_string(slots) + ".");
+std::vector<int64_t> SortedRows(
+    const int32_t* indices, const int32_t* ranks, int64_t tokens, int64_t slots, int64_t max_rank)
+{
+    std::vector<int64_t> order;
+    for (int64_t t = 0; t < tokens; ++t) {
+        if (indices[t] >= slots) {
+            Refuse(kOp,
+                "row " + std::to_string(t) + " asks for slot " + std::to_string(indices[t]) + " of " +
+                    std::to_string(slots) + ".");
+        }
+        if (indices[t] < 0) continue;
+        const int32_t rank = ranks[indices[t]];
+        if (rank < 0 || rank > max_rank) {
+            Refuse(kOp,
+                "rank " + std::to_string(rank) + " of slot " + std::to_string(indices[t]) + " is not 0 to " +
+                    std::to_string(max_rank) + ".");
+        }
+        if (rank > 0) order.push_back(t);
     }
-    if (indices[t] < 0) continue;
-    const int32_t rank = ranks[indices[t]];
-    if (rank < 0 || rank > max_rank) {
-      Refuse(kOp, "rank " + std::to_string(rank) + " of slot " + std::to_string(indices[t]) + " is not 0 to " +
-                      std::to_string(max_rank) + ".");
-    }
-    if (rank > 0) order.push_back(t);
-  }
-  std::stable_sort(order.begin(), order.end(), [&](int64_t s, int64_t t) { return indices[s] < indices[t]; });
-  return order;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t s, int64_t t) { return indices[s] < indices[t]; });
+    return order;
 }
 
 }  // namespace
 }  // namespace mindlora
 
-MINDLORA_EXPORT std::vector<int64_t> MultiLoraDeltaInferShape(int* ndims, int64_t** shapes, AotExtra*) {
-  const mindlora::Shapes s(mindlora::kOp, ndims, shapes);
-  mindlora::Check(s);
-  return s.Of(mindlora::kY0);
+MINDLORA_EXPORT std::vector<int64_t> MultiLoraDeltaInferShape(int* ndims, int64_t** shapes, AotExtra*)
+{
+    const mindlora::Shapes s(mindlora::kOp, ndims, shapes);
+    mindlora::Check(s);
+    return s.Of(mindlora::kY0);
 }
 
 MINDLORA_EXPORT int MultiLoraDeltaInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kY0]; }
 
-MINDLORA_EXPORT int MultiLoraDelta(int, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  Check(s);
-  CheckDtype(kOp, "x", dtypes[kX], dtypes[kY0]);
-  CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kY0]);
-  CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
-  CheckDtype(kOp, "scales", dtypes[kScales], "float32");
-  CheckDtype(kOp, "indices", dtypes[kIndices], "int32");
-  const int64_t tokens = s.At(kX, 0), in = s.At(kX, 1), out = s.At(kY0, 1), max_rank = s.At(kPool, 1);
-  const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
-  const auto* indices = static_cast<const int32_t*>(data[kIndices]);
-  const std::vector<int64_t> order = SortedRows(indices, ranks, tokens, s.At(kPool, 0), max_rank);
-  WithElement(kOp, dtypes[kY0], [&](auto element) {
-    using T = decltype(element);
-    const T* y0 = static_cast<const T*>(data[kY0]);
-    T* y = static_cast<T*>(data[kY]);
-    for (int64_t t = 0; t < tokens; ++t) {
-      if (indices[t] < 0 || ranks[indices[t]] == 0) std::memcpy(y + t * out, y0 + t * out, out * sizeof(T));
-    }
-    MINDLORA_DISPATCH(MultiLoraDelta, y0, static_cast<const T*>(data[kX]), static_cast<const T*>(data[kPool]), ranks,
-                      static_cast<const float*>(data[kScales]), indices, order, in, out, max_rank,
-                      omp_get_max_threads(), y);
-  });
-  return 0;
+MINDLORA_EXPORT int MultiLoraDelta(int, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    Check(s);
+    CheckDtype(kOp, "x", dtypes[kX], dtypes[kY0]);
+    CheckDtype(kOp, "pool", dtypes[kPool], dtypes[kY0]);
+    CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
+    CheckDtype(kOp, "scales", dtypes[kScales], "float32");
+    CheckDtype(kOp, "indices", dtypes[kIndices], "int32");
+    const int64_t tokens = s.At(kX, 0), in = s.At(kX, 1), out = s.At(kY0, 1), max_rank = s.At(kPool, 1);
+    const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
+    const auto* indices = static_cast<const int32_t*>(data[kIndices]);
+    const std::vector<int64_t> order = SortedRows(indices, ranks, tokens, s.At(kPool, 0), max_rank);
+    WithElement(kOp, dtypes[kY0], [&](auto element) {
+        using T = decltype(element);
+        const T* y0 = static_cast<const T*>(data[kY0]);
+        T* y = static_cast<T*>(data[kY]);
+        for (int64_t t = 0; t < tokens; ++t) {
+            if (indices[t] < 0 || ranks[indices[t]] == 0) std::memcpy(y + t * out, y0 + t * out, out * sizeof(T));
+        }
+        MINDLORA_DISPATCH(MultiLoraDelta, y0, static_cast<const T*>(data[kX]), static_cast<const T*>(data[kPool]),
+            ranks, static_cast<const float*>(data[kScales]), indices, order, in, out, max_rank, omp_get_max_threads(),
+            y);
+    });
+    return 0;
 }

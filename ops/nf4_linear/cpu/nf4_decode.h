@@ -5,77 +5,84 @@
 constexpr int64_t kBlock = 64, kBytes = kBlock / 2, kGroup = 256;
 
 // Dettmers et al., QLoRA, 2023: quantiles of a normal distribution, scaled to [-1, 1], with an exact zero.
-alignas(64) static const float kNf4[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
-    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+alignas(64) static const float kNf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f,
+    0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
+    0.7229568362236023f, 1.0f};
 
 // A weight and all that is needed to read it: K is padded to whole blocks of each row.
 struct Nf4 {
-  const uint8_t* codes;
-  const uint8_t* absmax;
-  const float* scales;
-  const float* offsets;
-  int64_t blocks;  // of a row
+    const uint8_t* codes;
+    const uint8_t* absmax;
+    const float* scales;
+    const float* offsets;
+    int64_t blocks;  // of a row
 };
 
 // absmax = offset + scale * code for `count` blocks from block `first` of the whole weight.
-MINDLORA_INLINE void ReadAbsmax(const Nf4& w, int64_t first, int64_t count, float* to) {
-  for (int64_t i = 0; i < count;) {
-    const int64_t group = (first + i) / kGroup, end = std::min(count, (group + 1) * kGroup - first);
-    const float scale = w.scales[group], offset = w.offsets[group];
-    for (; i < end; ++i) to[i] = offset + scale * w.absmax[first + i];
-  }
+MINDLORA_INLINE void ReadAbsmax(const Nf4& w, int64_t first, int64_t count, float* to)
+{
+    for (int64_t i = 0; i < count;) {
+        const int64_t group = (first + i) / kGroup, end = std::min(count, (group + 1) * kGroup - first);
+        const float scale = w.scales[group], offset = w.offsets[group];
+        for (; i < end; ++i) to[i] = offset + scale * w.absmax[first + i];
+    }
 }
 
 // The table times the absmax of a block: 16 multiplications at most for 64 weights.
 struct Table {
 #if MINDLORA_WIDTH == 16
-  Vec values;
-  explicit MINDLORA_MEMBER Table(float absmax) : values(Load(kNf4) * absmax) {}
-  MINDLORA_MEMBER Vec At(Lanes code) const {
-    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), values);  // looks at four bits alone
-  }
+    Vec values;
+    explicit MINDLORA_MEMBER Table(float absmax) : values(Load(kNf4) * absmax) {}
+    MINDLORA_MEMBER Vec At(Lanes code) const
+    {
+        return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), values);  // looks at four bits alone
+    }
 #elif MINDLORA_WIDTH == 8
-  Vec low, high;
-  explicit MINDLORA_MEMBER Table(float absmax) : low(Load(kNf4) * absmax), high(Load(kNf4 + 8) * absmax) {}
-  MINDLORA_MEMBER Vec At(Lanes code) const {
-    // The permutes look at three bits, the blend at the sign: the fourth bit is moved there.
-    const __m256i at = reinterpret_cast<__m256i>(code);
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, at), _mm256_permutevar8x32_ps(high, at),
-                            reinterpret_cast<Vec>(code << 28));
-  }
+    Vec low, high;
+    explicit MINDLORA_MEMBER Table(float absmax) : low(Load(kNf4) * absmax), high(Load(kNf4 + 8) * absmax) {}
+    MINDLORA_MEMBER Vec At(Lanes code) const
+    {
+        // The permutes look at three bits, the blend at the sign: the fourth bit is moved there.
+        const __m256i at = reinterpret_cast<__m256i>(code);
+        return _mm256_blendv_ps(
+            _mm256_permutevar8x32_ps(low, at), _mm256_permutevar8x32_ps(high, at), reinterpret_cast<Vec>(code << 28));
+    }
 #else
-  float values[16];
-  explicit MINDLORA_MEMBER Table(float absmax) {
-    for (int i = 0; i < 16; ++i) values[i] = kNf4[i] * absmax;
-  }
-  MINDLORA_MEMBER Vec At(Lanes code) const {
-    Vec v;
-    for (int i = 0; i < kWidth; ++i) v[i] = values[code[i] & 15];
-    return v;
-  }
+    float values[16];
+    explicit MINDLORA_MEMBER Table(float absmax)
+    {
+        for (int i = 0; i < 16; ++i) values[i] = kNf4[i] * absmax;
+    }
+    MINDLORA_MEMBER Vec At(Lanes code) const
+    {
+        Vec v;
+        for (int i = 0; i < kWidth; ++i) v[i] = values[code[i] & 15];
+        return v;
+    }
 #endif
 };
 
 // kWidth bytes, one in each lane.
-MINDLORA_INLINE Lanes LoadCodes(const uint8_t* from) {
+MINDLORA_INLINE Lanes LoadCodes(const uint8_t* from)
+{
 #if MINDLORA_WIDTH == 16
-  return reinterpret_cast<Lanes>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    return reinterpret_cast<Lanes>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif MINDLORA_WIDTH == 8
-  return reinterpret_cast<Lanes>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+    return reinterpret_cast<Lanes>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
-  Lanes codes;
-  for (int i = 0; i < kWidth; ++i) codes[i] = from[i];
-  return codes;
+    Lanes codes;
+    for (int i = 0; i < kWidth; ++i) codes[i] = from[i];
+    return codes;
 #endif
 }
 
-MINDLORA_INLINE void DecodeBlock(const uint8_t* codes, float absmax, float* to) {
-  const Table table(absmax);
-  for (int i = 0; i < kBytes; i += kWidth) {
-    const Lanes code = LoadCodes(codes + i);
-    Store(table.At(code), to + i);
-    Store(table.At(code >> 4), to + kBytes + i);
-  }
+MINDLORA_INLINE void DecodeBlock(const uint8_t* codes, float absmax, float* to)
+{
+    const Table table(absmax);
+    for (int i = 0; i < kBytes; i += kWidth) {
+        const Lanes code = LoadCodes(codes + i);
+        Store(table.At(code), to + i);
+        Store(table.At(code >> 4), to + kBytes + i);
+    }
 }

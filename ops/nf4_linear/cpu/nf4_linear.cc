@@ -17,144 +17,157 @@ constexpr int64_t kBlock = 64, kBytes = 32, kGroup = 256;
 
 int64_t Over(int64_t value, int64_t divisor) { return value < 0 ? -1 : (value + divisor - 1) / divisor; }
 
-void CheckWeight(const Shapes& s) {
-  s.CheckRank(kCodes, "codes", 2);
-  s.CheckRank(kAbsmax, "absmax", 2);
-  s.CheckRank(kScales, "scales", 1);
-  s.CheckRank(kOffsets, "offsets", 1);
-  s.CheckSame("N", s.At(kCodes, 0), s.At(kAbsmax, 0));
-  s.CheckSame("the number of blocks of a row", Over(s.At(kCodes, 1), kBytes), s.At(kAbsmax, 1));
-  const int64_t rows = s.At(kAbsmax, 0), blocks = s.At(kAbsmax, 1);
-  s.CheckSame("the number of groups", rows < 0 || blocks < 0 ? -1 : Over(rows * blocks, kGroup), s.At(kScales, 0));
-  s.CheckSame("the number of groups", s.At(kScales, 0), s.At(kOffsets, 0));
+void CheckWeight(const Shapes& s)
+{
+    s.CheckRank(kCodes, "codes", 2);
+    s.CheckRank(kAbsmax, "absmax", 2);
+    s.CheckRank(kScales, "scales", 1);
+    s.CheckRank(kOffsets, "offsets", 1);
+    s.CheckSame("N", s.At(kCodes, 0), s.At(kAbsmax, 0));
+    s.CheckSame("the number of blocks of a row", Over(s.At(kCodes, 1), kBytes), s.At(kAbsmax, 1));
+    const int64_t rows = s.At(kAbsmax, 0), blocks = s.At(kAbsmax, 1);
+    s.CheckSame("the number of groups", rows < 0 || blocks < 0 ? -1 : Over(rows * blocks, kGroup), s.At(kScales, 0));
+    s.CheckSame("the number of groups", s.At(kScales, 0), s.At(kOffsets, 0));
 }
 
-void CheckForward(const Shapes& s) {
-  s.CheckRank(kX, "x", 2);
-  CheckWeight(s);
-  s.CheckSame("the number of blocks of a row", Over(s.At(kX, 1), kBlock), s.At(kAbsmax, 1));
+void CheckForward(const Shapes& s)
+{
+    s.CheckRank(kX, "x", 2);
+    CheckWeight(s);
+    s.CheckSame("the number of blocks of a row", Over(s.At(kX, 1), kBlock), s.At(kAbsmax, 1));
 }
 
 // W alone is made like x, or like a vector of any length: then it has whole blocks.
 bool HasWholeBlocks(const Shapes& s) { return s.RankKnown(kX) && s.Of(kX).size() == 1; }
 
-void CheckBackward(const Shapes& s) {
-  s.CheckRank(kX, "dy", 2);
-  CheckWeight(s);
-  s.CheckSame("N", s.At(kX, 1), s.At(kCodes, 0));
+void CheckBackward(const Shapes& s)
+{
+    s.CheckRank(kX, "dy", 2);
+    CheckWeight(s);
+    s.CheckSame("N", s.At(kX, 1), s.At(kCodes, 0));
 }
 
-void CheckBackwardLike(const Shapes& s) {
-  CheckBackward(s);
-  s.CheckRank(kLike, "x", 2);
-  s.CheckSame("the number of blocks of a row", Over(s.At(kLike, 1), kBlock), s.At(kAbsmax, 1));
+void CheckBackwardLike(const Shapes& s)
+{
+    CheckBackward(s);
+    s.CheckRank(kLike, "x", 2);
+    s.CheckSame("the number of blocks of a row", Over(s.At(kLike, 1), kBlock), s.At(kAbsmax, 1));
 }
 
-void CheckDtypes(const char** dtypes) {
-  CheckDtype(kOp, "codes", dtypes[kCodes], "uint8");
-  CheckDtype(kOp, "absmax", dtypes[kAbsmax], "uint8");
-  CheckDtype(kOp, "scales", dtypes[kScales], "float32");
-  CheckDtype(kOp, "offsets", dtypes[kOffsets], "float32");
+void CheckDtypes(const char** dtypes)
+{
+    CheckDtype(kOp, "codes", dtypes[kCodes], "uint8");
+    CheckDtype(kOp, "absmax", dtypes[kAbsmax], "uint8");
+    CheckDtype(kOp, "scales", dtypes[kScales], "float32");
+    CheckDtype(kOp, "offsets", dtypes[kOffsets], "float32");
 }
 
 // The same struct in the namespace of every instruction set.
-#define MINDLORA_NF4(data, s)                                                                             \
-  {static_cast<const uint8_t*>(data[kCodes]), static_cast<const uint8_t*>(data[kAbsmax]),                 \
-   static_cast<const float*>(data[kScales]), static_cast<const float*>(data[kOffsets]), s.At(kAbsmax, 1)}
+#define MINDLORA_NF4(data, s)                                                               \
+    {static_cast<const uint8_t*>(data[kCodes]), static_cast<const uint8_t*>(data[kAbsmax]), \
+        static_cast<const float*>(data[kScales]), static_cast<const float*>(data[kOffsets]), s.At(kAbsmax, 1)}
 
-void RunGrad(int count, int wanted, void** data, const Shapes& s, const char** dtypes, int64_t columns) {
-  if (count != wanted) Refuse(kOp, "the gradient called with " + std::to_string(count) + " tensors.");
-  CheckDtypes(dtypes);
-  WithElement(kOp, dtypes[kX], [&](auto element) {
-    using T = decltype(element);
-    MINDLORA_DISPATCH(Nf4LinearGrad<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s), s.At(kX, 0),
-                      s.At(kX, 1), columns, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
-  });
+void RunGrad(int count, int wanted, void** data, const Shapes& s, const char** dtypes, int64_t columns)
+{
+    if (count != wanted) Refuse(kOp, "the gradient called with " + std::to_string(count) + " tensors.");
+    CheckDtypes(dtypes);
+    WithElement(kOp, dtypes[kX], [&](auto element) {
+        using T = decltype(element);
+        MINDLORA_DISPATCH(Nf4LinearGrad<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s), s.At(kX, 0),
+            s.At(kX, 1), columns, omp_get_max_threads(), static_cast<T*>(data[count - 1]));
+    });
 }
 
 }  // namespace
 }  // namespace mindlora
 
-MINDLORA_EXPORT std::vector<int64_t> Nf4LinearInferShape(int* ndims, int64_t** shapes, AotExtra*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  CheckForward(s);
-  return {s.At(kX, 0), s.At(kCodes, 0)};
+MINDLORA_EXPORT std::vector<int64_t> Nf4LinearInferShape(int* ndims, int64_t** shapes, AotExtra*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    CheckForward(s);
+    return {s.At(kX, 0), s.At(kCodes, 0)};
 }
 
 MINDLORA_EXPORT int Nf4LinearInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
 
-MINDLORA_EXPORT int Nf4Linear(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  if (count != kWithoutBias && count != kWithBias) Refuse(kOp, "called with " + std::to_string(count) + " tensors.");
-  CheckForward(s);
-  CheckDtypes(dtypes);
-  const bool has_bias = count == kWithBias;
-  if (has_bias) {
-    s.CheckRank(kBias, "bias", 1);
-    s.CheckSame("N", s.At(kCodes, 0), s.At(kBias, 0));
-    CheckDtype(kOp, "bias", dtypes[kBias], dtypes[kX]);
-  }
-  WithElement(kOp, dtypes[kX], [&](auto element) {
-    using T = decltype(element);
-    MINDLORA_DISPATCH(Nf4Linear<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s),
-                      has_bias ? static_cast<const T*>(data[kBias]) : nullptr, s.At(kX, 0), s.At(kX, 1),
-                      s.At(kCodes, 0), omp_get_max_threads(), static_cast<T*>(data[count - 1]));
-  });
-  return 0;
+MINDLORA_EXPORT int Nf4Linear(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    if (count != kWithoutBias && count != kWithBias) Refuse(kOp, "called with " + std::to_string(count) + " tensors.");
+    CheckForward(s);
+    CheckDtypes(dtypes);
+    const bool has_bias = count == kWithBias;
+    if (has_bias) {
+        s.CheckRank(kBias, "bias", 1);
+        s.CheckSame("N", s.At(kCodes, 0), s.At(kBias, 0));
+        CheckDtype(kOp, "bias", dtypes[kBias], dtypes[kX]);
+    }
+    WithElement(kOp, dtypes[kX], [&](auto element) {
+        using T = decltype(element);
+        MINDLORA_DISPATCH(Nf4Linear<T>, static_cast<const T*>(data[kX]), MINDLORA_NF4(data, s),
+            has_bias ? static_cast<const T*>(data[kBias]) : nullptr, s.At(kX, 0), s.At(kX, 1), s.At(kCodes, 0),
+            omp_get_max_threads(), static_cast<T*>(data[count - 1]));
+    });
+    return 0;
 }
 
 // dx = dy W with the K columns padded to whole blocks. Where K is a multiple of 64, which is nearly always, that is dx.
-MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradInferShape(int* ndims, int64_t** shapes, AotExtra*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  CheckBackward(s);
-  const int64_t blocks = s.At(kAbsmax, 1);
-  return {s.At(kX, 0), blocks < 0 ? -1 : blocks * kBlock};
+MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradInferShape(int* ndims, int64_t** shapes, AotExtra*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    CheckBackward(s);
+    const int64_t blocks = s.At(kAbsmax, 1);
+    return {s.At(kX, 0), blocks < 0 ? -1 : blocks * kBlock};
 }
 
 MINDLORA_EXPORT int Nf4LinearGradInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
 
-MINDLORA_EXPORT int Nf4LinearGrad(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*,
-                                  void*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  CheckBackward(s);
-  RunGrad(count, kWithoutBias, data, s, dtypes, s.At(kAbsmax, 1) * kBlock);
-  return 0;
+MINDLORA_EXPORT int Nf4LinearGrad(
+    int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    CheckBackward(s);
+    RunGrad(count, kWithoutBias, data, s, dtypes, s.At(kAbsmax, 1) * kBlock);
+    return 0;
 }
 
 // The same with the columns of x, the last input, which is there for its shape alone and so must be kept for it.
-MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradLikeInferShape(int* ndims, int64_t** shapes, AotExtra*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  CheckBackwardLike(s);
-  return {s.At(kX, 0), s.At(kLike, 1)};
+MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradLikeInferShape(int* ndims, int64_t** shapes, AotExtra*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    CheckBackwardLike(s);
+    return {s.At(kX, 0), s.At(kLike, 1)};
 }
 
 MINDLORA_EXPORT int Nf4LinearGradLikeInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
 
-MINDLORA_EXPORT int Nf4LinearGradLike(int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*,
-                                      void*) {
-  using namespace mindlora;
-  const Shapes s(kOp, ndims, shapes);
-  CheckBackwardLike(s);
-  RunGrad(count, kWithBias, data, s, dtypes, s.At(kLike, 1));
-  return 0;
+MINDLORA_EXPORT int Nf4LinearGradLike(
+    int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    CheckBackwardLike(s);
+    RunGrad(count, kWithBias, data, s, dtypes, s.At(kLike, 1));
+    return 0;
 }
 
 // W, which only the Ascend kernel of nf4_dequantize computes: MindSpore asks here for its shape and type.
-MINDLORA_EXPORT std::vector<int64_t> Nf4DequantizeInferShape(int* ndims, int64_t** shapes, AotExtra*) {
-  using namespace mindlora;
-  const Shapes s("nf4_dequantize", ndims, shapes);
-  if (!HasWholeBlocks(s)) {
-    CheckForward(s);
-    return {s.At(kCodes, 0), s.At(kX, 1)};
-  }
-  CheckWeight(s);
-  const int64_t blocks = s.At(kAbsmax, 1);
-  return {s.At(kCodes, 0), blocks < 0 ? -1 : blocks * kBlock};
+MINDLORA_EXPORT std::vector<int64_t> Nf4DequantizeInferShape(int* ndims, int64_t** shapes, AotExtra*)
+{
+    using namespace mindlora;
+    const Shapes s("nf4_dequantize", ndims, shapes);
+    if (!HasWholeBlocks(s)) {
+        CheckForward(s);
+        return {s.At(kCodes, 0), s.At(kX, 1)};
+    }
+    CheckWeight(s);
+    const int64_t blocks = s.At(kAbsmax, 1);
+    return {s.At(kCodes, 0), blocks < 0 ? -1 : blocks * kBlock};
 }
 
 MINDLORA_EXPORT int Nf4DequantizeInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }

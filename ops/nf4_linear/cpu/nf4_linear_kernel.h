@@ -8,85 +8,87 @@
 constexpr int kFewRows = 4;
 
 template <int M>
-static void FewTokens(const float* x, int64_t stride, const Nf4& w, int64_t first, int64_t end, int64_t out,
-                      float* absmax, float* sums) {
-  // As many sums as hide the latency of adding and fit in the registers; more rows share what is loaded of x.
-  constexpr int kJ = M <= (kWidth == 16 ? 4 : 2) ? kFewRows : 2;
-  for (int64_t n = first; n < end; n += kJ) {
-    const uint8_t* codes[kJ];
-    for (int j = 0; j < kJ; ++j) {
-      // Past the last row that one is taken again, and the result dropped.
-      const int64_t row = std::min(n + j, end - 1);
-      codes[j] = w.codes + row * w.blocks * kBytes;
-      ReadAbsmax(w, row * w.blocks, w.blocks, absmax + j * w.blocks);
-    }
-    Vec acc[M][kJ] = {};
-    for (int64_t b = 0; b < w.blocks; ++b) {
-      const float* token = x + b * kBlock;
-      for (int j = 0; j < kJ; ++j) {
-        const Table table(absmax[j * w.blocks + b]);
-        // The rows are too short for the processor to find out by itself what comes next.
-        __builtin_prefetch(codes[j] + (kJ * w.blocks + b) * kBytes);
-        for (int i = 0; i < kBytes; i += kWidth) {
-          const Lanes code = LoadCodes(codes[j] + b * kBytes + i);
-          const Vec low = table.At(code), high = table.At(code >> 4);
-          for (int m = 0; m < M; ++m) {
-            acc[m][j] += Load(token + m * stride + i) * low;
-            acc[m][j] += Load(token + m * stride + kBytes + i) * high;
-          }
+static void FewTokens(
+    const float* x, int64_t stride, const Nf4& w, int64_t first, int64_t end, int64_t out, float* absmax, float* sums)
+{
+    // As many sums as hide the latency of adding and fit in the registers; more rows share what is loaded of x.
+    constexpr int kJ = M <= (kWidth == 16 ? 4 : 2) ? kFewRows : 2;
+    for (int64_t n = first; n < end; n += kJ) {
+        const uint8_t* codes[kJ];
+        for (int j = 0; j < kJ; ++j) {
+            // Past the last row that one is taken again, and the result dropped.
+            const int64_t row = std::min(n + j, end - 1);
+            codes[j] = w.codes + row * w.blocks * kBytes;
+            ReadAbsmax(w, row * w.blocks, w.blocks, absmax + j * w.blocks);
         }
-      }
+        Vec acc[M][kJ] = {};
+        for (int64_t b = 0; b < w.blocks; ++b) {
+            const float* token = x + b * kBlock;
+            for (int j = 0; j < kJ; ++j) {
+                const Table table(absmax[j * w.blocks + b]);
+                // The rows are too short for the processor to find out by itself what comes next.
+                __builtin_prefetch(codes[j] + (kJ * w.blocks + b) * kBytes);
+                for (int i = 0; i < kBytes; i += kWidth) {
+                    const Lanes code = LoadCodes(codes[j] + b * kBytes + i);
+                    const Vec low = table.At(code), high = table.At(code >> 4);
+                    for (int m = 0; m < M; ++m) {
+                        acc[m][j] += Load(token + m * stride + i) * low;
+                        acc[m][j] += Load(token + m * stride + kBytes + i) * high;
+                    }
+                }
+            }
+        }
+        for (int j = 0; j < kJ && n + j < end; ++j) {
+            for (int m = 0; m < M; ++m) sums[m * out + n + j] = Sum(acc[m][j]);
+        }
     }
-    for (int j = 0; j < kJ && n + j < end; ++j) {
-      for (int m = 0; m < M; ++m) sums[m * out + n + j] = Sum(acc[m][j]);
-    }
-  }
 }
 
 constexpr int64_t kFewTokens = 8;
 
 template <class F>
-MINDLORA_INLINE void WithTokens(int64_t tokens, F f) {
-  switch (tokens) {
-    case 1: return f(std::integral_constant<int, 1>());
-    case 2: return f(std::integral_constant<int, 2>());
-    case 3: return f(std::integral_constant<int, 3>());
-    case 4: return f(std::integral_constant<int, 4>());
-    case 5: return f(std::integral_constant<int, 5>());
-    case 6: return f(std::integral_constant<int, 6>());
-    case 7: return f(std::integral_constant<int, 7>());
-    default: return f(std::integral_constant<int, 8>());
-  }
+MINDLORA_INLINE void WithTokens(int64_t tokens, F f)
+{
+    switch (tokens) {
+        case 1: return f(std::integral_constant<int, 1>());
+        case 2: return f(std::integral_constant<int, 2>());
+        case 3: return f(std::integral_constant<int, 3>());
+        case 4: return f(std::integral_constant<int, 4>());
+        case 5: return f(std::integral_constant<int, 5>());
+        case 6: return f(std::integral_constant<int, 6>());
+        case 7: return f(std::integral_constant<int, 7>());
+        default: return f(std::integral_constant<int, 8>());
+    }
 }
 
 template <class T>
-static void LinearOfFew(const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads,
-                        T* y) {
-  static thread_local std::vector<float> wide_buffer, sums_buffer;
-  const int64_t stride = w.blocks * kBlock;
-  float *wide = Scratch(&wide_buffer, tokens * stride), *sums = Scratch(&sums_buffer, tokens * out);
-  for (int64_t m = 0; m < tokens; ++m) {
-    float* to = wide + m * stride;
-    for (int64_t k = 0; k < in; k += kWidth) StoreUpTo(LoadUpTo(x + m * in + k, in - k), to + k, in - k);
-    std::fill(to + in, to + stride, 0.0f);
-  }
-  // Small layers are done before a second thread is awake.
-  const int64_t chunk = out * in < 1 << 17 ? out : std::max<int64_t>(16, out / (8 * threads) / 16 * 16);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunk < out)
-  for (int64_t start = 0; start < out; start += chunk) {
-    static thread_local std::vector<float> absmax_buffer;
-    float* absmax = Scratch(&absmax_buffer, kFewRows * w.blocks);
-    const int64_t end = std::min(out, start + chunk);
-    WithTokens(tokens, [&](auto count) {
-      FewTokens<decltype(count)::value>(wide, stride, w, start, end, out, absmax, sums);
-    });
+static void LinearOfFew(
+    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
+{
+    static thread_local std::vector<float> wide_buffer, sums_buffer;
+    const int64_t stride = w.blocks * kBlock;
+    float *wide = Scratch(&wide_buffer, tokens * stride), *sums = Scratch(&sums_buffer, tokens * out);
     for (int64_t m = 0; m < tokens; ++m) {
-      for (int64_t n = start; n < end; n += kWidth) {
-        const Vec sum = LoadUpTo(sums + m * out + n, end - n);
-        StoreUpTo(bias == nullptr ? sum : sum + LoadUpTo(bias + n, end - n), y + m * out + n, end - n);
-      }
+        float* to = wide + m * stride;
+        for (int64_t k = 0; k < in; k += kWidth) StoreUpTo(LoadUpTo(x + m * in + k, in - k), to + k, in - k);
+        std::fill(to + in, to + stride, 0.0f);
     }
-  }
+    // Small layers are done before a second thread is awake.
+    const int64_t chunk = out * in < 1 << 17 ? out : std::max<int64_t>(16, out / (8 * threads) / 16 * 16);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunk < out)
+    for (int64_t start = 0; start < out; start += chunk) {
+        static thread_local std::vector<float> absmax_buffer;
+        float* absmax = Scratch(&absmax_buffer, kFewRows * w.blocks);
+        const int64_t end = std::min(out, start + chunk);
+        WithTokens(tokens,
+            [&](auto count) { FewTokens<decltype(count)::value>(wide, stride, w, start, end, out, absmax, sums); });
+        for (int64_t m = 0; m < tokens; ++m) {
+            for (int64_t n = start; n < end; n += kWidth) {
+                const Vec sum = LoadUpTo(sums + m * out + n, end - n);
+                StoreUpTo(bias == nullptr ? sum : sum + LoadUpTo(bias + n, end - n), y + m * out + n, end - n);
+            }
+        }
+    }
 }
 
 // Many tokens: tiles of the weight are decoded into the cache and multiplied there, with tokens in the lanes.
@@ -98,172 +100,183 @@ constexpr int64_t kDepth = 256, kSpan = 256, kTokens = 512;
 constexpr int kTile = kWidth == 16 ? 8 : 4;
 
 template <int kStep>
-MINDLORA_INLINE void Exchange(Vec (&rows)[kWidth]) {
-  Lanes low, high;
-  for (int i = 0; i < kWidth; ++i) {
-    low[i] = i & kStep ? kWidth + i - kStep : i;
-    high[i] = i & kStep ? kWidth + i : i + kStep;
-  }
-  for (int i = 0; i < kWidth; ++i) {
-    if (i & kStep) continue;
-    const Vec first = rows[i], second = rows[i + kStep];
-    rows[i] = __builtin_shuffle(first, second, low);
-    rows[i + kStep] = __builtin_shuffle(first, second, high);
-  }
+MINDLORA_INLINE void Exchange(Vec (&rows)[kWidth])
+{
+    Lanes low, high;
+    for (int i = 0; i < kWidth; ++i) {
+        low[i] = i & kStep ? kWidth + i - kStep : i;
+        high[i] = i & kStep ? kWidth + i : i + kStep;
+    }
+    for (int i = 0; i < kWidth; ++i) {
+        if (i & kStep) continue;
+        const Vec first = rows[i], second = rows[i + kStep];
+        rows[i] = __builtin_shuffle(first, second, low);
+        rows[i + kStep] = __builtin_shuffle(first, second, high);
+    }
 }
 
-MINDLORA_INLINE void Transpose(Vec (&rows)[kWidth]) {
-  Exchange<1>(rows);
-  Exchange<2>(rows);
+MINDLORA_INLINE void Transpose(Vec (&rows)[kWidth])
+{
+    Exchange<1>(rows);
+    Exchange<2>(rows);
 #if MINDLORA_WIDTH >= 8
-  Exchange<4>(rows);
+    Exchange<4>(rows);
 #endif
 #if MINDLORA_WIDTH == 16
-  Exchange<8>(rows);
+    Exchange<8>(rows);
 #endif
 }
 
 // panel[p][lane] = from[lane][p] for `count` rows of `length`; the other lanes, and the rest to `padded`, are zero.
 template <int kLanes, class T>
-MINDLORA_INLINE void Pack(const T* from, int64_t count, int64_t length, int64_t padded, float* panel) {
-  for (int64_t p = 0; p < length; p += kWidth) {
-    const int64_t rest = std::min<int64_t>(kWidth, length - p);
-    for (int lane = 0; lane < kLanes; lane += kWidth) {
-      Vec rows[kWidth] = {};
-      for (int i = 0; i < kWidth && lane + i < count; ++i) rows[i] = LoadUpTo(from + (lane + i) * length + p, rest);
-      Transpose(rows);
-      for (int64_t i = 0; i < rest; ++i) Store(rows[i], panel + (p + i) * kLanes + lane);
+MINDLORA_INLINE void Pack(const T* from, int64_t count, int64_t length, int64_t padded, float* panel)
+{
+    for (int64_t p = 0; p < length; p += kWidth) {
+        const int64_t rest = std::min<int64_t>(kWidth, length - p);
+        for (int lane = 0; lane < kLanes; lane += kWidth) {
+            Vec rows[kWidth] = {};
+            for (int i = 0; i < kWidth && lane + i < count; ++i)
+                rows[i] = LoadUpTo(from + (lane + i) * length + p, rest);
+            Transpose(rows);
+            for (int64_t i = 0; i < rest; ++i) Store(rows[i], panel + (p + i) * kLanes + lane);
+        }
     }
-  }
-  std::fill(panel + length * kLanes, panel + padded * kLanes, 0.0f);
+    std::fill(panel + length * kLanes, panel + padded * kLanes, 0.0f);
 }
 
 // to[lane][i] = sums[i][lane] (+ bias[i]) for `count` lanes and i to `length`.
 template <int kLanes, class T>
-MINDLORA_INLINE void Unpack(const float* sums, int64_t count, int64_t length, const T* bias, int64_t stride, T* to) {
-  for (int64_t p = 0; p < length; p += kWidth) {
-    const int64_t rest = std::min<int64_t>(kWidth, length - p);
-    const Vec start = bias == nullptr ? Vec{} : LoadUpTo(bias + p, rest);
-    for (int lane = 0; lane < kLanes; lane += kWidth) {
-      Vec rows[kWidth];
-      for (int64_t i = 0; i < kWidth; ++i) rows[i] = Load(sums + std::min(p + i, length - 1) * kLanes + lane);
-      Transpose(rows);
-      for (int i = 0; i < kWidth && lane + i < count; ++i) {
-        StoreUpTo(rows[i] + start, to + (lane + i) * stride + p, rest);
-      }
+MINDLORA_INLINE void Unpack(const float* sums, int64_t count, int64_t length, const T* bias, int64_t stride, T* to)
+{
+    for (int64_t p = 0; p < length; p += kWidth) {
+        const int64_t rest = std::min<int64_t>(kWidth, length - p);
+        const Vec start = bias == nullptr ? Vec{} : LoadUpTo(bias + p, rest);
+        for (int lane = 0; lane < kLanes; lane += kWidth) {
+            Vec rows[kWidth];
+            for (int64_t i = 0; i < kWidth; ++i) rows[i] = Load(sums + std::min(p + i, length - 1) * kLanes + lane);
+            Transpose(rows);
+            for (int i = 0; i < kWidth && lane + i < count; ++i) {
+                StoreUpTo(rows[i] + start, to + (lane + i) * stride + p, rest);
+            }
+        }
     }
-  }
 }
 
 // sums[i][lane] += w[i][p] * panel[p][lane] for kTile rows i, with w[i][p] at i * kRow + p * kColumn.
 template <int kVectors, int kRow, int kColumn>
-static __attribute__((noinline)) void MultiplyTile(const float* w, const float* panel, int64_t depth, float* sums) {
-  constexpr int kLanes = kVectors * kWidth;
-  Vec acc[kTile][kVectors];
-  for (int i = 0; i < kTile; ++i) {
-    for (int v = 0; v < kVectors; ++v) acc[i][v] = Load(sums + i * kLanes + v * kWidth);
-  }
-  for (int64_t p = 0; p < depth; ++p) {
-    Vec tokens[kVectors];
-    for (int v = 0; v < kVectors; ++v) tokens[v] = Load(panel + p * kLanes + v * kWidth);
+static __attribute__((noinline)) void MultiplyTile(const float* w, const float* panel, int64_t depth, float* sums)
+{
+    constexpr int kLanes = kVectors * kWidth;
+    Vec acc[kTile][kVectors];
     for (int i = 0; i < kTile; ++i) {
-      for (int v = 0; v < kVectors; ++v) acc[i][v] += w[i * kRow + p * kColumn] * tokens[v];
+        for (int v = 0; v < kVectors; ++v) acc[i][v] = Load(sums + i * kLanes + v * kWidth);
     }
-  }
-  for (int i = 0; i < kTile; ++i) {
-    for (int v = 0; v < kVectors; ++v) Store(acc[i][v], sums + i * kLanes + v * kWidth);
-  }
+    for (int64_t p = 0; p < depth; ++p) {
+        Vec tokens[kVectors];
+        for (int v = 0; v < kVectors; ++v) tokens[v] = Load(panel + p * kLanes + v * kWidth);
+        for (int i = 0; i < kTile; ++i) {
+            for (int v = 0; v < kVectors; ++v) acc[i][v] += w[i * kRow + p * kColumn] * tokens[v];
+        }
+    }
+    for (int i = 0; i < kTile; ++i) {
+        for (int v = 0; v < kVectors; ++v) Store(acc[i][v], sums + i * kLanes + v * kWidth);
+    }
 }
 
 // Rows [row, row + rows) and blocks [block, block + blocks) of the weight in float32, rows `stride` apart.
-MINDLORA_INLINE void DecodeTile(const Nf4& w, int64_t row, int64_t rows, int64_t block, int64_t blocks, int64_t stride,
-                                float* to) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const int64_t first = (row + i) * w.blocks + block;
-    float absmax[kSpan / kBlock];
-    ReadAbsmax(w, first, blocks, absmax);
-    for (int64_t b = 0; b < blocks; ++b) {
-      DecodeBlock(w.codes + (first + b) * kBytes, absmax[b], to + i * stride + b * kBlock);
+MINDLORA_INLINE void DecodeTile(
+    const Nf4& w, int64_t row, int64_t rows, int64_t block, int64_t blocks, int64_t stride, float* to)
+{
+    for (int64_t i = 0; i < rows; ++i) {
+        const int64_t first = (row + i) * w.blocks + block;
+        float absmax[kSpan / kBlock];
+        ReadAbsmax(w, first, blocks, absmax);
+        for (int64_t b = 0; b < blocks; ++b) {
+            DecodeBlock(w.codes + (first + b) * kBytes, absmax[b], to + i * stride + b * kBlock);
+        }
     }
-  }
 }
 
 // y = x W^T (+ bias), or the first `out` columns of x W where kBackward: then x is dy.
 template <bool kBackward, int kVectors, class T>
-static void MultiplyMany(const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads,
-                         T* y) {
-  constexpr int kLanes = kVectors * kWidth;
-  // A power of two would put the column of a tile, which the backward reads, into few sets of the L1 cache.
-  constexpr int64_t kStride = kBackward ? kSpan + 16 : kDepth;
-  constexpr int kRow = kBackward ? 1 : kStride, kColumn = kBackward ? kStride : 1;
-  static thread_local std::vector<float> buffer;
-  const int64_t panels = (tokens + kLanes - 1) / kLanes;
-  const int64_t padded = kBackward ? in : w.blocks * kBlock;
-  float* packed = Scratch(&buffer, panels * padded * kLanes);
+static void MultiplyMany(
+    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
+{
+    constexpr int kLanes = kVectors * kWidth;
+    // A power of two would put the column of a tile, which the backward reads, into few sets of the L1 cache.
+    constexpr int64_t kStride = kBackward ? kSpan + 16 : kDepth;
+    constexpr int kRow = kBackward ? 1 : kStride, kColumn = kBackward ? kStride : 1;
+    static thread_local std::vector<float> buffer;
+    const int64_t panels = (tokens + kLanes - 1) / kLanes;
+    const int64_t padded = kBackward ? in : w.blocks * kBlock;
+    float* packed = Scratch(&buffer, panels * padded * kLanes);
 #pragma omp parallel num_threads(threads)
-  {
-    static thread_local std::vector<float> tile_buffer, sums_buffer;
-    float* tile = Scratch(&tile_buffer, std::max(kSpan * kDepth, kDepth * kStride));
-    float* sums = Scratch(&sums_buffer, panels * kSpan * kLanes);
+    {
+        static thread_local std::vector<float> tile_buffer, sums_buffer;
+        float* tile = Scratch(&tile_buffer, std::max(kSpan * kDepth, kDepth * kStride));
+        float* sums = Scratch(&sums_buffer, panels * kSpan * kLanes);
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < panels; ++i) {
-      Pack<kLanes>(x + i * kLanes * in, std::min<int64_t>(kLanes, tokens - i * kLanes), in, padded,
-                   packed + i * padded * kLanes);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t start = 0; start < out; start += kSpan) {
-      const int64_t span = std::min(kSpan, out - start), whole = (span + kTile - 1) / kTile * kTile;
-      std::fill(sums, sums + panels * whole * kLanes, 0.0f);
-      for (int64_t p = 0; p < padded; p += kDepth) {
-        const int64_t depth = std::min(kDepth, padded - p);
-        if (kBackward) {
-          DecodeTile(w, p, depth, start / kBlock, (span + kBlock - 1) / kBlock, kStride, tile);
-        } else {
-          DecodeTile(w, start, span, p / kBlock, depth / kBlock, kStride, tile);
-        }
         for (int64_t i = 0; i < panels; ++i) {
-          for (int64_t j = 0; j < whole; j += kTile) {
-            MultiplyTile<kVectors, kRow, kColumn>(tile + j * kRow, packed + (i * padded + p) * kLanes, depth,
-                                                  sums + (i * whole + j) * kLanes);
-          }
+            Pack<kLanes>(x + i * kLanes * in, std::min<int64_t>(kLanes, tokens - i * kLanes), in, padded,
+                packed + i * padded * kLanes);
         }
-      }
-      for (int64_t i = 0; i < panels; ++i) {
-        Unpack<kLanes>(sums + i * whole * kLanes, std::min<int64_t>(kLanes, tokens - i * kLanes), span,
-                       bias == nullptr ? nullptr : bias + start, out, y + i * kLanes * out + start);
-      }
+#pragma omp for schedule(dynamic)
+        for (int64_t start = 0; start < out; start += kSpan) {
+            const int64_t span = std::min(kSpan, out - start), whole = (span + kTile - 1) / kTile * kTile;
+            std::fill(sums, sums + panels * whole * kLanes, 0.0f);
+            for (int64_t p = 0; p < padded; p += kDepth) {
+                const int64_t depth = std::min(kDepth, padded - p);
+                if (kBackward) {
+                    DecodeTile(w, p, depth, start / kBlock, (span + kBlock - 1) / kBlock, kStride, tile);
+                } else {
+                    DecodeTile(w, start, span, p / kBlock, depth / kBlock, kStride, tile);
+                }
+                for (int64_t i = 0; i < panels; ++i) {
+                    for (int64_t j = 0; j < whole; j += kTile) {
+                        MultiplyTile<kVectors, kRow, kColumn>(tile + j * kRow, packed + (i * padded + p) * kLanes,
+                            depth, sums + (i * whole + j) * kLanes);
+                    }
+                }
+            }
+            for (int64_t i = 0; i < panels; ++i) {
+                Unpack<kLanes>(sums + i * whole * kLanes, std::min<int64_t>(kLanes, tokens - i * kLanes), span,
+                    bias == nullptr ? nullptr : bias + start, out, y + i * kLanes * out + start);
+            }
+        }
     }
-  }
 }
 
 template <bool kBackward, class T>
-static void Multiply(const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads,
-                     T* y) {
-  // Small layers are done before a second thread is awake.
-  threads = tokens * in * out < 1 << 18 ? 1 : threads;
-  // The weight is decoded once for each turn: for 512 tokens that is nothing, and their sums still fit in the cache.
-  for (int64_t t = 0; t < tokens; t += kTokens) {
-    const int64_t count = std::min(kTokens, tokens - t);
-    if (count <= kWidth) {
-      MultiplyMany<kBackward, 1>(x + t * in, w, bias, count, in, out, threads, y + t * out);
-    } else {
-      MultiplyMany<kBackward, 2>(x + t * in, w, bias, count, in, out, threads, y + t * out);
+static void Multiply(
+    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
+{
+    // Small layers are done before a second thread is awake.
+    threads = tokens * in * out < 1 << 18 ? 1 : threads;
+    // The weight is decoded once for each turn: for 512 tokens that is nothing, and their sums still fit in the cache.
+    for (int64_t t = 0; t < tokens; t += kTokens) {
+        const int64_t count = std::min(kTokens, tokens - t);
+        if (count <= kWidth) {
+            MultiplyMany<kBackward, 1>(x + t * in, w, bias, count, in, out, threads, y + t * out);
+        } else {
+            MultiplyMany<kBackward, 2>(x + t * in, w, bias, count, in, out, threads, y + t * out);
+        }
     }
-  }
 }
 
 template <class T>
-static void Nf4Linear(const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads,
-                      T* y) {
-  if (tokens == 0) return;
-  if (tokens <= kFewTokens) {
-    LinearOfFew(x, w, bias, tokens, in, out, threads, y);
-  } else {
-    Multiply<false>(x, w, bias, tokens, in, out, threads, y);
-  }
+static void Nf4Linear(
+    const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
+{
+    if (tokens == 0) return;
+    if (tokens <= kFewTokens) {
+        LinearOfFew(x, w, bias, tokens, in, out, threads, y);
+    } else {
+        Multiply<false>(x, w, bias, tokens, in, out, threads, y);
+    }
 }
 
 template <class T>
-static void Nf4LinearGrad(const T* dy, const Nf4& w, int64_t tokens, int64_t in, int64_t out, int threads, T* dx) {
-  Multiply<true, T>(dy, w, nullptr, tokens, in, out, threads, dx);
+static void Nf4LinearGrad(const T* dy, const Nf4& w, int64_t tokens, int64_t in, int64_t out, int threads, T* dx)
+{
+    Multiply<true, T>(dy, w, nullptr, tokens, in, out, threads, dx);
 }

@@ -18,7 +18,11 @@ RULE(field_overflow)
     params.blockLen = env.bad ? 65536 : 1;  // as uint16_t this would be 0
     DataCopy(env.Fresh<float>(64), env.x, params);
 }
-RULE(copy_on_chip_overlap) { const auto a = env.Ones(64); DataCopy(a[env.bad ? 8 : 32], a, 16); }
+RULE(copy_on_chip_overlap)
+{
+    const auto a = env.Ones(64);
+    DataCopy(a[env.bad ? 8 : 32], a, 16);
+}
 RULE(gm_read_past_end) { DataCopy(env.Fresh<float>(64), env.x[env.bad ? 1016 : 1008], 16); }
 RULE(gm_read_before_start) { DataCopy(env.Fresh<float>(64), env.x[env.bad ? -8 : 0], 16); }
 RULE(gm_write_past_end) { env.Store(env.y[env.bad ? 1016 : 1008], env.Ones(64), 16); }

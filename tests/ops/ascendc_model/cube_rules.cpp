@@ -5,10 +5,29 @@
 using namespace AscendC;
 
 enum Break : int32_t {
-    kNothing, kNoFlagToL1, kNoFlagToCube, kNoFlagToFixpipe, kNoBarrier, kL0Refilled, kL0Address, kL0cAddress,
-    kUnwrittenL1, kUnwrittenL0, kUnwrittenL0c, kFixpipeRows, kFixpipeColumns, kQuantization, kNoLineStride,
-    kNoRowStride, kTooManyRows, kWrongSpace, kTransposedFloat, kGmTooShort, kVectorEvent, kBias, kCopyToGm,
-    kOverlappingGroups,
+    kNothing,
+    kNoFlagToL1,
+    kNoFlagToCube,
+    kNoFlagToFixpipe,
+    kNoBarrier,
+    kL0Refilled,
+    kL0Address,
+    kL0cAddress,
+    kUnwrittenL1,
+    kUnwrittenL0,
+    kUnwrittenL0c,
+    kFixpipeRows,
+    kFixpipeColumns,
+    kQuantization,
+    kNoLineStride,
+    kNoRowStride,
+    kTooManyRows,
+    kWrongSpace,
+    kTransposedFloat,
+    kGmTooShort,
+    kVectorEvent,
+    kBias,
+    kCopyToGm kOverlappingGroups,
 };
 
 template <HardEvent event>
@@ -63,8 +82,8 @@ void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, uint32_t size, int32_t broken)
     }
     const uint32_t step = fractals * 256;
     for (uint32_t row = 0; row < fractals; ++row) {
-        LoadData(a2[row * 256 + (broken == kL0Address ? 16 : 0)], a1[row * 256], LoadData2DParams(0, 2, fractals, 0,
-            fractals - 1, false, 0));
+        LoadData(a2[row * 256 + (broken == kL0Address ? 16 : 0)], a1[row * 256],
+            LoadData2DParams(0, 2, fractals, 0, fractals - 1, false, 0));
     }
     LoadData(broken == kWrongSpace ? a1 : b2, b1, LoadData2DParams(0, 2 * fractals, 1, 0, 0, false, 0));
     Order<HardEvent::MTE1_M>(broken == kNoFlagToCube);

@@ -320,8 +320,8 @@ void platform_sizes(GM_ADDR sizes)
     TBuf<> buffer;
     pipe.InitBuffer(buffer, 64);
     LocalTensor<uint64_t> out = buffer.Get<uint64_t>();
-    const CoreMemType types[] = {CoreMemType::UB, CoreMemType::L1, CoreMemType::L0_A, CoreMemType::L0_B,
-        CoreMemType::L0_C};
+    const CoreMemType types[] = {
+        CoreMemType::UB, CoreMemType::L1, CoreMemType::L0_A, CoreMemType::L0_B, CoreMemType::L0_C};
     for (int i = 0; i < 8; ++i) {
         uint64_t size = 0;
         if (i < 5) {

@@ -126,8 +126,14 @@ void Elementwise(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)
             case 2: Mul(b, a, a[n], n); break;
             case 3: Adds(b, a, T(1.5f), n); break;
             case 4: Muls(b, a, T(0.1f), n); break;
-            case 5: DataCopy(b, a, n); Axpy(b, a[n], T(0.3f), n); break;
-            case 6: DataCopy(b, a, n); MulAddDst(b, a, a[n], n); break;
+            case 5:
+                DataCopy(b, a, n);
+                Axpy(b, a[n], T(0.3f), n);
+                break;
+            case 6:
+                DataCopy(b, a, n);
+                MulAddDst(b, a, a[n], n);
+                break;
             default: Duplicate(b, T(2.0f), n);
         }
     });

@@ -51,12 +51,12 @@ struct Env {
     GlobalTensor<float> x, y;
 };
 
-#define RULE(name)                                                      \
-    static void name##Body(Env& env);                                   \
-    static void name(GM_ADDR x, GM_ADDR y, GM_ADDR tiling)              \
-    {                                                                   \
-        Env env(x, y, tiling);                                          \
-        name##Body(env);                                                \
-    }                                                                   \
-    ASCENDC_MODEL_KERNEL(name);                                         \
+#define RULE(name)                                         \
+    static void name##Body(Env& env);                      \
+    static void name(GM_ADDR x, GM_ADDR y, GM_ADDR tiling) \
+    {                                                      \
+        Env env(x, y, tiling);                             \
+        name##Body(env);                                   \
+    }                                                      \
+    ASCENDC_MODEL_KERNEL(name);                            \
     static void name##Body(Env& env)

@@ -1,16 +1,29 @@
 // Rules of vector instructions.
 #include "rule.h"
 
-RULE(mask_too_wide) { const auto a = env.Ones(); Adds(a, a, 1.0f, env.bad ? 65 : 64, 1, {1, 1, 8, 8}); }
-RULE(repeat_too_often) { Duplicate(env.Fresh<float>(64), 1.0f, 8, env.bad ? 256 : 255, 1, 0); }
-RULE(repeat_too_often_in_sum)
+RULE(mask_too_wide)
 {
-    WholeReduceSum(env.Fresh<float>(512), env.Ones(64), 64, env.bad ? 256 : 255, 1, 1, 0);
+    const auto a = env.Ones();
+    Adds(a, a, 1.0f, env.bad ? 65 : 64, 1, {1, 1, 8, 8});
 }
+RULE(repeat_too_often) { Duplicate(env.Fresh<float>(64), 1.0f, 8, env.bad ? 256 : 255, 1, 0); }
+RULE(repeat_too_often_in_sum) { WholeReduceSum(env.Fresh<float>(512), env.Ones(64), 64, env.bad ? 256 : 255, 1, 1, 0); }
 RULE(negative_count) { Duplicate(env.Fresh<float>(64), 1.0f, env.bad ? -1 : 1); }
-RULE(destination_stride_zero) { const auto a = env.Ones(); Adds(a, a, 1.0f, 64, 1, {env.bad ? 0 : 1, 1, 8, 8}); }
-RULE(operand_address) { const auto a = env.Ones(); Adds(a, a[env.bad ? 4 : 0], 1.0f, 64); }
-RULE(overlap_in_part) { const auto a = env.Ones(); Adds(a, a[env.bad ? 8 : 64], 1.0f, 64); }
+RULE(destination_stride_zero)
+{
+    const auto a = env.Ones();
+    Adds(a, a, 1.0f, 64, 1, {env.bad ? 0 : 1, 1, 8, 8});
+}
+RULE(operand_address)
+{
+    const auto a = env.Ones();
+    Adds(a, a[env.bad ? 4 : 0], 1.0f, 64);
+}
+RULE(overlap_in_part)
+{
+    const auto a = env.Ones();
+    Adds(a, a[env.bad ? 8 : 64], 1.0f, 64);
+}
 RULE(overlap_of_repeats)
 {
     const auto a = env.Ones();
@@ -66,12 +79,17 @@ RULE(integer_overflow)
     Adds(a, a, env.bad ? 1 : 0, 64);
 }
 RULE(sum_address) { BlockReduceSum(env.Fresh<float>(64)[env.bad ? 1 : 0], env.Ones(64), 1, 64, 1, 1, 8); }
-RULE(sum_in_place) { const auto a = env.Ones(128); WholeReduceSum(a[env.bad ? 0 : 64], a, 64, 1, 1, 1, 8); }
-RULE(sum_scratch)
+RULE(sum_in_place)
 {
-    ReduceSum<float>(env.Fresh<float>(8), env.Ones(), env.Fresh<float>(env.bad ? 8 : 16), 64, 16, 8);
+    const auto a = env.Ones(128);
+    WholeReduceSum(a[env.bad ? 0 : 64], a, 64, 1, 1, 1, 8);
 }
-RULE(brcb_in_place) { const auto a = env.Ones(128); Brcb(a[env.bad ? 0 : 64], a, 1, {1, 8}); }
+RULE(sum_scratch) { ReduceSum<float>(env.Fresh<float>(8), env.Ones(), env.Fresh<float>(env.bad ? 8 : 16), 64, 16, 8); }
+RULE(brcb_in_place)
+{
+    const auto a = env.Ones(128);
+    Brcb(a[env.bad ? 0 : 64], a, 1, {1, 8});
+}
 RULE(brcb_stride) { Brcb(env.Fresh<float>(64), env.Ones(8), 1, {env.bad ? 0 : 1, 8}); }
 
 // The offsets 0, step, 2 step, ... and what they point at.
@@ -88,23 +106,47 @@ struct Gathered {
     LocalTensor<uint32_t> offsets;
 };
 
-RULE(gather_offset) { Gathered g(env, env.bad ? 6 : 8); Gather(g.target, g.source, g.offsets, 0, 8); }
-RULE(gather_base) { Gathered g(env, 4); Gather(g.target, g.source, g.offsets, env.bad ? 2 : 4, 8); }
-RULE(gather_beyond) { Gathered g(env, env.bad ? 40 : 36); Gather(g.target, g.source, g.offsets, 0, 8); }
+RULE(gather_offset)
+{
+    Gathered g(env, env.bad ? 6 : 8);
+    Gather(g.target, g.source, g.offsets, 0, 8);
+}
+RULE(gather_base)
+{
+    Gathered g(env, 4);
+    Gather(g.target, g.source, g.offsets, env.bad ? 2 : 4, 8);
+}
+RULE(gather_beyond)
+{
+    Gathered g(env, env.bad ? 40 : 36);
+    Gather(g.target, g.source, g.offsets, 0, 8);
+}
 RULE(gather_unwritten)
 {
     Gathered g(env, 4);
     Duplicate(g.target, 1.0f, env.bad ? 7 : 8);
     Gather(env.Fresh<float>(8), g.target, g.offsets, 0, 8);
 }
-RULE(gather_offsets_unwritten) { Gathered g(env, 4); Gather(g.target, g.source, g.offsets, 0, env.bad ? 9 : 8); }
-RULE(gather_in_place) { Gathered g(env, 4); Gather(g.source[env.bad ? 0 : 8], g.source, g.offsets, 0, 8); }
+RULE(gather_offsets_unwritten)
+{
+    Gathered g(env, 4);
+    Gather(g.target, g.source, g.offsets, 0, env.bad ? 9 : 8);
+}
+RULE(gather_in_place)
+{
+    Gathered g(env, 4);
+    Gather(g.source[env.bad ? 0 : 8], g.source, g.offsets, 0, 8);
+}
 RULE(gather_onto_offsets)
 {
     Gathered g(env, 4);
     Gather(env.bad ? g.offsets.ReinterpretCast<float>() : g.target, g.source, g.offsets, 0, 8);
 }
-RULE(gather_address) { Gathered g(env, 4); Gather(g.target[env.bad ? 4 : 8], g.source, g.offsets, 0, 8); }
+RULE(gather_address)
+{
+    Gathered g(env, 4);
+    Gather(g.target[env.bad ? 4 : 8], g.source, g.offsets, 0, 8);
+}
 RULE(type_of_gather)
 {
     Gathered g(env, 4);
@@ -140,7 +182,11 @@ RULE(counter_mode_left_on)
     }
     (void)env;
 }
-RULE(unwritten_vector) { const auto a = env.Ones(64), b = env.Fresh<float>(64); Add(b, a, env.bad ? b : a, 64); }
+RULE(unwritten_vector)
+{
+    const auto a = env.Ones(64), b = env.Fresh<float>(64);
+    Add(b, a, env.bad ? b : a, 64);
+}
 RULE(unwritten_by_mask)
 {
     const auto a = env.Fresh<float>(64);
@@ -153,4 +199,9 @@ RULE(unwritten_copy_out)
     Duplicate(a, 1.0f, env.bad ? 15 : 16);
     env.Store(env.y, a, 16);
 }
-RULE(unwritten_scalar) { const auto a = env.Fresh<float>(8); a.SetValue(0, 1.0f); a.GetValue(env.bad ? 1 : 0); }
+RULE(unwritten_scalar)
+{
+    const auto a = env.Fresh<float>(8);
+    a.SetValue(0, 1.0f);
+    a.GetValue(env.bad ? 1 : 0);
+}

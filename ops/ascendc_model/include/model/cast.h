@@ -14,8 +14,9 @@ template <class T, class U>
 constexpr int SupportedModes()
 {
     if constexpr (std::is_same_v<U, float>) {
-        return std::is_same_v<T, half> ? kNone | kDirected | kOdd :
-            kIsOneOf<T, bfloat16_t, int16_t, int32_t, float> ? kDirected : kNoMode;
+        return std::is_same_v<T, half>                         ? kNone | kDirected | kOdd
+            : kIsOneOf<T, bfloat16_t, int16_t, int32_t, float> ? kDirected
+                                                               : kNoMode;
     } else if constexpr (std::is_same_v<U, half>) {
         return std::is_same_v<T, float> ? kNone : kIsOneOf<T, int16_t, int32_t> ? kDirected : kNoMode;
     } else if constexpr (std::is_same_v<U, bfloat16_t>) {
@@ -53,8 +54,8 @@ inline float IntegerToFloat(int32_t value, AscendC::RoundMode mode)
     if ((down && error > 0) || (up && error < 0)) {
         return std::nextafterf(nearest, down ? -INFINITY : INFINITY);
     }
-    const bool tie = std::abs(error) * 2 == std::abs(static_cast<double>(nearest) -
-        std::nextafterf(nearest, error > 0 ? -INFINITY : INFINITY));
+    const bool tie = std::abs(error) * 2 ==
+        std::abs(static_cast<double>(nearest) - std::nextafterf(nearest, error > 0 ? -INFINITY : INFINITY));
     const bool nearerToZero = std::abs(static_cast<double>(nearest)) < std::abs(static_cast<double>(value));
     if (mode == RoundMode::CAST_ROUND && tie && nearerToZero) {
         return std::nextafterf(nearest, value > 0 ? INFINITY : -INFINITY);
@@ -102,8 +103,8 @@ void CheckRoundMode(AscendC::RoundMode mode)
     }
     const int wanted = mode == RoundMode::CAST_NONE ? kNone : mode == RoundMode::CAST_ODD ? kOdd : kDirected;
     if ((supported & wanted) == 0) {
-        static const char* const names[] = {"CAST_NONE", "CAST_RINT", "CAST_FLOOR", "CAST_CEIL", "CAST_ROUND",
-            "CAST_TRUNC", "CAST_ODD"};
+        static const char* const names[] = {
+            "CAST_NONE", "CAST_RINT", "CAST_FLOOR", "CAST_CEIL", "CAST_ROUND", "CAST_TRUNC", "CAST_ODD"};
         Refuse("Cast", kTypeName<U>, " to ", kTypeName<T>, " does not support ", names[static_cast<int>(mode)]);
     }
 }

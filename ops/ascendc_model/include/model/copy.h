@@ -63,13 +63,13 @@ inline Blocks ParamBlocks(const char* api, const AscendC::DataCopyParams& params
 {
     CheckRange(api, "blockCount", params.blockCount, 0, 4095);
     const uint64_t length = params.blockLen * kDataBlock;
-    return Blocks{params.blockCount, length, length + params.srcGap * kDataBlock,
-        length + params.dstGap * kDataBlock}.Joined();
+    return Blocks{params.blockCount, length, length + params.srcGap * kDataBlock, length + params.dstGap * kDataBlock}
+        .Joined();
 }
 
 template <class T>
-void CopyIn(const char* api, const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& src,
-    const Blocks& blocks)
+void CopyIn(
+    const char* api, const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& src, const Blocks& blocks)
 {
     if (blocks.count == 0 || blocks.length == 0) {
         return;
@@ -78,16 +78,16 @@ void CopyIn(const char* api, const AscendC::LocalTensor<T>& dst, const AscendC::
     dma.CheckSpace(dst.Ref(), "dst", {kUb, kL1});
     dma.CheckAligned(dst.Ref(), "dst", kDataBlock);
     for (uint64_t i = 0; i < blocks.count; ++i) {
-        const uint8_t* from = dma.ReadGm(src.Ref(), "src", src.Ref().offset + static_cast<int64_t>(i * blocks.srcStep),
-            blocks.length);
+        const uint8_t* from =
+            dma.ReadGm(src.Ref(), "src", src.Ref().offset + static_cast<int64_t>(i * blocks.srcStep), blocks.length);
         const uint64_t at = dst.Ref().begin + i * blocks.dstStep;
         std::memcpy(dma.Write(dst.Ref(), "dst", at, at + blocks.length), from, blocks.length);
     }
 }
 
 template <class T>
-void CopyOut(const char* api, const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
-    const Blocks& blocks)
+void CopyOut(
+    const char* api, const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& src, const Blocks& blocks)
 {
     if (blocks.count == 0 || blocks.length == 0) {
         return;
@@ -103,8 +103,8 @@ void CopyOut(const char* api, const AscendC::GlobalTensor<T>& dst, const AscendC
 }
 
 template <class T>
-void CopyOnChip(const char* api, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src,
-    const Blocks& blocks)
+void CopyOnChip(
+    const char* api, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, const Blocks& blocks)
 {
     if (blocks.count == 0 || blocks.length == 0) {
         return;
@@ -134,10 +134,7 @@ inline void CheckPadBlocks(const char* api, const AscendC::DataCopyExtParams& pa
     }
 }
 
-inline uint64_t RoundUp(uint64_t value, uint64_t unit)
-{
-    return (value + unit - 1) / unit * unit;
-}
+inline uint64_t RoundUp(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace ascendc_model
 
@@ -205,8 +202,8 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
             const auto from = static_cast<int64_t>((nd * p.srcNdMatrixStride + row * p.srcDValue) * sizeof(T));
             const uint8_t* bytes = dma.ReadGm(src.Ref(), "src", src.Ref().offset + from, rowBytes);
             for (uint64_t at = 0; at < rowBytes; at += kDataBlock) {
-                const uint64_t to = dst.Ref().begin + nd * p.dstNzMatrixStride * sizeof(T) +
-                    at * p.dstNzC0Stride + row * p.dstNzNStride * kDataBlock;
+                const uint64_t to = dst.Ref().begin + nd * p.dstNzMatrixStride * sizeof(T) + at * p.dstNzC0Stride +
+                    row * p.dstNzNStride * kDataBlock;
                 const uint64_t length = std::min(kDataBlock, rowBytes - at);
                 uint8_t* target = dma.Write(dst.Ref(), "dst", to, to + kDataBlock);
                 targets.push_back(to);
@@ -271,8 +268,10 @@ void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const Da
     using namespace ascendc_model;
     const DataCopyExtParams& p = dataCopyParams;
     CheckPadBlocks("DataCopyPad", p, sizeof(T));
-    CopyOut("DataCopyPad", dst, src, Blocks{p.blockCount, p.blockLen, RoundUp(p.blockLen, kDataBlock) +
-        p.srcStride * kDataBlock, uint64_t{p.blockLen} + p.dstStride}.Joined());
+    CopyOut("DataCopyPad", dst, src,
+        Blocks{p.blockCount, p.blockLen, RoundUp(p.blockLen, kDataBlock) + p.srcStride * kDataBlock,
+            uint64_t{p.blockLen} + p.dstStride}
+            .Joined());
 }
 
 template <typename T>

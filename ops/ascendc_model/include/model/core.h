@@ -15,8 +15,25 @@ namespace AscendC {
 
 // Logical places of a tensor, in the documented order.
 enum class TPosition : uint8_t {
-    GM, A1, A2, B1, B2, C1, C2, CO1, CO2, VECIN, VECOUT, VECCALC, LCM = VECCALC, SPM, SHM = SPM, TSCM, C2PIPE2GM,
-    C2PIPE2LOCAL, MAX,
+    GM,
+    A1,
+    A2,
+    B1,
+    B2,
+    C1,
+    C2,
+    CO1,
+    CO2,
+    VECIN,
+    VECOUT,
+    VECCALC,
+    LCM = VECCALC,
+    SPM,
+    SHM = SPM,
+    TSCM,
+    C2PIPE2GM,
+    C2PIPE2LOCAL,
+    MAX
 };
 using QuePosition = TPosition;  // the name in older documents
 
@@ -39,17 +56,14 @@ constexpr int kCrossCoreFlags = 16;
 inline constexpr const char* kPositionNames[] = {"GM", "A1", "A2", "B1", "B2", "C1", "C2", "CO1", "CO2", "VECIN",
     "VECOUT", "VECCALC", "SPM", "TSCM", "C2PIPE2GM", "C2PIPE2LOCAL", "MAX"};
 
-inline const char* Name(AscendC::TPosition position)
-{
-    return kPositionNames[static_cast<int>(position)];
-}
+inline const char* Name(AscendC::TPosition position) { return kPositionNames[static_cast<int>(position)]; }
 
 // The event ids of one ordered pair of pipes.
 struct EventBank {
     struct Event {
         std::optional<Clocks::Snapshot> set;
-        bool taken = false;       // by AllocEventID
-        bool ofQueue = false;     // by a queue's buffer or TPipe
+        bool taken = false;    // by AllocEventID
+        bool ofQueue = false;  // by a queue's buffer or TPipe
     };
     std::array<Event, kEventIds> events;
 };
@@ -83,7 +97,7 @@ struct MaskState {
 struct Core {
     uint32_t index = 0;
     bool cube = false;
-    int64_t block = 0;     // logical AI core
+    int64_t block = 0;  // logical AI core
     int64_t subBlock = 0;
     int64_t blockIdx = 0;  // what GetBlockIdx returns
     int64_t perBlock = 1;  // cores of this kind in a logical AI core
@@ -95,14 +109,14 @@ struct Core {
     const char* atomicType = nullptr;
     void* pipe = nullptr;  // the live TPipe
     bool worked = false;
-    std::string waitsFor;         // what the core waits for, and whether it has come
+    std::string waitsFor;  // what the core waits for, and whether it has come
     std::function<bool()> ready;
     CoreCounters counters;
 
     std::string Name() const
     {
-        return Text(cube ? "AIC " : "AIV ", blockIdx, " (block ", block, cube ? "" : Text(", sub-block ", subBlock),
-            ")");
+        return Text(
+            cube ? "AIC " : "AIV ", blockIdx, " (block ", block, cube ? "" : Text(", sub-block ", subBlock), ")");
     }
 };
 
@@ -124,7 +138,7 @@ struct Device {
     std::vector<std::unique_ptr<Core>> cores;
     std::deque<GmBuffer>* gm = nullptr;
     Core* current = nullptr;
-    std::function<void()> yield;  // lets the other cores run
+    std::function<void()> yield;                                                    // lets the other cores run
     std::map<std::tuple<int, int64_t, bool, int>, CrossCoreGroup> crossCoreGroups;  // mode, block, kind, flag
     uint32_t crossCoreFlagsUsed = 0;
     bool syncAllUsed = false;
@@ -144,20 +158,14 @@ inline Device& TheDevice()
     return *CurrentDevice();
 }
 
-inline Core& Me()
-{
-    return *TheDevice().current;
-}
+inline Core& Me() { return *TheDevice().current; }
 
 inline std::string Where()
 {
     return CurrentDevice() == nullptr || CurrentDevice()->current == nullptr ? "host" : Me().Name();
 }
 
-inline Thread MyThread(pipe_t pipe)
-{
-    return Me().index * kPipes + pipe;
-}
+inline Thread MyThread(pipe_t pipe) { return Me().index * kPipes + pipe; }
 
 inline bool HasPipe(const Core& core, pipe_t pipe)
 {

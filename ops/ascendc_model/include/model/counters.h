@@ -19,8 +19,8 @@ struct Traffic {
 struct CoreCounters {
     std::string name;
     std::array<uint64_t, kPipes> instructions{};
-    std::map<std::string, Traffic> gm;       // by GM buffer
-    std::map<std::string, uint64_t> peak;    // bytes, by on-chip memory
+    std::map<std::string, Traffic> gm;     // by GM buffer
+    std::map<std::string, uint64_t> peak;  // bytes, by on-chip memory
 };
 
 struct Report {
@@ -83,14 +83,14 @@ inline std::string Report::Json() const
 {
     std::string list;
     for (const CoreCounters& core : cores) {
-        list += (list.empty() ? "" : ", ") + ("{\"name\": " + json::Quote(core.name)) + ", \"instructions\": " +
-            json::Value(json::ByName(core.instructions)) + ", \"gm\": " + json::Value(core.gm) + ", \"peak\": " +
-            json::Value(core.peak) + "}";
+        list += (list.empty() ? "" : ", ") + ("{\"name\": " + json::Quote(core.name)) +
+            ", \"instructions\": " + json::Value(json::ByName(core.instructions)) +
+            ", \"gm\": " + json::Value(core.gm) + ", \"peak\": " + json::Value(core.peak) + "}";
     }
-    return std::string("{\"ok\": ") + (ok ? "true" : "false") + ", \"error\": " + json::Quote(error) + ", \"gm\": " +
-        json::Value(gm) + ", \"instructions\": " + json::Value(instructions) + ", \"peak\": " + json::Value(peak) +
-        ", \"unwritten\": " + json::Value(unwritten) + ", \"cores_that_worked\": " + json::Value(coresThatWorked) +
-        ", \"cores\": [" + list + "]}";
+    return std::string("{\"ok\": ") + (ok ? "true" : "false") + ", \"error\": " + json::Quote(error) +
+        ", \"gm\": " + json::Value(gm) + ", \"instructions\": " + json::Value(instructions) +
+        ", \"peak\": " + json::Value(peak) + ", \"unwritten\": " + json::Value(unwritten) +
+        ", \"cores_that_worked\": " + json::Value(coresThatWorked) + ", \"cores\": [" + list + "]}";
 }
 
 }  // namespace ascendc_model

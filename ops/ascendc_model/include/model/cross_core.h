@@ -61,7 +61,8 @@ inline void CheckScheduled(const char* api, bool needsBoth)
 {
     const KernelMetaType type = TheDevice().options.kernelType;
     if (type == KERNEL_TYPE_AIV_ONLY || type == KERNEL_TYPE_AIC_ONLY) {
-        Refuse(api, "kernels of type KERNEL_TYPE_AIV_ONLY and KERNEL_TYPE_AIC_ONLY run without the unit that "
+        Refuse(api,
+            "kernels of type KERNEL_TYPE_AIV_ONLY and KERNEL_TYPE_AIC_ONLY run without the unit that "
             "synchronizes cores; use a MIX type");
     }
     if (needsBoth && (type == KERNEL_TYPE_MIX_AIV_1_0 || type == KERNEL_TYPE_MIX_AIC_1_0)) {

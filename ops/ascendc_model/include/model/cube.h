@@ -13,10 +13,7 @@ constexpr uint64_t kFractalSide = 16;
 constexpr uint64_t kFractal = kFractalSide * kFractalSide;
 constexpr uint64_t kFractalBytes = 512;
 
-inline uint64_t Fractals(uint64_t size)
-{
-    return (size + kFractalSide - 1) / kFractalSide;
-}
+inline uint64_t Fractals(uint64_t size) { return (size + kFractalSide - 1) / kFractalSide; }
 
 // A matrix in fractals: outer fractals one after the other, `inner` of them in each row (or column) of fractals.
 struct FractalMatrix {
@@ -105,27 +102,27 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
     if (p.addrMode != 0) {
         ascendc_model::Refuse("LoadData", "addrMode ", int{p.addrMode}, " is for GM to L1 only");
     }
-    ascendc_model::LoadFractals("LoadData", dst, src, p.startIndex, p.repeatTimes, p.srcStride, p.dstGap,
-        p.ifTranspose);
+    ascendc_model::LoadFractals(
+        "LoadData", dst, src, p.startIndex, p.repeatTimes, p.srcStride, p.dstGap, p.ifTranspose);
 }
 
 template <typename T>
-void LoadDataWithTranspose(const LocalTensor<T>& dst, const LocalTensor<T>& src,
-    const LoadData2dTransposeParams& loadDataParams)
+void LoadDataWithTranspose(
+    const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData2dTransposeParams& loadDataParams)
 {
     static_assert(sizeof(T) == 2, "LoadDataWithTranspose is modelled for 16-bit types");
     const LoadData2dTransposeParams& p = loadDataParams;
     if (p.addrMode != 0) {
         ascendc_model::Refuse("LoadDataWithTranspose", "addrMode ", int{p.addrMode}, " is not modelled");
     }
-    ascendc_model::LoadFractals("LoadDataWithTranspose", dst, src, p.startIndex, p.repeatTimes, p.srcStride, p.dstGap,
-        true);
+    ascendc_model::LoadFractals(
+        "LoadDataWithTranspose", dst, src, p.startIndex, p.repeatTimes, p.srcStride, p.dstGap, true);
 }
 
 // C = A * B, or C += A * B with cmatrixInitVal false, in float.
 template <typename T, typename U, typename S>
-void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter,
-    const MmadParams& mmadParams)
+void Mmad(
+    const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter, const MmadParams& mmadParams)
 {
     using namespace ascendc_model;
     static_assert(std::is_same_v<T, float> && std::is_same_v<U, S> && kIsOneOf<U, half, bfloat16_t>,
@@ -164,8 +161,8 @@ void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor
     }
     WriteRanges(cube, dst.Ref(), "dst", result);
     const auto left = Unpack<U>(fm.Ref(), m, k, atA);
-    const auto right = Unpack<U>(filter.Ref(), k, n,
-        [&](uint64_t row, uint64_t col) { return b.At(row / 16, col / 16, col % 16, row % 16); });
+    const auto right = Unpack<U>(
+        filter.Ref(), k, n, [&](uint64_t row, uint64_t col) { return b.At(row / 16, col / 16, col % 16, row % 16); });
     std::vector<float> sums(n);
     for (uint64_t row = 0; row < m; ++row) {
         const auto atC = [&](uint64_t col) { return c.At(col / 16, row / 16, row % 16, col % 16); };

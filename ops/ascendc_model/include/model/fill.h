@@ -8,8 +8,8 @@ namespace ascendc_model {
 template <class T>
 void CheckFillType(const char* api)
 {
-    CheckType<int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>(api, "dst",
-        static_cast<const T*>(nullptr));
+    CheckType<int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>(
+        api, "dst", static_cast<const T*>(nullptr));
 }
 
 }  // namespace ascendc_model
@@ -46,15 +46,16 @@ void Copy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const Mask mask,
     if (Me().mask.counter) {
         Refuse("Copy", "counter mode has a meaning of its own here, which is not modelled");
     }
-    Elementwise("Copy", MaskLanes<isSetMask>("Copy", mask, repeatTime, kRepeatBytes / sizeof(T)),
+    Elementwise(
+        "Copy", MaskLanes<isSetMask>("Copy", mask, repeatTime, kRepeatBytes / sizeof(T)),
         Operand<T>("dst", dst, p.dstStride, p.dstRepeatSize), [](T value) { return value; },
         Operand<T>("src", src, p.srcStride, p.srcRepeatSize));
 }
 
 // Each of eight numbers fills a data block.
 template <typename T>
-void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const ascendc_model::U8 repeatTime,
-    const BrcbRepeatParams& p)
+void Brcb(
+    const LocalTensor<T>& dst, const LocalTensor<T>& src, const ascendc_model::U8 repeatTime, const BrcbRepeatParams& p)
 {
     using namespace ascendc_model;
     constexpr uint64_t kNumbers = 8;

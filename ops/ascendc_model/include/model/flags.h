@@ -7,12 +7,14 @@
 enum event_t { EVENT_ID0 = 0, EVENT_ID1, EVENT_ID2, EVENT_ID3, EVENT_ID4, EVENT_ID5, EVENT_ID6, EVENT_ID7 };
 
 // Source pipe, target pipe, in the documented order.
+// clang-format off
 #define ASCENDC_MODEL_EVENTS(EVENT)                                                                                   \
     EVENT(MTE2, MTE1) EVENT(MTE1, MTE2) EVENT(MTE1, M) EVENT(M, MTE1) EVENT(MTE2, V) EVENT(V, MTE2) EVENT(MTE3, V)    \
     EVENT(V, MTE3) EVENT(M, V) EVENT(V, M) EVENT(V, V) EVENT(MTE3, MTE1) EVENT(MTE1, MTE3) EVENT(MTE1, V)             \
     EVENT(MTE2, M) EVENT(M, MTE2) EVENT(V, MTE1) EVENT(M, FIX) EVENT(FIX, M) EVENT(MTE3, MTE2) EVENT(MTE2, MTE3)      \
     EVENT(S, V) EVENT(V, S) EVENT(S, MTE2) EVENT(MTE2, S) EVENT(S, MTE3) EVENT(MTE3, S) EVENT(MTE2, FIX)              \
     EVENT(FIX, MTE2) EVENT(FIX, S) EVENT(M, S) EVENT(FIX, MTE3) EVENT(MTE1, FIX) EVENT(FIX, MTE1)
+// clang-format on
 
 namespace AscendC {
 
@@ -20,9 +22,8 @@ using TEventID = int8_t;
 
 enum class HardEvent : uint8_t {
 #define ASCENDC_MODEL_EVENT(source, target) source##_##target,
-    ASCENDC_MODEL_EVENTS(ASCENDC_MODEL_EVENT)
+    ASCENDC_MODEL_EVENTS(ASCENDC_MODEL_EVENT) MAX
 #undef ASCENDC_MODEL_EVENT
-    MAX,
 };
 
 }  // namespace AscendC
@@ -91,7 +92,8 @@ inline EventBank::Event& EventOf(const char* api, const EventInfo& info, int32_t
     CheckRange(api, "eventID", eventID, 0, kEventIds - 1);
     EventBank::Event& event = BankOf(api, info).events[eventID];
     if (event.ofQueue) {
-        Refuse(api, "event id ", eventID, " of ", info.name, " belongs to a queue or to TPipe; take one from "
+        Refuse(api, "event id ", eventID, " of ", info.name,
+            " belongs to a queue or to TPipe; take one from "
             "AllocEventID or FetchEventID");
     }
     return event;

@@ -11,8 +11,8 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
     const uint32_t srcBaseAddr, const uint32_t count)
 {
     using namespace ascendc_model;
-    CheckType<int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>("Gather", "dst",
-        static_cast<const T*>(nullptr));
+    CheckType<int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>(
+        "Gather", "dst", static_cast<const T*>(nullptr));
     if (count == 0) {
         return;
     }
@@ -20,8 +20,8 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
     const LocalRef& to = dst.Ref();
     const LocalRef& from = src.Ref();
     const LocalRef& offsets = srcOffset.Ref();
-    for (const auto& [tensor, operand] : {std::pair(&to, "dst"), std::pair(&from, "src"),
-             std::pair(&offsets, "srcOffset")}) {
+    for (const auto& [tensor, operand] :
+        {std::pair(&to, "dst"), std::pair(&from, "src"), std::pair(&offsets, "srcOffset")}) {
         vector.CheckSpace(*tensor, operand, {kUb});
         vector.CheckAligned(*tensor, operand, kDataBlock);
     }

@@ -142,10 +142,7 @@ inline bfloat16_t ToBfloat16(const float& value)
     return bfloat16_t{ascendc_model::Narrow(value, 8, 7, RoundMode::CAST_RINT)};
 }
 
-inline bfloat16_t Cast(const float& value)
-{
-    return ToBfloat16(value);
-}
+inline bfloat16_t Cast(const float& value) { return ToBfloat16(value); }
 
 }  // namespace AscendC
 
@@ -166,18 +163,30 @@ T Rounded(float value)
     }
 }
 
-template <class T> constexpr const char* kTypeName = "?";
-template <> inline constexpr const char* kTypeName<half> = "half";
-template <> inline constexpr const char* kTypeName<bfloat16_t> = "bfloat16_t";
-template <> inline constexpr const char* kTypeName<float> = "float";
-template <> inline constexpr const char* kTypeName<int8_t> = "int8_t";
-template <> inline constexpr const char* kTypeName<uint8_t> = "uint8_t";
-template <> inline constexpr const char* kTypeName<int16_t> = "int16_t";
-template <> inline constexpr const char* kTypeName<uint16_t> = "uint16_t";
-template <> inline constexpr const char* kTypeName<int32_t> = "int32_t";
-template <> inline constexpr const char* kTypeName<uint32_t> = "uint32_t";
-template <> inline constexpr const char* kTypeName<int64_t> = "int64_t";
-template <> inline constexpr const char* kTypeName<uint64_t> = "uint64_t";
+template <class T>
+constexpr const char* kTypeName = "?";
+template <>
+inline constexpr const char* kTypeName<half> = "half";
+template <>
+inline constexpr const char* kTypeName<bfloat16_t> = "bfloat16_t";
+template <>
+inline constexpr const char* kTypeName<float> = "float";
+template <>
+inline constexpr const char* kTypeName<int8_t> = "int8_t";
+template <>
+inline constexpr const char* kTypeName<uint8_t> = "uint8_t";
+template <>
+inline constexpr const char* kTypeName<int16_t> = "int16_t";
+template <>
+inline constexpr const char* kTypeName<uint16_t> = "uint16_t";
+template <>
+inline constexpr const char* kTypeName<int32_t> = "int32_t";
+template <>
+inline constexpr const char* kTypeName<uint32_t> = "uint32_t";
+template <>
+inline constexpr const char* kTypeName<int64_t> = "int64_t";
+template <>
+inline constexpr const char* kTypeName<uint64_t> = "uint64_t";
 
 template <class T, class... Options>
 constexpr bool kIsOneOf = (std::is_same_v<T, Options> || ...);

@@ -18,18 +18,13 @@ inline constexpr const char* kPipeNames[kPipes] = {"S", "V", "M", "MTE1", "MTE2"
 
 using Thread = uint32_t;  // core * kPipes + pipe
 
-inline pipe_t PipeOf(Thread thread)
-{
-    return static_cast<pipe_t>(thread % kPipes);
-}
+inline pipe_t PipeOf(Thread thread) { return static_cast<pipe_t>(thread % kPipes); }
 
 class Clocks {
 public:
     using Snapshot = std::vector<uint32_t>;
 
-    explicit Clocks(uint32_t cores)
-        : issued_(cores * kPipes, 0), known_(cores * kPipes, Snapshot(cores * kPipes, 0))
-    {}
+    explicit Clocks(uint32_t cores) : issued_(cores * kPipes, 0), known_(cores * kPipes, Snapshot(cores * kPipes, 0)) {}
 
     uint32_t Issue(Thread thread) { return ++issued_[thread]; }
     bool Knows(Thread thread, Thread other, uint32_t number) const { return known_[thread][other] >= number; }

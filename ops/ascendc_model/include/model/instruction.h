@@ -62,8 +62,8 @@ public:
 
     // Bytes [begin, end) of the memory that the tensor lies in. Padding that the cube ignores is read with
     // `mayBeUnwritten`.
-    const uint8_t* Read(const LocalRef& tensor, const char* operand, uint64_t begin, uint64_t end,
-        bool mayBeUnwritten = false)
+    const uint8_t* Read(
+        const LocalRef& tensor, const char* operand, uint64_t begin, uint64_t end, bool mayBeUnwritten = false)
     {
         LocalMemory& memory = Touch(tensor, operand, begin, end, Access::kRead);
         if (!mayBeUnwritten) {
@@ -147,8 +147,9 @@ private:
         const auto ordered = [this](const Record& old) { return Ordered(old); };
         Record conflict;
         if (!memory.log().Add({begin, end, thread_, number_, access, api_}, ordered, conflict)) {
-            RefuseHazard(operand, conflict, access, Text(kSpaceNames[tensor.space], " bytes [", conflict.begin -
-                slot.begin, ", ", conflict.end - slot.begin, ") of ", slot.name));
+            RefuseHazard(operand, conflict, access,
+                Text(kSpaceNames[tensor.space], " bytes [", conflict.begin - slot.begin, ", ",
+                    conflict.end - slot.begin, ") of ", slot.name));
         }
         return memory;
     }
@@ -173,8 +174,8 @@ private:
         const auto ordered = [this](const Record& old) { return Ordered(old); };
         Record conflict;
         if (!buffer.log().Add({begin, begin + bytes, thread_, number_, access, api_}, ordered, conflict)) {
-            RefuseHazard(operand, conflict, access, Text("bytes [", conflict.begin, ", ", conflict.end,
-                ") of GM buffer ", buffer.name()));
+            RefuseHazard(operand, conflict, access,
+                Text("bytes [", conflict.begin, ", ", conflict.end, ") of GM buffer ", buffer.name()));
         }
         return buffer;
     }
@@ -190,7 +191,7 @@ private:
                 return true;
             }
         } else if (sameCore && !Me().cube && device.options.autoSync &&
-                   (pipe_ == PIPE_S || PipeOf(old.thread) == PIPE_S)) {
+            (pipe_ == PIPE_S || PipeOf(old.thread) == PIPE_S)) {
             return true;
         }
         return device.clocks.Knows(thread_, old.thread, old.number);

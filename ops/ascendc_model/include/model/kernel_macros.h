@@ -20,11 +20,11 @@
     GET_TILING_DATA_WITH_STRUCT(AscendcModelTiling, tiling_data, tiling_arg)
 #define TILING_KEY_IS(key) (::ascendc_model::TheDevice().options.tilingKey == (key))
 #define KERNEL_TASK_TYPE_DEFAULT(value) ::ascendc_model::CheckKernelType(value)
-#define KERNEL_TASK_TYPE(key, value)            \
-    do {                                        \
-        if (TILING_KEY_IS(key)) {               \
+#define KERNEL_TASK_TYPE(key, value)                 \
+    do {                                             \
+        if (TILING_KEY_IS(key)) {                    \
             ::ascendc_model::CheckKernelType(value); \
-        }                                       \
+        }                                            \
     } while (false)
 
 namespace ascendc_model {

@@ -88,8 +88,8 @@ private:
         core->subBlock = subBlock;
         core->perBlock = perBlock;
         core->blockIdx = int64_t{block} * perBlock + subBlock;
-        const uint64_t capacities[kSpaces] = {platform.unifiedBuffer, platform.l1, platform.l0a, platform.l0b,
-            platform.l0c};
+        const uint64_t capacities[kSpaces] = {
+            platform.unifiedBuffer, platform.l1, platform.l0a, platform.l0b, platform.l0c};
         for (int space = 0; space < kSpaces; ++space) {
             core->memories[space] = LocalMemory(static_cast<Space>(space), capacities[space]);
         }
@@ -105,8 +105,9 @@ private:
         for (const QueueState& queue : core.queues) {
             for (const QueueBuffer& buffer : queue.buffers) {
                 if (buffer.state != QueueBuffer::kIdle) {
-                    Refuse(api, buffer.slot->name, buffer.state == QueueBuffer::kEnqueued ?
-                        " was enqueued and never dequeued" : " was never freed");
+                    Refuse(api, buffer.slot->name,
+                        buffer.state == QueueBuffer::kEnqueued ? " was enqueued and never dequeued"
+                                                               : " was never freed");
                 }
             }
         }

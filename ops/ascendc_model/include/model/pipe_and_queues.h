@@ -183,8 +183,7 @@ private:
 };
 
 template <TPosition pos, int32_t depth, auto mask = 0>
-class TQue
-    : public TQueBind<ascendc_model::QueueSource(pos), ascendc_model::QueueTarget(pos), depth, mask> {};
+class TQue : public TQueBind<ascendc_model::QueueSource(pos), ascendc_model::QueueTarget(pos), depth, mask> {};
 
 template <TPosition pos = TPosition::LCM>
 class TBuf {
@@ -202,8 +201,8 @@ public:
         if (uint64_t{len} * sizeof(T) > Bytes()) {
             Refuse("TBuf.Get", len, " elements of ", sizeof(T), " bytes in a buffer of ", Bytes(), " bytes");
         }
-        return LocalTensor<T>(LocalRef{&Me(), slot_, slot_->generation, SpaceOf(pos), pos, slot_->begin,
-            uint64_t{len} * sizeof(T)});
+        return LocalTensor<T>(
+            LocalRef{&Me(), slot_, slot_->generation, SpaceOf(pos), pos, slot_->begin, uint64_t{len} * sizeof(T)});
     }
 
     ascendc_model::Slot*& SlotForPipe() { return slot_; }
@@ -242,8 +241,8 @@ public:
     bool InitBuffer(T& que, ascendc_model::U8 num, uint32_t len)
     {
         using namespace ascendc_model;
-        const TPosition position = T::kTarget == TPosition::GM || T::kTarget == TPosition::CO2 ? T::kSource :
-            T::kTarget;
+        const TPosition position =
+            T::kTarget == TPosition::GM || T::kTarget == TPosition::CO2 ? T::kSource : T::kTarget;
         Core& core = Me();
         core.queues.emplace_back();
         QueueState& queue = core.queues.back();
@@ -256,8 +255,8 @@ public:
             buffer.slot = Carve(position, Text(queue.name, " buffer ", i), len);
             queue.buffers.push_back(buffer);
             // Each buffer carries an event a direction, and a pair of pipes has eight.
-            for (const auto& [from, to] : {std::pair(queue.producer, queue.consumer),
-                                           std::pair(queue.consumer, queue.producer)}) {
+            for (const auto& [from, to] :
+                {std::pair(queue.producer, queue.consumer), std::pair(queue.consumer, queue.producer)}) {
                 core.events[{from, to}].events[FreeEvent("InitBuffer", from, to)].ofQueue = true;
             }
         }

@@ -61,8 +61,9 @@ inline __attribute__((used)) uint64_t ascendc_model_run(const char* kernel, cons
         launch.options = {blocks, static_cast<KernelMetaType>(kernelType), autoSync != 0, tilingKey};
         std::vector<uint8_t*> args;
         for (uint32_t i = 0; i < bufferCount; ++i) {
-            args.push_back(buffers[i].data == nullptr ? nullptr : launch.Gm(buffers[i].name, buffers[i].data,
-                buffers[i].bytes, static_cast<GmAccess>(buffers[i].access)));
+            args.push_back(buffers[i].data == nullptr ? nullptr
+                                                      : launch.Gm(buffers[i].name, buffers[i].data, buffers[i].bytes,
+                                                            static_cast<GmAccess>(buffers[i].access)));
         }
         if (tilingBytes != 0) {
             args.push_back(launch.Gm("tiling", const_cast<void*>(tiling), tilingBytes, GmAccess::kInput));

@@ -10,8 +10,8 @@ T TreeSum(std::vector<T> values)
 {
     while (values.size() > 1) {
         for (size_t i = 0; 2 * i < values.size(); ++i) {
-            values[i] = 2 * i + 1 < values.size() ? Rounded<T>(Widen(values[2 * i]) + Widen(values[2 * i + 1])) :
-                values[2 * i];
+            values[i] =
+                2 * i + 1 < values.size() ? Rounded<T>(Widen(values[2 * i]) + Widen(values[2 * i + 1])) : values[2 * i];
         }
         values.resize((values.size() + 1) / 2);
     }
@@ -42,8 +42,8 @@ inline bool AnyActive(const Lanes& lanes, uint64_t repeat, uint64_t first, uint6
 }
 
 // dst is smaller than src, so they could overlap in part only, which the general rule forbids.
-inline void CheckApart(const char* api, const LocalRef& dst, uint64_t begin, uint64_t end, const LocalRef& src,
-    const Ranges& sources)
+inline void CheckApart(
+    const char* api, const LocalRef& dst, uint64_t begin, uint64_t end, const LocalRef& src, const Ranges& sources)
 {
     for (const auto& [low, high] : sources) {
         if (dst.slot == src.slot && begin < high && low < end) {
@@ -84,8 +84,8 @@ void ReduceGroups(const char* api, const Lanes& lanes, uint64_t group, uint64_t 
 template <class T>
 constexpr uint64_t kLanes = kRepeatBytes / sizeof(T);
 
-inline void CheckReduceStrides(const char* api, int32_t repeatTime, int32_t dstRepStride, int32_t srcBlkStride,
-    int32_t srcRepStride)
+inline void CheckReduceStrides(
+    const char* api, int32_t repeatTime, int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride)
 {
     CheckRange(api, "repeatTime", repeatTime, 0, 255);
     CheckRange(api, "dstRepStride", dstRepStride, 0, 65535);
@@ -133,8 +133,8 @@ void PairReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const i
 
 // One sum in all: a tree within each repeat, the repeats one after the other. This form leaves sharedTmpBuffer alone.
 template <typename T, bool isSetMask = true>
-void ReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& sharedTmpBuffer,
-    const int32_t count)
+void ReduceSum(
+    const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& sharedTmpBuffer, const int32_t count)
 {
     using namespace ascendc_model;
     const char* api = "ReduceSum";

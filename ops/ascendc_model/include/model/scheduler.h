@@ -65,8 +65,8 @@ private:
             task.context.uc_stack.ss_size = kStackBytes;
             task.context.uc_link = &main_;
             const auto self = reinterpret_cast<uintptr_t>(this);
-            makecontext(&task.context, reinterpret_cast<void (*)()>(&Scheduler::Enter), 2,
-                static_cast<unsigned>(self), static_cast<unsigned>(self >> 32));
+            makecontext(&task.context, reinterpret_cast<void (*)()>(&Scheduler::Enter), 2, static_cast<unsigned>(self),
+                static_cast<unsigned>(self >> 32));
         }
         swapcontext(&main_, &task.context);
         if (task.ended) {

@@ -16,8 +16,8 @@ struct Field {
     Field(U number) : value(static_cast<T>(number))
     {
         if (static_cast<__int128>(number) != static_cast<__int128>(value)) {
-            Refuse("parameter", +number, " does not fit a parameter of ", 8 * sizeof(T), std::is_signed_v<T> ?
-                " bits" : " unsigned bits");
+            Refuse("parameter", +number, " does not fit a parameter of ", 8 * sizeof(T),
+                std::is_signed_v<T> ? " bits" : " unsigned bits");
         }
     }
     template <class U, std::enable_if_t<!std::is_same_v<U, T>, int> = 0>
@@ -84,8 +84,8 @@ struct DataCopyPadExtParams {
 
 struct Nd2NzParams {
     Nd2NzParams() = default;
-    Nd2NzParams(U16 ndNumIn, U16 nValueIn, U16 dValueIn, U16 srcNdMatrixStrideIn, U16 srcDValueIn,
-        U16 dstNzC0StrideIn, U16 dstNzNStrideIn, U16 dstNzMatrixStrideIn)
+    Nd2NzParams(U16 ndNumIn, U16 nValueIn, U16 dValueIn, U16 srcNdMatrixStrideIn, U16 srcDValueIn, U16 dstNzC0StrideIn,
+        U16 dstNzNStrideIn, U16 dstNzMatrixStrideIn)
         : ndNum(ndNumIn), nValue(nValueIn), dValue(dValueIn), srcNdMatrixStride(srcNdMatrixStrideIn),
           srcDValue(srcDValueIn), dstNzC0Stride(dstNzC0StrideIn), dstNzNStride(dstNzNStrideIn),
           dstNzMatrixStride(dstNzMatrixStrideIn)
@@ -114,8 +114,8 @@ struct UnaryRepeatParams {
 
 struct BinaryRepeatParams {
     BinaryRepeatParams() = default;
-    BinaryRepeatParams(U8 dstBlkStrideIn, U8 src0BlkStrideIn, U8 src1BlkStrideIn, U8 dstRepStrideIn,
-        U8 src0RepStrideIn, U8 src1RepStrideIn)
+    BinaryRepeatParams(U8 dstBlkStrideIn, U8 src0BlkStrideIn, U8 src1BlkStrideIn, U8 dstRepStrideIn, U8 src0RepStrideIn,
+        U8 src1RepStrideIn)
         : dstBlkStride(dstBlkStrideIn), src0BlkStride(src0BlkStrideIn), src1BlkStride(src1BlkStrideIn),
           dstRepStride(dstRepStrideIn), src0RepStride(src0RepStrideIn), src1RepStride(src1RepStrideIn)
     {}
@@ -130,8 +130,7 @@ struct BinaryRepeatParams {
 struct CopyRepeatParams {
     CopyRepeatParams() = default;
     CopyRepeatParams(U16 dstStrideIn, U16 srcStrideIn, U16 dstRepeatSizeIn, U16 srcRepeatSizeIn)
-        : dstStride(dstStrideIn), srcStride(srcStrideIn), dstRepeatSize(dstRepeatSizeIn),
-          srcRepeatSize(srcRepeatSizeIn)
+        : dstStride(dstStrideIn), srcStride(srcStrideIn), dstRepeatSize(dstRepeatSizeIn), srcRepeatSize(srcRepeatSizeIn)
     {}
     U16 dstStride = 1;
     U16 srcStride = 1;
@@ -150,8 +149,8 @@ struct BrcbRepeatParams {
 
 struct LoadData2DParams {
     LoadData2DParams() = default;
-    LoadData2DParams(U16 startIndexIn, U8 repeatTimesIn, U16 srcStrideIn, U8 sidIn, U16 dstGapIn, bool ifTransposeIn,
-        U8 addrModeIn)
+    LoadData2DParams(
+        U16 startIndexIn, U8 repeatTimesIn, U16 srcStrideIn, U8 sidIn, U16 dstGapIn, bool ifTransposeIn, U8 addrModeIn)
         : startIndex(startIndexIn), repeatTimes(repeatTimesIn), srcStride(srcStrideIn), sid(sidIn), dstGap(dstGapIn),
           ifTranspose(ifTransposeIn), addrMode(addrModeIn)
     {}

@@ -69,8 +69,8 @@ Lanes CountLanes(const char* api, int64_t count, uint64_t perRepeat)
 inline Lanes RegisterLanes(uint64_t repeats, uint64_t perRepeat)
 {
     const MaskState& mask = Me().mask;
-    return mask.counter ? Lanes::Counter(perRepeat, mask.low) :
-        Lanes{perRepeat, repeats, ~uint64_t{0}, mask.low, mask.high};
+    return mask.counter ? Lanes::Counter(perRepeat, mask.low)
+                        : Lanes{perRepeat, repeats, ~uint64_t{0}, mask.low, mask.high};
 }
 
 template <bool isSetMask>

@@ -8,23 +8,24 @@ enum { kY0, kX, kA, kB, kScale };
 
 ge::graphStatus Tile(gert::TilingContext* context)
 {
-  mindlora::Shapes shapes("lora_delta", context);
-  shapes.Check(kY0, "y0", 2);
-  shapes.Check(kX, "x", 2);
-  shapes.Check(kA, "A", 2);
-  shapes.Check(kB, "B", 2);
-  shapes.CheckOneNumber(kScale, "scale");
-  const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1), rank = shapes.At(kA, 0);
-  shapes.CheckSame("the number of tokens", shapes.At(kY0, 0), tokens);
-  shapes.CheckSame("K", in, shapes.At(kA, 1));
-  shapes.CheckSame("N", out, shapes.At(kB, 0));
-  shapes.CheckSame("the rank", rank, shapes.At(kB, 1));
-  shapes.CheckRange("K", in, 1, mindlora::kMaxSize);
-  shapes.CheckRange("N", out, 1, mindlora::kMaxSize);
-  shapes.CheckRange("rank", rank, 1, mindlora::kMaxRank);
-  if (!shapes.Good()) return ge::GRAPH_FAILED;
-  return mindlora::Launch(context, mindlora::PlanLoraDelta(tokens, in, out, rank, mindlora::ElementBytes(context, kX),
-                                       mindlora::AskPlatform(context)));
+    mindlora::Shapes shapes("lora_delta", context);
+    shapes.Check(kY0, "y0", 2);
+    shapes.Check(kX, "x", 2);
+    shapes.Check(kA, "A", 2);
+    shapes.Check(kB, "B", 2);
+    shapes.CheckOneNumber(kScale, "scale");
+    const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1), rank = shapes.At(kA, 0);
+    shapes.CheckSame("the number of tokens", shapes.At(kY0, 0), tokens);
+    shapes.CheckSame("K", in, shapes.At(kA, 1));
+    shapes.CheckSame("N", out, shapes.At(kB, 0));
+    shapes.CheckSame("the rank", rank, shapes.At(kB, 1));
+    shapes.CheckRange("K", in, 1, mindlora::kMaxSize);
+    shapes.CheckRange("N", out, 1, mindlora::kMaxSize);
+    shapes.CheckRange("rank", rank, 1, mindlora::kMaxRank);
+    if (!shapes.Good()) return ge::GRAPH_FAILED;
+    return mindlora::Launch(context,
+        mindlora::PlanLoraDelta(
+            tokens, in, out, rank, mindlora::ElementBytes(context, kX), mindlora::AskPlatform(context)));
 }
 
 }  // namespace
@@ -32,18 +33,18 @@ ge::graphStatus Tile(gert::TilingContext* context)
 namespace ops {
 
 class LoraDelta : public mindlora::Definition {
- public:
-  explicit LoraDelta(const char* name) : Definition(name)
-  {
-    using namespace mindlora;
-    In("y0", Elements());
-    In("x", Elements());
-    In("a", Elements());
-    In("b", Elements());
-    In("scale", Always(ge::DT_FLOAT));
-    Out("y", Elements());
-    Functions(ShapeOfInput<kY0>, DataTypeOfInput<kY0>, Tile);
-  }
+public:
+    explicit LoraDelta(const char* name) : Definition(name)
+    {
+        using namespace mindlora;
+        In("y0", Elements());
+        In("x", Elements());
+        In("a", Elements());
+        In("b", Elements());
+        In("scale", Always(ge::DT_FLOAT));
+        Out("y", Elements());
+        Functions(ShapeOfInput<kY0>, DataTypeOfInput<kY0>, Tile);
+    }
 };
 
 OP_ADD(LoraDelta);

@@ -26,7 +26,8 @@ inline void FillTiles(LoraDeltaTiling& sizes, uint64_t elementBytes, uint64_t un
     tiles.tokensAtOnce = std::max<uint64_t>(1, tokens);
     tiles.products = PlanRowProducts(sizes.rank, tiles.tokensAtOnce, unifiedBuffer);
     tiles.expandRows = RoundDown(std::min<uint64_t>(tiles.products.vectorElements / tiles.tokensAtOnce,
-        tiles.products.matrixElements / RoundUp(sizes.rank, 32 / elementBytes)), kUnit);
+                                     tiles.products.matrixElements / RoundUp(sizes.rank, 32 / elementBytes)),
+        kUnit);
 }
 
 }  // namespace lora_delta_decode
@@ -51,8 +52,8 @@ inline void PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, const
 
     const uint64_t own = std::max<uint64_t>(1, std::min<uint64_t>(sizes.tokens, worthwhile));
     const uint64_t ownTokens = CeilDiv(sizes.tokens, own);
-    const uint64_t ownBytes = CeilDiv(ownTokens, tokens) * (in + out) * rank * elementBytes +
-        ownTokens * (in + 2 * out) * elementBytes;
+    const uint64_t ownBytes =
+        CeilDiv(ownTokens, tokens) * (in + out) * rank * elementBytes + ownTokens * (in + 2 * out) * elementBytes;
 
     const uint64_t sums = RoundUp(tokens * rank, 8) * sizeof(float);
     const uint64_t transfers = least / kExchangeShare / sums;  // = 2 shrinking cores + expanding cores

@@ -13,8 +13,8 @@ constexpr uint64_t kLoraDeltaPrefillKey = 2;
 constexpr uint32_t kLoraDeltaMaxRank = 256;
 
 // Any tokens, K, N >= 1; rank 1 to 256. elementBytes is 2 or 4.
-inline Plan<LoraDeltaTiling> PlanLoraDelta(uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank,
-    uint64_t elementBytes, const Platform& platform)
+inline Plan<LoraDeltaTiling> PlanLoraDelta(
+    uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank, uint64_t elementBytes, const Platform& platform)
 {
     Plan<LoraDeltaTiling> plan{};
     LoraDeltaTiling& sizes = plan.tiling;

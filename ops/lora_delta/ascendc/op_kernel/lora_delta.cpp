@@ -5,8 +5,8 @@
 #include "lora_delta_prefill.h"
 #include "lora_delta_tiling.h"
 
-extern "C" __global__ __aicore__ void lora_delta(GM_ADDR y0, GM_ADDR x, GM_ADDR a, GM_ADDR b, GM_ADDR scale, GM_ADDR y,
-    GM_ADDR workspace, GM_ADDR tiling)
+extern "C" __global__ __aicore__ void lora_delta(
+    GM_ADDR y0, GM_ADDR x, GM_ADDR a, GM_ADDR b, GM_ADDR scale, GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling)
 {
     REGISTER_TILING_DEFAULT(LoraDeltaTiling);
     GET_TILING_DATA_WITH_STRUCT(LoraDeltaTiling, sizes, tiling);

@@ -148,8 +148,8 @@ private:
     }
 
     // Hands on a tensor of lowOut_ and frees it.
-    __aicore__ inline void Publish(const AscendC::GlobalTensor<float>& to, AscendC::LocalTensor<float>& low,
-        uint32_t rows, uint32_t columns)
+    __aicore__ inline void Publish(
+        const AscendC::GlobalTensor<float>& to, AscendC::LocalTensor<float>& low, uint32_t rows, uint32_t columns)
     {
         lowOut_.EnQue(low);
         low = lowOut_.template DeQue<float>();
@@ -158,8 +158,8 @@ private:
     }
 
     // A tensor of lowIn_, to be freed.
-    __aicore__ inline AscendC::LocalTensor<float> Fetch(const AscendC::GlobalTensor<float>& from, uint32_t rows,
-        uint32_t columns, uint32_t stride)
+    __aicore__ inline AscendC::LocalTensor<float> Fetch(
+        const AscendC::GlobalTensor<float>& from, uint32_t rows, uint32_t columns, uint32_t stride)
     {
         AscendC::LocalTensor<float> in = lowIn_.template AllocTensor<float>();
         CopyRowsIn(in, from, rows, columns, stride);

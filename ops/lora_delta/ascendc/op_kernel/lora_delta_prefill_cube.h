@@ -9,8 +9,8 @@ namespace mindlora {
 template <typename T>
 class LoraDeltaPrefillCube {
 public:
-    __aicore__ inline LoraDeltaPrefillCube(AscendC::TPipe& pipe, const LoraDeltaTiling& sizes,
-        const PrefillExchange<T>& exchange)
+    __aicore__ inline LoraDeltaPrefillCube(
+        AscendC::TPipe& pipe, const LoraDeltaTiling& sizes, const PrefillExchange<T>& exchange)
         : sizes_(sizes), split_(sizes.prefill), exchange_(exchange), cube_(pipe, sizes.prefill, sizes.rank)
     {}
 

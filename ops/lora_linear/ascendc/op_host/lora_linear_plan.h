@@ -21,9 +21,9 @@ inline bool LoraLinearTakesCube(uint64_t tokens, uint64_t in, uint64_t elementBy
 
 inline void PlanLoraLinearOnVectorCores(uint64_t elementBytes, const Platform& chip, Plan<LoraLinearTiling>& plan)
 {
-    constexpr uint64_t kMostTokens = 48;     // at once
-    constexpr uint64_t kOneCore = 32 * 1024; // bytes: so little is not worth a synchronization
-    constexpr uint64_t kACore = 8 * 1024;    // bytes: nor is a core for less than this
+    constexpr uint64_t kMostTokens = 48;      // at once
+    constexpr uint64_t kOneCore = 32 * 1024;  // bytes: so little is not worth a synchronization
+    constexpr uint64_t kACore = 8 * 1024;     // bytes: nor is a core for less than this
     const LoraLinearTiling& sizes = plan.tiling;
     const uint64_t tokens = sizes.tokens, in = sizes.inFeatures, out = sizes.outFeatures, rank = sizes.rank;
 

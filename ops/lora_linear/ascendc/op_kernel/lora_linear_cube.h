@@ -15,8 +15,8 @@ namespace mindlora {
 template <typename T>
 class LoraLinearCube {
 public:
-    __aicore__ inline LoraLinearCube(AscendC::TPipe& pipe, const LoraLinearTiling& sizes,
-        const PrefillExchange<T>& exchange)
+    __aicore__ inline LoraLinearCube(
+        AscendC::TPipe& pipe, const LoraLinearTiling& sizes, const PrefillExchange<T>& exchange)
         : sizes_(sizes), split_(sizes.cube), exchange_(exchange)
     {
         pipe.InitBuffer(leftIn_, kLeftStages, kFractalSide * split_.step * sizeof(T));
@@ -77,8 +77,8 @@ private:
     static constexpr uint32_t kWeightStages = 6;
 
     // sum = x m^T, for some rows of m and a slice of K, which is outermost, so that x is read once too.
-    __aicore__ inline void MultiplyX(const AscendC::LocalTensor<float>& sum, const Window<T>& m, const Range& rows,
-        const Range& slice)
+    __aicore__ inline void MultiplyX(
+        const AscendC::LocalTensor<float>& sum, const Window<T>& m, const Range& rows, const Range& slice)
     {
         for (uint32_t k = slice.begin; k < slice.end; k += split_.step) {
             AddProduct(sum, x_.From(k), m.From(k), rows, Least(split_.step, slice.end - k), k > slice.begin);
@@ -86,8 +86,8 @@ private:
     }
 
     // sum += left m^T, or sum = left m^T. depth is at most a step.
-    __aicore__ inline void AddProduct(const AscendC::LocalTensor<float>& sum, const Window<T>& left,
-        const Window<T>& m, const Range& rows, uint32_t depth, bool add)
+    __aicore__ inline void AddProduct(const AscendC::LocalTensor<float>& sum, const Window<T>& left, const Window<T>& m,
+        const Range& rows, uint32_t depth, bool add)
     {
         AscendC::LocalTensor<T> in = leftIn_.template AllocTensor<T>();
         LoadTile(in, left, tokens_, depth);
@@ -101,8 +101,8 @@ private:
             AscendC::LocalTensor<T> weights = weightsIn_.template AllocTensor<T>();
             LoadRows(weights, m.Row(tile.begin), tile.Size(), depth, m.stride, pitch);
             AscendC::LocalTensor<T> right = ToL0(right_, weightsIn_, weights, pitch * RoundToFractal(depth));
-            Multiply(sum[(tile.begin - rows.begin) * kFractalSide], factor, right, sizes_.tokens, tile.Size(), depth,
-                add);
+            Multiply(
+                sum[(tile.begin - rows.begin) * kFractalSide], factor, right, sizes_.tokens, tile.Size(), depth, add);
             right_.FreeTensor(right);
         }
         left_.FreeTensor(factor);
@@ -131,8 +131,8 @@ private:
 
     // A tile that has been sent to L1, where it lies as L0A or L0B wants it, goes there.
     template <typename Queue, typename In>
-    __aicore__ inline AscendC::LocalTensor<T> ToL0(Queue& queue, In& stages, AscendC::LocalTensor<T>& stage,
-        uint32_t elements)
+    __aicore__ inline AscendC::LocalTensor<T> ToL0(
+        Queue& queue, In& stages, AscendC::LocalTensor<T>& stage, uint32_t elements)
     {
         stages.EnQue(stage);
         stage = stages.template DeQue<T>();

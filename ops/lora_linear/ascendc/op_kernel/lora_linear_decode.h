@@ -31,8 +31,8 @@ public:
         sums_ = sums.Get<float>();
     }
 
-    __aicore__ inline void Bind(GM_ADDR x, GM_ADDR w, GM_ADDR a, GM_ADDR b, GM_ADDR scale, GM_ADDR bias, GM_ADDR y,
-        GM_ADDR exchange)
+    __aicore__ inline void Bind(
+        GM_ADDR x, GM_ADDR w, GM_ADDR a, GM_ADDR b, GM_ADDR scale, GM_ADDR bias, GM_ADDR y, GM_ADDR exchange)
     {
         x_ = {Global<T>(x), sizes_.inFeatures};
         w_ = {Global<T>(w), sizes_.inFeatures};
@@ -158,10 +158,7 @@ private:
         yOut_.FreeTensor(y);
     }
 
-    __aicore__ inline void SendB(const Range& rows)
-    {
-        products_.SendMatrix(b_, rows, {0, sizes_.rank});
-    }
+    __aicore__ inline void SendB(const Range& rows) { products_.SendMatrix(b_, rows, {0, sizes_.rank}); }
 
     const LoraLinearTiling sizes_;
     const LoraLinearVectorTiling split_;

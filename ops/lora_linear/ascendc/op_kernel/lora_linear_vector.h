@@ -25,8 +25,8 @@ __aicore__ inline void WriteOnes(AscendC::TPipe& pipe, const AscendC::GlobalTens
 }
 
 template <typename T>
-__aicore__ inline void LoraLinearVector(AscendC::TPipe& pipe, const LoraLinearTiling& sizes,
-    const PrefillExchange<T>& exchange, GM_ADDR scale)
+__aicore__ inline void LoraLinearVector(
+    AscendC::TPipe& pipe, const LoraLinearTiling& sizes, const PrefillExchange<T>& exchange, GM_ADDR scale)
 {
     const auto core = static_cast<uint32_t>(AscendC::GetBlockIdx());
     const auto cores = static_cast<uint32_t>(AscendC::GetBlockNum() * AscendC::GetSubBlockNum());

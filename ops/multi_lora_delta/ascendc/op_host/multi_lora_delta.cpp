@@ -8,29 +8,29 @@ enum { kY0, kX, kPool, kRanks, kScales, kIndices };
 
 ge::graphStatus Tile(gert::TilingContext* context)
 {
-  mindlora::Shapes shapes("multi_lora_delta", context);
-  shapes.Check(kY0, "y0", 2);
-  shapes.Check(kX, "x", 2);
-  shapes.Check(kPool, "pool", 3);
-  shapes.Check(kRanks, "ranks", 1);
-  shapes.Check(kScales, "scales", 1);
-  shapes.Check(kIndices, "indices", 1);
-  const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1);
-  const int64_t slots = shapes.At(kPool, 0), maxRank = shapes.At(kPool, 1);
-  shapes.CheckSame("the number of tokens", shapes.At(kY0, 0), tokens);
-  shapes.CheckSame("the number of tokens", shapes.At(kIndices, 0), tokens);
-  shapes.CheckSame("K + N", in + out, shapes.At(kPool, 2));
-  shapes.CheckSame("the number of slots", slots, shapes.At(kRanks, 0));
-  shapes.CheckSame("the number of slots", slots, shapes.At(kScales, 0));
-  shapes.CheckRange("K", in, 1, mindlora::kMaxSize);
-  shapes.CheckRange("N", out, 1, mindlora::kMaxSize);
-  shapes.CheckRange("K + N", in + out, 2, mindlora::kMultiLoraDeltaMaxColumns);
-  shapes.CheckRange("max_rank", maxRank, 1, mindlora::kMaxRank);
-  const mindlora::Platform chip = mindlora::AskPlatform(context);
-  shapes.CheckRange("the number of slots", slots, 0, mindlora::MultiLoraDeltaMaxSlots(chip));
-  if (!shapes.Good()) return ge::GRAPH_FAILED;
-  return mindlora::Launch(context, mindlora::PlanMultiLoraDelta({tokens, slots, maxRank, in, out},
-                                       mindlora::ElementBytes(context, kX), chip));
+    mindlora::Shapes shapes("multi_lora_delta", context);
+    shapes.Check(kY0, "y0", 2);
+    shapes.Check(kX, "x", 2);
+    shapes.Check(kPool, "pool", 3);
+    shapes.Check(kRanks, "ranks", 1);
+    shapes.Check(kScales, "scales", 1);
+    shapes.Check(kIndices, "indices", 1);
+    const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1);
+    const int64_t slots = shapes.At(kPool, 0), maxRank = shapes.At(kPool, 1);
+    shapes.CheckSame("the number of tokens", shapes.At(kY0, 0), tokens);
+    shapes.CheckSame("the number of tokens", shapes.At(kIndices, 0), tokens);
+    shapes.CheckSame("K + N", in + out, shapes.At(kPool, 2));
+    shapes.CheckSame("the number of slots", slots, shapes.At(kRanks, 0));
+    shapes.CheckSame("the number of slots", slots, shapes.At(kScales, 0));
+    shapes.CheckRange("K", in, 1, mindlora::kMaxSize);
+    shapes.CheckRange("N", out, 1, mindlora::kMaxSize);
+    shapes.CheckRange("K + N", in + out, 2, mindlora::kMultiLoraDeltaMaxColumns);
+    shapes.CheckRange("max_rank", maxRank, 1, mindlora::kMaxRank);
+    const mindlora::Platform chip = mindlora::AskPlatform(context);
+    shapes.CheckRange("the number of slots", slots, 0, mindlora::MultiLoraDeltaMaxSlots(chip));
+    if (!shapes.Good()) return ge::GRAPH_FAILED;
+    return mindlora::Launch(context,
+        mindlora::PlanMultiLoraDelta({tokens, slots, maxRank, in, out}, mindlora::ElementBytes(context, kX), chip));
 }
 
 }  // namespace
@@ -38,19 +38,19 @@ ge::graphStatus Tile(gert::TilingContext* context)
 namespace ops {
 
 class MultiLoraDelta : public mindlora::Definition {
- public:
-  explicit MultiLoraDelta(const char* name) : Definition(name)
-  {
-    using namespace mindlora;
-    In("y0", Elements());
-    In("x", Elements());
-    In("pool", Elements());
-    In("ranks", Always(ge::DT_INT32));
-    In("scales", Always(ge::DT_FLOAT));
-    In("indices", Always(ge::DT_INT32));
-    Out("y", Elements());
-    Functions(ShapeOfInput<kY0>, DataTypeOfInput<kY0>, Tile);
-  }
+public:
+    explicit MultiLoraDelta(const char* name) : Definition(name)
+    {
+        using namespace mindlora;
+        In("y0", Elements());
+        In("x", Elements());
+        In("pool", Elements());
+        In("ranks", Always(ge::DT_INT32));
+        In("scales", Always(ge::DT_FLOAT));
+        In("indices", Always(ge::DT_INT32));
+        Out("y", Elements());
+        Functions(ShapeOfInput<kY0>, DataTypeOfInput<kY0>, Tile);
+    }
 };
 
 OP_ADD(MultiLoraDelta);

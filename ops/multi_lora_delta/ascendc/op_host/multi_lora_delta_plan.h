@@ -17,10 +17,7 @@ struct MultiLoraDeltaSizes {
     int64_t out;  // N
 };
 
-inline uint64_t RoundUp8(uint64_t number)
-{
-    return (number + 7) / 8 * 8;
-}
+inline uint64_t RoundUp8(uint64_t number) { return (number + 7) / 8 * 8; }
 
 constexpr uint64_t kDecodeRound = 512;      // tokens at a time
 constexpr uint32_t kDecodeExchange = 24;    // the bytes of the exchange: about 4% more
@@ -29,7 +26,7 @@ constexpr uint32_t kDecodeRepeats = 10240;  // a few microseconds of arithmetic
 // A row of the pool is stepped over by a 32-bit number of bytes.
 constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
 
-constexpr uint32_t kLeastPrefill = 129;     // tokens; so many are hardly a row each of as many requests
+constexpr uint32_t kLeastPrefill = 129;  // tokens; so many are hardly a row each of as many requests
 
 // Of the table in UB that finds rows of one adapter.
 inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
@@ -41,8 +38,8 @@ inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
 
 // K, N and maxRank from 1, K + N up to kMultiLoraDeltaMaxColumns, maxRank up to 256, slots up to
 // MultiLoraDeltaMaxSlots, any number of tokens. elementBytes is 2 or 4.
-inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(const MultiLoraDeltaSizes& sizes, uint64_t elementBytes,
-    const Platform& chip)
+inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
+    const MultiLoraDeltaSizes& sizes, uint64_t elementBytes, const Platform& chip)
 {
     MultiLoraDeltaTiling t{};
     t.tokens = static_cast<uint32_t>(sizes.tokens);

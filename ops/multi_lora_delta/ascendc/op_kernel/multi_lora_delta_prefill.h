@@ -9,8 +9,8 @@
 namespace mindlora {
 
 template <typename T>
-__aicore__ inline void ReduceByRow(PrefillVector<T>& vector, const MultiLoraDeltaTiling& sizes,
-    const Adapters& adapters, GM_ADDR scales)
+__aicore__ inline void ReduceByRow(
+    PrefillVector<T>& vector, const MultiLoraDeltaTiling& sizes, const Adapters& adapters, GM_ADDR scales)
 {
     AscendC::GlobalTensor<float> scalesGm;
     scalesGm.SetGlobalBuffer((__gm__ float*)scales, sizes.slots);

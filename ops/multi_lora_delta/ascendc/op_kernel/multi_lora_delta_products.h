@@ -27,9 +27,8 @@ __aicore__ inline void ExpandTile(const AscendC::LocalTensor<float>& y, const As
         AscendC::SetVectorMask<float, AscendC::MaskMode::COUNTER>(static_cast<int32_t>(width));
         for (uint32_t j = 0; j < ranks; ++j) {
             for (uint32_t m = 0; m < rows; ++m) {
-                AscendC::MulAddDst<float, float, false>(y[m * pitch], b[j * pitch],
-                    low[(j * rows + m) * kBlockNumbers], AscendC::MASK_PLACEHOLDER, 1,
-                    AscendC::BinaryRepeatParams(1, 1, 0, 8, 8, 0));
+                AscendC::MulAddDst<float, float, false>(y[m * pitch], b[j * pitch], low[(j * rows + m) * kBlockNumbers],
+                    AscendC::MASK_PLACEHOLDER, 1, AscendC::BinaryRepeatParams(1, 1, 0, 8, 8, 0));
             }
         }
         AscendC::SetMaskNorm();
@@ -40,8 +39,8 @@ __aicore__ inline void ExpandTile(const AscendC::LocalTensor<float>& y, const As
     for (uint32_t j = 0; j < ranks; ++j) {  // a repeat is one row of 64 columns
         for (uint32_t n = 0; n < width; n += kLanes) {
             const uint64_t lanes = Least(kLanes, width - n);
-            AscendC::MulAddDst(y[n], b[j * pitch + n], low[j * rows * kBlockNumbers], lanes,
-                static_cast<uint8_t>(rows), rowByRow);
+            AscendC::MulAddDst(
+                y[n], b[j * pitch + n], low[j * rows * kBlockNumbers], lanes, static_cast<uint8_t>(rows), rowByRow);
         }
     }
 }

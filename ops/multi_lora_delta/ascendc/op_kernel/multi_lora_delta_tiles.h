@@ -72,8 +72,8 @@ public:
     }
 
     // Rows [j, j + ranks) of an adapter to the queue; `side` is 0 for A and K for B.
-    __aicore__ inline void FetchPool(const Segment& segment, uint32_t j, uint32_t ranks, uint32_t side,
-        const Tile& tile)
+    __aicore__ inline void FetchPool(
+        const Segment& segment, uint32_t j, uint32_t ranks, uint32_t side, const Tile& tile)
     {
         const uint64_t length = uint64_t{sizes_.in} + sizes_.out;
         const uint64_t row = static_cast<uint64_t>(segment.slot) * sizes_.maxRank + j;
@@ -115,8 +115,8 @@ private:
     static constexpr uint32_t kBytes = kDecodeTile * sizeof(float);
 
     // Rows of x or y0, `length` numbers each. Those that follow one another move in one copy.
-    __aicore__ inline Local Read(const AscendC::GlobalTensor<T>& from, uint32_t length, const Segment& segment,
-        const Tile& tile)
+    __aicore__ inline Local Read(
+        const AscendC::GlobalTensor<T>& from, uint32_t length, const Segment& segment, const Tile& tile)
     {
         Local rows = rowQueue.template AllocTensor<T>();
         int32_t token = segment.first;

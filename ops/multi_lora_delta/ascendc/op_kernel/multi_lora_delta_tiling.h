@@ -11,14 +11,14 @@ namespace mindlora {
 enum MultiLoraDeltaWay : uint64_t { kMultiLoraDeltaDecode = 1, kMultiLoraDeltaPrefill = 2 };
 
 // Sizes of the decode way's tiles, in elements. The host plans with them, the kernel is built on them.
-constexpr uint32_t kDecodeTile = 4096;   // a tile of a pool's block, of x or of y
-constexpr uint32_t kDecodeWidth = 512;   // the most of K or N in a tile
-constexpr uint32_t kDecodeStep = 16;     // K and N are shared out to the cores in steps of so many
-constexpr uint32_t kDecodeRows = 32;     // the most rows of one adapter that share a read of it
-constexpr uint32_t kDecodeRanks = 32;    // the most rows of a pool's block in a tile
-constexpr uint32_t kDecodeBuffers = 9;   // tiles of float32 in UB
-constexpr uint32_t kDecodeTables = 7;    // numbers that a core keeps for a token,
-constexpr uint32_t kDecodeKeys = 2;      // and besides one for each slot (multi_lora_delta_segments.h)
+constexpr uint32_t kDecodeTile = 4096;  // a tile of a pool's block, of x or of y
+constexpr uint32_t kDecodeWidth = 512;  // the most of K or N in a tile
+constexpr uint32_t kDecodeStep = 16;    // K and N are shared out to the cores in steps of so many
+constexpr uint32_t kDecodeRows = 32;    // the most rows of one adapter that share a read of it
+constexpr uint32_t kDecodeRanks = 32;   // the most rows of a pool's block in a tile
+constexpr uint32_t kDecodeBuffers = 9;  // tiles of float32 in UB
+constexpr uint32_t kDecodeTables = 7;   // numbers that a core keeps for a token,
+constexpr uint32_t kDecodeKeys = 2;     // and besides one for each slot (multi_lora_delta_segments.h)
 
 struct MultiLoraDeltaTiling {
     uint32_t tokens;

@@ -8,23 +8,24 @@ enum { kPool, kRanks, kScales, kSlot, kPacked, kScale };
 
 ge::graphStatus Tile(gert::TilingContext* context)
 {
-  mindlora::Shapes shapes("multi_lora_slot_write", context);
-  shapes.Check(kPool, "pool", 3);
-  shapes.Check(kRanks, "ranks", 1);
-  shapes.Check(kScales, "scales", 1);
-  shapes.CheckOneNumber(kSlot, "slot");
-  shapes.Check(kPacked, "packed", 2);
-  shapes.CheckOneNumber(kScale, "scale");
-  const int64_t slots = shapes.At(kPool, 0), maxRank = shapes.At(kPool, 1), columns = shapes.At(kPool, 2);
-  const int64_t rank = shapes.At(kPacked, 0);
-  shapes.CheckSame("the number of slots", slots, shapes.At(kRanks, 0));
-  shapes.CheckSame("the number of slots", slots, shapes.At(kScales, 0));
-  shapes.CheckSame("K + N", columns, shapes.At(kPacked, 1));
-  shapes.CheckRange("max_rank", maxRank, 1, mindlora::kMaxRank);
-  shapes.CheckRange("rank", rank, 1, maxRank);
-  if (!shapes.Good()) return ge::GRAPH_FAILED;
-  return mindlora::Launch(context, mindlora::PlanMultiLoraSlotWrite({slots, maxRank, columns, rank},
-                                       mindlora::ElementBytes(context, kPool), mindlora::AskPlatform(context)));
+    mindlora::Shapes shapes("multi_lora_slot_write", context);
+    shapes.Check(kPool, "pool", 3);
+    shapes.Check(kRanks, "ranks", 1);
+    shapes.Check(kScales, "scales", 1);
+    shapes.CheckOneNumber(kSlot, "slot");
+    shapes.Check(kPacked, "packed", 2);
+    shapes.CheckOneNumber(kScale, "scale");
+    const int64_t slots = shapes.At(kPool, 0), maxRank = shapes.At(kPool, 1), columns = shapes.At(kPool, 2);
+    const int64_t rank = shapes.At(kPacked, 0);
+    shapes.CheckSame("the number of slots", slots, shapes.At(kRanks, 0));
+    shapes.CheckSame("the number of slots", slots, shapes.At(kScales, 0));
+    shapes.CheckSame("K + N", columns, shapes.At(kPacked, 1));
+    shapes.CheckRange("max_rank", maxRank, 1, mindlora::kMaxRank);
+    shapes.CheckRange("rank", rank, 1, maxRank);
+    if (!shapes.Good()) return ge::GRAPH_FAILED;
+    return mindlora::Launch(context,
+        mindlora::PlanMultiLoraSlotWrite(
+            {slots, maxRank, columns, rank}, mindlora::ElementBytes(context, kPool), mindlora::AskPlatform(context)));
 }
 
 }  // namespace
@@ -32,19 +33,19 @@ ge::graphStatus Tile(gert::TilingContext* context)
 namespace ops {
 
 class MultiLoraSlotWrite : public mindlora::Definition {
- public:
-  explicit MultiLoraSlotWrite(const char* name) : Definition(name)
-  {
-    using namespace mindlora;
-    InOut("pool", Elements());
-    InOut("ranks", Always(ge::DT_INT32));
-    InOut("scales", Always(ge::DT_FLOAT));
-    In("slot", Always(ge::DT_INT32));
-    In("packed", Elements());
-    In("scale", Always(ge::DT_FLOAT));
-    Out("written", Always(ge::DT_INT32));
-    Functions(ShapeOfInput<kSlot>, DataTypeOfInput<kSlot>, Tile);
-  }
+public:
+    explicit MultiLoraSlotWrite(const char* name) : Definition(name)
+    {
+        using namespace mindlora;
+        InOut("pool", Elements());
+        InOut("ranks", Always(ge::DT_INT32));
+        InOut("scales", Always(ge::DT_FLOAT));
+        In("slot", Always(ge::DT_INT32));
+        In("packed", Elements());
+        In("scale", Always(ge::DT_FLOAT));
+        Out("written", Always(ge::DT_INT32));
+        Functions(ShapeOfInput<kSlot>, DataTypeOfInput<kSlot>, Tile);
+    }
 };
 
 OP_ADD(MultiLoraSlotWrite);

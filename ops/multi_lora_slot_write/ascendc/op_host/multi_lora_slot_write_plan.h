@@ -16,8 +16,8 @@ struct MultiLoraSlotWriteSizes {
 };
 
 // elementBytes is 2 or 4.
-inline Plan<MultiLoraSlotWriteTiling> PlanMultiLoraSlotWrite(const MultiLoraSlotWriteSizes& sizes,
-    uint64_t elementBytes, const Platform& chip)
+inline Plan<MultiLoraSlotWriteTiling> PlanMultiLoraSlotWrite(
+    const MultiLoraSlotWriteSizes& sizes, uint64_t elementBytes, const Platform& chip)
 {
     constexpr uint64_t kUnitBytes = 2048;  // less is not worth another core
     MultiLoraSlotWriteTiling t{};

@@ -15,8 +15,8 @@ public:
         pipe.InitBuffer(numbers_, 1, kBlockBytes);
     }
 
-    __aicore__ inline void SetArguments(GM_ADDR pool, GM_ADDR ranks, GM_ADDR scales, GM_ADDR slot, GM_ADDR packed,
-        GM_ADDR scale, GM_ADDR written)
+    __aicore__ inline void SetArguments(
+        GM_ADDR pool, GM_ADDR ranks, GM_ADDR scales, GM_ADDR slot, GM_ADDR packed, GM_ADDR scale, GM_ADDR written)
     {
         pool_.SetGlobalBuffer((__gm__ T*)pool);
         ranks_.SetGlobalBuffer((__gm__ int32_t*)ranks);
@@ -61,8 +61,8 @@ private:
     }
 
     template <class U>
-    __aicore__ inline void Copy(const AscendC::GlobalTensor<U>& to, const AscendC::GlobalTensor<U>& from,
-        uint32_t count)
+    __aicore__ inline void Copy(
+        const AscendC::GlobalTensor<U>& to, const AscendC::GlobalTensor<U>& from, uint32_t count)
     {
         const AscendC::DataCopyExtParams whole(1, static_cast<uint32_t>(count * sizeof(U)), 0, 0, 0);
         AscendC::LocalTensor<U> tile = copies_.template AllocTensor<U>();

@@ -31,8 +31,8 @@ constexpr uint64_t Nf4BytesOnChip(uint64_t elementBytes)
 }
 
 // Any rows and columns from 1, as long as there are at most kNf4MaxBlocks blocks. elementBytes is 2 or 4.
-inline Plan<Nf4DequantizeTiling> PlanNf4Dequantize(int64_t rows, int64_t columns, uint64_t elementBytes,
-    const Platform& chip)
+inline Plan<Nf4DequantizeTiling> PlanNf4Dequantize(
+    int64_t rows, int64_t columns, uint64_t elementBytes, const Platform& chip)
 {
     constexpr uint64_t kMost = 128;  // blocks of a tile: an instruction has 255 repeats, and tiles fill a group
     constexpr uint64_t kUnit = 32;   // blocks, and the least tile: less is not worth another core

@@ -55,10 +55,10 @@ public:
     }
 
 private:
-    static constexpr uint32_t kBlock = 64;    // numbers that share an absmax
-    static constexpr uint32_t kBytes = 32;    // of the codes of a block: a data block
-    static constexpr uint32_t kGroup = 256;   // blocks that share a scale and an offset
-    static constexpr uint32_t kEntries = 256; // of a table: what a byte can be
+    static constexpr uint32_t kBlock = 64;     // numbers that share an absmax
+    static constexpr uint32_t kBytes = 32;     // of the codes of a block: a data block
+    static constexpr uint32_t kGroup = 256;    // blocks that share a scale and an offset
+    static constexpr uint32_t kEntries = 256;  // of a table: what a byte can be
 
     // Entry b of the first table is TABLE[b % 16], of the second TABLE[b / 16].
     __aicore__ inline void FillTable()
