@@ -15,7 +15,7 @@ class LoRAConv2d(LoRACell):
     rank. Both are PEFT's. W changes by scale B A where there is one group; with several, A sees channels that W's group
     does not, so that there is no W to merge into.
 
-    Parameters:
+    Weights:
         weight [out, in / groups, kh, kw], bias [out], mindpet_delta_lora_a [r, in, kh, kw],
         mindpet_delta_lora_b [out, r / groups, 1, 1].
 

@@ -42,7 +42,7 @@ class LoRADense(LoRACell):
         freeze_lora_a (bool): Train B alone (Zhang et al., LoRA-FA, 2023). Default: False.
         **dense: Further arguments of nn.Dense: weight_init, bias_init, has_bias, activation, dtype.
 
-    Parameters:
+    Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
         mindpet_delta_lora_b [out_channels, r].
 

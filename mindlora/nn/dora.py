@@ -33,10 +33,9 @@ class DoRADense(LoRADense):
     counts; until then the cell computes what it did before, and should m be trained all the same, the loss is NaN. A
     base that is loaded after m has started lets it start again, or raises where m has been trained by then.
 
-    Args:
-        As of LoRADense.
+    The arguments are those of LoRADense.
 
-    Parameters:
+    Weights:
         As of LoRADense, and mindpet_delta_lora_magnitude [out_channels].
 
     Inputs:

@@ -19,7 +19,7 @@ class LoRAEmbedding(LoRACell):
     as they are; where lora_a_init or lora_b_init is given, both are as in LoRADense. Dropout is not applied, as in
     PEFT. A table that an output head shares changes for the embedding alone.
 
-    Parameters:
+    Weights:
         weight [vocabulary, dim] under the name that it had, mindpet_delta_lora_a [r, vocabulary],
         mindpet_delta_lora_b [dim, r].
 

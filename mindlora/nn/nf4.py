@@ -20,7 +20,7 @@ class NF4Dense(nn.Cell):
     W takes 4.13 bits per number and stands nowhere in full between two steps; on a CPU not within a step either (see
     Nf4Linear). There is a gradient for x, and none for W.
 
-    Parameters:
+    Weights:
         weight [out_channels, blocks * 32] uint8, the codes, two in a byte; weight_absmax [out_channels, blocks] uint8;
         weight_scales and weight_offsets [groups] float32; bias [out_channels] as it was.
         blocks = ceil(in_channels / 64), groups = ceil(out_channels * blocks / 256).

@@ -19,10 +19,9 @@ class QLoRADense(LoRADense):
     W = absmax' * TABLE[codes] is that of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a gradient.
     A and B are as in LoRADense, in float.
 
-    Args:
-        As of LoRADense; made by from_cell alone.
+    The arguments are those of LoRADense, but only from_cell makes such a cell.
 
-    Parameters:
+    Weights:
         As of NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
 
     Inputs:

@@ -26,7 +26,7 @@ class VeRADense(LoRADense):
 
     The fused operators do not serve it.
 
-    Parameters:
+    Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_lambda_d [r],
         mindpet_delta_lora_lambda_b [out_channels], and, common to all cells, mindpet_delta_lora_vera_a
         [r, widest in_channels] and mindpet_delta_lora_vera_b [widest out_channels, r].
