@@ -9,8 +9,9 @@ from mindspore import Tensor, nn
 
 from mindlora import initialize
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters.adapter import SHARED, Adapter, is_finite, listed_parts
+from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.fingerprint import base_difference, forms_that_differ
+from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
@@ -227,7 +228,7 @@ def _saved_module_parameters(adapter, network, source, strict):
         parameter = parameters.get(name)
         if parameter is None:
             # The base's own weight of an adapted output head, which a network with tied embeddings does not have.
-            if name.rpartition(".")[0] in adapted | {"model.tok_embeddings"}:
+            if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
             message = f"{source} holds {name}, trained whole (modules_to_save), which the network does not have."
             if strict:

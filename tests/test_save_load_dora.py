@@ -248,7 +248,7 @@ def test_rows_of_joined_cells_keep_their_magnitudes():
     joined_pairs.join_pairs(adapter, path, 16, 2)
     assert adapter.paths == [path]
     np.testing.assert_array_equal(
-        adapter.tensors[path, "magnitude"], joined_rows.join_qkv_rows(*whole.values(), kv_heads=2)
+        adapter.tensors[path, "magnitude"], joined_rows.join_rows(list(whole.values()), groups=2)
     )
     joined_pairs.split_pairs(adapter, path, 2, 2)
     assert {place: array.tobytes() for place, array in adapter.tensors.items()} == {

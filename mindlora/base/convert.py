@@ -1,4 +1,4 @@
-"""convert_base: a Llama's or Qwen2's base checkpoint from Hugging Face's names to MindFormers' and back.
+"""convert_base: a base model's checkpoint from Hugging Face's names to MindFormers' and back.
 
 Elements are copied as they are: MindFormers rotates pairs of positions as Hugging Face does, so no row of q or k moves.
 """
@@ -8,16 +8,11 @@ import functools
 import time
 from typing import Callable, List, Optional, Tuple
 
-from mindlora.base.joined import joined, parts_of, split, whole_of
+from mindlora.base.joined import join, joined_name, parts_of, split
 from mindlora.base.reader import WORLDS, BaseCheckpoint, examples
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.errors import CheckpointError
-from mindlora.models import names
-
-# Old checkpoints hold this table, which every model computes for itself.
-_COMPUTED = "rotary_emb.inv_freq"
-_HEAD = "lm_head.weight"
-_EMBEDDING = {"hf": "model.embed_tokens.weight", "mindformers": "model.tok_embeddings.embedding_weight"}
+from mindlora.models import names, registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +149,15 @@ class _Plan:
         self.heads = heads or base.config.get("num_attention_heads")
         self.kv_heads = kv_heads or base.config.get("num_key_value_heads") or self.heads
         self.rename = names.parameter_to_mindformers if to == "mindformers" else names.parameter_to_hugging_face
-        self.skipped = [name for name in base.tensors if name.endswith(_COMPUTED)]
+        # Old checkpoints hold tables that every model computes for itself.
+        self.skipped = [name for name in base.tensors if names.is_computed(name)]
         known = [name for name in base.tensors if name not in self.skipped]
         unknown = [name for name in known if not self.rename(name) and not (to == "hf" and parts_of(name))]
         if unknown:
             raise CheckpointError(
-                f"{base.path} holds tensors that have no name in {WORLDS[to]} Llama: "
-                f"{examples(unknown)}. Only Llama and Qwen2 are known, without LoRA, quantization "
-                "and the optimizer's state."
+                f"{base.path} holds tensors for which {WORLDS[to]} name is not known: {examples(unknown)}. "
+                f"Known are the parameters of {registry.titles()}, without LoRA, quantization and the state of an "
+                "optimizer."
             )
         # New name -> old name of what is to be joined.
         self.separate = {self.rename(name): name for name in known} if concat else {}
@@ -174,11 +170,12 @@ class _Plan:
         ]
 
     def _made_of(self, name) -> List[OutputTensor]:
-        """Returns the tensors that are written in the place of ``name``."""
+        """Returns the tensors that are written in place of ``name``."""
         target = self.rename(name)
         if not target:
-            return split(self.base, name, [self.rename(part) for part in parts_of(name)], self.heads, self.kv_heads)
-        whole = whole_of(target) if self.separate else None
+            targets = [self.rename(part) or part for part in parts_of(name)]
+            return split(self.base, name, targets, self.heads, self.kv_heads)
+        whole = joined_name(target) if self.separate else None
         if whole:
             return self._joined_at(target, whole)
         info = self.base.tensors[name]
@@ -192,45 +189,47 @@ class _Plan:
                 f"{self.base.path} holds {self.separate[target]} and nothing for "
                 f"{', '.join(missing)}, so {whole} cannot be made."
             )
-        # The whole stands where its first part stood.
+        # The joined tensor comes where its first part was.
         if target != parts[0]:
             return []
-        return [joined(self.base, whole, [self.separate[part] for part in parts], self.kv_heads)]
+        return [join(self.base, whole, [self.separate[part] for part in parts], self.kv_heads)]
 
 
 def _settle_head(base, plan, to, tied) -> List[str]:
-    """Adds or removes lm_head.weight where the embeddings are tied; returns what to say of it."""
-    if _HEAD in base.tensors:
+    """Adds or removes the output head's weight where the embeddings are tied; returns what to say of it."""
+    head, written_head = base.architecture.head_weight(base.world), base.architecture.head_weight(to)
+    if head in base.tensors:
         if not tied:
             return []
-        _check_tied(base)
+        _check_tied(base, head)
         for shard in plan.shards:
-            shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != _HEAD]
-        return [f"{_HEAD} is the embedding and was left out; the model must say tie_word_embeddings: true."]
+            shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != written_head]
+        return [f"{written_head} is the embedding and was left out; the model must say tie_word_embeddings: true."]
     if base.config.get("tie_word_embeddings") is False:
         raise CheckpointError(
-            f"{base.path} lacks {_HEAD}, and its config.json says that the embeddings are not tied. "
+            f"{base.path} lacks {head}, and its config.json says that the embeddings are not tied. "
             "Copy the model again."
         )
     if tied or to == "hf":
-        return [f"The checkpoint has no {_HEAD}; the model must say tie_word_embeddings: true."]
+        return [f"The checkpoint has no {head}; the model must say tie_word_embeddings: true."]
+    table = base.architecture.embedding_table(to)
     for shard in plan.shards:
-        shard.tensors.extend([tensor._replace(name=_HEAD) for tensor in shard.tensors if tensor.name == _EMBEDDING[to]])
+        shard.tensors.extend([tensor._replace(name=written_head) for tensor in shard.tensors if tensor.name == table])
     return [
-        f"The embeddings are tied: {_HEAD} was written as a copy of them. With tie_word_embeddings: True in the "
+        f"The embeddings are tied: {written_head} was written as a copy of them. With tie_word_embeddings: True in the "
         "YAML it is not needed, and --tied leaves it out."
     ]
 
 
-def _check_tied(base):
-    embedding = _EMBEDDING[base.world]
-    first, second = base.tensors.get(embedding), base.tensors[_HEAD]
+def _check_tied(base, head):
+    embedding = base.architecture.embedding_table(base.world)
+    first, second = base.tensors.get(embedding), base.tensors[head]
     step = max(2**21 // max(second.size // second.shape[0], 1), 1)
     blocks = [(begin, min(begin + step, second.shape[0])) for begin in range(0, second.shape[0], step)]
     # As bytes: NaN equals itself here.
     if (
         first is None
         or first[:2] != second[:2]
-        or any(base.read_rows(embedding, *rows).tobytes() != base.read_rows(_HEAD, *rows).tobytes() for rows in blocks)
+        or any(base.read_rows(embedding, *rows).tobytes() != base.read_rows(head, *rows).tobytes() for rows in blocks)
     ):
-        raise CheckpointError(f"{base.path}: {_HEAD} is not {embedding}, so leaving it out (--tied) would lose it.")
+        raise CheckpointError(f"{base.path}: {head} is not {embedding}, so leaving it out (--tied) would lose it.")

@@ -1,36 +1,40 @@
-"""Tensors of qkv_concat out of a base checkpoint's separate ones, and the reverse, a range of rows at a time.
+"""Joined tensors (MindFormers' qkv_concat) out of a base checkpoint's separate ones, and the reverse.
 
-A concatenated tensor is made of groups: for w_qkv one for each key-value head, [rows of q | of k | of v], for
-w_gate_hidden one for each row of w1, [row of w1 | row of w3].
+Both read a range of rows at a time: whole groups, as mindlora.models.joined_rows defines them.
 """
 
+import functools
 from typing import List, Optional, Tuple
+
+import numpy as np
 
 from mindlora.base.reader import BaseCheckpoint
 from mindlora.base.writer import OutputTensor
 from mindlora.errors import CheckpointError
-from mindlora.models import joined_rows, names
+from mindlora.models import names
+from mindlora.models.architecture import JoinedCell
+from mindlora.models.joined_rows import join_rows, split_rows
 
 
 def parts_of(name: str) -> List[str]:
-    """Returns the parameters that a concatenated one stands for, or [] for any other; all under MindFormers' names."""
+    """Returns the parameters that a joined one replaces, or [] for any other; all under MindFormers' names."""
     path, _, leaf = name.rpartition(".")
     return [f"{part}.{leaf}" for part in names.joined_parts(path)] if leaf in ("weight", "bias") else []
 
 
-def whole_of(name: str) -> Optional[str]:
-    """Returns the concatenated parameter of which ``name`` is a part, or None; both under MindFormers' names."""
+def joined_name(name: str) -> Optional[str]:
+    """Returns the joined parameter of which ``name`` is a part, or None; both under MindFormers' names."""
     path, _, leaf = name.rpartition(".")
     parent = path.rpartition(".")[0]
-    wholes = (f"{parent}.{joint}.{leaf}" for joint in names.JOINED)
-    return next((whole for whole in wholes if name in parts_of(whole)), None)
+    candidates = (f"{parent}.{cell.name}.{leaf}" for cell in names.joined_cells())
+    return next((joined for joined in candidates if name in parts_of(joined)), None)
 
 
-def joined(base: BaseCheckpoint, whole: str, parts: List[str], kv_heads: Optional[int]) -> OutputTensor:
-    """Returns the concatenated tensor ``whole`` made of the tensors ``parts`` of ``base``.
+def join(base: BaseCheckpoint, joined: str, parts: List[str], kv_heads: Optional[int]) -> OutputTensor:
+    """Returns the tensor ``joined`` made of the tensors ``parts`` of ``base``.
 
     Raises:
-        CheckpointError: They do not fit together, or the number of key-value heads does not fit or is not known.
+        CheckpointError: The parts do not go together, or the number of key-value heads is wrong or not known.
     """
     infos = [base.tensors[part] for part in parts]
     if len({(info.dtype, info.shape[1:]) for info in infos}) > 1:
@@ -38,79 +42,75 @@ def joined(base: BaseCheckpoint, whole: str, parts: List[str], kv_heads: Optiona
             f"{', '.join(parts)} differ in dtype or width, so they cannot be joined: "
             f"{', '.join(str(list(info.shape)) for info in infos)}."
         )
+    layout = _cell(joined).layout
+    if layout.needs_heads:
+        _known(joined, kv_heads)
     counts = [info.shape[0] for info in infos]
-    if len(parts) == 2:
-        groups, fits = counts[0], counts[0] == counts[1]
-    else:
-        groups = _known(whole, kv_heads)
-        fits = counts[1] == counts[2] and not any(count % groups for count in counts)
-    if not fits:
+    groups = layout.groups(counts, kv_heads)
+    if groups is None:
         raise CheckpointError(
-            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} do not make up {whole}"
-            + (f" with {groups} key-value heads." if len(parts) == 3 else ".")
+            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} do not make up {joined}"
+            + (f" with {kv_heads} key-value heads." if layout.needs_heads else ".")
         )
     sizes = [count // groups for count in counts]
+    unit = sum(sizes)
 
-    def rows(begin, end):
-        begin, end = begin // sum(sizes), end // sum(sizes)
+    def rows(begin: int, end: int) -> np.ndarray:
+        begin, end = begin // unit, end // unit
         read = [base.read_rows(part, begin * size, end * size) for part, size in zip(parts, sizes)]
-        return joined_rows.join_gate_rows(*read) if len(read) == 2 else joined_rows.join_qkv_rows(*read, end - begin)
+        return join_rows(read, end - begin)
 
-    return OutputTensor(whole, infos[0].dtype, (sum(counts),) + infos[0].shape[1:], rows, sum(sizes))
+    return OutputTensor(joined, infos[0].dtype, (sum(counts),) + infos[0].shape[1:], rows, unit)
 
 
 def split(
-    base: BaseCheckpoint, whole: str, targets: List[str], heads: Optional[int], kv_heads: Optional[int]
+    base: BaseCheckpoint, joined: str, targets: List[str], heads: Optional[int], kv_heads: Optional[int]
 ) -> List[OutputTensor]:
-    """Returns the tensors ``targets`` that the concatenated tensor ``whole`` of ``base`` stands for.
+    """Returns the tensors ``targets`` that the tensor ``joined`` of ``base`` is divided into.
 
     Raises:
-        CheckpointError: The rows are not those of so many heads, or how many there are is not known.
+        CheckpointError: The rows are not those of so many heads, or the number of heads is not known.
     """
-    info = base.tensors[whole]
-    groups, sizes = _groups_in(whole, info.shape[0], len(targets), heads, kv_heads)
+    info = base.tensors[joined]
+    sizes = _group_sizes(joined, info.shape[0], heads, kv_heads)
+    groups = info.shape[0] // sum(sizes)
 
-    def rows(part, begin, end):
+    def rows(part: int, begin: int, end: int) -> np.ndarray:
         begin, end = begin // sizes[part], end // sizes[part]
-        read = base.read_rows(whole, begin * sum(sizes), end * sum(sizes))
-        return (
-            joined_rows.split_gate_rows(read)
-            if len(sizes) == 2
-            else joined_rows.split_qkv_rows(read, end - begin, sizes[1])
-        )[part]
+        return split_rows(base.read_rows(joined, begin * sum(sizes), end * sum(sizes)), sizes)[part]
 
     return [
-        OutputTensor(
-            target,
-            info.dtype,
-            (groups * size,) + info.shape[1:],
-            lambda begin, end, part=part: rows(part, begin, end),
-            size,
-        )
+        OutputTensor(target, info.dtype, (groups * size,) + info.shape[1:], functools.partial(rows, part), size)
         for part, (target, size) in enumerate(zip(targets, sizes))
     ]
 
 
-def _groups_in(whole, count, parts, heads, kv_heads) -> Tuple[int, List[int]]:
-    """Returns the number of groups, and the rows of each part in one."""
-    if parts == 2:
-        if count % 2:
-            raise CheckpointError(f"{whole} has {count} rows, which cannot be those of w1 and w3 in turn.")
-        return count // 2, [1, 1]
-    heads, kv_heads = _known(whole, heads), _known(whole, kv_heads)
-    if heads % kv_heads or count % (heads + 2 * kv_heads):
+def _group_sizes(joined, count, heads, kv_heads) -> Tuple[int, ...]:
+    """Returns the rows of each part in one group of a joined tensor with ``count`` rows."""
+    cell = _cell(joined)
+    if cell.layout.needs_heads:
+        _known(joined, heads)
+        _known(joined, kv_heads)
+    sizes = cell.layout.sizes(count, kv_heads, heads=heads)
+    if sizes is None and cell.layout.needs_heads:
         raise CheckpointError(
-            f"{whole} has {count} rows, which cannot be those of {heads} heads and {kv_heads} "
+            f"{joined} has {count} rows, which cannot be those of {heads} heads and {kv_heads} "
             "key-value heads. Give the model's --heads and --kv-heads."
         )
-    size = count // (heads + 2 * kv_heads)
-    return kv_heads, [heads // kv_heads * size, size, size]
+    if sizes is None:
+        raise CheckpointError(
+            f"{joined} has {count} rows, which cannot be those of {' and '.join(cell.parts)} in turn."
+        )
+    return sizes
 
 
-def _known(whole, heads) -> int:
+def _cell(joined: str) -> JoinedCell:
+    return names.joined_cell(joined.rpartition(".")[0])
+
+
+def _known(joined, heads):
     if not heads or heads < 1:
         raise CheckpointError(
-            f"{whole} keeps its rows by key-value head, and how many heads there are is not known. "
+            f"The rows of {joined} are ordered by key-value head, and the number of heads is not known. "
             "Give --heads and --kv-heads: num_heads and n_kv_heads of the model."
         )
-    return heads

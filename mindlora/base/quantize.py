@@ -21,7 +21,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.formats.safetensors_file import TensorFile, write
 from mindlora.models import names
-from mindlora.models.targets import OUTPUT_HEADS, select_quantized
+from mindlora.models.targets import select_quantized
 from mindlora.numerics.dtypes import FLOATS, dtype_name, to_float32
 from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
 
@@ -221,14 +221,8 @@ def values_mark(path: str, paths) -> Optional[str]:
 
 
 def _linear_paths(tensor_names) -> List[str]:
-    """Returns the paths of the linear cells of a Llama, whose weights the names are, under MindFormers' names."""
-    paths = map(_path, tensor_names)
-    return [
-        path
-        for path in paths
-        if path
-        and (names.to_hugging_face(path) != path or names.joined_parts(path) or path.rpartition(".")[2] in OUTPUT_HEADS)
-    ]
+    """Returns the paths of the linear cells whose weights are among the names; all under MindFormers' names."""
+    return [path for path in map(_path, tensor_names) if path and names.is_linear(path)]
 
 
 def _path(name) -> str:

@@ -49,6 +49,7 @@ class BaseCheckpoint:
         files (dict): Name of a file -> its open TensorFile, in the order of the names.
         tensors (dict): Name of a tensor -> TensorInfo, file by file in the order of the bytes.
         world (str): Whose names the tensors have: "hf" or "mindformers".
+        architecture (Architecture): The record that knows their names.
         config (dict): Content of the config.json beside the tensors; empty where there is none.
 
     Raises:
@@ -71,6 +72,7 @@ class BaseCheckpoint:
             if weight_map is not None:
                 self._check_index(weight_map)
             self.world = detect_world(self.path, self.tensors)
+            self.architecture = names.architecture_of(self.tensors)
             self.config = _read_object(os.path.join(self.folder, "config.json"), missing={})
             self._stack = stack.pop_all()
 

@@ -1,41 +1,158 @@
-"""MindFormers' qkv_concat: the row order of w_qkv and w_gate_hidden.
+"""How the rows of several weights are ordered in a joined one (MindFormers' qkv_concat).
 
-w_qkv keeps its rows by key-value head, [heads of q that share it | k | v], and w_gate_hidden those of w1 and w3 in
-turn.
+A joined weight consists of equal groups, and each group holds so many rows of the first part, then of the second, and
+so on. The layouts differ in what a group is.
 """
 
-from typing import Tuple
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 
 
-def join_qkv_rows(q: np.ndarray, k: np.ndarray, v: np.ndarray, kv_heads: int) -> np.ndarray:
-    """Returns the rows of w_qkv.
+def join_rows(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
+    """Returns the joined rows of ``parts``.
 
     Args:
-        q (array): Shape [heads * head_dim, ...].
-        k, v (array): Shape [kv_heads * head_dim, ...].
-        kv_heads (int): Number of key-value heads.
+        parts (list of array): Each of shape [groups * its rows in a group, ...].
+        groups (int): Number of groups.
 
     Returns:
-        array of shape [(heads + 2 * kv_heads) * head_dim, ...].
+        array of shape [sum of the parts' rows, ...].
     """
-    by_head = [part.reshape((kv_heads, len(part) // kv_heads) + part.shape[1:]) for part in (q, k, v)]
-    return np.concatenate(by_head, axis=1).reshape((-1,) + q.shape[1:])
+    by_group = [part.reshape((groups, len(part) // groups) + part.shape[1:]) for part in parts]
+    return np.concatenate(by_group, axis=1).reshape((-1,) + parts[0].shape[1:])
 
 
-def split_qkv_rows(qkv: np.ndarray, kv_heads: int, head_dim: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the rows (q, k, v) of w_qkv: the reverse of join_qkv_rows."""
-    by_head = qkv.reshape((kv_heads, len(qkv) // kv_heads) + qkv.shape[1:])
-    parts = np.split(by_head, [by_head.shape[1] - 2 * head_dim, by_head.shape[1] - head_dim], axis=1)
-    return tuple(part.reshape((-1,) + qkv.shape[1:]) for part in parts)
+def split_rows(joined: np.ndarray, sizes: Sequence[int]) -> Tuple[np.ndarray, ...]:
+    """Returns the rows of each part: the reverse of join_rows.
+
+    Args:
+        joined (array): Shape [groups * sum(sizes), ...].
+        sizes (list of int): Rows of each part in a group.
+    """
+    by_group = joined.reshape((-1, sum(sizes)) + joined.shape[1:])
+    ends = np.cumsum(sizes)
+    blocks = [by_group[:, end - size : end] for size, end in zip(sizes, ends)]
+    return tuple(np.ascontiguousarray(block.reshape((-1,) + joined.shape[1:])) for block in blocks)
 
 
-def join_gate_rows(gate: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Returns the rows of w_gate_hidden: those of w1 and of w3 in turn."""
-    return np.stack([gate, hidden], axis=1).reshape((-1,) + gate.shape[1:])
+class RowLayout:
+    """What a group is in one kind of joined weight.
+
+    Attributes:
+        needs_heads (bool): Whether the rows can only be told apart with the model's numbers of heads.
+    """
+
+    needs_heads: bool
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        """Returns the number of groups that parts with so many ``rows`` make up, or None if they make up none."""
+        raise NotImplementedError
+
+    def sizes(
+        self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
+    ) -> Optional[Tuple[int, ...]]:
+        """Returns the rows of each part in one group of a joined weight, or None if it cannot be divided so.
+
+        Args:
+            total (int): Rows of the joined weight.
+            kv_heads (int): Number of key-value heads. Default: None.
+            head_dim (int): Rows of one head. Default: None, which takes it from ``heads``.
+            heads (int): Number of attention heads. Default: None.
+        """
+        raise NotImplementedError
+
+    def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
+        """Returns the rows of all parts of a joined weight with ``total`` rows, or None if there is no such weight.
+
+        Args:
+            rows (list of int): Rows of each part, None where they are to be found out; at least one is known.
+            total (int): Rows of the joined weight.
+        """
+        raise NotImplementedError
+
+    def total(
+        self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
+    ) -> Optional[int]:
+        """Returns the rows of the joined weight, or None if those of a part are not known.
+
+        Args:
+            rows (list of int): Rows of each part, None where they are not known; at least one is known.
+            heads, kv_heads, head_dim (int): The model's numbers of heads and the rows of one, None if not known.
+        """
+        raise NotImplementedError
+
+    def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        """Returns the rows of one head, given those of each part; None where heads do not matter."""
+        raise NotImplementedError
 
 
-def split_gate_rows(joined: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns the rows (w1, w3) of w_gate_hidden: the reverse of join_gate_rows."""
-    return np.ascontiguousarray(joined[0::2]), np.ascontiguousarray(joined[1::2])
+class RowsInTurn(RowLayout):
+    """A group is one row of each part: row 0 of the first, row 0 of the second, row 1 of the first, ..."""
+
+    needs_heads = False
+
+    def __init__(self, parts: int):
+        self._parts = parts
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return rows[0] if len(set(rows)) == 1 else None
+
+    def sizes(
+        self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
+    ) -> Optional[Tuple[int, ...]]:
+        return None if total % self._parts else (1,) * self._parts
+
+    def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
+        share, rest = divmod(total, self._parts)
+        fits = not rest and share >= 1 and all(count in (None, share) for count in rows)
+        return (share,) * self._parts if fits else None
+
+    def total(
+        self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
+    ) -> Optional[int]:
+        known = [count for count in rows if count is not None]
+        return self._parts * known[0] if known else None
+
+    def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return None
+
+
+class RowsByKeyValueHead(RowLayout):
+    """The parts are q, k and v, and a group is a key-value head: [heads of q that share it | k | v]."""
+
+    needs_heads = True
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        fits = kv_heads and kv_heads > 0 and rows[1] == rows[2] and not any(count % kv_heads for count in rows)
+        return kv_heads if fits else None
+
+    def sizes(
+        self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
+    ) -> Optional[Tuple[int, ...]]:
+        if not kv_heads or kv_heads < 1 or total % kv_heads:
+            return None
+        if head_dim is None and heads and heads % kv_heads == 0 and total % (heads + 2 * kv_heads) == 0:
+            head_dim = total // (heads + 2 * kv_heads)
+        if not head_dim or head_dim < 1:
+            return None
+        q = total // kv_heads - 2 * head_dim
+        return None if q < 1 or q % head_dim else (q, head_dim, head_dim)
+
+    def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
+        q, k, v = rows
+        key_value = v if k is None else k
+        if key_value is None:
+            key_value = (total - (q or 0)) // 2
+        found = (total - 2 * key_value if q is None else q, key_value, key_value if v is None else v)
+        return found if found[1] == found[2] and sum(found) == total and min(found) >= 1 else None
+
+    def total(
+        self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
+    ) -> Optional[int]:
+        q = rows[0] or (heads or 0) * (head_dim or 0)
+        key_value = rows[1] or rows[2] or (kv_heads or 0) * (head_dim or 0)
+        return q + 2 * key_value if q and key_value else None
+
+    def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return rows[1] // kv_heads if kv_heads else None

@@ -1,76 +1,29 @@
-"""How Hugging Face and MindFormers name the cells and the parameters of a Llama."""
+"""How Hugging Face and MindFormers name the cells and the parameters of the models in registry.ARCHITECTURES."""
 
-from typing import List, Optional, Tuple
+from typing import Iterable, List, Optional, Tuple
 
-# (Hugging Face, MindFormers): the part of a path that differs, for the cells that carry adapters.
-_PARTS = (
-    ("self_attn.q_proj", "attention.wq"),
-    ("self_attn.k_proj", "attention.wk"),
-    ("self_attn.v_proj", "attention.wv"),
-    ("self_attn.o_proj", "attention.wo"),
-    ("mlp.gate_proj", "feed_forward.w1"),
-    ("mlp.down_proj", "feed_forward.w2"),
-    ("mlp.up_proj", "feed_forward.w3"),
-    ("embed_tokens", "tok_embeddings"),
-)
-
-# (Hugging Face, MindFormers): how the name of any other parameter of a Llama ends.
-_PARAMETERS = (
-    ("embed_tokens.weight", "tok_embeddings.embedding_weight"),
-    ("input_layernorm.weight", "attention_norm.weight"),
-    ("post_attention_layernorm.weight", "ffn_norm.weight"),
-    ("model.norm.weight", "model.norm_out.weight"),
-    ("lm_head.weight", "lm_head.weight"),
-)
-
-# MindFormers' qkv_concat: one cell that stands for several.
-JOINED = {"w_qkv": ("wq", "wk", "wv"), "w_gate_hidden": ("w1", "w3")}
+from mindlora.models import registry
+from mindlora.models.architecture import Architecture, JoinedCell
 
 
 def to_hugging_face(path: str) -> str:
     """Returns ``path`` under Hugging Face's names; a path with none of MindFormers' names comes back unchanged."""
-    for hugging_face, mindformers in _PARTS:
-        if path == mindformers or path.endswith("." + mindformers):
-            return path[: -len(mindformers)] + hugging_face
-    return path
+    return _path(path, "mindformers", "hf")
 
 
 def to_mindformers(path: str) -> str:
     """Returns ``path`` under MindFormers' names; a path with none of Hugging Face's names comes back unchanged."""
-    for hugging_face, mindformers in _PARTS:
-        if path == hugging_face or path.endswith("." + hugging_face):
-            return path[: -len(hugging_face)] + mindformers
-    return path
+    return _path(path, "hf", "mindformers")
 
 
 def parameter_to_hugging_face(name: str) -> Optional[str]:
-    """Returns the Hugging Face name of a parameter of a MindFormers Llama, or None for a name that is not known."""
-    return _renamed(name, to_hugging_face, 1, 0)
+    """Returns the Hugging Face name of a parameter of MindFormers', or None for a name that is not known."""
+    return _parameter(name, "mindformers", "hf")
 
 
 def parameter_to_mindformers(name: str) -> Optional[str]:
-    """Returns the MindFormers name of a parameter of a Hugging Face Llama, or None for a name that is not known."""
-    return _renamed(name, to_mindformers, 0, 1)
-
-
-def belongs_to(name: str, module: str) -> bool:
-    """Tells whether a parameter is of the module whose path is, or ends in, ``module``, under either world's names."""
-    aliases_of_name = {name, parameter_to_hugging_face(name) or name}
-    return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases_of_name)
-
-
-def _renamed(name, rename_cell, source, target) -> Optional[str]:
-    for pair in _PARAMETERS:
-        if name == pair[source] or name.endswith("." + pair[source]):
-            return name[: -len(pair[source])] + pair[target]
-    path, _, leaf = name.rpartition(".")
-    known = any(path == pair[source] or path.endswith("." + pair[source]) for pair in _PARTS)
-    return f"{rename_cell(path)}.{leaf}" if known and leaf in ("weight", "bias") else None
-
-
-def layer_of(path: str) -> Optional[int]:
-    """Returns the first number in ``path``, which is its layer, or None."""
-    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+    """Returns the MindFormers name of a parameter of Hugging Face's, or None for a name that is not known."""
+    return _parameter(name, "hf", "mindformers")
 
 
 def aliases(path: str) -> Tuple[str, ...]:
@@ -79,7 +32,105 @@ def aliases(path: str) -> Tuple[str, ...]:
     return (path,) if hugging_face == path else (path, hugging_face)
 
 
+def belongs_to(name: str, module: str) -> bool:
+    """Tells whether the module of a parameter is, or ends in, the path ``module``, under either world's names."""
+    aliases_of_name = {name, parameter_to_hugging_face(name) or name}
+    return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases_of_name)
+
+
+def layer_of(path: str) -> Optional[int]:
+    """Returns the first number in ``path``, which is its layer, or None."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+
+
+def joined_cell(path: str) -> JoinedCell:
+    """Returns the record of the joined cell at ``path``.
+
+    Raises:
+        KeyError: The cell there is no joined one, so that joined_parts is empty.
+    """
+    cell = _joined_cell(path)
+    if cell is None:
+        raise KeyError(path)
+    return cell
+
+
+def joined_cells() -> List[JoinedCell]:
+    """Returns the records of all joined cells."""
+    return [cell for architecture in registry.ARCHITECTURES for cell in architecture.joined]
+
+
 def joined_parts(path: str) -> List[str]:
-    """Returns the paths that a concatenated cell stands for, or [] for any other cell."""
-    parent, _, leaf = path.rpartition(".")
-    return [f"{parent}.{part}" if parent else part for part in JOINED.get(leaf, ())]
+    """Returns the paths of the cells that the joined cell at ``path`` replaces, or [] for any other cell."""
+    cell = _joined_cell(path)
+    return cell.paths(path) if cell else []
+
+
+def is_linear(path: str) -> bool:
+    """Tells whether ``path`` (MindFormers' name) is that of a linear cell of a known model."""
+    return any(architecture.is_linear(path) for architecture in registry.ARCHITECTURES)
+
+
+def is_output_head(path: str) -> bool:
+    """Tells whether ``path`` is that of an output head, or ends in its name, under either world's names."""
+    return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.output_head}
+
+
+def is_embedding(path: str) -> bool:
+    """Tells whether ``path`` is that of an input embedding, or ends in its name, under either world's names."""
+    return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.embedding}
+
+
+def embeddings() -> List[str]:
+    """Returns the paths of the input embeddings (MindFormers' names)."""
+    return [architecture.embedding.mindformers for architecture in registry.ARCHITECTURES]
+
+
+def output_heads() -> List[str]:
+    """Returns the paths of the output heads (MindFormers' names)."""
+    return [architecture.output_head.mindformers for architecture in registry.ARCHITECTURES]
+
+
+def is_computed(name: str) -> bool:
+    """Tells whether a tensor of a checkpoint is one that every model computes for itself."""
+    return any(name.endswith(architecture.computed) for architecture in registry.ARCHITECTURES)
+
+
+def mcore_cells() -> Tuple[Tuple[str, str], ...]:
+    """Returns (pattern, replacement) pairs from the paths of MindFormers' mcore models to those of its other ones."""
+    return tuple(dict.fromkeys(pair for architecture in registry.ARCHITECTURES for pair in architecture.mcore))
+
+
+def architecture_of(parameters: Iterable[str]) -> Architecture:
+    """Returns the architecture that knows most of the names of a checkpoint's tensors, in either world."""
+    found = list(parameters)
+
+    def known(architecture: Architecture) -> int:
+        return sum(
+            bool(
+                architecture.rename_parameter(name, "hf", "mindformers")
+                or architecture.rename_parameter(name, "mindformers", "hf")
+            )
+            for name in found
+        )
+
+    return max(registry.ARCHITECTURES, key=known)
+
+
+def _path(path: str, source: str, target: str) -> str:
+    found = (architecture.rename_path(path, source, target) for architecture in registry.ARCHITECTURES)
+    return next((renamed for renamed in found if renamed is not None), path)
+
+
+def _parameter(name: str, source: str, target: str) -> Optional[str]:
+    found = (architecture.rename_parameter(name, source, target) for architecture in registry.ARCHITECTURES)
+    return next((renamed for renamed in found if renamed is not None), None)
+
+
+def _joined_cell(path: str) -> Optional[JoinedCell]:
+    found = (architecture.joined_cell(path) for architecture in registry.ARCHITECTURES)
+    return next((cell for cell in found if cell), None)
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]

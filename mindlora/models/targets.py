@@ -11,7 +11,6 @@ from mindlora.models import names
 logger = logging.getLogger("mindlora")
 
 ALL_LINEAR = "all-linear"
-OUTPUT_HEADS = ("lm_head",)
 
 
 def select_targets(
@@ -71,7 +70,7 @@ def select_quantized(linear_paths: Sequence[str], exclude=None) -> List[str]:
         TargetError: An item of ``exclude`` matches nothing, or nothing is left.
     """
     left_out = set() if exclude is None else set(_matching(linear_paths, exclude, "quantize_exclude", {}))
-    selected = [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS and path not in left_out]
+    selected = [path for path in linear_paths if not names.is_output_head(path) and path not in left_out]
     if not selected:
         raise TargetError(
             "quantize_base finds no linear cell to quantize: output heads are left as they are, and "
@@ -96,7 +95,7 @@ def _in_layers(paths, layers) -> List[str]:
 def _matching(linear_paths, spec, field, other_cells) -> List[str]:
     """Returns the paths that one of the two pattern fields matches, each alternative having matched something."""
     if spec == ALL_LINEAR:
-        selected = [path for path in linear_paths if path.rpartition(".")[2] not in OUTPUT_HEADS]
+        selected = [path for path in linear_paths if not names.is_output_head(path)]
         if not selected:
             raise TargetError(
                 f"{field} 'all-linear' leaves output heads out, and the network has no other linear "

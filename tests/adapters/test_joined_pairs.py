@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mindlora.adapters import joined_pairs
 from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, ScaleMismatchError, ShapeMismatchError
-from mindlora.models import joined_rows
+from mindlora.models import joined_rows, names
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 
 HEADS, KV_HEADS, HEAD_DIM, IN = 4, 2, 3, 5
@@ -67,19 +67,21 @@ def test_rows_of_w_qkv(kv_heads, shared, head_dim, rest):
         np.random.default_rng(i).normal(size=(count * head_dim,) + rest)
         for i, count in enumerate((heads, kv_heads, kv_heads))
     ]
-    joined = joined_rows.join_qkv_rows(*parts, kv_heads)
+    layout = names.joined_cell(QKV).layout
+    joined = joined_rows.join_rows(parts, layout.groups([len(part) for part in parts], kv_heads))
     np.testing.assert_array_equal(
         joined, np.stack([parts[part][row] for part, row in qkv_rows(heads, kv_heads, head_dim)])
     )
-    for part, again in zip(parts, joined_rows.split_qkv_rows(joined, kv_heads, head_dim)):
+    for part, again in zip(parts, joined_rows.split_rows(joined, layout.sizes(len(joined), kv_heads, head_dim))):
         np.testing.assert_array_equal(again, part)
 
 
 def test_rows_of_w_gate_hidden():
     parts = [np.random.default_rng(i).normal(size=(7, 3)) for i in range(2)]
-    joined = joined_rows.join_gate_rows(*parts)
+    layout = names.joined_cell(GATE).layout
+    joined = joined_rows.join_rows(parts, layout.groups([7, 7], None))
     np.testing.assert_array_equal(joined, np.stack([parts[part][row] for part, row in GATE_ROWS]))
-    for part, again in zip(parts, joined_rows.split_gate_rows(joined)):
+    for part, again in zip(parts, joined_rows.split_rows(joined, layout.sizes(14))):
         np.testing.assert_array_equal(again, part)
 
 

@@ -198,7 +198,7 @@ def test_a_base_in_float_does_not_fit(tmp_path):
 def test_other_verbs_refuse_a_quantized_base(tmp_path):
     source, output = save_base(tmp_path / "hf", llama()), str(tmp_path / "q.safetensors")
     quantize_checkpoint(source, output)
-    with pytest.raises(CheckpointError, match="have no name in Hugging Face's Llama"):
+    with pytest.raises(CheckpointError, match="for which Hugging Face's name is not known"):
         convert_base(output, str(tmp_path / "back"), None, "hf")
     path = "model.layers.0.attention.wq"
     write(

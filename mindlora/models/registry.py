@@ -1,0 +1,20 @@
+"""The architectures that mindlora knows, one line each. Where two know the same name, the first counts."""
+
+from typing import Optional, Tuple
+
+from mindlora.models.architecture import Architecture
+from mindlora.models.llama import LLAMA
+
+ARCHITECTURES: Tuple[Architecture, ...] = (
+    LLAMA,
+)  # fmt: skip
+
+
+def by_model_type(name: Optional[str]) -> Optional[Architecture]:
+    """Returns the architecture of a model that a YAML of MindFormers gives the type ``name``, or None."""
+    return next((architecture for architecture in ARCHITECTURES if name in architecture.model_types), None)
+
+
+def titles() -> str:
+    """Returns the names of all architectures, for messages."""
+    return ", ".join(architecture.title for architecture in ARCHITECTURES)
