@@ -130,25 +130,20 @@ def _split(adapter: Adapter, heads: Heads):
 
 def _join(adapter: Adapter, heads: Heads):
     joined = {
-        path.rpartition(".")[0] + "." + cell: parts
+        path.rpartition(".")[0] + "." + cell.name: cell
         for path in adapter.paths
-        for cell, parts in names.JOINED.items()
-        if path.rpartition(".")[2] in parts
+        for cell in names.joined_cells()
+        if path.rpartition(".")[2] in cell.parts
     }
-    for path in joined:
-        parts = names.joined_parts(path)
+    for path, cell in joined.items():
+        parts = cell.paths(path)
         rows = {part: len(adapter.tensors[part, "B"]) for part in parts if (part, "B") in adapter.tensors}
-        if len(parts) == 2:
-            total = 2 * next(iter(rows.values()))
-        else:
-            head_dim = heads.head_dim or 0
-            q = rows.get(parts[0], (heads.heads or 0) * head_dim)
-            kv = rows.get(parts[1], rows.get(parts[2], (heads.kv_heads or 0) * head_dim))
-            if not q or not kv:
-                raise AdapterError(
-                    f"{path} stands for {', '.join(parts)}, of which the adapter has only "
-                    f"{', '.join(rows)}: how many rows the others take is not known. Give num_heads, "
-                    "n_kv_heads and the head size."
-                )
-            total = q + 2 * kv
+        counts = [rows.get(part) for part in parts]
+        total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
+        if total is None:
+            raise AdapterError(
+                f"{path} stands for {', '.join(parts)}, of which the adapter has only "
+                f"{', '.join(rows)}: how many rows the others take is not known. Give num_heads, "
+                "n_kv_heads and the head size."
+            )
         joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)

@@ -12,7 +12,7 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, ShapeMismatchError
 from mindlora.models import names
-from mindlora.models.joined_rows import join_gate_rows, join_qkv_rows, split_gate_rows, split_qkv_rows
+from mindlora.models.joined_rows import join_rows, split_rows
 from mindlora.numerics.dtypes import from_float32, to_float32
 
 
@@ -35,10 +35,11 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
             magnitude, where the others have one.
     """
     _refuse_vera(adapter, path)
-    parts = names.joined_parts(path)
+    cell = names.joined_cell(path)
+    parts = cell.paths(path)
     present = [part for part in parts if (part, "A") in adapter.tensors]
-    rows = _part_rows(adapter, path, parts, present, out_channels)
-    _check_heads(path, rows.values(), kv_heads)
+    rows = _part_rows(adapter, path, cell, present, out_channels)
+    groups = _groups(path, cell, list(rows.values()), kv_heads)
     scale = adapter.scale(present[0])
     if len({adapter.tensors[part, half].dtype for part in present for half in "AB"}) > 1:
         # float32 holds each of float16 and bfloat16.
@@ -68,7 +69,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
     adapter.tensors[path, "A"] = np.concatenate(blocks_a)[:total]
     joined = {"B": list(blocks_b.values()), **magnitudes}
     for part, blocks in joined.items():
-        adapter.tensors[path, part] = join_gate_rows(*blocks) if len(parts) == 2 else join_qkv_rows(*blocks, kv_heads)
+        adapter.tensors[path, part] = join_rows(blocks, groups)
     adapter.alphas[path] = alpha
 
 
@@ -87,23 +88,19 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, hea
         AdapterError: kv_heads or head_dim is needed and missing, or does not fit the rows.
     """
     _refuse_vera(adapter, path)
-    parts = names.joined_parts(path)
+    cell = names.joined_cell(path)
+    parts = cell.paths(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-    if len(parts) == 3 and (
-        not head_dim
-        or not kv_heads
-        or len(b) % kv_heads
-        or len(b) // kv_heads <= 2 * head_dim
-        or len(b) // kv_heads % head_dim
-    ):
+    group = cell.layout.sizes(len(b), kv_heads, head_dim)
+    if group is None:
         raise AdapterError(
             f"{path} stands for {', '.join(parts)} in {len(b)} rows, which {kv_heads} key-value heads "
             f"of size {head_dim} do not divide. Give the model's n_kv_heads and head size."
         )
-    blocks = dict(zip(parts, split_gate_rows(b) if len(parts) == 2 else split_qkv_rows(b, kv_heads, head_dim)))
+    blocks = dict(zip(parts, split_rows(b, group)))
     sizes = adapter.parts(path).get("magnitude")
     if sizes is not None:
-        split = split_gate_rows(sizes) if len(parts) == 2 else split_qkv_rows(sizes, kv_heads, head_dim)
+        split = split_rows(sizes, group)
     columns = _own_columns(blocks) or {part: slice(0, len(a)) for part in parts}
     alpha = adapter.alphas.get(path)
     _remove(adapter, path)
@@ -126,32 +123,26 @@ def _refuse_vera(adapter, path):
         )
 
 
-def _part_rows(adapter, path, parts, present, out_channels) -> Dict[str, int]:
+def _part_rows(adapter, path, cell, present, out_channels) -> Dict[str, int]:
     """Returns the rows of each part; those of a part without a pair follow from the others'."""
     rows = {part: len(adapter.tensors[part, "B"]) for part in present}
-    if len(parts) == 2:
-        rows = {part: out_channels // 2 for part in parts if part not in rows} | rows
-    else:
-        q, k, v = parts
-        if k in rows or v in rows:
-            rows[k], rows[v] = rows.get(k, rows.get(v)), rows.get(v, rows.get(k))
-            rows.setdefault(q, out_channels - rows[k] - rows[v])
-        else:
-            rows[k] = rows[v] = (out_channels - rows[q]) // 2
-    if sum(rows.values()) != out_channels or min(rows.values()) < 1:
+    complete = cell.layout.complete([rows.get(part) for part in cell.paths(path)], out_channels)
+    if complete is None:
         raise ShapeMismatchError(
             f"{path} has {out_channels} rows, which the adapter's "
             f"{', '.join(f'{part} with {rows[part]}' for part in present)} cannot be parts of."
         )
-    return {part: rows[part] for part in parts}
+    return dict(zip(cell.paths(path), complete))
 
 
-def _check_heads(path, rows, kv_heads):
-    if len(rows) == 3 and (not kv_heads or any(count % kv_heads for count in rows)):
+def _groups(path, cell, rows, kv_heads) -> int:
+    groups = cell.layout.groups(rows, kv_heads)
+    if groups is None:
         raise AdapterError(
             f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
             f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads."
         )
+    return groups
 
 
 def _magnitudes(adapter, path, parts) -> Dict[str, List[np.ndarray]]:

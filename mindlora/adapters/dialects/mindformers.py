@@ -7,6 +7,7 @@ import numpy as np
 
 from mindlora.adapters.adapter import SHARED, PartKey
 from mindlora.errors import ShapeMismatchError
+from mindlora.models import names
 
 
 class Dialect(NamedTuple):
@@ -24,22 +25,6 @@ class Dialect(NamedTuple):
     renamed: Tuple[Tuple[str, str], ...] = ()
     only: str = ""
 
-
-# The names of MindFormers' mcore cells. Its default layouts of linear_qkv (by key-value head) and linear_fc1 (rows in
-# turn) are those of w_qkv and w_gate_hidden.
-_MCORE_CELLS = (
-    (r"^decoder\.layers\.", "model.layers."),
-    (r"\.self_attention\.linear_qkv$", ".attention.w_qkv"),
-    (r"\.self_attention\.linear_q$", ".attention.wq"),
-    (r"\.self_attention\.linear_k$", ".attention.wk"),
-    (r"\.self_attention\.linear_v$", ".attention.wv"),
-    (r"\.self_attention\.linear_proj$", ".attention.wo"),
-    (r"\.mlp\.linear_fc1$", ".feed_forward.w_gate_hidden"),
-    (r"\.mlp\.gating$", ".feed_forward.w1"),
-    (r"\.mlp\.linear_fc2$", ".feed_forward.w2"),
-    (r"\.mlp\.hidden$", ".feed_forward.w3"),
-    (r"^output_layer$", "lm_head"),
-)
 
 MINDPET = Dialect(
     "MindFormers' LoRA (mindpet_delta_lora)",
@@ -63,11 +48,14 @@ TK_DELTA = Dialect(
 MCORE = Dialect(
     "MindFormers' mcore LoRA",
     {".lora_A.weight": "A", ".lora_B.weight": "B"},
-    _MCORE_CELLS,
+    names.mcore_cells(),
     only=r"^decoder\.layers\.|^output_layer\.",
 )
 PYNATIVE = Dialect(
-    "MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, _MCORE_CELLS, only=r"^decoder\.layers\.|^output_layer\."
+    "MindFormers 2's LoRA",
+    {".lora_a": "A", ".lora_b": "B"},
+    names.mcore_cells(),
+    only=r"^decoder\.layers\.|^output_layer\.",
 )
 SLORA = Dialect("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
 DIALECTS = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
@@ -101,15 +89,15 @@ def detect(keys) -> Optional[Dialect]:
     for dialect in DIALECTS:
         if any(parse_key(key, dialect) and re.search(dialect.only, key) for key in keys):
             return dialect
-    return PYNATIVE if any(map(expert_place, keys)) else None
+    return PYNATIVE if any(map(parse_expert_key, keys)) else None
 
 
 def is_adapter_key(key: str) -> bool:
     """Tells whether ``key`` is a LoRA tensor's in any of the dialects."""
-    return bool(expert_place(key)) or any(parse_key(key, dialect) for dialect in DIALECTS)
+    return bool(parse_expert_key(key)) or any(parse_key(key, dialect) for dialect in DIALECTS)
 
 
-def expert_place(key: str) -> Optional[PartKey]:
+def parse_expert_key(key: str) -> Optional[PartKey]:
     """Returns (path, half) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
     match = None if key.startswith(_OPTIMIZER_PREFIXES) else _EXPERTS.match(key)
     return (f"{match[1]}.weight{match[2]}", match[3].upper()) if match else None
