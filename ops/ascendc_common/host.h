@@ -133,6 +133,36 @@ public:
         }
     }
 
+    // K and N, of any operator.
+    void CheckSizes(int64_t in, int64_t out)
+    {
+        CheckRange("K", in, 1, kMaxSize);
+        CheckRange("N", out, 1, kMaxSize);
+    }
+
+    // A [r, K] and B [N, r], with K and N as the other inputs have them.
+    void CheckPair(size_t a, size_t b, int64_t in, int64_t out)
+    {
+        Check(a, "A", 2);
+        Check(b, "B", 2);
+        CheckSame("K", in, At(a, 1));
+        CheckSame("N", out, At(b, 0));
+        CheckSame("the rank", At(a, 0), At(b, 1));
+        CheckSizes(in, out);
+        CheckRange("rank", At(a, 0), 1, kMaxRank);
+    }
+
+    // pool [slots, max_rank, K + N], ranks [slots] and scales [slots].
+    void CheckPool(size_t pool, size_t ranks, size_t scales)
+    {
+        Check(pool, "pool", 3);
+        Check(ranks, "ranks", 1);
+        Check(scales, "scales", 1);
+        CheckSame("the number of slots", At(pool, 0), At(ranks, 0));
+        CheckSame("the number of slots", At(pool, 0), At(scales, 0));
+        CheckRange("max_rank", At(pool, 1), 1, kMaxRank);
+    }
+
     bool Good() const { return good_; }
 
 private:

@@ -59,7 +59,29 @@ public:
         }
     }
 
-    // The shape of input i, for an output that has it too.
+    // A [r, K] and B [N, r], with K and N as the other inputs have them.
+    void CheckPair(int a, int b, int64_t in, int64_t out) const
+    {
+        CheckRank(a, "A", 2);
+        CheckRank(b, "B", 2);
+        CheckSame("K", in, At(a, 1));
+        CheckSame("N", out, At(b, 0));
+        CheckSame("the rank", At(a, 0), At(b, 1));
+        CheckLoraRank(At(a, 0));
+    }
+
+    // pool [slots, max_rank, K + N], ranks [slots] and scales [slots].
+    void CheckPool(int pool, int ranks, int scales) const
+    {
+        CheckRank(pool, "pool", 3);
+        CheckRank(ranks, "ranks", 1);
+        CheckRank(scales, "scales", 1);
+        CheckSame("the number of slots", At(pool, 0), At(ranks, 0));
+        CheckSame("the number of slots", At(pool, 0), At(scales, 0));
+        CheckLoraRank(At(pool, 1));
+    }
+
+    // The shape of input i, for an output of the same shape.
     std::vector<int64_t> Of(int i) const { return std::vector<int64_t>(shapes_[i], shapes_[i] + ndims_[i]); }
 
 private:

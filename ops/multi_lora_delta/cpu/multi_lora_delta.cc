@@ -18,16 +18,11 @@ void Check(const Shapes& s)
 {
     s.CheckRank(kY0, "y0", 2);
     s.CheckRank(kX, "x", 2);
-    s.CheckRank(kPool, "pool", 3);
-    s.CheckRank(kRanks, "ranks", 1);
-    s.CheckRank(kScales, "scales", 1);
+    s.CheckPool(kPool, kRanks, kScales);
     s.CheckRank(kIndices, "indices", 1);
     s.CheckSame("the number of tokens", s.At(kY0, 0), s.At(kX, 0));
     s.CheckSame("the number of tokens", s.At(kX, 0), s.At(kIndices, 0));
-    s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kRanks, 0));
-    s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kScales, 0));
     if (s.At(kX, 1) >= 0 && s.At(kY0, 1) >= 0) s.CheckSame("K + N", s.At(kX, 1) + s.At(kY0, 1), s.At(kPool, 2));
-    s.CheckLoraRank(s.At(kPool, 1));
 }
 
 // Returns the rows that have an adapter, sorted by it; rows of one adapter keep their order.

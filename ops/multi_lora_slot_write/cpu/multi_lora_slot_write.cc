@@ -11,17 +11,12 @@ enum { kPool, kRanks, kScales, kSlot, kPacked, kScale, kWritten };
 
 void Check(const Shapes& s)
 {
-    s.CheckRank(kPool, "pool", 3);
-    s.CheckRank(kRanks, "ranks", 1);
-    s.CheckRank(kScales, "scales", 1);
+    s.CheckPool(kPool, kRanks, kScales);
     s.CheckRank(kSlot, "slot", 1);
     s.CheckRank(kPacked, "packed", 2);
-    s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kRanks, 0));
-    s.CheckSame("the number of slots", s.At(kPool, 0), s.At(kScales, 0));
     s.CheckSame("the size of slot", s.At(kSlot, 0), 1);
     s.CheckSame("K + N", s.At(kPool, 2), s.At(kPacked, 1));
     const int64_t rank = s.At(kPacked, 0), max_rank = s.At(kPool, 1);
-    s.CheckLoraRank(max_rank);
     if (rank == 0 || (max_rank >= 0 && rank > max_rank)) {
         Refuse(kOp, "rank is " + std::to_string(rank) + ": the pool takes 1 to " + std::to_string(max_rank) + ".");
     }

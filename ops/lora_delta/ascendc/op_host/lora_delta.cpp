@@ -11,21 +11,14 @@ ge::graphStatus Tile(gert::TilingContext* context)
     mindlora::Shapes shapes("lora_delta", context);
     shapes.Check(kY0, "y0", 2);
     shapes.Check(kX, "x", 2);
-    shapes.Check(kA, "A", 2);
-    shapes.Check(kB, "B", 2);
     shapes.CheckOneNumber(kScale, "scale");
-    const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1), rank = shapes.At(kA, 0);
+    const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kY0, 1);
     shapes.CheckSame("the number of tokens", shapes.At(kY0, 0), tokens);
-    shapes.CheckSame("K", in, shapes.At(kA, 1));
-    shapes.CheckSame("N", out, shapes.At(kB, 0));
-    shapes.CheckSame("the rank", rank, shapes.At(kB, 1));
-    shapes.CheckRange("K", in, 1, mindlora::kMaxSize);
-    shapes.CheckRange("N", out, 1, mindlora::kMaxSize);
-    shapes.CheckRange("rank", rank, 1, mindlora::kMaxRank);
+    shapes.CheckPair(kA, kB, in, out);
     if (!shapes.Good()) return ge::GRAPH_FAILED;
     return mindlora::Launch(context,
         mindlora::PlanLoraDelta(
-            tokens, in, out, rank, mindlora::ElementBytes(context, kX), mindlora::AskPlatform(context)));
+            tokens, in, out, shapes.At(kA, 0), mindlora::ElementBytes(context, kX), mindlora::AskPlatform(context)));
 }
 
 }  // namespace

@@ -22,25 +22,18 @@ ge::graphStatus Tile(gert::TilingContext* context)
     mindlora::Shapes shapes("lora_linear", context);
     shapes.Check(kX, "x", 2);
     shapes.Check(kW, "W", 2);
-    shapes.Check(kA, "A", 2);
-    shapes.Check(kB, "B", 2);
     shapes.CheckOneNumber(kScale, "scale");
-    const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kW, 0), rank = shapes.At(kA, 0);
+    const int64_t tokens = shapes.At(kX, 0), in = shapes.At(kX, 1), out = shapes.At(kW, 0);
     shapes.CheckSame("K", in, shapes.At(kW, 1));
-    shapes.CheckSame("K", in, shapes.At(kA, 1));
-    shapes.CheckSame("N", out, shapes.At(kB, 0));
-    shapes.CheckSame("the rank", rank, shapes.At(kB, 1));
-    shapes.CheckRange("K", in, 1, mindlora::kMaxSize);
-    shapes.CheckRange("N", out, 1, mindlora::kMaxSize);
-    shapes.CheckRange("rank", rank, 1, mindlora::kMaxRank);
-    // ops.Custom of MindSpore cannot leave an input out: a matrix stands for no bias.
+    shapes.CheckPair(kA, kB, in, out);
+    // MindSpore's ops.Custom cannot leave an input out: a matrix in its place means that there is no bias.
     const bool hasBias = shapes.Dimensions(kBias) == 1;
     shapes.Check(kBias, "bias", hasBias ? 1 : 2);
     if (hasBias) shapes.CheckSame("N", out, shapes.At(kBias, 0));
     if (!shapes.Good()) return ge::GRAPH_FAILED;
     return mindlora::Launch(context,
-        mindlora::PlanLoraLinear(
-            tokens, in, out, rank, hasBias, mindlora::ElementBytes(context, kX), mindlora::AskPlatform(context)));
+        mindlora::PlanLoraLinear(tokens, in, out, shapes.At(kA, 0), hasBias, mindlora::ElementBytes(context, kX),
+            mindlora::AskPlatform(context)));
 }
 
 }  // namespace

@@ -9,18 +9,13 @@ enum { kPool, kRanks, kScales, kSlot, kPacked, kScale };
 ge::graphStatus Tile(gert::TilingContext* context)
 {
     mindlora::Shapes shapes("multi_lora_slot_write", context);
-    shapes.Check(kPool, "pool", 3);
-    shapes.Check(kRanks, "ranks", 1);
-    shapes.Check(kScales, "scales", 1);
+    shapes.CheckPool(kPool, kRanks, kScales);
     shapes.CheckOneNumber(kSlot, "slot");
     shapes.Check(kPacked, "packed", 2);
     shapes.CheckOneNumber(kScale, "scale");
     const int64_t slots = shapes.At(kPool, 0), maxRank = shapes.At(kPool, 1), columns = shapes.At(kPool, 2);
     const int64_t rank = shapes.At(kPacked, 0);
-    shapes.CheckSame("the number of slots", slots, shapes.At(kRanks, 0));
-    shapes.CheckSame("the number of slots", slots, shapes.At(kScales, 0));
     shapes.CheckSame("K + N", columns, shapes.At(kPacked, 1));
-    shapes.CheckRange("max_rank", maxRank, 1, mindlora::kMaxRank);
     shapes.CheckRange("rank", rank, 1, maxRank);
     if (!shapes.Good()) return ge::GRAPH_FAILED;
     return mindlora::Launch(context,

@@ -36,8 +36,7 @@ ge::graphStatus Tile(gert::TilingContext* context)
     shapes.Check(kLike, "like", whole ? 1 : 2);
     const int64_t rows = shapes.At(kAbsmax, 0), rowBlocks = shapes.At(kAbsmax, 1);
     const int64_t columns = whole ? rowBlocks * static_cast<int64_t>(mindlora::kNf4Block) : shapes.At(kLike, 1);
-    shapes.CheckRange("N", rows, 1, mindlora::kMaxSize);
-    shapes.CheckRange("K", columns, 1, mindlora::kMaxSize);
+    shapes.CheckSizes(columns, rows);
     shapes.CheckSame("N", rows, shapes.At(kCodes, 0));
     shapes.CheckSame("the number of blocks of a row", mindlora::Nf4BlocksOf(columns), rowBlocks);
     shapes.CheckSame("the number of bytes of a row", shapes.At(kCodes, 1), rowBlocks * mindlora::kNf4Bytes);
