@@ -27,7 +27,8 @@ enum Break : int32_t {
     kGmTooShort,
     kVectorEvent,
     kBias,
-    kCopyToGm kOverlappingGroups,
+    kCopyToGm,
+    kOverlappingGroups
 };
 
 template <HardEvent event>
