@@ -1,6 +1,8 @@
 """LoRA for MindSpore, native to MindFormers."""
 
 import importlib
+import warnings
+from typing import Any, List
 
 __version__ = "0.1.0"
 
@@ -13,7 +15,7 @@ _HOME = {
     "LoraReport": "mindlora.apply",
     "apply_lora": "mindlora.apply",
     "combine_adapters": "mindlora.adapters.combine",
-    "compare_adapters": "mindlora.adapters.inspect",
+    "compare_adapters": "mindlora.adapters.compare",
     "convert_adapter": "mindlora.adapters.convert",
     "convert_base": "mindlora.base.convert",
     "freeze_base": "mindlora.apply",
@@ -30,17 +32,22 @@ _HOME = {
     "trainable_summary": "mindlora.apply",
     "unmerge_lora": "mindlora.merge",
 }
-# Names of version 0.1 -> what they are called now; they go in version 0.3.
+# Name of version 0.1 -> its name now. They go in version 0.3.
 _RENAMED = {"start_adapters": "initialize_adapters"}
-__all__ = sorted([*_HOME, *_RENAMED])
+__all__ = sorted(_HOME)
 
 
-def __getattr__(name):
-    name = _RENAMED.get(name, name)
-    if name not in _HOME:
+def __getattr__(name: str) -> Any:
+    current = _RENAMED.get(name, name)
+    if current not in _HOME:
         raise AttributeError(f"module 'mindlora' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_HOME[current]), current)
+    if current != name:
+        warnings.warn(f"mindlora.{name} is now mindlora.{current}.", DeprecationWarning, stacklevel=2)
+        # Found here from now on, so it warns once.
+        globals()[name] = value
+    return value
 
 
-def __dir__():
-    return sorted([*globals(), *__all__])
+def __dir__() -> List[str]:
+    return sorted({*globals(), *_HOME, *_RENAMED})

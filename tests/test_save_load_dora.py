@@ -179,7 +179,7 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
         ),
         (
             MissingTensorsError,
-            " has a magnitude at some of its cells and lacks that of model.layers.0.attention.wq.",
+            " has a magnitude at some cells and lacks that of model.layers.0.attention.wq.",
             lambda tensors: tensors.pop(QK.format("q")),
             {},
         ),
@@ -219,7 +219,7 @@ def test_all_magnitudes_lost(tmp_path):
         save_file({key: file.get_tensor(key) for key in file.keys() if "magnitude" not in key}, path, metadata)
     refused(
         MissingTensorsError,
-        f"{path} lacks the DoRA magnitudes that mindlora's own record in it names.",
+        f"{path} lacks the DoRA magnitudes that mindlora's metadata in it names.",
         adapter_files.read,
         path,
     )

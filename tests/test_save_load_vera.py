@@ -201,7 +201,7 @@ def test_conversion_and_back(tmp_path):
         ),
         (
             MissingTensorsError,
-            " has a lambda_d at some of its cells and lacks that of model.layers.0.attention.wq.",
+            " has a lambda_d at some cells and lacks that of model.layers.0.attention.wq.",
             lambda tensors: tensors.pop(VECTOR.format(0, "d")),
             {},
         ),
@@ -213,8 +213,8 @@ def test_conversion_and_back(tmp_path):
         ),
         (
             ShapeMismatchError,
-            "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, and B, "
-            "which all cells have in common, is [6, 2].",
+            "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, and the "
+            "shared B is [6, 2]: it has too few rows.",
             lambda tensors: tensors.update({VECTOR.format(0, "b"): np.ones(7, np.float32)}),
             {},
         ),
@@ -233,7 +233,7 @@ def test_all_vectors_lost(tmp_path):
     with safe_open(path, "np") as file:
         metadata = file.metadata()
         save_file({key: file.get_tensor(key) for key in file.keys() if "lambda" not in key}, path, metadata)
-    with pytest.raises(MissingTensorsError, match="lacks the VeRA vectors that mindlora's own record in it names."):
+    with pytest.raises(MissingTensorsError, match="lacks the VeRA vectors that mindlora's metadata in it names."):
         adapter_files.read(path)
 
 

@@ -1,30 +1,26 @@
-"""Adapter files without a network: reading any form that is known, writing four."""
+"""Adapter files without a network: reading every known form, writing four of them."""
 
-import json
 import os
-import sys
-from typing import Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import numpy as np
+from tqdm import tqdm
 
-from mindlora.adapters.adapter import Adapter, PartKey
+from mindlora.adapters import metadata as adapter_metadata
+from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects import mindformers, peft, peft_config, slora
+from mindlora.adapters.pair_kinds import VARIANTS, PartKey
 from mindlora.common import atomic
+from mindlora.common.json_files import write_json
 from mindlora.common.text import listed, shown, suggestion
 from mindlora.errors import AdapterError, AdapterFormatError, LoraError, MissingTensorsError, UnexpectedTensorsError
 from mindlora.formats import ckpt_file, torch_pickle
 from mindlora.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.models import names
-from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import FLOATS, dtype_name
 
-# What only mindlora knows stands in the metadata of a safetensors file, which other readers pass over.
-_METADATA_KEY = "mindlora"
 _MANIFEST = "mindformers_adapter_config.json"  # MindFormers 2's, beside the adapter's safetensors.
 _MAX_NAME = 1000
-
-# How a configuration asks for a kind of adapter -> the tensors that it has besides.
-_KINDS = {"use_dora": "DoRA magnitudes", "use_vera": "VeRA vectors"}
 
 FORMS = ("peft", "mindformers", "ckpt", "slora")
 
@@ -70,6 +66,21 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
     return adapter
 
 
+def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False) -> List[Adapter]:
+    """Returns the adapters at ``paths``, with ``alpha`` where a file does not say lora_alpha.
+
+    Raises:
+        AdapterError: Nothing usable stands at one of them.
+        ScaleMismatchError: ``alpha`` is given, and each file says lora_alpha itself.
+    """
+    progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
+    adapters = [read(path, allow_pickle=allow_pickle) for path in progress]
+    if alpha is not None:
+        for adapter in [adapter for adapter in adapters if not adapter.alphas] or adapters[:1]:
+            adapter.set_alpha(alpha)
+    return adapters
+
+
 def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     """Writes an adapter in one atomic step; what stands at ``path`` is replaced.
 
@@ -94,32 +105,31 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     if to == "peft":
         _refuse_joined(adapter)
         tensors = {
-            peft.tensor_key(*place, place[0] in adapter.embeddings): array
-            for place, array in adapter.stored_tensors().items()
+            peft.tensor_key(*key, key[0] in adapter.embeddings): array
+            for key, array in adapter.stored_tensors().items()
         }
         tensors.update(
             {peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()}
         )
         # "format" tells transformers which framework to load for.
-        facts = {"base_fingerprint": adapter.fingerprint, **_start(adapter)}
-        metadata = {"format": "pt", _METADATA_KEY: json.dumps(facts)}
+        metadata = {"format": "pt", adapter_metadata.KEY: adapter_metadata.peft_text_of(adapter)}
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, peft.WEIGHTS_FILE), tensors, metadata)
-            _write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
+            write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
         return
     _refuse_experts(adapter, to)
     if to == "slora":
         with atomic.replace_folder(path) as folder:
             ckpt_file.write(os.path.join(folder, slora.WEIGHTS_FILE), slora.tensors(adapter), "{}")
-            _write_json(os.path.join(folder, peft.CONFIG_FILE), slora.config(adapter))
+            write_json(os.path.join(folder, peft.CONFIG_FILE), slora.config(adapter))
         return
-    tensors = {mindformers.tensor_key(*place): array for place, array in adapter.stored_tensors().items()}
+    tensors = {mindformers.tensor_key(*key): array for key, array in adapter.stored_tensors().items()}
     tensors |= adapter.saved_modules
     if to == "ckpt":
-        ckpt_file.write(path, tensors, json.dumps(_facts(adapter)))
+        ckpt_file.write(path, tensors, adapter_metadata.text_of(adapter))
     else:
         with atomic.replace_file(path) as written:
-            write_arrays(written, tensors, {"format": "np", _METADATA_KEY: json.dumps(_facts(adapter))})
+            write_arrays(written, tensors, {"format": "np", adapter_metadata.KEY: adapter_metadata.text_of(adapter)})
 
 
 def check_adapter_output(path: str, to: str) -> None:
@@ -159,18 +169,19 @@ def _weights_in(folder) -> str:
     )
 
 
-def _read_weights(path, allow_pickle) -> Adapter:
+def _read_weights(path: str, allow_pickle: bool) -> Adapter:
     if path.endswith(".safetensors"):
         with TensorFile(path) as file:
-            return _from_tensors(path, list(file.tensors), file.read, file.metadata.get(_METADATA_KEY, ""))
+            metadata = adapter_metadata.parse(file.metadata.get(adapter_metadata.KEY, ""), path)
+            return _adapter_from(path, list(file.tensors), file.read, metadata)
     if path.endswith(".ckpt"):
-        arrays, facts = ckpt_file.read(path, mindformers.is_adapter_key)
+        arrays, text = ckpt_file.read(path, mindformers.is_adapter_key)
         if not arrays:
             raise AdapterFormatError(f"{path} holds no LoRA tensor: no name in it is one of an adapter's.")
-        whole = _parse_facts(facts, path).get("whole")
-        if whole:
-            arrays.update(ckpt_file.read(path, whole.__contains__)[0])
-        return _from_tensors(path, list(arrays), arrays.__getitem__, facts)
+        metadata = adapter_metadata.parse(text, path)
+        if metadata.get("whole"):
+            arrays.update(ckpt_file.read(path, metadata["whole"].__contains__)[0])
+        return _adapter_from(path, list(arrays), arrays.__getitem__, metadata)
     if path.endswith(".bin"):
         if not allow_pickle:
             raise AdapterFormatError(
@@ -178,91 +189,65 @@ def _read_weights(path, allow_pickle) -> Adapter:
                 "with allow_pickle (--allow-pickle): only tensors are then taken from it."
             )
         arrays = torch_pickle.read(path)
-        return _from_tensors(path, list(arrays), arrays.__getitem__, "")
+        return _adapter_from(path, list(arrays), arrays.__getitem__, {})
     raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
 
 
-def _from_tensors(path, keys, fetch: Callable[[str], np.ndarray], facts_text) -> Adapter:
-    facts = _parse_facts(facts_text, path)
-    dialect, places, whole = _sort_keys(keys, facts.get("whole", ()), path)
-    adapter = Adapter(
-        {},
-        dialect=dialect,
-        use_rslora=facts.get("use_rslora", False),
-        dropout=float(facts.get("dropout", 0)),
-        selection=facts.get("selection", {}),
-        base_model=facts.get("base_model"),
-        fingerprint=facts.get("base_fingerprint"),
-        initialization=facts.get("start"),
-        projection_key=facts.get("projection_key", 0),
-    )
-    adapter.embeddings = set(facts.get("embeddings", ()))
-    for key, place in places.items():
-        array = fetch(key)
-        # MindFormers' own form does not say it of the embedding that each of its models has.
-        if peft.is_embedding_key(key) if dialect == peft.NAME else place[0].endswith("tok_embeddings"):
-            adapter.embeddings.add(place[0])
-        experts = mindformers.split_experts(key, array)
-        for found, matrix in (experts or {place: array}).items():
-            _check_tensor(key, found[0], matrix, path)
-            if found in adapter.tensors:
-                raise AdapterFormatError(f"{path} holds the {found[1]} of {found[0]} twice, under two names.")
-            adapter.tensors[found] = matrix
+def _adapter_from(
+    path: str, file_keys: List[str], fetch: Callable[[str], np.ndarray], metadata: Dict[str, Any]
+) -> Adapter:
+    """Returns the adapter of the tensors that ``fetch`` gives for the keys of a file."""
+    dialect, part_keys, parameters = _sort_keys(file_keys, metadata.get("whole", ()), path)
+    adapter = adapter_metadata.empty_adapter(metadata, dialect)
+    for file_key, part_key in part_keys.items():
+        array = fetch(file_key)
+        # MindFormers' own form does not mark the embedding that each of its models has.
+        if peft.is_embedding_key(file_key) if dialect == peft.NAME else names.is_embedding(part_key[0]):
+            adapter.embeddings.add(part_key[0])
+        for key, matrix in (mindformers.split_experts(file_key, array) or {part_key: array}).items():
+            _check_tensor(file_key, key[0], matrix, path)
+            if key in adapter.tensors:
+                raise AdapterFormatError(f"{path} holds the {key[1]} of {key[0]} twice, under two names.")
+            adapter.tensors[key] = matrix
     adapter.take_shared_projection(path)
-    for key, name in whole.items():
-        array = fetch(key)
-        _check_tensor(key, name, array, path)
-        if name in adapter.saved_modules:
-            raise AdapterFormatError(f"{path} holds {name} twice, under two names.")
-        adapter.saved_modules[name] = array
-    _apply_facts(adapter, facts, path)
+    for file_key, parameter in parameters.items():
+        array = fetch(file_key)
+        _check_tensor(file_key, parameter, array, path)
+        if parameter in adapter.saved_modules:
+            raise AdapterFormatError(f"{path} holds {parameter} twice, under two names.")
+        adapter.saved_modules[parameter] = array
+    adapter_metadata.complete(adapter, metadata, path)
     return adapter
 
 
-def _apply_facts(adapter, facts, path):
-    """Puts lora_alpha into ``adapter`` and checks that all is there that mindlora wrote."""
-    adapter.alphas.update({cell: float(alpha) for cell, alpha in facts.get("alphas", {}).items()})
-    for field, tensors in _KINDS.items():
-        if facts.get(field) and not getattr(adapter, field):
-            raise MissingTensorsError(f"{path} lacks the {tensors} that mindlora's own record in it names.")
-    lost = sorted(
-        (set(adapter.alphas) - set(adapter.paths)) | (set(facts.get("whole", ())) - set(adapter.saved_modules))
-    )
-    if lost:
-        raise MissingTensorsError(
-            f"{path} lacks tensors that mindlora's own record in it names: {', '.join(map(shown, lost))}."
-        )
-    silent = sorted(set(adapter.paths) - set(adapter.alphas)) if adapter.alphas else []
-    if silent:
-        raise AdapterFormatError(
-            f"mindlora's own record in {path} is damaged: it says no lora_alpha for {listed(silent)}."
-        )
-
-
-def _sort_keys(keys, whole_names, path) -> Tuple[str, Dict[str, PartKey], Dict[str, str]]:
-    """Returns the dialect's name, key -> place for LoRA's tensors, and key -> parameter for those saved whole."""
+def _sort_keys(
+    keys: List[str], saved_modules: Iterable[str], path: str
+) -> Tuple[str, Dict[str, PartKey], Dict[str, str]]:
+    """Returns the dialect's name, key -> PartKey for LoRA's tensors, and key -> parameter for saved modules."""
     if any(peft.parse_key(key) for key in keys):
-        places = {key: place for key in keys if (place := peft.parse_key(key))}
-        whole = {key: name for key in keys if key not in places and (name := peft.parse_saved_module_key(key))}
-        strange = sorted(set(keys) - set(places) - set(whole))
-        if strange:
-            raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {_listed(strange)}.")
-        return peft.NAME, places, whole
+        part_keys = {key: found for key in keys if (found := peft.parse_key(key))}
+        parameters = {key: name for key in keys if key not in part_keys and (name := peft.parse_saved_module_key(key))}
+        unknown = sorted(set(keys) - set(part_keys) - set(parameters))
+        if unknown:
+            raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {_listed(unknown)}.")
+        return peft.NAME, part_keys, parameters
     dialect = mindformers.detect(keys)
     if not dialect:
         raise AdapterFormatError(
             f"{path} holds no LoRA tensor. It holds: {_listed(sorted(keys)[:5]) or 'nothing'}"
             f"{', ...' if len(keys) > 5 else ''}."
         )
-    places = {
-        key: place for key in keys if (place := mindformers.expert_place(key) or mindformers.parse_key(key, dialect))
+    part_keys = {
+        key: found
+        for key in keys
+        if (found := mindformers.parse_expert_key(key) or mindformers.parse_key(key, dialect))
     }
-    strange = sorted(key for key in set(keys) - set(places) if mindformers.is_adapter_key(key))
-    if strange:
+    unknown = sorted(key for key in set(keys) - set(part_keys) if mindformers.is_adapter_key(key))
+    if unknown:
         raise UnexpectedTensorsError(
-            f"{path} holds LoRA tensors in more than one form: besides those of {dialect.name} {_listed(strange)}."
+            f"{path} holds LoRA tensors in more than one form: besides those of {dialect.name} {_listed(unknown)}."
         )
-    return dialect.name, places, {name: name for name in whole_names if name in keys}
+    return dialect.name, part_keys, {name: name for name in saved_modules if name in keys}
 
 
 def _check_tensor(key, name, array, path):
@@ -280,10 +265,11 @@ def _check_tensor(key, name, array, path):
 def _apply_config(adapter, config, path):
     """Puts into ``adapter`` what its adapter_config.json says, and checks its pairs against that."""
     adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
-    for field, tensors in _KINDS.items():
-        if getattr(config, field) != getattr(adapter, field):
-            kind, found = (MissingTensorsError, "no ") if getattr(config, field) else (UnexpectedTensorsError, "")
-            raise kind(f"{path}: {field} is {getattr(config, field)}, and there are {found}{tensors}.")
+    for kind in VARIANTS:
+        declared = getattr(config, kind.field)
+        if declared != (adapter.kind is kind):
+            error, found = (MissingTensorsError, "no ") if declared else (UnexpectedTensorsError, "")
+            raise error(f"{path}: {kind.field} is {declared}, and there are {found}{kind.tensors}.")
     adapter.projection_key = config.projection_key
     if adapter.dialect != peft.NAME:
         adapter.check_pairs(path)
@@ -300,7 +286,7 @@ def _apply_config(adapter, config, path):
         name
         for name in adapter.saved_modules
         if not any(peft.is_of_module(name, module) for module in config.modules_to_save)
-        and name.rpartition(".")[0] not in (*adapter.paths, "model.tok_embeddings", "lm_head")
+        and name.rpartition(".")[0] not in (*adapter.paths, *names.embeddings(), *names.output_heads())
     )
     if strange:
         raise UnexpectedTensorsError(
@@ -308,101 +294,17 @@ def _apply_config(adapter, config, path):
         )
 
 
-def _manifest_alpha(path) -> float:
+def _manifest_alpha(path: str) -> float:
     described = peft_config.json_object(path).get("lora_config")
     alpha = described.get("lora_alpha") if isinstance(described, dict) else None
-    if not _is_alpha(alpha):
+    if not is_alpha(alpha):
         raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}, it must be a number above 0.")
     return float(alpha)
-
-
-def _facts(adapter) -> dict:
-    return {
-        "alphas": adapter.alphas,
-        "use_rslora": adapter.use_rslora,
-        "use_dora": adapter.use_dora,
-        "dropout": adapter.dropout,
-        "selection": adapter.selection,
-        "base_model": adapter.base_model,
-        "whole": sorted(adapter.saved_modules),
-        "embeddings": sorted(adapter.embeddings),
-        "base_fingerprint": adapter.fingerprint,
-        **_start(adapter),
-        **_vera(adapter),
-    }
-
-
-def _start(adapter) -> dict:
-    return {"start": adapter.initialization} if adapter.initialization else {}
-
-
-def _vera(adapter) -> dict:
-    return {"use_vera": True, "projection_key": adapter.projection_key} if adapter.use_vera else {}
-
-
-def _parse_facts(text, path) -> dict:
-    if not text:
-        return {}
-    record = f"mindlora's own record in {path}"
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{record} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise AdapterFormatError(f"{record} holds a {type(content).__name__} and not a JSON object.")
-    facts = {field: value for field, value in content.items() if field in _RECORD and value is not None}
-    for field, value in facts.items():
-        fits, wanted = _RECORD[field]
-        if not fits(value):
-            raise AdapterFormatError(f"{record} is damaged: {field} is {shown(value)}, it must be {wanted}.")
-    facts["selection"] = peft_config.selection(facts.get("selection", {}), record)
-    return facts
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_alpha(value) -> bool:
-    return _is_number(value) and 0 < value <= sys.float_info.max
-
-
-def _is_table(value, fits) -> bool:
-    return isinstance(value, dict) and all(map(fits, value.values()))
-
-
-def _is_text(value) -> bool:
-    return isinstance(value, str)
-
-
-# Field of mindlora's own record -> (what tells whether a value can be, in words).
-_RECORD = {
-    "alphas": (lambda value: _is_table(value, _is_alpha), "numbers above 0 by path"),
-    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
-    "use_dora": (lambda value: isinstance(value, bool), "true or false"),
-    "use_vera": (lambda value: isinstance(value, bool), "true or false"),
-    "projection_key": (
-        lambda value: _is_number(value) and isinstance(value, int) and 0 <= value < 2**64,
-        "a whole number from 0 to 2^64 - 1",
-    ),
-    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
-    "selection": (lambda value: isinstance(value, dict), "an object"),
-    "base_model": (_is_text, "a text"),
-    "whole": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
-    "embeddings": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of texts"),
-    "base_fingerprint": (lambda value: _is_table(value, _is_text), "texts by name"),
-    "start": (lambda value: _is_text(value) and initializers.changes_base(value), "a lora_init that changes the base"),
-}
 
 
 def _listed(keys) -> str:
     """Returns keys for a message; one with control characters is quoted."""
     return ", ".join(key if key.isprintable() and len(key) <= 200 else shown(key) for key in keys)
-
-
-def _write_json(path, content):
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
 
 
 def _refuse_joined(adapter):

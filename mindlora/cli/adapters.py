@@ -68,7 +68,7 @@ def _diff_options(parser):
 
 def diff(arguments):
     """mindlora diff"""
-    from mindlora.adapters.inspect import compare_adapters
+    from mindlora.adapters.compare import compare_adapters
 
     return compare_adapters(
         arguments.first, arguments.second, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle
@@ -121,13 +121,12 @@ def combine(arguments):
     """mindlora combine"""
     from mindlora.adapters import files as adapter_files
     from mindlora.adapters.combine import combine_adapters
-    from mindlora.adapters.inspect import read_adapters
 
     paths = [path for path, _ in arguments.adapter]
     weights = [_weight(path, text) for path, text in arguments.adapter]
     adapter_files.check_adapter_output(arguments.output, "peft")
     result = combine_adapters(
-        read_adapters(paths, arguments.alpha, arguments.allow_pickle),
+        adapter_files.read_adapters(paths, arguments.alpha, arguments.allow_pickle),
         weights,
         arguments.method,
         svd_rank=arguments.svd_rank,

@@ -49,7 +49,7 @@ def test_without_alpha_there_is_no_scale_until_it_is_stated():
     assert adapter.alphas == {Q: 5.0, K: 5.0} and adapter.scale(K) == 2.5
     with pytest.raises(ScaleMismatchError) as error:
         adapter.set_alpha(5)
-    assert str(error.value) == "lora_alpha is 5, but the adapter says itself: 5."
+    assert str(error.value) == "lora_alpha is 5, but the adapter has its own: 5. Leave it out."
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), True, "5", None])

@@ -97,7 +97,7 @@ def test_an_alpha_that_the_source_does_not_say_must_be_given(tmp_path):
     assert adapter_files.read(output).alphas == {"model.layers.0.feed_forward.w2": 3.0}
     with pytest.raises(ScaleMismatchError) as error:
         convert_adapter(output, str(tmp_path / "a.ckpt"), "ckpt", lora_alpha=5)
-    assert str(error.value) == "lora_alpha is 5, but the adapter says itself: 3."
+    assert str(error.value) == "lora_alpha is 5, but the adapter has its own: 3. Leave it out."
 
 
 def test_what_stands_at_the_output_is_kept_unless_it_may_go(tmp_path):

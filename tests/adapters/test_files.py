@@ -335,13 +335,13 @@ def test_a_pair_that_the_record_names_and_the_file_lost(tmp_path):
     (tmp_path / "a.ckpt").write_bytes(record(*records, ("mindlora", *text(json.dumps(facts)))))
     with pytest.raises(MissingTensorsError) as error:
         adapter_files.read(str(tmp_path / "a.ckpt"))
-    assert str(error.value) == f"{tmp_path / 'a.ckpt'} lacks tensors that mindlora's own record in it names: '{K}'."
+    assert str(error.value) == f"{tmp_path / 'a.ckpt'} lacks tensors that mindlora's metadata in it names: '{K}'."
 
 
 def test_a_whole_module_that_the_record_names_and_the_file_lost(tmp_path):
     facts = {"alphas": {Q: 3, K: 3}, "whole": ["lm_head.weight"]}
     (tmp_path / "a.ckpt").write_bytes(record(*ckpt_records(make()), ("mindlora", *text(json.dumps(facts)))))
-    with pytest.raises(MissingTensorsError, match=r"own record in it names: 'lm_head.weight'\."):
+    with pytest.raises(MissingTensorsError, match=r"metadata in it names: 'lm_head.weight'\."):
         adapter_files.read(str(tmp_path / "a.ckpt"))
 
 
@@ -351,7 +351,7 @@ def test_a_record_that_is_silent_of_a_pair(tmp_path):
     with pytest.raises(AdapterFormatError) as error:
         adapter_files.read(str(tmp_path / "a.ckpt"))
     assert str(error.value) == (
-        f"mindlora's own record in {tmp_path / 'a.ckpt'} is damaged: it says no lora_alpha for {K}."
+        f"mindlora's metadata in {tmp_path / 'a.ckpt'} is damaged: it has no lora_alpha for {K}."
     )
 
 

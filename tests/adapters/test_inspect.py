@@ -8,7 +8,10 @@ import pytest
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.inspect import compare_adapters, delta_norm, inspect_adapter, read_adapters
+from mindlora.adapters.compare import compare_adapters
+from mindlora.adapters.files import read_adapters
+from mindlora.adapters.inspect import inspect_adapter
+from mindlora.adapters.norms import delta_norm
 from mindlora.common.tables import WIDTH, columns, number
 from mindlora.errors import AdapterFormatError, ScaleMismatchError
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
@@ -129,7 +132,7 @@ def test_broken_values_are_warned_of_and_are_no_nan_in_json(stored, value):
     report = inspect_adapter(stored("a", adapter))
     assert report.warnings == (
         "A or B holds NaN or infinity at 1 of 4 cells: model.layers.0.attention.wv.",
-        "Saved whole, with NaN or infinity: lm_head.weight.",
+        "Saved modules hold NaN or infinity: lm_head.weight.",
     )
     broken = {cell.path: cell for cell in report.cells}[WV.format(0)]
     assert broken.norm_a is None and broken.norm_delta is None and broken.norm_b > 0
@@ -153,7 +156,7 @@ def test_an_unknown_alpha_leaves_the_change_unknown(stored):
 def test_a_rank_that_wastes_is_warned_of(stored):
     report = inspect_adapter(stored("a", make(rank=8)))
     assert report.warnings == (
-        "The rank is above the smaller side of the weight, which no change of it can use, at 2 "
+        "The rank is above the smaller side of the weight, so part of it cannot have any effect, at 2 "
         "of 4 cells: model.layers.{0..1}.attention.wv.",
     )
     assert inspect_adapter(stored("b", make(rank=6))).warnings == ()
@@ -277,7 +280,7 @@ def test_alpha_goes_where_it_is_missing(stored):
     stored("said", make(0)), stored("unsaid", make(1, alpha=None))
     said, unsaid = read_adapters(["said", "unsaid"], alpha=9.0)
     assert said.scale(WQ.format(0)) == 2 and unsaid.scale(WQ.format(0)) == 3
-    with pytest.raises(ScaleMismatchError, match="lora_alpha is 9, but the adapter says itself: 6."):
+    with pytest.raises(ScaleMismatchError, match="lora_alpha is 9, but the adapter has its own: 6."):
         read_adapters(["said"], alpha=9.0)
 
 

@@ -185,7 +185,7 @@ def test_groups_are_not_merged(tmp_path):
     network = vision(group=2)
     before = snapshot(network)
     message = (
-        "^The convolution has 2 groups, so that there is no change of its weight that does what A and B do. "
+        "^The convolution has 2 groups, and then no change of its weight does what A and B do. "
         "Keep the adapter unmerged.$"
     )
     with pytest.raises(ShapeMismatchError, match=message):

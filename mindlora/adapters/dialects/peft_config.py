@@ -1,7 +1,6 @@
 """Reads PEFT's adapter_config.json: leniently in form, strictly in what changes the mathematics."""
 
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -9,6 +8,7 @@ import sys
 from typing import Dict, Optional
 
 from mindlora.adapters.dialects import peft_vera
+from mindlora.common.json_files import parse_object
 from mindlora.common.text import shown
 from mindlora.errors import AdapterFormatError
 from mindlora.models.targets import pattern_value
@@ -165,23 +165,7 @@ def json_object(path: str) -> dict:
         raise AdapterFormatError(f"{path} is missing: an adapter folder holds it beside its weights.") from error
     if len(text) > _MAX_BYTES:
         raise AdapterFormatError(f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is no configuration.")
-    try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except AdapterFormatError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise AdapterFormatError(f"{path} holds a {type(content).__name__} and not a JSON object.")
-    return content
-
-
-def _unique(pairs, path) -> dict:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-    if twice:
-        raise AdapterFormatError(f"{path} has {', '.join(twice)} twice: which of the two counts is not said.")
-    return dict(pairs)
+    return parse_object(text, path, AdapterFormatError)
 
 
 def _refuse_unsupported(content, path):

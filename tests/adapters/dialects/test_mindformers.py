@@ -66,7 +66,7 @@ def test_capital_letters_mean_the_same(key, place):
 def test_the_optimizer_s_tensors_are_none_of_it(prefix, key):
     assert mindformers.is_adapter_key(key) and mindformers.detect([key]) is not None
     assert not mindformers.is_adapter_key(prefix + key) and mindformers.detect([prefix + key]) is None
-    assert mindformers.expert_place(prefix + key) is None
+    assert mindformers.parse_expert_key(prefix + key) is None
     assert all(mindformers.parse_key(prefix + key, dialect) is None for dialect in mindformers.DIALECTS)
 
 
@@ -198,7 +198,7 @@ def test_experts_are_split_into_what_the_grouped_matmul_computes():
     ],
 )
 def test_other_tensors_are_no_experts(key):
-    assert mindformers.expert_place(key) is None
+    assert mindformers.parse_expert_key(key) is None
     assert mindformers.split_experts(key, np.zeros((3, 4, 2), np.float32)) == {}
 
 

@@ -346,10 +346,10 @@ def test_a_base_model_that_is_no_text(tmp_path, value):
         (b"8", " holds a int and not a JSON object."),
         (b"null", " holds a NoneType and not a JSON object."),
         (b"{}", ": r is None, it must be a whole number of at least 1."),
-        (b'{"r": 8, "r": 4}', " has r twice: which of the two counts is not said."),
+        (b'{"r": 8, "r": 4}', " has r twice, so it is unclear which one counts. Remove one."),
         (
             b'{"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 1, "a": 2, "b": 1, "b": 1}}',
-            " has a, b twice: which of the two counts is not said.",
+            " has a, b twice, so it is unclear which one counts. Remove one.",
         ),
         (b'{"r": 8, "lora_alpha": Infinity}', ": lora_alpha is inf, it must be a number above 0."),
         (b'{"r": 1e400, "lora_alpha": 1}', ": r is inf, it must be a whole number of at least 1."),

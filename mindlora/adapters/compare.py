@@ -1,0 +1,208 @@
+"""How two adapter files differ: in settings, in tensors, and cell by cell in A, B and scale B A."""
+
+import dataclasses
+from typing import Callable, Dict, Optional, Tuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters.adapter import Adapter, is_finite, name_of
+from mindlora.adapters.inspect import UNKNOWN, different, numbers
+from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
+from mindlora.adapters.pair_kinds import VARIANTS, has_product
+from mindlora.common.tables import columns, fields, number
+from mindlora.common.text import collapse_numbers
+from mindlora.numerics.dtypes import dtype_name, to_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class CellDifference:
+    """How two adapters differ at a cell that both adapt.
+
+    Attributes:
+        path (str): Under MindFormers' names.
+        equal (bool): Whether A, B, the magnitude and the scale are the same, bit for bit.
+        difference_a, difference_b (float): Frobenius norm of the difference; None if the shapes differ, or a tensor is
+            not finite.
+        difference_magnitude (float): The same for DoRA's magnitudes; None also if one of the two has none.
+        difference_delta (float): The same for scale B A; None also if a scale is not known.
+        relative (float): difference_delta divided by the norm of the first adapter's scale B A; None if that is zero.
+    """
+
+    path: str
+    equal: bool
+    difference_a: Optional[float]
+    difference_b: Optional[float]
+    difference_magnitude: Optional[float]
+    difference_delta: Optional[float]
+    relative: Optional[float]
+
+
+# Title of a column -> field of CellDifference.
+_COLUMNS = {
+    "|dA|": "difference_a",
+    "|dB|": "difference_b",
+    "|dm|": "difference_magnitude",
+    "|d(scale B A)|": "difference_delta",
+    "relative": "relative",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffReport:
+    """How two adapters differ.
+
+    Attributes:
+        first, second (str): Their paths.
+        equal (bool): Whether all tensors and scales are the same, bit for bit: both change a base in the same way.
+        settings (dict): Settings that differ: name -> (of the first, of the second).
+        only_in_first, only_in_second (tuple of str): Tensors, with layer numbers put together.
+        saved_modules_changed (tuple of str): Parameters of modules_to_save that both hold, with different values.
+        cells (tuple of CellDifference): One for each cell that both adapt.
+    """
+
+    first: str
+    second: str
+    equal: bool
+    settings: Dict[str, Tuple[str, str]]
+    only_in_first: Tuple[str, ...]
+    only_in_second: Tuple[str, ...]
+    saved_modules_changed: Tuple[str, ...]
+    cells: Tuple[CellDifference, ...]
+
+    @property
+    def whole_changed(self) -> Tuple[str, ...]:
+        """The name of ``saved_modules_changed`` in version 0.1; it goes in version 0.3."""
+        return self.saved_modules_changed
+
+    def __str__(self) -> str:
+        lists = {
+            "only in first": self.only_in_first,
+            "only in second": self.only_in_second,
+            "changed modules": self.saved_modules_changed,
+        }
+        unequal = [cell for cell in self.cells if not cell.equal]
+        lines = fields(
+            [
+                ("first", self.first),
+                ("second", self.second),
+                ("equal", "yes" if self.equal else "no"),
+                *((name, f"{first} | {second}") for name, (first, second) in self.settings.items()),
+                *((name, ", ".join(found)) for name, found in lists.items() if found),
+                ("cells", f"{len(self.cells)} in both, {len(self.cells) - len(unequal)} of them equal bit for bit"),
+            ]
+        )
+        if not unequal:
+            return lines
+        has_magnitudes = any(cell.difference_magnitude is not None for cell in self.cells)
+        shown = {title: field for title, field in _COLUMNS.items() if field != "difference_magnitude" or has_magnitudes}
+        rows = [(cell.path, *(number(getattr(cell, field)) for field in shown.values())) for cell in unequal]
+        return f"{lines}\n\n{columns(('cell', *shown), rows)}"
+
+
+def compare_adapters(
+    first: str, second: str, *, alpha: Optional[float] = None, allow_pickle: bool = False
+) -> DiffReport:
+    """Reports how two adapters differ, whatever their forms.
+
+    Args:
+        first, second (str): As for adapter_files.read.
+        alpha (float): lora_alpha of the one that does not say it, or of both. Default: None.
+        allow_pickle (bool): Whether a .bin may be read. Default: False.
+
+    Returns:
+        DiffReport.
+
+    Raises:
+        As inspect_adapter.
+    """
+    one, two = adapter_files.read_adapters([first, second], alpha, allow_pickle)
+    both = [path for path in one.paths if path in set(two.paths)]
+    cells = tuple(
+        _cell_difference(one, two, path) for path in tqdm(both, desc="comparing", delay=1, leave=False, disable=None)
+    )
+    only_in_first, only_in_second = _only_in(one, two), _only_in(two, one)
+    changed = [
+        name
+        for name, array in one.saved_modules.items()
+        if name in two.saved_modules and not _same(array, two.saved_modules[name])
+    ]
+    settings_of_two = _settings(two)
+    return DiffReport(
+        first,
+        second,
+        all(cell.equal for cell in cells) and not (only_in_first or only_in_second or changed),
+        {name: (mine, settings_of_two[name]) for name, mine in _settings(one).items() if mine != settings_of_two[name]},
+        only_in_first,
+        only_in_second,
+        tuple(collapse_numbers(changed)),
+        cells,
+    )
+
+
+def _only_in(one: Adapter, other: Adapter) -> Tuple[str, ...]:
+    tensors = [name_of(key) for key in one.tensors if key not in other.tensors]
+    return tuple(collapse_numbers(tensors + [name for name in one.saved_modules if name not in other.saved_modules]))
+
+
+def _cell_difference(one: Adapter, two: Adapter, path: str) -> CellDifference:
+    parts = [adapter.parts(path) for adapter in (one, two)]
+    scales = [adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two)]
+    row_norms = [adapter.row_norms(path) for adapter in (one, two)]
+    if (
+        scales[0] == scales[1]
+        and parts[0].keys() == parts[1].keys()
+        and all(_same(array, parts[1][part]) for part, array in parts[0].items())
+    ):
+        return CellDifference(path, True, 0.0, 0.0, None if row_norms[0] is None else 0.0, 0.0, 0.0)
+    first, second = (quiet_pair(adapter, path) for adapter in (one, two))
+    delta = relative = None
+    if None not in scales and _have_one_shape(first, second) and all(map(is_finite, (*first, *second))):
+        delta = delta_norm((scales[0], *first), (-scales[1], *second))
+        norm = delta_norm((scales[0], *first))
+        relative = delta / norm if norm else None
+    differences = [_difference(*arrays) for arrays in (*zip(first, second), row_norms)]
+    return CellDifference(path, False, *differences, delta, relative)
+
+
+def _have_one_shape(first, second) -> bool:
+    """Tells whether B A is defined for both pairs and has one shape."""
+    (a, b), (other_a, other_b) = first, second
+    return (
+        a.shape[1:] == other_a.shape[1:]
+        and b.shape[0] == other_b.shape[0]
+        and has_product(a, b)
+        and has_product(other_a, other_b)
+    )
+
+
+def _difference(one: Optional[np.ndarray], two: Optional[np.ndarray]) -> Optional[float]:
+    """Returns the norm of one - two, or None if one of them is missing or their shapes differ."""
+    if one is None or two is None or one.shape != two.shape:
+        return None
+    return finite_norm(to_float32(one).astype(np.float64) - to_float32(two))
+
+
+def _settings(adapter: Adapter) -> Dict[str, str]:
+    """Returns what a file says about itself, as texts that can be compared."""
+
+    def over_cells(value: Callable[[str], float]) -> str:
+        return numbers(different(value(path) for path in adapter.paths if path in adapter.alphas)) or UNKNOWN
+
+    return {
+        "form": adapter.dialect,
+        "rank": numbers(different(map(adapter.rank, adapter.paths))),
+        "lora_alpha": over_cells(adapter.alphas.__getitem__),
+        "scale": over_cells(adapter.scale),
+        **{kind.name: "yes" if adapter.kind is kind else "no" for kind in VARIANTS},
+        "dropout": number(adapter.dropout),
+        "targets": ", ".join(collapse_numbers(sorted(adapter.paths))),
+        "dtype": ", ".join(different(dtype_name(array.dtype) for array in adapter.tensors.values())),
+        "base model": adapter.base_model or UNKNOWN,
+        "fingerprint": str(adapter.fingerprint),
+    }
+
+
+def _same(one: np.ndarray, two: np.ndarray) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()

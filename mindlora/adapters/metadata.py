@@ -1,0 +1,148 @@
+"""What mindlora writes beside an adapter's tensors: lora_alpha and more, as one JSON text."""
+
+import json
+from typing import Any, Callable, Dict, Tuple
+
+from mindlora.adapters.adapter import Adapter, is_alpha
+from mindlora.adapters.dialects import peft_config
+from mindlora.adapters.pair_kinds import VARIANTS
+from mindlora.common.text import listed, shown
+from mindlora.errors import AdapterFormatError, MissingTensorsError
+from mindlora.numerics import initializers
+
+# Its key in the metadata of a safetensors file, which other readers ignore.
+KEY = "mindlora"
+
+
+def text_of(adapter: Adapter) -> str:
+    """Returns the metadata of a file under MindFormers' names, which has no configuration beside it."""
+    kind = adapter.kind
+    content = {
+        "alphas": adapter.alphas,
+        "use_rslora": adapter.use_rslora,
+        # Always there; kinds that came later are named only where they apply.
+        "use_dora": False,
+        "dropout": adapter.dropout,
+        "selection": adapter.selection,
+        "base_model": adapter.base_model,
+        "whole": sorted(adapter.saved_modules),
+        "embeddings": sorted(adapter.embeddings),
+        **_peft_content(adapter),
+    }
+    if kind.field:
+        content[kind.field] = True
+    if kind.shared_parts:
+        content["projection_key"] = adapter.projection_key
+    return json.dumps(content)
+
+
+def peft_text_of(adapter: Adapter) -> str:
+    """Returns the metadata of a file in PEFT's form: what adapter_config.json has no field for."""
+    return json.dumps(_peft_content(adapter))
+
+
+def _peft_content(adapter: Adapter) -> Dict[str, Any]:
+    content: Dict[str, Any] = {"base_fingerprint": adapter.fingerprint}
+    if adapter.initialization:
+        content["start"] = adapter.initialization
+    return content
+
+
+def parse(text: str, path: str) -> Dict[str, Any]:
+    """Returns the known fields of the metadata in the file at ``path``.
+
+    Raises:
+        AdapterFormatError: It is not JSON, or a field has a value that it cannot have.
+    """
+    if not text:
+        return {}
+    source = f"mindlora's metadata in {path}"
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterFormatError(f"{source} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise AdapterFormatError(f"{source} holds a {type(content).__name__} and not a JSON object.")
+    metadata = {field: value for field, value in content.items() if field in _FIELDS and value is not None}
+    for field, value in metadata.items():
+        is_valid, wanted = _FIELDS[field]
+        if not is_valid(value):
+            raise AdapterFormatError(f"{source} is damaged: {field} is {shown(value)}, it must be {wanted}.")
+    metadata["selection"] = peft_config.selection(metadata.get("selection", {}), source)
+    return metadata
+
+
+def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
+    """Returns an adapter of what ``metadata`` says, its tensors and alphas still to come."""
+    return Adapter(
+        {},
+        dialect=dialect,
+        use_rslora=metadata.get("use_rslora", False),
+        dropout=float(metadata.get("dropout", 0)),
+        selection=metadata.get("selection", {}),
+        base_model=metadata.get("base_model"),
+        fingerprint=metadata.get("base_fingerprint"),
+        initialization=metadata.get("start"),
+        projection_key=metadata.get("projection_key", 0),
+        embeddings=set(metadata.get("embeddings", ())),
+    )
+
+
+def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
+    """Puts lora_alpha into ``adapter``, which has its tensors by now, and checks that none of them is missing.
+
+    Raises:
+        MissingTensorsError: The metadata names tensors that the file at ``path`` lacks.
+        AdapterFormatError: lora_alpha is there for some pairs and not for others.
+    """
+    adapter.alphas.update({path: float(alpha) for path, alpha in metadata.get("alphas", {}).items()})
+    for kind in VARIANTS:
+        if metadata.get(kind.field) and adapter.kind is not kind:
+            raise MissingTensorsError(f"{path} lacks the {kind.tensors} that mindlora's metadata in it names.")
+    pairs, modules = set(adapter.paths), set(adapter.saved_modules)
+    lost = sorted((set(adapter.alphas) - pairs) | (set(metadata.get("whole", ())) - modules))
+    if lost:
+        raise MissingTensorsError(
+            f"{path} lacks tensors that mindlora's metadata in it names: {', '.join(map(shown, lost))}."
+        )
+    if adapter.alphas and pairs != set(adapter.alphas):
+        raise AdapterFormatError(
+            f"mindlora's metadata in {path} is damaged: it has no lora_alpha for "
+            f"{listed(sorted(pairs - set(adapter.alphas)))}."
+        )
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_flag(value) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_texts(value) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_table_of(is_valid) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
+
+
+# Field -> (whether a value is valid, what it must be in words).
+_FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
+    "alphas": (_is_table_of(is_alpha), "numbers above 0 by path"),
+    "use_rslora": (_is_flag, "true or false"),
+    **{kind.field: (_is_flag, "true or false") for kind in VARIANTS},
+    "projection_key": (lambda value: type(value) is int and 0 <= value < 2**64, "a whole number from 0 to 2^64 - 1"),
+    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "selection": (lambda value: isinstance(value, dict), "an object"),
+    "base_model": (_is_text, "a text"),
+    "whole": (_is_list_of_texts, "a list of texts"),
+    "embeddings": (_is_list_of_texts, "a list of texts"),
+    "base_fingerprint": (_is_table_of(_is_text), "texts by name"),
+    "start": (lambda value: _is_text(value) and initializers.changes_base(value), "a lora_init that changes the base"),
+}

@@ -1,0 +1,37 @@
+"""Frobenius norms of pairs, from A and B alone.
+
+The change of a weight, scale B A, is [out, in] and is never formed: two [r, r] matrices give its Frobenius norm,
+||B A||_F^2 = trace((A A^T) (B^T B)).
+"""
+
+import math
+from typing import Optional, Tuple
+
+import numpy as np
+
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.pair_kinds import Pair
+from mindlora.numerics.dtypes import to_float32
+
+
+def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
+    """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r])."""
+    pairs = [
+        (scale, *(to_float32(half).astype(np.float64).reshape(len(half), -1) for half in pair))
+        for scale, *pair in parts
+    ]
+    a, b = np.concatenate([a for _, a, _ in pairs]), np.concatenate([scale * b for scale, _, b in pairs], axis=1)
+    # If the terms cancel, rounding may leave a square just below zero.
+    return math.sqrt(max(0.0, float(((a @ a.T) * (b.T @ b)).sum())))
+
+
+def finite_norm(array: np.ndarray) -> Optional[float]:
+    """Returns the Frobenius norm of ``array``, or None if it is not finite."""
+    norm = float(np.linalg.norm(array if array.dtype == np.float64 else to_float32(array).astype(np.float64)))
+    return norm if math.isfinite(norm) else None
+
+
+def quiet_pair(adapter: Adapter, path: str) -> Pair:
+    """Returns ``adapter.pair(path)`` without NumPy's warnings; what is not finite shows in its norm."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return adapter.pair(path)

@@ -1,0 +1,269 @@
+"""The table of pairs: which parts each kind of adapter has (KINDS), and what A and B look like on each cell (LAYOUTS).
+
+A kind (LoRA, DoRA, VeRA) says which tensors a cell's adapter consists of and what may be done with them. A layout
+(linear, embedding, convolution) says which shapes A and B have and how B A is added to the weight. A new kind is one
+entry here; no other module of mindlora.adapters asks for a part by name or for a number of dimensions.
+"""
+
+import dataclasses
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Type
+
+import numpy as np
+
+from mindlora.errors import AdapterError, RankMismatchError, ShapeMismatchError
+
+# (path of the cell under MindFormers' names, name of the part).
+PartKey = Tuple[str, str]
+# A and B.
+Pair = Tuple[np.ndarray, np.ndarray]
+Shape = Tuple[int, ...]
+# The error to raise, and what is wrong in words.
+Problem = Tuple[Type[AdapterError], str]
+
+
+class Part(NamedTuple):
+    """One tensor of a cell's adapter.
+
+    Attributes:
+        name (str): "A", "B", "magnitude", ...
+        parameter (str): Its parameter's name in a network; with a dot before it, the ending of its key in MindFormers'
+            files.
+        peft (str): The ending of its key in PEFT's files; of a shared part, the whole key.
+        size (str): The size of a vector: "r", or "out" for one element per row of the weight. Default: "", a matrix.
+    """
+
+    name: str
+    parameter: str
+    peft: str
+    size: str = ""
+
+
+A = Part("A", "mindpet_delta_lora_a", ".lora_A.weight")
+B = Part("B", "mindpet_delta_lora_b", ".lora_B.weight")
+
+
+def _plain_pair(parts: Mapping[str, np.ndarray]) -> Pair:
+    return parts["A"], parts["B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PairKind:
+    """One kind of adapter.
+
+    Attributes:
+        name (str): For messages.
+        field (str): The field of pet_config, of PEFT's configuration and of mindlora's metadata that asks for it;
+            empty for plain LoRA.
+        parts (tuple of Part): What each cell has besides A and B.
+        tensors (str): These parts in words.
+        report (str): What inspect_adapter says of such an adapter.
+        shared_parts (mapping): "A" or "B" -> Part, for matrices that a file holds once for all cells.
+        row_norms (str): The part that gives the norm of each row of W + scale B A; empty where nothing does.
+        low_rank_pair (callable): Part name -> array, to the pair (A, B) of which scale B A is added to the weight.
+        cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty where they can.
+            Parts of size "out" have the rows of the cell, as B does.
+        cannot_combine (str): Why several adapters cannot be combined into one; empty where they can.
+        in_slora (bool): Whether MindFormers' slora can serve it.
+    """
+
+    name: str
+    field: str = ""
+    parts: Tuple[Part, ...] = ()
+    tensors: str = ""
+    report: str = ""
+    shared_parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    row_norms: str = ""
+    low_rank_pair: Callable[[Mapping[str, np.ndarray]], Pair] = _plain_pair
+    cannot_join: str = ""
+    cannot_combine: str = ""
+    in_slora: bool = False
+
+
+def _vera_pair(parts: Mapping[str, np.ndarray]) -> Pair:
+    """Returns diag(lambda_d) A and diag(lambda_b) B."""
+    return parts["lambda_d"][:, None] * parts["A"], parts["lambda_b"][:, None] * parts["B"]
+
+
+LORA = PairKind("LoRA", in_slora=True)
+DORA = PairKind(
+    "DoRA",
+    field="use_dora",
+    parts=(Part("magnitude", "mindpet_delta_lora_magnitude", ".lora_magnitude_vector", size="out"),),
+    tensors="DoRA magnitudes",
+    report="yes, with a magnitude for each row",
+    row_norms="magnitude",
+    cannot_combine="several magnitudes of one row have no defined sum",
+)
+VERA = PairKind(
+    "VeRA",
+    field="use_vera",
+    parts=(
+        Part("lambda_d", "mindpet_delta_lora_lambda_d", ".vera_lambda_d", size="r"),
+        Part("lambda_b", "mindpet_delta_lora_lambda_b", ".vera_lambda_b", size="out"),
+    ),
+    tensors="VeRA vectors",
+    report=(
+        "yes: all cells share A and B; below, each cell's vectors are multiplied in, and A is as wide as the widest "
+        "cell"
+    ),
+    shared_parts={
+        "A": Part("shared A", "mindpet_delta_lora_vera_a", "base_model.vera_A"),
+        "B": Part("shared B", "mindpet_delta_lora_vera_b", "base_model.vera_B"),
+    },
+    low_rank_pair=_vera_pair,
+    cannot_join="VeRA's vectors belong to rows of matrices that all cells share",
+    cannot_combine="its cells share A and B, which are as wide as the widest cell",
+)
+
+# The kinds that a field asks for, and all of them.
+VARIANTS = (DORA, VERA)
+KINDS = (LORA, *VARIANTS)
+# Every part that a cell can have, in the order in which files hold them.
+PARTS = {part.name: part for part in (A, B, *(part for kind in VARIANTS for part in kind.parts))}
+SHARED_PARTS = {part.name: part for kind in VARIANTS for part in kind.shared_parts.values()}
+# "A" or "B" -> key of the shared projection: it is no cell's own, so its path is empty.
+SHARED: Dict[str, PartKey] = {half: ("", part.name) for kind in VARIANTS for half, part in kind.shared_parts.items()}
+
+
+def kind_of(parts: Iterable[str]) -> PairKind:
+    """Returns the kind of adapter that has these parts."""
+    names = set(parts)
+    return next((kind for kind in VARIANTS if names.intersection(part.name for part in kind.parts)), LORA)
+
+
+class PairLayout:
+    """A and B of a linear cell, and the base of the other layouts: A [r, in], B [out, r], W [out, in].
+
+    Attributes:
+        cells (str): What such cells are, for messages.
+        dims (int): Number of dimensions of A and of B.
+        peft (dict): "A" and "B" -> how the key ends in PEFT's files.
+        can_combine (bool): Whether combine_adapters takes such pairs.
+        in_slora (bool): Whether MindFormers' slora can serve them.
+    """
+
+    cells = "linear cells"
+    dims = 2
+    peft = {"A": A.peft, "B": B.peft}
+    can_combine = True
+    in_slora = True
+
+    def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
+        """Returns what is wrong with the shapes of A and B for this rank, or None."""
+        if a[0] == rank and b[1] == rank:
+            return None
+        if a[1] == rank and b[0] == rank:
+            return ShapeMismatchError, "A and B are swapped"
+        if a[1] == rank and b[1] == rank:
+            return ShapeMismatchError, "A is transposed: it must be [r, in]"
+        if a[0] == rank and b[0] == rank:
+            return ShapeMismatchError, "B is transposed: it must be [out, r]"
+        if a[0] == b[1]:
+            return _other_rank(rank, a[0])
+        return ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"
+
+    def weight_shape(self, a: Shape, b: Shape) -> Shape:
+        """Returns the shape of the weight that the pair is for."""
+        return b[0], a[1]
+
+    def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W."""
+        return b, a
+
+
+class _Embedding(PairLayout):
+    """A [r, vocabulary] and B [dim, r]; the transpose of B A is added to the table W [vocabulary, dim]."""
+
+    cells = "embeddings"
+    peft = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
+    in_slora = False
+
+    def weight_shape(self, a: Shape, b: Shape) -> Shape:
+        return a[1], b[0]
+
+    def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        return a.T, b.T
+
+
+class _Convolution(PairLayout):
+    """A [r, in, kh, kw], B [out, r / groups, 1, 1] and W [out, in / groups, kh, kw]."""
+
+    cells = "convolutions"
+    dims = 4
+    can_combine = False
+    in_slora = False
+
+    def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
+        groups = a[0] // b[1]
+        if a[0] % b[1] or b[0] % groups or a[1] % groups or b[2:] != (1, 1):
+            return ShapeMismatchError, "B of a convolution must be [out, r / groups, 1, 1]"
+        return None if a[0] == rank else _other_rank(rank, a[0])
+
+    def weight_shape(self, a: Shape, b: Shape) -> Shape:
+        return b[0], a[1] * b[1] // a[0], *a[2:]
+
+    def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        return b.reshape(len(b), -1), a.reshape(len(a), -1)
+
+
+LINEAR, EMBEDDING, CONVOLUTION = LAYOUTS = (PairLayout(), _Embedding(), _Convolution())
+
+
+def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
+    """Returns the layout of a pair.
+
+    Args:
+        a (tuple of int): Shape of its A.
+        embeds (bool): Whether it is for an embedding, which the shapes alone do not tell. Default: False.
+    """
+    return EMBEDDING if embeds else CONVOLUTION if len(a) == CONVOLUTION.dims else LINEAR
+
+
+def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optional[Problem]:
+    """Returns what is wrong with the shapes of A and B, as the error class and in words, or None.
+
+    Args:
+        a, b (tuple of int): The shapes.
+        declared (int): The rank that a configuration declares. Default: None, the rows of A.
+    """
+    layout = layout_of(a)
+    if not layout.dims == len(a) == len(b):
+        return ShapeMismatchError, "A and B must be matrices"
+    if 0 in a + b:
+        return ShapeMismatchError, "A or B is empty"
+    return layout.shape_problem(a, b, a[0] if declared is None else declared)
+
+
+def has_product(a: np.ndarray, b: np.ndarray) -> bool:
+    """Tells whether B A is defined; it is not for a convolution with groups."""
+    return a.shape[0] == b.shape[1]
+
+
+def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
+    """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
+
+    Args:
+        a (array): A [r, in], or of a convolution [r, in, kh, kw].
+        b (array): B [out, r], or of a convolution [out, r / groups, 1, 1].
+        embeds (bool): Whether W is a table [in, out]. Default: False.
+
+    Raises:
+        ShapeMismatchError: The convolution has groups.
+    """
+    if not has_product(a, b):
+        raise ShapeMismatchError(
+            f"The convolution has {a.shape[0] // b.shape[1]} groups, and then no change of its weight does what A "
+            "and B do. Keep the adapter unmerged."
+        )
+    return layout_of(a.shape, embeds).factors(a, b)
+
+
+def unstack_experts(stack: np.ndarray) -> Optional[List[np.ndarray]]:
+    """Returns the transposed matrices of a stack [experts, rows, columns], or None for any other shape."""
+    if stack.ndim != 3 or 0 in stack.shape:
+        return None
+    return list(stack.swapaxes(1, 2))
+
+
+def _other_rank(declared: int, found: int) -> Problem:
+    return RankMismatchError, f"the configuration declares rank {declared} and the tensors have {found}"
