@@ -15,10 +15,7 @@ import subprocess
 import sys
 import time
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("GLOG_v", "3")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+import bench_common  # first: it sets what must be set before MindSpore is imported
 
 SIDES = {
     "mindlora, no dropout": ("mindlora", 0.0),
@@ -29,13 +26,12 @@ SIDES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind; the sides take turns")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "TOKENS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -50,9 +46,10 @@ def main():
     result = {
         side: {unit: statistics.median(values) for unit, values in figures.items()} for side, figures in found.items()
     }
+    machine = bench_common.machine("mindspore", "mindformers")
     print(
-        f"{args.layers} layers {args.width} x {args.width}, rank {args.rank}, {args.tokens} tokens; median of "
-        f"{args.rounds} processes; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+        f"{bench_common.machine_line(machine)}\n{args.layers} layers {args.width} x {args.width}, rank {args.rank}, "
+        f"{args.tokens} tokens; median of {args.rounds} processes\n"
     )
     print(f"{'':<26}  {'activations':>12}  {'of no dropout':>13}  {'step':>8}  {'of no dropout':>13}")
     for side, figures in result.items():
@@ -62,9 +59,8 @@ def main():
             f"  {figures['ms'] / base['ms']:12.2f}x"
         )
     print("Goal: activations with dropout at most 1.05x of those without.")
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"arguments": vars(args), "cores": os.cpu_count(), "sides": result, "all": found}, file, indent=2)
+    figures = {"machine": machine, "arguments": vars(args), "sides": result, "all": found}
+    bench_common.write_json(args.json, figures)
 
 
 def child(side, tokens):

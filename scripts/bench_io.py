@@ -10,7 +10,6 @@ which is the least that any command that copies can take.
     python scripts/bench_io.py --quick
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -20,12 +19,9 @@ import sys
 import tempfile
 import time
 
+import bench_common  # first: it sets what must be set before MindSpore is imported
 import numpy as np
-
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("GLOG_v", "3")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from bench_common import ROOT, machine, machine_line, spread
 
 FULL_SIZE = {"layers": 18, "hidden": 2048, "intermediate": 5632, "vocab": 32000, "rank": 16}
 QUICK_SIZE = {"layers": 4, "hidden": 512, "intermediate": 1408, "vocab": 8192, "rank": 16}
@@ -44,18 +40,17 @@ SHARDS = 4
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--sections", nargs="+", choices=("files", "load"), default=["files", "load"])
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 5, with --quick 3)")
     parser.add_argument("--layers", type=int, help="layers of the base (default: 18, for 2.1 GB)")
     parser.add_argument("--load-layers", type=int, help="layers of the network to load into (default: 12)")
     parser.add_argument("--folder", help="work in a new folder in this one (default: the system's for such files)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
     size = dict(QUICK_SIZE if args.quick else FULL_SIZE)
     size["layers"] = args.layers or size["layers"]
-    figures = {"machine": machine(), "size": size}
+    figures = {"machine": machine("numpy"), "size": size}
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as folder:
         if "files" in args.sections:
             figures["files"] = measure_files(folder, size, args.rounds or (3 if args.quick else 5))
@@ -64,9 +59,7 @@ def main():
         with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as folder:
             figures["load"] = measure_load(folder, {**size, "layers": layers}, 15)
     print(table(figures))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=2)
+    bench_common.write_json(args.json, figures)
 
 
 def measure_files(folder, size, rounds):
@@ -299,28 +292,8 @@ def measure_load(folder, size, times):
     return {"bytes": source.nbytes, "layers": size["layers"], "load": spread(loading[2:]), "copy": spread(copying[2:])}
 
 
-def spread(seconds):
-    """Returns median, least and greatest of a list."""
-    return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "count": len(seconds)}
-
-
-def machine():
-    """Returns what the figures depend on."""
-    model = "unknown"
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        "numpy": np.__version__,
-        "load_average": round(os.getloadavg()[0], 1),
-    }
-
-
 def table(figures):
-    lines = ["{cpu}, {cores} cores, Python {python}, NumPy {numpy}, load {load_average}".format(**figures["machine"])]
+    lines = [machine_line(figures["machine"])]
     if "files" in figures:
         files = figures["files"]
         lines += [

@@ -1,61 +1,50 @@
-"""Benchmark: the operators of mindlora.ops in graph mode, beside the frozen layer alone; float32, float16 on an NPU.
+"""Benchmark: the operators of mindlora.ops in graph mode, against the frozen layer alone; float32, float16 on an NPU.
 
 The sides of a table take turns in one process, in every order, on the same data. Each figure is the median over the
 rounds; each ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides
-of a round alike. Beside the time on the clock stands the time that the process computed, which is disturbed less. Every
-table holds its base twice: how far the ratio of the two is from 1 is how far a ratio there can be trusted.
+of a round alike. Beside the time on the clock is the time that the process computed, which is disturbed less. Every
+table measures its base twice: no ratio can be trusted further than the ratio of these two is from 1.
     python scripts/bench_ops.py --json figures.json
     python scripts/bench_ops.py --quick
     python scripts/bench_ops.py --device Ascend --json figures.json
 """
 
-import argparse
 import functools
-import itertools
-import json
 import os
-import statistics
-import sys
-import time
 
-# Before MindSpore is imported, as mindlora-run sets it: threads that spin between kernels disturb the next side.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("GLOG_v", "3")
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import bench_common  # first: it sets what must be set before MindSpore is imported
+import mindspore as ms
+import numpy as np
+from bench_common import AGAIN, BASE, compare, machine, machine_line, text
+from mindspore import Parameter, Tensor, nn, ops
 
-import mindspore as ms  # noqa: E402
-import numpy as np  # noqa: E402
-from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
+from mindlora import LoraConfig, LoRADense
+from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend_report
 
-from mindlora import LoraConfig, LoRADense  # noqa: E402
-from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend_report  # noqa: E402
-
-RANK, WARM_UP = 16, 4
+RANK = 16
 # The path of the kernels and the dtype, by device.
 DEVICES = {"CPU": ("cpu", ms.float32), "Ascend": ("ascend", ms.float16)}
-BASE, AGAIN, CELL = "base", "base, again", "LoRADense"
+CELL = "LoRADense"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
     parser.add_argument("--only", choices=["forward", "training", "many"], help="one part alone")
     parser.add_argument("--device", choices=list(DEVICES), default="CPU", help="default: CPU")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
     ms.set_context(mode=ms.GRAPH_MODE, device_target=args.device)
     rounds, tables = args.rounds or (5 if args.quick else 40), []
-    print("{cpu}, {cores} cores, MindSpore {mindspore}, load {load_average}\n".format(**machine()))
+    found = machine("mindspore")
+    print(f"{machine_line(found)}\n")
     print(f"{backend_report()}\n")
     for part, measure in (("forward", forward), ("training", training), ("many", many)):
         if args.only in (None, part):
             for figures in measure(args.quick, rounds):
                 tables.append(figures)
                 print(f"{text(figures)}\n", flush=True)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "rounds": rounds, "tables": tables}, file, indent=2)
+    bench_common.write_json(args.json, {"machine": found, "rounds": rounds, "tables": tables})
 
 
 def forward(quick, rounds):
@@ -317,88 +306,6 @@ def on_path(kind, path):
             del os.environ["MINDLORA_BACKEND"]
         else:
             os.environ["MINDLORA_BACKEND"] = before
-
-
-def compare(title, sides, inputs, rounds, remark, ratios=()):
-    """Returns what was measured of sides that take turns: seconds on the clock and computed, and their ratios."""
-    times = {side: [] for side in sides}
-    orders = list(itertools.permutations(sides))
-    np.random.default_rng(0).shuffle(orders)
-    for i in range(WARM_UP + rounds):
-        for side in map(str, orders[i % len(orders)]):
-            start, computed = time.perf_counter(), time.process_time()
-            wait(sides[side](*inputs))
-            times[side].append((time.perf_counter() - start, time.process_time() - computed))
-    clocks = {side: [*zip(*pairs[WARM_UP:])] for side, pairs in times.items()}
-    pairs = dict(ratios)
-    if BASE in sides:
-        pairs.update({f"{side} / {BASE}": (side, BASE) for side in sides if side != BASE})
-    return {
-        "title": title,
-        "remark": remark,
-        "seconds": {side: {"wall": spread(wall), "cpu": spread(cpu)} for side, (wall, cpu) in clocks.items()},
-        "ratios": {
-            name: [
-                statistics.median(a / b for a, b in zip(clocks[first][clock], clocks[second][clock]))
-                for clock in (0, 1)
-            ]
-            for name, (first, second) in pairs.items()
-        },
-    }
-
-
-def wait(result):
-    """Waits for what a network returns."""
-    if isinstance(result, (tuple, list)):
-        for item in result:
-            wait(item)
-    elif isinstance(result, Tensor):
-        result.asnumpy()
-
-
-def spread(seconds):
-    """Returns median, quartiles and least of a list."""
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return {
-        "median": statistics.median(seconds),
-        "lower_quartile": low,
-        "upper_quartile": high,
-        "min": min(seconds),
-        "count": len(seconds),
-    }
-
-
-def machine():
-    """Returns what the figures depend on."""
-    model = "unknown"
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        "mindspore": ms.__version__,
-        "load_average": round(os.getloadavg()[0], 1),
-    }
-
-
-def text(figures):
-    head = f"{'milliseconds':<44}{'median':>9}{'quartiles':>19}{'min':>9}{'CPU':>9}{'ratio':>8}{'CPU':>7}"
-    lines = [figures["title"], head]
-    for side, clocks in figures["seconds"].items():
-        wall, cpu = ({name: 1e3 * value for name, value in clocks[clock].items()} for clock in ("wall", "cpu"))
-        ratio = figures["ratios"].get(f"{side} / {BASE}")
-        lines.append(
-            f"{side:<44}{wall['median']:>9.3f}{wall['lower_quartile']:>10.3f}{wall['upper_quartile']:>9.3f}"
-            f"{wall['min']:>9.3f}{cpu['median']:>9.3f}" + ("{:>8.3f}{:>7.3f}".format(*ratio) if ratio else "")
-        )
-    lines += [
-        "{:<90}{:>8.3f}{:>7.3f}".format(name, *ratio)
-        for name, ratio in figures["ratios"].items()
-        if not name.endswith(f" / {BASE}")
-    ]
-    return "\n".join(lines + [f"({figures['remark']})"])
 
 
 if __name__ == "__main__":

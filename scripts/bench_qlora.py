@@ -16,10 +16,11 @@ import os
 import subprocess
 import sys
 
-import bench_ops  # first: it sets what must be set before MindSpore is imported
+import bench_common  # first: it sets what must be set before MindSpore is imported
 import mindspore as ms
 import numpy as np
-from bench_ops import AGAIN, BASE, Base, Layers, Step, compare, frozen, machine, normal, on_path, text
+from bench_common import AGAIN, BASE, compare, machine, machine_line, text, wait
+from bench_ops import Base, Layers, Step, frozen, normal, on_path
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.ops import Nf4Linear, backend, quantize
@@ -29,12 +30,11 @@ ISAS = {"AVX2": 1, "AVX-512": 2}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
     parser.add_argument("--only", choices=[*PARTS, "memory"], help="one part alone")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     parser.add_argument("--child", metavar="WHAT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.rounds = args.rounds or (5 if args.quick else 40)
@@ -42,8 +42,8 @@ def main():
     if args.child:
         measure(args)
         return
-    found = {"machine": machine(), "rounds": args.rounds, "threads": {}}
-    print("{cpu}, {cores} cores, MindSpore {mindspore}, load {load_average}".format(**found["machine"]))
+    found = {"machine": machine("mindspore"), "rounds": args.rounds, "threads": {}}
+    print(machine_line(found["machine"]))
     if args.only != "memory":
         for threads in args.threads:
             print(f"\n{threads} thread{'s' * (threads > 1)}\n")
@@ -56,9 +56,7 @@ def main():
             f"\nresident memory of the base: float32 {dense / 2**20:.1f} MiB, NF4 {packed / 2**20:.1f} MiB, "
             f"ratio {packed / dense:.4f} (goal: 0.14)"
         )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=2)
+    bench_common.write_json(args.json, found)
 
 
 def child(what, args, threads):
@@ -148,10 +146,10 @@ def memory(side, quick):
     width, layers = (256, 4) if quick else (4096, 12)
     x = normal(1, width)
     # What the first network costs; small, as memory that is freed again would be taken for weights later.
-    bench_ops.wait(Layers(Base, 64, 1)(normal(1, 64)))
+    wait(Layers(Base, 64, 1)(normal(1, 64)))
     before = resident()
     network = Layers({"float32": RandomDense, "NF4": RandomNf4}[side], width, layers)
-    bench_ops.wait(network(x))
+    wait(network(x))
     return {"side": side, "bytes": resident() - before, "layers": layers, "width": width}
 
 

@@ -5,14 +5,13 @@ through mindlora-run, and what counts is the loss on the 48 dialogues that are h
     python scripts/bench_qlora_loss.py --json figures.json
 """
 
-import argparse
-import json
 import os
 import re
 import shutil
 import statistics
 import sys
 
+import bench_common
 import quickstart
 import yaml
 
@@ -21,7 +20,7 @@ QLORA = ("--model.model_config.pet_config.pet_type", "qlora")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument(
         "--output",
@@ -29,9 +28,7 @@ def main():
         help="where the quickstart writes, whose base is taken",
     )
     parser.add_argument("--short", action="store_true", help="a few steps only, to see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
-    written = args.json and os.path.abspath(args.json)
     paths = quickstart.Paths(os.path.abspath(args.output), args.short)
     os.makedirs(paths.output, exist_ok=True)
     os.chdir(paths.output)
@@ -45,6 +42,8 @@ def main():
     sides = {"lora": ("--load_checkpoint", paths.base), "qlora": ("--load_checkpoint", quantized, *QLORA)}
     config = with_held_out(paths)
     rows = []
+    machine = bench_common.machine("mindspore", "mindformers")
+    print(bench_common.machine_line(machine))
     print(f"held-out loss, nats per token\n\n{'seed':>4}  {'lora':>7}  {'qlora':>7}  qlora of lora", flush=True)
     for seed in args.seeds:
         lora, qlora = (fine_tuned(paths, config, side, seed, flags, args.short) for side, flags in sides.items())
@@ -52,9 +51,7 @@ def main():
         print(f"{seed:>4}  {lora:7.3f}  {qlora:7.3f}  {qlora / lora:6.3f}x", flush=True)
     median = statistics.median(row["ratio"] for row in rows)
     print(f"\nmedian {median:.3f}x, goal at most {GOAL}x for each")
-    if written:
-        with open(written, "w", encoding="utf-8") as file:
-            json.dump({"rows": rows, "median": median, "goal": GOAL, "cores": os.cpu_count()}, file, indent=2)
+    bench_common.write_json(args.json, {"machine": machine, "rows": rows, "median": median, "goal": GOAL})
 
 
 def with_held_out(paths):

@@ -8,22 +8,14 @@ of the two is from 1 is how far any ratio here can be trusted.
     python scripts/bench_train.py --quick
 """
 
-import argparse
 import contextlib
-import itertools
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
-# Before MindSpore is imported, as mindlora-run sets it: threads that spin between kernels disturb the next side.
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("GLOG_v", "3")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+import bench_common  # first: it sets what must be set before MindSpore is imported
+from bench_common import ROOT, machine, machine_line, spread, take_turns
 
 FULL_SIZE = {
     "hidden_size": 1024,
@@ -60,13 +52,11 @@ PARITY_STEPS, WARM_UP = 50, 6
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--steps", type=int, help="measured steps of each side (default: 24, with --quick 6)")
     parser.add_argument("--imports", type=int, help="fresh processes for the import (default: 9, with --quick 3)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few steps, to see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     args = parser.parse_args()
-    json_path = args.json and os.path.abspath(args.json)
     size = QUICK_SIZE if args.quick else FULL_SIZE
     steps, imports = args.steps or (6 if args.quick else 24), args.imports or (3 if args.quick else 9)
     import_figures = measure_import(imports)
@@ -76,7 +66,7 @@ def main():
         with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             step_figures, parity = measure_training(size, steps)
     figures = {
-        "machine": machine(),
+        "machine": machine("mindspore", "mindformers"),
         "size": size,
         "measured_steps": steps,
         "train_step": step_figures,
@@ -85,9 +75,7 @@ def main():
         "import": import_figures,
     }
     print(table(figures))
-    if json_path:
-        with open(json_path, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=2)
+    bench_common.write_json(args.json, figures)
 
 
 def measure_import(processes):
@@ -135,16 +123,9 @@ def measure_training(size, steps):
     parity = loss_parity({side: train_step(network, 5e-3) for side, network in compared.items()})
     cells = {side: train_step(network, 1e-4) for side, network in timed.items()}
     inputs = batches(size, 1)[0]
-    seconds, orders = {side: [] for side in cells}, list(itertools.permutations(sorted(cells)))
-    for step in range(WARM_UP + steps):
-        # Every order in turn, so that no side always comes after the same other one.
-        for side in orders[step % len(orders)]:
-            start, computed = time.perf_counter(), time.process_time()
-            float(cells[side](*inputs)[0].asnumpy())
-            seconds[side].append((time.perf_counter() - start, time.process_time() - computed))
-    return {
-        side: dict(zip(("wall", "cpu"), map(spread, zip(*times[WARM_UP:])))) for side, times in seconds.items()
-    }, parity
+    calls = {side: lambda cell=cell: cell(*inputs)[0] for side, cell in cells.items()}
+    seconds = take_turns(calls, steps, WARM_UP)
+    return {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}, parity
 
 
 def build(size, lora):
@@ -253,19 +234,6 @@ def loss_parity(cells):
     }
 
 
-def spread(seconds):
-    """Returns median, quartiles, least and greatest of a list."""
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return {
-        "median": statistics.median(seconds),
-        "lower_quartile": low,
-        "upper_quartile": high,
-        "min": min(seconds),
-        "max": max(seconds),
-        "count": len(seconds),
-    }
-
-
 def ratios(step_figures):
     """Returns {pair of sides: {"wall", "cpu": ratio of medians}}."""
     pairs = {
@@ -283,31 +251,10 @@ def ratios(step_figures):
     }
 
 
-def machine():
-    """Returns what the figures depend on."""
-    import mindformers
-    import mindspore
-
-    model = "unknown"
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        "mindspore": mindspore.__version__,
-        "mindformers": mindformers.__version__,
-        "load_average": round(os.getloadavg()[0], 1),
-    }
-
-
 def table(figures):
     size, imports, parity = figures["size"], figures["import"], figures["loss_parity"]
     lines = [
-        "{cpu}, {cores} cores, MindSpore {mindspore} + MindFormers {mindformers}, load {load_average}".format(
-            **figures["machine"]
-        ),
+        machine_line(figures["machine"]),
         "hidden {hidden_size}, {num_layers} layers, sequence {seq_length}, batch {batch_size}, "
         "vocabulary {vocab_size}, rank {rank} on q, k, v, o; float32, graph mode".format(**size),
         "",

@@ -6,16 +6,16 @@ take turns, step by step, and the figures are medians. PEFT runs in a process of
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 
-os.environ.setdefault("GLOG_v", "3")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+import bench_common  # first: it sets what must be set before MindSpore is imported
+
+# Threads as each library starts them, ours and PEFT's.
+os.environ.pop("GOMP_SPINCOUNT", None)
 
 # Variant -> the keys that make it here. PEFT has no key for an A that is frozen (LoRA-FA).
 VARIANTS = {
@@ -31,7 +31,7 @@ GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_common.parser(__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16)
@@ -39,7 +39,6 @@ def main():
     parser.add_argument("--steps", type=int, default=31)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peft-python", metavar="FILE", help="measure PEFT too, with this Python")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -55,9 +54,11 @@ def main():
     for _ in range(args.steps):
         measure(sides, found)
     medians = {key: statistics.median(times) for key, times in found.items()}
+    machine = bench_common.machine("mindspore")
     print(
-        f"{args.width} x {args.width}, rank {args.rank}, dropout {args.dropout:g}, {args.tokens} tokens, forward and "
-        f"backward; median of {args.steps}; threads {args.threads}, load {os.getloadavg()[0]:.1f}\n"
+        f"{bench_common.machine_line(machine)}\n{args.width} x {args.width}, rank {args.rank}, dropout "
+        f"{args.dropout:g}, {args.tokens} tokens, forward and backward; "
+        f"median of {args.steps}; threads {args.threads}\n"
     )
     print(f"{'':<16}  {'step':>9}  {'of LoRA':>8}  goal")
     result = {}
@@ -66,9 +67,7 @@ def main():
         goal = f"at most {GOALS[variant]}x" if side == "mindlora" and variant in GOALS else ""
         print(f"{side + ' ' + variant:<16}  {median:6.1f} ms  {ratio:7.3f}x  {goal}")
         result[f"{side} {variant}"] = {"ms": median, "of LoRA": ratio, "all ms": found[side, variant]}
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"arguments": vars(args), "cores": os.cpu_count(), "sides": result}, file, indent=2)
+    bench_common.write_json(args.json, {"machine": machine, "arguments": vars(args), "sides": result})
 
 
 def measure(sides, found):
