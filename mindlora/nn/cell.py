@@ -1,6 +1,6 @@
 """LoRACell: what every cell with an adapter has, whatever it computes."""
 
-from typing import Dict, Sequence, Tuple, Optional
+from typing import Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn

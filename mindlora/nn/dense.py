@@ -2,24 +2,15 @@
 
 import sys
 
-from mindspore import Parameter, Tensor, get_context, nn, ops
+from mindspore import Parameter, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.ops import functional
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.initial_values import initial_values
-from mindlora.nn.seeds import SeedDraw
+from mindlora.nn.low_rank import pick_low_rank
 from mindlora.numerics import initializers
-from mindlora.ops.backend import choose_for_cell
-from mindlora.ops.lora_delta import LoraDelta
-from mindlora.ops.lora_dropout import LoraDeltaWithDropout
-from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
-
-# Up to so many tokens, one pass over W beats MatMul and lora_delta: measured on a CPU (scripts/bench_ops.py); on Ascend
-# by the bytes that are moved (scripts/report_ascend.py), with MatMul's own counted as the least.
-_DECODE_TOKENS = 8
 
 
 class LoRADense(LoRACell):
@@ -118,7 +109,7 @@ class LoRADense(LoRACell):
 
     @classmethod
     def base_types(cls):
-        return linear_types()
+        return plain_linear_types()
 
     @classmethod
     def serves(cls, config):
@@ -133,9 +124,9 @@ class LoRADense(LoRACell):
         kind = type(cell).__name__
         if isinstance(cell, LoRACell):
             raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
-        if not isinstance(cell, linear_types()):
+        if not isinstance(cell, plain_linear_types()):
             raise UnsupportedCellError(f"{kind} is neither nn.Dense nor MindFormers' Linear.")
-        if not any(type(cell).construct is base.construct for base in linear_types()):
+        if not any(type(cell).construct is base.construct for base in plain_linear_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
         if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
             raise UnsupportedCellError(
@@ -173,100 +164,49 @@ class LoRADense(LoRACell):
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else inherited
 
         self._add_adapter(config)
-        self.lora_a_matmul = ops.MatMul(transpose_b=True)
-        self.lora_b_matmul = ops.MatMul(transpose_b=True)
-        self.lora_mul = ops.Mul()
-        self.lora_add = ops.Add()
-        self.cast = ops.Cast()
-        self.reshape = ops.Reshape()
-        carry_settings(cell, self)
+        self.cast, self.reshape = ops.Cast(), ops.Reshape()
         strategy = getattr(cell.matmul, "in_strategy", None)
-        self._pick_operators(sharded=strategy is not None)
-        if strategy is not None:
-            self._shard_lora(strategy)
+        self.choice, self.low_rank, self.decode = self._pick_low_rank(strategy)
+        # Last, so that the training mode reaches the low-rank path.
+        carry_settings(cell, self)
 
     def _add_adapter(self, config):
         a, b = initial_values(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
         self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
         self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
 
-    def _pick_operators(self, sharded):
-        """Makes the fused operators that this cell can use, and its dropout."""
-        self.choice = choose_for_cell("lora_delta", self.lora_rank, self.dtype, sharded)
-        self.fused, self.trains_fused = self.choice.path != "composed", self.choice.path == "ascend"
-        self.decode_tokens = _DECODE_TOKENS if self.fused else 0
-        if self.fused:
-            self.lora_delta = LoraDelta()
-            self.lora_linear = LoraLinearWithBias() if self.has_bias else LoraLinear()
-        self.reseeds = self.dropout_rate > 0 and not sharded and get_context("device_target") == "CPU"
-        if self.reseeds:
-            self.draw_seed, self.lora_delta_with_dropout = SeedDraw(), LoraDeltaWithDropout()
-            self.rate = Tensor([self.dropout_rate], mstype.float32)
-        elif self.dropout_rate > 0:
-            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
-
-    def _shard_lora(self, base_strategy):
-        """Derives the strategies of the low-rank path from ((tokens, in), (out, in)) of the base product."""
-        (tokens, in_parts), (out_parts, _) = base_strategy
-        # A is split as W is along `in`, B as W is along `out`; the rank is never split.
-        if self.dropout_rate > 0:
-            self.lora_dropout.dropout.shard(((tokens, in_parts),))
-        self.lora_a_matmul.shard(((tokens, in_parts), (1, in_parts)))
-        self.lora_mul.shard(((tokens, 1), ()))
-        self.lora_b_matmul.shard(((tokens, 1), (out_parts, 1)))
-        self.lora_add.shard(((tokens, out_parts), (tokens, out_parts)))
+    def _pick_low_rank(self, strategy):
+        return pick_low_rank(self.lora_rank, self.dtype, self.dropout_rate, self.has_bias, strategy)
 
     def construct(self, x):
-        out_shape = x.shape[:-1] + (self.out_channels,)
-        input_dtype = x.dtype
+        out_shape, input_dtype = x.shape[:-1] + (self.out_channels,), x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        a, b = self._pair()
-        bias = self._bias()
-        if self._decodes(x):
-            y = self._decode(x, self.cast(self.weight, self.dtype), a, b, bias)
-        else:
-            y = self._base_product(x)
-            if self.has_bias:
-                y = self.bias_add(y, bias)
-            y = self._add_low_rank(y, x, a, b)
+        a, b, scale = self._factors()
+        y = self._adapted(x, a, b, scale)
         if self.activation_flag:
             y = self.activation(y)
         return self.cast(self.reshape(y, out_shape), input_dtype)
 
-    def _pair(self):
-        """A and B as they are multiplied with."""
-        return self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
+    def _factors(self):
+        """What the low-rank path multiplies by: A, B and the scale."""
+        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
+        return a, b, self.scale
+
+    def _adapted(self, x, a, b, scale):
+        """x W^T + bias + ((dropout(x) A^T) * scale) B^T."""
+        if self.decode is not None and self.decode.takes(x):
+            return self.decode.linear(x, self.cast(self.weight, self.dtype), self._cast_bias(), a, b, scale)
+        return self.low_rank.add_to(self._with_bias(self._base_product(x)), x, a, b, scale)
 
     def _base_product(self, x):
         """x W^T."""
         return self.matmul(x, self.cast(self.weight, self.dtype))
 
-    def _bias(self):
+    def _with_bias(self, y):
+        return self.bias_add(y, self._cast_bias()) if self.has_bias else y
+
+    def _cast_bias(self):
         return self.cast(self.bias, self.dtype) if self.has_bias else None
-
-    def _decodes(self, x):
-        """Whether a forward that does not train is known, when it is compiled, to be of a few tokens."""
-        return (
-            self.fused and not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.decode_tokens
-        )
-
-    def _decode(self, x, weight, a, b, bias):
-        scale = self.cast(self.scale, mstype.float32)
-        if self.has_bias:
-            return self.lora_linear(x, weight, a, b, scale, bias)
-        return self.lora_linear(x, weight, a, b, scale)
-
-    def _add_low_rank(self, y, x, a, b):
-        if self.dropout_rate > 0 and self.training:
-            if self.reseeds:
-                return self.lora_delta_with_dropout(
-                    y, x, a, b, self.cast(self.scale, mstype.float32), self.draw_seed(), self.rate
-                )
-            x = self.lora_dropout(x)
-        if self.fused and (self.trains_fused or not self.training):
-            return self.lora_delta(y, x, a, b, self.cast(self.scale, mstype.float32))
-        low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.scale, self.dtype))
-        return self.lora_add(y, self.lora_b_matmul(low_rank, b))
 
     def extend_repr(self):
         return (
@@ -285,7 +225,7 @@ def refuse_sharded(cell: nn.Cell, option: str) -> None:
         )
 
 
-def linear_types() -> tuple:
+def plain_linear_types() -> tuple:
     """Returns the classes that from_dense takes. MindFormers' Linear can only be met where MindFormers is imported."""
     layers = sys.modules.get("mindformers.modules.layers")
     return (nn.Dense, layers.Linear) if layers else (nn.Dense,)

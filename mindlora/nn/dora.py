@@ -1,14 +1,14 @@
 """DoRADense: LoRADense with a trained size for each row of the weight."""
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.errors import LoraError
 from mindlora.nn.cell import MAGNITUDE, fill
 from mindlora.nn.dense import LoRADense, refuse_sharded
-from mindlora.ops.backend import Choice
+from mindlora.nn.low_rank import composed_low_rank
 
 # So many rows of W, evenly spread, tell whether it is another than when the magnitude started.
 _SAMPLED_ROWS = 4
@@ -72,39 +72,27 @@ class DoRADense(LoRADense):
             initializer(Constant(float("nan")), [self.out_channels], getattr(mstype, config.param_init_type)),
             name=MAGNITUDE,
         )
-        self.mul, self.row_sum, self.sqrt, self.div = ops.Mul(), ops.ReduceSum(), ops.Sqrt(), ops.RealDiv()
+        self.add, self.mul, self.div, self.sqrt = ops.Add(), ops.Mul(), ops.RealDiv(), ops.Sqrt()
+        self.times_transposed, self.row_sum = ops.MatMul(transpose_b=True), ops.ReduceSum()
         self.is_nan, self.select, self.stop_gradient = ops.IsNan(), ops.Select(), ops.StopGradient()
         self.ones = Tensor(np.ones(self.out_channels, np.float32))
         if self.training:
             self.prepare()
 
-    def _pick_operators(self, sharded):
-        self.choice = Choice("lora_delta", "composed", "DoRA scales what the fused operators add to y")
-        if self.dropout_rate > 0:
-            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
+    def _pick_low_rank(self, strategy):
+        return composed_low_rank(self.dropout_rate, "DoRA scales what the fused operators add to y")
 
-    def construct(self, x):
-        out_shape = x.shape[:-1] + (self.out_channels,)
-        input_dtype = x.dtype
-        x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        weight, a = self.cast(self.weight, self.dtype), self.cast(self.mindpet_delta_lora_a, self.dtype)
-        b = self.cast(self.mindpet_delta_lora_b, self.dtype)
+    def _adapted(self, x, a, b, scale):
+        """g (x W^T + ((x A^T) * scale) B^T) + bias, or as the class says with dropout in training."""
+        weight = self.cast(self.weight, self.dtype)
         gain = self.cast(self._gain(weight, a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
-            dropped = self.lora_dropout(x)
+            dropped = self.low_rank.drop(x)
             plain = self.matmul(dropped, weight)
-            y = self.lora_add(self.matmul(x, weight), self.mul(gain, self._directed(plain, dropped, a, b)) - plain)
-        else:
-            y = self.mul(gain, self._directed(self.matmul(x, weight), x, a, b))
-        if self.has_bias:
-            y = self.bias_add(y, self._bias())
-        if self.activation_flag:
-            y = self.activation(y)
-        return self.cast(self.reshape(y, out_shape), input_dtype)
-
-    def _directed(self, y, x, a, b):
-        low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.scale, self.dtype))
-        return self.lora_add(y, self.lora_b_matmul(low_rank, b))
+            scaled = self.mul(gain, self.low_rank.add_without_dropout(plain, dropped, a, b, scale))
+            return self._with_bias(self.add(self.matmul(x, weight), scaled - plain))
+        y = self.low_rank.add_without_dropout(self.matmul(x, weight), x, a, b, scale)
+        return self._with_bias(self.mul(gain, y))
 
     def _gain(self, weight, a, b):
         """Returns m / ||W + scale B A||, float32 [out], where the norm is a constant."""
@@ -115,11 +103,11 @@ class DoRADense(LoRADense):
 
     def _norm(self, weight, a, b):
         scale = self.scale
-        on_a = self.cast(self.lora_a_matmul(weight, a), mstype.float32)
+        on_a = self.cast(self.times_transposed(weight, a), mstype.float32)
         a, b = self.cast(a, mstype.float32), self.cast(b, mstype.float32)
         # Not of `weight`, whose squares can be too large for float16.
         weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
-        on_b = self.lora_b_matmul(b, self.lora_a_matmul(a, a))
+        on_b = self.times_transposed(b, self.times_transposed(a, a))
         crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
         return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
 

@@ -62,10 +62,9 @@ class QLoRADense(LoRADense):
         for name in TENSOR_NAMES.values():
             setattr(self, name, getattr(cell, name))
 
-    def _pick_operators(self, sharded):
-        super()._pick_operators(sharded)
-        # The operator that decodes in one pass over W reads it in float.
-        self.decode_tokens = 0
+    def _pick_low_rank(self, strategy):
+        # The operator for a decode step reads W in float.
+        return super()._pick_low_rank(strategy)._replace(decode=None)
 
     def _base_product(self, x):
         return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)

@@ -1,14 +1,14 @@
 """VeRADense: a linear cell that trains two vectors around random matrices that the whole network shares."""
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.nn.low_rank import composed_low_rank
 from mindlora.numerics.vera_projection import projection
-from mindlora.ops.backend import Choice
 
 # A bears mindpet_delta_lora so that MindFormers takes it for what it is: the adapter's.
 VERA_A, VERA_B = "mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"
@@ -71,7 +71,7 @@ class VeRADense(LoRADense):
 
     def _add_adapter(self, config):
         self.projection_key = config.projection_prng_key
-        self.slice = ops.Slice()
+        self.slice, self.mul = ops.Slice(), ops.Mul()
         dtype = getattr(mstype, config.param_init_type)
         for part, size, value in (("lambda_d", self.lora_rank, config.d_initial), ("lambda_b", self.out_channels, 0)):
             name = PART_NAMES[part]
@@ -80,11 +80,8 @@ class VeRADense(LoRADense):
     def _join(self, common):
         self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = common
 
-    def _pick_operators(self, sharded):
-        self.choice = Choice("lora_delta", "composed", "VeRA scales between and after the two products")
-        self.fused = self.reseeds = False
-        if self.dropout_rate > 0:
-            self.lora_dropout = nn.Dropout(p=self.dropout_rate)
+    def _pick_low_rank(self, strategy):
+        return composed_low_rank(self.dropout_rate, "VeRA scales between and after the two products")
 
     def shared_parts(self):
         return {"A": self.mindpet_delta_lora_vera_a, "B": self.mindpet_delta_lora_vera_b}
@@ -106,7 +103,7 @@ class VeRADense(LoRADense):
             values[:rows, :columns] = array
             common.set_data(Tensor(values, common.dtype))
 
-    def _pair(self):
+    def _factors(self):
         # Cast before: not every dtype that A and B can be kept in can be cut on a CPU.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
@@ -114,15 +111,10 @@ class VeRADense(LoRADense):
         lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
         return (
             self._first(a, self.lora_rank, self.in_channels),
-            self.lora_mul(lambda_b, self._first(b, self.out_channels, self.lora_rank)),
+            self.mul(lambda_b, self._first(b, self.out_channels, self.lora_rank)),
+            self.mindpet_delta_lora_lambda_d,
         )
 
     def _first(self, matrix, rows, columns):
         """The first rows and columns; no copy of the whole."""
         return matrix if matrix.shape == (rows, columns) else self.slice(matrix, (0, 0), (rows, columns))
-
-    def _add_low_rank(self, y, x, a, b):
-        if self.dropout_rate > 0:
-            x = self.lora_dropout(x)
-        low_rank = self.lora_mul(self.lora_a_matmul(x, a), self.cast(self.mindpet_delta_lora_lambda_d, self.dtype))
-        return self.lora_add(y, self.lora_b_matmul(low_rank, b))

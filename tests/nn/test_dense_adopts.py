@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindlora import LoraConfig, LoRADense
 from mindlora.errors import UnsupportedCellError
@@ -105,7 +105,7 @@ def _reset_peak_memory():
 # What is carried over -------------------------------------------------------------------------------------------
 
 PARALLEL = {
-    # name: strategy of the base product, then of the low-rank path's a_matmul, mul, b_matmul and add
+    # name: strategy of the base product, then of the low-rank path's a_matmul, mul, b_matmul and sum
     "column": (((2, 1), (2, 1)), ((2, 1), (1, 1)), ((2, 1), ()), ((2, 1), (2, 1)), ((2, 2), (2, 2))),
     "row": (((2, 2), (1, 2)), ((2, 2), (1, 2)), ((2, 1), ()), ((2, 1), (1, 1)), ((2, 1), (2, 1))),
     "data": (((4, 1), (1, 1)), ((4, 1), (1, 1)), ((4, 1), ()), ((4, 1), (1, 1)), ((4, 1), (4, 1))),
@@ -124,11 +124,11 @@ def test_shard_strategies_follow_from_the_base_product(mindformers, semi_auto_pa
         cell.matmul.shard(base)
     lora = LoRADense.from_dense(cell, LoraConfig(lora_rank=4, lora_dropout=0.1))
     assert lora.matmul.in_strategy == base
-    assert lora.lora_a_matmul.in_strategy == a_matmul
-    assert lora.lora_mul.in_strategy == mul
-    assert lora.lora_b_matmul.in_strategy == b_matmul
-    assert lora.lora_add.in_strategy == add
-    assert lora.lora_dropout.dropout.in_strategy == (base[0],)
+    assert lora.low_rank.a_matmul.in_strategy == a_matmul
+    assert lora.low_rank.mul.in_strategy == mul
+    assert lora.low_rank.b_matmul.in_strategy == b_matmul
+    assert lora.low_rank.sum.in_strategy == add
+    assert lora.low_rank.dropout.dropout.in_strategy == (base[0],)
 
 
 def test_bias_and_activation_keep_their_strategies(mindformers, semi_auto_parallel):
@@ -141,8 +141,9 @@ def test_bias_and_activation_keep_their_strategies(mindformers, semi_auto_parall
 
 def test_a_cell_that_is_not_sharded_gives_no_strategies(mindformers, semi_auto_parallel):
     lora = LoRADense.from_dense(mindformers.modules.layers.Linear(8, 8), CONFIG)
-    for product in (lora.lora_a_matmul, lora.lora_mul, lora.lora_b_matmul, lora.lora_add):
-        assert not hasattr(product, "in_strategy")
+    cells = [cell for _, cell in lora.low_rank.cells_and_names()]
+    operators = [value for cell in cells for value in vars(cell).values() if isinstance(value, ops.Primitive)]
+    assert operators and not any(hasattr(operator, "in_strategy") for operator in operators)
 
 
 def test_a_cell_that_is_sharded_by_layouts_is_refused(mindformers, semi_auto_parallel):
@@ -179,4 +180,4 @@ def test_pipeline_stage_is_carried_over():
 def test_training_mode_is_carried_over(training):
     dense = nn.Dense(IN, OUT).set_train(training)
     lora = LoRADense.from_dense(dense, LoraConfig(lora_dropout=0.25))
-    assert lora.training is training
+    assert {cell.training for _, cell in lora.cells_and_names()} == {training}

@@ -1,0 +1,193 @@
+"""The low-rank path of a linear cell: which operators add ((dropout(x) A^T) * scale) B^T to the base's product.
+
+There is one class for each way to compute it. pick_low_rank picks among them once, when a cell is made. They hold
+operators and no parameters: A, B and the scale come from the cell. The cell calls their methods and not them, so that
+their operators take its scope (recomputation) and PyNative does not pay for the call of another cell.
+"""
+
+from typing import NamedTuple, Optional, Tuple
+
+from mindspore import Tensor, get_context, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops import functional
+
+from mindlora.nn.seeds import SeedDraw
+from mindlora.ops.backend import Choice, choose_for_cell
+from mindlora.ops.lora_delta import LoraDelta
+from mindlora.ops.lora_dropout import LoraDeltaWithDropout
+from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
+
+# Up to this many tokens, one pass over W beats MatMul and lora_delta: measured on a CPU (scripts/bench_ops.py); on
+# Ascend by the bytes that are moved (scripts/report_ascend.py), with MatMul's own counted as the least.
+_DECODE_TOKENS = 8
+
+Strategy = Tuple[Tuple[int, int], Tuple[int, int]]
+
+
+class ComposedLowRank(nn.Cell):
+    """y + ((dropout(x) A^T) * scale) B^T in MindSpore's own operators: on any device, sharded or not.
+
+    Args:
+        dropout_rate (float): Probability of dropping an element of x in training, by nn.Dropout. Default: 0.0.
+        strategy (tuple): ((tokens, in), (out, in)), how the base's product is sharded. Default: None, not at all.
+    """
+
+    def __init__(self, dropout_rate: float = 0.0, strategy: Optional[Strategy] = None):
+        super().__init__()
+        self.drops = dropout_rate > 0
+        if self.drops:
+            self.dropout = nn.Dropout(p=dropout_rate)
+        self.a_matmul, self.b_matmul = ops.MatMul(transpose_b=True), ops.MatMul(transpose_b=True)
+        self.mul, self.sum, self.cast = ops.Mul(), ops.Add(), ops.Cast()
+        if strategy is not None:
+            self._shard(strategy)
+
+    def _shard(self, base_strategy):
+        (tokens, in_parts), (out_parts, _) = base_strategy
+        # A is split as W is along `in`, B as W is along `out`; the rank is never split.
+        if self.drops:
+            self.dropout.dropout.shard(((tokens, in_parts),))
+        self.a_matmul.shard(((tokens, in_parts), (1, in_parts)))
+        self.mul.shard(((tokens, 1), ()))
+        self.b_matmul.shard(((tokens, 1), (out_parts, 1)))
+        self.sum.shard(((tokens, out_parts), (tokens, out_parts)))
+
+    def add_to(self, y, x, a, b, scale):
+        """y + ((dropout(x) A^T) * scale) B^T."""
+        return self.add_without_dropout(y, self.drop(x), a, b, scale)
+
+    def drop(self, x):
+        """dropout(x) in training, else x."""
+        return self.dropout(x) if self.drops and self.training else x
+
+    def add_without_dropout(self, y, x, a, b, scale):
+        """y + ((x A^T) * scale) B^T. The scale is a number, or one for each row of A (VeRA)."""
+        low_rank = self.mul(self.a_matmul(x, a), self.cast(scale, x.dtype))
+        return self.sum(y, self.b_matmul(low_rank, b))
+
+
+class FusedLowRank(nn.Cell):
+    """y + ((dropout(x) A^T) * scale) B^T by the operator lora_delta.
+
+    Args:
+        dropout_rate (float): Probability of dropping an element of x in training, by nn.Dropout. Default: 0.0.
+    """
+
+    def __init__(self, dropout_rate: float = 0.0):
+        super().__init__()
+        self.drops = dropout_rate > 0
+        if self.drops:
+            self.dropout = nn.Dropout(p=dropout_rate)
+        self.lora_delta, self.cast = LoraDelta(), ops.Cast()
+
+    def add_to(self, y, x, a, b, scale):
+        """y + ((dropout(x) A^T) * scale) B^T."""
+        if self.drops and self.training:
+            x = self.dropout(x)
+        return self.lora_delta(y, x, a, b, self.cast(scale, mstype.float32))
+
+
+class SeededDropoutLowRank(nn.Cell):
+    """y + ((dropout(x) A^T) * scale) B^T in training, where the backward makes the mask again from a seed of 4 bytes.
+
+    Neither the mask nor the dropped x is kept for it.
+
+    Args:
+        dropout_rate (float): Probability of dropping an element of x.
+    """
+
+    def __init__(self, dropout_rate: float):
+        super().__init__()
+        self.draw_seed, self.lora_delta, self.cast = SeedDraw(), LoraDeltaWithDropout(), ops.Cast()
+        self.rate = Tensor([dropout_rate], mstype.float32)
+
+    def add_to(self, y, x, a, b, scale):
+        """y + ((dropout(x) A^T) * scale) B^T, another mask at each call."""
+        return self.lora_delta(y, x, a, b, self.cast(scale, mstype.float32), self.draw_seed(), self.rate)
+
+
+class LowRankByMode(nn.Cell):
+    """One of the paths above in training, another one at inference."""
+
+    def __init__(self, in_training: nn.Cell, at_inference: nn.Cell):
+        super().__init__()
+        self.in_training, self.at_inference = in_training, at_inference
+
+    def add_to(self, y, x, a, b, scale):
+        """y + ((dropout(x) A^T) * scale) B^T."""
+        if self.training:
+            return self.in_training.add_to(y, x, a, b, scale)
+        return self.at_inference.add_to(y, x, a, b, scale)
+
+
+class OnePassDecode(nn.Cell):
+    """x W^T + bias + ((x A^T) * scale) B^T by the operator lora_linear, for the few tokens of a decode step."""
+
+    def __init__(self, has_bias: bool):
+        super().__init__()
+        self.has_bias, self.cast = has_bias, ops.Cast()
+        self.lora_linear = LoraLinearWithBias() if has_bias else LoraLinear()
+
+    def takes(self, x):
+        """Whether x is known, when the forward is compiled, to be a few tokens that nothing trains on."""
+        return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= _DECODE_TOKENS
+
+    def linear(self, x, weight, bias, a, b, scale):
+        """x W^T + bias + ((x A^T) * scale) B^T."""
+        scale = self.cast(scale, mstype.float32)
+        if self.has_bias:
+            return self.lora_linear(x, weight, a, b, scale, bias)
+        return self.lora_linear(x, weight, a, b, scale)
+
+
+class LowRankPicks(NamedTuple):
+    """What pick_low_rank picked for a cell.
+
+    Attributes:
+        choice (Choice): The path of lora_delta, and why.
+        low_rank (nn.Cell): What adds the low-rank product: one of the classes above with a method add_to.
+        decode (OnePassDecode or None): What computes all of a decode step's linear cell; None where nothing does.
+    """
+
+    choice: Choice
+    low_rank: nn.Cell
+    decode: Optional[OnePassDecode]
+
+
+def pick_low_rank(
+    rank: int, dtype: mstype.Type, dropout_rate: float, has_bias: bool, strategy: Optional[Strategy]
+) -> LowRankPicks:
+    """Picks the operators of a cell's low-rank path, from the device, the mode, and what was built.
+
+    A fused operator is picked where it is faster: on a CPU it never is in training, but for dropout.
+
+    Args:
+        rank (int): Rank of the adapter.
+        dtype (mindspore.dtype): In which the cell computes.
+        dropout_rate (float): Probability of dropping an element of x in training.
+        has_bias (bool): Whether the base adds a bias.
+        strategy (tuple or None): ((tokens, in), (out, in)), how the base's product is sharded.
+
+    Returns:
+        LowRankPicks.
+
+    Raises:
+        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had for this cell.
+    """
+    choice = choose_for_cell("lora_delta", rank, dtype, sharded=strategy is not None)
+    decode = None if choice.path == "composed" else OnePassDecode(has_bias)
+    if choice.path == "ascend":
+        return LowRankPicks(choice, FusedLowRank(dropout_rate), decode)
+    if strategy is not None or get_context("device_target") != "CPU":
+        return LowRankPicks(choice, ComposedLowRank(dropout_rate, strategy), decode)
+    composed = ComposedLowRank()
+    in_training = SeededDropoutLowRank(dropout_rate) if dropout_rate > 0 else composed
+    at_inference = composed if choice.path == "composed" else FusedLowRank()
+    if in_training is at_inference:
+        return LowRankPicks(choice, composed, decode)
+    return LowRankPicks(choice, LowRankByMode(in_training, at_inference), decode)
+
+
+def composed_low_rank(dropout_rate: float, reason: str) -> LowRankPicks:
+    """Returns the picks for a kind of cell that the fused operators do not serve, for this ``reason``."""
+    return LowRankPicks(Choice("lora_delta", "composed", reason), ComposedLowRank(dropout_rate), None)
