@@ -38,7 +38,9 @@ fail() {
 }
 
 check_number() {  # name, value, smallest, largest
-    [[ $2 =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3 && 10#$2 <= $4)) || fail "$1 is '$2', it must be a number from $3 to $4."
+    if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then
+        fail "$1 is '$2', it must be a number from $3 to $4."
+    fi
 }
 
 case $# in

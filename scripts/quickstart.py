@@ -1,4 +1,4 @@
-"""The quickstart's job: data, a tiny base, a LoRA fine-tuning through a YAML, and what changed."""
+"""The quickstart: prepares data, trains a tiny base, fine-tunes it with LoRA through a YAML, and shows what changed."""
 
 import argparse
 import hashlib
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-# Before transformers is imported: it would say that it found no PyTorch, which nothing here needs.
+# Before transformers is imported: it would warn that there is no PyTorch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -52,7 +52,7 @@ def main():
         keep_stdout=True,
     )
     if args.short:
-        print("\n     (--short trains for seconds: it shows that all works, not what LoRA can do.)")
+        print("\n     (--short trains for seconds: it shows that everything works, not what LoRA can do.)")
     print(
         f"\nadapter     {adapter}\nloss curve  {os.path.join(paths.lora_run, 'loss_curve.png')}"
         f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s"
@@ -60,7 +60,7 @@ def main():
 
 
 class Paths:
-    """Where the job reads and writes; the base is cached under a key of all that it depends on."""
+    """Where the quickstart reads and writes. The base is cached under a hash of all that it depends on."""
 
     def __init__(self, output, short):
         self.output = output
@@ -94,7 +94,7 @@ def prepare_data(paths):
     seen = rows[: -round(len(rows) * HELD_OUT)]
     spoken = [TEMPLATE.format(**row) + row["output"] for row in seen]
     tokenizer = tokenizers.train_tokenizer([base_text] + spoken, VOCABULARY, paths.tokenizer)
-    # Copies in other orders: the paragraph before an answer must not be what the answer is learned from.
+    # Copies in other orders, so that no answer is learned from the paragraph before it.
     paragraphs, shuffle = base_text.strip().split("\n\n"), random.Random(1)
     shuffled = os.path.join(paths.cache, "base_shuffled.txt")
     with open(shuffled, "w", encoding="utf-8") as file:
@@ -138,7 +138,7 @@ def train_lora(paths, short):
 
 
 def launch(yaml, output, log, *flags):
-    """What a user types: mindlora-run --config YAML ..., its log in a file and its progress bar on the screen."""
+    """Runs what a user types, mindlora-run --config YAML ...; the log goes to a file, the progress bar to the screen."""
     run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", yaml, "--output_dir", output, *flags], log)
 
 
@@ -150,9 +150,9 @@ def run(command, log, keep_stdout=False):
 
 
 def evaluate(paths, adapter):
-    """Prints held-out loss and three answers of the base alone and of base + adapter."""
-    log = open("evaluate.log", "w", encoding="utf-8")
-    screen, sys.stdout = sys.stdout, log  # MindFormers logs to stdout
+    """Prints the held-out loss and three answers, of the base alone and with the adapter."""
+    log = open("evaluate.log", "w", encoding="utf-8")  # noqa: SIM115  MindFormers logs to it until the process ends
+    screen, sys.stdout = sys.stdout, log
     import mindspore as ms
     from mindformers.models.build_model import build_network
     from mindformers.tools.register import MindFormerConfig
@@ -182,7 +182,7 @@ def evaluate(paths, adapter):
 
 
 def answers(network, tokenizer, prompts):
-    """Returns the greedy answer to each prompt: the whole window runs for each token, as a CPU has no KV cache."""
+    """Returns the greedy answer to each prompt. The whole window runs for each token, as a CPU has no KV cache."""
     import mindspore as ms
     import numpy as np
 

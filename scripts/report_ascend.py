@@ -1,12 +1,14 @@
-"""Report: what the Ascend C kernels move and how many cores they keep at work, in the functional model.
+"""Report: the bytes that the Ascend C kernels move and the cores that they keep busy, as the simulator counts them.
 
-Not CANN and not an NPU: the model counts bytes of global memory and cores that worked, and knows nothing of time. The
-shapes are those of the linear layers of Llama 7B and 13B, bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are given
-over the least possible: each input once, each output once; what cores exchange through global memory counts as moved,
-and so does what a cache would serve. Beside them stands the plain composition of kernels (x A^T; scale; B^T; add; for
-many adapters also rows gathered and put back for each of them; for NF4 weights codes to integers, two look-ups, their
-concatenation, times absmax, cast), by arithmetic: each kernel reads its inputs and writes its output once, a product
-deals out tiles of 16 x 256 of its output, and of its kernels the one with the fewest cores counts.
+The simulator (ops/ascendc_model) is not CANN and not an NPU: it counts bytes of global memory and busy cores, and knows
+nothing about time. The shapes are the linear layers of Llama 7B and 13B in bfloat16, on a chip of 24 cube and 48 vector
+cores. Bytes are relative to the least possible, each input and output once. What cores exchange through global memory
+counts as moved, and so does what a cache would serve.
+
+For comparison, the same as a composition of plain kernels, by arithmetic: x A^T; scale; B^T; add; with many adapters
+also gathering the rows of each and putting them back; for NF4 weights codes to integers, two look-ups, their
+concatenation, times absmax, cast. Each kernel reads its inputs and writes its output once, a product is dealt out in
+tiles of 16 x 256 of its output, and the cores given are those of the kernel with the fewest.
     python scripts/report_ascend.py --json figures.json
     python scripts/report_ascend.py --only lora_delta
 """
@@ -24,19 +26,19 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
 TOKENS, RANKS, ADAPTERS = (1, 8, 32, 512), (8, 16, 64), (1, 4, 32)
 BYTES = 2  # of bfloat16
-# Up to so many tokens a step is called decode; lora_linear is made for nothing else.
+# A step of up to so many tokens counts as decode; lora_linear is made for decode alone.
 DECODE = 8
 GOALS = {"decode": 1.05, "prefill": 1.15}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(OPS), help="one operator alone")
-    parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers alone")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures here")
+    parser.add_argument("--only", choices=list(OPS), help="one operator only")
+    parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers only")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
     print(
-        f"In a functional model of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
+        f"In a simulator of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
         f"{kernels.VECTOR_CORES} vector cores.\nGoals: bytes at most {GOALS['decode']} of the least at decode (up to "
         f"{DECODE} tokens), {GOALS['prefill']} at prefill.\n"
     )
@@ -132,7 +134,7 @@ def multi_lora_delta(k, n):
 
 
 def nf4_dequantize(k, n):
-    """Yields the figures of nf4_dequantize for a layer: there are no tokens, as W alone is made."""
+    """Yields the figures of nf4_dequantize for a layer. It makes W alone, so there are no tokens."""
     blocks = math.ceil(k / 64)
     codes, absmax = np.zeros((n, blocks * 32), np.uint8), np.zeros((n, blocks), np.uint8)
     scales = np.zeros(math.ceil(absmax.size / 256), np.float32)
@@ -144,7 +146,7 @@ def nf4_dequantize(k, n):
         "w",
     )
     least = codes.nbytes + absmax.nbytes + 2 * scales.nbytes + BYTES * n * k
-    # A code as an integer and a number of W both take 4 bytes, up to the cast.
+    # A code as an integer and a number of W take 4 bytes each, up to the cast.
     composed = codes.size * ((1 + 4) + 2 * (4 + 4) + (8 + 8) + (8 + 8) + (8 + 2 * BYTES))
     yield figures(report, least, 0, 0, 0, composed / least, kernels.VECTOR_CORES)
 
@@ -158,13 +160,13 @@ OPS = {
 
 
 def composed_delta(tokens, k, n, rank):
-    """Returns the bytes that x A^T, scale, B^T and add move as kernels of their own."""
+    """Returns the bytes that x A^T, scale, B^T and add move as separate kernels."""
     low, wide = tokens * rank, tokens * n
     return BYTES * ((tokens * k + rank * k + low) + 2 * low + (low + n * rank + wide) + 3 * wide)
 
 
 def product_cores(tokens, columns):
-    """Returns how many cube cores find work in a product of that shape; of the delta's, x A^T has the fewest."""
+    """Returns how many cube cores find work in a product of that shape. Of the delta's products, x A^T has the fewest."""
     return min(kernels.CUBE_CORES, math.ceil(tokens / 16) * math.ceil(columns / 256))
 
 
@@ -185,7 +187,7 @@ def figures(report, least, rank, tokens, adapters, composed, composed_cores):
 
 
 def line(row):
-    """Returns a row as text; a figure beyond its goal is marked."""
+    """Returns a row as text; a figure beyond its goal has a star."""
     over = row["ratio"] > GOALS["decode" if row["tokens"] <= DECODE else "prefill"]
     rank, tokens, adapters = (row[name] or "-" for name in ("rank", "tokens", "adapters"))
     return (
@@ -197,7 +199,7 @@ def line(row):
 
 def summary(rows):
     """Returns, for each operator and kind of step, how many rows reach the goal, and the range of their figures."""
-    lines = ["* beyond the goal."]
+    lines = ["* beyond the goal"]
     for op in dict.fromkeys(row["op"] for row in rows):
         for step, goal in GOALS.items():
             found = [row for row in rows if row["op"] == op and (row["tokens"] <= DECODE) == (step == "decode")]
@@ -214,12 +216,12 @@ def summary(rows):
 
 
 def run(op, inputs, out_shape, sizes, output="y"):
-    """Returns the model's report of an operator."""
+    """Returns the simulator's report of an operator."""
     return kernels.run(op, "bfloat16", inputs, [(output, np.empty(out_shape, np.uint16), "out")], sizes)
 
 
 def random(*shape):
-    """Returns bfloat16 numbers around 1, as their bits: no value changes what is counted."""
+    """Returns the bits of bfloat16 numbers around 1: what is counted does not depend on the values."""
     return np.random.default_rng(0).integers(0x3F00, 0x4000, shape, np.uint16)
 
 

@@ -1,8 +1,8 @@
-"""Runs the Ascend C kernels of the operators in the functional model, on NumPy arrays.
+"""Runs the Ascend C kernels of the operators in the simulator (../ascendc_model), on NumPy arrays. Not on an NPU.
 
-    y, report = kernels.run("lora_delta", "float16", inputs, output, sizes)
+    report = kernels.run("lora_delta", "float16", inputs, outputs, sizes)
 
-Each kernel is compiled once for a dtype, as CANN does it, from <op>/ascendc/model.cpp. A functional model, not an NPU.
+Each kernel is compiled once for each dtype, as CANN does, from <op>/ascendc/model.cpp.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import pathlib
 import tempfile
+from typing import Any, Callable, Dict, Sequence, Tuple
 
 import numpy as np
 
@@ -18,10 +19,10 @@ _SPEC = importlib.util.spec_from_file_location("ascendc_model", OPS / "ascendc_m
 model = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(model)
 
-# What the kernels' sources call the dtypes.
+# The dtypes as the kernels' sources call them.
 ELEMENTS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 KINDS = ("AIV_ONLY", "MIX_AIV_1_0", "MIX_AIC_1_2")
-# Of the largest 910B; a smaller number shows that a kernel does not depend on it.
+# Of the largest 910B. Tests also run with fewer, to show that no kernel depends on the number.
 CUBE_CORES, VECTOR_CORES = 24, 48
 _TILING_BYTES = 4096
 
@@ -37,8 +38,8 @@ class _Plan(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=None)
-def build(op, dtype):
-    """Returns (library, its plan function) of an operator for a dtype, a name in ELEMENTS."""
+def build(op: str, dtype: str) -> Tuple[Any, Callable]:
+    """Returns the library of an operator for a dtype, a name in ELEMENTS, and its plan function."""
     folder = tempfile.mkdtemp(prefix=f"mindlora_{op}_")
     target = f"{folder}/{op}_{dtype}.so"
     library = model.build(
@@ -47,8 +48,10 @@ def build(op, dtype):
     return library, ctypes.CDLL(target).mindlora_plan
 
 
-def plan(op, dtype, sizes, cube_cores=CUBE_CORES, vector_cores=VECTOR_CORES):
-    """Returns (plan, tiling as bytes) for sizes as the operator's plan takes them."""
+def plan(
+    op: str, dtype: str, sizes: Sequence[int], cube_cores: int = CUBE_CORES, vector_cores: int = VECTOR_CORES
+) -> Tuple[_Plan, bytes]:
+    """Returns (plan, tiling as bytes) for the sizes that the operator's plan takes (its model.cpp lists them)."""
     result, tiling = _Plan(), ctypes.create_string_buffer(_TILING_BYTES)
     build(op, dtype)[1](
         (ctypes.c_int64 * len(sizes))(*sizes),
@@ -60,22 +63,30 @@ def plan(op, dtype, sizes, cube_cores=CUBE_CORES, vector_cores=VECTOR_CORES):
     return result, tiling.raw[: result.tiling_bytes]
 
 
-def run(op, dtype, inputs, outputs, sizes, cube_cores=CUBE_CORES, vector_cores=VECTOR_CORES):
-    """Runs an operator.
+def run(
+    op: str,
+    dtype: str,
+    inputs: Sequence[Tuple[str, np.ndarray]],
+    outputs: Sequence[Tuple[str, np.ndarray, str]],
+    sizes: Sequence[int],
+    cube_cores: int = CUBE_CORES,
+    vector_cores: int = VECTOR_CORES,
+) -> Dict[str, Any]:
+    """Runs an operator's kernel as its plan launches it.
 
     Args:
-        op: folder of the operator.
-        dtype: a name in ELEMENTS.
-        inputs: (name, C-contiguous array) in the kernel's order.
-        outputs: (name, array, "out" or "inout") in the kernel's order; they are written.
-        sizes: what the operator's plan takes.
-        cube_cores, vector_cores: of the chip.
+        op: Folder of the operator.
+        dtype: A name in ELEMENTS.
+        inputs: (name, C-contiguous array), in the kernel's order.
+        outputs: (name, array, "out" or "inout"), in the kernel's order; the kernel writes them.
+        sizes: What the operator's plan takes.
+        cube_cores, vector_cores: Of the chip.
 
     Returns:
-        dict: the model's report, with "workspace" among its buffers.
+        The simulator's report (Library.run), with "workspace" among its buffers.
 
     Raises:
-        KernelRefused: the kernel broke a rule.
+        KernelRefused: The kernel broke a rule.
     """
     made, tiling = plan(op, dtype, sizes, cube_cores, vector_cores)
     workspace = np.empty(max(made.workspace, 32), np.uint8)

@@ -1,15 +1,19 @@
-"""Compiles Ascend C kernels against the functional model and runs them on NumPy arrays.
+"""The simulator's Python side: compiles Ascend C kernels against its headers and runs them on NumPy arrays.
 
     library = build("scale_model.cpp", "scale.so")
     report = library.run("scale", [("x", x, "in"), ("y", y, "out")], tiling=struct.pack("<i", x.size), blocks=2)
 
-The source includes the kernel's and model/python_entry.h and names kernels with ASCENDC_MODEL_KERNEL; see README.md.
+The source includes that of the kernel and model/python_entry.h, and names the kernel with ASCENDC_MODEL_KERNEL; see
+README.md.
 """
 
 import ctypes
 import json
 import pathlib
 import subprocess
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
+
+import numpy as np
 
 INCLUDE = pathlib.Path(__file__).resolve().parent / "include"
 
@@ -19,9 +23,9 @@ REPORT_BYTES = 1 << 22
 
 
 class KernelRefused(Exception):
-    """The model refused the kernel. `report` holds what was counted until then."""
+    """The kernel broke a rule. `report` has the message and what was counted until then."""
 
-    def __init__(self, report):
+    def __init__(self, report: Dict[str, Any]):
         super().__init__(report["error"])
         self.report = report
 
@@ -35,21 +39,23 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-def build(source, target, flags=("-O1",)):
-    """Compiles one C++ source to a shared library.
+def build(
+    source: Union[str, pathlib.Path], target: Union[str, pathlib.Path], flags: Sequence[str] = ("-O1",)
+) -> "Library":
+    """Compiles one C++ source into a shared library.
 
     Args:
-        source: path of a C++ file.
-        target: path of the library to write.
-        flags: further flags of the compiler.
+        source: Path of a C++ file.
+        target: Path of the library to write.
+        flags: Further flags of the compiler.
 
     Returns:
-        Library.
+        The library, loaded.
 
     Raises:
-        RuntimeError: the compiler failed; the message is its output.
+        RuntimeError: The compiler failed; its output is in the message.
     """
-    # Without unique symbols, several libraries in one process keep their state apart.
+    # -fno-gnu-unique: with unique symbols, several libraries in one process would share the simulator's state.
     command = [
         "g++",
         "-std=c++17",
@@ -71,29 +77,39 @@ def build(source, target, flags=("-O1",)):
 class Library:
     """Kernels compiled by `build`."""
 
-    def __init__(self, path):
+    def __init__(self, path: Union[str, pathlib.Path]):
         self._run = ctypes.CDLL(str(path)).ascendc_model_run
         self._run.restype = ctypes.c_uint64
 
-    def run(self, kernel, gm, tiling=b"", blocks=1, kernel_type="AIV_ONLY", auto_sync=True, tiling_key=0):
-        """Runs a kernel on all its cores.
+    def run(
+        self,
+        kernel: str,
+        gm: Sequence[Tuple[str, Optional[np.ndarray], str]],
+        tiling: bytes = b"",
+        blocks: int = 1,
+        kernel_type: str = "AIV_ONLY",
+        auto_sync: bool = True,
+        tiling_key: int = 0,
+    ) -> Dict[str, Any]:
+        """Runs a kernel on all of its cores.
 
         Args:
-            kernel: its name.
-            gm: the GM arguments in order, as (name, C-contiguous array or None, "in", "inout" or "out"). What an "out"
-                array holds is poisoned: bytes that the kernel does not write become 0xFF, and it may not read them.
-            tiling: bytes passed as the kernel's last argument, if any.
-            blocks: number of logical AI cores.
-            kernel_type: one of KERNEL_TYPES.
-            auto_sync: whether the compiler inserts what --cce-auto-sync inserts.
-            tiling_key: what TILING_KEY_IS compares with.
+            kernel: Its name.
+            gm: The arguments in global memory, in order: (name, C-contiguous array or None, "in", "inout" or "out").
+                An "out" array is poisoned: bytes that the kernel does not write become 0xFF, and it may not read them.
+            tiling: Bytes passed as the kernel's last argument, if any.
+            blocks: Number of logical AI cores.
+            kernel_type: One of KERNEL_TYPES.
+            auto_sync: Whether the compiler inserts what --cce-auto-sync inserts.
+            tiling_key: What TILING_KEY_IS compares with.
 
         Returns:
-            dict: counters: "gm" (bytes read and written by buffer), "instructions" (by pipe), "peak" (bytes by on-chip
-            memory), "unwritten" (bytes by output), "cores_that_worked", and "cores" (the same by core).
+            Counters: "gm" (bytes read and written, by buffer), "instructions" (by pipe), "peak" (bytes, by on-chip
+            memory), "unwritten" (bytes, by output), "cores_that_worked", and "cores" (instructions, gm and peak of each
+            core).
 
         Raises:
-            KernelRefused: the kernel broke a rule.
+            KernelRefused: The kernel broke a rule.
         """
         buffers = (_Buffer * len(gm))(
             *[

@@ -1,30 +1,34 @@
 """lora_delta in NumPy: what every path must compute."""
 
+from typing import Tuple
+
 import numpy as np
 
 
-def lora_delta(y0, x, a, b, scale):
+def lora_delta(y0: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """y = y0 + ((x A^T) * scale) B^T, in float64.
 
     Args:
-        y0 (ndarray): Shape [tokens, N].
-        x (ndarray): Shape [tokens, K].
-        a (ndarray): Shape [r, K].
-        b (ndarray): Shape [N, r].
-        scale (float): lora_alpha / r.
+        y0: [tokens, N].
+        x: [tokens, K].
+        a: [r, K].
+        b: [N, r].
+        scale: lora_alpha / r.
 
     Returns:
-        ndarray of shape [tokens, N].
+        y, [tokens, N].
     """
     y0, x, a, b = (np.asarray(array, np.float64) for array in (y0, x, a, b))
     return y0 + ((x @ a.T) * scale) @ b.T
 
 
-def lora_delta_grad(dy, x, a, b, scale):
-    """The gradients of sum(dy * lora_delta(y0, x, a, b, scale)).
+def lora_delta_grad(
+    dy: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float
+) -> Tuple[np.ndarray, ...]:
+    """The gradients of sum(dy * lora_delta(y0, x, a, b, scale)), in float64.
 
     Args:
-        dy (ndarray): Shape [tokens, N].
+        dy: [tokens, N].
         x, a, b, scale: As in lora_delta.
 
     Returns:

@@ -1,32 +1,38 @@
 """lora_linear in NumPy: what every path must compute."""
 
+from typing import Optional, Tuple
+
 import numpy as np
 
 
-def lora_linear(x, w, a, b, scale, bias=None):
+def lora_linear(
+    x: np.ndarray, w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, bias: Optional[np.ndarray] = None
+) -> np.ndarray:
     """y = x W^T (+ bias) + ((x A^T) * scale) B^T, in float64.
 
     Args:
-        x (ndarray): Shape [tokens, K].
-        w (ndarray): Shape [N, K].
-        a (ndarray): Shape [r, K].
-        b (ndarray): Shape [N, r].
-        scale (float): lora_alpha / r.
-        bias (ndarray): Shape [N]. Default: None.
+        x: [tokens, K].
+        w: [N, K].
+        a: [r, K].
+        b: [N, r].
+        scale: lora_alpha / r.
+        bias: [N].
 
     Returns:
-        ndarray of shape [tokens, N].
+        y, [tokens, N].
     """
     x, w, a, b = (np.asarray(array, np.float64) for array in (x, w, a, b))
     y = x @ w.T + ((x @ a.T) * scale) @ b.T
     return y if bias is None else y + np.asarray(bias, np.float64)
 
 
-def lora_linear_grad(dy, x, w, a, b, scale):
-    """The gradients of sum(dy * lora_linear(x, w, a, b, scale, bias)); W is frozen and gets none.
+def lora_linear_grad(
+    dy: np.ndarray, x: np.ndarray, w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float
+) -> Tuple[np.ndarray, ...]:
+    """The gradients of sum(dy * lora_linear(x, w, a, b, scale, bias)), in float64. W is frozen and has none.
 
     Args:
-        dy (ndarray): Shape [tokens, N].
+        dy: [tokens, N].
         x, w, a, b, scale: As in lora_linear.
 
     Returns:

@@ -3,19 +3,21 @@
 import numpy as np
 
 
-def multi_lora_delta(y0, x, pool, ranks, scales, indices):
-    """y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
+def multi_lora_delta(
+    y0: np.ndarray, x: np.ndarray, pool: np.ndarray, ranks: np.ndarray, scales: np.ndarray, indices: np.ndarray
+) -> np.ndarray:
+    """y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t], in float64; y[t] = y0[t] for a negative i.
 
     Args:
-        y0 (ndarray): Shape [tokens, N].
-        x (ndarray): Shape [tokens, K].
-        pool (ndarray): Shape [slots, max_rank, K + N]: row j of a slot is A[j, :], then B[:, j].
-        ranks (ndarray): Shape [slots]: how many rows of each slot count.
-        scales (ndarray): Shape [slots].
-        indices (ndarray): Shape [tokens].
+        y0: [tokens, N].
+        x: [tokens, K].
+        pool: [slots, max_rank, K + N]. Row j of a slot is A[j, :] followed by B[:, j].
+        ranks: [slots], the number of rows of each slot that are in use.
+        scales: [slots].
+        indices: [tokens], the slot of each row of x; negative for no adapter.
 
     Returns:
-        ndarray of shape [tokens, N], float64.
+        y, [tokens, N].
     """
     y, x = np.array(y0, np.float64), np.asarray(x, np.float64)
     for t, i in enumerate(indices):

@@ -2,44 +2,36 @@
 
 import numpy as np
 
+# fmt: off
 TABLE = np.array(
     [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022833334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022833334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ],
     np.float32,
 )
+# fmt: on
 
 
-def nf4_dequantize(codes, absmax, scales, offsets, columns):
+def nf4_dequantize(
+    codes: np.ndarray, absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray, columns: int
+) -> np.ndarray:
     """W[n, 64 b + i] = (offsets[g] + scales[g] * absmax[n, b]) * TABLE[code], g = (n * blocks + b) // 256, in float32.
 
-    The code is the low half of byte codes[n, 32 b + i] for i < 32, the high half of byte codes[n, 32 b + i - 32] above.
+    For i < 32, code is the low half of byte codes[n, 32 b + i]; for i >= 32, the high half of codes[n, 32 b + i - 32].
     Each of the three operations is rounded to float32. A narrower W is this one, rounded to nearest even.
 
     Args:
-        codes (ndarray): uint8 [N, blocks * 32].
-        absmax (ndarray): uint8 [N, blocks].
-        scales (ndarray): float32 [groups].
-        offsets (ndarray): float32 [groups].
-        columns (int): K, with blocks = ceil(K / 64).
+        codes: uint8 [N, blocks * 32].
+        absmax: uint8 [N, blocks].
+        scales: float32 [groups].
+        offsets: float32 [groups].
+        columns: K, where blocks = ceil(K / 64).
 
     Returns:
-        ndarray of shape [N, K].
+        W, [N, K].
     """
     rows, blocks = absmax.shape
     weight = np.empty((rows, blocks * 64), np.float32)

@@ -1,17 +1,19 @@
-"""Arrays of the kernels' dtypes: NumPy has no bfloat16, so it is kept as uint16."""
+"""Arrays of the kernels' dtypes. NumPy has no bfloat16, so its bits are stored as uint16."""
+
+from typing import Any, Dict, Sequence
 
 import numpy as np
 
 DTYPES = ("float32", "float16", "bfloat16")
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-# Half a unit in the last place, relative: what the one rounding of a result may cost; and the least step between two
-# numbers, of which it may cost half.
+# What rounding a result once may cost: half a unit in the last place, relative to it, or half of the least step between
+# two numbers.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 
-def store(values, dtype):
-    """Returns values as a dtype stores them, rounded to nearest even."""
+def store(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns values as they are stored in a dtype, rounded to nearest even."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype != "bfloat16":
         return values.astype(STORED[dtype])
@@ -19,43 +21,43 @@ def store(values, dtype):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def widen(array, dtype):
-    """Returns the values of a stored array, as float64."""
+def widen(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the values of a stored array in float64."""
     if dtype == "bfloat16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64)
 
 
-def normal(seed, dtype, *shapes):
+def normal(seed: int, dtype: str, *shapes: Sequence[int]) -> Any:
     """Returns stored arrays of normally distributed numbers; with several shapes, a list of them."""
     generator = np.random.default_rng(seed)
     arrays = [store(generator.standard_normal(shape), dtype) for shape in shapes]
     return arrays[0] if len(shapes) == 1 else arrays
 
 
-def empty(dtype, *shape):
-    """Returns an array for a kernel to write."""
+def empty(dtype: str, *shape: int) -> np.ndarray:
+    """Returns an array for a kernel to write to."""
     return np.zeros(shape, STORED[dtype])
 
 
-def assert_rounded_once(got, want, magnitude, dtype):
-    """Asserts that a stored array is the oracle's, rounded to its dtype once after sums in float32.
+def assert_rounded_once(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, dtype: str) -> None:
+    """Asserts that a stored array is the oracle's result, summed in float32 and rounded to its dtype once.
 
     Args:
-        got: stored array.
-        want: the oracle's result.
-        magnitude: the oracle's result on the absolute values of its inputs: what errors of float32 are relative to.
-        dtype: a name in DTYPES.
+        got: A stored array.
+        want: The oracle's result.
+        magnitude: The oracle's result on the absolute values of its inputs; errors of float32 are relative to it.
+        dtype: A name in DTYPES.
     """
     error = np.abs(widen(got, dtype) - want)
     allowed = 16 * 2.0**-24 * magnitude + ROUNDING[dtype] * np.abs(want) * 1.001 + LEAST[dtype]
     worst = np.argmax(error - allowed) if error.size else 0
     assert np.all(error <= allowed), (
         f"{np.sum(~(error <= allowed))} of {error.size} numbers are off, at worst {widen(got, dtype).flat[worst]} "
-        f"and not {np.asarray(want).flat[worst]} ({error.flat[worst] / allowed.flat[worst]:.3g} of what is allowed)"
+        f"instead of {np.asarray(want).flat[worst]} ({error.flat[worst] / allowed.flat[worst]:.3g} of what is allowed)"
     )
 
 
-def moved(report, without=("tiling",)):
-    """Returns the bytes of global memory that a kernel read and wrote."""
+def moved(report: Dict[str, Any], without: Sequence[str] = ("tiling",)) -> int:
+    """Returns the bytes of global memory that a kernel read and wrote, except in the buffers named in `without`."""
     return sum(traffic["read"] + traffic["written"] for name, traffic in report["gm"].items() if name not in without)
