@@ -1,26 +1,31 @@
-"""mindlora doctor: what stands on this machine, and what is wrong in a YAML."""
+"""mindlora doctor: what is installed on this machine, and what is wrong in a YAML."""
 
+import argparse
 import warnings
+from typing import TYPE_CHECKING
 
 from mindlora.cli.verb import Verb, add_command
 
+if TYPE_CHECKING:
+    from mindlora.doctor import DoctorReport
+
 
 def _doctor_options(parser):
-    parser.description += " The exit code is 1 where a YAML has an error."
+    parser.description += " The exit code is 1 if the machine or a YAML has an error."
     parser.add_argument(
-        "yamls", nargs="*", metavar="YAML", help="complete YAMLs of MindFormers, checked without building the network"
+        "yamls", nargs="*", metavar="YAML", help="complete MindFormers YAMLs, checked without building the network"
     )
     add_command(parser, examine)
 
 
-def examine(arguments):
-    """mindlora doctor"""
-    from mindlora.doctor import machine
+def examine(arguments: argparse.Namespace) -> "DoctorReport":
+    """Runs mindlora doctor."""
+    from mindlora import doctor
 
     with warnings.catch_warnings():
-        # Of other packages while MindFormers is imported; what mindlora has to say is in the report.
+        # Other packages warn while MindFormers is imported; mindlora's own warnings are in the report.
         warnings.simplefilter("ignore")
-        return machine.examine(arguments.yamls)
+        return doctor.examine(arguments.yamls)
 
 
-VERBS = (Verb("doctor", "Say what is installed, and what is wrong in the YAMLs of a run.", _doctor_options),)
+VERBS = (Verb("doctor", "Show what is installed, and check the YAMLs of a run.", _doctor_options),)

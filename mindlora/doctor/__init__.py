@@ -1,5 +1,7 @@
-"""mindlora doctor: what stands on this machine, and what is wrong in the YAMLs of a run."""
+"""mindlora doctor: what is installed on this machine, and what is wrong in the YAMLs of a run."""
 
-from mindlora.doctor.machine import DoctorReport, Item, YamlReport, examine
+from mindlora.doctor.examination import examine
+from mindlora.doctor.finding import Finding
+from mindlora.doctor.report import DoctorReport, Item, YamlReport
 
-__all__ = ["DoctorReport", "Item", "YamlReport", "examine"]
+__all__ = ["DoctorReport", "Finding", "Item", "YamlReport", "examine"]

@@ -1,4 +1,9 @@
-"""Brings all of mindlora into MindFormers' registry: the PET type, the train step, the callbacks, LoRA+'s schedule."""
+"""Registers all of mindlora in MindFormers when it is imported; it has nothing to call.
+
+Importing this module enters the pet type, the train step, the callbacks and LoRA+'s schedule in MindFormers' registry,
+so that a YAML can name them. mindlora-run imports it before the Trainer is built, and
+register_path/bridge.py under MindFormers' own launcher. No other module of mindlora registers the pet type.
+"""
 
 from mindlora.plugin import callbacks, lora_plus, pet, train_step  # noqa: F401  importing registers their classes
 

@@ -1,10 +1,11 @@
-"""mindlora-run: the flags of MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
+"""mindlora-run: MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
 
 import argparse
 import os
 import sys
+from typing import NoReturn, Optional, Sequence
 
-# Worker threads that spin between kernels cost more than they gain on few cores; MindSpore reads this at import.
+# On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import yaml
@@ -16,52 +17,71 @@ from mindformers.utils.file_utils import set_output_path
 
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError, LoraError
+from mindlora.plugin.run_modes import RUN_MODES, TRAINING_MODES
 
-RUN_MODES = ("train", "finetune", "eval", "predict")
 
-
-def true_or_false(text):
-    """MindFormers' str2bool; argparse names this function in its message."""
+def true_or_false(text: str) -> bool:
+    """Reads a flag with MindFormers' str2bool. argparse puts the name of this function into its error message."""
     try:
         return str2bool(text)
-    except Exception as error:  # no narrower one is raised
+    except Exception as error:  # str2bool raises nothing narrower
         raise ValueError(text) from error
 
 
-# Nodes in which MindFormers knows every key, and fills in those that the YAML leaves out.
+# MindFormers knows every key of these nodes, and fills in those that the YAML leaves out.
 _CLOSED_NODES = ("runner_config", "parallel_config", "recompute_config", "swap_config", "moe_config")
 
-# flag -> (type, where its value goes in the YAML, help). One that takes several values is listed below.
+# flag -> (type, key of the YAML that it sets, help). _parser adds the flags that set no single key.
 _FLAGS = {
-    "mode": (int, "context.mode", "0: graph mode, 1: PyNative mode"),
-    "device_id": (int, "context.device_id", "which device to run on"),
+    "mode": (int, "context.mode", "0 for graph mode, 1 for PyNative mode"),
+    "device_id": (int, "context.device_id", "device to run on"),
     "device_target": (str, "context.device_target", "Ascend or CPU"),
     "do_eval": (true_or_false, "do_eval", "evaluate while training"),
     "seed": (int, "seed", "random seed"),
-    "use_parallel": (true_or_false, "use_parallel", "run on several devices (under msrun)"),
-    "load_checkpoint": (str, "load_checkpoint", "base checkpoint: a file or a folder"),
-    "src_strategy_path_or_dir": (str, "src_strategy_path_or_dir", "strategy of load_checkpoint"),
-    "auto_trans_ckpt": (true_or_false, "auto_trans_ckpt", "transform load_checkpoint to this run's layout"),
-    "transform_process_num": (int, "transform_process_num", "processes that transform the checkpoint"),
-    "only_save_strategy": (true_or_false, "only_save_strategy", "save the strategy files and stop"),
-    "resume_training": (str2bool_or_str, "resume_training", "resume from a whole checkpoint of CheckpointMonitor's"),
-    "remote_save_url": (str, "remote_save_url", "where to copy the output"),
+    "use_parallel": (true_or_false, "use_parallel", "run on several devices, under msrun"),
+    "load_checkpoint": (str, "load_checkpoint", "checkpoint of the base: a file or a folder"),
+    "src_strategy_path_or_dir": (
+        str,
+        "src_strategy_path_or_dir",
+        "parallel strategy of load_checkpoint: a file or a folder",
+    ),
+    "auto_trans_ckpt": (
+        true_or_false,
+        "auto_trans_ckpt",
+        "transform load_checkpoint to the parallel layout of this run",
+    ),
+    "transform_process_num": (int, "transform_process_num", "number of processes that transform the checkpoint"),
+    "only_save_strategy": (true_or_false, "only_save_strategy", "save the parallel strategy and stop"),
+    "resume_training": (str2bool_or_str, "resume_training", "resume from a complete checkpoint of CheckpointMonitor"),
+    "remote_save_url": (str, "remote_save_url", "URL to copy the output to"),
     "profile": (true_or_false, "profile", "profile the run"),
-    "train_dataset_dir": (str, "train_dataset.data_loader.dataset_dir", "training data"),
-    "eval_dataset_dir": (str, "eval_dataset.data_loader.dataset_dir", "evaluation data"),
-    "do_sample": (true_or_false, "model.model_config.do_sample", "sample in predict"),
-    "epochs": (int, "runner_config.epochs", "epochs to train"),
-    "batch_size": (int, "runner_config.batch_size", "rows in a batch"),
-    "gradient_accumulation_steps": (int, "runner_config.gradient_accumulation_steps", "steps to accumulate over"),
-    "sink_mode": (true_or_false, "runner_config.sink_mode", "sink the data to the device"),
-    "output_dir": (str, "output_dir", "where to write"),
-    "trust_remote_code": (true_or_false, "trust_remote_code", "let a Hugging Face tokenizer bring its own code"),
-    "predict_batch_size": (int, "predict_batch_size", "rows in a batch of predict"),
+    "train_dataset_dir": (
+        str,
+        "train_dataset.data_loader.dataset_dir",
+        "training data: a MindRecord, or a folder of them",
+    ),
+    "eval_dataset_dir": (
+        str,
+        "eval_dataset.data_loader.dataset_dir",
+        "evaluation data: a MindRecord, or a folder of them",
+    ),
+    "do_sample": (true_or_false, "model.model_config.do_sample", "predict by sampling"),
+    "epochs": (int, "runner_config.epochs", "number of epochs"),
+    "batch_size": (int, "runner_config.batch_size", "rows in a batch on each device"),
+    "gradient_accumulation_steps": (
+        int,
+        "runner_config.gradient_accumulation_steps",
+        "batches whose gradients are added up before an update",
+    ),
+    "sink_mode": (true_or_false, "runner_config.sink_mode", "data sinking: feed several steps to the device at once"),
+    "output_dir": (str, "output_dir", "folder to write to"),
+    "trust_remote_code": (true_or_false, "trust_remote_code", "allow a Hugging Face tokenizer to run its own code"),
+    "predict_batch_size": (int, "predict_batch_size", "texts in a batch when predicting"),
 }
 
 
-def main(argv=None) -> int:
-    """Runs one launch; returns the exit code, 1 with one line on stderr where the configuration is wrong."""
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Runs one command line; returns the exit code, which is 1, with one line on stderr, for a wrong configuration."""
     try:
         run(build_config(argv))
     except LoraError as error:
@@ -73,13 +93,13 @@ def main(argv=None) -> int:
 def run(config: MindFormerConfig) -> None:
     """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
     set_output_path(config.output_dir)
-    from mindlora.plugin import hooks, preflight  # noqa: F401
+    from mindlora.plugin import hooks, preflight  # noqa: F401  importing hooks registers mindlora
 
     preflight.prepare(config)
     preflight.check_files(config)
     build_context(config)
     trainer = Trainer(config)
-    if config.run_mode in ("train", "finetune"):
+    if config.run_mode in TRAINING_MODES:
         trainer.train()
     elif config.run_mode == "eval":
         trainer.evaluate(eval_checkpoint=config.load_checkpoint)
@@ -92,11 +112,11 @@ def run(config: MindFormerConfig) -> None:
         )
 
 
-def build_config(argv=None) -> MindFormerConfig:
-    """Returns the YAML of ``--config`` with every flag and ``--a.b.c value`` of the command line put into it.
+def build_config(argv: Optional[Sequence[str]] = None) -> MindFormerConfig:
+    """Returns the YAML of ``--config``, with every flag and ``--a.b.c value`` of the command line set in it.
 
     Raises:
-        ConfigError: The YAML is missing, a flag cannot be understood, or an override names no key of the YAML.
+        ConfigError: The YAML cannot be read, a flag is wrong, or an override names a key that the YAML does not have.
     """
     args, rest = _parser().parse_known_args(argv)
     if not os.path.isfile(args.config):
@@ -104,17 +124,17 @@ def build_config(argv=None) -> MindFormerConfig:
     if args.register_path is not None:
         register_path = os.path.abspath(args.register_path)
         if not os.path.isdir(register_path):
-            raise ConfigError(f"--register_path {args.register_path} is not a folder.")
+            raise ConfigError(f"--register_path {args.register_path} is not a folder. Try: $(mindlora plugin-path)")
         os.environ["REGISTER_PATH"] = register_path
         if register_path not in sys.path:
             sys.path.append(register_path)
     config = _read_yaml(args.config, args.run_mode)
     if args.options is not None:
         config.merge_from_dict(args.options)
-    for flag, (_, place, _) in _FLAGS.items():
+    for flag, (_, key, _) in _FLAGS.items():
         value = getattr(args, flag)
         if value is not None:
-            _set(config, place, value, f"--{flag}", create=True)
+            _set(config, key, value, f"--{flag}", create=True)
     if args.num_samples is not None:
         for dataset in (config.train_dataset, config.eval_dataset):
             if dataset and dataset.data_loader:
@@ -122,7 +142,7 @@ def build_config(argv=None) -> MindFormerConfig:
     if args.strategy_load_checkpoint is not None:
         config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
     if config.run_mode not in RUN_MODES:
-        raise ConfigError(f"run_mode is {config.run_mode!r}, it must be one of {', '.join(RUN_MODES)}.")
+        raise ConfigError(f"run_mode is {config.run_mode!r}, but it must be one of {', '.join(RUN_MODES)}.")
     if config.run_mode == "predict":
         config.input_data = _predict_input(args.predict_data, args.modal_type)
         config.adapter_id = args.adapter_id
@@ -132,19 +152,19 @@ def build_config(argv=None) -> MindFormerConfig:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as every other error: one line, exit code 1."""
+    """Reports a wrong command line like any other error: one line, exit code 1."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See mindlora-run --help.")
 
 
 class _Options(ActionDict):
-    """MindFormers' key=value pairs; its own action reads every True as False."""
+    """MindFormers' key=value pairs. Its own action reads every True as False."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         for pair in values:
             if "=" not in pair:
-                parser.error(f"--options takes pairs of key=value, got {pair!r}")
+                parser.error(f"--options takes key=value pairs, not {pair!r}")
         super().__call__(parser, namespace, values, option_string)
         options = getattr(namespace, self.dest)
         for key, value in (pair.split("=", 1) for pair in values):
@@ -163,21 +183,23 @@ def _read_yaml(path, run_mode):
 def _parser():
     parser = _Parser(
         prog="mindlora-run",
-        description="Launch a MindFormers YAML with mindlora. Any key of the YAML can be "
-        "overridden with --a.b.c value.",
+        description="Train, evaluate or predict as a MindFormers YAML says, with mindlora's LoRA. --a.b.c VALUE "
+        "overrides any key of the YAML; a flag followed by a key in parentheses overrides that key.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, help="YAML to run")
-    parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model")
-    parser.add_argument("--register_path", help="folder of modules that the YAML's auto_register names")
-    for flag, (kind, place, text) in _FLAGS.items():
-        parser.add_argument(f"--{flag}", type=kind, help=f"{text} ({place})")
-    parser.add_argument("--num_samples", type=int, help="rows of the datasets to use")
-    parser.add_argument("--strategy_load_checkpoint", help="strategy file to load, or the folder that holds it")
-    parser.add_argument("--predict_data", nargs="+", help="texts, or a file or folder, to predict from")
-    parser.add_argument("--modal_type", nargs="+", help="kind of each predict_data: text, image or video")
-    parser.add_argument("--adapter_id", nargs="+", help="adapters of slora to predict with")
-    parser.add_argument("--options", nargs="+", action=_Options, help="overrides as key=value")
+    parser.add_argument("--config", required=True, help="the MindFormers YAML to run")
+    parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model (run_mode)")
+    parser.add_argument("--register_path", help="folder of the modules that auto_register names in the YAML")
+    for flag, (kind, key, text) in _FLAGS.items():
+        parser.add_argument(f"--{flag}", type=kind, help=f"{text} ({key})")
+    parser.add_argument("--num_samples", type=int, help="use only the first rows of the datasets")
+    parser.add_argument("--strategy_load_checkpoint", help="parallel strategy: a .ckpt file, or a folder with one")
+    parser.add_argument(
+        "--predict_data", nargs="+", help="what to predict from: texts, a file, or a folder of pictures"
+    )
+    parser.add_argument("--modal_type", nargs="+", help="kind of each value of --predict_data: text, image or video")
+    parser.add_argument("--adapter_id", nargs="+", help="adapters to predict with, for pet_type slora")
+    parser.add_argument("--options", nargs="+", action=_Options, help="overrides in the form key=value")
     return parser
 
 
@@ -185,37 +207,38 @@ def _pairs(rest):
     """Yields (dotted key, value) from ``--a.b.c value`` and ``--a.b.c=value``."""
     words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if len(words) % 2:
-        raise ConfigError(f"Overrides must be pairs of --a.b.c and a value, got: {' '.join(rest)}.")
+        raise ConfigError(f"Overrides must be pairs of --a.b.c and a value, but these are not: {' '.join(rest)}.")
     for key, value in zip(words[::2], words[1::2]):
         if not key.startswith("--"):
-            raise ConfigError(f"Expected a key that starts with -- and got {key!r}.")
+            raise ConfigError(f"Expected a key that starts with --, but got {key!r}: quote a value that has spaces.")
         yield key[2:], value
 
 
 def _value(text):
-    """Reads a value as MindFormers does; of a whole number with a point, 0.0, on which that fails, it makes a float."""
+    """Reads a value with MindFormers' parse_value, which fails on whole numbers such as 0.0; these become floats."""
     try:
         return parse_value(text)
     except ValueError:
         return float(text)
 
 
-def _set(config, place, value, named, create=False):
-    """Sets a dotted place of the YAML, whose parents must exist."""
-    *parents, leaf = place.split(".")
+def _set(config, key, value, source, create=False):
+    """Sets the value at a dotted key of the YAML, whose parents must exist; ``source`` begins the error messages."""
+    *parents, leaf = key.split(".")
     node = config
     for depth, parent in enumerate(parents):
         if not isinstance(node, dict) or node.get(parent) is None:
             where = ".".join(parents[:depth]) or "the YAML"
             known = ", ".join(sorted(map(str, node))) if isinstance(node, dict) else "nothing"
-            raise ConfigError(f"{named}: '{parent}' is no key of {where}, which has: {known}.")
+            raise ConfigError(f"{source}: '{parent}' is not a key of {where}, which has: {known}.")
         node = node[parent]
     if not isinstance(node, dict):
-        raise ConfigError(f"{named}: {'.'.join(parents)} is {node!r} and has no keys.")
+        raise ConfigError(f"{source}: {'.'.join(parents)} is {node!r} and has no keys.")
     if not parents and not create and leaf not in node:
-        raise ConfigError(f"{named}: '{leaf}' is no key of the YAML, which has: {', '.join(sorted(node))}.")
-    if place.rpartition(".")[0] in _CLOSED_NODES and not create and leaf not in node:
-        raise ConfigError(f"{named}: '{leaf}' is no key of {place.rpartition('.')[0]}.{suggestion(leaf, list(node))}")
+        raise ConfigError(f"{source}: '{leaf}' is not a key of the YAML, which has: {', '.join(sorted(node))}.")
+    parent = ".".join(parents)
+    if parent in _CLOSED_NODES and not create and leaf not in node:
+        raise ConfigError(f"{source}: '{leaf}' is not a key of {parent}.{suggestion(leaf, list(node))}")
     node[leaf] = value
 
 
@@ -224,18 +247,18 @@ def _strategy_file(path):
         return path
     files = sorted(name for name in os.listdir(path) if name.endswith(".ckpt"))
     if not files:
-        raise ConfigError(f"--strategy_load_checkpoint {path} holds no .ckpt file.")
+        raise ConfigError(f"--strategy_load_checkpoint {path} has no .ckpt file in it: name the file, or its folder.")
     return os.path.join(path, files[0])
 
 
 def _predict_input(data, modal_types):
-    """Returns what Trainer.predict takes: one text, several, the pictures of a folder, or a multi-modal query."""
+    """Returns what Trainer.predict takes: a text, several texts, the pictures of a folder, or a multi-modal query."""
     if data is None:
         return None
     if modal_types is not None:
         if len(data) != len(modal_types):
             raise ConfigError(
-                f"--predict_data has {len(data)} values and --modal_type {len(modal_types)}: they must be as many."
+                f"--predict_data has {len(data)} values and --modal_type {len(modal_types)}: give each value one type."
             )
         return [[{kind.lower(): value} for value, kind in zip(data, modal_types)]]
     if len(data) > 1:

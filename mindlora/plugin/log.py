@@ -1,4 +1,4 @@
-"""mindlora's messages in MindFormers' log, where the user of a launcher looks for them."""
+"""Sends mindlora's messages to MindFormers' log, where the user of a launcher looks for them."""
 
 import logging
 
@@ -8,9 +8,9 @@ logger = logging.getLogger("mindlora")
 
 
 class _ToMindFormers(logging.Handler):
-    """Hands records on; MindFormers chooses its handlers anew at each message, so they cannot be shared."""
+    """Passes records on; MindFormers picks its handlers anew for each message, so they cannot be shared."""
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
         getattr(mindformers_logger, record.levelname.lower())(self.format(record))
 
 

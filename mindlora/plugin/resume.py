@@ -1,24 +1,28 @@
-"""A training run on disk: the adapter with optimizer moments, step and learning-rate position, and back."""
+"""A training run saved to disk and resumed: the adapter, the optimizer's moments, the step and the loss scale."""
 
 import json
 import os
 import re
-from typing import List, Optional
+from typing import TYPE_CHECKING, List, Optional, Union
 
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Tensor
 from safetensors.numpy import load_file, save_file
 
 from mindlora.common import atomic
+from mindlora.common.json_files import write_json
 from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.plugin.network import base_of
 from mindlora.save_load import load_lora, save_lora
 
+if TYPE_CHECKING:
+    from mindspore.train.callback._callback import InternalCallbackParam
+
 STEP_PREFIX = "step_"
 _STATE_TENSORS = "training_state.safetensors"
-_STATE_FACTS = "training_state.json"
-_BEST_FACTS = "best.json"
+_STATE_METADATA = "training_state.json"
+_BEST_METADATA = "best.json"
 
 
 def checkpoint_directory(directory: Optional[str]) -> str:
@@ -26,7 +30,7 @@ def checkpoint_directory(directory: Optional[str]) -> str:
     return os.path.abspath(directory or os.path.join(get_output_root_path(), "lora_checkpoint"))
 
 
-def total_steps(params) -> int:
+def total_steps(params: "InternalCallbackParam") -> int:
     """Returns the number of steps of the whole run, from MindSpore's callback parameters."""
     return params.epoch_num * params.batch_num
 
@@ -34,7 +38,7 @@ def total_steps(params) -> int:
 def passed(every: int, before: int, now: int) -> bool:
     """Returns whether a multiple of ``every`` lies after step ``before`` and up to step ``now``.
 
-    A dataset that sinks to the device reports several steps at once, so ``now % every == 0`` might never come true.
+    With data sinking several steps are reported at once, so ``now % every == 0`` might never be true.
     """
     return now // every > before // every
 
@@ -54,18 +58,18 @@ def step_folders(directory: str) -> List[str]:
 
 
 def set_aside(directory: str, step: int) -> Optional[str]:
-    """Moves what an earlier run saved after ``step`` into a folder of its own, so that two runs are never mixed up.
+    """Moves what an earlier run saved after ``step`` into a folder of its own, so that two runs do not mix.
 
     Args:
-        directory (str): Where this run is going to save.
-        step (int): Where this run starts; 0 for a new one.
+        directory (str): Where this run will save.
+        step (int): The step at which this run starts; 0 for a new one.
 
     Returns:
-        str, the folder that now holds it, or None where there was nothing.
+        str, the folder that now holds it, or None if there was nothing to move.
     """
     later = [folder for folder in step_folders(directory) if int(os.path.basename(folder)[len(STEP_PREFIX) :]) > step]
     best = os.path.join(directory, "best")
-    if (_read_json(os.path.join(best, _BEST_FACTS)) or {}).get("step", 0) > step:
+    if (_read_json(os.path.join(best, _BEST_METADATA)) or {}).get("step", 0) > step:
         later.append(best)
     if not later:
         return None
@@ -78,23 +82,25 @@ def set_aside(directory: str, step: int) -> Optional[str]:
     return aside
 
 
-def resume_folder(directory: str, resume) -> str:
-    """Returns the step folder to go on from: ``resume`` itself if it is a path, else the newest in ``directory``.
+def resume_folder(directory: str, resume: Union[bool, str]) -> str:
+    """Returns the step folder to resume from: ``resume`` itself if it is a path, else the newest in ``directory``.
 
     Raises:
-        ConfigError: There is none, or it holds no training state.
+        ConfigError: There is no such folder, or it holds no training state.
     """
     folders = [resume] if isinstance(resume, str) else step_folders(directory)
     if not folders:
         raise ConfigError(
-            f"LoraCheckpoint: resume is True, but {directory} holds no {STEP_PREFIX}N folder. Name the "
-            "folder, or set resume: False to start anew."
+            f"LoraCheckpoint: resume is True, but {directory} has no {STEP_PREFIX}N folder. Set resume to the "
+            "path of a step folder, or to False for a new run."
         )
     if not os.path.isdir(folders[-1]):
-        raise ConfigError(f"LoraCheckpoint: there is no folder {folders[-1]} to resume from.")
-    if not os.path.isfile(os.path.join(folders[-1], _STATE_FACTS)):
         raise ConfigError(
-            f"LoraCheckpoint: {folders[-1]} holds no {_STATE_FACTS}, so no run can be resumed from it. "
+            f"LoraCheckpoint: resume is {folders[-1]}, which is not a folder. Set it to the path of a step folder."
+        )
+    if not os.path.isfile(os.path.join(folders[-1], _STATE_METADATA)):
+        raise ConfigError(
+            f"LoraCheckpoint: {folders[-1]} has no {_STATE_METADATA}, so no run can be resumed from it. "
             "To start a new run from its adapter, set pet_config.adapter_path."
         )
     return folders[-1]
@@ -102,55 +108,55 @@ def resume_folder(directory: str, resume) -> str:
 
 def read_metadata(folder: str) -> dict:
     """Returns the step and the steps per epoch of a step folder."""
-    return _read_json(os.path.join(folder, _STATE_FACTS))
+    return _read_json(os.path.join(folder, _STATE_METADATA))
 
 
-def save(folder: str, params) -> None:
-    """Writes a step folder: adapter, optimizer moments, loss scale, step, and base parameters that train too."""
-    # A copy is contiguous, and unlike ascontiguousarray it leaves scalars scalars.
+def save(folder: str, params: "InternalCallbackParam") -> None:
+    """Writes a step folder: adapter, optimizer moments, loss scale, step, and the base parameters that are trained."""
+    # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in _state_parameters(params.train_network)}
-    facts = {"step": params.cur_step_num, "steps_per_epoch": params.batch_num}
+    metadata = {"step": params.cur_step_num, "steps_per_epoch": params.batch_num}
     with atomic.replace_folder(folder) as new:
         save_lora(base_of(params.train_network), new)
         save_file(tensors, os.path.join(new, _STATE_TENSORS))
-        _write_json(os.path.join(new, _STATE_FACTS), facts)
+        write_json(os.path.join(new, _STATE_METADATA), metadata)
 
 
-def save_best(folder: str, params, metric: str, value: float) -> None:
-    """Writes the adapter and what made it the best so far."""
+def save_best(folder: str, params: "InternalCallbackParam", metric: str, value: float) -> None:
+    """Writes the adapter, and the step and metric that make it the best so far."""
     with atomic.replace_folder(folder) as new:
         save_lora(base_of(params.train_network), new)
-        _write_json(os.path.join(new, _BEST_FACTS), {"step": params.cur_step_num, metric: value})
+        write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
 
 
 def best_value(folder: str, metric: str) -> Optional[float]:
-    """Returns the metric of the best adapter so far, or None where there is none by this metric."""
-    return (_read_json(os.path.join(folder, _BEST_FACTS)) or {}).get(metric)
+    """Returns the metric of the best adapter so far, or None if none was saved by this metric."""
+    return (_read_json(os.path.join(folder, _BEST_METADATA)) or {}).get(metric)
 
 
-def restore(folder: str, params) -> None:
-    """Puts a run where it was: adapter, moments, loss scale, optimizer step and MindSpore's count of steps.
+def restore(folder: str, params: "InternalCallbackParam") -> None:
+    """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
 
     Raises:
-        ConfigError: The run was complete, or the folder belongs to another run: other steps per epoch, another
-            optimizer, or a dataset that does not start at the step.
+        ConfigError: The run was complete; or it had other steps per epoch, another optimizer, loss scale or network;
+            or the dataset does not start at the saved step.
     """
-    facts = read_metadata(folder)
-    if facts["steps_per_epoch"] != params.batch_num:
+    metadata = read_metadata(folder)
+    if metadata["steps_per_epoch"] != params.batch_num:
         raise ConfigError(
-            f"{folder} was saved at {facts['steps_per_epoch']} steps per epoch, this run has "
+            f"{folder} was saved by a run of {metadata['steps_per_epoch']} steps per epoch, but this run has "
             f"{params.batch_num}: resume with the same data, batch_size and number of devices."
         )
-    if facts["step"] >= total_steps(params):
+    if metadata["step"] >= total_steps(params):
         raise ConfigError(
-            f"{folder} is of step {facts['step']}, and this run ends at step {total_steps(params)}: "
-            "nothing is left to train. Raise epochs to train longer."
+            f"{folder} was saved at step {metadata['step']}, and this run ends at step {total_steps(params)}, "
+            "so nothing is left to train. Raise runner_config.epochs to train longer."
         )
     skipped = params.train_dataset.get_init_step()
-    if skipped != facts["step"]:
+    if skipped != metadata["step"]:
         raise ConfigError(
-            f"{folder} stopped after step {facts['step']}, but the dataset starts at step {skipped}: set "
-            f"data_skip_steps: {facts['step']} in the YAML (mindlora-run sets it by itself)."
+            f"{folder} was saved at step {metadata['step']}, but the dataset starts at step {skipped}: set "
+            f"data_skip_steps: {metadata['step']} in the YAML (mindlora-run does so itself)."
         )
     tensors = load_file(os.path.join(folder, _STATE_TENSORS))
     parameters = {p.name: p for p in _state_parameters(params.train_network)}
@@ -158,28 +164,27 @@ def restore(folder: str, params) -> None:
         name for name in set(tensors) & set(parameters) if tensors[name].shape != tuple(parameters[name].shape)
     )
     problems = [
-        f"{what}: {listed(which)}"
-        for what, which in (
+        f"{problem}: {listed(names)}"
+        for problem, names in (
             ("only in the folder", sorted(set(tensors) - set(parameters))),
             ("only in this run", sorted(set(parameters) - set(tensors))),
-            ("of another shape", differing),
+            ("with another shape", differing),
         )
-        if which
+        if names
     ]
     if problems:
         raise ConfigError(
-            f"{folder} has the state of another optimizer, loss scale or network. "
-            f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config it was "
-            "saved with."
+            f"{folder} holds the state of another optimizer, loss scale or network. Parameters "
+            f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config of that run."
         )
     load_lora(base_of(params.train_network), folder, on_base_mismatch="error")
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
-    params.cur_step_num = facts["step"]
+    params.cur_step_num = metadata["step"]
 
 
 def _state_parameters(train_network):
-    """What a run needs besides adapter and frozen base: moments, step, loss scale, and base parameters that train."""
+    """Returns what a run needs besides the adapter: moments, step, loss scale and the base parameters it trains."""
     network = base_of(train_network)
     in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
     frozen = {p.name for p in network.get_parameters() if not p.requires_grad}
@@ -187,14 +192,9 @@ def _state_parameters(train_network):
 
 
 def _read_json(path):
-    """Returns the content of a file, or None where there is no such file."""
+    """Returns the content of a file, or None if there is no such file."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except FileNotFoundError:
         return None
-
-
-def _write_json(path, content):
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)

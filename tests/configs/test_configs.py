@@ -115,7 +115,7 @@ def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus(path, monkeypa
     finally:
         ms.reset_auto_parallel_context()
     for cell in cells.values():
-        assert cell.lora_a_matmul.in_strategy == cell.lora_b_matmul.in_strategy == ((8, 1), (1, 1))
+        assert cell.low_rank.a_matmul.in_strategy == cell.low_rank.b_matmul.in_strategy == ((8, 1), (1, 1))
 
 
 @pytest.mark.parametrize("path", ON_8)
@@ -179,7 +179,7 @@ def test_every_key_is_known(path, mindformers):
     from mindformers.wrapper import MFTrainOneStepCell
 
     from mindlora.plugin import callbacks as ours
-    from mindlora.plugin.pet import PetLoraConfig
+    from mindlora.plugin.pet_config import PetLoraConfig
 
     given = merged(path)
     model = given["model"]["model_config"]

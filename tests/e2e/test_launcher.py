@@ -179,10 +179,10 @@ WRONG = {
         ["--model.model_config.use_flash_attention", "True", "--model.model_config.compute_dtype", "bfloat16"],
         ["use_flash_attention: False", "compute_dtype: float32"],
     ),
-    "an unknown node": (["--modell.model_config.seq_length", "16"], ["'modell' is no key of the YAML"]),
+    "an unknown node": (["--modell.model_config.seq_length", "16"], ["'modell' is not a key of the YAML"]),
     "an unknown key": (
         ["--runner_config.epocs", "3"],
-        ["'epocs' is no key of runner_config", "Did you mean 'epochs'?"],
+        ["'epocs' is not a key of runner_config", "Did you mean 'epochs'?"],
     ),
     "no such YAML": (["--config", "nowhere.yaml"], ["--config nowhere.yaml does not exist"]),
     "a bad run_mode": (["--run_mode", "trian"], ["--run_mode: invalid choice: 'trian'"]),
@@ -333,12 +333,12 @@ def test_predict_takes_texts_files_and_pictures(tmp_path):
     ]
     assert predict("--predict_data", "one", "--predict_batch_size", "2").predict_batch_size == 2
     assert predict("--predict_data", "one", "--adapter_id", "a", "b").adapter_id == ["a", "b"]
-    with pytest.raises(ConfigError, match="must be as many"):
+    with pytest.raises(ConfigError, match="give each value one type"):
         predict("--predict_data", "x.png", "--modal_type", "image", "text")
 
 
 def test_a_folder_of_strategies_gives_its_first_ckpt(tmp_path):
-    with pytest.raises(ConfigError, match="holds no .ckpt file"):
+    with pytest.raises(ConfigError, match="has no .ckpt file in it"):
         launcher.build_config(["--config", LORA_YAML, "--strategy_load_checkpoint", str(tmp_path)])
     (tmp_path / "s.ckpt").write_text("")
     (tmp_path / "a.json").write_text("")
@@ -389,7 +389,7 @@ def test_options_take_pairs():
     )
     assert (config.runner_config.epochs, config.use_parallel, config.do_eval) == (5, True, False)
     assert config.optimizer.betas == [0.8, 0.9]
-    with pytest.raises(ConfigError, match="pairs of key=value, got 'seed'"):
+    with pytest.raises(ConfigError, match="takes key=value pairs, not 'seed'"):
         launcher.build_config(["--config", LORA_YAML, "--options", "seed"])
 
 

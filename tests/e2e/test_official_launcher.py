@@ -66,7 +66,10 @@ def test_it_trains_the_same_adapter_as_mindlora_run(official, trained, tmp_path)
         ("loar", ["pet_type is 'loar', which is not known", "Did you mean 'lora'?"]),
         (
             "qlora",
-            ["pet_type is 'qlora', which mindlora-run alone takes", "Write pet_type: lora and quantize_base: nf4."],
+            [
+                "pet_type is 'qlora', which only mindlora-run understands",
+                "Write pet_type: lora and quantize_base: nf4.",
+            ],
         ),
     ],
 )

@@ -101,10 +101,10 @@ def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, qu
         (
             SHORT,
             "base",
-            "is no .safetensors file, and pet_config has quantize_base. Write a quantized base, once: mindlora "
+            "is not a .safetensors file, but pet_config has quantize_base. Write a quantized base once: mindlora "
             "quantize-base ",
         ),
-        ((), "quantized", "is quantized, and pet_config has no quantize_base."),
+        ((), "quantized", "is quantized, but pet_config has no quantize_base."),
         (
             (*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"),
             "quantized",

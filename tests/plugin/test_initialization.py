@@ -64,8 +64,9 @@ def assert_falling(losses):
 
 
 def test_a_run_starts_all_adapters_once(pissa):
-    lines = [line for line in pissa.process.stdout.splitlines() if "Adapters started by lora_init" in line]
-    assert len(lines) == 1 and "Adapters started by lora_init: 3, at" in lines[0]
+    words = "Adapters initialized from the base by lora_init"
+    lines = [line for line in pissa.process.stdout.splitlines() if words in line]
+    assert len(lines) == 1 and "Adapters initialized from the base by lora_init: 3, at" in lines[0]
     assert_falling(tiny_runs.losses(pissa.whole))
 
 
@@ -84,7 +85,7 @@ def test_the_saved_adapters_hold_the_same_start(pissa):
 
 
 def test_a_resumed_run_is_the_one_that_was_never_stopped(pissa):
-    assert "Adapters started by lora_init" not in pissa.resumed_process.stdout
+    assert "Adapters initialized from the base by lora_init" not in pissa.resumed_process.stdout
     name = f"lora_checkpoint/step_{STEPS}"
     tiny_runs.assert_same_state(pissa.whole / name, pissa.resumed / name)
     losses = tiny_runs.losses(pissa.whole)
@@ -92,7 +93,7 @@ def test_a_resumed_run_is_the_one_that_was_never_stopped(pissa):
 
 
 def test_without_lora_checkpoint_they_start_too(frozen_a):
-    assert frozen_a.process.stdout.count("Adapters started by lora_init: 3") == 1
+    assert frozen_a.process.stdout.count("Adapters initialized from the base by lora_init: 3") == 1
     for path in PATHS:
         a = frozen_a.tensors[f"{path}.mindpet_delta_lora_a"].asnumpy()
         # The first rows of R, upper triangular, and nothing has changed them since.
@@ -110,7 +111,7 @@ def test_a_frozen_a_has_no_optimizer_state(frozen_a):
 def test_a_checkpoint_of_a_trained_adapter_is_not_started_over(run, frozen_a):
     process, _ = run("again", {"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], load_checkpoint=frozen_a.path)
     assert process.returncode == 1
-    assert "B is not zero at " in process.stderr and "where lora_init 'pissa' is to start" in process.stderr
+    assert "B is not zero at " in process.stderr and "which lora_init 'pissa' would overwrite" in process.stderr
 
 
 def pet_model(make_llama, **keys):
@@ -225,12 +226,13 @@ def prepared(tmp_path, pet, callbacks, **changes):
         ({"lora_init": "pissa"}, [{"type": "LoraCheckpoint"}], False),
         ({"lora_init": "pissa_niter_4"}, [], True),
         ({"lora_init": "pissa"}, [{"type": "LoraInitialization"}], False),
+        ({"lora_init": "pissa"}, [{"type": "LoraStart"}], False),
         ({"lora_init": "gaussian"}, [], False),
         ({}, [], False),
         ({"lora_init": "pissa", "adapter_path": "somewhere"}, [], False),
     ],
 )
-def test_a_start_that_needs_the_base_gets_its_callback(tmp_path, pet, callbacks, added):
+def test_an_initialization_that_needs_the_base_gets_its_callback(tmp_path, pet, callbacks, added):
     config = prepared(tmp_path, pet, callbacks)
     types_ = [callback["type"] for callback in config.callbacks]
     assert types_ == ["LoraInitialization"] * added + ["MFLossMonitor"] + [callback["type"] for callback in callbacks]
@@ -243,19 +245,21 @@ def test_parts_of_weights_are_refused(tmp_path):
     prepared(tmp_path, {"lora_init": "gaussian"}, [], parallel=parallel, use_parallel=True)
 
 
-def test_lora_start_leaves_it_to_lora_checkpoint():
-    from mindlora.plugin.callbacks import LoraCheckpoint, LoraInitialization
+@pytest.mark.parametrize("name", ["LoraInitialization", "LoraStart"])
+def test_lora_checkpoint_initializes_where_there_is_one(name):
+    from mindlora.plugin import callbacks as plugin_callbacks
 
     network = networks.TinyModel(1)
     network.config = types.SimpleNamespace()
     apply_lora(network, LoraConfig(lora_rank=2, target_modules=["wq"], lora_init="pissa"))
     cell = dict(tree.lora_cells(network))["model.layers.0.attention.wq"]
-    for callbacks, started in (([LoraCheckpoint()], False), ([], True)):
+    callback = getattr(plugin_callbacks, name)()
+    for callbacks, initialized in (([plugin_callbacks.LoraCheckpoint()], False), ([], True)):
         params = types.SimpleNamespace(train_network=network, list_callback=callbacks)
-        LoraInitialization().on_train_begin(types.SimpleNamespace(original_args=lambda params=params: params))
-        assert (cell.initial_pair is not None) == started
+        callback.on_train_begin(types.SimpleNamespace(original_args=lambda params=params: params))
+        assert (cell.initial_pair is not None) == initialized
 
 
 def test_qlora_that_nobody_wrote_out_is_refused(make_llama):
-    with pytest.raises(ConfigError, match="^pet_type is 'qlora', which mindlora-run alone takes;"):
+    with pytest.raises(ConfigError, match="^pet_type is 'qlora', which only mindlora-run understands"):
         pet_model(make_llama, pet_type="qlora")

@@ -41,16 +41,16 @@ def test_qlora_is_written_out_before_all_else(files):
     pet_config = config.model.model_config.pet_config
     assert (pet_config.pet_type, pet_config.quantize_base) == ("lora", "nf4")
     assert config.load_ckpt_format == "safetensors"
-    with pytest.raises(ConfigError, match="is quantized, and pet_config has no quantize_base"):
+    with pytest.raises(ConfigError, match="is quantized, but pet_config has no quantize_base"):
         prepared(files["nf4"])
     with pytest.raises(ConfigError, match="^quantize_base is 'nf5', which is not known"):
         prepared(files["nf4"], pet_type="qlora", quantize_base="nf5")
 
 
 def test_where_nobody_writes_it_out_it_is_refused_at_once():
-    from mindlora.plugin.preflight import check_pet_config
+    from mindlora.plugin.pet_config import check_pet_config
 
-    with pytest.raises(ConfigError, match="^pet_type is 'qlora', which mindlora-run alone takes;"):
+    with pytest.raises(ConfigError, match="^pet_type is 'qlora', which only mindlora-run understands"):
         check_pet_config({"pet_type": "qlora", "target_modules": "all-linear"})
 
 

@@ -35,32 +35,30 @@ def test_resumes_in_place_and_stops_at_the_last_step(stopped):
 
 
 def test_nothing_to_resume_from():
-    with pytest.raises(ConfigError, match="resume is True, but .*resumed holds no step_N folder"):
+    with pytest.raises(ConfigError, match="resume is True, but .*resumed has no step_N folder"):
         resume_from(True)
-    with pytest.raises(ConfigError, match="there is no folder elsewhere to resume from"):
+    with pytest.raises(ConfigError, match="resume is elsewhere, which is not a folder"):
         resume_from("elsewhere")
 
 
 def test_an_adapter_without_training_state(stopped):
-    with pytest.raises(ConfigError, match="best holds no training_state.json.*set pet_config.adapter_path"):
+    with pytest.raises(ConfigError, match="best has no training_state.json.*set pet_config.adapter_path"):
         resume_from(os.path.join(os.path.dirname(stopped), "best"))
 
 
 def test_other_steps_per_epoch(stopped):
-    with pytest.raises(ConfigError, match="saved at 5 steps per epoch, this run has 4"):
+    with pytest.raises(ConfigError, match="saved by a run of 5 steps per epoch, but this run has 4"):
         resume_from(stopped, losses=[1] * 4)
 
 
 def test_a_dataset_that_was_not_skipped(stopped):
-    with pytest.raises(
-        ConfigError, match="stopped after step 7, but the dataset starts at step 0: set data_skip_steps: 7"
-    ):
+    with pytest.raises(ConfigError, match="saved at step 7, but the dataset starts at step 0: set data_skip_steps: 7"):
         resume_from(stopped, skip=0)
 
 
 def test_a_run_that_was_complete(stopped):
     params = types.SimpleNamespace(batch_num=STEPS_PER_EPOCH, epoch_num=1)
-    with pytest.raises(ConfigError, match="is of step 7, and this run ends at step 5.*Raise epochs"):
+    with pytest.raises(ConfigError, match="saved at step 7, and this run ends at step 5.*Raise runner_config.epochs"):
         resume.restore(stopped, params)
 
 
@@ -110,7 +108,9 @@ def test_a_complete_run_is_not_resumed(tmp_path):
     (folder / "training_state.json").write_text('{"step": 20, "steps_per_epoch": 10}')
     callbacks = [{"type": "LoraCheckpoint", "directory": str(tmp_path), "resume": True}]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_runs.tiny_config("unused", 2, callbacks)))
-    with pytest.raises(ConfigError, match="step_20 is of the last step of 2 epochs, so nothing is left to resume"):
+    with pytest.raises(
+        ConfigError, match="step_20 was saved at the last step of 2 epochs, so nothing is left to train"
+    ):
         preflight.prepare(MindFormerConfig(str(tmp_path / "run.yaml")))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_runs.tiny_config("unused", 3, callbacks)))
     config = MindFormerConfig(str(tmp_path / "run.yaml"))

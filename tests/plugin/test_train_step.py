@@ -162,7 +162,7 @@ assert not any(name.startswith("mindlora") for name in sys.modules)
 from mindlora.plugin import hooks
 after = members()
 json.dump({"changed": sorted(key for key in before if after.get(key) is not before[key]),
-           "pet": sorted(key for key, value in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps.get(key) is not value),
+           "pet": sorted(key for key, now in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps.get(key) is not now),
            "compared": sorted(before)}, open("members.json", "w"))
 """
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""Callbacks to name in a YAML, one file each; importing this package registers them all in MindFormers."""
+"""The callbacks that a YAML can name, one file each; importing this package registers them all in MindFormers."""
 
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLoss
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint

@@ -3,6 +3,7 @@
 import os
 
 from mindspore import Callback
+from mindspore.train import RunContext
 
 from mindlora.errors import ConfigError
 from mindlora.plugin import resume as training_state
@@ -14,39 +15,41 @@ from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 
 @register
 class HeldOutLoss(Callback):
-    """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
+    """Measures the mean cross entropy on held-out data while training and reports it as the metric ``held_out_loss``.
 
-    The metric stands for the step alone at which it was measured; LoraCheckpoint sees it if it is listed after this.
+    The metric is reported only at the steps at which it is measured. LoraCheckpoint sees it if the YAML lists
+    LoraCheckpoint after this callback.
 
     Args:
         dataset_dir (str): MindRecord with int32 columns input_ids and labels.
-        every_steps (int): How often. Default: 100. It is measured at the last step too.
+        every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
         batch_size (int): Rows at a time. Default: 8.
 
     Raises:
-        ConfigError: An argument is out of range, or there is no such file.
+        ConfigError: An argument is out of range, or the file does not exist.
     """
 
-    def __init__(self, dataset_dir, every_steps=100, batch_size=8):
+    def __init__(self, dataset_dir: str, every_steps: int = 100, batch_size: int = 8):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("batch_size", batch_size)):
             check_count(name, value)
         if not os.path.exists(dataset_dir):
-            raise ConfigError(f"dataset_dir {dataset_dir} does not exist.")
+            raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
         self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size
         self.cell, self.step_before, self.measured = None, 0, []
 
-    def on_train_epoch_begin(self, run_context):
-        # Not at the beginning of training, when a resumed run may not yet know its step.
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Notes the step before the epoch."""
+        # At the beginning of training, a resumed run may not know its step yet.
         self.step_before = run_context.original_args().cur_step_num
 
-    def on_train_step_end(self, run_context):
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Measures the loss if it is due."""
         params = run_context.original_args()
         step, results = params.cur_step_num, dict(params.get("eval_results") or {})
         results.pop("held_out_loss", None)
-        if training_state.passed(self.every_steps, self.step_before, step) or step >= training_state.total_steps(
-            params
-        ):
+        is_last = step >= training_state.total_steps(params)
+        if is_last or training_state.passed(self.every_steps, self.step_before, step):
             if self.cell is None:
                 network = base_of(params.train_network)
                 self.cell = HeldOutLossCell(network, network.config.ignore_token_id)

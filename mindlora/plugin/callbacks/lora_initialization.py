@@ -1,6 +1,7 @@
-"""LoraInitialization: a lora_init that changes the base, carried out once the base is loaded."""
+"""LoraInitialization: carries out a lora_init that changes the base."""
 
 from mindspore import Callback
+from mindspore.train import RunContext
 
 from mindlora.initialize import initialize_adapters
 from mindlora.plugin.callbacks.common import register
@@ -10,15 +11,19 @@ from mindlora.plugin.network import base_of
 
 @register
 class LoraInitialization(Callback):
-    """Carries out a lora_init that changes the base, once the base is loaded; only for runs without LoraCheckpoint."""
+    """Carries out a lora_init that changes the base, such as pissa or olora, when the base has been loaded.
 
-    def on_train_begin(self, run_context):
+    LoraCheckpoint does the same, so only a run without it needs this callback. mindlora-run adds it by itself.
+    """
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Initializes the adapters."""
         params = run_context.original_args()
-        # Which resumes where a run stopped, or else starts itself.
+        # LoraCheckpoint resumes the run, or else initializes the adapters itself.
         if not any(isinstance(callback, LoraCheckpoint) for callback in params.list_callback):
             initialize_adapters(base_of(params.train_network))
 
 
 @register
 class LoraStart(LoraInitialization):
-    """The name that LoraInitialization had in version 0.1, for YAMLs that were written then."""
+    """LoraInitialization under its name of version 0.1, for YAMLs written then; it goes in version 0.3."""

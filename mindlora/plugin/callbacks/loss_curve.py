@@ -1,10 +1,12 @@
-"""LossCurve: the losses of a run as JSON and as a picture."""
+"""LossCurve: the losses of a run as JSON and as a plot."""
 
 import json
 import os
+from typing import Optional
 
 from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindspore import Callback
+from mindspore.train import RunContext
 
 from mindlora.common import atomic
 from mindlora.errors import ConfigError
@@ -15,32 +17,36 @@ from mindlora.plugin.log import logger
 
 @register
 class LossCurve(Callback):
-    """Records the loss of every step, and what HeldOutLoss measures, and draws both: loss_curve.json, loss_curve.png.
+    """Records the loss of every step and what HeldOutLoss measures, in loss_curve.json, and plots both.
+
+    The plot is loss_curve.png. Both files are written when training ends.
 
     Args:
-        directory (str): Where to write. Default: None, the output folder of the run.
+        directory (str): Folder to write to. Default: None, the output folder of the run.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
 
-    def __init__(self, directory=None):
+    def __init__(self, directory: Optional[str] = None):
         super().__init__()
         try:
-            import matplotlib  # noqa: F401  A run of hours must not end with this error.
+            import matplotlib  # noqa: F401  found missing now, not after hours of training
         except ImportError as error:
             raise ConfigError(
-                "LossCurve draws with matplotlib, which is not installed: pip install "
-                "'mindlora[plot]', or take LossCurve out of callbacks."
+                "LossCurve needs matplotlib, which is not installed: pip install "
+                "'mindlora[plot]', or remove LossCurve from callbacks."
             ) from error
         self.directory = directory or get_output_root_path()
         self.train = []
 
-    def on_train_step_end(self, run_context):
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Records the loss of the step."""
         params = run_context.original_args()
         self.train.append((params.cur_step_num, loss_of(params)))
 
-    def on_train_end(self, run_context):
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Writes both files, on rank 0."""
         if get_real_rank() != 0 or not self.train:
             return
         held_out = [
@@ -53,8 +59,12 @@ class LossCurve(Callback):
 
         os.makedirs(self.directory, exist_ok=True)
         with atomic.replace_file(os.path.join(self.directory, "loss_curve.json")) as path:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"train": self.train, "held_out": held_out}, file)
+            _write(path, {"train": self.train, "held_out": held_out})
         with atomic.replace_file(os.path.join(self.directory, "loss_curve.png")) as path:
             draw_loss(self.train, held_out, path)
-        logger.info("Loss curve drawn: %s", os.path.join(self.directory, "loss_curve.png"))
+        logger.info("Loss curve written to %s.", os.path.join(self.directory, "loss_curve.png"))
+
+
+def _write(path, content):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file)

@@ -1,7 +1,8 @@
-"""ProgressBar: step, loss and time left on stderr."""
+"""ProgressBar: steps, loss and remaining time on stderr."""
 
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
+from mindspore.train import RunContext
 from tqdm import tqdm
 
 from mindlora.plugin import resume as training_state
@@ -10,18 +11,19 @@ from mindlora.plugin.callbacks.common import loss_of, register
 
 @register
 class ProgressBar(Callback):
-    """Shows step, loss and time left on stderr while training, on rank 0.
+    """Shows steps, loss and remaining time on stderr while training, on rank 0.
 
     Args:
-        label (str): What stands before the bar. Default: "training".
+        label (str): Text before the bar. Default: "training".
     """
 
-    def __init__(self, label="training"):
+    def __init__(self, label: str = "training"):
         super().__init__()
         self.label, self.bar = label, None
 
-    def on_train_epoch_begin(self, run_context):
-        # Not at the beginning of training, when a resumed run may not yet know its step.
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Opens the bar."""
+        # At the beginning of training, a resumed run may not know its step yet.
         if self.bar is not None:
             return
         params = run_context.original_args()
@@ -35,11 +37,13 @@ class ProgressBar(Callback):
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}",
         )
 
-    def on_train_step_end(self, run_context):
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Moves the bar to the step and shows its loss."""
         params = run_context.original_args()
         self.bar.set_postfix_str(f"loss {loss_of(params):.3f}", refresh=False)
         self.bar.update(params.cur_step_num - self.bar.n)
 
-    def on_train_end(self, run_context):
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Closes the bar."""
         if self.bar is not None:
             self.bar.close()

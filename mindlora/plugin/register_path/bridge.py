@@ -1,17 +1,17 @@
-"""What ``auto_register: bridge.LlamaConfig`` imports, to bring mindlora under MindFormers' own run_mindformer.py.
+"""What ``auto_register: bridge.LlamaConfig`` imports, to use mindlora under MindFormers' own run_mindformer.py.
 
-It stands under model.model_config, the node that MindFormers builds before the network, so that mindlora is there
-when pet_config is read. MindFormers copies this file elsewhere before it imports it, hence absolute imports alone.
+The line belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded
+when pet_config is read. MindFormers copies this file elsewhere before it imports it, hence the absolute imports.
 """
 
 from mindformers.models.llama import LlamaConfig as MindFormersLlamaConfig
 
-from mindlora.plugin import hooks  # noqa: F401  registers pet type, train step and callbacks
-from mindlora.plugin.preflight import check_pet_config
+from mindlora.plugin import hooks  # noqa: F401  importing it registers pet type, train step and callbacks
+from mindlora.plugin.pet_config import check_pet_config
 
 
 class LlamaConfig(MindFormersLlamaConfig):
-    """MindFormers' LlamaConfig, with pet_config checked: MindFormers itself trains the whole network on a typo."""
+    """MindFormers' LlamaConfig that also checks pet_config: on a typo there, MindFormers trains the whole network."""
 
     def __init__(self, *args, pet_config=None, **kwargs):
         if pet_config:

@@ -124,7 +124,7 @@ def test_measuring_leaves_training_as_it_was(network, held_out, graph_mode):
 
 def switch_dropout_off(network):
     for _, cell in lora_cells(network):
-        cell.dropout_rate = 0.0
+        cell.low_rank = cell.low_rank.at_inference
 
 
 class Params(dict):
@@ -191,7 +191,7 @@ class Reports(ms.Callback):
     [
         ({"every_steps": 0}, "every_steps is 0"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
-        ({"dataset_dir": "nowhere"}, "dataset_dir nowhere does not exist"),
+        ({"dataset_dir": "nowhere"}, "dataset_dir is nowhere, which does not exist"),
     ],
 )
 def test_wrong_arguments(held_out, arguments, message):

@@ -103,7 +103,8 @@ def test_a_metric_that_is_not_reported(callbacks):
     checkpoint = LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss")
     with pytest.raises(
         ConfigError,
-        match="best_metric is 'held_out_loss', but at step 2 only (accuracy, )?loss is reported.*before LoraCheckpoint",
+        match="best_metric is 'held_out_loss', but at step 2 only these are reported: (accuracy, )?loss. List the "
+        "callback that reports it before LoraCheckpoint",
     ):
         train([*callbacks, checkpoint], [1] * STEPS_PER_EPOCH)
 
@@ -111,11 +112,11 @@ def test_a_metric_that_is_not_reported(callbacks):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"save_steps": 0}, "save_steps is 0, it must be a whole number of at least 1"),
+        ({"save_steps": 0}, "save_steps is 0, but it must be a whole number of at least 1"),
         ({"save_steps": 2.5}, "save_steps is 2.5"),
         ({"keep_last": True}, "keep_last is True"),
-        ({"best_mode": "least"}, "best_mode is 'least', it must be 'min' or 'max'"),
-        ({"resume": 3}, "resume is 3, it must be True, False or the path"),
+        ({"best_mode": "least"}, "best_mode is 'least', but it must be 'min' or 'max'"),
+        ({"resume": 3}, "resume is 3, but it must be True, False or the path"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -1,0 +1,76 @@
+"""Checks of the dtypes in which base and adapter are stored and computed."""
+
+from typing import Iterator
+
+from mindlora.config import LoraConfig, dtype_name
+from mindlora.doctor.finding import Finding
+from mindlora.doctor.yaml_file import PET, value_at
+from mindlora.errors import ConfigError
+from mindlora.plugin.run_modes import TRAINING_MODES
+
+_PRECISION = {"float16": 11, "bfloat16": 8}
+_MODEL = "model.model_config"
+
+
+def check_dtypes(config: dict, lora: LoraConfig) -> Iterator[Finding]:
+    """Yields what is lost to rounding, underflow or overflow in the dtypes that the YAML names."""
+    dtypes = []
+    for key in ("param_init_type", "compute_dtype"):
+        try:
+            dtypes.append(dtype_name(value_at(config, f"{_MODEL}.{key}") or "float16", key))
+        except ConfigError as error:
+            yield Finding("error", f"{_MODEL}.{key}", str(error))
+            return
+    stored, computed = dtypes
+    if config.get("run_mode") in TRAINING_MODES:
+        yield from _check_training(config, lora, computed)
+    yield from _check_base(stored, computed)
+    if lora.compute_dtype == "float16" != computed:
+        yield Finding(
+            "warning",
+            f"{PET}.compute_dtype",
+            f"LoRA computes in float16 on activations in {computed}: values above 65504 become infinite.",
+            f"Remove compute_dtype: LoRA then computes in {computed}.",
+        )
+
+
+def _check_training(config, lora, computed) -> Iterator[Finding]:
+    if lora.param_init_type != "float32":
+        bits = _PRECISION[lora.param_init_type]
+        yield Finding(
+            "warning",
+            f"{PET}.param_init_type",
+            f"A and B are stored in {lora.param_init_type}, with a precision of {bits} bits: an optimizer step below "
+            f"1/{2**bits} of a weight is rounded away.",
+            "Use float32: A and B are small.",
+        )
+    if "float16" in (computed, lora.compute_dtype, lora.param_init_type) and not _scales_loss(config):
+        yield Finding(
+            "warning",
+            "runner_wrapper.scale_sense",
+            "Gradients are computed in float16 and the loss is not scaled: small gradients become zero.",
+            "Set scale_sense to type: DynamicLossScaleUpdateCell, or compute in bfloat16.",
+        )
+
+
+def _check_base(stored, computed) -> Iterator[Finding]:
+    if (stored, computed) == ("bfloat16", "float16"):
+        yield Finding(
+            "warning",
+            f"{_MODEL}.compute_dtype",
+            "The base is stored in bfloat16 and computed in float16: values above 65504, which bfloat16 can hold, "
+            "become infinite.",
+            "Compute in bfloat16.",
+        )
+    if (stored, computed) == ("float16", "bfloat16"):
+        yield Finding(
+            "note",
+            f"{_MODEL}.param_init_type",
+            "The base is stored in float16, and every product rounds it to bfloat16.",
+            "Store it in bfloat16: the products are the same, without the cast.",
+        )
+
+
+def _scales_loss(config) -> bool:
+    scale = value_at(config, "runner_wrapper.scale_sense")
+    return isinstance(scale, dict) or isinstance(scale, (int, float)) and scale > 1

@@ -1,0 +1,50 @@
+"""Which operators LoRA would use on this machine."""
+
+import contextlib
+from typing import Iterator, List, Tuple
+
+from mindlora.doctor.finding import Finding
+from mindlora.doctor.report import Item
+from mindlora.errors import BackendError
+
+# What LoRADense does with the operators of each path (see mindlora.nn.dense).
+_LORA_DENSE = {
+    "ascend": "fused operators of mindlora.ops, in training and in evaluation",
+    "cpu": (
+        "fused operators of mindlora.ops in evaluation; in training plain MindSpore operators, which measured faster"
+    ),
+    "composed": "plain MindSpore operators, in training and in evaluation",
+}
+
+
+def examine_operators() -> Tuple[List[Item], List[Finding]]:
+    """Returns the path that LoRADense and each operator of mindlora.ops take in graph mode, or why none can be chosen.
+
+    MindSpore must be installed.
+    """
+    try:
+        # Imports MindSpore, which takes seconds.
+        from mindlora.ops import backend_report
+
+        with _graph_mode():
+            choices = backend_report().choices
+    except BackendError as error:
+        return [], [Finding("error", "MINDLORA_BACKEND", str(error))]
+    except ImportError as error:
+        return [], [Finding("error", "", f"MindSpore cannot be imported: {error}.", "Reinstall it.")]
+    (path,) = (choice.path for choice in choices if choice.op == "lora_delta")
+    items = [Item(choice.op, choice.path, choice.reason) for choice in choices]
+    return [Item("LoRADense", path, _LORA_DENSE[path]), *items], []
+
+
+@contextlib.contextmanager
+def _graph_mode() -> Iterator[None]:
+    """Graph mode, in which MindFormers trains and MindSpore does not start."""
+    import mindspore as ms
+
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        yield
+    finally:
+        ms.set_context(mode=before)

@@ -1,0 +1,75 @@
+"""What ``mindlora doctor`` prints: items of the machine, findings, and one section for each YAML."""
+
+import dataclasses
+from typing import Tuple
+
+from mindlora.common.tables import wrapped
+from mindlora.doctor.finding import SEVERITIES, Finding
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One thing that was looked for on this machine.
+
+    Attributes:
+        name (str): What it is.
+        value (str): Its version, "not installed" or "not found".
+        detail (str): Where it was found or looked for, or what follows from it.
+    """
+
+    name: str
+    value: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class YamlReport:
+    """The findings of one YAML.
+
+    Attributes:
+        path (str): The YAML.
+        findings (tuple of Finding): Errors first.
+    """
+
+    path: str
+    findings: Tuple[Finding, ...]
+
+    def __str__(self):
+        counts = [(severity, sum(finding.severity == severity for finding in self.findings)) for severity in SEVERITIES]
+        summary = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts if count]
+        return "\n".join([f"{self.path}: {', '.join(summary) or 'no findings'}", *map(_lines, self.findings)])
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorReport:
+    """What ``mindlora doctor`` found.
+
+    Attributes:
+        machine (tuple of Item): Versions, CANN, driver, devices, and which operators LoRA would use.
+        findings (tuple of Finding): Those of the machine.
+        yamls (tuple of YamlReport): One for each YAML.
+    """
+
+    machine: Tuple[Item, ...]
+    findings: Tuple[Finding, ...]
+    yamls: Tuple[YamlReport, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 where the machine or a YAML has an error, else 0."""
+        found = [*self.findings, *(finding for report in self.yamls for finding in report.findings)]
+        return int(any(finding.severity == "error" for finding in found))
+
+    def __str__(self):
+        name, value = (max(len(getattr(item, field)) for item in self.machine) for field in ("name", "value"))
+        items = [wrapped(f"{item.name:<{name}}  {item.value:<{value}}  ", item.detail) for item in self.machine]
+        return "\n".join([*items, *map(_lines, self.findings), *(f"\n{report}" for report in self.yamls)])
+
+
+def _lines(finding) -> str:
+    severity, indent = f"{finding.severity:<9}", " " * 9
+    lines = [severity + finding.key] if finding.key else []
+    lines.append(wrapped(indent if lines else severity, finding.found))
+    if finding.advice:
+        lines.append(wrapped(f"{indent}-> ", finding.advice))
+    return "\n".join(lines)

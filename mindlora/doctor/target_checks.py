@@ -1,0 +1,122 @@
+"""Checks of target_modules, ranks and patterns against the linear cells that the model will have."""
+
+import contextlib
+import logging
+import re
+from typing import Dict, Iterator, List, Optional, Tuple
+
+from mindlora.common.text import listed
+from mindlora.config import LoraConfig
+from mindlora.doctor.finding import Finding
+from mindlora.doctor.yaml_file import PET, value_at
+from mindlora.errors import TargetError
+from mindlora.models import registry, targets
+from mindlora.models.architecture import Architecture
+from mindlora.models.targets import pattern_value
+
+Sizes = Dict[str, Tuple[int, int]]
+
+
+def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
+    """Returns which cells get an adapter, and what is wrong with the selection; a Llama's cells alone are known."""
+    architecture = _architecture(config)
+    if architecture is None:
+        return [_unknown_model(config)]
+    try:
+        sizes = architecture.linear_sizes(config["model"]["model_config"])
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        found = f"The sizes of the model cannot be worked out: {error}."
+        advice = (
+            "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be whole numbers."
+        )
+        return [Finding("error", "model.model_config", found, advice)]
+    if lora.target_modules != targets.ALL_LINEAR:
+        sizes[architecture.embedding.mindformers] = sizes[architecture.output_head.mindformers]
+    with _warnings_of(targets.logger) as messages:
+        try:
+            selected = targets.select_targets(
+                list(sizes), lora.target_modules, lora.exclude_modules, layers=lora.layers_to_transform
+            )
+        except TargetError as error:
+            key = re.match(r"\w+", str(error))[0]
+            return [Finding("error", f"{PET}.{key}", str(error))]
+    return [
+        *(Finding("warning", f"{PET}.target_modules", message) for message in messages),
+        _count_parameters(selected, sizes, lora),
+        *_check_ranks(selected, sizes, lora),
+        *_check_patterns(selected, lora),
+    ]
+
+
+def _model_type(config) -> Tuple[Optional[str], bool]:
+    """Returns the type of the model, and whether it has experts."""
+    model_config = config["model"]["model_config"]
+    experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model_config))
+    return value_at(config, "model.arch.type") or model_config.get("type"), experts > 1
+
+
+def _architecture(config) -> Optional[Architecture]:
+    """Returns the record of the model's cells, or None where they are not known."""
+    kind, has_experts = _model_type(config)
+    return None if has_experts else registry.by_model_type(kind)
+
+
+def _unknown_model(config) -> Finding:
+    kind, has_experts = _model_type(config)
+    found = (
+        f"The model is {kind}{' with experts' * has_experts}: the doctor does not know its cells, so targets and "
+        "ranks were not checked."
+    )
+    return Finding("note", f"{PET}.target_modules", found)
+
+
+def _count_parameters(selected, sizes: Sizes, lora) -> Finding:
+    count = 0
+    for path in selected:
+        cell, (out_channels, in_channels) = lora.for_cell(path), sizes[path]
+        # VeRA trains a vector of the rank; DoRA and VeRA train one of the out_channels.
+        count += cell.lora_rank * (1 if cell.use_vera else out_channels + in_channels)
+        count += (cell.use_dora or cell.use_vera) * out_channels
+    found = f"LoRA on {len(selected)} cells, {count:,} parameters: {listed(selected)}."
+    return Finding("note", f"{PET}.target_modules", found)
+
+
+def _check_ranks(selected, sizes: Sizes, lora) -> Iterator[Finding]:
+    # VeRA's ranks may be larger: it does not train its matrices.
+    too_high = [path for path in selected if lora.for_cell(path).lora_rank > min(sizes[path]) and not lora.use_vera]
+    if too_high:
+        smallest = min(min(sizes[path]) for path in too_high)
+        yield Finding(
+            "warning",
+            f"{PET}.lora_rank",
+            f"The rank exceeds the smaller dimension of {len(too_high)} weights (at least {smallest}): "
+            f"{listed(too_high)}.",
+            "The change of a weight cannot have a higher rank than that. Lower lora_rank, or lower it for these cells "
+            "alone with rank_pattern.",
+        )
+
+
+def _check_patterns(selected, lora) -> Iterator[Finding]:
+    for field in ("rank_pattern", "alpha_pattern"):
+        for expression in getattr(lora, field) or {}:
+            if not any(pattern_value({expression: True}, path, False) for path in selected):
+                yield Finding(
+                    "warning",
+                    f"{PET}.{field}",
+                    f"{expression!r} matches none of the cells that target_modules selects.",
+                    f"target_modules selects: {listed(selected)}.",
+                )
+
+
+@contextlib.contextmanager
+def _warnings_of(logger):
+    """Yields a list that fills with the warnings of ``logger``, which are not shown meanwhile."""
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    try:
+        yield messages
+    finally:
+        logger.handlers, logger.propagate = before

@@ -1,0 +1,72 @@
+"""What a MindFormers YAML must set to run on a CPU, where some of MindFormers' kernels do not exist."""
+
+from typing import Iterator
+
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.errors import ConfigError
+from mindlora.plugin.run_modes import TRAINING_MODES
+
+# What MindFormers' Llama needs there: key -> (value, reason).
+_MODEL = {
+    "use_flash_attention": (False, "flash attention has no CPU kernel"),
+    "fused_rms_norm": (False, "the fused RmsNorm has no CPU kernel"),
+    "use_rope_slice": (True, "the other rotary embedding needs a broadcast that CPU kernels do not support"),
+    "use_past": (False, "paged attention has no CPU kernel"),
+}
+_DTYPES = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype", "param_init_type")
+_LLAMA_DEFAULTS = {
+    "use_flash_attention": False,
+    "fused_rms_norm": True,
+    "use_rope_slice": False,
+    "use_past": False,
+    "compute_dtype": "float16",
+    "layernorm_compute_type": "float32",
+    "softmax_compute_type": "float32",
+    "rotary_dtype": "float32",
+    "param_init_type": "float16",
+}
+
+
+def check_cpu(config: MindFormerConfig) -> None:
+    """Raises ConfigError with all that must be set differently, unless the YAML can run on a CPU."""
+    wrong = [*_check_model(config.model.model_config), *_check_prediction(config), *_check_run(config)]
+    if wrong:
+        raise ConfigError("context.device_target is CPU, where this YAML cannot run. Set: " + "; ".join(wrong) + ".")
+
+
+def _check_model(model_config) -> Iterator[str]:
+    for key, (needed, reason) in _MODEL.items():
+        if bool(model_config.get(key, _LLAMA_DEFAULTS[key])) != needed:
+            yield f"model.model_config.{key}: {needed} ({reason})"
+    for key in _DTYPES:
+        found = model_config.get(key, _LLAMA_DEFAULTS[key])
+        if found not in ("float32", "fp32"):
+            yield f"model.model_config.{key}: float32 (found {found})"
+
+
+def _check_prediction(config) -> Iterator[str]:
+    if config.run_mode != "predict":
+        return
+    # MindSpore chooses the next token with ArgMaxExt or TopkExt, which have no CPU kernel.
+    if not config.model.model_config.get("do_sample", True):
+        yield (
+            "model.model_config.do_sample: True (greedy search has no CPU kernel; sampling with top_k: 1 chooses the "
+            "same tokens)"
+        )
+    if not config.postprocess_use_numpy:
+        yield "postprocess_use_numpy: True (sampling without NumPy has no CPU kernel either)"
+
+
+def _check_run(config) -> Iterator[str]:
+    if config.use_parallel and config.load_checkpoint:
+        yield (
+            "use_parallel: False (with several devices and load_checkpoint, MindFormers waits at a Barrier, which has "
+            "no CPU kernel)"
+        )
+    wrapper = config.runner_wrapper.type if config.runner_wrapper else None
+    if config.run_mode in TRAINING_MODES and wrapper == "MFTrainOneStepCell":
+        yield (
+            "runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that only "
+            "Ascend has)"
+        )

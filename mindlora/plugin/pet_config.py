@@ -1,0 +1,69 @@
+"""The pet_config node of a MindFormers YAML: its pet types and its keys.
+
+Imports no MindFormers, so that ``mindlora doctor`` checks by the same class where MindFormers is not installed.
+"""
+
+import dataclasses
+from typing import ClassVar, Mapping, Optional
+
+from mindlora.common.text import suggestion
+from mindlora.config import PET_TYPES, LoraConfig, check_ratio
+from mindlora.errors import ConfigError
+
+PET_TYPE = "lora"
+# MindFormers builds these itself, and mindlora leaves them alone.
+MINDFORMERS_PET_TYPES = ("prefixtuning", "ptuning2", "slora")
+KNOWN_PET_TYPES = (*PET_TYPES, *MINDFORMERS_PET_TYPES)
+
+
+@dataclasses.dataclass
+class PetLoraConfig(LoraConfig):
+    """LoraConfig with the further keys that a pet_config node may have.
+
+    Args:
+        adapter_path (str): An adapter to load when the network is built, in order to train it further, evaluate it or
+            predict with it. It replaces lora_init. Default: None.
+        loraplus_lr_ratio (float): The learning rate of B divided by that of A (Hayou et al., LoRA+, 2024); at least 1.
+            mindlora-run turns it into grouped learning rates. Default: None, B learns at the rate of A.
+
+    Raises:
+        ConfigError: A field is out of range, or loraplus_lr_ratio is combined with use_vera.
+    """
+
+    # MindFormers reads it when it generates text.
+    pet_type: ClassVar[str] = PET_TYPE
+    adapter_path: Optional[str] = None
+    loraplus_lr_ratio: Optional[float] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loraplus_lr_ratio is None:
+            return
+        check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")
+        if self.use_vera:
+            raise ConfigError(
+                f"loraplus_lr_ratio is {self.loraplus_lr_ratio!r} and use_vera is True: LoRA+ speeds up B, which "
+                "VeRA does not train. Remove one of them."
+            )
+
+
+def check_pet_config(pet_config: Mapping) -> None:
+    """Raises ConfigError unless MindFormers or mindlora can build ``pet_config``."""
+    pet_type = pet_config.get("pet_type")
+    if pet_type == PET_TYPE:
+        PetLoraConfig.from_pet_config(pet_config)
+    elif pet_type == "qlora":
+        refuse_qlora()
+    elif pet_type not in MINDFORMERS_PET_TYPES:
+        raise ConfigError(
+            f"model.model_config.pet_config: pet_type is {pet_type!r}, which is not known. MindFormers "
+            f"would train the whole network.{suggestion(str(pet_type), list(KNOWN_PET_TYPES))}"
+        )
+
+
+def refuse_qlora(**_: object) -> None:
+    """Raises ConfigError: MindFormers passes pet_type on to MindPet's freeze_delta, which does not know ``qlora``."""
+    raise ConfigError(
+        "pet_type is 'qlora', which only mindlora-run understands. For MindFormers' own launcher, write "
+        "pet_type: lora and quantize_base: nf4."
+    )

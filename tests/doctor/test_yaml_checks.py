@@ -1,0 +1,286 @@
+"""mindlora doctor on YAMLs: what is wrong is found once, what is right is left alone."""
+
+import pytest
+import yaml
+
+from mindlora import doctor
+from mindlora.doctor.yaml_checks import check_yaml
+from mindlora.doctor.yaml_file import PET
+from mindlora.models import targets
+from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
+
+
+def test_a_yaml_without_faults(write):
+    findings = check_yaml(write())
+    assert [(finding.severity, finding.key, finding.found) for finding in findings] == [
+        (
+            "note",
+            f"{PET}.target_modules",
+            "LoRA on 4 cells, 3,328 parameters: model.layers.{0..1}.attention.wq, model.layers.{0..1}.attention.wv.",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes, severity, key, found",
+    [
+        ({"run_mode": "fintune"}, "error", "run_mode", "run_mode is 'fintune', which is not known. Did you mean 'fine"),
+        (
+            {f"{PET}.pet_type": "lroa"},
+            "error",
+            f"{PET}.pet_type",
+            "pet_type is 'lroa', which is not known: MindFormers "
+            "would train the whole network. Did you mean 'lora'? Known: lora, prefixtuning, ptuning2, qlora, slora.",
+        ),
+        ({f"{PET}.pet_type": None}, "error", f"{PET}.pet_type", "pet_type is None, which is not known"),
+        ({PET: "lora"}, "error", PET, "pet_config is 'lora', which is not a node with keys."),
+        (
+            {f"{PET}.lora_rnk": 8},
+            "error",
+            f"{PET}.lora_rnk",
+            "pet_config has an unknown key 'lora_rnk'. Did you mean 'lora_rank'?",
+        ),
+        (
+            {f"{PET}.adapter_pth": "x"},
+            "error",
+            f"{PET}.adapter_pth",
+            "pet_config has an unknown key 'adapter_pth'. Did you mean 'adapter_path'?",
+        ),
+        ({f"{PET}.lora_rank": 0}, "error", f"{PET}.lora_rank", "lora_rank is 0: it must be a whole number"),
+        ({f"{PET}.target_modules": None}, "error", PET, "pet_config has no target_modules"),
+        (
+            {f"{PET}.lora_alpha": 1e-4},
+            "warning",
+            f"{PET}.lora_alpha",
+            "lora_alpha is 0.0001, which looks like a learning rate",
+        ),
+        (
+            {f"{PET}.target_modules": ".*query"},
+            "error",
+            f"{PET}.target_modules",
+            "target_modules '.*query' matches no "
+            "linear cell. Linear cells of this network: model.layers.{0..1}.attention.wq, ",
+        ),
+        (
+            {f"{PET}.target_modules": ["wq", "wz"]},
+            "error",
+            f"{PET}.target_modules",
+            "target_modules ['wq', 'wz']: 'wz' matches no linear cell.",
+        ),
+        (
+            {f"{PET}.target_modules": ".*wq|.*wz"},
+            "warning",
+            f"{PET}.target_modules",
+            "target_modules '.*wq|.*wz': '.*wz' matches no linear cell.",
+        ),
+        (
+            {f"{PET}.exclude_modules": "nothing"},
+            "error",
+            f"{PET}.exclude_modules",
+            "exclude_modules 'nothing' matches no",
+        ),
+        ({f"{PET}.layers_to_transform": [1, 7]}, "error", f"{PET}.layers_to_transform", "layers_to_transform names 7,"),
+        (
+            {"model.model_config.qkv_concat": True, f"{PET}.target_modules": ".*wq"},
+            "error",
+            f"{PET}.target_modules",
+            "target_modules names wq, but here model.layers.0.attention.w_qkv holds wq, wk, wv in one cell.",
+        ),
+        (
+            {f"{PET}.lora_rank": 17},
+            "warning",
+            f"{PET}.lora_rank",
+            "The rank exceeds the smaller dimension of 2 weights (at least 16): model.layers.{0..1}.attention.wv.",
+        ),
+        ({f"{PET}.rank_pattern": {"wk": 4}}, "warning", f"{PET}.rank_pattern", "'wk' matches none of the cells"),
+        ({f"{PET}.alpha_pattern": {"wk": 4}}, "warning", f"{PET}.alpha_pattern", "'wk' matches none of the cells"),
+        (
+            {f"{PET}.param_init_type": "bfloat16"},
+            "warning",
+            f"{PET}.param_init_type",
+            "A and B are stored in bfloat16, with a precision "
+            "of 8 bits: an optimizer step below 1/256 of a weight is rounded away.",
+        ),
+        (
+            {f"{PET}.compute_dtype": "float16", "runner_wrapper.scale_sense": 1024},
+            "warning",
+            f"{PET}.compute_dtype",
+            "LoRA computes in float16 on activations in bfloat16",
+        ),
+        (
+            {"model.model_config.compute_dtype": "float16", "model.model_config.param_init_type": "float16"},
+            "warning",
+            "runner_wrapper.scale_sense",
+            "Gradients are computed in float16 and the loss is not scaled",
+        ),
+        (
+            {"model.model_config.compute_dtype": "float16", "runner_wrapper.scale_sense": {"type": "X"}},
+            "warning",
+            "model.model_config.compute_dtype",
+            "The base is stored in bfloat16 and computed in float16",
+        ),
+        (
+            {"model.model_config.compute_dtype": "float61"},
+            "error",
+            "model.model_config.compute_dtype",
+            "compute_dtype is 'float61': it must be one of",
+        ),
+        (
+            {"model.model_config.num_heads": "4"},
+            "error",
+            "model.model_config",
+            "The sizes of the model cannot be worked",
+        ),
+        ({"lr_schedule.learning_rate": "1e-4"}, "error", "lr_schedule.learning_rate", "YAML reads 1e-4 as text"),
+        (
+            {"model.model_config.rms_norm_eps": "1.0e5"},
+            "warning",
+            "model.model_config.rms_norm_eps",
+            "YAML reads 1.0e5 as",
+        ),
+        (
+            {"load_checkpoint": "none.ckpt"},
+            "error",
+            "load_checkpoint",
+            "none.ckpt does not exist (the current folder is ",
+        ),
+        ({"load_checkpoint": 3}, "error", "load_checkpoint", "The value is 3, which is not a path."),
+        ({f"{PET}.loraplus_lr_ratio": 0.5}, "error", f"{PET}.loraplus_lr_ratio", "loraplus_lr_ratio is 0.5: it must"),
+        (
+            {f"{PET}.loraplus_lr_ratio": 4, f"{PET}.use_vera": True, f"{PET}.lora_alpha": None},
+            "error",
+            f"{PET}.loraplus_lr_ratio",
+            "loraplus_lr_ratio is 4 and use_vera is True: LoRA+ speeds up B, which VeRA does not train.",
+        ),
+        ({f"{PET}.lora_init": "pisa"}, "error", f"{PET}.lora_init", "lora_init is 'pisa', which is not known."),
+        ({f"{PET}.adapter_path": "none"}, "error", f"{PET}.adapter_path", "none does not exist"),
+        ({DATA: "none.mindrecord"}, "error", DATA, "none.mindrecord does not exist"),
+        ({"train_dataset": {}}, "error", "train_dataset.data_loader", "The node is missing, so the run has no data."),
+        (
+            {"processor.tokenizer.vocab_file": "none.model"},
+            "error",
+            "processor.tokenizer.vocab_file",
+            "none.model does",
+        ),
+        (
+            {"do_eval": True, "eval_dataset.data_loader": {"type": "MindDataset", "dataset_dir": "none"}},
+            "error",
+            "eval_dataset.data_loader.dataset_dir",
+            "none does not exist",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found_once_and_nothing_else(write, changes, severity, key, found):
+    path = write(changes)
+    assert severities_and_keys(path) == [(severity, key)]
+    assert finding_at(path, key).found.startswith(found)
+    assert doctor.examine([path]).exit_code == (severity == "error")
+
+
+@pytest.mark.parametrize(
+    "changes, key, found",
+    [
+        ({"load_checkpoint": ""}, "load_checkpoint", "No path is set: the base under the adapter has random weights."),
+        ({DATA: ""}, DATA, "No path is set: the run has no data."),
+        ({PET: None}, PET, "There is no pet_config: the whole network is trained, without LoRA."),
+        (
+            {f"{PET}.pet_type": "ptuning2"},
+            f"{PET}.pet_type",
+            "pet_type ptuning2 is MindFormers' own and was not checked.",
+        ),
+        ({"model.arch.type": "GLM"}, f"{PET}.target_modules", "The model is GLM: the doctor does not know its cells"),
+        (
+            {"moe_config": {"expert_num": 8}},
+            f"{PET}.target_modules",
+            "The model is LlamaForCausalLM with experts: the doctor",
+        ),
+        (
+            {"model.model_config.param_init_type": "float16"},
+            "model.model_config.param_init_type",
+            "The base is stored in float16, and every product rounds it to bfloat16.",
+        ),
+    ],
+)
+def test_notes_are_not_faults(write, changes, key, found):
+    path = write(changes)
+    assert severities_and_keys(path) == [] and doctor.examine([path]).exit_code == 0
+    assert any(finding.key == key and finding.found.startswith(found) for finding in check_yaml(path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{PET}.preset": "small_dataset"},
+        {f"{PET}.target_modules": "all-linear", f"{PET}.rank_pattern": {"wk|wv": 4}},
+        {f"{PET}.target_modules": ["q_proj", "model.layers.1.self_attn.v_proj"]},
+        {f"{PET}.lora_rank": 16},
+        {
+            "model.model_config.compute_dtype": "float16",
+            "model.model_config.param_init_type": "float16",
+            "runner_wrapper.scale_sense": {"type": "DynamicLossScaleUpdateCell"},
+        },
+        {
+            "run_mode": "predict",
+            f"{PET}.param_init_type": "float16",
+            "model.model_config.compute_dtype": "float16",
+            "model.model_config.param_init_type": "float16",
+            DATA: "none",
+        },
+        {"eval_dataset.data_loader": {"type": "MindDataset", "dataset_dir": "none"}},
+        {"train_dataset.data_loader": {"type": "MindDataset", "dataset_files": ["x"], "dataset_dir": "none"}},
+    ],
+)
+def test_what_is_right_has_no_findings(write, changes):
+    assert severities_and_keys(write(changes)) == []
+
+
+def test_warnings_are_shown_again_after_a_check(write):
+    before = targets.logger.handlers, targets.logger.propagate
+    check_yaml(write({f"{PET}.target_modules": ".*wq|.*wz"}))
+    assert (targets.logger.handlers, targets.logger.propagate) == before
+
+
+def test_the_advice_for_a_number_that_yaml_reads_as_text(write):
+    for text, right in (("1e-4", "1.0e-4"), ("5e5", "5.0e+5"), ("2.5e3", "2.5e+3")):
+        found = finding_at(write({"lr_schedule.learning_rate": text}), "lr_schedule.learning_rate")
+        assert found.advice == f"Write {right}."
+        assert yaml.safe_load(right) == float(text)
+
+
+@pytest.mark.parametrize(
+    "content, found",
+    [
+        ("a: [", "is not YAML: while parsing"),
+        ("- a\n- b", "has no keys"),
+        ("", "has no keys"),
+        ("run_mode: train", "has no model.model_config"),
+        ("model: {model_config: 3}", "has no model.model_config"),
+        ("model: 3", "has no model.model_config"),
+        (None, "cannot be read: No such file or directory."),
+        (b"\xff\xfe", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_mindformers_yaml(tmp_path, content, found):
+    path = tmp_path / "x.yaml"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (finding,) = check_yaml(str(path))
+    assert (finding.severity, finding.key) == ("error", "") and finding.found.startswith(f"{path} {found}")
+
+
+def test_a_yaml_overrides_its_base_config(write, tmp_path):
+    write(name="base.yaml")
+    path = tmp_path / "over.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "base_config": "base.yaml",
+                "model": {"model_config": {"pet_config": {"lora_rank": 99, "target_modules": ".*wo"}}},
+            }
+        ),
+        encoding="utf-8",
+    )
+    assert severities_and_keys(str(path)) == [("warning", f"{PET}.lora_rank")]
+    path.write_text("base_config: [base.yaml, none.yaml]", encoding="utf-8")
+    (finding,) = check_yaml(str(path))
+    assert finding.found == f"{tmp_path / 'none.yaml'} cannot be read: No such file or directory."
