@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mindlora' has no attribute '{name}'")
     value = getattr(importlib.import_module(_HOME[current]), current)
     if current != name:
-        warnings.warn(f"mindlora.{name} is now mindlora.{current}.", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{name} is now {current}. Use the new name.", DeprecationWarning, stacklevel=2)
         # Found here from now on, so it warns once.
         globals()[name] = value
     return value

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import logging
-from typing import Callable, Dict, List, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 from mindspore import nn
 from mindspore.common import dtype as mstype
@@ -24,7 +24,7 @@ from mindlora.nn.tree import (
     replace_children,
     saved_module_parameters,
 )
-from mindlora.quantize import quantize_under
+from mindlora.quantize import quantize_with_adapters
 
 logger = logging.getLogger("mindlora")
 
@@ -34,9 +34,9 @@ class LoraReport:
     """What apply_lora did.
 
     Attributes:
-        replaced (tuple of str): Paths of the cells that are LoRADense now.
-        trainable (int): Number of elements in all A and B that train, and in the modules of modules_to_save.
-        total (int): Number of elements in all parameters, the adapters included.
+        replaced (tuple of str): Paths of the cells that became LoRADense.
+        trainable (int): Number of elements of all A and B that train, and of the saved modules (modules_to_save).
+        total (int): Number of elements of all parameters, the adapters included.
     """
 
     replaced: Tuple[str, ...]
@@ -47,7 +47,7 @@ class LoraReport:
 def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
 
-    With quantize_base, all linear cells but output heads are made 4-bit first, whether they are selected or not.
+    With quantize_base, all linear cells except output heads become 4-bit first, whether they are selected or not.
 
     Args:
         network (nn.Cell): Any network of nn.Dense or MindFormers' Linear cells.
@@ -58,22 +58,22 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
 
     Raises:
         LoraError: The network holds LoRADense cells already.
-        TargetError: target_modules selects nothing, or not all of what it names.
-        UnsupportedCellError: A selected cell cannot carry LoRA; all of them are listed and nothing is replaced.
+        TargetError: target_modules selects nothing, or names something that is not there.
+        UnsupportedCellError: Selected cells cannot carry LoRA; all of them are listed and nothing is replaced.
         QuantizationError: The base cannot be quantized.
     """
     present = [path for path, _ in lora_cells(network)]
     if present:
         raise LoraError(
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
-            "what was trained; build the network anew instead."
+            "what was trained: build the network anew."
         )
     # PEFT's all-linear leaves embeddings and convolutions out as well.
     types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
     linear, others = {}, {}
     for path, cell in network.cells_and_names():
         (linear if path and isinstance(cell, types) else others)[path] = cell
-    # MindSpore lists a cell that hangs in two places once, so put_lora finds what is shared by identity.
+    # MindSpore lists a cell with two parents once, so put_lora finds the others by identity.
     selected = select_targets(
         list(linear),
         config.target_modules,
@@ -81,39 +81,44 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         {path: type(cell).__name__ for path, cell in others.items()},
         config.layers_to_transform,
     )
-    whole = _saved_module_parameters(network, config.modules_to_save, selected)
-    paths, started = {path: adapter_path(linear[path], path) for path in selected}, {}
+    saved = _saved_module_parameters(network, config.modules_to_save, selected)
+    paths, initial_parts = {path: adapter_path(linear[path], path) for path in selected}, {}
     if config.quantize_base:
-        # Before weights are given up.
+        # Quantizing discards the weights in float, so this check comes first.
         _check_adaptable({path: linear[path] for path in selected}, config.for_cell)
-        quantized, started = quantize_under(network, config, selected, whole)
+        quantized, initial_parts = quantize_with_adapters(network, config, selected, saved)
         linear.update(quantized)
     put_lora(network, {paths[path]: linear[path] for path in selected}, config.for_cell)
     cells = dict(lora_cells(network))
-    for path, parts in started.items():
+    for path, parts in initial_parts.items():
         for part, array in parts.items():
             cells[paths[path]].load_part(part, array)
-    for parameter in whole:
+    for parameter in saved:
         mark_saved_module(parameter)
     trainable = sum(p.size for cell in cells.values() for p in cell.trained_parameters())
-    trainable += sum(p.size for p in whole)
+    trainable += sum(p.size for p in saved)
     return LoraReport(tuple(selected), trainable, parameter_count(network))
 
 
 def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
-    """Replaces ``cells``, by adapter path, by LoRADense with the configurations that ``config_of`` gives their paths.
+    """Replaces cells by LoRADense.
+
+    Args:
+        network (nn.Cell): The network that holds the cells.
+        cells (dict): Adapter path -> cell.
+        config_of (callable): Takes an adapter path and returns the configuration of the cell there.
 
     Raises:
-        UnsupportedCellError: A cell cannot carry LoRA; all of them are listed and nothing is replaced.
+        UnsupportedCellError: Cells cannot carry LoRA; all of them are listed and nothing is replaced.
     """
     _check_adaptable(cells, config_of)
-    replacements, common = {}, {}
+    replacements, shared = {}, {}
     kinds = {path: kind_of(cell, config_of(path)) for path, cell in cells.items()}
     for path, cell in cells.items():
         kind, config = kinds[path], config_of(path)
-        if kind not in common:
-            common[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
-        adapted = kind.from_cell(cell, config, common[kind])
+        if kind not in shared:
+            shared[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
+        adapted = kind.from_cell(cell, config, shared[kind])
         for part, parameter in adapted.parts().items():
             parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted
@@ -121,14 +126,14 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
 
 
-def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
-    """Freezes every parameter of ``network`` but A (without freeze_lora_a) and B, and what modules_to_save named.
+def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
+    """Freezes every parameter of ``network`` except A (frozen too with freeze_lora_a), B and the saved modules.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
-        config (LoraConfig): Its freeze_exclude names parameters to train besides (shell-style patterns on full
-            parameter names), its freeze_include parameters to freeze besides; one that both match is left as it
-            would be without them. Default: None.
+        config (LoraConfig): Its freeze_exclude names more parameters to train (shell-style patterns on full parameter
+            names), its freeze_include more parameters to freeze. A parameter that matches both is left as it would be
+            without them. Default: None.
 
     Raises:
         LoraError: The network holds no LoRADense cell.
@@ -162,8 +167,8 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
         logger.warning(
-            "Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds LoRA "
-            "tensors and the modules of modules_to_save alone, so name these there, or keep them with "
+            "Training %d base parameters besides LoRA (freeze_exclude): %s. A saved adapter holds only LoRA "
+            "tensors and the modules of modules_to_save: name these there, or save them with "
             "mindspore.save_checkpoint.",
             len(extra),
             listed(extra),
@@ -171,7 +176,7 @@ def freeze_base(network: nn.Cell, config: LoraConfig = None) -> None:
 
 
 def trainable_summary(network: nn.Cell) -> str:
-    """Returns a table of what trains: a line for each kind of cell, and the totals as PEFT prints them.
+    """Returns a table of the trainable parameters: a line for each kind of cell, and the totals as PEFT prints them.
 
     Args:
         network (nn.Cell): Any network.
@@ -212,18 +217,14 @@ def trainable_summary(network: nn.Cell) -> str:
 
 
 def _check_adaptable(cells, config_of):
-    def check(path, cell):
-        config = config_of(path)
-        kind_of(cell, config).check(cell, config)
-
-    refused = refusals(cells, check)
+    refused = refusals(cells, lambda path, cell: kind_of(cell, config_of(path)).check(cell, config_of(path)))
     if refused:
         raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {'; '.join(refused)}")
 
 
 def _saved_module_parameters(network, modules, selected) -> list:
-    """Returns the parameters of the modules that an item of ``modules`` names by an end of their path."""
-    whole = []
+    """Returns the parameters of the modules that ``modules`` names, each by the end of its path."""
+    saved = []
     for module in modules or ():
         hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]
         if not hits:
@@ -235,10 +236,10 @@ def _saved_module_parameters(network, modules, selected) -> list:
         if adapted:
             raise TargetError(
                 f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
-                "A module is either trained whole or adapted."
+                "Keep each in one of the two: a module either trains itself or gets an adapter."
             )
-        whole += hits
-    return whole
+        saved += hits
+    return saved
 
 
 def _matched_names(parameters, patterns, field) -> set:

@@ -2,11 +2,19 @@
 
 import dataclasses
 import math
-import re
 import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Dict, List, Optional, Union
 
+from mindlora.common.fields import (
+    check_flag,
+    check_indices,
+    check_names,
+    check_number,
+    check_patterns,
+    check_values_by_pattern,
+    dtype_name,
+)
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError
 from mindlora.models.targets import pattern_value
@@ -19,14 +27,6 @@ PRESETS = {
     "large_dataset": {"lora_rank": 16, "lora_alpha": 64, "lora_dropout": 0.05, "learning_rate": 3e-5},
 }
 
-_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float16": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-}
 QUANTIZATIONS = ("nf4",)
 _NOT_WITH_VERA = (
     "use_rslora",
@@ -55,38 +55,38 @@ class LoraConfig:
         target_modules (str or list of str): Which linear cells get an adapter. A string is a regular expression
             that must match a full path (``.*attention\\.w[qv]``) or, as MindFormers does, the beginning of a bare
             cell name (``.*wq|.*wv``); a list holds suffixes of paths (``["wq", "attention.wv"]``); ``"all-linear"``
-            is every linear cell but the output head. Hugging Face names (``q_proj``) mean their MindFormers
+            is every linear cell except the output head. Hugging Face names (``q_proj``) mean their MindFormers
             counterparts (``wq``).
-        exclude_modules (str or list of str): The same, for cells to leave alone. Default: None.
-        quantize_base (str): ``"nf4"`` for linear cells of the base, adapted or not, in 4-bit NormalFloat (Dettmers et
-            al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
-        quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, in the ways of
-            target_modules. Default: None.
-        lora_init (str): Start of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation 1 / r),
-            ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"loftq"`` or ``"loftq_iter_N"`` (see
-            mindlora.numerics.initializers). pissa and olora change the base and are made by initialize_adapters, once its weights are
-            loaded; loftq goes with quantize_base, and takes one turn, or N. PEFT calls it init_lora_weights. Default:
-            None, what lora_a_init and lora_b_init say.
-        lora_a_init (str, Initializer or Tensor): Start of A. Default: None, ``"kaiming_uniform"``, that is He uniform
-            with negative_slope sqrt(5); any name of a MindSpore initializer is taken too.
-        lora_b_init (str, Initializer or Tensor): Start of B. Default: None, ``"zeros"``, so that training starts at
-            the base.
-        param_init_type (str): dtype in which A and B are kept: float32, float16 or bfloat16. Default: float32.
-        compute_dtype (str): dtype of the products. Default: None, what the replaced cell computes in.
+        exclude_modules (str or list of str): Cells that get no adapter, given as target_modules is. Default: None.
+        quantize_base (str): ``"nf4"`` quantizes linear cells of the base, adapted or not, to 4-bit NormalFloat
+            (Dettmers et al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
+        quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, given as
+            target_modules is. Default: None.
+        lora_init (str): Initializer of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation
+            1 / r), ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"loftq"`` or ``"loftq_iter_N"``
+            (see mindlora.numerics.initializers). pissa and olora change the base, and initialize_adapters carries them
+            out once its weights are loaded; loftq needs quantize_base and takes one iteration, or N. PEFT calls this
+            init_lora_weights. Default: None, as lora_a_init and lora_b_init say.
+        lora_a_init (str, Initializer or Tensor): Initial A. Default: None, ``"kaiming_uniform"``: He uniform with
+            negative_slope sqrt(5). It may be the name of any MindSpore initializer.
+        lora_b_init (str, Initializer or Tensor): Initial B. Default: None, ``"zeros"``, so that training begins at the
+            base.
+        param_init_type (str): dtype of A and B: float32, float16 or bfloat16. Default: float32.
+        compute_dtype (str): dtype of the products. Default: None, the replaced cell's.
         use_rslora (bool): Scale by lora_alpha / sqrt(lora_rank) and not by lora_alpha / lora_rank, which keeps the
             size of the update at large ranks (Kalajdzievski, 2023). Default: False.
         use_dora (bool): Train the size of each row of the weight apart from its direction (Liu et al., DoRA, 2024; see
             DoRADense). Default: False.
         use_vera (bool): Train two vectors around random matrices A and B that the network's cells share (Kopiczko et
             al., VeRA, 2024; see VeRADense). It has no lora_alpha: leave it out. Default: False.
-        d_initial (float): Start of VeRA's vector between A and B; not 0. Default: None, 0.1 with use_vera.
-        projection_prng_key (int): What VeRA's A and B are drawn from, as in PEFT. Default: None, 0 with use_vera.
-        freeze_lora_a (bool): Train B alone: A keeps its start, and needs neither gradient nor optimizer state (Zhang et
-            al., LoRA-FA, 2023). Default: False.
+        d_initial (float): Initial value of VeRA's vector between A and B; not 0. Default: None, 0.1 with use_vera.
+        projection_prng_key (int): Seed of VeRA's A and B, as in PEFT. Default: None, 0 with use_vera.
+        freeze_lora_a (bool): Train B alone: A keeps its initial value, and needs neither gradient nor optimizer state
+            (Zhang et al., LoRA-FA, 2023). Default: False.
         rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha for the cells whose path, or
             an end of it that begins at a dot, it matches; the first that matches counts, as in PEFT. Default: None.
         layers_to_transform (int or list of int): The only layers whose cells get an adapter. Default: None, all.
-        modules_to_save (list of str): Ends of paths of modules that are trained whole and saved with the adapter,
+        modules_to_save (list of str): Ends of paths of modules that are trained themselves and saved with the adapter,
             such as ``["lm_head", "attention_norm"]``. Default: None.
         freeze_include (list of str): Shell-style patterns of parameter names to freeze besides the base. Default: None.
         freeze_exclude (list of str): Shell-style patterns of base parameters to train too. Default: None.
@@ -125,7 +125,7 @@ class LoraConfig:
     def __post_init__(self):
         _check_rank(self.lora_rank, "lora_rank")
         _check_alpha(self.lora_alpha, "lora_alpha")
-        _check_number(self.lora_dropout, "lora_dropout", (int, float), lambda v: 0 <= v < 1, "a number in [0, 1)")
+        check_number(self.lora_dropout, "lora_dropout", (int, float), lambda v: 0 <= v < 1, "a number in [0, 1)")
         if self.lora_alpha < 1:
             warnings.warn(
                 f"lora_alpha is {self.lora_alpha}, which looks like a learning rate: the scale lora_alpha / lora_rank "
@@ -133,19 +133,18 @@ class LoraConfig:
                 stacklevel=3,
             )
         for field in ("target_modules", "exclude_modules", "quantize_exclude"):
-            _check_patterns(getattr(self, field), field)
+            check_patterns(getattr(self, field), field)
         for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
-            _check_name_list(getattr(self, field), field)
+            check_names(getattr(self, field), field)
         for field in ("use_rslora", "use_dora", "use_vera", "freeze_lora_a"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} is {getattr(self, field)!r}: it must be True or False.")
-        _check_pattern_values(self.rank_pattern, "rank_pattern", _check_rank)
-        _check_pattern_values(self.alpha_pattern, "alpha_pattern", _check_alpha)
-        _check_layers(self.layers_to_transform)
+            check_flag(getattr(self, field), field)
+        check_values_by_pattern(self.rank_pattern, "rank_pattern", _check_rank)
+        check_values_by_pattern(self.alpha_pattern, "alpha_pattern", _check_alpha)
+        check_indices(self.layers_to_transform, "layers_to_transform", "a layer number, or a list of them")
         self.param_init_type = dtype_name(self.param_init_type, "param_init_type")
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
-        _check_start(self.lora_init, self.lora_a_init, self.lora_b_init)
+        _check_initialization(self.lora_init, self.lora_a_init, self.lora_b_init)
         self._check_quantization()
         self._check_vera()
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
@@ -173,16 +172,16 @@ class LoraConfig:
                 )
             if initializers.is_loftq(self.lora_init):
                 raise ConfigError(
-                    f"lora_init is {self.lora_init!r}, which makes up for what quantizing the base "
-                    "loses, and the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
+                    f"lora_init is {self.lora_init!r}, which makes up for the error of quantizing the base, and "
+                    "the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
                 )
             return
         for field, unserved in (("use_dora", self.use_dora), ("lora_init", initializers.changes_base(self.lora_init))):
             if unserved:
                 raise ConfigError(
                     f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
-                    "which needs the base's weights in float. Leave one of them out; a start that suits "
-                    "a quantized base is lora_init: loftq."
+                    "which needs the base's weights in float. Leave one of them out; for a quantized base there "
+                    "is lora_init: loftq."
                 )
 
     def _check_vera(self):
@@ -190,8 +189,8 @@ class LoraConfig:
             for field in ("d_initial", "projection_prng_key"):
                 if getattr(self, field) is not None:
                     raise ConfigError(
-                        f"{field} is {getattr(self, field)!r}, and use_vera is not set, so nothing is "
-                        "made from it. Set use_vera: True, or remove it."
+                        f"{field} is {getattr(self, field)!r}, and use_vera is not set, so it has no effect. "
+                        "Set use_vera: True, or remove it."
                     )
             return
         for field in _NOT_WITH_VERA:
@@ -209,14 +208,14 @@ class LoraConfig:
         self.lora_alpha = self.lora_rank
         self.d_initial = 0.1 if self.d_initial is None else self.d_initial
         self.projection_prng_key = 0 if self.projection_prng_key is None else self.projection_prng_key
-        _check_number(
+        check_number(
             self.d_initial,
             "d_initial",
             (int, float),
             lambda v: 0 < abs(v) < math.inf,
             "a number other than 0: from 0, no gradient reaches VeRA's vectors",
         )
-        _check_number(
+        check_number(
             self.projection_prng_key,
             "projection_prng_key",
             int,
@@ -238,10 +237,10 @@ class LoraConfig:
         return dataclasses.replace(self, lora_rank=rank, lora_alpha=alpha, rank_pattern=None, alpha_pattern=None)
 
     def as_saved(self) -> "LoraConfig":
-        """Returns the configuration of the adapter that save_lora makes of this one.
+        """Returns the configuration of the adapter that save_lora writes.
 
-        It differs where lora_init changes the base: the saved adapter is a plain LoRA of twice the rank, at the same
-        scale (see mindlora.initialize).
+        If lora_init changes the base, that is a plain LoRA of twice the rank, at the same scale (see
+        mindlora.initialize).
         """
         if initializers.is_loftq(self.lora_init):
             return dataclasses.replace(self, lora_init=None)
@@ -311,19 +310,19 @@ class LoraConfig:
         return cls(**given)
 
     def to_dict(self) -> dict:
-        """Returns the fields as plain values, fit for YAML or JSON where the inits are names."""
+        """Returns the fields as plain values; they go into YAML or JSON if the initializers are given by name."""
         return dataclasses.asdict(self)
 
 
 def expand_pet_type(pet_config: MutableMapping) -> None:
-    """Writes ``pet_type: qlora`` out as what it is short for, in place; leaves any other pet_type alone."""
+    """Expands ``pet_type: qlora`` to what it is short for, in place; leaves any other pet_type alone."""
     if pet_config.get("pet_type") == "qlora":
         pet_config["pet_type"] = "lora"
         if pet_config.get("quantize_base") is None:
             pet_config["quantize_base"] = "nf4"
 
 
-def check_pet_type(pet_type):
+def check_pet_type(pet_type: object) -> None:
     """Raises ConfigError unless ``pet_type`` is the one that mindlora handles, ``lora``."""
     if pet_type != "lora":
         raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), PET_TYPES)}")
@@ -336,93 +335,35 @@ def preset_fields(preset: str) -> dict:
     return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
 
 
-def dtype_name(value, field: str) -> str:
-    """Returns float32, float16 or bfloat16 for a dtype or one of its names; raises ConfigError for another."""
-    name = _DTYPES.get(str(value).lower())
-    if name is None:
-        raise ConfigError(f"{field} is {value!r}: it must be one of float32, float16, bfloat16.")
-    return name
-
-
-def check_ratio(ratio, field: str) -> None:
-    """Raises ConfigError, with the name of the field, unless ``ratio`` is a number of at least 1 (see lora_plus)."""
-    _check_number(ratio, field, (int, float), lambda v: 1 <= v < math.inf, "a number of at least 1")
-
-
-def _check_number(value, field, types, in_range, expected):
-    if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
-        raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
+def check_ratio(ratio: object, field: str) -> None:
+    """Raises ConfigError, with the field's name, unless ``ratio`` is a number of at least 1 (see lora_plus)."""
+    check_number(ratio, field, (int, float), lambda v: 1 <= v < math.inf, "a number of at least 1")
 
 
 def _check_rank(value, field):
-    _check_number(value, field, int, lambda v: v >= 1, "a whole number of at least 1")
+    check_number(value, field, int, lambda v: v >= 1, "a whole number of at least 1")
 
 
 def _check_alpha(value, field):
-    _check_number(value, field, (int, float), lambda v: 0 < v < float("inf"), "a number above 0")
+    check_number(value, field, (int, float), lambda v: 0 < v < math.inf, "a number above 0")
 
 
-def _check_pattern_values(pattern, field, check_value):
-    if pattern is None:
+def _check_initialization(lora_init, a_init, b_init):
+    if lora_init is None:
         return
-    if not isinstance(pattern, Mapping):
-        raise ConfigError(f"{field} is {pattern!r}: it must map regular expressions on paths to values.")
-    for expression, value in pattern.items():
-        try:
-            re.compile(expression)
-        except (re.error, TypeError) as error:
-            raise ConfigError(f"{field} holds {expression!r}, which is not a regular expression: {error}.") from error
-        check_value(value, f"{field}[{expression!r}]")
-
-
-def _check_layers(value):
-    layers = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    if value is not None and not layers:
-        raise ConfigError("layers_to_transform is an empty list: name at least one layer, or leave it out for all.")
-    for layer in layers:
-        _check_number(layer, "layers_to_transform", int, lambda v: v >= 0, "a layer number, or a list of them")
-
-
-def _check_start(start, a_init, b_init):
-    if start is None:
-        return
-    if not isinstance(start, str) or not initializers.is_known(start):
+    if not isinstance(lora_init, str) or not initializers.is_known(lora_init):
         raise ConfigError(
-            f"lora_init is {start!r}, which is not known.{suggestion(str(start), list(initializers.NAMES))}"
+            f"lora_init is {lora_init!r}, which is not known.{suggestion(str(lora_init), list(initializers.NAMES))}"
         )
-    means = {
-        "lora_a_init": start == "kaiming" and a_init == "kaiming_uniform",
-        "lora_b_init": start in ("kaiming", "gaussian") and _is_zero(b_init),
+    agrees = {
+        "lora_a_init": lora_init == "kaiming" and a_init == "kaiming_uniform",
+        "lora_b_init": lora_init in ("kaiming", "gaussian") and _is_zero(b_init),
     }
     for field, value in (("lora_a_init", a_init), ("lora_b_init", b_init)):
-        if value is not None and not means[field]:
+        if value is not None and not agrees[field]:
             raise ConfigError(
-                f"lora_init is {start!r} and {field} {value!r}: both say how the adapter starts. Keep one of them."
+                f"lora_init is {lora_init!r} and {field} {value!r}: both set the initial values. Keep one of them."
             )
-
-
-def _check_patterns(value, field):
-    if value is None:
-        return
-    if isinstance(value, str):
-        if not value:
-            raise ConfigError(f"{field} is an empty string: name at least one linear cell.")
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ConfigError(f"{field} is {value!r}, which is not a regular expression: {error}.") from error
-        return
-    _check_name_list(value, field)
-
-
-def _check_name_list(value, field):
-    if value is None:
-        return
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(f"{field} is {value!r}: it must be a list of names that is not empty.")
-    for item in value:
-        if not isinstance(item, str) or not item:
-            raise ConfigError(f"{field} holds {item!r}: each item must be a name.")
 
 
 def _is_zero(init) -> bool:

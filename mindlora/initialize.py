@@ -1,13 +1,13 @@
-"""Starts that change the base, in a network: made of its weights, taken from them, made up for in a saved adapter.
+"""Initializations that change the base of a network: carried out, saved with an adapter, and loaded again.
 
 With W' = W - scale B0 A0 in the place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: what is trained on W'
-is a plain LoRA of twice the rank on W. That is what save_lora writes, and load_lora takes apart again for a network
-that was built with the same start.
+is a plain LoRA of twice the rank on W. save_lora writes that, and load_lora takes it apart again for a network that was
+built with the same lora_init.
 """
 
 import logging
 import math
-from typing import Dict, Iterable, Tuple
+from typing import Dict, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -19,8 +19,9 @@ from mindlora.nn.cell import LoRACell
 from mindlora.nn.fingerprint import base_fingerprint
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells
+from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics import initializers
-from mindlora.numerics.dtypes import ROUNDING, from_float32, to_float32
+from mindlora.numerics.dtypes import from_float32, to_float32
 from mindlora.numerics.initializers import InitialPair
 
 logger = logging.getLogger("mindlora")
@@ -29,26 +30,28 @@ logger = logging.getLogger("mindlora")
 def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
     """Carries out lora_init "pissa", "pissa_niter_N" and "olora": A and B from W, and W - scale B A in W's place.
 
-    Call it once the base's weights are loaded, and before training. What has been started, or loaded from an adapter,
-    stays as it is, so that a second call does nothing. A network with another lora_init needs no call. Under
+    Call it once the base's weights are loaded, and before training. Cells that are initialized already, or loaded from
+    an adapter, stay as they are, so a second call does nothing. A network with another lora_init needs no call. Under
     MindFormers, LoraCheckpoint and LoraInitialization call it.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
 
     Returns:
-        tuple of str, the paths of the cells that were started.
+        tuple of str, the paths of the cells that were initialized.
 
     Raises:
-        LoraError: The network holds no LoRADense cell; or a weight has no values yet, is another cell's too, is of a
-            dtype that is no float or holds NaN; or B is not zero, so that an adapter is there already.
+        LoraError: The network holds no LoRADense cell; a weight has no values yet, is shared with another cell, is not
+            a float or holds NaN; or B is not zero, so there is an adapter already.
         ConfigError: lora_rank is larger than a side of a weight.
 
     Source: Meng et al., PiSSA, 2024; Buyukakyuz, OLoRA, 2024.
     """
     cells = dict(lora_cells(network))
     if not cells:
-        raise LoraError("The network holds no LoRADense cell, so there is nothing to start. Call apply_lora first.")
+        raise LoraError(
+            "The network holds no LoRADense cell, so there is nothing to initialize. Call apply_lora first."
+        )
     waiting = {path: cell for path, cell in cells.items() if cell.awaits_initialization}
     if not waiting:
         return ()
@@ -56,37 +59,37 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
     trained = [path for path, cell in waiting.items() if to_float32(to_array(cell.mindpet_delta_lora_b)).any()]
     if trained:
         raise LoraError(
-            f"B is not zero at {listed(trained)}, where lora_init {cells[trained[0]].lora_init!r} is "
-            "to start: the checkpoint of the base holds a trained adapter. Load a base without LoRA; to "
-            "go on with a run, use resume of LoraCheckpoint."
+            f"B is not zero at {listed(trained)}, which lora_init {cells[trained[0]].lora_init!r} would overwrite: "
+            "the base's checkpoint holds a trained adapter. Load a base without LoRA; to go on with a run, use "
+            "resume of LoraCheckpoint."
         )
-    mark = base_fingerprint(network)
+    fingerprint = base_fingerprint(network)
     for path, cell in waiting.items():
         weight = to_float32(to_array(cell.weight))
         if not np.isfinite(weight).all():
             raise LoraError(
-                f"The weight of {path or 'the cell'} holds NaN or infinity, so that lora_init "
-                f"{cell.lora_init!r} cannot be made from it. Load the base again."
+                f"The weight of {path or 'the cell'} holds NaN or infinity, so lora_init {cell.lora_init!r} "
+                "cannot be computed from it. Load the base again."
             )
         for part, array in zip("AB", initializers.of_base(cell.lora_init, weight, cell.lora_rank, cell.scale)):
             cell.load_part(part, array)
-        # As they were rounded to the dtypes of the parameters, so that W' + scale B A is W.
-        _correct(cell, InitialPair(*(to_array(cell.parts()[part]).copy() for part in "AB"), mark))
+        # A and B as the dtypes of the parameters rounded them, so that W' + scale B A is W.
+        _subtract(cell, InitialPair(*(to_array(cell.parts()[part]).copy() for part in "AB"), fingerprint))
         if cell.training:
             cell.prepare()
-    logger.info("Adapters started by lora_init: %d, at %s.", len(waiting), listed(waiting))
+    logger.info("Adapters initialized from the base by lora_init: %d, at %s.", len(waiting), listed(waiting))
     return tuple(waiting)
 
 
-def make_plain(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
-    """Turns the adapter of a corrected base, as it is in the network, into a plain LoRA on the base as it was.
+def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
+    """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the base as it was.
 
     Args:
         adapter (Adapter): Changed in place: A becomes [A; A0] and B [B, -B0], at the same scale.
         cells (dict): Path -> cell, of the pairs of ``adapter``.
 
     Raises:
-        LoraError: A start has not been carried out.
+        LoraError: An initialization has not been carried out.
     """
     waiting = [path for path, cell in cells.items() if cell.awaits_initialization]
     if waiting:
@@ -104,21 +107,22 @@ def make_plain(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
         adapter.initialization = next(iter(cells.values())).lora_init
 
 
-def take_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[str, InitialPair]:
-    """Takes apart what make_plain put together, for the cells of ``network`` that have a start which changes the base.
+def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[str, InitialPair]:
+    """Undoes append_initial_pairs for the cells of ``network`` whose lora_init changes the base.
 
     Args:
-        adapter (Adapter): Fitted to the network; its pairs become what was trained.
+        adapter (Adapter): Matched to the network; its pairs become those that were trained.
         network (nn.Cell): A network with LoRADense cells; not changed.
         source (str): What to name in messages.
 
     Returns:
-        dict, path -> what the cell began with, for each cell whose base is still to be corrected.
+        dict, path -> initial pair, for each cell whose weight it is still to be subtracted from.
 
     Raises:
-        RankMismatchError: The adapter is of a start, and the network was built for the rank before it was saved.
-        BaseMismatchError: The base has been corrected for another start than the adapter's.
-        LoraError: A weight that is to be corrected cannot be.
+        RankMismatchError: The adapter's pairs hold initial pairs, and the network was built with lora_rank and without
+            lora_init.
+        BaseMismatchError: Another initial pair than the adapter's has been subtracted from the base.
+        LoraError: An initial pair cannot be subtracted from a weight.
     """
     cells, initial_pairs = dict(lora_cells(network)), {}
     for path in adapter.paths:
@@ -126,31 +130,36 @@ def take_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[
         if adapter.initialization and rank == 2 * cell.lora_rank:
             if not initializers.changes_base(cell.lora_init):
                 raise RankMismatchError(
-                    f"{source} was trained with lora_init {adapter.initialization!r} and lora_rank {cell.lora_rank}, and is "
-                    f"saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or lora_rank to {rank} "
-                    f"and lora_alpha to {adapter.alphas[path]:g}."
+                    f"{source} was trained with lora_init {adapter.initialization!r} and lora_rank {cell.lora_rank}, "
+                    f"and is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
+                    f"lora_rank to {rank} and lora_alpha to {adapter.alphas[path]:g}."
                 )
-            initial_pairs[path] = _take_half(adapter, path)
-        started = cell.initial_pair and (cell.initial_pair.a.tobytes(), cell.initial_pair.b.tobytes())
-        found = path in initial_pairs and (initial_pairs[path].a.tobytes(), initial_pairs[path].b.tobytes())
-        if started and started != found:
+            initial_pairs[path] = _split_initial_pair(adapter, path)
+        built = cell.initial_pair and _content(cell.initial_pair)
+        if built and built != (path in initial_pairs and _content(initial_pairs[path])):
             raise BaseMismatchError(
-                f"{source} holds for {path or 'the cell'} another start than the one that initialize_adapters has taken "
-                "from the base. Load it into a network whose adapters have not been started."
+                f"{source} holds for {path or 'the cell'} another initial pair than the one that initialize_adapters "
+                "has subtracted from the base. Load it into a network on which initialize_adapters was not called."
             )
-        if started:
+        if built:
             del initial_pairs[path]
     _check_weights(network, {path: cells[path] for path in initial_pairs})
     return initial_pairs
 
 
-def settle_initialization(network: nn.Cell, paths: Iterable[str], initial_pairs: Dict[str, InitialPair]) -> None:
-    """Corrects the base for the starts of a loaded adapter; cells that got a plain one have no start any more."""
-    mark = base_fingerprint(network) if initial_pairs else None
-    plain = []
+def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, initial_pairs: Dict[str, InitialPair]) -> None:
+    """Subtracts the initial pairs of a loaded adapter from the base; where it has none, lora_init no longer applies.
+
+    Args:
+        network (nn.Cell): A network with LoRADense cells.
+        adapter (Adapter): What was loaded into it.
+        initial_pairs (dict): What split_initial_pairs returned.
+    """
+    fingerprint = base_fingerprint(network) if initial_pairs else None
+    plain, paths = [], set(adapter.paths)
     for path, cell in lora_cells(network):
         if path in initial_pairs:
-            _correct(cell, initial_pairs[path]._replace(fingerprint=mark))
+            _subtract(cell, initial_pairs[path]._replace(fingerprint=fingerprint))
         elif path in paths and cell.awaits_initialization:
             cell.lora_init = None
             plain.append(path)
@@ -158,7 +167,7 @@ def settle_initialization(network: nn.Cell, paths: Iterable[str], initial_pairs:
         logger.warning("lora_init is not carried out at %s, where a plain adapter was loaded.", listed(plain))
 
 
-def _take_half(adapter, path) -> InitialPair:
+def _split_initial_pair(adapter, path) -> InitialPair:
     a, b = (adapter.tensors[path, half] for half in "AB")
     rank = len(a) // 2
     adapter.tensors[path, "A"], adapter.tensors[path, "B"] = a[:rank], b[:, :rank]
@@ -166,42 +175,30 @@ def _take_half(adapter, path) -> InitialPair:
     return InitialPair(np.ascontiguousarray(a[rank:]), _negative(b[:, rank:]), None)
 
 
-def _correct(cell, origin):
-    a, b = to_float32(origin.a), to_float32(origin.b)
+def _subtract(cell, initial_pair):
+    a, b = to_float32(initial_pair.a), to_float32(initial_pair.b)
     weight = initializers.residual(to_float32(to_array(cell.weight)), a, b, cell.scale)
     cell.weight.set_data(Tensor(weight, cell.weight.dtype))
-    cell.initial_pair = origin
+    cell.initial_pair = initial_pair
+
+
+def _content(initial_pair) -> Tuple[bytes, bytes]:
+    return initial_pair.a.tobytes(), initial_pair.b.tobytes()
 
 
 def _check_weights(network, cells):
-    """Raises LoraError where the weight of one of ``cells`` cannot be corrected."""
-    empty = [path for path, cell in cells.items() if cell.weight.has_init]
-    if empty:
-        raise LoraError(
-            f"lora_init {cells[empty[0]].lora_init!r} is made from the base's weights, which have no "
-            f"values yet at {listed(empty)}. Load the base first."
-        )
+    """Raises LoraError where the weight of one of ``cells`` cannot be changed."""
     for path, cell in cells.items():
         if tuple(cell.weight.shape) != (cell.out_channels, cell.in_channels):
             raise LoraError(
                 f"The weight of {path or 'the cell'} is a part of a sharded one, "
-                f"{list(cell.weight.shape)}, and lora_init {cell.lora_init!r} needs whole "
-                "weights. Set lora_init: kaiming."
+                f"{list(cell.weight.shape)}, and lora_init {cell.lora_init!r} needs whole weights. "
+                "Set lora_init: kaiming."
             )
-        if str(cell.weight.dtype).lower() not in ROUNDING:
-            raise LoraError(
-                f"The weight of {path or 'the cell'} is {cell.weight.dtype}: lora_init {cell.lora_init!r} "
-                "is made from float32, float16 or bfloat16."
-            )
-    owners = {id(cell.weight): (path, cell) for path, cell in cells.items()}
-    for other_path, other in network.cells_and_names() if cells else ():
-        for name, parameter in other.parameters_and_names(expand=False):
-            path, owner = owners.get(id(parameter), ("", other))
-            if owner is not other:
-                raise LoraError(
-                    f"{path} shares its weight with {other_path} ({name}), which lora_init "
-                    f"{owner.lora_init!r} would change too. Add it to exclude_modules."
-                )
+    for name in dict.fromkeys(cell.lora_init for cell in cells.values()):
+        own = {path: cell for path, cell in cells.items() if cell.lora_init == name}
+        step = f"initialization by lora_init {name!r}"
+        check_weights(network, own, LoraError, step, "Add it to exclude_modules.")
 
 
 def _negative(array) -> np.ndarray:
@@ -209,5 +206,5 @@ def _negative(array) -> np.ndarray:
 
 
 def _growth(use_rslora) -> float:
-    """By how much lora_alpha grows with twice the rank, so that the scale stays."""
+    """Returns the factor on lora_alpha that keeps the scale at twice the rank."""
     return math.sqrt(2) if use_rslora else 2

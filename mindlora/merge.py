@@ -2,39 +2,40 @@
 
 import dataclasses
 import logging
-from typing import Iterator, List, Optional, Tuple
+import warnings
+from typing import List, Optional, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora.adapters.adapter import factors, row_gains
+from mindlora.adapters.pair_kinds import factors
 from mindlora.common.text import listed
 from mindlora.errors import LoraError, MergeError
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.tree import lora_cells, replace_children
+from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics.dtypes import ROUNDING
+from mindlora.numerics.folding import fold_weight, probe_weight, worst_of
 from mindlora.numerics.nf4 import dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
-# Weights are worked on in pieces of whole rows, so that only a piece of what is float32 or float64 is in memory.
-_BLOCK_ELEMENTS = 1 << 20
-# What is looked at to say how merged weights would be quantized again.
+# The sample that tells how far quantizing merged weights again would move them.
 _SAMPLED_CELLS, _SAMPLED_ROWS = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeReport:
-    """What merge_lora did; str() says it to people.
+    """What merge_lora did; str() gives it as text.
 
     Attributes:
         merged (tuple of str): Paths of the cells whose adapters are in the base now.
         cell (str): Path of the cell whose result on a random probe changed most.
         difference (float): By how much, in the largest element.
         bound (float): By how much rounding can change that element.
-        before_merge_bytes (int): Size of what is kept on the host for unmerge_lora.
+        before_merge_bytes (int): Size of the weights before the merge, which unmerge_lora needs, on the host.
         output_difference (float): Largest change of the network's output on the given probe, or None without one.
-        output_bound (float): What was allowed, or None.
+        output_bound (float): The largest change that was allowed, or None.
     """
 
     merged: Tuple[str, ...]
@@ -45,6 +46,13 @@ class MergeReport:
     output_difference: Optional[float] = None
     output_bound: Optional[float] = None
 
+    @property
+    def kept_bytes(self) -> int:
+        """The older name of before_merge_bytes; it goes in version 0.3."""
+        old, new = "kept_bytes", "before_merge_bytes"
+        warnings.warn(f"{old} is now {new}. Use the new name.", DeprecationWarning, stacklevel=2)
+        return self.before_merge_bytes
+
     def __str__(self):
         lines = [
             f"Adapters merged into the base: {len(self.merged)}, at {listed(self.merged)}.",
@@ -54,46 +62,42 @@ class MergeReport:
         if self.output_difference is not None:
             lines.append(
                 f"Largest difference of the network's output on the given probe: "
-                f"{self.output_difference:.3g}; allowed are {self.output_bound:.3g}."
+                f"{self.output_difference:.3g}; up to {self.output_bound:.3g} is allowed."
             )
         if self.before_merge_bytes:
-            lines.append(f"Kept on the host for unmerge_lora: {self.before_merge_bytes / 2**20:,.1f} MiB.")
+            size = f"{self.before_merge_bytes / 2**20:,.1f} MiB"
+            lines.append(f"Weights before the merge, on the host for unmerge_lora: {size}.")
         return "\n".join(lines)
 
 
-def merge_lora(network: nn.Cell, *probe) -> MergeReport:
+def merge_lora(network: nn.Cell, *probe: Tensor) -> MergeReport:
     """Folds the adapter into the base: W' = round(W + scale B A), for each LoRADense, in place and verified.
 
-    The sum is formed in float32, whatever the dtypes of W, A and B, and rounded once, to the dtype of W. W and B are
-    kept on the host for unmerge_lora, and B is zero while merged, so that graphs that were compiled before stay right.
+    The sum is formed in float32, whatever the dtypes of W, A and B, and rounded once, to the dtype of W. Copies of W
+    and B stay on the host for unmerge_lora. B is zero while merged, so that graphs compiled before stay right.
 
-    With DoRA, W' = round(g (W + scale B A)) with g = m / ||W + scale B A|| for each row; below, g W stands for W then,
-    g B for B, and the magnitude m is kept too.
+    With DoRA, W' = round(g (W + scale B A)) with g = m / ||W + scale B A|| for each row; the magnitude m is copied too.
 
-    For each cell, x W^T + scale (x A^T) B^T and x W'^T are compared in float64, with a few random rows x and a few that
-    the adapter answers to most. Rounding, by at most a share u of a number (2^-24 in float32, 2^-11 in float16, 2^-8 in
-    bfloat16), explains in each element
-
-        |difference| <= (u + 2 u32) |x| |W|^T + (u + (r + 5) u32) scale |x| |A|^T |B|^T
-
-    and next to nothing more. On any error, every weight is byte for byte what it was.
+    For each cell, x W'^T is compared with what the cell computed before, for a few random rows x; the difference must
+    be no more than rounding explains (see mindlora.numerics.folding.probe_weight). On any error, every weight is byte
+    for byte what it was.
 
     Args:
         network (nn.Cell): A network with LoRADense cells, not in training mode. W is [out, in], A [r, in] and
             B [out, r], each float32, float16 or bfloat16.
-        *probe: Inputs of the network, to compare its own output (the first, where it has several) as well.
+        *probe (Tensor): Inputs of the network, to compare its own output (the first, where it has several) as well.
 
     Returns:
         MergeReport.
 
     Raises:
         LoraError: The network holds no LoRADense cell.
-        MergeError: An adapter is merged already or in training mode; its weight is another cell's too, has no values
-            yet or another dtype; or a result differs by more than rounding explains.
+        MergeError: An adapter is merged already or in training mode; its weight is shared with another cell, has no
+            values yet or has another dtype; or a result differs by more than rounding explains.
 
     Note:
         Merged cells must not train: set_train(True) raises. A gradient function made by hand (mindspore.value_and_grad)
-        sets no mode, so that it goes unnoticed until unmerge_lora warns of a B that was changed.
+        sets no mode, so training by it goes unnoticed until unmerge_lora warns that B has changed.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
@@ -103,7 +107,7 @@ def merge_lora(network: nn.Cell, *probe) -> MergeReport:
     try:
         difference, bound, worst = max((*_merge_cell(path, cell), path) for path, cell in cells)
         checked = _compare_outputs(before, _output(network, probe), cells) if probe else (None, None)
-    except BaseException:  # an interrupt as well must not leave half of it
+    except BaseException:  # An interrupt must not leave the network half merged either.
         _restore(cells)
         raise
     before_merge_bytes = sum(array.nbytes for _, cell in cells for array in cell.before_merge)
@@ -129,22 +133,22 @@ def unmerge_lora(network: nn.Cell) -> None:
     if changed:
         logger.warning(
             "The adapter was changed while it was merged, at %s, by training or by loading: that is "
-            "lost, for unmerge_lora restores what was before the merge.",
+            "lost: unmerge_lora restores the weights before the merge.",
             listed(changed),
         )
     _restore(cells)
     logger.info("Adapters taken out of the base again: %d, at %s.", len(cells), listed(path for path, _ in cells))
 
 
-def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
+def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
     """Merges as merge_lora does, then puts the plain cells back: the network is as before apply_lora, with W' for W.
 
-    Where the base is quantized, the adapted cells are made float cells again first, of the dtype they had; quantized
-    cells without an adapter stay as they are.
+    Adapted cells of a quantized base first become float cells again, in the dtype they had; quantized cells without an
+    adapter stay as they are.
 
     Args:
         network (nn.Cell): A network with LoRADense cells inside.
-        *probe: As for merge_lora.
+        *probe (Tensor): As for merge_lora.
 
     Returns:
         MergeReport.
@@ -156,7 +160,7 @@ def merge_and_unload(network: nn.Cell, *probe) -> MergeReport:
     """
     if isinstance(network, LoRACell):
         raise MergeError(
-            f"The network is itself a {type(network).__name__}, so no cell is around it to put the plain "
+            f"The network is itself a {type(network).__name__}, so there is no cell around it to put the plain "
             "one into. Use merge_lora, or put it into a network."
         )
     quantized = [cell for _, cell in _cells(network) if cell.quantization]
@@ -200,33 +204,19 @@ def _check_can_merge(network, cells):
         error, change = requantization_error(*(cell for _, cell in quantized))
         raise MergeError(
             f"The weights of {listed(path for path, _ in quantized)} are quantized, and merged ones "
-            f"would have to be quantized again: that would err by {error:.2g} (root mean square of a "
-            f"sample), where the adapter changes them by {change:.2g}. Use merge_and_unload, which makes "
-            "float cells of them, or merge the adapter into the base in float (mindlora merge)."
+            f"would have to be quantized again, with an error of {error:.2g} (root mean square of a sample), "
+            f"where the adapter changes them by {change:.2g}. Use merge_and_unload, which turns them into "
+            "float cells, or merge the adapter into the base in float (mindlora merge)."
         )
-    for path, cell in cells:
-        if cell.weight.has_init:
-            raise MergeError(f"The weight of {path} has no values yet: load the base checkpoint before merging.")
-        if str(cell.weight.dtype).lower() not in ROUNDING:
-            raise MergeError(
-                f"The weight of {path} is {cell.weight.dtype}: an adapter can be merged into float32, "
-                "float16 or bfloat16."
-            )
-    owners = {id(cell.weight): (path, cell) for path, cell in cells}
-    for other_path, other in network.cells_and_names():
-        for name, parameter in other.parameters_and_names(expand=False):
-            path, owner = owners.get(id(parameter), ("", other))
-            if owner is not other:
-                raise MergeError(
-                    f"{path} shares its weight with {other_path} ({name}), which merging would change "
-                    "too. Keep the adapter unmerged, or untie the two before apply_lora."
-                )
+    check_weights(
+        network, dict(cells), MergeError, "merging", "Keep the adapter unmerged, or untie the two before apply_lora."
+    )
 
 
 def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
-    """Returns what quantizing merged weights again would change them by, and what the adapter does, root mean squares.
+    """Returns the change from quantizing merged weights again and the change from the adapter, root mean squares.
 
-    Of the first rows of up to 8 of the cells, evenly spread.
+    Both are taken over the first rows of up to 8 of the cells, evenly spread.
     """
     errors, changes = [], []
     for index in sorted({round(i) for i in np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells)))}):
@@ -239,81 +229,31 @@ def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
     )
 
 
-# What overflows is found by comparing results, with a better message than numpy's.
-@np.errstate(over="ignore", invalid="ignore")
 def _merge_cell(path, cell) -> Tuple[float, float]:
     """Merges one cell; returns its largest difference on the probe and the bound of that element."""
     cell.prepare()
     # Copies, because asnumpy may look into the parameter's own memory.
     cell.before_merge = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
-    whole, _, *magnitude = cell.before_merge
-    weight = whole.reshape(len(whole), -1)
+    original, _, *magnitude = cell.before_merge
+    weight = original.reshape(len(original), -1)
     b, a = factors(*cell.pair(), cell.embeds)
-    gains = _gains(weight, a, b, cell.scale, *magnitude)
+    merged, gains = fold_weight(weight, b, a, cell.scale, *magnitude)
     # from_numpy takes the array over, where Tensor would hold a second copy of the weight for a moment.
-    cell.weight.set_data(Tensor.from_numpy(_folded(weight, a, b, cell.scale, gains).reshape(whole.shape)))
+    cell.weight.set_data(Tensor.from_numpy(merged.reshape(original.shape)))
     cell.silence()
-    difference, bound = _measure(weight, cell.weight.asnumpy().reshape(weight.shape), a, b, cell.scale, gains)
+    difference, bound = probe_weight(weight, cell.weight.asnumpy().reshape(weight.shape), b, a, cell.scale, gains)
     if not np.isfinite(bound).all():
         raise MergeError(
-            f"{path}: W, A or B holds NaN or infinity, so that nothing was merged. Load the base or the adapter again."
+            f"{path}: W, A or B holds NaN or infinity, so nothing was merged. Load the base or the adapter again."
         )
-    wrong = ~(difference <= bound)  # NaN is wrong too
-    place = np.unravel_index(np.argmax(np.where(wrong, np.inf, difference)), difference.shape)
-    if wrong.any():
+    worst, explained = worst_of(difference, bound)
+    if not explained:
         raise MergeError(
-            f"{path}: on a random probe the merged cell's result differs by {difference[place]:.3g}, and "
-            f"rounding to {weight.dtype} explains no more than {bound[place]:.3g}. The merge is undone: "
+            f"{path}: on a random probe the merged cell's result differs by {difference[worst]:.3g}, and "
+            f"rounding to {weight.dtype} explains no more than {bound[worst]:.3g}. The merge is undone: "
             "keep the adapter unmerged, or load the base in a dtype of more range."
         )
-    return float(difference[place]), float(bound[place])
-
-
-def _gains(weight, a, b, scale, magnitude=None) -> np.ndarray:
-    """Returns what each row of weight + scale b a is multiplied by, float32 [rows, 1]: 1 without DoRA."""
-    gains = np.ones((len(weight), 1), np.float32)
-    if magnitude is not None:
-        a, b = a.astype(np.float32), np.float32(scale) * b.astype(np.float32)
-        for rows in _blocks(weight):
-            gains[rows] = row_gains(weight[rows].astype(np.float32) + b[rows] @ a, magnitude[rows].astype(np.float32))
-    return gains
-
-
-def _folded(weight, a, b, scale, gains) -> np.ndarray:
-    """Returns round(gains (weight + scale b a)) in the dtype of ``weight``."""
-    merged = np.empty_like(weight)
-    a, b = a.astype(np.float32), np.float32(scale) * b.astype(np.float32)
-    for rows in _blocks(weight):
-        merged[rows] = (weight[rows].astype(np.float32) + b[rows] @ a) * gains[rows]
-    return merged
-
-
-def _measure(weight, merged, a, b, scale, gains) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns |difference| and its bound (see merge_lora), each [rows of x, out]."""
-    a, b = a.astype(np.float64), b.astype(np.float64) * gains
-    # An update far smaller than W is lost in the rounding of x W^T for most x. Mixtures of the rows of A answer to it
-    # most, and tell whether it is there.
-    rng = np.random.default_rng(0)
-    anywhere, within = rng.normal(size=(2, a.shape[1])), rng.normal(size=(2, len(a))) @ a
-    x = np.concatenate([anywhere, within / max(np.sqrt(np.mean(np.square(within))), 1e-30)])
-    x_size, low_rank, low_rank_size = np.abs(x), scale * (x @ a.T), scale * (np.abs(x) @ np.abs(a).T)
-    (unit, smallest), (unit32, _) = ROUNDING[weight.dtype.name], ROUNDING["float32"]
-    difference, bound = np.empty((2, len(x), len(weight)))
-    for rows in _blocks(weight):
-        block = weight[rows].astype(np.float64) * gains[rows]
-        expected = x @ block.T + low_rank @ b[rows].T
-        difference[:, rows] = np.abs(x @ merged[rows].astype(np.float64).T - expected)
-        # The second unit32 is for the product with gains.
-        bound[:, rows] = (unit + 2 * unit32) * (x_size @ np.abs(block).T) + (unit + (len(a) + 5) * unit32) * (
-            low_rank_size @ np.abs(b[rows]).T
-        )
-    # One hundredth for the products of these roundings, and for float64's own.
-    return difference, 1.01 * (bound + smallest * x_size.sum(axis=1, keepdims=True))
-
-
-def _blocks(weight) -> Iterator[slice]:
-    count = max(1, _BLOCK_ELEMENTS // weight.shape[1])
-    return (slice(begin, begin + count) for begin in range(0, len(weight), count))
+    return float(difference[worst]), float(bound[worst])
 
 
 def _restore(cells):
@@ -332,17 +272,17 @@ def _output(network, probe) -> np.ndarray:
             f"The network's first output on the probe is of type {type(first).__name__}: only a Tensor "
             "can be compared before and after merging."
         )
-    return first.asnumpy().astype(np.float64)  # a copy too
+    return first.asnumpy().astype(np.float64)  # This copies, too.
 
 
 def _compare_outputs(before, after, cells) -> Tuple[float, float]:
-    """Returns the largest difference of the network's outputs and what is allowed of it."""
+    """Returns the largest difference of the network's outputs and the largest that is allowed."""
     with np.errstate(invalid="ignore"):
-        # An infinity that masks something differs from itself by nothing.
+        # An infinity that masks something is equal to itself, though their difference is NaN.
         difference = float(np.max(np.where(before == after, 0, np.abs(after - before)), initial=0))
-    # The cells round independently of each other, so their errors add up like the root of their number; 8 is for what
-    # the layers between them amplify. Below a thousandth of the output the order of sums in a product shows as well. A
-    # path that is left out or counted twice shows by far more, unless the adapter does nothing.
+    # The cells round independently of each other, so their errors grow with the square root of their number; the layers
+    # between them amplify that, for which 8 is allowed. The order of sums in a product can change an output by up to a
+    # thousandth. An update that is left out or counted twice changes it by far more, unless the adapter does nothing.
     unit = max(ROUNDING[str(dtype).lower()][0] for _, cell in cells for dtype in (cell.weight.dtype, cell.dtype))
     share = max(1e-3, 8 * np.sqrt(len(cells)) * unit)
     bound = float(share * np.max(np.abs(before[np.isfinite(before)]), initial=0))

@@ -1,18 +1,18 @@
 """quantize_base: the linear cells of a network in 4-bit NormalFloat, in place."""
 
 import logging
-from typing import Callable, Dict, List, Tuple, Optional
+from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 from mindspore import Parameter, nn
 
 from mindlora.adapters.adapter import is_finite
 from mindlora.common.text import listed
-from mindlora.config import LoraConfig
+from mindlora.config import LoraConfig, Patterns
 from mindlora.errors import LoraError, QuantizationError, TargetError, UnsupportedCellError
 from mindlora.models.targets import select_quantized
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.dense import linear_types
+from mindlora.nn.dense import plain_linear_types
 from mindlora.nn.nf4 import NF4Dense, as_float32
 from mindlora.nn.tree import adapter_path, refusals, replace_children
 from mindlora.numerics import initializers
@@ -21,17 +21,17 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 logger = logging.getLogger("mindlora")
 
 
-def quantize_base(network: nn.Cell, exclude=None) -> Tuple[str, ...]:
+def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]:
     """Replaces the linear cells of ``network`` by NF4Dense, in place, one after another: 4.13 bits per weight.
 
-    Their weights in float are gone afterwards. What is quantized already stays as it is. Apply LoRA after it; with
+    Their weights in float are discarded. Cells that are quantized already stay as they are. Apply LoRA afterwards; with
     LoraConfig(quantize_base="nf4") apply_lora does both.
 
     Args:
-        network (nn.Cell): A network of nn.Dense or MindFormers' Linear cells. Where weights have no values yet, a
-            checkpoint that ``mindlora quantize-base`` wrote is to be loaded into it.
-        exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), in the ways of
-            target_modules (see LoraConfig). Default: None.
+        network (nn.Cell): A network of nn.Dense or MindFormers' Linear cells. If its weights have no values yet, load a
+            checkpoint that ``mindlora quantize-base`` wrote into it afterwards.
+        exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), given as
+            target_modules is (see LoraConfig). Default: None.
 
     Returns:
         tuple of str, the paths of the cells that were quantized.
@@ -39,19 +39,19 @@ def quantize_base(network: nn.Cell, exclude=None) -> Tuple[str, ...]:
     Raises:
         TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
         UnsupportedCellError: Cells cannot be quantized; all of them are listed.
-        QuantizationError: A weight holds NaN or infinity. On every error nothing of the network has changed.
+        QuantizationError: A weight holds NaN or infinity. On any error the network is unchanged.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
     return tuple(quantize_cells(network, cells_to_quantize(network, exclude)))
 
 
-def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
+def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, nn.Cell]:
     """Returns path -> cell for the linear cells that quantize_base would replace; raises as it does."""
     linear = {
         path: cell
         for path, cell in network.cells_and_names()
-        if path and isinstance(cell, (*linear_types(), LoRACell, NF4Dense))
+        if path and isinstance(cell, (*plain_linear_types(), LoRACell, NF4Dense))
     }
     cells = {
         path: linear[path] for path in select_quantized(list(linear), exclude) if not isinstance(linear[path], NF4Dense)
@@ -62,7 +62,7 @@ def cells_to_quantize(network: nn.Cell, exclude=None) -> Dict[str, nn.Cell]:
             f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
             f"quantize_exclude. {'; '.join(refused)}"
         )
-    # Before the first weight is given up.
+    # Before the first weight is discarded.
     bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
     if bad:
         raise QuantizationError(
@@ -79,7 +79,8 @@ def quantize_cells(
     Args:
         network (nn.Cell): The network.
         cells (dict): Path -> cell.
-        array_of (callable): Path, cell -> what shall stand for its weight, or None for quantize(weight). Default: None.
+        array_of (callable): Takes path and cell and returns the cell's quantized weight, or None for quantize(weight).
+            Default: None.
     """
     quantized = {
         path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
@@ -90,39 +91,41 @@ def quantize_cells(
     return quantized
 
 
-def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], whole: List[Parameter]):
+def quantize_with_adapters(
+    network: nn.Cell, config: LoraConfig, selected: List[str], saved: List[Parameter]
+) -> Tuple[Dict[str, NF4Dense], Dict[str, Dict[str, np.ndarray]]]:
     """Quantizes the base as ``config`` says, for apply_lora, before adapters are put on it.
 
     Args:
         network (nn.Cell): The network.
-        config (LoraConfig): With quantize_base.
+        config (LoraConfig): A configuration with quantize_base.
         selected (list of str): Paths of the cells that get adapters.
-        whole (list of Parameter): What is trained whole, and so must stay in float.
+        saved (list of Parameter): Parameters of the saved modules, which train and so must stay in float.
 
     Returns:
-        (path -> NF4Dense, path -> what the adapter starts with, by part: with LoftQ as lora_init).
+        (path -> NF4Dense, path -> part -> initial value; the latter with LoftQ as lora_init, and else empty).
 
     Raises:
         TargetError, UnsupportedCellError, QuantizationError: As quantize_base; or a module of modules_to_save would be
-            quantized. On every error nothing of the network has changed.
+            quantized. On any error the network is unchanged.
         LoraError, ConfigError: loftq cannot be carried out.
     """
-    cells, started = cells_to_quantize(network, config.quantize_exclude), {}
-    packed = [p.name for p in whole if any(p is cell.weight or p is cell.bias for cell in cells.values())]
+    cells, initial_parts = cells_to_quantize(network, config.quantize_exclude), {}
+    packed = [p.name for p in saved if any(p is cell.weight or p is cell.bias for cell in cells.values())]
     if packed:
         raise TargetError(
             f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
             "4-bit weights do not train. Add it to quantize_exclude."
         )
     if not initializers.is_loftq(config.lora_init):
-        return quantize_cells(network, cells), started
+        return quantize_cells(network, cells), initial_parts
     adapted = [path for path in selected if path in cells]
     empty = [path for path in adapted if cells[path].weight.has_init]
     if empty:
         raise LoraError(
-            f"lora_init {config.lora_init!r} is made from the base's weights in float, which have no "
-            f"values at {listed(empty)}. Load them before apply_lora; for a YAML, mindlora "
-            "quantize-base --loftq makes the adapter that adapter_path then names."
+            f"lora_init {config.lora_init!r} is computed from the base's weights in float, which have no "
+            f"values at {listed(empty)}. Load them before apply_lora; for a YAML, make the adapter with mindlora "
+            "quantize-base --loftq and name it in adapter_path."
         )
     for path in adapted:
         initializers.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
@@ -134,7 +137,7 @@ def quantize_under(network: nn.Cell, config: LoraConfig, selected: List[str], wh
         array, a, b = initializers.loftq(
             weight, own.lora_rank, quantize, dequantize, initializers.loftq_iterations(own.lora_init), own.scale
         )
-        started[path] = {"A": a, "B": b}
+        initial_parts[path] = {"A": a, "B": b}
         return array
 
-    return quantize_cells(network, cells, array_of), started
+    return quantize_cells(network, cells, array_of), initial_parts

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Dict, Optional
+from typing import Callable, Optional
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -25,8 +25,8 @@ from mindlora.errors import (
 )
 from mindlora.models import names
 from mindlora.models.targets import ALL_LINEAR, select_targets
-from mindlora.nn import matching
 from mindlora.nn.fingerprint import base_fingerprint, fingerprint_of
+from mindlora.nn.matching import Match, split_joined
 from mindlora.nn.registry import adaptable_linear_types, adaptable_types
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
@@ -41,14 +41,14 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
     Args:
         network (nn.Cell): A network with LoRADense cells.
         path (str): Where to write: a folder with format "peft" or "slora", a .ckpt file with "ckpt", a .safetensors
-            file with "mindformers". What stands there is replaced.
+            file with "mindformers". What is there is replaced.
         format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, which PEFT and vLLM
-            load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for what MindFormers serves
-            adapters from. Default: "peft".
-        base_model (str): Name or path of the base model, noted in adapter_config.json. Default: None.
+            load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for the folder that MindFormers
+            serves adapters from. Default: "peft".
+        base_model (str): Name or path of the base model, written into adapter_config.json. Default: None.
 
     Raises:
-        LoraError: The network holds no LoRADense cell or is merged, or ``format`` is unknown or does not fit ``path``.
+        LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown, or not for such a ``path``.
         NotFiniteError: A tensor holds NaN or infinity; nothing is written.
     """
     adapter_files.check_adapter_output(str(path), format)
@@ -58,9 +58,9 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
     adapter = adapter_of(network)
     adapter.base_model = base_model
     if format == "peft":
-        matching.split_joined(adapter, matching.matched_cells(network, cells))
+        split_joined(adapter, network, cells)
         adapter.selection = {"target_modules": _target_modules(network, cells, adapter)}
-    bad = [place for place, array in adapter.tensors.items() if not is_finite(array)]
+    bad = [key for key, array in adapter.tensors.items() if not is_finite(array)]
     if bad:
         raise NotFiniteError(
             f"The network holds LoRA tensors with NaN or infinity, so nothing was saved: {listed_parts(bad)}."
@@ -69,40 +69,41 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
 
 
 def adapter_of(network: nn.Cell) -> Adapter:
-    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, fit for the base as it was loaded.
+    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base as it was loaded.
 
     Raises:
-        LoraError: The adapter is merged into the base, or its start has not been carried out.
+        LoraError: The adapter is merged into the base, or its initialization from the base has not been carried out.
     """
     cells = dict(lora_cells(network))
-    _check_not_merged(cells)
+    _check_not_merged(network)
     for cell in cells.values():
         cell.prepare()
     tensors = {
         (path, part): to_array(parameter) for path, cell in cells.items() for part, parameter in cell.parts().items()
     }
-    # Of one cell: the others have the same.
-    common = next(iter(cells.values())).shared_parts()
-    tensors |= {SHARED[part]: to_array(parameter) for part, parameter in common.items()}
-    whole = {parameter.name: to_array(parameter) for parameter in saved_module_parameters(network)}
+    # All cells share these, so any one has them.
+    shared = next(iter(cells.values())).shared_parts()
+    tensors |= {SHARED[part]: to_array(parameter) for part, parameter in shared.items()}
+    saved_modules = {parameter.name: to_array(parameter) for parameter in saved_module_parameters(network)}
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
         raise LoraError(
-            "Some cells of the network scale with use_rslora and some without. One adapter has one of them."
+            "Some cells of the network scale with use_rslora and some without, and an adapter has one of the two. "
+            "Apply LoRA with one setting of use_rslora."
         )
     adapter = Adapter(
         tensors,
         {path: float(cell.lora_alpha) for path, cell in cells.items()},
         rslora.pop(),
         max(cell.dropout_rate for cell in cells.values()),
-        whole,
+        saved_modules,
         fingerprint=base_fingerprint(network),
         dialect="network",
         embeddings={path for path, cell in cells.items() if cell.embeds},
         projection_key=max(cell.projection_key for cell in cells.values()),
     )
     adapter.take_shared_projection("The network")
-    initialize.make_plain(adapter, cells)
+    initialize.append_initial_pairs(adapter, cells)
     return adapter
 
 
@@ -111,21 +112,22 @@ def load_lora(
 ) -> None:
     """Reads an adapter into ``network``; on any error nothing of the network has changed.
 
-    Where the network holds LoRADense cells, the adapter must be what they were built for. Where it holds none, it gets
+    If the network holds LoRADense cells, the adapter must be for cells built as these are. If it holds none, it gets
     them: on the cells that the adapter names, with its ranks, its scales and its dtypes; call freeze_base to train on.
-    An adapter that was trained from a start which changes the base (lora_init "pissa", ...) fits the base as it was, at
-    twice the rank; a network that was built with that start and lora_rank goes on where the adapter was saved.
+    An adapter that was trained from an initialization which changes the base (lora_init "pissa", ...) is saved at twice
+    the rank, for the base as it was; a network built with that lora_init and lora_rank continues from where it was
+    saved.
 
     Args:
         network (nn.Cell): A network of linear cells, under MindFormers' or Hugging Face's names.
-        path (str): What save_lora or PEFT wrote, or any other form that adapter_files.read takes; in a .ckpt or
-            .safetensors of MindFormers' own LoRA, tensors of the base and of the optimizer are passed over.
-        strict (bool): With False, missing and unexpected tensors are only warned of and what fits is loaded.
+        path (str): An adapter that save_lora or PEFT wrote, or any other form that adapter_files.read takes. In a .ckpt
+            or .safetensors of MindFormers' own LoRA, tensors of the base and of the optimizer are ignored.
+        strict (bool): With False, missing and unexpected tensors are only warned of and the rest is loaded.
             Default: True.
-        on_base_mismatch (str): What to do where the adapter was trained on another base: "warn", "error" or
+        on_base_mismatch (str): What to do if the adapter was trained on another base: "warn", "error" or
             "ignore". Default: "warn".
-        allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read, of which only tensors are taken and
-            nothing is run. Default: False.
+        allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read: its tensors alone, and none of its code
+            is run. Default: False.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
@@ -133,58 +135,69 @@ def load_lora(
         RankMismatchError, ScaleMismatchError, ShapeMismatchError, NotFiniteError: A tensor cannot be used.
         BaseMismatchError: Another base, with on_base_mismatch "error".
         UnsupportedCellError: The adapter is for a cell that LoRA cannot be put on.
-        LoraError: The network is merged, on_base_mismatch is unknown, or a start needs weights that are not there yet.
+        LoraError: The network is merged, on_base_mismatch is unknown, or an initialization needs weights that have no
+            values yet.
     """
     if on_base_mismatch not in ("warn", "error", "ignore"):
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
-    path = str(path)
+    _check_not_merged(network)
+    has_lora = any(lora_cells(network))
+    adapter = adapter_files.read(str(path), allow_pickle)
+    load = _load_into_lora_cells if has_lora else _load_with_new_cells
+    load(network, adapter, str(path), strict, on_base_mismatch)
+
+
+def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
+    """Loads an adapter into the LoRADense cells of a network, which must be built for it."""
     cells = dict(lora_cells(network))
-    bare = not cells
-    _check_not_merged(cells)
-    adapter = adapter_files.read(path, allow_pickle)
-    if bare:
-        cells = {
-            adapter_path(cell, name): cell
-            for name, cell in network.cells_and_names()
-            if name and isinstance(cell, adaptable_types())
-        }
-    places = matching.matched_cells(network, cells)
-    relaid = matching.match_to(adapter, places)
-    if not bare:
-        matching.check_kind(adapter, places, path)
-    matching.check_names(adapter, _selected(adapter, cells) if bare else list(cells), places, path, strict)
-    matching.check_shapes(adapter, places, path)
-    initial_pairs = {} if bare else initialize.take_initial_pairs(adapter, network, path)
-    if not bare:
-        matching.check_rank_and_scale(adapter, places, path)
-    whole = _saved_module_parameters(adapter, network, path, strict)
-    adapter.check_finite(path)
-    if not relaid and adapter.fingerprint is not None and on_base_mismatch != "ignore":
-        adapted = [name for name in cells if (name, "A") in adapter.tensors]
-        found = fingerprint_of({name: cells[name] for name in adapted}) if bare else base_fingerprint(network)
-        _check_base(adapter, found, path, on_base_mismatch)
-    if bare:
-        put_lora(network, {name: cells[name] for name in adapter.paths}, lambda name: _config(adapter, name))
-        cells = dict(lora_cells(network))
-    for (name, part), array in adapter.tensors.items():
-        cells[name].load_part(part, to_float32(array))
-    initialize.settle_initialization(network, adapter.paths, initial_pairs)
+    match = Match(adapter, network, cells, source)
+    match.check_kind()
+    match.check_names(list(cells), strict)
+    match.check_shapes()
+    initial_pairs = initialize.split_initial_pairs(adapter, network, source)
+    match.check_rank_and_scale()
+    saved_modules = _saved_module_parameters(match, network, strict)
+    adapter.check_finite(source)
+    _check_base(match, lambda: base_fingerprint(network), on_base_mismatch)
+    _set_values(network, adapter, saved_modules, initial_pairs)
+
+
+def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
+    """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
+    modules = [(name, cell) for name, cell in network.cells_and_names() if name and isinstance(cell, adaptable_types())]
+    match = Match(adapter, network, {adapter_path(cell, name): cell for name, cell in modules}, source)
+    match.check_names(_selected(match), strict)
+    match.check_shapes()
+    saved_modules = _saved_module_parameters(match, network, strict)
+    adapter.check_finite(source)
+    adapted = {path: cell for path, cell in match.cells.items() if (path, "A") in adapter.tensors}
+    _check_base(match, lambda: fingerprint_of(adapted), on_base_mismatch)
+    put_lora(network, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
+    _set_values(network, adapter, saved_modules, {})
+
+
+def _set_values(network, adapter, saved_modules, initial_pairs):
+    """Gives the cells of a network, and the parameters of its saved modules, the adapter's values."""
+    cells = dict(lora_cells(network))
+    for (path, part), array in adapter.tensors.items():
+        cells[path].load_part(part, to_float32(array))
+    initialize.subtract_initial_pairs(network, adapter, initial_pairs)
     if (adapter.fingerprint or {}).get("quantization") == "loftq":
-        # What is trained on from here fits LoftQ's base alone, too.
-        for name in adapter.paths:
-            cells[name].lora_init = "loftq" if cells[name].quantization else cells[name].lora_init
-    for parameter, array in whole:
-        _set(parameter, array)
+        # Whatever is trained on from here is for LoftQ's base alone, too.
+        for path in adapter.paths:
+            cells[path].lora_init = "loftq" if cells[path].quantization else cells[path].lora_init
+    for parameter, array in saved_modules:
+        parameter.set_data(Tensor(np.ascontiguousarray(to_float32(array)), parameter.dtype))
         mark_saved_module(parameter)
 
 
 def _config(adapter, path) -> LoraConfig:
     """Returns the configuration of one cell of an adapter, in its own dtype."""
-    # float64 is no dtype that a cell computes in; PEFT has no such adapters.
+    # Cells do not compute in float64; PEFT has no such adapters.
     dtype = dtype_name(adapter.tensors[path, "A"].dtype)
     adapter.scale(path)
     with warnings.catch_warnings():
-        # A small lora_alpha was warned of when the adapter was made.
+        # The warning of a small lora_alpha came when the adapter was made.
         warnings.simplefilter("ignore")
         return LoraConfig(
             lora_rank=adapter.rank(path),
@@ -198,8 +211,9 @@ def _config(adapter, path) -> LoraConfig:
         )
 
 
-def _selected(adapter, cells):
-    """Returns the cells that the adapter's own configuration selects, so that a pair that is lost is noticed."""
+def _selected(match):
+    """Returns the paths that the adapter's own configuration selects, by which a pair that is lost is noticed."""
+    adapter, cells = match.adapter, match.cells
     selection = adapter.selection
     if not selection.get("target_modules"):
         return []
@@ -209,18 +223,19 @@ def _selected(adapter, cells):
     try:
         chosen = select_targets(plain, selection["target_modules"], selection.get("exclude_modules"))
     except TargetError:
-        # PEFT takes names that match nothing where others match; which pairs there are, the tensors say.
+        # PEFT accepts names that match nothing beside others that match, so then only the tensors tell.
         return []
     layers = selection.get("layers_to_transform")
     if layers is not None:
         wanted = set(layers if isinstance(layers, list) else [layers])
         chosen = [path for path in chosen if names.layer_of(path) in wanted]
-    whole = {name.rpartition(".")[0] for name in adapter.saved_modules}
-    return [path for path in chosen if names.to_mindformers(path) not in whole or (path, "A") in adapter.tensors]
+    saved = {name.rpartition(".")[0] for name in adapter.saved_modules}
+    return [path for path in chosen if names.to_mindformers(path) not in saved or (path, "A") in adapter.tensors]
 
 
-def _saved_module_parameters(adapter, network, source, strict):
-    """Returns (parameter, array) for the modules that were trained whole."""
+def _saved_module_parameters(match, network, strict):
+    """Returns (parameter, array) for the adapter's saved modules."""
+    adapter, source = match.adapter, match.source
     parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
     found = []
@@ -230,13 +245,13 @@ def _saved_module_parameters(adapter, network, source, strict):
             # The base's own weight of an adapted output head, which a network with tied embeddings does not have.
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
-            message = f"{source} holds {name}, trained whole (modules_to_save), which the network does not have."
+            message = f"{source} holds {name}, a saved module (modules_to_save), which the network does not have."
             if strict:
                 raise UnexpectedTensorsError(message)
             logger.warning("%s Loading the rest, as strict is False.", message)
         elif tuple(parameter.shape) != array.shape:
             raise ShapeMismatchError(
-                f"{source}: {name}, trained whole (modules_to_save), is {list(array.shape)}, the "
+                f"{source}: {name}, a saved module (modules_to_save), is {list(array.shape)}, the "
                 f"network's is {list(parameter.shape)}."
             )
         else:
@@ -245,39 +260,39 @@ def _saved_module_parameters(adapter, network, source, strict):
 
 
 def _target_modules(network, cells, adapter):
-    """Returns the leaf names of the adapted cells under Hugging Face names, or full paths where a leaf is not whole."""
+    """Returns what PEFT calls target_modules: leaf names, or full paths if cells of the same leaf are not adapted."""
     plain = {path.rpartition(".")[2] for path, cell in network.cells_and_names() if isinstance(cell, adaptable_types())}
-    whole = not plain & {path.rpartition(".")[2] for path in cells}
+    all_adapted = not plain & {path.rpartition(".")[2] for path in cells}
     paths = [names.to_hugging_face(path) for path in adapter.paths if path]
-    return sorted({path.rpartition(".")[2] for path in paths} if whole else set(paths))
+    return sorted({path.rpartition(".")[2] for path in paths} if all_adapted else set(paths))
 
 
-def _check_not_merged(cells: Dict[str, nn.Cell]):
-    merged = [path for path, cell in cells.items() if cell.merged]
+def _check_not_merged(network):
+    merged = [path for path, cell in lora_cells(network) if cell.merged]
     if merged:
         raise LoraError(f"The adapter is merged into the base, at {listed(merged)}. Call unmerge_lora first.")
 
 
-def _check_base(adapter, found, path, on_base_mismatch):
+def _check_base(match, fingerprint: Callable[[], Optional[dict]], on_base_mismatch):
+    """Compares the base that the adapter was trained on with the network's, whose fingerprint ``fingerprint`` takes."""
+    adapter, source = match.adapter, match.source
+    if match.relaid or adapter.fingerprint is None or on_base_mismatch == "ignore":
+        return
+    found = fingerprint()
     if found is None:
         logger.warning(
-            "%s: the base has no values yet, so whether it is the one the adapter was trained on was not checked.", path
+            "%s: the base has no values yet, so it was not checked whether the adapter was trained on it.", source
         )
         return
     difference = base_difference(adapter.fingerprint, found)
     forms = forms_that_differ(adapter.fingerprint, found)
     if difference and forms and adapter.fingerprint.get("shapes") == found["shapes"]:
         logger.warning(
-            "%s was trained on a base in %s and this one is in %s: of the two, paths and shapes alone were compared.",
-            path,
-            *forms,
+            "%s was trained on a base in %s and this one is in %s: only paths and shapes were compared.", source, *forms
         )
     elif difference:
-        message = f"{path} was trained on another base: {difference}. Load the base checkpoint it was trained on."
+        message = f"{source} was trained on another base: {difference}. Load the base checkpoint it was trained on."
         if on_base_mismatch == "error":
             raise BaseMismatchError(message)
-        warnings.warn(message, stacklevel=3)
-
-
-def _set(parameter, array):
-    parameter.set_data(Tensor(np.ascontiguousarray(to_float32(array)), parameter.dtype))
+        # The caller of load_lora.
+        warnings.warn(message, stacklevel=4)

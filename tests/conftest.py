@@ -20,7 +20,11 @@ import pytest  # noqa: E402
 
 # Else an assert in a module that holds no test says nothing of its values.
 pytest.register_assert_rewrite(
-    "tests.support.networks", "tests.support.plain_networks", "tests.support.saved_adapters", "tests.support.tiny_runs"
+    "tests.support.networks",
+    "tests.support.plain_networks",
+    "tests.support.refusals",
+    "tests.support.saved_adapters",
+    "tests.support.tiny_runs",
 )
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -205,11 +209,11 @@ def reference(request, library):
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory):
     """A folder with a small tokenizer of Hugging Face's, trained on the two rows."""
-    from mindlora.data import instructions, tokenizers
+    from mindlora.data import instruction_rows, tokenizers
     from tests.support.instruction_rows import CHINESE, ENGLISH
 
     path = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    texts = [record[field] for record in (CHINESE, ENGLISH) for field in instructions.FIELDS] * 2
+    texts = [record[field] for record in (CHINESE, ENGLISH) for field in instruction_rows.FIELDS] * 2
     tokenizers.train_tokenizer(texts, 300, str(path))
     return str(path)
 

@@ -3,35 +3,35 @@
 import dataclasses
 import functools
 import time
-from typing import Callable, Dict, List, Tuple, Optional
+from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import joined_pairs
-from mindlora.adapters.adapter import Adapter, factors, is_finite, row_gains
-from mindlora.base.reader import WORLDS, BaseCheckpoint, examples
+from mindlora.adapters.adapter import Adapter, is_finite
+from mindlora.adapters.pair_kinds import factors
+from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
+from mindlora.common.text import examples
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.numerics.dtypes import FLOATS, ROUNDING, dtype_name, from_float32, rounded, to_float32
+from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
+from mindlora.numerics.folding import fold_and_probe, worst_of
 
-# Signs are random, so errors of a float32 sum of n products grow as sqrt(n); this many of their deviations is never.
-_SLACK = 16 * 2.0**-24
-_HEAD = "lm_head.weight"
-# How the table of an embedding is called.
+# What the table of an embedding can be called.
 _TABLES = ("embedding_weight", "embedding_table")
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeCheckpointReport:
-    """What merge_checkpoint did; str() says it to people.
+    """What merge_checkpoint did; str() gives it as text.
 
     Attributes:
         base, adapter, output (str): The base, the adapter and the merged checkpoint.
         files (tuple of str): The files written that hold tensors.
         merged (int): Number of tensors that an adapter was added to.
-        replaced (int): Number of tensors that were trained whole and took the base's place.
+        replaced (int): Number of tensors that saved modules (modules_to_save) took the place of.
         unchanged (int): Number of tensors copied as they are.
         bytes (int): Size of all tensors.
         tensor (str): The tensor whose result on a random probe changed most by rounding.
@@ -79,34 +79,34 @@ def merge_checkpoint(
     """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
 
-    The sum is taken in float32 and rounded once to the dtype that W is stored in. Each merged tensor is verified on a
-    random probe x: max |x W'^T - (x W^T + scale (x A^T) B^T)| is no more than that rounding explains. Tensors that
-    the adapter does not name are copied as they are, and modules that were trained whole take the base's place. What
-    separates the two in form is bridged: an adapter of wq, wk, wv on a base with w_qkv, and the reverse.
+    The sum is formed in float32 and rounded once, to the dtype that W is stored in. Each merged tensor is checked on a
+    random probe (see mindlora.numerics.folding.fold_and_probe). Saved modules replace the base's tensors, and all other
+    tensors are copied as they are. The adapter's pairs are joined or split as the base has it: an adapter of wq, wk, wv
+    goes onto a base with w_qkv, and the reverse.
 
     A folder of safetensors passes through as a stream and its configuration and tokenizer are copied along; a .ckpt on
-    either side is in memory whole. Blocks are merged by several threads; where NumPy's products use several of their
-    own, as without OPENBLAS_NUM_THREADS=1, these are in each other's way.
+    either side is in memory as a whole. Several threads merge blocks, so NumPy's products should use one thread each:
+    set OPENBLAS_NUM_THREADS=1.
 
     Args:
         base (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
         adapter (str): Any form that adapter_files.read knows.
         output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file.
-        lora_alpha (float): What the adapter was trained with, where it does not say. Default: None.
+        lora_alpha (float): What the adapter was trained with, where its files do not hold it. Default: None.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
             the base.
         allow_pickle (bool): Whether an adapter_model.bin may be read. Default: False.
-        overwrite (bool): Whether to replace what stands at ``output``. Default: False.
-        progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
+        overwrite (bool): Whether to replace what is at ``output``. Default: False.
+        progress (callable): Called after each block with its bytes and those of all blocks. Default: None.
 
     Returns:
         MergeCheckpointReport.
 
     Raises:
-        AdapterError: The adapter cannot be read, holds NaN or infinity, does not say its scale, names what the base
-            lacks (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
-        CheckpointError: The base cannot be read or ``output`` stands in the way.
-        MergeError: A tensor cannot be merged into, or rounding does not explain what became of it.
+        AdapterError: The adapter cannot be read, holds NaN or infinity, has no lora_alpha, names what the base lacks
+            (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
+        CheckpointError: The base cannot be read, or something is at ``output`` already.
+        MergeError: A tensor cannot be merged into, or its result differs by more than rounding explains.
     """
     started = time.perf_counter()
     check_checkpoint_output(output, [base, adapter], overwrite)
@@ -121,7 +121,7 @@ def merge_checkpoint(
         ]
         files = write(output, shards, source.world, source.companions(), progress)
     count = len(content.paths)
-    # An adapted module whose own weight the adapter holds besides is merged, and counted once.
+    # An adapted module whose own weight is in the adapter too counts as merged, once.
     replaced = len(content.saved_modules) - sum(
         merging.weight_name(path) in content.saved_modules for path in content.paths
     )
@@ -144,22 +144,22 @@ def merge_checkpoint(
 
 
 class _Merging:
-    """Which tensor of the base gets which pair of the adapter, and what the probes have shown so far."""
+    """Which tensor of the base gets which pair of the adapter, and the differences found on the probes so far."""
 
     def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: int):
         self.base, self.adapter, self.source = base, adapter, source
-        # Under MindFormers' names, as the adapter has them -> the base's own.
+        # Name under MindFormers, as in the adapter -> the base's own.
         self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
         self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
-        self._wholes = {self._own[name]: array for name, array in adapter.saved_modules.items()}
+        self._saved_modules = {self._own[name]: array for name, array in adapter.saved_modules.items()}
         self._check_dtypes()
         for name, path in self._pairs.items():
             self._check_pair(name, path)
-        for name, array in self._wholes.items():
-            self._check_whole(name, array)
-        self._shown: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
+        for name, array in self._saved_modules.items():
+            self._check_saved_module(name, array)
+        self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
 
     def weight_name(self, path: str) -> str:
         """Returns the name of the weight at a path of the adapter, under MindFormers' names."""
@@ -167,58 +167,56 @@ class _Merging:
         return next((name for name in named if name in self._own), f"{path}.weight")
 
     def tensor(self, name: str) -> OutputTensor:
-        """Returns what is written for a tensor of the base."""
+        """Returns the tensor that is written in the place of one of the base's."""
         info = self.base.tensors[name]
         rows = functools.partial(self.base.read_rows, name)
-        if name in self._wholes:
+        if name in self._saved_modules:
             rows = functools.partial(self._replaced, name)
         if name in self._pairs:
-            # Onto the adapter's own weight of the module, where it holds one, as PEFT does for output heads.
+            # Added to the saved module where the adapter holds one of the same cell, as PEFT does for output heads.
             rows = functools.partial(self._merged, name, rows)
         return OutputTensor(name, info.dtype, info.shape, rows)
 
     def worst(self) -> Tuple[str, Tuple[float, float]]:
-        """Returns the tensor whose probe differs most, and (difference, bound)."""
-        shown = {name: max(pairs) for name, pairs in self._shown.items() if pairs}
-        return max(shown.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
+        """Returns the tensor with the largest difference on its probe, and (difference, bound)."""
+        found = {name: max(pairs) for name, pairs in self._found.items() if pairs}
+        return max(found.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
 
     def _merged(self, name, own_rows, begin, end):
         path, dtype = self._pairs[name], self.base.tensors[name].dtype
         left, right = factors(*self.adapter.pair(path), path in self.adapter.embeddings)
         left, weight = left[begin:end] * np.float32(self.adapter.scale(path)), to_float32(own_rows(begin, end))
-        magnitude = self.adapter.parts(path).get("magnitude")
+        magnitude = self.adapter.row_norms(path)
         if magnitude is not None:
             magnitude = to_float32(magnitude[begin:end])
-        rows, difference, bound = fold(weight.reshape(len(weight), -1), left, right, dtype, magnitude)
+        rows, difference, bound = fold_and_probe(weight.reshape(len(weight), -1), left, right, dtype, magnitude)
         rows = rows.reshape(weight.shape)
-        # NaN is worse than any number, and so is infinity, which makes the bound infinite too.
-        with np.errstate(invalid="ignore"):
-            worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
-        if not (np.isfinite(difference[worst]) and difference[worst] <= bound[worst]):
+        worst, explained = worst_of(difference, bound)
+        if not explained:
             raise MergeError(
-                f"{name}, row {begin + worst}: the result on a random probe is {difference[worst]:.3g} "
+                f"{name}, row {begin + worst[0]}: the result on a random probe is {difference[worst]:.3g} "
                 f"off, where rounding to {dtype_name(dtype)} explains {bound[worst]:.3g}. The sum is too "
                 "large for the dtype, or the base holds NaN or infinity. Nothing was written."
             )
-        # list.append is one step, whichever thread does it.
-        self._shown[name].append((float(difference[worst]), float(bound[worst])))
+        # Several threads come here; list.append is atomic.
+        self._found[name].append((float(difference[worst]), float(bound[worst])))
         return rows
 
     def _replaced(self, name, begin, end):
-        array, dtype = self._wholes[name], self.base.tensors[name].dtype
-        # A copy, since what is merged onto it is added in place.
+        array, dtype = self._saved_modules[name], self.base.tensors[name].dtype
+        # A copy, because a pair is added to it in place.
         part = array[begin:end].copy() if array.shape else array
         with np.errstate(over="ignore"):
             rows = part if part.dtype == dtype else from_float32(to_float32(part), dtype)
         if not is_finite(rows):
             raise MergeError(
-                f"{name} of {self.source} is too large for {dtype_name(dtype)}, in which the base stores "
-                "it. Nothing was written."
+                f"{name} of {self.source} is too large for {dtype_name(dtype)}, the dtype that the base stores it in. "
+                "Nothing was written. Convert the base to a dtype of more range first."
             )
         return rows
 
     def _match_joined(self, kv_heads):
-        """Joins or splits the adapter's pairs so that they are of the base's cells."""
+        """Joins or splits the adapter's pairs so that each is for a tensor of the base."""
         paths = set(self.adapter.paths)
         for name in list(self._own):
             path = name.rpartition(".")[0]
@@ -229,7 +227,8 @@ class _Merging:
             parts = [f"{part}.weight" for part in names.joined_parts(path)]
             if parts and f"{path}.weight" not in self._own and all(part in self._own for part in parts):
                 _need_heads(path, kv_heads)
-                head_dim = self._shape(parts[1])[0] // kv_heads if len(parts) == 3 else None
+                layout = names.joined_cell(path).layout
+                head_dim = layout.head_dim([self._shape(part)[0] for part in parts], kv_heads)
                 joined_pairs.split_pairs(self.adapter, path, kv_heads, head_dim)
 
     def _check_names(self):
@@ -238,11 +237,12 @@ class _Merging:
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
         if embeddings and tied:
             raise MergeError(
-                f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied "
-                "embeddings, so that the output head would change too. Save the base with lm_head.weight "
-                "and tie_word_embeddings: false first."
+                f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied embeddings, "
+                "so the output head would change too. Save the base with lm_head.weight and "
+                "tie_word_embeddings: false first."
             )
-        if _HEAD in wanted and (tied or _HEAD not in self._own):
+        head = self.base.architecture.head_weight("mindformers")
+        if head in wanted and (tied or head not in self._own):
             raise MergeError(
                 f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
                 "embeddings are tied, so a change of the head would change the input embedding too. Save "
@@ -252,7 +252,8 @@ class _Merging:
         if absent:
             raise UnexpectedTensorsError(
                 f"{self.source} is for {examples(absent)} (MindFormers' names), which {self.base.path} does not hold. "
-                f"It has {WORLDS[self.base.world]} names: {examples(self.base.tensors)}."
+                f"It has {WORLDS[self.base.world]} names: {examples(self.base.tensors)}. Give the base that the "
+                "adapter was trained on."
             )
 
     def _check_pair(self, name, path):
@@ -266,7 +267,7 @@ class _Merging:
             )
         factors(*(self.adapter.tensors[path, half] for half in "AB"))
 
-    def _check_whole(self, name, array):
+    def _check_saved_module(self, name, array):
         if array.shape != self.base.tensors[name].shape:
             raise ShapeMismatchError(
                 f"{name} is {list(self.base.tensors[name].shape)} in the base and "
@@ -276,7 +277,7 @@ class _Merging:
     def _check_dtypes(self):
         wrong = [
             f"{name} ({dtype_name(self.base.tensors[name].dtype)})"
-            for name in (*self._pairs, *self._wholes)
+            for name in (*self._pairs, *self._saved_modules)
             if self.base.tensors[name].dtype not in FLOATS
         ]
         if wrong:
@@ -289,46 +290,6 @@ class _Merging:
         return self.base.tensors[self._own[name]].shape
 
 
-def fold(
-    weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype, magnitude: np.ndarray = None
-) -> Tuple[np.ndarray, ...]:
-    """Returns round(W + B A) for some rows of W, and how far its results on a random probe are from W's and B A's.
-
-    With a magnitude, each row of W + B A is brought to that size before it is rounded.
-
-    Args:
-        weight (array): Rows of W, float32 [rows, in]; its memory is used up.
-        b (array): The same rows of B times the scale, float32 [rows, r].
-        a (array): A, float32 [r, in].
-        dtype (dtype): What to round to.
-        magnitude (array): DoRA's, of the same rows, float32 [rows]. Default: None.
-
-    Returns:
-        tuple of the rows in ``dtype``, |x W'^T - (x W^T + (x A^T) B^T)| for each row, and what it may be at most.
-    """
-    probe = _signs(weight.shape[1])
-    # What is too large for the dtype becomes infinite, which the difference shows.
-    with np.errstate(over="ignore", invalid="ignore"):
-        expected = weight @ probe + b @ (a @ probe)
-        weight += b @ a
-        if magnitude is not None:
-            gains = row_gains(weight, magnitude)
-            weight, expected, b = weight * gains, expected * gains[:, 0], b * gains
-        rows, stored = rounded(weight, dtype)
-        difference = np.abs(stored @ probe - expected).astype(np.float64)
-        # x is of signs, so the sums of |x| |W'| and |x| |A| are those of |W'| and |A|.
-        size = (np.abs(stored) @ np.abs(probe)).astype(np.float64)
-        added = (np.abs(b) @ np.abs(a).sum(axis=1)).astype(np.float64)
-    # float64 holds the sum, which is float32, as it is.
-    share, least = ROUNDING.get(dtype_name(dtype), (0.0, 2.0**-150))
-    return rows, difference, (share + _SLACK) * size + 2 * _SLACK * added + least * weight.shape[1]
-
-
-@functools.lru_cache(maxsize=8)
-def _signs(count) -> np.ndarray:
-    return np.where(np.random.default_rng(count).integers(0, 2, count) == 1, np.float32(1), np.float32(-1))
-
-
 def _under_mindformers(name, world) -> str:
     if world == "mindformers":
         return name
@@ -337,8 +298,8 @@ def _under_mindformers(name, world) -> str:
 
 
 def _need_heads(path, kv_heads):
-    if path.endswith("w_qkv") and not kv_heads:
+    if names.joined_cell(path).layout.needs_heads and not kv_heads:
         raise MergeError(
-            f"{path} keeps its rows by key-value head, and how many there are is not known. Give "
+            f"{path} keeps its rows by key-value head, and the number of heads is not known. Give "
             "--kv-heads: n_kv_heads of the model."
         )

@@ -1,6 +1,5 @@
 """merge_checkpoint: base + scale B A for every form of base and adapter, verified, or nothing at all."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,21 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from mindlora.base import merge as module
 from mindlora.base.convert import convert_base
-from mindlora.base.merge import fold, merge_checkpoint
-from mindlora.errors import (
-    AdapterError,
-    CheckpointError,
-    MergeError,
-    NotFiniteError,
-    ScaleMismatchError,
-    ShapeMismatchError,
-    TruncatedAdapterError,
-    UnexpectedTensorsError,
-)
+from mindlora.base.merge import merge_checkpoint
+from mindlora.errors import AdapterError, MergeError, ScaleMismatchError
 from mindlora.formats.safetensors_file import write_arrays
-from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
+from mindlora.numerics.dtypes import BFLOAT16, from_float32
 from tests.conftest import ROOT
 from tests.support.llama_checkpoints import (
     CONFIG,
@@ -36,76 +25,7 @@ from tests.support.llama_checkpoints import (
     load,
     save_base,
 )
-
-RANK, ALPHA = 4, 6
-LINEARS = {
-    "self_attn.q_proj": (32, 32),
-    "self_attn.k_proj": (16, 32),
-    "self_attn.v_proj": (16, 32),
-    "self_attn.o_proj": (32, 32),
-    "mlp.gate_proj": (48, 32),
-    "mlp.up_proj": (48, 32),
-    "mlp.down_proj": (32, 48),
-}
-DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
-Q = "model.layers.0.self_attn.q_proj"
-
-
-def pairs(*paths, shapes=None, seed=1):
-    """Returns {path: (A, B)} under Hugging Face's names."""
-    rng = np.random.default_rng(seed)
-    result = {}
-    for path in paths or [f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEARS]:
-        rows, columns = (shapes or {}).get(path) or LINEARS[path.split(".", 3)[-1]]
-        result[path] = (
-            rng.normal(size=(RANK, columns)).astype(np.float32),
-            rng.normal(size=(rows, RANK)).astype(np.float32),
-        )
-    return result
-
-
-def save_adapter(folder, found, whole=None, **config):
-    os.makedirs(folder)
-    tensors = {f"base_model.model.{name}": array for name, array in (whole or {}).items()}
-    for path, (a, b) in found.items():
-        tensors[f"base_model.model.{path}.lora_A.weight"], tensors[f"base_model.model.{path}.lora_B.weight"] = a, b
-    write_arrays(os.path.join(folder, "adapter_model.safetensors"), tensors)
-    with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
-        json.dump(
-            {
-                "peft_type": "LORA",
-                "r": RANK,
-                "lora_alpha": ALPHA,
-                "modules_to_save": sorted({name.rpartition(".")[0].rpartition(".")[2] for name in whole or ()}) or None,
-                "target_modules": sorted({path.rpartition(".")[2] for path in found}),
-                **config,
-            },
-            file,
-        )
-    return str(folder)
-
-
-def expected(source, found, scale=ALPHA / RANK):
-    """The oracle: rounded once from float64."""
-    result = dict(source)
-    for path, (a, b) in found.items():
-        weight = to_float32(source[f"{path}.weight"]).astype(np.float64)
-        result[f"{path}.weight"] = weight + scale * b.astype(np.float64) @ a.astype(np.float64)
-    return result
-
-
-def assert_merged(actual, source, found, scale=ALPHA / RANK):
-    assert actual.keys() == source.keys()
-    for name, array in expected(source, found, scale).items():
-        assert (actual[name].dtype, actual[name].shape) == (source[name].dtype, array.shape)
-        if name.rpartition(".")[0] not in found:
-            assert actual[name].tobytes() == source[name].tobytes(), name
-            continue
-        half_a_step = {BFLOAT16: 2.0**-8, DTYPES["float16"]: 2.0**-11, DTYPES["float32"]: 2.0**-24}[actual[name].dtype]
-        np.testing.assert_allclose(to_float32(actual[name]), array, rtol=half_a_step * 1.01, atol=2e-5, err_msg=name)
-
-
-# Every form -----------------------------------------------------------------------------------------------------
+from tests.support.merged_checkpoints import ALPHA, DTYPES, LINEARS, RANK, Q, assert_merged, pairs, save_adapter
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,24 +86,25 @@ def test_scales(tmp_path):
         merge_checkpoint(base, str(tmp_path / "mf.safetensors"), str(tmp_path / "out2"))
     merge_checkpoint(base, str(tmp_path / "mf.safetensors"), str(tmp_path / "out2"), lora_alpha=2.0)
     assert_merged(load(tmp_path / "out2"), source, found, 2.0 / RANK)
-    with pytest.raises(ScaleMismatchError, match="lora_alpha is 2, but the adapter says itself: 6"):
+    with pytest.raises(ScaleMismatchError, match="lora_alpha is 2, but the adapter has its own: 6"):
         merge_checkpoint(base, str(tmp_path / "rs"), str(tmp_path / "out3"), lora_alpha=2.0)
     assert not (tmp_path / "out3").exists()
 
 
-def test_modules_that_were_trained_whole(tmp_path):
+def test_saved_modules_replace_those_of_the_base(tmp_path):
     source, found = llama(), pairs(Q)
-    whole = {"lm_head.weight": np.full((VOCAB, HIDDEN), 1.5, np.float32)}
+    saved_modules = {"lm_head.weight": np.full((VOCAB, HIDDEN), 1.5, np.float32)}
     report = merge_checkpoint(
-        save_base(tmp_path / "base", source), save_adapter(tmp_path / "adapter", found, whole), str(tmp_path / "out")
+        save_base(tmp_path / "base", source),
+        save_adapter(tmp_path / "adapter", found, saved_modules),
+        str(tmp_path / "out"),
     )
     assert_merged(
-        load(tmp_path / "out"), {**source, "lm_head.weight": from_float32(whole["lm_head.weight"], BFLOAT16)}, found
+        load(tmp_path / "out"),
+        {**source, "lm_head.weight": from_float32(saved_modules["lm_head.weight"], BFLOAT16)},
+        found,
     )
     assert (report.merged, report.replaced, report.unchanged) == (1, 1, len(source) - 2)
-
-
-# qkv_concat -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [LINEARS, ["self_attn.v_proj", "mlp.up_proj"], ["self_attn.q_proj"]])
@@ -233,9 +154,6 @@ def test_a_concatenated_adapter_on_a_base_of_parts(tmp_path):
         merge_checkpoint(base, str(tmp_path / "joint.safetensors"), str(tmp_path / "out2"), lora_alpha=ALPHA)
 
 
-# Memory ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's account of memory")
 def test_memory_is_that_of_a_few_blocks(tmp_path):
     shape, rng = (16384, 4096), np.random.default_rng(0)
@@ -262,170 +180,3 @@ def test_memory_is_that_of_a_few_blocks(tmp_path):
     used = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     # In KiB; the one tensor has 128 MiB.
     assert int(used.stdout) < 100 * 1024
-
-
-# What cannot be merged ------------------------------------------------------------------------------------------
-
-
-def fails(tmp_path, error, said, base, found, whole=None, **keys):
-    """Asserts that merging fails, and that only base and adapter are there afterwards."""
-    adapter = save_adapter(tmp_path / "adapter", found, whole)
-    with pytest.raises(error, match=said):
-        merge_checkpoint(base, adapter, str(tmp_path / "out"), **keys)
-    assert sorted(os.listdir(tmp_path)) == ["adapter", "base"]
-
-
-def test_a_path_that_the_base_lacks(tmp_path):
-    lost = "model.layers.7.self_attn.q_proj"
-    fails(
-        tmp_path,
-        UnexpectedTensorsError,
-        "model.layers.7.attention.wq.weight",
-        save_base(tmp_path / "base", llama()),
-        pairs(Q, lost),
-    )
-
-
-@pytest.mark.parametrize("shape", [(32, 31), (31, 32), (48, 32)])
-def test_another_shape(tmp_path, shape):
-    fails(
-        tmp_path,
-        ShapeMismatchError,
-        r"q_proj.weight is \[32, 32\] in the base.*It belongs to another model",
-        save_base(tmp_path / "base", llama()),
-        pairs(Q, shapes={Q: shape}),
-    )
-
-
-def test_a_whole_tensor_of_another_shape(tmp_path):
-    fails(
-        tmp_path,
-        ShapeMismatchError,
-        "lm_head.weight is",
-        save_base(tmp_path / "base", llama()),
-        pairs(Q),
-        {"lm_head.weight": np.ones((VOCAB + 1, HIDDEN), np.float32)},
-    )
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_an_adapter_that_is_not_finite(tmp_path, value):
-    found = pairs(Q)
-    found[Q][1][3, 2] = value
-    fails(tmp_path, NotFiniteError, "wq B", save_base(tmp_path / "base", llama()), found)
-
-
-@pytest.mark.parametrize("trained_whole", [False, True])
-@pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": True}])
-def test_a_head_on_tied_embeddings(tmp_path, trained_whole, tied):
-    base = save_base(tmp_path / "base", llama(tied=not tied), **tied)
-    found = pairs(Q) if trained_whole else pairs("lm_head", shapes={"lm_head": (VOCAB, HIDDEN)})
-    whole = {"lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32)} if trained_whole else None
-    fails(tmp_path, MergeError, "embeddings are tied", base, found, whole)
-
-
-def test_quantized_weights(tmp_path):
-    source = {**llama(), f"{Q}.weight": np.ones((32, 32), np.int8)}
-    fails(tmp_path, MergeError, "quantized", save_base(tmp_path / "base", source), pairs(Q))
-
-
-def test_a_sum_that_is_too_large_for_the_dtype(tmp_path):
-    found = pairs(Q)
-    found[Q][1][5] *= 1e5
-    fails(
-        tmp_path,
-        MergeError,
-        "q_proj.weight, row 5: .*too large",
-        save_base(tmp_path / "base", llama(DTYPES["float16"])),
-        found,
-    )
-
-
-def test_one_element_that_is_too_large_for_the_dtype(tmp_path):
-    """A single infinity in a row makes what is allowed infinite as well."""
-    found = pairs(Q)
-    found[Q][0][:], found[Q][1][:] = 0, 0
-    found[Q][0][0, 3], found[Q][1][5, 0] = 1, 1e6
-    fails(
-        tmp_path,
-        MergeError,
-        "q_proj.weight, row 5: .*too large",
-        save_base(tmp_path / "base", llama(DTYPES["float16"])),
-        found,
-    )
-
-
-def test_a_whole_tensor_that_is_too_large_for_the_dtype(tmp_path):
-    fails(
-        tmp_path,
-        MergeError,
-        "lm_head.weight of .*too large",
-        save_base(tmp_path / "base", llama(DTYPES["float16"])),
-        pairs(Q),
-        {"lm_head.weight": np.full((VOCAB, HIDDEN), 1e5, np.float32)},
-    )
-
-
-def test_a_base_with_nan(tmp_path):
-    source = llama(DTYPES["float32"])
-    source[f"{Q}.weight"][9, 3] = np.nan
-    fails(tmp_path, MergeError, "row 9", save_base(tmp_path / "base", source), pairs(Q))
-
-
-def test_a_truncated_shard(tmp_path):
-    base = save_base(tmp_path / "base", llama(), shards=2)
-    path = tmp_path / "base" / "model-1.safetensors"
-    path.write_bytes(path.read_bytes()[:-3])
-    fails(tmp_path, TruncatedAdapterError, "model-1", base, pairs(Q))
-
-
-def test_outputs_that_would_destroy_something(tmp_path):
-    base, adapter = save_base(tmp_path / "base", llama()), save_adapter(tmp_path / "adapter", pairs(Q))
-    for output in (base, adapter, os.path.join(base, "merged")):
-        with pytest.raises(CheckpointError, match="which is read"):
-            merge_checkpoint(base, adapter, output, overwrite=True)
-    merge_checkpoint(base, adapter, str(tmp_path / "out"))
-    before = load(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="exists"):
-        merge_checkpoint(base, adapter, str(tmp_path / "out"))
-    merge_checkpoint(str(tmp_path / "out"), adapter, str(tmp_path / "twice"))
-    merge_checkpoint(str(tmp_path / "twice"), adapter, str(tmp_path / "out"), overwrite=True)
-    assert load(tmp_path / "out")[f"{Q}.weight"].tobytes() != before[f"{Q}.weight"].tobytes()
-
-
-# The probe ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])
-def test_rounding_is_within_the_bound(dtype, size):
-    rng = np.random.default_rng(0)
-    weight, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 2000), (8, 2000), (64, 8)))
-    rows, difference, bound = fold(weight * np.float32(size), b, a * np.float32(size), DTYPES[dtype])
-    assert rows.dtype == DTYPES[dtype] and (difference <= bound).all()
-    # Rounding errors are random, so their sum is far below the bound; in float32 they hardly show.
-    assert (difference < bound / 3).all()
-    # And no looser than half a step of each element, with a millionth for float32's sums.
-    half_a_step = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}[dtype]
-    size_of_rows = np.linalg.norm(to_float32(rows), axis=1) + np.abs(b) @ np.linalg.norm(a * np.float32(size), axis=1)
-    assert (bound <= (half_a_step + 3e-6) * np.sqrt(2000) * size_of_rows + 2000 * 2.0**-25).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_rounding_does_not_explain_is_found(tmp_path, monkeypatch, dtype):
-    """A rounding that loses what the adapter adds, in one row of all."""
-    exact = module.rounded
-
-    def lossy(array, kind):
-        if len(array) > 5:
-            array[5] = 0
-        return exact(array, kind)
-
-    monkeypatch.setattr(module, "rounded", lossy)
-    fails(
-        tmp_path,
-        MergeError,
-        "row 5: the result on a random probe",
-        save_base(tmp_path / "base", llama(DTYPES[dtype])),
-        pairs(Q),
-    )

@@ -106,7 +106,7 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(dat
         **start,
         callbacks=[{"type": "HeldOutLoss", "dataset_dir": str(data.base), "every_steps": 16}],
     )
-    assert stdout.count("Adapters started by lora_init: 14") == 1
+    assert stdout.count("Adapters initialized from the base by lora_init: 14") == 1
     held_out = float(re.search(r"step 16: held_out_loss ([\d.]+)", stdout)[1])
     adapter = adapter_files.read(str(folder))
     assert adapter.initialization == "pissa_niter_4" and {adapter.rank(path) for path in adapter.paths} == {8}

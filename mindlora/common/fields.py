@@ -1,0 +1,87 @@
+"""Checks of configuration fields: each raises ConfigError with the field, what it holds and what it must be."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Callable, Tuple, Union
+
+from mindlora.errors import ConfigError
+
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+
+
+def dtype_name(value: Any, field: str) -> str:
+    """Returns float32, float16 or bfloat16 for a dtype or one of its names."""
+    name = _DTYPES.get(str(value).lower())
+    if name is None:
+        raise ConfigError(f"{field} is {value!r}: it must be one of float32, float16, bfloat16.")
+    return name
+
+
+def check_flag(value: Any, field: str) -> None:
+    """Checks that ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field} is {value!r}: it must be True or False.")
+
+
+def check_number(
+    value: Any, field: str, types: Union[type, Tuple[type, ...]], in_range: Callable[[Any], bool], expected: str
+) -> None:
+    """Checks that ``value`` is of one of the types, but no bool, and in range; ``expected`` says so in words."""
+    if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
+        raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
+
+
+def check_names(value: Any, field: str) -> None:
+    """Checks that ``value`` is None or a list of names."""
+    if value is None:
+        return
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"{field} is {value!r}: it must be a list of names that is not empty.")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise ConfigError(f"{field} holds {item!r}: each item must be a name.")
+
+
+def check_patterns(value: Any, field: str) -> None:
+    """Checks that ``value`` is None, a regular expression or a list of names."""
+    if not isinstance(value, str):
+        check_names(value, field)
+        return
+    if not value:
+        raise ConfigError(f"{field} is an empty string: name at least one linear cell.")
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ConfigError(f"{field} is {value!r}, which is not a regular expression: {error}.") from error
+
+
+def check_values_by_pattern(value: Any, field: str, check_value: Callable[[Any, str], None]) -> None:
+    """Checks that ``value`` is None, or maps regular expressions to values that ``check_value`` accepts."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{field} is {value!r}: it must map regular expressions on paths to values.")
+    for expression, item in value.items():
+        try:
+            re.compile(expression)
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{field} holds {expression!r}, which is not a regular expression: {error}.") from error
+        check_value(item, f"{field}[{expression!r}]")
+
+
+def check_indices(value: Any, field: str, expected: str) -> None:
+    """Checks that ``value`` is None, a number from 0 on or a list of them; ``expected`` says so in words."""
+    if value is None:
+        return
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if not items:
+        raise ConfigError(f"{field} is an empty list: name at least one layer, or leave it out for all.")
+    for item in items:
+        check_number(item, field, int, lambda v: v >= 0, expected)

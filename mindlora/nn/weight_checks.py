@@ -1,0 +1,39 @@
+"""Checks of the base's weights before a step that changes them in place: merging, or an initialization."""
+
+from typing import Dict, Type
+
+from mindspore import nn
+
+from mindlora.common.text import listed
+from mindlora.errors import LoraError
+from mindlora.nn.cell import LoRACell
+from mindlora.numerics.dtypes import ROUNDING
+
+
+def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, untie: str) -> None:
+    """Raises ``error`` where a step would change a weight without values, of another dtype, or of another cell too.
+
+    Args:
+        network (nn.Cell): The network that holds ``cells``.
+        cells (dict): Path -> cell whose weight the step changes.
+        error (type): The class of error to raise.
+        step (str): What is about to change the weights, for messages.
+        untie (str): What to do about a weight that another cell shares, as a sentence.
+    """
+    empty = [path or "the cell" for path, cell in cells.items() if cell.weight.has_init]
+    if empty:
+        raise error(f"The weights of {listed(empty)} have no values yet: load the base checkpoint before {step}.")
+    for path, cell in cells.items():
+        if str(cell.weight.dtype).lower() not in ROUNDING:
+            raise error(
+                f"The weight of {path or 'the cell'} is {cell.weight.dtype}: {step} needs float32, float16 or "
+                "bfloat16. Load the base in one of these, or leave the cell out of target_modules."
+            )
+    owners = {id(cell.weight): (path, cell) for path, cell in cells.items()}
+    for other_path, other in network.cells_and_names() if cells else ():
+        for name, parameter in other.parameters_and_names(expand=False):
+            path, owner = owners.get(id(parameter), ("", other))
+            if owner is not other:
+                raise error(
+                    f"{path} shares its weight with {other_path} ({name}), which {step} would change too. {untie}"
+                )

@@ -1,0 +1,174 @@
+"""An update folded into a weight, W' = round(g (W + B A)), and how much of what changes rounding explains: NumPy alone.
+
+There are two probes. A checkpoint's blocks pass through several threads at about the speed of the disk, so
+``fold_and_probe`` reads each block as few times as it can: one row of signs, in float32, against a bound that allows
+for float32 sums. In a network an update that is far smaller than W must be seen to arrive in the parameter, which
+float32 sums would hide, so ``probe_weight`` works in float64 with rows that the update answers to most.
+"""
+
+import functools
+from typing import Iterator, Optional, Tuple
+
+import numpy as np
+
+from mindlora.numerics.dtypes import ROUNDING, dtype_name, rounded
+
+# Weights are folded and probed in blocks of whole rows, so that only a block is in memory as float32 or float64.
+_BLOCK_ELEMENTS = 1 << 20
+# Signs are random, so errors of a float32 sum of n products grow as sqrt(n); they never reach this many deviations.
+_SUM_SLACK = 16 * 2.0**-24
+
+
+def row_gains(weight: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """Returns g = m / ||W|| for each row: what brings the row to the size that DoRA's magnitude m gives it.
+
+    Args:
+        weight (array): W, float32 [rows, in].
+        magnitude (array): m, float32 [rows].
+
+    Returns:
+        array, float32 [rows, 1].
+
+    Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024, section 4.1.
+    """
+    norms = np.linalg.norm(weight, axis=1)
+    # A row of zeros has no direction: its gain is not finite, and the probes find that.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (magnitude / norms).astype(np.float32)[:, None]
+
+
+def fold_and_probe(
+    weight: np.ndarray, b: np.ndarray, a: np.ndarray, dtype: np.dtype, magnitude: Optional[np.ndarray] = None
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Folds B A into some rows of W; compares x W'^T with g (x W^T + (x A^T) B^T) for one row x of random signs.
+
+    Args:
+        weight (array): Rows of W, float32 [rows, in]; its memory is used up.
+        b (array): The same rows of B times the scale, float32 [rows, r].
+        a (array): A, float32 [r, in].
+        dtype (dtype): What to round to.
+        magnitude (array): DoRA's magnitudes of the same rows, float32 [rows]. Default: None, which makes g 1.
+
+    Returns:
+        tuple of the rows W' in ``dtype``; for each row |difference|, float64 [rows]; and its bound, float64 [rows].
+    """
+    signs = _signs(weight.shape[1])
+    # What is too large for the dtype becomes infinite, which the difference shows.
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = weight @ signs + b @ (a @ signs)
+        rows, stored, gains = _fold(weight, b, a, dtype, magnitude)
+        if gains is not None:
+            expected, b = expected * gains[:, 0], b * gains
+        difference = np.abs(stored @ signs - expected).astype(np.float64)
+        # x is of signs, so the sums of |x| |W'| and |x| |A| are those of |W'| and |A|.
+        size = (np.abs(stored) @ np.abs(signs)).astype(np.float64)
+        added = (np.abs(b) @ np.abs(a).sum(axis=1)).astype(np.float64)
+    unit, smallest = _rounding(dtype)
+    return rows, difference, (unit + _SUM_SLACK) * size + 2 * _SUM_SLACK * added + smallest * weight.shape[1]
+
+
+def fold_weight(
+    weight: np.ndarray, b: np.ndarray, a: np.ndarray, scale: float, magnitude: Optional[np.ndarray] = None
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Returns W' = round(g (W + scale B A)) in the dtype of W, and g, float32 [rows, 1], which is 1 without DoRA.
+
+    Args:
+        weight (array): W, float32, float16 or bfloat16 [rows, in]; it is not changed.
+        b (array): B, a float [rows, r].
+        a (array): A, a float [r, in].
+        scale (float): The factor on B A.
+        magnitude (array): DoRA's magnitudes, a float [rows]. Default: None.
+    """
+    merged, gains = np.empty_like(weight), np.ones((len(weight), 1), np.float32)
+    a, b = a.astype(np.float32), np.float32(scale) * b.astype(np.float32)
+    for rows in _blocks(weight):
+        sizes = None if magnitude is None else magnitude[rows].astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            merged[rows], _, found = _fold(weight[rows].astype(np.float32), b[rows], a, weight.dtype, sizes)
+        if found is not None:
+            gains[rows] = found
+    return merged, gains
+
+
+def probe_weight(
+    weight: np.ndarray, merged: np.ndarray, b: np.ndarray, a: np.ndarray, scale: float, gains: np.ndarray
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Compares x W'^T with g (x W^T + scale (x A^T) B^T) in float64, for two random rows x and two in the span of A.
+
+    With rounding by at most a share u of a number (2^-24 in float32, 2^-11 in float16, 2^-8 in bfloat16), and with g W
+    for W and g B for B,
+
+        |difference| <= (u + 2 u32) |x| |W|^T + (u + (r + 5) u32) scale |x| |A|^T |B|^T
+
+    and next to nothing more.
+
+    Args:
+        weight (array): W before it was folded, float32, float16 or bfloat16 [rows, in].
+        merged (array): W', of the same shape and dtype.
+        b, a, scale: As for fold_weight.
+        gains (array): g as fold_weight returned it, float32 [rows, 1].
+
+    Returns:
+        |difference| and its bound, each float64 [rows of x, rows of W].
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        a, b = a.astype(np.float64), b.astype(np.float64) * gains
+        x = _rows_that_answer(a)
+        x_size, low_rank, low_rank_size = np.abs(x), scale * (x @ a.T), scale * (np.abs(x) @ np.abs(a).T)
+        (unit, smallest), (unit32, _) = _rounding(weight.dtype), ROUNDING["float32"]
+        difference, bound = np.empty((2, len(x), len(weight)))
+        for rows in _blocks(weight):
+            block = weight[rows].astype(np.float64) * gains[rows]
+            expected = x @ block.T + low_rank @ b[rows].T
+            difference[:, rows] = np.abs(x @ merged[rows].astype(np.float64).T - expected)
+            # The second unit32 is for the product with the gains.
+            bound[:, rows] = (unit + 2 * unit32) * (x_size @ np.abs(block).T) + (unit + (len(a) + 5) * unit32) * (
+                low_rank_size @ np.abs(b[rows]).T
+            )
+        # One hundredth for the products of these roundings, and for float64's own.
+        return difference, 1.01 * (bound + smallest * x_size.sum(axis=1, keepdims=True))
+
+
+def worst_of(difference: np.ndarray, bound: np.ndarray) -> Tuple[Tuple[int, ...], bool]:
+    """Returns the index of the worst difference, and whether rounding explains every one of them.
+
+    What rounding does not explain is worse than what it does: a difference above its bound, NaN, infinity.
+    """
+    explained = np.isfinite(difference) & (difference <= bound)
+    index = np.unravel_index(np.argmax(np.where(explained, difference, np.inf)), difference.shape)
+    return tuple(int(i) for i in index), bool(explained.all())
+
+
+def _fold(weight, b, a, dtype, magnitude) -> Tuple[np.ndarray, np.ndarray, Optional[np.ndarray]]:
+    """Returns W' for float32 rows of W, whose memory it uses up; W' as float32; and the gains, or None without DoRA."""
+    weight += b @ a
+    gains = None
+    if magnitude is not None:
+        gains = row_gains(weight, magnitude)
+        weight *= gains
+    return (*rounded(weight, dtype), gains)
+
+
+def _rows_that_answer(a) -> np.ndarray:
+    """Returns the rows x of probe_weight, the same for the same A."""
+    # An update far smaller than W is lost in the rounding of x W^T for most x. Mixtures of the rows of A answer to it
+    # most, and tell whether it is there.
+    rng = np.random.default_rng(0)
+    anywhere, within = rng.normal(size=(2, a.shape[1])), rng.normal(size=(2, len(a))) @ a
+    return np.concatenate([anywhere, within / max(np.sqrt(np.mean(np.square(within))), 1e-30)])
+
+
+def _rounding(dtype) -> Tuple[float, float]:
+    """Returns the share of a number, and the least amount, by which rounding to ``dtype`` can move it."""
+    # float64 holds a float32 sum as it is.
+    return ROUNDING.get(dtype_name(dtype), (0.0, 2.0**-150))
+
+
+def _blocks(weight) -> Iterator[slice]:
+    count = max(1, _BLOCK_ELEMENTS // weight.shape[1])
+    return (slice(begin, begin + count) for begin in range(0, len(weight), count))
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count) -> np.ndarray:
+    return np.where(np.random.default_rng(count).integers(0, 2, count) == 1, np.float32(1), np.float32(-1))

@@ -1,0 +1,41 @@
+"""Asserts that a call is refused: with the right class of error, the right words, and the network as it was."""
+
+import re
+
+import pytest
+
+from tests.support.networks import snapshot
+
+
+def part(words):
+    """Returns what ``refused`` takes as a message that holds ``words`` somewhere."""
+    return re.compile(".*" + re.escape(words), re.DOTALL)
+
+
+def refused(kind, message, call, *arguments, **keys):
+    """Asserts that a call raises an error of exactly this class and message.
+
+    Args:
+        kind (type): The class itself; a subclass of it is not enough.
+        message (str or Pattern): The whole message, or a pattern that matches from its beginning.
+        call (callable): What to call with the remaining arguments.
+    """
+    with pytest.raises(kind) as caught:
+        call(*arguments, **keys)
+    assert type(caught.value) is kind
+    if isinstance(message, re.Pattern):
+        assert message.match(str(caught.value)), str(caught.value)
+    else:
+        assert str(caught.value) == message
+
+
+def refused_unchanged(network, kind, message, call, *arguments, **keys):
+    """Asserts what ``refused`` does, and that no cell of the network, and no byte of a parameter, has changed."""
+    before, cells = snapshot(network), _cells(network)
+    refused(kind, message, call, *arguments, **keys)
+    assert snapshot(network) == before
+    assert _cells(network) == cells
+
+
+def _cells(network):
+    return [(path, type(cell), getattr(cell, "merged", None)) for path, cell in network.cells_and_names()]
