@@ -29,7 +29,8 @@ from mindlora.nn.dora import DoRADense
 from mindlora.nn.tree import lora_cells
 from mindlora.numerics.dtypes import BFLOAT16
 from tests.support.adapter_samples import CONFIG, WEIGHTS, K, Q, assert_same, make
-from tests.support.networks import TinyModel, as_array, randomize, refused
+from tests.support.networks import TinyModel, as_array, randomize
+from tests.support.refusals import refused
 
 PATHS = {"peft": "adapter", "mindformers": "adapter.safetensors", "ckpt": "adapter.ckpt"}
 V = "model.layers.0.attention.wv"
@@ -45,7 +46,7 @@ def model(use_dora=True, seed=1, targets=("wq", "w2")):
 
 
 def dora_adapter(dtype=np.dtype("<f4"), paths=(Q, K), **fields):
-    adapter = make({path: 2 for path in paths}, dtype=dtype, **fields)
+    adapter = make(dict.fromkeys(paths, 2), dtype=dtype, **fields)
     rng = np.random.default_rng(9)
     for path in paths:
         rows = len(adapter.tensors[path, "B"])
@@ -139,8 +140,7 @@ def test_conversion_and_back(tmp_path):
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "c" / WEIGHTS).read_bytes()
     refused(
         AdapterError,
-        "slora has no place for the vectors that use_dora trains. Merge the adapter into its base, "
-        "or write format 'peft'.",
+        "slora does not serve DoRA magnitudes (use_dora). Merge the adapter into its base, or write format 'peft'.",
         convert_adapter,
         str(tmp_path / "a"),
         str(tmp_path / "d"),
@@ -228,8 +228,8 @@ def test_all_magnitudes_lost(tmp_path):
 def test_combining_is_refused():
     refused(
         AdapterError,
-        "Adapter 2 is DoRA's (use_dora), and what several magnitudes of a row make together is not "
-        "defined. Merge the adapters into the base one after the other instead.",
+        "Adapter 2 is a DoRA adapter (use_dora), which cannot be combined: several magnitudes of one row have no "
+        "defined sum. Merge the adapters into the base one after the other instead.",
         combine_adapters,
         [make(), dora_adapter()],
         [1, 1],
@@ -258,8 +258,8 @@ def test_rows_of_joined_cells_keep_their_magnitudes():
         del adapter.tensors[K, part]
     refused(
         AdapterError,
-        f"{path} stands for {Q}, {K}, {V}, and the DoRA adapter has none for {K}: what the "
-        "magnitudes of their rows are, only the base says. Build the model with qkv_concat: False.",
+        f"{path} joins {Q}, {K}, {V}, and the DoRA adapter has no pair for {K}: only the base tells the DoRA "
+        "magnitudes of their rows. Build the model with qkv_concat: False.",
         joined_pairs.join_pairs,
         adapter,
         path,

@@ -1,4 +1,4 @@
-"""load_lora on a network without adapters: it puts them there, with modules that were trained whole."""
+"""load_lora on a network without adapters: it puts them there, with saved modules."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ from tests.support.plain_networks import (
     merged,
     pair,
     plain,
-    refused,
+    plain_load_refused,
 )
 
 # What is loaded -------------------------------------------------------------------------------------------------
@@ -163,19 +163,21 @@ def test_all_linear_and_layers_to_transform(tmp_path):
 
 def test_a_pair_that_the_configuration_names_and_the_file_lacks(tmp_path):
     path = folder(tmp_path, make_adapter(), target_modules=["q_proj", "v_proj", "down_proj"])
-    refused(
+    plain_load_refused(
         path,
         MissingTensorsError,
         "PATH lacks 4 LoRA tensors of the network: model.layers.{0..1}.attention.wv A, "
         "model.layers.{0..1}.attention.wv B. Check target_modules.",
     )
     path = folder(tmp_path, make_adapter(layers=(1,)), target_modules=["q_proj", "down_proj"])
-    refused(path, MissingTensorsError, "PATH lacks 4 LoRA tensors of the network: model.layers.0.attention.wq A")
+    plain_load_refused(
+        path, MissingTensorsError, "PATH lacks 4 LoRA tensors of the network: model.layers.0.attention.wq A"
+    )
 
 
 def test_a_pair_that_the_network_has_no_place_for(tmp_path, caplog):
     path = folder(tmp_path, make_adapter(layers=(0, 1, 2)))
-    refused(
+    plain_load_refused(
         path,
         UnexpectedTensorsError,
         "PATH holds 4 LoRA tensors that the network has no place for: "
@@ -191,7 +193,7 @@ def test_a_pair_that_the_network_has_no_place_for(tmp_path, caplog):
 def test_shapes_numbers_and_bases_are_checked_before_anything_changes(tmp_path):
     adapter = make_adapter()
     adapter.tensors["model.layers.1.attention.wq", "A"] = np.ones((2, 7), np.float32)
-    refused(
+    plain_load_refused(
         folder(tmp_path, adapter),
         ShapeMismatchError,
         "model.layers.1.attention.wq A is [2, 7], the network's is [2, 6]",
@@ -200,11 +202,13 @@ def test_shapes_numbers_and_bases_are_checked_before_anything_changes(tmp_path):
     tensors = load_file(os.path.join(path, "adapter_model.safetensors"))
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"][-1, -1] = np.inf
     save_file(tensors, os.path.join(path, "adapter_model.safetensors"))
-    refused(path, NotFiniteError, "PATH holds tensors with NaN or infinity: model.layers.0.feed_forward.w2 B.")
+    plain_load_refused(
+        path, NotFiniteError, "PATH holds tensors with NaN or infinity: model.layers.0.feed_forward.w2 B."
+    )
     source = plain(seed=6)
     apply_lora(source, LoraConfig(lora_rank=2, target_modules=["wq"]))
     save_lora(source, str(tmp_path / "adapter"))
-    refused(path, BaseMismatchError, "PATH was trained on another base", on_base_mismatch="error")
+    plain_load_refused(path, BaseMismatchError, "PATH was trained on another base", on_base_mismatch="error")
 
 
 def test_an_adapter_that_does_not_say_its_alpha_needs_a_network_that_does(tmp_path):
@@ -217,7 +221,7 @@ def test_an_adapter_that_does_not_say_its_alpha_needs_a_network_that_does(tmp_pa
         ],
         path,
     )
-    refused(path, ScaleMismatchError, "does not say lora_alpha")
+    plain_load_refused(path, ScaleMismatchError, "does not say lora_alpha")
     target = plain()
     apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "w2"]))
     load_lora(target, path)
@@ -236,7 +240,7 @@ def test_an_adapter_on_a_cell_that_cannot_carry_lora(tmp_path):
 
     a, b = pair(np.random.default_rng(0), "wq", 2)
     path = folder(tmp_path, Adapter({("wq", "A"): a, ("wq", "B"): b}, {"wq": 2.0}))
-    refused(path, UnsupportedCellError, "wq: Other has a forward of its own", Net)
+    plain_load_refused(path, UnsupportedCellError, "wq: Other has a forward of its own", Net)
 
 
 def test_a_network_that_was_built_with_other_ranks_for_some_cells(tmp_path):
@@ -283,7 +287,7 @@ def test_a_network_that_scales_by_the_root_where_the_adapter_does_not(tmp_path):
     )
 
 
-# Modules that were trained whole --------------------------------------------------------------------------------
+# Saved modules --------------------------------------------------------------------------------
 
 
 def test_modules_trained_whole_are_loaded_marked_and_saved_again(tmp_path):
@@ -338,22 +342,22 @@ def test_a_module_that_was_trained_whole_needs_no_pair(tmp_path):
 
 
 def test_a_whole_module_that_does_not_fit(tmp_path):
-    refused(
+    plain_load_refused(
         folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((9, 6), np.float32)})),
         ShapeMismatchError,
-        "PATH: lm_head.weight, trained whole (modules_to_save), is [9, 6], the network's is [8, 6].",
+        "PATH: lm_head.weight, a saved module (modules_to_save), is [9, 6], the network's is [8, 6].",
     )
-    refused(
+    plain_load_refused(
         folder(tmp_path, make_adapter(saved_modules={"model.norm_out.weight": np.ones(6, np.float32)})),
         UnexpectedTensorsError,
-        "PATH holds model.norm_out.weight, trained whole (modules_to_save), which the network does not have.",
+        "PATH holds model.norm_out.weight, a saved module (modules_to_save), which the network does not have.",
     )
-    refused(
+    plain_load_refused(
         folder(
             tmp_path,
             make_adapter(saved_modules={"lm_head.weight": np.ones((8, 6), np.float32)}),
             modules_to_save=["lm_head", "embed_tokens"],
         ),
         MissingTensorsError,
-        "modules_to_save names 'embed_tokens', and no tensor is that module's.",
+        "modules_to_save names 'embed_tokens', and no tensor belongs to it.",
     )

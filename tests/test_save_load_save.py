@@ -129,13 +129,13 @@ def test_a_folder_does_not_replace_a_file_nor_a_file_a_folder(tmp_path):
     with pytest.raises(LoraError) as error:
         save_lora(network(), "adapter")
     assert str(error.value) == (
-        "path is 'adapter', where a file stands, which an adapter with format 'peft' cannot "
+        "path is 'adapter', where there is a file, which an adapter with format 'peft' cannot "
         "replace. Remove it, or give another path."
     )
     with pytest.raises(LoraError) as error:
         save_lora(network(), "adapter.ckpt", format="ckpt")
     assert str(error.value) == (
-        "path is 'adapter.ckpt', where a folder stands, which an adapter with format 'ckpt' "
+        "path is 'adapter.ckpt', where there is a folder, which an adapter with format 'ckpt' "
         "cannot replace. Remove it, or give another path."
     )
     assert (tmp_path / "adapter").read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["adapter", "adapter.ckpt"]
@@ -155,7 +155,8 @@ def test_cells_that_scale_in_two_ways_do_not_go_into_one_file(tmp_path):
     with pytest.raises(LoraError) as error:
         save_lora(source, str(tmp_path / "adapter"))
     assert str(error.value) == (
-        "Some cells of the network scale with use_rslora and some without. One adapter has one of them."
+        "Some cells of the network scale with use_rslora and some without, and an adapter has one of the two. "
+        "Apply LoRA with one setting of use_rslora."
     )
     assert not os.listdir(tmp_path)
 

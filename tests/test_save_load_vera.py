@@ -25,7 +25,8 @@ from mindlora.merge import merge_lora
 from mindlora.nn.tree import lora_cells
 from mindlora.nn.vera import VeRADense
 from tests.support.adapter_samples import CONFIG, WEIGHTS, K, Q, make
-from tests.support.networks import TinyModel, as_array, randomize, refused
+from tests.support.networks import TinyModel, as_array, randomize
+from tests.support.refusals import refused
 
 PATHS = {"peft": "adapter", "mindformers": "adapter.safetensors", "ckpt": "adapter.ckpt"}
 W2 = "model.layers.0.feed_forward.w2"
@@ -166,8 +167,7 @@ def test_conversion_and_back(tmp_path):
         assert (config["peft_type"], config["projection_prng_key"]) == ("VERA", 3)
     refused(
         AdapterError,
-        "slora has no place for the vectors that use_vera trains. Merge the adapter into its base, "
-        "or write format 'peft'.",
+        "slora does not serve VeRA vectors (use_vera). Merge the adapter into its base, or write format 'peft'.",
         convert_adapter,
         str(tmp_path / "a"),
         str(tmp_path / "d"),
@@ -241,8 +241,8 @@ def test_combining_is_refused(tmp_path):
     adapter = adapter_files.read(saved(tmp_path / "a"))
     refused(
         AdapterError,
-        "Adapter 2 is VeRA's (use_vera), whose cells share A and B as wide as the widest of them. "
-        "Merge the adapters into the base one after the other instead.",
+        "Adapter 2 is a VeRA adapter (use_vera), which cannot be combined: its cells share A and B, which are as wide "
+        "as the widest cell. Merge the adapters into the base one after the other instead.",
         combine_adapters,
         [make(), adapter],
         [1, 1],
@@ -254,9 +254,9 @@ def test_joining_is_refused(tmp_path):
     saved(tmp_path / "a", targets=["wq", "wk", "wv"])
     refused(
         AdapterError,
-        "model.layers.0.attention.w_qkv stands for model.layers.0.attention.wq, "
+        "model.layers.0.attention.w_qkv joins model.layers.0.attention.wq, "
         "model.layers.0.attention.wk, model.layers.0.attention.wv, and VeRA's vectors belong to rows of matrices "
-        "that all cells share: they can be neither joined nor split. Build the model with qkv_concat as it was "
+        "that all cells share: such pairs can be neither joined nor split. Build the model with qkv_concat as it was "
         "trained.",
         convert_adapter,
         str(tmp_path / "a"),

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from typing import Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import numpy as np
 
@@ -149,7 +149,7 @@ class Adapter:
                 f"{source} holds {kind.name}'s vectors and lacks {' and '.join(lost)}, the matrices "
                 "between them. Save it with them (save_projection: true)."
             )
-        by_row = next(part.name for part in kind.parts if part.size == "out")
+        (by_row,) = kind.row_parts
         for path in [path for path, part in self.tensors if part == by_row]:
             rows = len(self.tensors[path, by_row])
             if rows > len(found["B"]):
@@ -249,7 +249,7 @@ class Adapter:
             raise NotFiniteError(f"{source} holds tensors with NaN or infinity: {listed(bad)}.")
 
 
-def is_alpha(value: object) -> bool:
+def is_alpha(value: Any) -> bool:
     """Tells whether ``value`` can be a lora_alpha: a finite number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 

@@ -1,4 +1,4 @@
-"""Several adapters of one base made into one: PEFT's add_weighted_adapter, in NumPy and without a network."""
+"""Combines several adapters of one base into one: PEFT's add_weighted_adapter, in NumPy and without a network."""
 
 import math
 from typing import Callable, Dict, List, Optional, Tuple
@@ -7,12 +7,13 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora.adapters.adapter import Adapter, listed_parts
+from mindlora.adapters.pair_kinds import LAYOUTS, Pair
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
 from mindlora.numerics.dtypes import to_float32
 
-# What is done to a stack of tensors [n, ...] of n adapters with their weights [n]: (prune, merge), by the names that
-# _rule gives them. On A and B each, and with `_svd` on their products.
+# Method -> (how to prune each tensor, how to merge the stack [n, ...] of n adapters), by the names in _rule. Without
+# `_svd` it is applied to A and to B, with `_svd` to the products B A.
 _RECIPES = {
     "linear": ("keep", "add"),
     "magnitude_prune": ("largest", "add"),
@@ -29,8 +30,8 @@ METHODS = (
 )
 MAJORITY_SIGNS = ("total", "frequency")
 
-# A [r, in] and B [out, r], float32.
-Pair = Tuple[np.ndarray, np.ndarray]
+# (pairs in float32, weights, scales, rank) -> pair.
+_Rule = Callable[[List[Pair], List[float], List[float], int], Pair]
 
 
 def combine_adapters(
@@ -43,26 +44,26 @@ def combine_adapters(
     majority_sign: str = "total",
     seed: int = 0,
 ) -> Adapter:
-    """Returns one adapter in the place of several, each with a weight; the arithmetic is PEFT's, in float32.
+    """Returns one adapter that replaces several, each with a weight; the arithmetic is PEFT's, in float32.
 
     With w_i = weights[i] * adapters[i].scale(path), and the sums over the adapters that adapt a path:
 
     - ``cat``: A = [w_1 A_1; w_2 A_2; ...], B = [B_1, B_2, ...]. Exact: B A is the sum of w_i B_i A_i. The rank is the
-      sum of the adapters' ranks; where an adapter lacks a path, zeros fill its place.
+      sum of the adapters' ranks; zeros fill up the rank if an adapter lacks a path.
     - ``svd``: the ``svd_rank`` largest singular values of the sum of w_i B_i A_i = U S V^T: A = V^T, B = U S.
-    - ``linear``: A = sum of sign(w_i) sqrt|w_i| A_i, B = sum of sqrt|w_i| B_i. Cheap, and rough: in B A each B_i meets
-      every A_j.
-    - ``magnitude_prune``: linear, after all but the largest elements of each A_i and B_i were set to zero.
+    - ``linear``: A = sum of sign(w_i) sqrt|w_i| A_i, B = sum of sqrt|w_i| B_i. Cheap and approximate: B A also has the
+      products B_i A_j of different adapters.
+    - ``magnitude_prune``: linear, with all but the largest elements of each A_i and B_i set to zero first.
     - ``ties``: the same pruning; then each element takes the sign of the adapters' majority, and the mean of w_i A_i
       over those that have this sign (Yadav et al., TIES-Merging, 2023).
-    - ``dare_linear``, ``dare_ties``: random elements are set to zero and the rest divided by ``density``, in the place
-      of the pruning (Yu et al., Language Models are Super Mario, 2024).
+    - ``dare_linear``, ``dare_ties``: instead of the pruning, random elements are set to zero and the rest is divided by
+      ``density`` (Yu et al., Language Models are Super Mario, 2024).
     - ``magnitude_prune_svd``, ``ties_svd``, ``dare_linear_svd``, ``dare_ties_svd``: the same on the products
-      scale B_i A_i with weights[i], and then svd. They hold a matrix [out, in] and take its full svd, path by path:
+      scale B_i A_i with weights[i], and then svd. They form a matrix [out, in] and take its full svd, path by path:
       minutes for each cell of a large model.
 
-    Two things are not PEFT's: the result never has use_rslora, where PEFT keeps that of the first adapter and so scales
-    the result by sqrt(r); and one adapter alone is treated as ``method`` says, which PEFT turns into linear.
+    Two things differ from PEFT: the result never has use_rslora, whereas PEFT keeps that of the first adapter and so
+    scales the result by sqrt(r); and for one adapter alone the ``method`` is followed, whereas PEFT takes linear.
 
     Args:
         adapters (list of Adapter): At least one. A path may be missing in some of them.
@@ -80,7 +81,8 @@ def combine_adapters(
 
     Raises:
         ConfigError: An argument is wrong, or is one that the method does not take.
-        AdapterError: An adapter has modules saved whole, is DoRA's, adapts no path that another does, or is not finite.
+        AdapterError: An adapter has saved modules, is not a plain LoRA of linear cells and embeddings, adapts no path
+            that another does, or is not finite.
         RankMismatchError: The ranks at a path differ, and the method needs equal ones.
         ShapeMismatchError: The cells at a path differ in their shapes.
         ScaleMismatchError: An adapter does not say lora_alpha.
@@ -115,7 +117,7 @@ def combine_adapters(
     )
 
 
-def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[float], List[float], int], Pair]:
+def _rule(method: str, density: Optional[float], majority_sign: str, random: np.random.Generator) -> _Rule:
     """Returns the function (pairs, weights, scales, rank) -> pair that is ``method``."""
     if method == "cat":
         return _cat
@@ -123,10 +125,11 @@ def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[
         return _svd_of_sum
     on_products = method.endswith("_svd")
     prune, merge = _RECIPES[method.removesuffix("_svd")]
+    share = 1.0 if density is None else density
     pruned = {
         "keep": lambda tensor: tensor,
-        "largest": lambda tensor: keep_largest(tensor, density),
-        "random": lambda tensor: keep_random(tensor, density, random),
+        "largest": lambda tensor: keep_largest(tensor, share),
+        "random": lambda tensor: keep_random(tensor, share, random),
     }[prune]
     merged = {"add": _add, "elect": lambda stack, weights: _elect(stack, weights, majority_sign)}[merge]
 
@@ -135,7 +138,7 @@ def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[
 
     def of_factors(pairs, weights, scales, _):
         scaled = [weight * scale for weight, scale in zip(weights, scales)]
-        # The sign stands on one side alone: on both it would cancel in the product.
+        # The sign goes into one of the two: in both it would cancel in the product.
         return (
             combined([a for a, _ in pairs], [math.copysign(math.sqrt(abs(value)), value) for value in scaled]),
             combined([b for _, b in pairs], [math.sqrt(abs(value)) for value in scaled]),
@@ -143,7 +146,8 @@ def _rule(method, density, majority_sign, random) -> Callable[[List[Pair], List[
 
     def of_products(pairs, weights, scales, rank):
         products = [(b @ a) * np.float32(scale) for (a, b), scale in zip(pairs, scales)]
-        return _factors(*np.linalg.svd(combined(products, weights), full_matrices=False), rank)
+        u, s, vh = np.linalg.svd(combined(products, weights), full_matrices=False)
+        return _factors(u, s, vh, rank)
 
     return of_products if on_products else of_factors
 
@@ -172,7 +176,7 @@ def _add(stack, weights) -> np.ndarray:
 
 
 def _elect(stack, weights, majority_sign) -> np.ndarray:
-    """The mean over the tensors that have the elected sign; zero where none has one."""
+    """Returns the mean over the tensors that have the elected sign; zero where none has it."""
     votes = stack if majority_sign == "total" else np.sign(stack)
     elected = np.where(votes.sum(axis=0) >= 0, np.float32(1), np.float32(-1))
     agrees = np.sign(stack) == elected
@@ -184,13 +188,13 @@ def _cat(pairs, weights, scales, rank) -> Pair:
         [a * np.float32(weight) * np.float32(scale) for (a, _), weight, scale in zip(pairs, weights, scales)]
     )
     b = np.concatenate([b for _, b in pairs], axis=1)
-    # One rank for all paths: who serves adapters seldom knows PEFT's rank_pattern.
+    # One rank for all paths: few servers of adapters know PEFT's rank_pattern.
     fill = (0, rank - a.shape[0])
     return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
 
 
 def _svd_of_sum(pairs, weights, scales, rank) -> Pair:
-    """The svd of B A for A and B of ``_cat``, which has at most their rank: no matrix [out, in] is needed.
+    """Returns the svd of B A for A and B of ``_cat``, which has at most their rank: no matrix [out, in] is needed.
 
     With B = Q_b R_b and A^T = Q_a R_a, the svd of the small R_b R_a^T = U S V^T gives B A = (Q_b U) S (Q_a V)^T.
     """
@@ -199,7 +203,7 @@ def _svd_of_sum(pairs, weights, scales, rank) -> Pair:
     basis_a, small_a = np.linalg.qr(a.T)
     u, s, vh = np.linalg.svd(small_b @ small_a.T, full_matrices=False)
     a, b = _factors(basis_b @ u, s, vh @ basis_a.T, rank)
-    # Ranks beyond what the sum has: the singular values are zero, and so is what belongs to them.
+    # Beyond the rank of the sum, the singular values and the rows of A and columns of B are zero.
     fill = (0, min(rank, a.shape[1], b.shape[0]) - a.shape[0])
     return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
 
@@ -245,22 +249,19 @@ def _check_adapters(adapters):
         label = f"Adapter {number}"
         if adapter.saved_modules:
             raise AdapterError(
-                f"{label} holds modules that were trained whole (modules_to_save), which cannot be "
-                f"combined: {listed(adapter.saved_modules)}."
+                f"{label} holds saved modules (modules_to_save), which cannot be combined: "
+                f"{listed(adapter.saved_modules)}."
             )
-        if adapter.use_dora:
+        kind = adapter.kind
+        if kind.cannot_combine:
             raise AdapterError(
-                f"{label} is DoRA's (use_dora), and what several magnitudes of a row make together is "
-                "not defined. Merge the adapters into the base one after the other instead."
+                f"{label} is a {kind.name} adapter ({kind.field}), which cannot be combined: {kind.cannot_combine}. "
+                "Merge the adapters into the base one after the other instead."
             )
-        if adapter.use_vera:
-            raise AdapterError(
-                f"{label} is VeRA's (use_vera), whose cells share A and B as wide as the widest of "
-                "them. Merge the adapters into the base one after the other instead."
-            )
-        convolutions = [path for path in adapter.paths if adapter.tensors[path, "A"].ndim > 2]
-        if convolutions:
-            raise AdapterError(f"{label} adapts convolutions, which cannot be combined: {listed(convolutions)}.")
+        for layout in LAYOUTS:
+            refused = [path for path in adapter.paths if adapter.layout(path) is layout and not layout.can_combine]
+            if refused:
+                raise AdapterError(f"{label} adapts {layout.cells}, which cannot be combined: {listed(refused)}.")
         adapter.check_pairs(label)
         adapter.check_finite(label)
         for path in adapter.paths:

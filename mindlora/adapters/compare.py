@@ -147,33 +147,36 @@ def _only_in(one: Adapter, other: Adapter) -> Tuple[str, ...]:
 
 
 def _cell_difference(one: Adapter, two: Adapter, path: str) -> CellDifference:
-    parts = [adapter.parts(path) for adapter in (one, two)]
-    scales = [adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two)]
-    row_norms = [adapter.row_norms(path) for adapter in (one, two)]
+    parts, other_parts = one.parts(path), two.parts(path)
+    scale, other_scale = (adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two))
+    row_norms = one.row_norms(path)
     if (
-        scales[0] == scales[1]
-        and parts[0].keys() == parts[1].keys()
-        and all(_same(array, parts[1][part]) for part, array in parts[0].items())
+        scale == other_scale
+        and parts.keys() == other_parts.keys()
+        and all(_same(array, other_parts[part]) for part, array in parts.items())
     ):
-        return CellDifference(path, True, 0.0, 0.0, None if row_norms[0] is None else 0.0, 0.0, 0.0)
-    first, second = (quiet_pair(adapter, path) for adapter in (one, two))
-    delta = relative = None
-    if None not in scales and _have_one_shape(first, second) and all(map(is_finite, (*first, *second))):
-        delta = delta_norm((scales[0], *first), (-scales[1], *second))
-        norm = delta_norm((scales[0], *first))
-        relative = delta / norm if norm else None
-    differences = [_difference(*arrays) for arrays in (*zip(first, second), row_norms)]
-    return CellDifference(path, False, *differences, delta, relative)
-
-
-def _have_one_shape(first, second) -> bool:
-    """Tells whether B A is defined for both pairs and has one shape."""
-    (a, b), (other_a, other_b) = first, second
-    return (
+        return CellDifference(path, True, 0.0, 0.0, None if row_norms is None else 0.0, 0.0, 0.0)
+    (a, b), (other_a, other_b) = quiet_pair(one, path), quiet_pair(two, path)
+    comparable = (
         a.shape[1:] == other_a.shape[1:]
-        and b.shape[0] == other_b.shape[0]
+        and len(b) == len(other_b)
         and has_product(a, b)
         and has_product(other_a, other_b)
+        and all(map(is_finite, (a, b, other_a, other_b)))
+    )
+    delta = relative = None
+    if comparable and scale is not None and other_scale is not None:
+        delta = delta_norm((scale, a, b), (-other_scale, other_a, other_b))
+        norm = delta_norm((scale, a, b))
+        relative = delta / norm if norm else None
+    return CellDifference(
+        path,
+        False,
+        _difference(a, other_a),
+        _difference(b, other_b),
+        _difference(row_norms, two.row_norms(path)),
+        delta,
+        relative,
     )
 
 

@@ -1,4 +1,4 @@
-"""convert_adapter: an adapter from any form that is known into one of four."""
+"""convert_adapter: turns an adapter of any known form into one of four."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from mindlora.models import names
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The attention of the model, where its w_qkv has to be split or joined.
+    """Sizes of the model's attention, which splitting and joining w_qkv need.
 
     Attributes:
         heads (int): num_heads, or None.
@@ -31,9 +31,9 @@ class ConvertAdapterReport:
     """What convert_adapter did.
 
     Attributes:
-        source (str): What was read.
+        source (str): The path that was read.
         dialect (str): Its form.
-        output (str): What was written.
+        output (str): The path that was written.
         form (str): Its form.
         pairs (int): Pairs of A and B that were written.
         saved_modules (int): Parameters of modules_to_save that were written with them.
@@ -50,12 +50,17 @@ class ConvertAdapterReport:
     ranks: Tuple[int, ...]
     alphas: Tuple[float, ...]
 
-    def __str__(self):
+    @property
+    def whole(self) -> int:
+        """The name of ``saved_modules`` in version 0.1; it goes in version 0.3."""
+        return self.saved_modules
+
+    def __str__(self) -> str:
         ranks, alphas = (", ".join(f"{value:g}" for value in values) for values in (self.ranks, self.alphas))
-        whole = f" and {self.saved_modules} parameters trained whole" if self.saved_modules else ""
+        modules = f" and {self.saved_modules} parameters of saved modules" if self.saved_modules else ""
         return (
             f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {self.pairs} pairs of rank {ranks}, "
-            f"lora_alpha {alphas}{whole}."
+            f"lora_alpha {alphas}{modules}."
         )
 
 
@@ -69,24 +74,25 @@ def convert_adapter(
     allow_pickle: bool = False,
     overwrite: bool = False,
 ) -> ConvertAdapterReport:
-    """Writes the adapter at ``source`` in another form; every value stays as it is, bit for bit.
+    """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
     Args:
         source (str): Any form that adapter_files.read takes.
         output (str): Where to write.
         to (str): "peft", "mindformers", "ckpt" or "slora", as in adapter_files.write.
         lora_alpha (float): For a source that does not say it. Default: None.
-        heads (Heads): Needed where w_qkv is split (for "peft") or joined.
+        heads (Heads): Needed if w_qkv is split (for "peft") or joined. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
-        overwrite (bool): Whether what stands at ``output`` may be replaced. Default: False.
+        overwrite (bool): Whether ``output`` may be replaced. Default: False.
 
     Returns:
         ConvertAdapterReport.
 
     Raises:
-        LoraError: ``output`` exists, is ``source``, or does not fit ``to``; or what adapter_files.read and write raise.
+        LoraError: ``output`` exists, is ``source``, or is not one for the form ``to``; or what adapter_files.read and
+            write raise.
     """
     check_free(source, output, overwrite)
     adapter_files.check_adapter_output(output, to)
@@ -95,7 +101,7 @@ def convert_adapter(
         adapter.set_alpha(lora_alpha)
     if concatenate:
         if to == "peft":
-            raise AdapterError("PEFT has no concatenated modules: leave concatenate (--concat) out for format 'peft'.")
+            raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
         _join(adapter, heads)
     elif to == "peft":
         _split(adapter, heads)
@@ -113,22 +119,22 @@ def convert_adapter(
 
 
 def check_free(source: str, output: str, overwrite: bool) -> None:
-    """Raises LoraError where ``output`` is ``source``, or stands already and ``overwrite`` is False."""
+    """Raises LoraError if ``output`` is ``source``, or exists and ``overwrite`` is False."""
     if os.path.exists(source) and os.path.exists(output) and os.path.samefile(source, output):
-        raise LoraError(f"{output} is both what is read and what is written. Give another path.")
+        raise LoraError(f"{output} is both the input and the output. Give another path.")
     if os.path.lexists(output) and not overwrite:
         raise LoraError(
             f"{output} exists already. Give another path, or allow to replace it with overwrite (--overwrite)."
         )
 
 
-def _split(adapter: Adapter, heads: Heads):
+def _split(adapter: Adapter, heads: Heads) -> None:
     for path in adapter.paths:
         if names.joined_parts(path):
             joined_pairs.split_pairs(adapter, path, heads.kv_heads, heads.head_dim)
 
 
-def _join(adapter: Adapter, heads: Heads):
+def _join(adapter: Adapter, heads: Heads) -> None:
     joined = {
         path.rpartition(".")[0] + "." + cell.name: cell
         for path in adapter.paths
@@ -136,14 +142,14 @@ def _join(adapter: Adapter, heads: Heads):
         if path.rpartition(".")[2] in cell.parts
     }
     for path, cell in joined.items():
-        parts = cell.paths(path)
-        rows = {part: len(adapter.tensors[part, "B"]) for part in parts if (part, "B") in adapter.tensors}
-        counts = [rows.get(part) for part in parts]
+        members = cell.paths(path)
+        rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}
+        counts = [rows.get(member) for member in members]
         total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
         if total is None:
             raise AdapterError(
-                f"{path} stands for {', '.join(parts)}, of which the adapter has only "
-                f"{', '.join(rows)}: how many rows the others take is not known. Give num_heads, "
+                f"{path} joins {', '.join(members)}, of which the adapter has only "
+                f"{', '.join(rows)}: the number of rows of the others is not known. Give num_heads, "
                 "n_kv_heads and the head size."
             )
         joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)

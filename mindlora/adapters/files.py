@@ -26,23 +26,23 @@ FORMS = ("peft", "mindformers", "ckpt", "slora")
 
 
 def read(path: str, allow_pickle: bool = False) -> Adapter:
-    """Reads an adapter in any form that is known; tensors of the base and of the optimizer are passed over.
+    """Reads an adapter in any known form; tensors of the base and of the optimizer are ignored.
 
     Args:
         path (str): A folder of PEFT's, of MindFormers' slora or of MindFormers 2's; or a .safetensors, .ckpt or .bin
             file, of PEFT's or of MindFormers'.
-        allow_pickle (bool): Whether a .bin may be read. It is a pickle, of which only tensors are taken and nothing is
-            run. Default: False.
+        allow_pickle (bool): Whether a .bin may be read. It is a pickle; only tensors are taken from it and nothing in
+            it is run. Default: False.
 
     Returns:
         Adapter, its pairs complete and of the declared ranks.
 
     Raises:
-        AdapterFormatError: Nothing readable stands at ``path``, it holds no LoRA tensor, or its configuration is of
-            another kind than what is supported.
+        AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, or its configuration is not
+            supported.
         TruncatedAdapterError: The file ends before its content does.
         UnexpectedTensorsError: A PEFT file holds tensors that are neither LoRA's nor of modules_to_save.
-        MissingTensorsError, ShapeMismatchError, RankMismatchError: A pair is incomplete or does not fit together.
+        MissingTensorsError, ShapeMismatchError, RankMismatchError: A pair is incomplete, or its shapes do not agree.
     """
     path = str(path)
     atomic.finish_interrupted_swap(path)
@@ -50,11 +50,11 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
         raise AdapterFormatError(f"{path} does not exist.")
     weights = _weights_in(path) if os.path.isdir(path) else path
     if not os.path.isfile(weights):
-        raise AdapterFormatError(f"{weights} is no file: a folder, a device, or a link that leads nowhere.")
+        raise AdapterFormatError(f"{weights} is not a file but a folder, a device, or a broken link.")
     config = os.path.join(os.path.dirname(weights), peft.CONFIG_FILE)
     described = os.path.isdir(path) or os.path.basename(weights).startswith("adapter_model.") and os.path.exists(config)
     manifest = os.path.join(os.path.dirname(weights), _MANIFEST)
-    # Before the weights: it is small, and says whether they can be used at all.
+    # Read before the weights: it is small, and may already rule them out.
     declared = peft_config.read(config) if described and not os.path.exists(manifest) else None
     adapter = _read_weights(weights, allow_pickle)
     if declared:
@@ -67,11 +67,16 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
 
 
 def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False) -> List[Adapter]:
-    """Returns the adapters at ``paths``, with ``alpha`` where a file does not say lora_alpha.
+    """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not say lora_alpha.
+
+    Args:
+        paths (list of str): As for ``read``.
+        alpha (float): lora_alpha. Default: None.
+        allow_pickle (bool): As for ``read``. Default: False.
 
     Raises:
-        AdapterError: Nothing usable stands at one of them.
-        ScaleMismatchError: ``alpha`` is given, and each file says lora_alpha itself.
+        AdapterError: There is no usable adapter at one of them.
+        ScaleMismatchError: ``alpha`` is given, and every file says lora_alpha itself.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
     adapters = [read(path, allow_pickle=allow_pickle) for path in progress]
@@ -82,17 +87,17 @@ def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle:
 
 
 def write(adapter: Adapter, path: str, to: str = "peft") -> None:
-    """Writes an adapter in one atomic step; what stands at ``path`` is replaced.
+    """Writes an adapter in one atomic step; anything at ``path`` is replaced.
 
     Args:
         adapter (Adapter): Its pairs complete, its lora_alpha known.
         path (str): A folder for "peft" and "slora", a file that ends in .safetensors for "mindformers" and in .ckpt
             for "ckpt".
         to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
-            MindFormers' own names, "slora" for what MindFormers serves many adapters from. Default: "peft".
+            MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter. Default: "peft".
 
     Raises:
-        LoraError: ``to`` is unknown or does not fit ``path``, or the form has no place for something in the adapter.
+        LoraError: ``to`` is unknown or does not agree with ``path``, or the form cannot hold something of the adapter.
         ScaleMismatchError: lora_alpha is not known.
         NotFiniteError: A tensor holds NaN or infinity.
     """
@@ -133,7 +138,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 
 
 def check_adapter_output(path: str, to: str) -> None:
-    """Raises LoraError where ``to`` is no form, or is not what ``path`` looks like or is already."""
+    """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to."""
     if to not in FORMS:
         raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
     ending = {"ckpt": ".ckpt", "mindformers": ".safetensors"}.get(to, "")
@@ -143,13 +148,13 @@ def check_adapter_output(path: str, to: str) -> None:
         raise LoraError(f"path is {path!r}: format {to!r} writes a {form}.")
     if os.path.isfile(path) if folder else os.path.isdir(path):
         raise LoraError(
-            f"path is {path!r}, where a {'file' if folder else 'folder'} stands, which an adapter with "
+            f"path is {path!r}, where there is a {'file' if folder else 'folder'}, which an adapter with "
             f"format {to!r} cannot replace. Remove it, or give another path."
         )
 
 
-def _weights_in(folder) -> str:
-    """Returns the file of an adapter folder that holds the tensors."""
+def _weights_in(folder: str) -> str:
+    """Returns the file with the tensors in an adapter folder."""
     for name in (peft.WEIGHTS_FILE, peft.PICKLE_FILE, slora.WEIGHTS_FILE):
         if os.path.lexists(os.path.join(folder, name)):
             return os.path.join(folder, name)
@@ -245,25 +250,26 @@ def _sort_keys(
     unknown = sorted(key for key in set(keys) - set(part_keys) if mindformers.is_adapter_key(key))
     if unknown:
         raise UnexpectedTensorsError(
-            f"{path} holds LoRA tensors in more than one form: besides those of {dialect.name} {_listed(unknown)}."
+            f"{path} holds LoRA tensors in more than one form: those of {dialect.name}, and {_listed(unknown)}. Keep "
+            "one form in a file."
         )
     return dialect.name, part_keys, {name: name for name in saved_modules if name in keys}
 
 
-def _check_tensor(key, name, array, path):
-    # What Python takes for names, so that int takes what str.isdigit tells of: the parts of a path of cells.
+def _check_tensor(key: str, name: str, array: np.ndarray, path: str) -> None:
+    # Each part of a path must be like a Python name, so that int() can read every part that str.isdigit accepts.
     if name and not (
         len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
     ):
-        raise AdapterFormatError(f"{path} names a tensor {shown(key)}, which is no path of a cell.")
+        raise AdapterFormatError(f"{path} names a tensor {shown(key)}, which is not a path of a cell.")
     if array.dtype not in FLOATS:
         raise AdapterFormatError(
             f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 or bfloat16."
         )
 
 
-def _apply_config(adapter, config, path):
-    """Puts into ``adapter`` what its adapter_config.json says, and checks its pairs against that."""
+def _apply_config(adapter: Adapter, config: peft_config.PeftConfig, path: str) -> None:
+    """Puts the content of adapter_config.json into ``adapter``, and checks its pairs against it."""
     adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
     for kind in VARIANTS:
         declared = getattr(config, kind.field)
@@ -281,44 +287,45 @@ def _apply_config(adapter, config, path):
     adapter.selection = dict(config.selection)
     for module in config.modules_to_save:
         if not any(peft.is_of_module(name, module) for name in adapter.saved_modules):
-            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, and no tensor is that module's.")
-    strange = sorted(
+            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, and no tensor belongs to it.")
+    kept = {*adapter.paths, *names.embeddings(), *names.output_heads()}
+    unknown = sorted(
         name
         for name in adapter.saved_modules
         if not any(peft.is_of_module(name, module) for module in config.modules_to_save)
-        and name.rpartition(".")[0] not in (*adapter.paths, *names.embeddings(), *names.output_heads())
+        and name.rpartition(".")[0] not in kept
     )
-    if strange:
+    if unknown:
         raise UnexpectedTensorsError(
-            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(strange)}."
+            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(unknown)}."
         )
 
 
 def _manifest_alpha(path: str) -> float:
-    described = peft_config.json_object(path).get("lora_config")
-    alpha = described.get("lora_alpha") if isinstance(described, dict) else None
+    lora_config = peft_config.json_object(path).get("lora_config")
+    alpha: Any = lora_config.get("lora_alpha") if isinstance(lora_config, dict) else None
     if not is_alpha(alpha):
         raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}, it must be a number above 0.")
     return float(alpha)
 
 
-def _listed(keys) -> str:
-    """Returns keys for a message; one with control characters is quoted."""
+def _listed(keys: Iterable[str]) -> str:
+    """Returns keys for a message; those with control characters are quoted."""
     return ", ".join(key if key.isprintable() and len(key) <= 200 else shown(key) for key in keys)
 
 
-def _refuse_joined(adapter):
+def _refuse_joined(adapter: Adapter) -> None:
     joined = [path for path in adapter.paths if names.joined_parts(path)]
     if joined:
         raise AdapterError(
-            f"PEFT has no module for {listed(joined)}, which stand for "
-            "several. Split them first: give the model's n_kv_heads and head size."
+            f"PEFT has no joined modules such as {listed(joined)}. Split them first: give the model's n_kv_heads and "
+            "head size."
         )
 
 
-def _refuse_experts(adapter, to):
+def _refuse_experts(adapter: Adapter, to: str) -> None:
     experts = [path for path in adapter.paths if ".experts." in path]
     if experts:
         raise AdapterError(
-            f"Format {to!r} has no place for adapters of single experts: {listed(experts)}. Write format 'peft'."
+            f"Format {to!r} cannot hold adapters of single experts: {listed(experts)}. Write format 'peft'."
         )

@@ -78,6 +78,11 @@ class PairKind:
     cannot_combine: str = ""
     in_slora: bool = False
 
+    @property
+    def row_parts(self) -> Tuple[str, ...]:
+        """The vectors that have one element per row of the weight."""
+        return tuple(part.name for part in self.parts if part.size == "out")
+
 
 def _vera_pair(parts: Mapping[str, np.ndarray]) -> Pair:
     """Returns diag(lambda_d) A and diag(lambda_b) B."""

@@ -393,7 +393,7 @@ def test_adapters_that_cannot_be_combined(three):
     with pytest.raises(AdapterError) as error:
         combine_adapters(three, WEIGHTS, "svd")
     assert str(error.value) == (
-        "Adapter 3 holds modules that were trained whole (modules_to_save), which cannot be combined: lm_head.weight."
+        "Adapter 3 holds saved modules (modules_to_save), which cannot be combined: lm_head.weight."
     )
     three[2].saved_modules = {}
     three[1].tensors[WQ, "A"][0, 0] = np.nan

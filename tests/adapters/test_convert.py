@@ -109,14 +109,14 @@ def test_what_stands_at_the_output_is_kept_unless_it_may_go(tmp_path):
     assert open(output, "rb").read() == before
     convert_adapter(written(tmp_path, "slora", leaves=("attention.wq",)), output, "ckpt", overwrite=True)
     assert_same(output, make_adapter(("attention.wq",)))
-    with pytest.raises(LoraError, match="both what is read and what is written"):
+    with pytest.raises(LoraError, match="both the input and the output"):
         convert_adapter(source, source + "/.", "peft", overwrite=True)
 
 
 @pytest.mark.parametrize(
     "to, name, keys, message",
     [
-        ("peft", "out", {"concatenate": True}, "PEFT has no concatenated modules"),
+        ("peft", "out", {"concatenate": True}, "PEFT has no joined modules"),
         ("ckpt", "out", {}, "path is 'out': format 'ckpt' writes a file that ends in .ckpt."),
         ("onnx", "out", {}, "format is 'onnx', which is not known."),
     ],

@@ -109,8 +109,8 @@ def test_peft_has_no_concatenated_cells(tmp_path):
     with pytest.raises(AdapterError) as error:
         adapter_files.write(adapter, str(tmp_path / "adapter"))
     assert str(error.value) == (
-        "PEFT has no module for model.layers.{0..1}.attention.w_qkv, model.layers.0.feed_forward.w_gate_hidden, which "
-        "stand for several. Split them first: give the model's n_kv_heads and head size."
+        "PEFT has no joined modules such as model.layers.{0..1}.attention.w_qkv, "
+        "model.layers.0.feed_forward.w_gate_hidden. Split them first: give the model's n_kv_heads and head size."
     )
     assert not os.listdir(tmp_path)
 
@@ -121,7 +121,7 @@ def test_mindformers_has_no_place_for_single_experts(tmp_path, form):
     with pytest.raises(AdapterError) as error:
         adapter_files.write(adapter, str(tmp_path / NAMES[form]), form)
     assert str(error.value) == (
-        f"Format {form!r} has no place for adapters of single experts: "
+        f"Format {form!r} cannot hold adapters of single experts: "
         "model.layers.0.mlp.experts.1.up_proj. Write format 'peft'."
     )
     assert not os.listdir(tmp_path)
@@ -275,8 +275,8 @@ def test_two_forms_in_one_file_are_refused(tmp_path):
     with pytest.raises(UnexpectedTensorsError) as error:
         adapter_files.read(str(tmp_path / "a.safetensors"))
     assert str(error.value) == (
-        f"{tmp_path / 'a.safetensors'} holds LoRA tensors in more than one form: besides those "
-        f"of MindFormers' LoRA (mindpet_delta_lora) {K}.tk_delta_lora_a."
+        f"{tmp_path / 'a.safetensors'} holds LoRA tensors in more than one form: those of "
+        f"MindFormers' LoRA (mindpet_delta_lora), and {K}.tk_delta_lora_a. Keep one form in a file."
     )
 
 
@@ -309,7 +309,7 @@ def test_modules_to_save_that_are_not_there(tmp_path):
     path = folder(tmp_path / "a", peft_tensors(make()), modules_to_save=["lm_head"])
     with pytest.raises(MissingTensorsError) as error:
         adapter_files.read(path)
-    assert str(error.value) == f"{path}: modules_to_save names 'lm_head', and no tensor is that module's."
+    assert str(error.value) == f"{path}: modules_to_save names 'lm_head', and no tensor belongs to it."
 
 
 def test_the_weight_of_the_base_beside_an_adapted_head_is_no_strange_tensor(tmp_path):

@@ -287,7 +287,7 @@ def test_heads_that_do_not_fit_a_split(kv_heads, head_dim):
     with pytest.raises(AdapterError) as error:
         joined_pairs.split_pairs(own, QKV, kv_heads, head_dim)
     assert str(error.value) == (
-        f"{QKV} stands for {', '.join(PARTS)} in {TOTAL} rows, which {kv_heads} key-value "
+        f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which {kv_heads} key-value "
         f"heads of size {head_dim} do not divide. Give the model's n_kv_heads and head size."
     )
     assert own.paths == [QKV]
@@ -307,7 +307,7 @@ def test_parts_with_inputs_of_different_sizes():
     own.tensors[PARTS[1], "A"] = np.zeros((2, IN + 1), np.float32)
     with pytest.raises(ShapeMismatchError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, KV_HEADS)
-    assert str(error.value) == f"{', '.join(PARTS)} take inputs of different sizes, so {QKV} cannot stand for them."
+    assert str(error.value) == f"{', '.join(PARTS)} take inputs of different sizes, so {QKV} cannot replace them."
 
 
 def test_a_join_needs_alpha():

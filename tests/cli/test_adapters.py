@@ -40,7 +40,7 @@ def run(capsys, *words):
 
 def test_inspect(three, capsys):
     code, out, _ = run(capsys, "inspect", "one")
-    assert code == 0 and "rank         2" in out and WQ in out
+    assert code == 0 and "rank           2" in out and WQ in out
     code, out, _ = run(capsys, "inspect", "one", "--json")
     report = json.loads(out)
     assert code == 0 and report["ranks"] == [2] and report["cells"][0]["norm_delta"] > 0
@@ -118,7 +118,7 @@ def test_the_help_names_every_method(capsys):
     "words, message",
     [
         (["inspect", "none"], "none does not exist."),
-        (["inspect", "one", "--alpha", "3"], "lora_alpha is 3, but the adapter says itself: 4."),
+        (["inspect", "one", "--alpha", "3"], "lora_alpha is 3, but the adapter has its own: 4."),
         (["diff", "one", "none"], "none does not exist."),
         (
             ["combine", "out", "--method", "tise", "--adapter", "one", "1"],

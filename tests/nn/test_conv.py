@@ -161,7 +161,7 @@ def test_saved_and_loaded(keys, form, name, tmp_path):
             adapter.delta("patch"), changed(source.patch) - as_array(source.patch.weight), atol=1e-5
         )
     assert "patch" in str(inspect_adapter(str(tmp_path / name)))
-    with pytest.raises(AdapterError, match="^slora has no place for adapters of embeddings and convolutions: patch"):
+    with pytest.raises(AdapterError, match="^slora does not serve adapters of convolutions: patch"):
         adapter_files.write(adapter, str(tmp_path / "slora"), "slora")
     with pytest.raises(AdapterError, match="^Adapter 1 adapts convolutions, which cannot be combined: patch"):
         combine_adapters([adapter, adapter], [1, 1], "cat")

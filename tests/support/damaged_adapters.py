@@ -102,7 +102,7 @@ add(
     with_weights(safetensors(b'{"a": ["F32", [1], [0, 4]]}', bytes(4))),
     FORMAT,
     WEIGHTS,
-    "its header describes a by no object",
+    "the entry of a in its header is not an object",
 )
 add("header: nothing in it", with_weights(safetensors(b"{}")), FORMAT, "holds no LoRA tensor. It holds: nothing.")
 
@@ -161,7 +161,7 @@ add(
     ),
     FORMAT,
     WEIGHTS,
-    f"names {QB} twice: which of the two counts is not said",
+    f"has {QB} twice, so it is unclear which one counts",
 )
 
 # Tensors --------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ for name, part in (
         FORMAT,
         WEIGHTS,
         "names a tensor ",
-        "which is no path of a cell",
+        "which is not a path of a cell",
     )
 add(
     "a foreign tensor with a control character",
@@ -344,7 +344,7 @@ def two_candidates(path):
     (path / "mindformers_adapter_config.json").write_text("{}")
 
 
-NO_FILE = "is no file: a folder, a device, or a link that leads nowhere"
+NO_FILE = "is not a file but a folder, a device, or a broken link"
 add("config is missing", changed(lambda path: (path / CONFIG).unlink()), FORMAT, f"{CONFIG} is missing")
 add("config is a folder", replaced(CONFIG, os.mkdir), FORMAT, CONFIG, NO_FILE)
 add("config is a loop of links", replaced(CONFIG, lambda name: name.symlink_to(name)), FORMAT, CONFIG, NO_FILE)
@@ -416,14 +416,14 @@ add(
     "ckpt: a tensor twice",
     ckpt(lambda: record(*ckpt_records(make()) * 2)),
     FORMAT,
-    f"names {Q}.mindpet_delta_lora_a twice",
+    f"has {Q}.mindpet_delta_lora_a twice",
 )
 add("ckpt: half a pair", ckpt(lambda: record(*ckpt_records(make())[1:])), MISSING, "lacks half of 1 pairs", f"{Q} B")
 add(
     "ckpt: a record that is no text",
     ckpt(lambda: record(*ckpt_records(make()), ("mindlora", "str", (1,), b"\xff" * 8))),
     TRUNCATED,
-    "its last record is no text",
+    "its last record is not a text",
 )
 
 # The record -----------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def facts(value):
     return make_it
 
 
-RECORD = "mindlora's own record in "
+RECORD = "mindlora's metadata in "
 for value, words in (
     ("{", "is not JSON"),
     ("[]", "holds a list and not a JSON object"),
@@ -492,7 +492,7 @@ add(
 )
 add("record: a pair that is not there", facts({"alphas": {Q: 3, K: 3, "lm_head": 3}}), MISSING, "'lm_head'")
 add("record: a module that is not there", facts({"whole": ["lm_head.weight"]}), MISSING, "'lm_head.weight'")
-add("record: a pair without alpha", facts({"alphas": {Q: 3}}), FORMAT, RECORD, "it says no lora_alpha for " + K)
+add("record: a pair without alpha", facts({"alphas": {Q: 3}}), FORMAT, RECORD, "it has no lora_alpha for " + K)
 
 # .bin -----------------------------------------------------------------------------------------------------------
 
@@ -524,7 +524,7 @@ add(
     pickled(lambda path: tz.write(path, COMMAND)),
     FORMAT,
     BIN,
-    "asks for os.system, which is no part of a dict of tensors",
+    "asks for os.system, which no dict of tensors needs",
     "Nothing of it was run",
 )
 add("bin: cut", pickled(cut_bin), TRUNCATED, BIN, "is truncated or damaged: File is not a zip file")

@@ -1,11 +1,11 @@
-"""The forms in which MindFormers itself keeps LoRA: a table of key endings for each, read by one pair of functions."""
+"""The forms of LoRA in MindFormers' own files: a table of key endings for each, and one pair of functions for all."""
 
 import re
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters.adapter import SHARED, PartKey
+from mindlora.adapters.pair_kinds import PARTS, SHARED_PARTS, PartKey, unstack_experts
 from mindlora.errors import ShapeMismatchError
 from mindlora.models import names
 
@@ -15,9 +15,9 @@ class Dialect(NamedTuple):
 
     Attributes:
         name (str): For messages.
-        endings (dict): How a key ends -> part of the adapter; the first for each part is the one that is written.
-        renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' Llama.
-        only (str): Regular expression that at least one key of a file in this form matches. Default: any.
+        endings (dict): How a key ends -> name of the part; the first one of a part is the one that is written.
+        renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' legacy models.
+        only (str): Regular expression that at least one key of a file in this form matches. Default: "", any key.
     """
 
     name: str
@@ -29,14 +29,8 @@ class Dialect(NamedTuple):
 MINDPET = Dialect(
     "MindFormers' LoRA (mindpet_delta_lora)",
     {
-        ".mindpet_delta_lora_a": "A",
-        ".mindpet_delta_lora_b": "B",
-        ".mindpet_delta_lora_magnitude": "magnitude",
-        ".mindpet_delta_lora_lambda_d": "lambda_d",
-        ".mindpet_delta_lora_lambda_b": "lambda_b",
-        ".mindpet_delta_lora_vera_a": SHARED["A"][1],
-        ".mindpet_delta_lora_vera_b": SHARED["B"][1],
-        # A LoRADense of MindPet's that was never put into a network saves under capital letters.
+        **{f".{part.parameter}": part.name for part in (*PARTS.values(), *SHARED_PARTS.values())},
+        # MindPet's LoRADense outside of a network saves under capital letters.
         ".mindpet_delta_lora_A": "A",
         ".mindpet_delta_lora_B": "B",
     },
@@ -65,8 +59,8 @@ _EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
 
 
 def tensor_key(path: str, part: str, dialect: Dialect = MINDPET) -> str:
-    """Returns the key of a part of the adapter at ``path``."""
-    ending = next(ending for ending, kind in dialect.endings.items() if kind == part)
+    """Returns the key of a part of the cell at ``path``."""
+    ending = next(ending for ending, name in dialect.endings.items() if name == part)
     return f"{path}{ending}" if path else ending[1:]
 
 
@@ -76,16 +70,16 @@ def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[PartKey]:
         return None
     for ending, part in dialect.endings.items():
         if ("." + key).endswith(ending):
-            # What all cells have in common MindSpore may call by the first of them.
-            path = key[: -len(ending)] if key.endswith(ending) and ("", part) not in SHARED.values() else ""
+            # MindSpore may name a shared parameter after the first of the cells that share it.
+            path = key[: -len(ending)] if key.endswith(ending) and part not in SHARED_PARTS else ""
             for pattern, replacement in dialect.renamed:
                 path = re.sub(pattern, replacement, path)
             return path, part
     return None
 
 
-def detect(keys) -> Optional[Dialect]:
-    """Returns the dialect of a file with these keys, or None where none of them holds a LoRA tensor."""
+def detect(keys: List[str]) -> Optional[Dialect]:
+    """Returns the dialect of a file with these keys, or None if none of them is a LoRA tensor's."""
     for dialect in DIALECTS:
         if any(parse_key(key, dialect) and re.search(dialect.only, key) for key in keys):
             return dialect
@@ -98,7 +92,7 @@ def is_adapter_key(key: str) -> bool:
 
 
 def parse_expert_key(key: str) -> Optional[PartKey]:
-    """Returns (path, half) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
+    """Returns (path, part) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
     match = None if key.startswith(_OPTIMIZER_PREFIXES) else _EXPERTS.match(key)
     return (f"{match[1]}.weight{match[2]}", match[3].upper()) if match else None
 
@@ -111,22 +105,24 @@ def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
         array (array): A is [experts, in, r] and B [experts, r, out]: the transposes of a dense pair's.
 
     Returns:
-        dict of places: weight2 is down_proj; weight1 has the rows of gate_proj before those of up_proj, which share A.
+        dict of (path, part) -> matrix: weight2 is down_proj; weight1 has the rows of gate_proj before those of up_proj,
+        and the two share A.
 
     Raises:
-        ShapeMismatchError: The tensor is no stack of matrices, or B of weight1 has no half.
+        ShapeMismatchError: The tensor is no stack of matrices, or B of weight1 has an odd out.
     """
     match = _EXPERTS.match(key)
     if not match:
         return {}
     holder, half = re.sub(r"^decoder\.", "model.", match[1]), match[3].upper()
-    if array.ndim != 3 or 0 in array.shape or match[2] + half == "1B" and array.shape[2] % 2:
+    matrices = unstack_experts(array)
+    if matrices is None or match[2] + half == "1B" and len(matrices[0]) % 2:
         raise ShapeMismatchError(
             f"{key} is {list(array.shape)}: A of all experts is [experts, in, r], B [experts, r, "
             "out], and weight1's out is twice that of gate_proj."
         )
     pairs = {}
-    for expert, matrix in enumerate(array.swapaxes(1, 2)):
+    for expert, matrix in enumerate(matrices):
         if match[2] == "2":
             parts = {"down_proj": matrix}
         elif half == "A":

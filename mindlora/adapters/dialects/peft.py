@@ -1,10 +1,11 @@
 """PEFT's adapter folder: the keys of its tensors, under Hugging Face names, and the adapter_config.json it writes."""
 
 from collections import Counter
-from typing import Dict, List, Optional
+from typing import Dict, Iterable, List, Optional, Union
 
-from mindlora.adapters.adapter import Adapter, PartKey
+from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft_vera
+from mindlora.adapters.pair_kinds import EMBEDDING, PARTS, SHARED_PARTS, PartKey
 from mindlora.models import names
 
 NAME = "PEFT"
@@ -12,27 +13,27 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector", **peft_vera.SUFFIXES}
-_EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
-# Where an adapted module's own weight was saved besides, as PEFT does for embeddings and output heads.
+_SUFFIXES = {name: part.peft for name, part in PARTS.items()}
+_PARTS_BY_SUFFIX = {suffix: part for suffixes in (_SUFFIXES, EMBEDDING.peft) for part, suffix in suffixes.items()}
+_SHARED_PARTS_BY_KEY = {part.peft: name for name, part in SHARED_PARTS.items()}
+# In the key of an adapted module's own weight, which PEFT saves for embeddings and output heads.
 _BASE_LAYER = ".base_layer."
 
 
 def tensor_key(path: str, part: str, embeds: bool = False) -> str:
-    """Returns the key of a part of the adapter at ``path`` (MindFormers' names), which may be an embedding's."""
-    for key, place in peft_vera.SHARED_KEYS.items():
-        if place == (path, part):
-            return key
-    return _PREFIX + names.to_hugging_face(path) + (_EMBEDDING_SUFFIXES if embeds else _SUFFIXES)[part]
+    """Returns the key of a part of the cell at ``path`` (MindFormers' name), which may be an embedding."""
+    if part in SHARED_PARTS:
+        return SHARED_PARTS[part].peft
+    return _PREFIX + names.to_hugging_face(path) + (EMBEDDING.peft if embeds else _SUFFIXES)[part]
 
 
 def parse_key(key: str) -> Optional[PartKey]:
     """Returns (path under MindFormers' names, part) for a key of PEFT's, or None for any other."""
-    if key in peft_vera.SHARED_KEYS:
-        return peft_vera.SHARED_KEYS[key]
+    if key in _SHARED_PARTS_BY_KEY:
+        return "", _SHARED_PARTS_BY_KEY[key]
     if not key.startswith(_PREFIX):
         return None
-    for part, suffix in (*_SUFFIXES.items(), *_EMBEDDING_SUFFIXES.items()):
+    for suffix, part in _PARTS_BY_SUFFIX.items():
         if key.endswith(suffix):
             return names.to_mindformers(key[len(_PREFIX) : -len(suffix)]), part
     return None
@@ -40,18 +41,23 @@ def parse_key(key: str) -> Optional[PartKey]:
 
 def is_embedding_key(key: str) -> bool:
     """Tells whether a key of PEFT's is of an embedding."""
-    return key.endswith(tuple(_EMBEDDING_SUFFIXES.values()))
+    return key.endswith(tuple(EMBEDDING.peft.values()))
 
 
-def saved_module_key(name: str, adapted: List[str]) -> str:
-    """Returns the key of a parameter that was trained whole (MindFormers' name)."""
+def saved_module_key(name: str, adapted: Iterable[str]) -> str:
+    """Returns the key of a parameter of modules_to_save.
+
+    Args:
+        name (str): The parameter under MindFormers' names.
+        adapted (list of str): Paths of the adapted cells.
+    """
     name = names.parameter_to_hugging_face(name) or name
     path, _, leaf = name.rpartition(".")
     return f"{_PREFIX}{path}{_BASE_LAYER if names.to_mindformers(path) in adapted else '.'}{leaf}"
 
 
 def parse_saved_module_key(key: str) -> Optional[str]:
-    """Returns the MindFormers name of a parameter that was saved whole, or None for a key of another kind."""
+    """Returns the MindFormers name of a parameter of modules_to_save, or None for a key of another kind."""
     if not key.startswith(_PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
         return None
     name = key[len(_PREFIX) :].replace(_BASE_LAYER, ".")
@@ -62,17 +68,17 @@ def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     Args:
-        adapter (Adapter): Its most frequent rank and lora_alpha become r and lora_alpha; other ones stand in
-            rank_pattern and alpha_pattern under the modules' full names. Where it has no selection, target_modules
-            holds the full name of each adapted module.
+        adapter (Adapter): Its most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern
+            and alpha_pattern under the modules' full paths. If it has no selection, target_modules holds the full path
+            of each adapted module.
 
     Returns:
         dict.
     """
     modules = {path: names.to_hugging_face(path) for path in adapter.paths}
-    patterns = {path: _pattern(name, modules.values()) for path, name in modules.items()}
+    patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
     ranks = {path: adapter.rank(path) for path in modules}
-    alphas = {path: _plain(adapter.alphas[path]) for path in modules}
+    alphas = {path: _plain_number(adapter.alphas[path]) for path in modules}
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     config = {
         "alpha_pattern": {patterns[path]: value for path, value in alphas.items() if value != alpha},
@@ -87,7 +93,7 @@ def adapter_config(adapter: Adapter) -> Dict:
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
-        # A bare cell has no name.
+        # A cell outside of a network has no path.
         "target_modules": sorted(filter(None, modules.values())),
         "task_type": "CAUSAL_LM",
         "use_dora": adapter.use_dora,
@@ -98,29 +104,29 @@ def adapter_config(adapter: Adapter) -> Dict:
 
 
 def is_of_module(name: str, module: str) -> bool:
-    """Tells whether a parameter (MindFormers' name) is of a module that ``module`` of modules_to_save names.
+    """Tells whether a parameter (MindFormers' name) belongs to a module that ``module`` of modules_to_save names.
 
-    PEFT compares the ends of names and not their parts: "norm" is input_layernorm too.
+    PEFT compares the ends of paths and not their parts, so that "norm" also names input_layernorm.
     """
     return _module_of(name).endswith(module)
 
 
-def _modules_to_save(adapter) -> Optional[List[str]]:
-    """Returns the names of the modules that were trained whole; the base's weight of an adapted module is none."""
+def _modules_to_save(adapter: Adapter) -> Optional[List[str]]:
+    """Returns the modules of the saved parameters; an adapted module, whose own weight was saved, is not among them."""
     adapted = set(adapter.paths)
     return (
         sorted({_module_of(name) for name in adapter.saved_modules if name.rpartition(".")[0] not in adapted}) or None
     )
 
 
-def _module_of(name) -> str:
+def _module_of(name: str) -> str:
     return (names.parameter_to_hugging_face(name) or name).rpartition(".")[0]
 
 
-def _pattern(name, modules) -> str:
-    """Returns what matches ``name`` and none of the other modules; PEFT matches ends of names."""
-    return "^" + name if any(other.endswith("." + name) for other in modules) else name
+def _pattern(module: str, modules: Iterable[str]) -> str:
+    """Returns a pattern that matches ``module`` and no other module; PEFT matches the ends of paths."""
+    return "^" + module if any(other.endswith("." + module) for other in modules) else module
 
 
-def _plain(alpha):
+def _plain_number(alpha: float) -> Union[int, float]:
     return int(alpha) if float(alpha).is_integer() else alpha

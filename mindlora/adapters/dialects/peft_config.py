@@ -1,11 +1,11 @@
-"""Reads PEFT's adapter_config.json: leniently in form, strictly in what changes the mathematics."""
+"""Reads PEFT's adapter_config.json: unknown fields are ignored, fields that change the mathematics are refused."""
 
 import dataclasses
 import logging
 import os
 import re
 import sys
-from typing import Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from mindlora.adapters.dialects import peft_vera
 from mindlora.common.json_files import parse_object
@@ -36,23 +36,23 @@ _NEUTRAL = (
     "runtime_config",
     "task_type",
 )
-# Fields that make another forward of the same tensors, or another base.
+# Fields that change the forward or the base.
 _UNSUPPORTED = {
-    "alora_invocation_tokens": "the adapter then acts on some tokens alone",
+    "alora_invocation_tokens": "the adapter then acts on some tokens only",
     "arrow_config": "the adapter is then a mixture of several",
     "fan_in_fan_out": "the base then keeps its weights transposed",
     "kasa_config": "the update then has singular values of its own",
-    "layer_replication": "the base then has layers several times",
+    "layer_replication": "the base then repeats layers",
     "lora_bias": "B then has a bias",
     "monteclora_config": "the update is then sampled",
     "target_parameters": "LoRA is then on parameters that are no module's weight",
-    "trainable_token_indices": "rows of the embedding are then trained besides",
+    "trainable_token_indices": "rows of the embedding are then trained too",
     "use_bdlora": "A or B is then block-diagonal",
     "use_qalora": "the input is then pooled",
     "velora_config": "the update is then compressed",
 }
-# Starts that subtract from the base what they put into A and B.
-_BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initializers that subtract from the base what they put into A and B.
+_BASE_CHANGING_INITIALIZERS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _USED = (
     "base_model_name_or_path",
     "bias",
@@ -78,8 +78,8 @@ class PeftConfig:
         alpha (float): lora_alpha.
         dropout (float): lora_dropout.
         use_rslora (bool): Scale by lora_alpha / sqrt(r).
-        use_dora (bool): DoRA, so that each module has a magnitude too.
-        use_vera (bool): VeRA, so that each module has two vectors and all have A and B in common.
+        use_dora (bool): DoRA: each module also has a magnitude.
+        use_vera (bool): VeRA: each module has two vectors, and all share A and B.
         projection_key (int): VeRA's projection_prng_key.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
         modules_to_save (tuple of str): Modules that are saved whole.
@@ -112,11 +112,11 @@ class PeftConfig:
 def read(path: str) -> PeftConfig:
     """Reads an adapter_config.json.
 
-    Fields that are not known are passed over with a warning.
+    Unknown fields are ignored with a warning.
 
     Raises:
-        AdapterFormatError: The file is missing or no JSON object, a field has a value that is none, or a field changes
-            the mathematics in a way that is not supported.
+        AdapterFormatError: The file is missing or not a JSON object, or a field is invalid or changes the mathematics
+            in a way that is not supported.
     """
     content = json_object(path)
     use_vera, projection_key = content.get("peft_type") == peft_vera.KIND, peft_vera.projection_key(content)
@@ -124,10 +124,10 @@ def read(path: str) -> PeftConfig:
         content = peft_vera.as_lora(content, path)
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
-        logger.warning("%s has fields that mindlora does not know, and passes over: %s.", path, ", ".join(unknown))
+        logger.warning("%s has fields that mindlora does not know and ignores: %s.", path, ", ".join(unknown))
     _refuse_unsupported(content, path)
     rank_pattern = {
-        key: _whole(value, f"rank_pattern[{shown(key)}]", path)
+        key: _integer(value, f"rank_pattern[{shown(key)}]", path)
         for key, value in _pattern(content, "rank_pattern", path).items()
     }
     alpha_pattern = {
@@ -135,7 +135,7 @@ def read(path: str) -> PeftConfig:
         for key, value in _pattern(content, "alpha_pattern", path).items()
     }
     return PeftConfig(
-        rank=_whole(content.get("r"), "r", path),
+        rank=_integer(content.get("r"), "r", path),
         alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
         dropout=_dropout(content.get("lora_dropout"), path),
         use_rslora=_flag(content, "use_rslora", path),
@@ -154,21 +154,21 @@ def json_object(path: str) -> dict:
     """Returns the content of a JSON file that describes an adapter.
 
     Raises:
-        AdapterFormatError: The file is missing, no JSON object, or names something twice.
+        AdapterFormatError: The file is missing, is not a JSON object, or has a key twice.
     """
     if os.path.lexists(path) and not os.path.isfile(path):
-        raise AdapterFormatError(f"{path} is no file: a folder, a device, or a link that leads nowhere.")
+        raise AdapterFormatError(f"{path} is not a file but a folder, a device, or a broken link.")
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise AdapterFormatError(f"{path} is missing: an adapter folder holds it beside its weights.") from error
     if len(text) > _MAX_BYTES:
-        raise AdapterFormatError(f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is no configuration.")
+        raise AdapterFormatError(f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is not a configuration.")
     return parse_object(text, path, AdapterFormatError)
 
 
-def _refuse_unsupported(content, path):
+def _refuse_unsupported(content: dict, path: str) -> None:
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
         raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA' or 'VERA'.")
@@ -180,53 +180,53 @@ def _refuse_unsupported(content, path):
     for field, meaning in _UNSUPPORTED.items():
         if content.get(field):
             raise AdapterFormatError(f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}.")
-    start = content.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING_STARTS):
+    initializer = content.get("init_lora_weights", True)
+    if isinstance(initializer, str) and initializer.lower().startswith(_BASE_CHANGING_INITIALIZERS):
         raise AdapterFormatError(
-            f"{path}: init_lora_weights is {shown(start)}, so the adapter belongs to a base that "
-            "this start changed. Save it with PEFT's path_initial_model_for_weight_conversion, "
-            "which makes a plain LoRA of it."
+            f"{path}: init_lora_weights is {shown(initializer)}, so the adapter belongs to a base that this "
+            "initializer changed. Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain "
+            "LoRA of it."
         )
 
 
-def _whole(value, field, path) -> int:
+def _integer(value: Any, field: str, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
         raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a whole number of at least 1.")
     return int(value)
 
 
-def _positive(value, field, path) -> float:
+def _positive(value: Any, field: str, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a number above 0.")
     return float(value)
 
 
-def _dropout(value, path) -> float:
+def _dropout(value: Any, path: str) -> float:
     value = 0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise AdapterFormatError(f"{path}: lora_dropout is {shown(value)}, it must be a number in [0, 1).")
     return float(value)
 
 
-def _flag(content, field, path) -> bool:
-    # Not by its truth: "false" would change every scale.
+def _flag(content: dict, field: str, path: str) -> bool:
+    # The text "false" is true to Python, and would change every scale.
     value = content.get(field)
     if value is not None and not isinstance(value, bool):
         raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be true or false.")
     return bool(value)
 
 
-def _pattern(content, field, path) -> dict:
+def _pattern(content: dict, field: str, path: str) -> dict:
     pattern = content.get(field) or {}
     if not isinstance(pattern, dict):
         raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}, it must map regular expressions to numbers.")
     for expression in pattern:
-        # As config.pattern_value asks for it.
+        # In the form in which pattern_value uses it.
         _check_regex(expression, rf"(.*\.)?({expression})$", field, path)
     return pattern
 
 
-def _check_regex(expression, used, field, path):
+def _check_regex(expression: str, used: str, field: str, path: str) -> None:
     try:
         re.compile(used)
     except (re.error, OverflowError, RecursionError) as error:
@@ -235,7 +235,7 @@ def _check_regex(expression, used, field, path):
         ) from error
 
 
-def _names(value, field, path) -> list:
+def _names(value: Any, field: str, path: str) -> List[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a list of module names.")
     return value
@@ -245,7 +245,7 @@ def selection(content: dict, path: str) -> dict:
     """Returns the fields of ``content`` that select modules, as they are.
 
     Raises:
-        AdapterFormatError: One of them has a value that is none.
+        AdapterFormatError: One of them has an invalid value.
     """
     found = {field: content[field] for field in _SELECTING if content.get(field) is not None}
     for field in ("target_modules", "exclude_modules", "layers_pattern"):
@@ -262,7 +262,7 @@ def selection(content: dict, path: str) -> dict:
     return found
 
 
-def _text(value, path) -> Optional[str]:
+def _text(value: Any, path: str) -> Optional[str]:
     if value is not None and not isinstance(value, str):
         raise AdapterFormatError(f"{path}: base_model_name_or_path is {shown(value)}, it must be a name or a path.")
     return value or None

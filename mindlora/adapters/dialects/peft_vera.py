@@ -1,30 +1,25 @@
-"""PEFT's VeRA: the keys of its tensors, and its adapter_config.json with names of its own for what LoRA has too."""
+"""PEFT's VeRA: an adapter_config.json with other names for what LoRA has too."""
 
 from typing import Dict
 
-from mindlora.adapters.adapter import SHARED
 from mindlora.errors import AdapterFormatError
 
 KIND = "VERA"
-# How the key of a cell's vector ends -> part.
-SUFFIXES = {"lambda_d": ".vera_lambda_d", "lambda_b": ".vera_lambda_b"}
-# Key of a matrix -> its place.
-SHARED_KEYS = {"base_model.vera_A": SHARED["A"], "base_model.vera_B": SHARED["B"]}
-_OWN = ("d_initial", "fan_in_fan_out", "init_weights", "projection_prng_key", "save_projection", "vera_dropout")
+_VERA_FIELDS = ("d_initial", "fan_in_fan_out", "init_weights", "projection_prng_key", "save_projection", "vera_dropout")
 
 
 def as_lora(content: Dict, path: str) -> Dict:
     """Returns the content of a VeRA adapter_config.json under LoRA's names, at a scale of 1.
 
     Raises:
-        AdapterFormatError: A and B were not saved, so that only PyTorch's generator could make them again.
+        AdapterFormatError: A and B were not saved; only PyTorch's generator could draw them again.
     """
     if content.get("save_projection") is False:
         raise AdapterFormatError(
             f"{path}: save_projection is False, so VeRA's matrices A and B are not in the file. "
             "Save the adapter with save_projection: true."
         )
-    renamed = {field: value for field, value in content.items() if field not in _OWN}
+    renamed = {field: value for field, value in content.items() if field not in _VERA_FIELDS}
     return {
         **renamed,
         "peft_type": "LORA",
@@ -35,13 +30,13 @@ def as_lora(content: Dict, path: str) -> Dict:
 
 
 def projection_key(content: Dict) -> int:
-    """Returns what A and B were drawn from, or 0 where the configuration does not say."""
+    """Returns the seed that A and B were drawn from, or 0 if the configuration does not say."""
     key = content.get("projection_prng_key")
     return key if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < 2**64 else 0
 
 
 def of_lora(config: Dict, projection_prng_key: int) -> Dict:
-    """Returns the adapter_config.json of a VeRA adapter, given what that of a LoRA would be."""
+    """Returns the content of a VeRA adapter_config.json, given what that of a LoRA would be."""
     shared = (
         "base_model_name_or_path",
         "bias",

@@ -163,7 +163,7 @@ def test_unknown_fields_are_named_in_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         assert peft_config.read(path).rank == 8
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has fields that mindlora does not know, and passes over: lora_rank, zeta."
+        f"{path} has fields that mindlora does not know and ignores: lora_rank, zeta."
     ]
 
 
@@ -272,7 +272,7 @@ def test_starts_that_change_the_base_are_refused(tmp_path, value):
     refused(
         written(tmp_path, {**PLAIN, "init_lora_weights": value}),
         f": init_lora_weights is {value!r}, so the "
-        "adapter belongs to a base that this start changed. Save it with PEFT's "
+        "adapter belongs to a base that this initializer changed. Save it with PEFT's "
         "path_initial_model_for_weight_conversion, which makes a plain LoRA of it.",
     )
 
@@ -368,7 +368,7 @@ def test_texts_that_are_no_configuration(tmp_path, text, message):
         (b'{"r": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
         (b"[" * 100_000, "is not JSON: "),
         (b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not JSON: "),
-        (b" " * 10_000_001, "is larger than 10 MB, so it is no configuration."),
+        (b" " * 10_000_001, "is larger than 10 MB, so it is not a configuration."),
     ],
 )
 def test_texts_that_are_no_json(tmp_path, text, message):
@@ -390,10 +390,10 @@ def test_a_config_that_is_missing_or_no_file(tmp_path):
     path = tmp_path / "adapter_config.json"
     refused(str(path), " is missing: an adapter folder holds it beside its weights.")
     path.mkdir()
-    refused(str(path), " is no file: a folder, a device, or a link that leads nowhere.")
+    refused(str(path), " is not a file but a folder, a device, or a broken link.")
     path.rmdir()
     path.symlink_to(path)
-    refused(str(path), " is no file: a folder, a device, or a link that leads nowhere.")
+    refused(str(path), " is not a file but a folder, a device, or a broken link.")
 
 
 def test_a_value_nested_too_deeply_to_show_is_said_in_words():

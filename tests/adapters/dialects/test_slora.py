@@ -93,13 +93,19 @@ def test_config_is_what_slora_takes():
 def test_an_alpha_that_is_not_whole_is_refused():
     with pytest.raises(AdapterError) as error:
         slora.config(adapter(alphas=(2.5, 2.5)))
-    assert str(error.value) == "slora takes a whole lora_alpha, and at rank 2 this adapter's is 2.5."
+    assert (
+        str(error.value)
+        == "slora takes an integer lora_alpha, and at rank 2 this adapter's is 2.5. Write another format."
+    )
 
 
 def test_whole_modules_are_refused():
     with pytest.raises(AdapterError) as error:
         slora.tensors(adapter(saved_modules={"lm_head.weight": np.zeros((2, 2), np.float32)}))
-    assert str(error.value) == "slora has no place for modules that were trained whole: lm_head.weight."
+    assert (
+        str(error.value)
+        == "slora does not serve saved modules (modules_to_save): lm_head.weight. Write another format."
+    )
 
 
 @pytest.mark.parametrize("rslora", [False, True])
