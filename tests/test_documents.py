@@ -1,6 +1,7 @@
 """What the documents name exists: paths, names of the package, commands with their options, and tools' versions."""
 
 import contextlib
+import dataclasses
 import functools
 import glob
 import importlib
@@ -9,10 +10,12 @@ import os
 import re
 
 import pytest
+import yaml
 
 import mindlora
 import mindlora.ops
 from mindlora.cli import main
+from mindlora.plugin.pet_config import PetLoraConfig
 from tests.conftest import ROOT
 
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")
@@ -110,6 +113,23 @@ def test_commands_exist(document):
         if code != 0 or options:
             wrong.append(f"mindlora {' '.join(words)} {' '.join(options)}")
     assert not wrong, f"{document} names commands or options that do not exist: {wrong}"
+
+
+def test_finetune_has_a_row_for_every_key_of_pet_config():
+    rows = re.findall(r"^\| (`[^|]+`) \|", text_of("docs/finetune.md"), re.M)
+    documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    fields = {field.name for field in dataclasses.fields(PetLoraConfig)}
+    assert documented == fields | {"pet_type", "preset"}
+
+
+@pytest.mark.parametrize("document", ("README.md", "docs/finetune.md"))
+def test_pet_config_in_yaml_is_accepted(document):
+    trees = [yaml.safe_load(code) for code in re.findall(r"^```yaml\n(.*?)^```", text_of(document), re.M | re.S)]
+    nodes = [
+        tree.get("pet_config") or tree.get("model", {}).get("model_config", {}).get("pet_config") for tree in trees
+    ]
+    configs = [PetLoraConfig.from_pet_config(node) for node in nodes if node]
+    assert configs
 
 
 def test_every_public_name_is_in_the_api_reference():
