@@ -5,6 +5,7 @@ from typing import Dict, Optional, Sequence, Tuple
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
+from mindlora.adapters.pair_kinds import PARTS
 from mindlora.config import LoraConfig
 from mindlora.errors import MergeError, UnsupportedCellError
 from mindlora.numerics import initializers
@@ -14,13 +15,7 @@ LORA_B = "mindpet_delta_lora_b"
 # MindFormers freezes once more what has no mindpet_delta_lora in its name.
 MAGNITUDE = "mindpet_delta_lora_magnitude"
 # Part of an adapter -> how its parameter is called in a network.
-PART_NAMES = {
-    "A": LORA_A,
-    "B": LORA_B,
-    "magnitude": MAGNITUDE,
-    "lambda_d": "mindpet_delta_lora_lambda_d",
-    "lambda_b": "mindpet_delta_lora_lambda_b",
-}
+PART_NAMES = {name: part.parameter for name, part in PARTS.items()}
 
 
 class LoRACell(nn.Cell):
