@@ -4,7 +4,7 @@ from typing import Dict, Optional, Tuple
 
 from mindspore import nn
 
-from mindlora.adapters.fingerprint import mark_of, picked, sampled
+from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
 from mindlora.nn.tree import lora_cells, weight_of
 
 
@@ -30,9 +30,9 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
     """Returns base_fingerprint's mark of the weights of cells by their paths."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
-    mark = mark_of(
+    mark = fingerprint_from(
         {path: weight_shape(cell) for path, cell in cells.items()},
-        {path: picked(weight_of(cells[path]).asnumpy()) for path in sampled(cells)},
+        {path: sampled_elements(weight_of(cells[path]).asnumpy()) for path in sampled_paths(cells)},
     )
     kinds = {kind for cell in cells.values() if (kind := getattr(cell, "quantization", None))}
     return {**mark, "quantization": "loftq" if "loftq" in kinds else kinds.pop()} if kinds else mark
