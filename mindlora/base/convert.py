@@ -9,23 +9,24 @@ import time
 from typing import Callable, List, Optional, Tuple
 
 from mindlora.base.joined import join, joined_name, parts_of, split
-from mindlora.base.reader import WORLDS, BaseCheckpoint, examples
+from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
+from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
 from mindlora.models import names, registry
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertBaseReport:
-    """What convert_base did; str() says it to people.
+    """What convert_base did; str() is a report for people.
 
     Attributes:
         source, output (str): The two checkpoints.
         from_, to (str): Whose names they have, "hf" or "mindformers".
-        files (tuple of str): The files written that hold tensors.
+        files (tuple of str): The written files that hold tensors.
         tensors (int): Number of tensors written.
         bytes (int): Their size.
-        skipped (tuple of str): Tensors of the source that the other world has no use for.
+        skipped (tuple of str): Tensors of the source that every model computes for itself.
         notes (tuple of str): What was decided about tied embeddings.
         seconds (float): How long it took.
     """
@@ -41,7 +42,7 @@ class ConvertBaseReport:
     notes: Tuple[str, ...]
     seconds: float
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [
             f"{self.output}: {self.bytes / 1e9:.2f} GB from {WORLDS[self.from_]} names to {WORLDS[self.to]}; "
             f"tensors: {self.tensors}, files: {len(self.files)}; {self.seconds:.1f} s."
@@ -66,31 +67,33 @@ def convert_base(
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
 
     With MindFormers' qkv_concat, q, k, v are one tensor w_qkv, its rows by key-value head [heads of q that share it |
-    k | v], and w1, w3 are one tensor w_gate_hidden, their rows in turn. To Hugging Face such tensors are always split.
+    k | v], and w1, w3 are one tensor w_gate_hidden, their rows in turn. For Hugging Face, such tensors are always
+    split.
 
-    Where embeddings are tied, a Hugging Face checkpoint has no lm_head.weight. MindFormers' Llama looks for one unless
-    its YAML says ``tie_word_embeddings: True``, so a copy of the embedding is written, which loads either way.
+    With tied embeddings, a Hugging Face checkpoint has no lm_head.weight. MindFormers' Llama looks for one unless its
+    YAML says ``tie_word_embeddings: True``, so a copy of the embedding is written, which loads either way.
 
-    Safetensors pass through as a stream; a .ckpt on either side is in memory whole.
+    Safetensors are read and written as a stream, and a .ckpt is written as one; reading a .ckpt takes it into memory
+    as a whole.
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
         output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
-        from_ (str): "hf" or "mindformers", to be checked against the names; None takes what they say.
+        from_ (str): "hf" or "mindformers", which is checked against the names; None takes the world of the names.
         to (str): "hf" or "mindformers".
         concat (bool): Whether to join w_qkv and w_gate_hidden, for MindFormers. Default: False.
         tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
         heads, kv_heads (int): Numbers of attention and of key-value heads, for qkv_concat. Default: None, which takes
             them from the config.json beside the source.
-        overwrite (bool): Whether to replace what stands at ``output``. Default: False.
-        progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
+        overwrite (bool): Whether to replace an existing ``output``. Default: False.
+        progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
 
     Returns:
         ConvertBaseReport.
 
     Raises:
         CheckpointError: The source cannot be read or holds a name that is not known, the heads are needed and not
-            known, or ``output`` stands in the way.
+            known, or ``output`` cannot be written.
         TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
     """
     started = time.perf_counter()
@@ -100,13 +103,15 @@ def convert_base(
     with BaseCheckpoint(source) as base:
         if from_ not in (None, base.world):
             raise CheckpointError(
-                f"{source} has {WORLDS[base.world]} names, not {WORLDS[from_]}. Give --from "
+                f"{source} has {WORLDS[base.world]} names, not {WORLDS[str(from_)]}. Give --from "
                 f"{base.world}, or another checkpoint."
             )
         if to == base.world:
             raise CheckpointError(f"{source} has {WORLDS[to]} names already: there is nothing to convert.")
         if concat and to == "hf":
-            raise CheckpointError("Joined tensors (concat) are MindFormers' alone: Hugging Face has no name for them.")
+            raise CheckpointError(
+                "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
+            )
         plan = _Plan(base, to, concat, heads, kv_heads)
         notes = _settle_head(base, plan, to, tied)
         files = write(output, plan.shards, to, progress=progress)
@@ -142,7 +147,7 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
 
 
 class _Plan:
-    """What is to be written: for each file of ``base`` a Shard, and the names that are left out."""
+    """What to write: a Shard for each file of ``base``, and the names that are left out."""
 
     def __init__(self, base, to, concat, heads, kv_heads):
         self.base = base
@@ -159,7 +164,7 @@ class _Plan:
                 f"Known are the parameters of {registry.titles()}, without LoRA, quantization and the state of an "
                 "optimizer."
             )
-        # New name -> old name of what is to be joined.
+        # New name -> old name, where tensors are to be joined.
         self.separate = {self.rename(name): name for name in known} if concat else {}
         self.shards = [
             Shard(
@@ -187,7 +192,7 @@ class _Plan:
         if missing:
             raise CheckpointError(
                 f"{self.base.path} holds {self.separate[target]} and nothing for "
-                f"{', '.join(missing)}, so {whole} cannot be made."
+                f"{', '.join(missing)}, so {whole} cannot be made. Copy the model again, or leave --concat out."
             )
         # The joined tensor comes where its first part was.
         if target != parts[0]:
@@ -196,7 +201,7 @@ class _Plan:
 
 
 def _settle_head(base, plan, to, tied) -> List[str]:
-    """Adds or removes the output head's weight where the embeddings are tied; returns what to say of it."""
+    """Adds or removes the output head's weight where the embeddings are tied; returns notes for the report."""
     head, written_head = base.architecture.head_weight(base.world), base.architecture.head_weight(to)
     if head in base.tensors:
         if not tied:

@@ -1,4 +1,4 @@
-"""LoftQ while a checkpoint is quantized: the adapter that makes up for what its weights lose, cell by cell."""
+"""LoftQ while a checkpoint is quantized: an adapter that compensates, cell by cell, for the quantization error."""
 
 import os
 from typing import Dict, List
@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.fingerprint import mark_of, picked, sampled
+from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
 from mindlora.base.writer import OutputTensor, check_checkpoint_output
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
@@ -20,21 +20,21 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 
 class LoftqInitializer:
-    """Makes an adapter out of a checkpoint that is being quantized; one weight is in float at a time.
+    """Makes an adapter while a checkpoint is quantized, with one weight in float at a time.
 
     Args:
         weights (dict): Path -> weight of each linear cell, under MindFormers' names.
-        quantized (list of str): The paths whose weights become 4-bit; others that target_modules selects start plainly,
-            A uniform as of He and B zero.
+        quantized (list of str): The paths whose weights become 4-bit. Others that target_modules selects get a plain
+            initial pair: A uniform after He, B zero.
         config (LoraConfig): With lora_init "loftq" or "loftq_iter_N", and target_modules.
 
     Attributes:
-        paths (list of str): The cells that get LoftQ's start.
+        paths (list of str): The cells whose pairs LoftQ initializes.
 
     Raises:
         ConfigError: Another lora_init, or lora_rank is larger than a side of a weight.
         TargetError: target_modules or exclude_modules selects nothing.
-        CheckpointError: A selected cell stands for several modules.
+        CheckpointError: A selected cell is a joined one.
 
     Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
     """
@@ -53,24 +53,24 @@ class LoftqInitializer:
         joined = sorted(path for path in self._selected if names.joined_parts(path))
         if joined:
             raise CheckpointError(
-                f"{listed(joined)} hold several modules in one, for which PEFT's form has no "
-                "adapter. Split them with mindlora convert-base --to hf, quantize that, and set "
-                "qkv_concat: False."
+                f"{listed(joined)} are joined cells, for which PEFT's form has no adapter. Split them with "
+                "mindlora convert-base --to hf, quantize the result, and set qkv_concat: False."
             )
         for path in self.paths:
             initializers.check_rank(config.for_cell(path).lora_rank, weights[path], "loftq")
-        self._sampled = sampled(self._selected)
-        self._pairs, self._samples = {}, {}
+        self._sampled = sampled_paths(self._selected)
+        self._pairs: Dict[str, Dict[str, np.ndarray]] = {}
+        self._samples: Dict[str, np.ndarray] = {}
 
     def quantize(self, path: str, name: str) -> Nf4Array:
-        """Returns what stands for the weight at ``path``, which errors call ``name``, and keeps its A and B."""
+        """Returns the 4-bit weight of the cell at ``path`` and keeps its A and B; errors call the weight ``name``."""
         own, weight = self._config.for_cell(path), _in_float(self._weights[path])
         array, a, b = initializers.loftq(
             weight,
             own.lora_rank,
             lambda rest: quantize(rest, name),
             dequantize,
-            initializers.loftq_iterations(own.lora_init),
+            initializers.loftq_iterations(str(own.lora_init)),
             own.scale,
         )
         self._keep(path, a, b, array.codes)
@@ -85,7 +85,7 @@ class LoftqInitializer:
                 a = rng.uniform(-1, 1, (rank, columns)).astype(np.float32) / np.float32(np.sqrt(columns))
                 weight = _in_float(self._weights[path]) if path in self._sampled else None
                 self._keep(path, a, np.zeros((rows, rank), np.float32), weight)
-        mark = mark_of({path: self._weights[path].shape for path in self._selected}, self._samples)
+        mark = fingerprint_from({path: self._weights[path].shape for path in self._selected}, self._samples)
         return Adapter(
             {(path, part): array for path in self._selected for part, array in self._pairs[path].items()},
             {path: float(self._config.for_cell(path).lora_alpha) for path in self._selected},
@@ -98,20 +98,20 @@ class LoftqInitializer:
     def _keep(self, path, a, b, weight):
         self._pairs[path] = {"A": np.ascontiguousarray(a), "B": np.ascontiguousarray(b)}
         if path in self._sampled:
-            self._samples[path] = picked(weight)
+            self._samples[path] = sampled_elements(weight)
 
 
 def check_loftq_output(folder: str, source: str, output: str, overwrite: bool) -> None:
-    """Raises CheckpointError, AdapterError or LoraError where the adapter cannot be written to ``folder``."""
+    """Raises CheckpointError, AdapterError or LoraError if the adapter cannot be written to ``folder``."""
     adapter_files.check_adapter_output(folder, "peft")
     check_checkpoint_output(folder, [source], overwrite)
-    places = [os.path.realpath(path) for path in (folder, output)]
-    if os.path.commonpath(places) in places:
+    paths = [os.path.realpath(path) for path in (folder, output)]
+    if os.path.commonpath(paths) in paths:
         raise CheckpointError(
-            f"The adapter's folder {folder} and the quantized base {output} lie in each other, and "
-            "each replaces what stands at its place. Write one of them elsewhere."
+            f"Of the adapter's folder {folder} and the quantized base {output}, one contains the other, so writing "
+            "one would remove the other. Write one of them elsewhere."
         )
 
 
-def _in_float(tensor) -> np.ndarray:
-    return to_float32(tensor.rows(0, tensor.count))
+def _in_float(tensor: OutputTensor) -> np.ndarray:
+    return to_float32(tensor.rows(0, tensor.row_count))

@@ -1,22 +1,22 @@
-"""quantize_checkpoint: the linear weights of a Llama's or Qwen2's base checkpoint to 4-bit NormalFloat, as a stream."""
+"""quantize_checkpoint: the linear weights of a base checkpoint to 4-bit NormalFloat, as a stream."""
 
 import contextlib
 import dataclasses
 import json
 import math
 import time
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters.fingerprint import mark_of, picked, sampled
+from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
 from mindlora.base.convert import in_mindformers_names
 from mindlora.base.loftq import LoftqInitializer, check_loftq_output
-from mindlora.base.reader import BaseCheckpoint, examples
+from mindlora.base.reader import BaseCheckpoint
 from mindlora.base.writer import OutputTensor, check_checkpoint_output
 from mindlora.common import atomic
-from mindlora.common.text import listed
+from mindlora.common.text import examples, listed
 from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.formats.safetensors_file import TensorFile, write
@@ -26,13 +26,13 @@ from mindlora.numerics.dtypes import FLOATS, dtype_name, to_float32
 from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
 
 _WEIGHT = ".weight"
-# So many numbers are read at a time.
+# Numbers that are read at a time.
 _AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeReport:
-    """What quantize_checkpoint did; str() says it to people.
+    """What quantize_checkpoint did; str() is a report for people.
 
     Attributes:
         source, output (str): The two checkpoints.
@@ -41,7 +41,7 @@ class QuantizeReport:
         notes (tuple of str): What was left out, and what was decided about tied embeddings.
         seconds (float): How long it took.
         adapter (str): Folder of LoftQ's adapter, or None.
-        started (tuple of str): Paths of the cells for which it makes up for what quantizing lost.
+        started (tuple of str): Paths of the cells whose pairs LoftQ initialized.
     """
 
     source: str
@@ -54,9 +54,9 @@ class QuantizeReport:
     adapter: Optional[str] = None
     started: Tuple[str, ...] = ()
 
-    def __str__(self):
+    def __str__(self) -> str:
         loftq = [
-            f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {listed(self.started)}. Name "
+            f"{self.adapter}: LoftQ's adapter for {len(self.started)} of them, {listed(self.started)}. Give "
             "it as pet_config.adapter_path, with the rank, alpha and target_modules that it was made with."
         ]
         return "\n".join(
@@ -73,40 +73,40 @@ class QuantizeReport:
 def quantize_checkpoint(
     source: str,
     output: str,
-    exclude=None,
+    exclude: Optional[Union[str, List[str]]] = None,
     overwrite: bool = False,
     progress: Optional[Callable[[int, int], None]] = None,
     adapter: Optional[str] = None,
-    config: LoraConfig = None,
+    config: Optional[LoraConfig] = None,
 ) -> QuantizeReport:
     """Writes a base checkpoint under MindFormers' names whose linear weights are 4-bit, in one atomic step.
 
-    What is quantized are the weights that quantize_base would quantize in a network, to the same bytes. Everything else
-    keeps its bytes and its dtype, but for an optimizer's state, which is left out. Of safetensors
-    a million numbers are in memory at a time; a .ckpt is read whole.
+    The weights are those that quantize_base quantizes in a network, and they get the same bytes. All other tensors keep
+    their bytes and their dtype; the state of an optimizer is left out. Of safetensors, a million numbers are in memory
+    at a time; a .ckpt is read into memory as a whole.
 
-    With ``adapter`` and ``config`` LoftQ is carried out: the weights that target_modules selects and an adapter for
-    them are chosen by turns, so that together they are near the weights in float (see mindlora.numerics.initializers.loftq), and a
-    folder of PEFT's holds the adapter, which pet_config.adapter_path then names. One weight in float, its decomposition
-    and the adapter are then in memory. On an error neither of the two is written.
+    With ``adapter`` and ``config``, LoftQ makes an adapter too: for each weight that target_modules selects, it
+    determines the 4-bit weight and the pair in turn, so that both together are near the weight in float (see
+    mindlora.numerics.initializers.loftq). The adapter is written as a PEFT folder for pet_config.adapter_path. Then one
+    weight in float, its decomposition and the adapter are in memory. After an error, neither of the two is written.
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file, under Hugging
             Face's or MindFormers' names.
         output (str): A .safetensors file.
-        exclude (str or list of str): Cells to leave as they are, besides lm_head: the quantize_exclude of the run that
-            will load it. Default: None.
-        overwrite (bool): Whether to replace what stands at ``output``. Default: False.
-        progress (callable): Takes the bytes of each piece that is written, and of all. Default: None.
+        exclude (str or list of str): Cells to leave as they are, besides the output head: the quantize_exclude of the
+            run that will load the result. Default: None.
+        overwrite (bool): Whether to replace an existing ``output``. Default: False.
+        progress (callable): Takes the size of each written piece and the total size, in bytes. Default: None.
         adapter (str): Folder for LoftQ's adapter. Default: None, no LoftQ.
-        config (LoraConfig): What the adapter is, with lora_init "loftq" or "loftq_iter_N". Default: None.
+        config (LoraConfig): Configuration of the adapter, with lora_init "loftq" or "loftq_iter_N". Default: None.
 
     Returns:
         QuantizeReport.
 
     Raises:
         CheckpointError: The source cannot be read, holds a name that is not known or is quantized already, or
-            ``output`` or ``adapter`` stands in the way or does not do.
+            ``output`` or ``adapter`` cannot be written.
         ConfigError: One of ``adapter`` and ``config`` is missing, or lora_rank is larger than a side of a weight.
         TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
         QuantizationError: A weight holds NaN or infinity.
@@ -117,12 +117,14 @@ def quantize_checkpoint(
     started = time.perf_counter()
     if not str(output).endswith(".safetensors"):
         raise CheckpointError(
-            f"The output {output} is no .safetensors file, the one form of a quantized base: let its name end so."
+            f"The output {output} does not end in .safetensors, and a quantized base is written in no other form. "
+            "Give another output."
         )
     check_checkpoint_output(output, [source], overwrite)
     if (adapter is None) != (config is None):
         raise ConfigError(
-            "quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter, and what it is."
+            "quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter and its "
+            "configuration. Give both, or neither."
         )
     if adapter is not None:
         check_loftq_output(adapter, source, output, overwrite)
@@ -133,7 +135,7 @@ def quantize_checkpoint(
                 "the checkpoint in float."
             )
         tensors, notes = in_mindformers_names(base)
-        # What an optimizer keeps of a parameter is called as the parameter, after a word of its own.
+        # An optimizer's state has the name of its parameter after a prefix, such as adam_m.
         states = [tensor for tensor in tensors if tensor.name.partition(".")[2] in base.tensors]
         tensors = [tensor for tensor in tensors if tensor not in states]
         if states:
@@ -141,24 +143,22 @@ def quantize_checkpoint(
         linear = _linear_paths(tensor.name for tensor in tensors)
         chosen = select_quantized(linear, exclude)
         _check_floats(source, tensors, chosen)
-        start = config and LoftqInitializer(
-            {_path(tensor.name): tensor for tensor in tensors if _path(tensor.name) in linear}, chosen, config
-        )
+        weights = {_path(tensor.name): tensor for tensor in tensors if _path(tensor.name) in linear}
+        loftq = LoftqInitializer(weights, chosen, config) if config is not None else None
         written = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in written)
-        # Both come to their places when both are whole.
-        with (
-            atomic.replace_folder(adapter) if start else contextlib.nullcontext() as folder,
-            atomic.replace_file(output) as path,
-        ):
+        # Each replaces what was there only when both are complete.
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(atomic.replace_folder(adapter)) if adapter is not None else ""
+            path = stack.enter_context(atomic.replace_file(output))
             write(
                 path,
                 written,
-                _told(_contents(tensors, chosen, start), progress, total),
+                _reported(_contents(tensors, chosen, loftq), progress, total),
                 {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})},
             )
-            if start:
-                adapter_files.write(start.adapter(), folder)
+            if loftq is not None:
+                adapter_files.write(loftq.adapter(), folder)
     return QuantizeReport(
         str(source),
         str(output),
@@ -167,19 +167,19 @@ def quantize_checkpoint(
         total,
         tuple(notes),
         time.perf_counter() - started,
-        adapter and str(adapter),
-        tuple(start.paths) if start else (),
+        None if adapter is None else str(adapter),
+        () if loftq is None else tuple(loftq.paths),
     )
 
 
-def quantized_paths(tensor_names) -> List[str]:
-    """Returns the paths of the cells whose weights are 4-bit, by the names of a checkpoint's tensors."""
+def quantized_paths(tensor_names: Iterable[str]) -> List[str]:
+    """Returns the paths of the cells whose weights are 4-bit, given the names of a checkpoint's tensors."""
     suffix = "." + TENSOR_NAMES["absmax"]
     return [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
 
 
-def check_fits(path: str, exclude) -> None:
-    """Raises CheckpointError unless the .safetensors file at ``path`` is what a run with quantize_base loads.
+def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) -> None:
+    """Raises CheckpointError unless a run with quantize_base can load the .safetensors file at ``path``.
 
     Args:
         path (str): A .safetensors file under MindFormers' names; only its header is read.
@@ -189,35 +189,33 @@ def check_fits(path: str, exclude) -> None:
         found = quantized_paths(file.tensors)
         if not found:
             raise CheckpointError(
-                f"{path} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
+                f"{path} is not quantized, and quantize_base is nf4. Quantize it once: "
                 f"mindlora quantize-base {path} base-nf4.safetensors"
             )
         wanted = select_quantized(_linear_paths(file.tensors), exclude)
     differ = sorted(set(found) ^ set(wanted))
     if differ:
         raise CheckpointError(
-            f"{path} was quantized with another quantize_exclude: it and this run differ at "
-            f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base anew with "
-            "--exclude."
+            f"{path} was quantized with another quantize_exclude: the file and this run differ at "
+            f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base again with --exclude."
         )
 
 
-def values_mark(path: str, paths) -> Optional[str]:
-    """Returns the "values" of base_fingerprint (see mindlora.adapters.fingerprint) of cells by their 4-bit weights in a file.
+def values_mark(path: str, paths: Sequence[str]) -> Optional[str]:
+    """Returns the "values" of the base's fingerprint, taken from the 4-bit weights of cells in a file.
 
     Args:
         path (str): A .safetensors file that quantize_checkpoint wrote.
         paths (list of str): The adapted cells.
 
     Returns:
-        str, or None where one of them is not quantized in the file.
+        str as in mindlora.adapters.fingerprint, or None if one of the cells is not quantized in the file.
     """
     with TensorFile(path) as file:
         if set(paths) - set(quantized_paths(file.tensors)):
             return None
-        return mark_of({}, {cell: picked(file.read(f"{cell}.{TENSOR_NAMES['codes']}")) for cell in sampled(paths)})[
-            "values"
-        ]
+        codes = {cell: file.read(f"{cell}.{TENSOR_NAMES['codes']}") for cell in sampled_paths(paths)}
+        return fingerprint_from({}, {cell: sampled_elements(array) for cell, array in codes.items()})["values"]
 
 
 def _linear_paths(tensor_names) -> List[str]:
@@ -225,8 +223,8 @@ def _linear_paths(tensor_names) -> List[str]:
     return [path for path in map(_path, tensor_names) if path and names.is_linear(path)]
 
 
-def _path(name) -> str:
-    """Returns the path of the cell whose weight ``name`` is, or "" for any other parameter."""
+def _path(name: str) -> str:
+    """Returns the path of the cell that has the weight ``name``, or "" for any other parameter."""
     return name[: -len(_WEIGHT)] if name.endswith(_WEIGHT) else ""
 
 
@@ -235,12 +233,12 @@ def _check_floats(source, tensors, chosen):
         if _path(tensor.name) in chosen and (tensor.dtype not in FLOATS or len(tensor.shape) != 2):
             raise CheckpointError(
                 f"{source}: {tensor.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, which "
-                "is no matrix of float32, float16 or bfloat16. Give the checkpoint in float."
+                "is not a matrix of float32, float16 or bfloat16. Give the checkpoint in float."
             )
 
 
 def _entries(tensor, chosen) -> list:
-    """Returns (name, dtype, shape) of what is written in the place of ``tensor``."""
+    """Returns (name, dtype, shape) of each tensor that is written in place of ``tensor``."""
     if _path(tensor.name) not in chosen:
         return [tensor[:3]]
     return [
@@ -249,19 +247,21 @@ def _entries(tensor, chosen) -> list:
     ]
 
 
-def _contents(tensors: List[OutputTensor], chosen, start) -> Iterator[np.ndarray]:
+def _contents(
+    tensors: List[OutputTensor], chosen: List[str], loftq: Optional[LoftqInitializer]
+) -> Iterator[np.ndarray]:
     """Yields the pieces of all tensors, in the order of their entries."""
     for tensor in tensors:
         if _path(tensor.name) not in chosen:
             yield from (tensor.rows(*rows) for rows in _pieces(tensor, tensor.unit))
             continue
-        if start and _path(tensor.name) in start.paths:
-            array = start.quantize(_path(tensor.name), tensor.name)
+        if loftq is not None and _path(tensor.name) in loftq.paths:
+            array = loftq.quantize(_path(tensor.name), tensor.name)
             yield from (getattr(array, field) for field in TENSOR_NAMES)
             continue
-        # Whole groups of blocks, so that a piece is quantized as it would be within the whole.
+        # Whole groups of blocks, so that a piece gets the same bytes as within the whole weight.
         blocks = -(-tensor.shape[1] // BLOCK)
-        small = {field: [] for field in ("absmax", "scales", "offsets")}
+        small: Dict[str, List[np.ndarray]] = {field: [] for field in ("absmax", "scales", "offsets")}
         for begin, end in _pieces(tensor, math.lcm(tensor.unit, GROUP // math.gcd(blocks, GROUP))):
             array = quantize(to_float32(tensor.rows(begin, end)), f"{tensor.name}, from row {begin} on,")
             yield array.codes
@@ -274,10 +274,10 @@ def _contents(tensors: List[OutputTensor], chosen, start) -> Iterator[np.ndarray
 def _pieces(tensor, unit) -> Iterator[Tuple[int, int]]:
     columns = math.prod(tensor.shape[1:])
     step = max(_AT_ONCE // max(columns * unit, 1), 1) * unit
-    return ((begin, min(begin + step, tensor.count)) for begin in range(0, tensor.count, step))
+    return ((begin, min(begin + step, tensor.row_count)) for begin in range(0, tensor.row_count, step))
 
 
-def _told(pieces, progress, total) -> Iterator[np.ndarray]:
+def _reported(pieces, progress, total) -> Iterator[np.ndarray]:
     for piece in pieces:
         yield piece
         if progress:

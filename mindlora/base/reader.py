@@ -1,26 +1,25 @@
 """Base models' checkpoints, tensor by tensor: a folder of safetensors with or without an index, or a single file.
 
-Of safetensors nothing but the rows that are asked for is ever in memory. A .ckpt is read whole, by MindSpore, which is
-imported for nothing else.
+Of safetensors, only the rows that are asked for are in memory. A .ckpt is read into memory as a whole.
 """
 
 import contextlib
-import json
 import os
-from typing import Dict, List
+from typing import Dict, Iterable, List, Optional, Union
 
 import numpy as np
 
 from mindlora.common import atomic
-from mindlora.common.text import collapse_numbers
+from mindlora.common.json_files import parse_object
+from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import TensorFile, TensorInfo
-from mindlora.models import names
+from mindlora.models import names, registry
 
 INDEX = "model.safetensors.index.json"
 WORLDS = {"hf": "Hugging Face's", "mindformers": "MindFormers'"}
-# What else transformers and MindFormers need of a model's folder.
+# The files of a model's folder that transformers and MindFormers need besides the tensors.
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -39,92 +38,99 @@ COMPANIONS = (
 class BaseCheckpoint:
     """A base model's checkpoint that is open for reading; use it in a ``with`` statement.
 
-    Several threads may read at once.
+    Several threads may read at the same time.
 
     Args:
         path (str): A folder with model.safetensors.index.json and its shards, a folder of .safetensors files without an
-            index, a .safetensors file, or a .ckpt file (which is held in memory whole).
+            index, a .safetensors file, or a .ckpt file, which is held in memory.
 
     Attributes:
-        files (dict): Name of a file -> its open TensorFile, in the order of the names.
+        files (dict): Name of a file -> the open file, in the order of the names.
         tensors (dict): Name of a tensor -> TensorInfo, file by file in the order of the bytes.
         world (str): Whose names the tensors have: "hf" or "mindformers".
         architecture (Architecture): The record that knows their names.
         config (dict): Content of the config.json beside the tensors; empty where there is none.
 
     Raises:
-        CheckpointError: Nothing readable stands at ``path``, the index is wrong, or the names are nobody's.
+        CheckpointError: Nothing at ``path`` can be read, the index is wrong, or the names are not known.
         TruncatedAdapterError: A file ends before its content does.
-        AdapterFormatError: A file is no safetensors file, or holds a dtype that is not known.
+        AdapterFormatError: A file is not a safetensors file, or holds a dtype that is not known.
     """
 
     def __init__(self, path: str):
         self.path = os.path.abspath(path)
         atomic.finish_interrupted_swap(self.path)
         self.folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
-        self.files: Dict[str, TensorFile] = {}
-        self._home = {}
+        self.files: Dict[str, Union[TensorFile, CkptFile]] = {}
+        self._file_of: Dict[str, str] = {}
         with contextlib.ExitStack() as stack:
             weight_map = _read_index(self.path)
             for name in _file_names(self.path, weight_map):
-                self.files[name] = stack.enter_context(_open(os.path.join(self.folder, name)))
+                file = _open(os.path.join(self.folder, name))
+                stack.enter_context(file)
+                self.files[name] = file
                 self._add(name)
             if weight_map is not None:
                 self._check_index(weight_map)
             self.world = detect_world(self.path, self.tensors)
             self.architecture = names.architecture_of(self.tensors)
-            self.config = _read_object(os.path.join(self.folder, "config.json"), missing={})
+            config = os.path.join(self.folder, "config.json")
+            self.config = _read_object(config) if os.path.isfile(config) else {}
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "BaseCheckpoint":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property
     def tensors(self) -> Dict[str, TensorInfo]:
         """Name of a tensor -> TensorInfo."""
-        return {name: self.files[file].tensors[name] for name, file in self._home.items()}
+        return {name: self.files[file].tensors[name] for name, file in self._file_of.items()}
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
-        return self.files[self._home[name]].read_rows(name, begin, end)
+        return self.files[self._file_of[name]].read_rows(name, begin, end)
 
     def companions(self) -> List[str]:
-        """Returns the paths of configuration and tokenizer beside the tensors."""
+        """Returns the paths of the configuration and the tokenizer in the same folder."""
         paths = (os.path.join(self.folder, name) for name in COMPANIONS)
         return [path for path in paths if os.path.isfile(path)]
 
     def _add(self, file):
-        twice = [name for name in self.files[file].tensors if name in self._home]
+        twice = [name for name in self.files[file].tensors if name in self._file_of]
         if twice:
             raise CheckpointError(
-                f"{self.path} holds {examples(twice)} in {self._home[twice[0]]} and in {file}: which "
-                "of the two counts is not said. Remove the file that does not belong to the model."
+                f"{self.path} holds {examples(twice)} both in {self._file_of[twice[0]]} and in {file}. "
+                "Remove the file that does not belong to the model."
             )
-        self._home.update(dict.fromkeys(self.files[file].tensors, file))
+        self._file_of.update(dict.fromkeys(self.files[file].tensors, file))
 
     def _check_index(self, weight_map):
-        absent = [name for name, file in weight_map.items() if self._home.get(name) != file]
+        absent = [name for name, file in weight_map.items() if self._file_of.get(name) != file]
         if absent:
             raise CheckpointError(
-                f"{os.path.join(self.path, INDEX)} names tensors that are not in the files it says: "
+                f"{os.path.join(self.path, INDEX)} lists tensors that are not in the files it names: "
                 f"{examples(absent)}. Copy the model again."
             )
-        surplus = [name for name in self._home if name not in weight_map]
+        surplus = [name for name in self._file_of if name not in weight_map]
         if surplus:
             raise CheckpointError(
-                f"{os.path.join(self.path, INDEX)} does not name {examples(surplus)}, which its "
+                f"{os.path.join(self.path, INDEX)} does not list {examples(surplus)}, which its "
                 "files hold. Copy the model again."
             )
 
 
 class CkptFile:
-    """A MindSpore .ckpt in memory, with what TensorFile offers.
+    """A MindSpore .ckpt in memory, with the interface of TensorFile.
 
     Args:
         path (str): The file.
+
+    Attributes:
+        tensors (dict): Name -> TensorInfo.
+        metadata (dict): Empty: a .ckpt has no header.
 
     Raises:
         TruncatedAdapterError, AdapterFormatError: The file is damaged or no checkpoint.
@@ -133,7 +139,7 @@ class CkptFile:
     metadata: Dict[str, str] = {}
 
     def __init__(self, path: str):
-        # What MindSpore notes of a training beside the parameters, such as epoch_num, has no path.
+        # MindSpore stores the progress of a training, such as epoch_num, under names without a dot.
         self._arrays, _ = ckpt_file.read(path, lambda name: "." in name)
         self.tensors = {
             name: TensorInfo(array.dtype, array.shape, 0, array.nbytes) for name, array in self._arrays.items()
@@ -142,7 +148,7 @@ class CkptFile:
     def __enter__(self) -> "CkptFile":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._arrays = {}
 
     def read_rows(self, key: str, begin: int, end: int) -> np.ndarray:
@@ -151,13 +157,13 @@ class CkptFile:
         return (array[begin:end] if array.shape else array).copy()
 
 
-def detect_world(path: str, tensor_names) -> str:
+def detect_world(path: str, tensor_names: Iterable[str]) -> str:
     """Returns "hf" or "mindformers": whose names these are.
 
     Raises:
-        CheckpointError: They are neither's, or some are the one's and some the other's.
+        CheckpointError: They are of neither world, or of both.
     """
-    kinds = {"hf": [], "mindformers": []}
+    kinds: Dict[str, List[str]] = {"hf": [], "mindformers": []}
     for name in tensor_names:
         from_hf, from_mindformers = names.parameter_to_mindformers(name), names.parameter_to_hugging_face(name)
         if from_hf and not from_mindformers:
@@ -167,24 +173,18 @@ def detect_world(path: str, tensor_names) -> str:
     if all(kinds.values()):
         raise CheckpointError(
             f"{path} holds names of Hugging Face ({examples(kinds['hf'])}) and of MindFormers "
-            f"({examples(kinds['mindformers'])}). Give a checkpoint of one model alone."
+            f"({examples(kinds['mindformers'])}). Give a checkpoint of one model."
         )
     if not any(kinds.values()):
         raise CheckpointError(
-            f"{path} holds no name of a Llama's or Qwen2's parameters, neither Hugging Face's "
-            "(model.layers.0.self_attn.q_proj.weight) nor MindFormers' "
-            f"(model.layers.0.attention.wq.weight). It holds: {examples(tensor_names) or 'nothing'}."
+            f"{path} holds no parameter of a known model ({registry.titles()}), neither under Hugging Face's name "
+            "(model.layers.0.self_attn.q_proj.weight) nor under MindFormers' (model.layers.0.attention.wq.weight). "
+            f"It holds: {examples(tensor_names) or 'nothing'}. Give a checkpoint of one of these models."
         )
     return "hf" if kinds["hf"] else "mindformers"
 
 
-def examples(found) -> str:
-    """Returns at most four of ``found`` as text, numbers of layers put together, and how many more there are."""
-    lines = collapse_numbers(list(found))
-    return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
-
-
-def _file_names(path, weight_map) -> List[str]:
+def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:
     if not os.path.exists(path):
         raise CheckpointError(f"{path} does not exist.")
     if not os.path.isdir(path):
@@ -197,43 +197,40 @@ def _file_names(path, weight_map) -> List[str]:
     if not found:
         raise CheckpointError(
             f"{path} holds no .safetensors file. It holds: "
-            f"{', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}. Give a .ckpt as the file "
-            "itself; save pytorch_model.bin anew with transformers' save_pretrained."
+            f"{', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}. For a .ckpt, give the path of the file; "
+            "save a pytorch_model.bin again with transformers' save_pretrained."
         )
     return found
 
 
-def _read_index(path):
+def _read_index(path: str) -> Optional[Dict[str, str]]:
     """Returns tensor -> file, or None where there is no index."""
     index = os.path.join(path, INDEX)
     if not os.path.isfile(index):
         return None
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map, the table of which file holds which tensor.")
+        raise CheckpointError(
+            f"{index} has no weight_map, the table of which file holds which tensor. Copy the model again."
+        )
     for name, file in weight_map.items():
         # Whoever wrote the index must not choose which files outside the folder are read.
         if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file:
-            raise CheckpointError(f"{index} says that {name} is in {file!r}, which is no name of a file beside it.")
+            raise CheckpointError(
+                f"{index} says that {name} is in {file!r}, which is not the name of a file in the same folder. "
+                "Do not use this checkpoint."
+            )
         if not os.path.isfile(os.path.join(path, file)):
             raise CheckpointError(
-                f"{index} names {file}, which is not there. Copy the model again, or finish the download."
+                f"{index} names {file}, which does not exist. Copy the model again, or finish the download."
             )
     return weight_map
 
 
-def _read_object(path, missing=None) -> dict:
-    if missing is not None and not os.path.isfile(path):
-        return missing
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is a JSON {type(content).__name__}, not an object.")
-    return content
+def _read_object(path: str) -> dict:
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, CheckpointError)
 
 
-def _open(path):
+def _open(path: str) -> Union[TensorFile, CkptFile]:
     return CkptFile(path) if path.endswith(".ckpt") else TensorFile(path)

@@ -1,25 +1,25 @@
-"""Writing a base model's checkpoint block by block: each output tensor is a function of the rows that are wanted.
+"""Writing a base model's checkpoint block by block: each output tensor is a function that computes a range of rows.
 
-A few threads each take the next block, compute it and put it in its place in the file, so that reading, computing and
-the disk overlap and no more than a few blocks are in memory.
+A few threads each take the next block, compute it and write it to its offset in the file, so that reading, computing
+and writing overlap and only a few blocks are in memory.
 """
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import shutil
-from typing import Callable, Dict, List, NamedTuple, Tuple, Optional
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from mindlora.base.reader import INDEX
 from mindlora.common import atomic
+from mindlora.common.json_files import write_json
 from mindlora.errors import CheckpointError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import layout
 
-# A block and what it is computed from then fit a core's cache.
+# Bytes of a block, so that it fits into a core's cache with what it is computed from.
 _BLOCK = 2**20
 
 
@@ -28,10 +28,10 @@ class OutputTensor(NamedTuple):
 
     Attributes:
         name (str): Its name.
-        dtype (numpy.dtype): Of its elements.
+        dtype (numpy.dtype): The dtype of its elements.
         shape (tuple of int): Its shape.
         rows (callable): (begin, end) -> array of those rows in ``dtype``; several threads call it at once.
-        unit (int): Rows come in multiples of it. Default: 1.
+        unit (int): ``rows`` is called for multiples of so many rows. Default: 1.
     """
 
     name: str
@@ -41,8 +41,8 @@ class OutputTensor(NamedTuple):
     unit: int = 1
 
     @property
-    def count(self) -> int:
-        """Number of rows; a scalar is one."""
+    def row_count(self) -> int:
+        """Number of rows; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
 
     Attributes:
         tensors (list of OutputTensor): What it holds.
-        metadata (dict): The file's own texts.
+        metadata (dict): Texts for the file's header.
     """
 
     tensors: List[OutputTensor]
@@ -64,28 +64,22 @@ class Shard(NamedTuple):
 
 
 def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) -> None:
-    """Raises CheckpointError where writing to ``output`` would destroy what is read, or what nobody gave up."""
-    place = os.path.realpath(output)
+    """Raises CheckpointError where writing to ``output`` would destroy a source, or other files without permission."""
+    path = os.path.realpath(output)
     for source in map(os.path.realpath, sources):
-        if os.path.commonpath([place, source]) in (place, source) and os.path.exists(source):
+        if os.path.commonpath([path, source]) in (path, source) and os.path.exists(source):
             raise CheckpointError(
-                f"The output {output} is, holds or lies in {source}, which is read. Write to another place."
+                f"The output {output} is, contains or is inside {source}, which is read. Give another output."
             )
-    if not os.path.lexists(place):
+    if not os.path.lexists(path):
         return
     if not overwrite:
         raise CheckpointError(f"{output} exists. Give another output, or --overwrite to replace it.")
-    if os.path.isdir(place) == _is_file_name(output):
-        raise CheckpointError(
-            f"{output} exists and is a {'folder' if os.path.isdir(place) else 'file'}; what would be "
-            "written is not. Give another output."
-        )
-    # Replacing a folder removes all that is in it.
-    if (
-        os.path.isdir(place)
-        and os.listdir(place)
-        and not any(name.endswith(".safetensors") for name in os.listdir(place))
-    ):
+    if os.path.isdir(path) == _is_file_name(output):
+        found, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
+        raise CheckpointError(f"{output} is a {found}, and a {written} would be written. Give another output.")
+    # Replacing a folder removes all files in it.
+    if os.path.isdir(path) and os.listdir(path) and not any(map(_is_safetensors, os.listdir(path))):
         raise CheckpointError(f"{output} holds no checkpoint, so --overwrite does not replace it. Give another output.")
 
 
@@ -93,24 +87,28 @@ def write(
     output: str,
     shards: List[Shard],
     world: str,
-    companions: List[str] = (),
+    companions: Sequence[str] = (),
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> List[str]:
-    """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there before.
+    """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there unchanged.
 
     Args:
-        output (str): A folder, or a file that ends in .safetensors or .ckpt (which takes the whole in memory).
-        shards (list of Shard): What the files of a folder hold; a single file holds them all.
+        output (str): A folder, or a file that ends in .safetensors or .ckpt; a .ckpt is written tensor by tensor.
+        shards (list of Shard): The content of each file in a folder; a single file holds all of them.
         world (str): "hf" or "mindformers".
         companions (list of str): Files to copy into a folder. Default: ().
         progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
 
     Returns:
-        list of str, the files that hold tensors.
+        list of str, the written files that hold tensors.
     """
     shards = [shard for shard in shards if shard.tensors]
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-    tick = (lambda nbytes: progress(nbytes, total)) if progress else (lambda nbytes: None)
+
+    def tick(nbytes: int) -> None:
+        if progress:
+            progress(nbytes, total)
+
     if _is_file_name(output):
         whole = Shard(
             [tensor for shard in shards for tensor in shard.tensors],
@@ -139,77 +137,75 @@ def _write_folder(folder, shards, world, tick) -> List[str]:
     if count > 1:
         weight_map = {tensor.name: file for file, shard in zip(files, shards) for tensor in shard.tensors}
         size = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
-        _write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": weight_map})
         if world == "mindformers":
-            # By this name MindSpore looks for the index.
-            _write_json(os.path.join(folder, "param_name_map.json"), weight_map)
+            # MindSpore looks for the index under this name.
+            write_json(os.path.join(folder, "param_name_map.json"), weight_map)
     return files
 
 
 def _write_shard(path, shard, world, tick):
-    # transformers refuses a file that does not say of which framework it is.
+    # transformers refuses a file that does not name its framework.
     metadata = {**shard.metadata, "format": "pt" if world == "hf" else "ms"}
     _keep_freed_memory()
-    text, places, _ = layout([tensor[:3] for tensor in shard.tensors], metadata)
+    header, offsets, _ = layout([tensor[:3] for tensor in shard.tensors], metadata)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, handle)
-        _write_at(handle, text, 0)
+        _write_at(handle, memoryview(header), 0)
         threads = min(4, os.cpu_count() or 1)
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(threads))
-        # At the first error, map cancels the blocks that nobody has begun.
-        for nbytes in pool.map(lambda block: _write_block(handle, *block), list(_blocks(shard.tensors, places))):
+        # At the first error, map cancels the blocks that no thread has begun.
+        for nbytes in pool.map(lambda block: _write_block(handle, *block), list(_blocks(shard.tensors, offsets))):
             tick(nbytes)
 
 
 def _keep_freed_memory():
-    # glibc gives what blocks leave behind back to the system, which has to clear it for the next one: half of the time
-    # of a merge. Once an array of this size was freed, it keeps what is smaller (mallopt(3), M_MMAP_THRESHOLD).
+    # glibc returns the memory of each block to the system, which clears it for the next block: half of the time of a
+    # merge. After an array of this size was freed, glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD).
     np.empty(2**25 - 2**16, np.uint8)
 
 
 def _write_ckpt(path, shard, tick):
     def arrays():
         for tensor in shard.tensors:
-            yield tensor.name, tensor.rows(0, tensor.count)
+            yield tensor.name, tensor.rows(0, tensor.row_count)
             tick(tensor.nbytes)
 
     ckpt_file.write_arrays(path, arrays())
 
 
-def _blocks(tensors, places):
-    """Yields (tensor, place in the file, begin, end) for all rows."""
-    for tensor, place in zip(tensors, places):
-        row = tensor.nbytes // max(tensor.count, 1)
+def _blocks(tensors: List[OutputTensor], offsets: List[int]) -> Iterator[Tuple[OutputTensor, int, int, int]]:
+    """Yields (tensor, offset in the file, begin, end) of each block of rows."""
+    for tensor, offset in zip(tensors, offsets):
+        row = tensor.nbytes // max(tensor.row_count, 1)
         step = max(_BLOCK // max(row * tensor.unit, 1), 1) * tensor.unit
-        for begin in range(0, tensor.count, step):
-            yield tensor, place + begin * row, begin, min(begin + step, tensor.count)
+        for begin in range(0, tensor.row_count, step):
+            yield tensor, offset + begin * row, begin, min(begin + step, tensor.row_count)
 
 
-def _write_block(handle, tensor, place, begin, end) -> int:
+def _write_block(handle, tensor, offset, begin, end) -> int:
     rows = np.ascontiguousarray(tensor.rows(begin, end))
-    if rows.dtype != tensor.dtype or rows.size * max(tensor.count, 1) != (
+    if rows.dtype != tensor.dtype or rows.size * max(tensor.row_count, 1) != (
         (end - begin) * int(np.prod(tensor.shape, dtype=np.int64))
     ):
-        raise AssertionError(f"{tensor.name} [{begin}:{end}] came as {rows.dtype} {rows.shape}.")
-    _write_at(handle, memoryview(rows.reshape(-1).view(np.uint8)), place)
+        raise AssertionError(f"{tensor.name} [{begin}:{end}] was computed as {rows.dtype} {rows.shape}.")
+    _write_at(handle, memoryview(rows.reshape(-1).view(np.uint8)), offset)
     if hasattr(os, "posix_fadvise"):
-        # Sends the block on to the disk now, while the next ones are computed, and not all of them at the end.
-        os.posix_fadvise(handle, place, rows.nbytes, os.POSIX_FADV_DONTNEED)
-    return rows.nbytes
+        # Starts writing the block to the disk now, while the next ones are computed.
+        os.posix_fadvise(handle, offset, rows.nbytes, os.POSIX_FADV_DONTNEED)
+    return int(rows.nbytes)
 
 
-def _write_at(handle, content, place):
-    content = memoryview(content)
+def _write_at(handle: int, content: memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
-        done += os.pwrite(handle, content[done:], place + done)
+        done += os.pwrite(handle, content[done:], offset + done)
 
 
-def _write_json(path, content):
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
+def _is_safetensors(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
-def _is_file_name(output) -> bool:
+def _is_file_name(output: str) -> bool:
     return str(output).endswith((".safetensors", ".ckpt"))

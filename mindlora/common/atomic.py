@@ -1,4 +1,4 @@
-"""Writing a file or a folder so that a kill at any moment leaves the old one or the new one, never half of one."""
+"""Atomic writes: after a kill at any moment, the old file or folder is there or the new one, never half of one."""
 
 import contextlib
 import ctypes
@@ -6,20 +6,21 @@ import errno
 import os
 import shutil
 import tempfile
+from typing import Iterator
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 @contextlib.contextmanager
-def replace_file(path):
-    """Yields a path beside ``path`` to write to; on leaving, what was written there takes the place of ``path``.
+def replace_file(path: str) -> Iterator[str]:
+    """Yields a path in the same folder to write to; on leaving, the file written there replaces ``path``.
 
-    An exception in the body leaves ``path`` as it was and removes what was written.
+    After an exception in the body, ``path`` is unchanged and the written file is removed.
     """
     path = os.path.abspath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    # The suffix stays: mindspore.save_checkpoint appends its own to a name that lacks it.
+    # With the same suffix, since mindspore.save_checkpoint appends its own to a name that lacks it.
     handle, written = tempfile.mkstemp(
         prefix=f".{os.path.basename(path)}.", suffix=os.path.splitext(path)[1], dir=os.path.dirname(path)
     )
@@ -37,10 +38,10 @@ def replace_file(path):
 
 
 @contextlib.contextmanager
-def replace_folder(path):
-    """Yields an empty folder beside ``path`` to fill; on leaving, it takes the place of ``path``.
+def replace_folder(path: str) -> Iterator[str]:
+    """Yields an empty folder in the same parent to fill; on leaving, it replaces ``path``.
 
-    An exception in the body leaves ``path`` as it was and removes the new folder.
+    After an exception in the body, ``path`` is unchanged and the new folder is removed.
     """
     path = os.path.abspath(path)
     parent = os.path.dirname(path)
@@ -60,35 +61,35 @@ def replace_folder(path):
             os.rename(written, path)
         _sync(parent)
     finally:
-        # Holds the half-written folder after an exception, the replaced one after a swap.
+        # This is the half-written folder after an exception, and the replaced one after a swap.
         shutil.rmtree(written, ignore_errors=True)
 
 
-def remove_folder(path):
-    """Removes a folder so that no half of it is ever seen under its name."""
+def remove_folder(path: str) -> None:
+    """Removes a folder; at no moment is a part of it left at its path."""
     aside = _aside(path) + ".old"
-    shutil.rmtree(aside, ignore_errors=True)  # What a kill left of an earlier removal.
+    shutil.rmtree(aside, ignore_errors=True)  # A killed removal may have left it.
     os.rename(path, aside)
     shutil.rmtree(aside)
 
 
-def finish_interrupted_swap(path):
-    """Brings back the folder that a kill left aside in a swap by two renames, where no folder stands at ``path``."""
+def finish_interrupted_swap(path: str) -> None:
+    """Restores the folder at ``path`` if a kill between the two renames of a swap has left it under another name."""
     aside = _aside(path)
     if os.path.isdir(aside):
         if os.path.lexists(path):
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            # Several processes may load at once, and one of them is the first.
+            # Of several processes that load at the same time, only the first finds it.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(aside, path)
 
 
-def _swap(written, path):
+def _swap(written: str, path: str) -> None:
     try:
         _exchange(written, path)
     except OSError as error:
-        # Network file systems refuse the exchange: two renames, which finish_interrupted_swap can complete.
+        # Network file systems refuse the exchange. finish_interrupted_swap can complete these two renames.
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
         os.rename(path, _aside(path))
@@ -96,7 +97,7 @@ def _swap(written, path):
         shutil.rmtree(_aside(path), ignore_errors=True)
 
 
-def _exchange(first, second):
+def _exchange(first: str, second: str) -> None:
     """Swaps two paths in one step (Linux renameat2)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
@@ -106,12 +107,12 @@ def _exchange(first, second):
         raise OSError(code, os.strerror(code), str(second))
 
 
-def _aside(path):
+def _aside(path: str) -> str:
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.join(parent, f".{name}.replaced")
 
 
-def _sync(path):
+def _sync(path: str) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

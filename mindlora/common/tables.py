@@ -1,4 +1,4 @@
-"""Reports of the command line as text of WIDTH columns: wrapped facts, and tables."""
+"""Reports of the command line as text of WIDTH columns: labelled lines, and tables."""
 
 import textwrap
 from typing import Iterable, Optional, Sequence, Tuple
@@ -7,21 +7,21 @@ WIDTH = 110
 
 
 def fields(pairs: Iterable[Tuple[str, str]]) -> str:
-    """Returns lines of a name and a text, the texts below each other."""
+    """Returns one line for each name and text, the texts aligned."""
     pairs = list(pairs)
     width = max(len(name) for name, _ in pairs)
     return "\n".join(wrapped(f"{name:<{width}}  ", text) for name, text in pairs)
 
 
 def wrapped(head: str, text: str) -> str:
-    """Returns ``head`` and ``text``, the lines of which stand below each other."""
-    # What names a file or a key is not torn.
+    """Returns ``head`` followed by ``text``, which is wrapped and indented after the first line."""
+    # Paths and keys are not broken.
     lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
     return (head + f"\n{' ' * len(head)}".join(lines)).rstrip()
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table: the first column to the left, all others to the right."""
+    """Returns a table, the first column aligned to the left and all others to the right."""
     room = WIDTH - sum(2 + max(map(len, column)) for column in list(zip(titles, *rows))[1:])
     table = [[_ending(row[0], room), *row[1:]] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*table)]
@@ -32,12 +32,12 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: Optional[float]) -> str:
-    """Returns a whole number as it is, any other with four digits, and - for None."""
+    """Returns a whole number unchanged, any other with four digits, and - for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
-def _ending(text, room) -> str:
-    # The end of a path tells more than its beginning.
+def _ending(text: str, room: int) -> str:
+    # The end of a path says more than its beginning.
     return text if len(text) <= room else f"...{text[3 - room :]}"

@@ -1,18 +1,24 @@
-"""Pieces of messages: lists of paths, the nearest known word, a value that may be long."""
+"""Parts of messages: lists of paths, the nearest known word, a value that may be long."""
 
 import difflib
 import math
-from typing import Iterable, List
+from typing import Dict, Iterable, List, Tuple
 
 
 def listed(paths: Iterable[str]) -> str:
-    """Returns paths as text for a message, with those that differ in layer numbers alone put into one."""
+    """Returns paths as text for a message; those that differ only in numbers are combined."""
     return ", ".join(collapse_numbers(list(paths)))
 
 
+def examples(paths: Iterable[str]) -> str:
+    """Returns as ``listed`` does, with at most four of the lines and the number of the others."""
+    lines = collapse_numbers(list(paths))
+    return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
+
+
 def collapse_numbers(paths: List[str]) -> List[str]:
-    """Returns ``paths`` with those that differ in layer numbers alone put into one, as ``layers.{0..31}.wq``."""
-    groups = {}
+    """Returns ``paths``, those that differ only in numbers combined into one, such as ``layers.{0..31}.wq``."""
+    groups: Dict[str, List[Tuple[int, ...]]] = {}
     for path in paths:
         parts = path.split(".")
         shape = ".".join("#" if part.isdigit() else part for part in parts)
@@ -23,15 +29,15 @@ def collapse_numbers(paths: List[str]) -> List[str]:
         if math.prod(map(len, columns)) == len(set(rows)):
             lines.append(_numbered(shape, columns))
             continue
-        # Not every combination is there, so one line would claim too many: only the first number is put together.
+        # Some combinations are missing, so one line would claim too much: only the first number is combined.
         for rest in dict.fromkeys(row[1:] for row in rows):
             first = sorted({row[0] for row in rows if row[1:] == rest})
             lines.append(_numbered(shape, [first] + [[number] for number in rest]))
     return lines
 
 
-def _numbered(shape, columns) -> str:
-    """Puts the numbers of each column at the next # of ``shape``."""
+def _numbered(shape: str, columns: List[List[int]]) -> str:
+    """Replaces each # of ``shape`` by the numbers of its column."""
     for values in columns:
         text = str(values[0]) if len(values) == 1 else "{" + ",".join(map(str, values)) + "}"
         if len(values) > 1 and values == list(range(values[0], values[-1] + 1)):
@@ -41,14 +47,14 @@ def _numbered(shape, columns) -> str:
 
 
 def suggestion(word: str, known: List[str]) -> str:
-    """Returns the end of an error message: the nearest known word, and all that are known."""
+    """Returns the end of an error message: the nearest known word, and all known words."""
     near = difflib.get_close_matches(word, known, n=1)
     meant = f" Did you mean '{near[0]}'?" if near else ""
     return f"{meant} Known: {', '.join(sorted(known))}."
 
 
-def shown(value) -> str:
-    """Returns a value of a configuration for a message: not a megabyte of it, and a deeply nested one in words."""
+def shown(value: object) -> str:
+    """Returns a value of a configuration for a message, cut to 200 characters; a deeply nested one is only named."""
     try:
         text = repr(value)
     except RecursionError:

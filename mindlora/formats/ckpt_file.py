@@ -5,7 +5,7 @@ A file is one protobuf message, Checkpoint in mindspore/train/checkpoint.proto: 
 
 import binascii
 import math
-from typing import Callable, Dict, Iterable, NamedTuple, Tuple
+from typing import BinaryIO, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.formats import protobuf
 from mindlora.numerics.dtypes import BFLOAT16
 
-# A .ckpt that was cut between two records loads without an error. In one that write made, the first record promises
-# the last one, a text.
+# MindSpore loads a .ckpt that was cut between two records without an error. In a file that write made, a first record
+# tells that there must be a last one, which holds a text.
 _FIRST = "mindlora_begin"
 _METADATA = "mindlora"
 _DTYPES = {
@@ -38,7 +38,6 @@ _CHECKSUM = b"crc_num"  # Before the last 10 bytes of a file that was saved with
 _MAX_AXES = 32  # NumPy's.
 _PIECE_BYTES = 2**29  # MindSpore divides a larger tensor among several records.
 
-
 # Numbers of the fields: of Checkpoint, of Checkpoint.Value, and of TensorProto.
 _VALUE = 1
 _TAG, _TENSOR = 1, 2
@@ -54,10 +53,14 @@ class _Tensor(NamedTuple):
 
 
 def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray], str]:
-    """Returns the tensors whose names are ``wanted``, and the text that write put beside them, or "".
+    """Returns the tensors whose names are ``wanted``, and the text that write stored with them, or "".
 
-    mindspore.load_checkpoint is not asked: where a record holds more or fewer bytes than its shape takes, it writes
-    past the end of its memory, or makes up the rest.
+    mindspore.load_checkpoint is not used: where the bytes of a record are not as many as its shape needs, it writes
+    past the end of its memory or returns values that are not in the file.
+
+    Args:
+        path (str): The file; all of it is in memory while it is read.
+        wanted (callable): Name of a tensor -> whether to return it.
 
     Raises:
         TruncatedAdapterError: The file ends before its content does, or is no MindSpore checkpoint.
@@ -71,7 +74,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
 
 
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
-    """Writes arrays and a text as one .ckpt, in one step."""
+    """Writes arrays and a text as one .ckpt, in one atomic step."""
     with atomic.replace_file(path) as written, open(written, "wb") as file:
         file.write(_record(_FIRST, "Int32", (), np.int32(1).tobytes()))
         _write_arrays(file, tensors.items())
@@ -79,12 +82,12 @@ def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
 
 
 def write_arrays(path: str, arrays: Iterable[Tuple[str, np.ndarray]]) -> None:
-    """Writes (name, array) pairs as one .ckpt as they come, so that one array at a time is in memory."""
+    """Writes (name, array) pairs as one .ckpt, with one array in memory at a time; the bytes are MindSpore's own."""
     with open(path, "wb") as file:
         _write_arrays(file, arrays)
 
 
-def _write_arrays(file, arrays):
+def _write_arrays(file: BinaryIO, arrays: Iterable[Tuple[str, np.ndarray]]) -> None:
     for name, array in arrays:
         pieces = (
             np.array_split(array, math.ceil(array.nbytes / _PIECE_BYTES)) if array.nbytes > _PIECE_BYTES else [array]
@@ -93,14 +96,14 @@ def _write_arrays(file, arrays):
             file.write(_record(name, _NAMES[array.dtype], array.shape, piece.tobytes()))
 
 
-def _record(name, dtype, shape, content) -> bytes:
+def _record(name: str, dtype: str, shape: Tuple[int, ...], content: bytes) -> bytes:
     dims = b"".join(protobuf.number(_DIMS, size) for size in shape)
     tensor = dims + protobuf.content(_TYPE, dtype.encode()) + protobuf.content(_CONTENT, content)
     return protobuf.content(_VALUE, protobuf.content(_TAG, name.encode()) + protobuf.content(_TENSOR, tensor))
 
 
-def _records(path, wanted) -> Dict[str, list]:
-    """Returns name -> the pieces of its tensor, which is in several where it is large."""
+def _records(path: str, wanted: Callable[[str], bool]) -> Dict[str, List[_Tensor]]:
+    """Returns name -> the pieces of its tensor; a small tensor has one."""
     with open(path, "rb") as file:
         content = file.read()
     if not content:
@@ -111,47 +114,50 @@ def _records(path, wanted) -> Dict[str, list]:
             raise TruncatedAdapterError(
                 f"{path} is damaged: its checksum is that of other bytes. Copy or save it again."
             )
-    records, before = {}, None
+    records: Dict[str, List[_Tensor]] = {}
+    before = None
     try:
-        for field, _, value in protobuf.fields(memoryview(content)):
-            if field != _VALUE:
+        for field in protobuf.fields(memoryview(content)):
+            if field.field != _VALUE:
                 continue
-            name, tensor = _parsed(value)
+            name, tensor = _parsed(field.content)
             if name in (_FIRST, _METADATA) or wanted(name):
                 if name in records and name != before:
-                    raise AdapterFormatError(f"{path} names {name} twice: which of the two counts is not said.")
+                    raise AdapterFormatError(f"{path} has {name} twice, so it is unclear which one counts. Remove one.")
                 records.setdefault(name, []).append(tensor)
             before = name
     except AdapterFormatError:
         raise
-    # A name that is not UTF-8, or a field of another kind than it must be, too.
-    except (ValueError, TypeError) as error:
-        raise TruncatedAdapterError(f"{path} is truncated or no MindSpore checkpoint: {error}") from error
+    # Also a name that is not UTF-8.
+    except ValueError as error:
+        raise TruncatedAdapterError(
+            f"{path} is truncated or no MindSpore checkpoint: {error}. Copy or save it again."
+        ) from error
     return records
 
 
-def _parsed(value) -> Tuple[str, _Tensor]:
+def _parsed(value: memoryview) -> Tuple[str, _Tensor]:
     """Returns the name and the tensor of one Checkpoint.Value."""
-    parts = {field: content for field, _, content in protobuf.fields(value)}
+    parts = {part.field: part.content for part in protobuf.fields(value) if part.wire_type == protobuf.CONTENT}
     dims, found = [], {}
-    for field, wire_type, content in protobuf.fields(parts.get(_TENSOR, memoryview(b""))):
-        if field == _DIMS and wire_type == protobuf.NUMBER:
+    for part in protobuf.fields(parts.get(_TENSOR, memoryview(b""))):
+        if part.field == _DIMS and part.wire_type == protobuf.NUMBER:
             # An int64: the upper half of the range is below zero.
-            dims.append(content - 2**64 if content >= 2**63 else content)
-        else:
-            found[field] = content
+            dims.append(part.value - 2**64 if part.value >= 2**63 else part.value)
+        elif part.wire_type == protobuf.CONTENT:
+            found[part.field] = part.content
     if _TAG not in parts or not {_TYPE, _CONTENT} <= found.keys():
         raise ValueError("a record lacks its name, its dtype or its content")
     return str(parts[_TAG], "utf-8"), _Tensor(tuple(dims), str(found[_TYPE], "utf-8"), found[_CONTENT])
 
 
-def _array(key, tensors, path) -> np.ndarray:
+def _array(key: str, tensors: List[_Tensor], path: str) -> np.ndarray:
     name, shape = tensors[-1].dtype, tensors[-1].dims
     if name not in _DTYPES:
         raise AdapterFormatError(
             f"{path}: {key} is stored as {name}, which is not supported. Known: {', '.join(_DTYPES)}."
         )
-    shape = () if shape == (0,) else shape  # One of the ways in which MindSpore writes a scalar.
+    shape = () if shape == (0,) else shape  # MindSpore writes some scalars so.
     content = b"".join(tensor.content for tensor in tensors)
     if len(shape) > _MAX_AXES or min(shape, default=1) < 1 or math.prod(shape) * _DTYPES[name].itemsize != len(content):
         raise TruncatedAdapterError(
@@ -161,13 +167,13 @@ def _array(key, tensors, path) -> np.ndarray:
     return np.frombuffer(content, _DTYPES[name]).reshape(shape)
 
 
-def _text(tensors, path) -> str:
+def _text(tensors: Optional[List[_Tensor]], path: str) -> str:
     if not tensors:
         return ""
     try:
-        # As NumPy keeps texts.
+        # NumPy stores texts as UTF-32.
         return b"".join(tensor.content for tensor in tensors).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
         raise TruncatedAdapterError(
-            f"{path} is truncated or damaged: its last record is no text. Copy or save it again."
+            f"{path} is truncated or damaged: its last record is not a text. Copy or save it again."
         ) from error

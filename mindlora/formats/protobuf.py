@@ -1,20 +1,34 @@
-"""As much of protobuf's wire format as a MindSpore checkpoint takes: fields that are numbers, texts or messages.
+"""The part of protobuf's wire format that a MindSpore checkpoint uses: fields that are numbers, texts or messages.
 
-google.protobuf is not used, because MindSpore can only work with its pure-Python implementation, which a process
-chooses at its first import: a file that was read before MindSpore is imported would break MindSpore.
+google.protobuf is not used: MindSpore works with its pure-Python implementation only, and a process chooses the
+implementation at the first import. Reading a file before MindSpore is imported would break MindSpore.
 """
 
-from typing import Iterator, Tuple, Union
+from typing import Iterator, NamedTuple, Tuple
 
 # The two wire types that the messages use; fields of the other types are skipped.
 NUMBER, CONTENT = 0, 2
 _FIXED_SIZES = {1: 8, 5: 4}
 
-Value = Union[int, memoryview]
+
+class Field(NamedTuple):
+    """One field of a message.
+
+    Attributes:
+        field (int): The number that the message's definition gives it.
+        wire_type (int): NUMBER or CONTENT.
+        value (int): Of a NUMBER; 0 for a CONTENT.
+        content (memoryview): Of a CONTENT; empty for a NUMBER.
+    """
+
+    field: int
+    wire_type: int
+    value: int
+    content: memoryview
 
 
-def fields(message: memoryview) -> Iterator[Tuple[int, int, Value]]:
-    """Yields (field number, wire type, value) for each number and each content in a message, in its order.
+def fields(message: memoryview) -> Iterator[Field]:
+    """Yields the numbers and the contents in a message, in their order.
 
     Raises:
         ValueError: The message ends inside a field, or is not protobuf.
@@ -25,17 +39,17 @@ def fields(message: memoryview) -> Iterator[Tuple[int, int, Value]]:
         field, wire_type = key >> 3, key & 7
         if wire_type == NUMBER:
             value, at = _varint(message, at)
-            yield field, wire_type, value
+            yield Field(field, wire_type, value, message[at:at])
             continue
         size = _FIXED_SIZES.get(wire_type)
         if wire_type == CONTENT:
             size, at = _varint(message, at)
         if not field or size is None:
-            raise ValueError(f"byte {at} begins no field of a protobuf message")
+            raise ValueError(f"no field of a protobuf message begins at byte {at}")
         if at + size > len(message):
             raise ValueError(f"a field of {size} bytes begins at byte {at} of {len(message)}")
         if wire_type == CONTENT:
-            yield field, wire_type, message[at : at + size]
+            yield Field(field, wire_type, 0, message[at : at + size])
         at += size
 
 
@@ -49,8 +63,8 @@ def content(field: int, value: bytes) -> bytes:
     return _encoded(field << 3 | CONTENT) + _encoded(len(value)) + value
 
 
-def _varint(message, at) -> Tuple[int, int]:
-    """Returns the number at byte ``at``, seven bits in a byte, and where the next field continues."""
+def _varint(message: memoryview, at: int) -> Tuple[int, int]:
+    """Returns the number at byte ``at``, stored seven bits to a byte, and the offset of the byte after it."""
     value = 0
     for shift in range(0, 64, 7):
         if at >= len(message):
@@ -63,7 +77,7 @@ def _varint(message, at) -> Tuple[int, int]:
     raise ValueError(f"the number before byte {at} is longer than 64 bits")
 
 
-def _encoded(value) -> bytes:
+def _encoded(value: int) -> bytes:
     result = bytearray()
     while value >= 0x80:
         result.append(value & 0x7F | 0x80)

@@ -1,17 +1,18 @@
-"""Safetensors files tensor by tensor: bytes as they are stored, bfloat16 included, read and written as a stream.
+"""Safetensors files, read and written tensor by tensor in the stored dtype, bfloat16 included.
 
-safetensors' own reader judges whether a file is sound. What it lacks here: NumPy has no bfloat16, and its writer wants
-all tensors in memory at once.
+The safetensors library decides whether a file is sound. It does not read and write the tensors here, because it has no
+bfloat16 for NumPy and takes all tensors at once for writing.
 """
 
 import json
 import math
 import os
-from typing import Dict, Iterable, List, NamedTuple, Tuple, Optional
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mindlora.common.json_files import refuse_duplicates
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.numerics.dtypes import BFLOAT16
 
@@ -33,18 +34,18 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _MAX_AXES, _MAX_ELEMENTS = 32, 2**59  # NumPy's.
-# What the library's messages say when bytes are missing.
+# Parts of the library's messages about missing bytes.
 _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor stands in a file.
+    """Where a tensor is in a file.
 
     Attributes:
-        dtype (numpy.dtype): Of the stored elements.
+        dtype (numpy.dtype): The dtype of the stored elements.
         shape (tuple of int): Its shape.
-        offset (int): Of its first byte from the beginning of the file.
-        size (int): In bytes.
+        offset (int): Bytes from the beginning of the file to the tensor.
+        size (int): Size in bytes.
     """
 
     dtype: np.dtype
@@ -61,23 +62,22 @@ class TensorFile:
 
     Attributes:
         tensors (dict): Key -> TensorInfo, in the order of the bytes.
-        metadata (dict): The file's own texts.
+        metadata (dict): The texts in the file's header.
 
     Raises:
         TruncatedAdapterError: The file ends before its content does, or holds more than it declares.
-        AdapterFormatError: It is no safetensors file, names a tensor twice, or has a dtype that is not known.
+        AdapterFormatError: It is not a safetensors file, has a tensor twice, or has a dtype that is not known.
     """
 
     def __init__(self, path: str):
         self.path = str(path)
         self.tensors, self.metadata = _read_header(self.path)
-
-        self._file = open(self.path, "rb", buffering=0)
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed on __exit__)
 
     def __enter__(self) -> "TensorFile":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def read(self, key: str) -> np.ndarray:
@@ -109,13 +109,14 @@ class TensorFile:
 def layout(
     entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], metadata: Optional[Dict[str, str]] = None
 ) -> Tuple[bytes, List[int], int]:
-    """Returns what a safetensors file begins with, where each tensor begins in it, and where the file ends.
+    """Returns a safetensors file's header, the offset of each tensor in the file, and the size of the file.
 
     Args:
         entries (list): (key, dtype, shape) of each tensor.
         metadata (dict): Texts to store with them. Default: None.
     """
-    header, offset = {}, 0
+    header: Dict[str, Any] = {}
+    offset = 0
     if metadata:
         header["__metadata__"] = metadata
     for key, dtype, shape in entries:
@@ -134,13 +135,13 @@ def write(
     contents: Iterable[np.ndarray],
     metadata: Optional[Dict[str, str]] = None,
 ) -> None:
-    """Writes a safetensors file as its contents come, so that one piece at a time is in memory.
+    """Writes a safetensors file piece by piece, with one piece in memory at a time.
 
     Args:
-        path (str): The file, which is overwritten.
+        path (str): The file; an existing one is overwritten.
         entries (list): (key, dtype, shape) of each tensor.
-        contents (iterable of arrays): The tensors' elements in the order of ``entries``; one tensor may come in
-            several pieces.
+        contents (iterable of arrays): The tensors' elements in the order of ``entries``; a tensor may come in several
+            pieces.
         metadata (dict): Texts to store with them. Default: None.
     """
     text, _, end = layout(entries, metadata)
@@ -152,11 +153,11 @@ def write(
             file.write(memoryview(piece.reshape(-1).view(np.uint8)))
             written += piece.nbytes
     if written != end:
-        raise AssertionError(f"{written} bytes came for a file of {end}.")
+        raise AssertionError(f"{path}: {written} bytes were written, and the header declares {end}.")
 
 
 def write_arrays(path: str, tensors: Dict[str, np.ndarray], metadata: Optional[Dict[str, str]] = None) -> None:
-    """Writes arrays that are all in memory, in the order of their keys."""
+    """Writes arrays, sorted by their keys."""
     keys = sorted(tensors)
     write(
         path, [(key, tensors[key].dtype, tensors[key].shape) for key in keys], (tensors[key] for key in keys), metadata
@@ -177,30 +178,23 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
         raise AdapterFormatError(f"{path} is not a safetensors file: {error}.") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length), object_pairs_hook=lambda pairs: _unique(pairs, path))
+        header = json.loads(file.read(length), object_pairs_hook=refuse_duplicates(path, AdapterFormatError))
     metadata = header.pop("__metadata__", None) or {}
     tensors = {}
     odd = [key for key, entry in header.items() if not isinstance(entry, dict)]
     if odd:
-        # The library's reader takes [dtype, shape, offsets] too.
-        raise AdapterFormatError(f"{path} is not a safetensors file: its header describes {odd[0]} by no object.")
+        # The library's reader takes a list [dtype, shape, offsets] too.
+        raise AdapterFormatError(
+            f"{path} is not a safetensors file: the entry of {odd[0]} in its header is not an object. Save it again."
+        )
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in _DTYPES:
             raise AdapterFormatError(
                 f"{path}: {key} is stored as {entry['dtype']}, which is not supported. Known: {', '.join(_DTYPES)}."
             )
         if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
-            # One that is empty can claim any size along its other axes.
+            # An empty tensor can declare any size along its other axes.
             raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, a shape that no array can have.")
         begin, end = entry["data_offsets"]
         tensors[key] = TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors, metadata
-
-
-def _unique(pairs, path):
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise AdapterFormatError(f"{path} names {', '.join(twice)} twice: which of the two counts is not said.")
-    return found

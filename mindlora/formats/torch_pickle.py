@@ -1,8 +1,8 @@
-"""Reads PyTorch's .bin files without PyTorch and without running anything that stands in them."""
+"""Reads PyTorch's .bin files without PyTorch and without running anything that is in them."""
 
 import pickletools
 import zipfile
-from typing import Dict
+from typing import Any, Dict, List, NoReturn, Sequence, Tuple
 
 import numpy as np
 
@@ -25,13 +25,13 @@ _MAX_AXES = 32  # NumPy's.
 def read(path: str) -> Dict[str, np.ndarray]:
     """Returns the tensors of a file that torch.save wrote from a dict of tensors.
 
-    A pickle is a program for a machine with a stack. Python's own machine is not used: it can be made to call, to
-    change, and to allocate without bound. The one here knows the few instructions that a dict of tensors takes, can
-    call three functions, all its own, and ends at anything else.
+    A pickle is a program for a stack machine. Python's own machine is not used, since a program can make it call any
+    function, change any object and allocate any amount of memory. The machine here knows the few instructions that a
+    dict of tensors needs, can call three functions of its own, and stops at anything else.
 
     Raises:
-        AdapterFormatError: The file is no zip archive of torch.save's, asks for anything but tensors, or holds
-            something else than a dict of tensors by name.
+        AdapterFormatError: The file is not a zip archive of torch.save's, asks for anything but tensors, or does not
+            hold a dict of tensors by name.
         TruncatedAdapterError: The archive is damaged.
     """
     opened = False
@@ -49,7 +49,7 @@ def read(path: str) -> Dict[str, np.ndarray]:
             f"{path} is not what torch.save writes since PyTorch 1.6: {error}. Save the adapter "
             "with safe_serialization=True, as safetensors."
         ) from error
-    # A damaged program can fail in any way that programs do.
+    # A damaged program can raise any exception.
     except Exception as error:
         if not opened:
             raise
@@ -62,7 +62,7 @@ def read(path: str) -> Dict[str, np.ndarray]:
 class _Machine:
     """Runs the program of one archive; its tensors become arrays."""
 
-    def __init__(self, archive, path):
+    def __init__(self, archive: zipfile.ZipFile, path: str):
         entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
         if len(entries) != 1:
             raise AdapterFormatError(f"{path} is a zip archive without the one data.pkl that torch.save puts there.")
@@ -71,12 +71,15 @@ class _Machine:
         self._program = self._stored(entries[0].filename)
         if self._folder + "byteorder" in archive.namelist() and self._stored(self._folder + "byteorder") != b"little":
             raise ValueError("its bytes are not in little-endian order")
-        self._storages, self._budget = {}, 4 * sum(entry.file_size for entry in archive.infolist())
+        self._storages: Dict[Tuple[str, np.dtype], np.ndarray] = {}
+        self._budget = 4 * sum(entry.file_size for entry in archive.infolist())
         self._functions = (dict, self._tensor, self._parameter)
 
-    def run(self):
+    def run(self) -> Any:
         """Returns what the program leaves on the stack."""
-        stack, marks, memo = [], [], {}
+        stack: List[Any] = []
+        marks: List[int] = []
+        memo: Dict[Any, Any] = {}
         for instruction, argument, _ in pickletools.genops(self._program):
             name = instruction.name
             if name in ("PROTO", "FRAME", "STOP"):
@@ -99,22 +102,24 @@ class _Machine:
                 _group(stack, marks.pop() if name == "SETITEMS" else len(stack) - 2)
                 _set_items(stack.pop(), stack[-1])
             elif name == "GLOBAL":
-                stack.append(self._named(*argument.split(" ")))
+                module, function = str(argument).split(" ")
+                stack.append(self._named(module, function))
             elif name == "STACK_GLOBAL":
                 function = stack.pop()
                 stack.append(self._named(stack.pop(), function))
             elif name == "BINPERSID":
-                stack.append(self._storage(*stack.pop()))
+                kind, dtype, key, _, count = stack.pop()
+                stack.append(self._storage(kind, dtype, key, count))
             elif name == "REDUCE":
                 arguments = stack.pop()
                 stack.append(self._call(stack.pop(), arguments))
             elif name == "BUILD" and isinstance(stack[-2], dict):
-                stack.pop()  # What a state_dict notes of the versions of its modules.
+                stack.pop()  # A state_dict's note of the versions of its modules.
             else:
                 self._refuse(f"the instruction {name}")
         return stack.pop()
 
-    def _named(self, module, name):
+    def _named(self, module: Any, name: Any) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -127,20 +132,20 @@ class _Machine:
             raise ValueError("it names no function")
         return self._refuse(f"{module}.{name}")
 
-    def _call(self, function, arguments):
+    def _call(self, function: Any, arguments: Any) -> Any:
         if function not in self._functions or function is dict and arguments:
-            raise ValueError("it calls what is no function")
+            raise ValueError("it calls something that is not a function")
         return function(*arguments)
 
-    def _refuse(self, what):
+    def _refuse(self, what: str) -> NoReturn:
         raise AdapterFormatError(
-            f"{self._path} asks for {what}, which is no part of a dict of tensors: it may be "
+            f"{self._path} asks for {what}, which no dict of tensors needs: it may be "
             "meant to run something. Nothing of it was run."
         )
 
-    def _storage(self, kind, dtype, key, _, count):
+    def _storage(self, kind: Any, dtype: Any, key: Any, count: Any) -> np.ndarray:
         if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str) or type(count) is not int:
-            raise ValueError("it names a storage in another way than torch.save")
+            raise ValueError("it names a storage in a way that torch.save does not")
         if (key, dtype) not in self._storages:
             content = self._stored(f"{self._folder}data/{key}")
             if len(content) != count * dtype.itemsize:
@@ -150,14 +155,16 @@ class _Machine:
             self._storages[key, dtype] = np.frombuffer(content, dtype)
         return self._storages[key, dtype]
 
-    def _stored(self, name) -> bytes:
+    def _stored(self, name: str) -> bytes:
         entry = self._archive.getinfo(name)
-        # torch.save stores; what is packed could unpack to any size.
+        # torch.save does not compress; a compressed entry could unpack to any size.
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{name} is compressed")
         return self._archive.read(entry)
 
-    def _tensor(self, storage, offset, shape, strides, *_):
+    def _tensor(
+        self, storage: Any, offset: int, shape: Sequence[int], strides: Sequence[int], *_: object
+    ) -> np.ndarray:
         numbers = (offset, *shape, *strides)
         if (
             len(shape) != len(strides)
@@ -174,31 +181,31 @@ class _Machine:
         )
         if view.flags.c_contiguous:
             return view
-        # Each costs a copy, and a small file can name one storage very often.
+        # Each such tensor is a copy, and a small file can name one storage many times.
         self._budget -= view.nbytes
         if self._budget < 0:
             raise ValueError("its tensors are many times larger than the file")
         return np.ascontiguousarray(view)
 
     @staticmethod
-    def _parameter(tensor, *_):
+    def _parameter(tensor: Any, *_: object) -> Any:
         return tensor
 
 
-def _group(stack, begin):
-    """Puts the part of the stack from ``begin`` on into one tuple."""
+def _group(stack: List[Any], begin: int) -> None:
+    """Replaces the part of the stack from ``begin`` on by one tuple of it."""
     if begin < 0:
-        raise ValueError("it takes more than is there")
+        raise ValueError("it takes more from the stack than is there")
     stack[begin:] = [tuple(stack[begin:])]
 
 
-def _set_items(items, target):
-    # Keys are texts: the hash of a tuple of tuples of tuples can take for ever.
+def _set_items(items: Tuple[Any, ...], target: Any) -> None:
+    # Keys must be texts: the hash of a deeply nested tuple can take forever.
     if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
-        raise ValueError("it sets items of something else than a dict by name")
+        raise ValueError("it sets items in something that is not a dict by name")
     target.update(zip(items[::2], items[1::2]))
 
 
-def _begins_as_zip(path) -> bool:
+def _begins_as_zip(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(2) == b"PK"

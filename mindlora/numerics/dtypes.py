@@ -1,12 +1,12 @@
-"""dtypes of stored tensors in NumPy, bfloat16 included: to float32 and back, rounded once."""
+"""The dtypes of stored tensors in NumPy, bfloat16 included, and conversion to float32 and back with one rounding."""
 
 from typing import Tuple
 
 import numpy as np
 
-# NumPy has no bfloat16: its 16 bits, under a name of their own so that nothing takes them for a whole number.
+# NumPy has no bfloat16. This dtype holds the 16 bits in a named field, so that no code takes them for an integer.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
-# What rounding to nearest does to a number: at most this share of it, or, near zero, this much.
+# Largest error of rounding to nearest: relative, and absolute near zero.
 ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 
 
@@ -25,11 +25,11 @@ def from_float32(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns float32 ``array`` rounded to ``dtype``, to the nearest, ties to even; and that as float32 again."""
+    """Returns float32 ``array`` rounded to ``dtype``, to the nearest, ties to even; and the same values as float32."""
     if dtype != BFLOAT16:
         stored = array.astype(dtype, copy=False)
         return stored, to_float32(stored)
-    # Of one axis at least, so that a scalar is worked on in place too.
+    # With at least one axis, so that a scalar is changed in place too.
     whole = np.ascontiguousarray(array)
     bits = whole.view(np.uint32)
     upper = bits >> 16
@@ -37,7 +37,7 @@ def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]
     upper += 0x7FFF
     upper += bits
     upper &= 0xFFFF0000
-    # Rounding would carry a NaN's bits over into another number.
+    # Rounding could turn the bits of a NaN into those of another number.
     nan = np.isnan(whole)
     if nan.any():
         upper[nan] = 0x7FC00000

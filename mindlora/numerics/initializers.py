@@ -1,10 +1,10 @@
-"""Starts of A and B beyond the plain ones, in NumPy: orthogonal, PiSSA, OLoRA, LoftQ.
+"""Initializers of A and B beyond the plain ones, in NumPy: orthogonal, PiSSA, OLoRA, LoftQ.
 
-PiSSA, OLoRA and LoftQ begin with what the base already does, B0 A0, and take it out of the base: W' = W - scale B0 A0.
+PiSSA, OLoRA and LoftQ take the initial pair from the base weight and subtract its product: W' = W - scale B0 A0.
 """
 
 import re
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Protocol, Tuple, TypeVar
 
 import numpy as np
 
@@ -13,16 +13,25 @@ from mindlora.errors import ConfigError
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
 _LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
-# Directions that the randomized decomposition looks at beyond the rank: with a few more it hardly errs (Halko, 2011).
+# Random directions of the randomized decomposition beyond the rank; a few make its error small (Halko, 2011).
 _OVERSAMPLING = 8
+Quantized = TypeVar("Quantized")
+
+
+class Shaped(Protocol):
+    """Anything that has a shape: an array, a parameter, a tensor to be written."""
+
+    @property
+    def shape(self) -> Tuple[int, ...]:
+        """Its sizes along all axes."""
 
 
 class InitialPair(NamedTuple):
-    """What a cell whose base was corrected began with.
+    """The initial A and B of a cell whose initializer changed the base weight.
 
     Attributes:
         a, b (array): A0 [r, in] and B0 [out, r], in the dtypes of the parameters.
-        fingerprint (dict): Mark of the base as it was before, or None.
+        fingerprint (dict): Fingerprint of the base before that, or None.
     """
 
     a: np.ndarray
@@ -31,39 +40,48 @@ class InitialPair(NamedTuple):
 
 
 def is_known(name: str) -> bool:
-    """Tells whether ``name`` is a start: one of NAMES, with a number for N."""
+    """Tells whether ``name`` is an initializer: one of NAMES, with a number in place of N."""
     return name in NAMES and not name.endswith("_N") or bool(_PISSA.fullmatch(name)) or is_loftq(name)
 
 
 def is_loftq(name: Optional[str]) -> bool:
-    """Tells whether a start is LoftQ's: "loftq", or "loftq_iter_N" for N turns."""
+    """Tells whether an initializer is LoftQ: "loftq", or "loftq_iter_N" for N iterations."""
     return name is not None and bool(_LOFTQ.fullmatch(name))
 
 
 def loftq_iterations(name: str) -> int:
-    """Returns how often LoftQ's start by its name takes turns: 1 where it does not say."""
-    return int(_LOFTQ.fullmatch(name).group(1) or 1)
+    """Returns N of "loftq_iter_N", and 1 for "loftq".
+
+    Raises:
+        ValueError: The initializer is another one.
+    """
+    match = _LOFTQ.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not one of LoftQ's initializers.")
+    return int(match[1] or 1)
 
 
 def changes_base(name: Optional[str]) -> bool:
-    """Tells whether a start takes from the base what it puts into A and B."""
+    """Tells whether an initializer subtracts the product of its pair from the base weight."""
     return name is not None and (name == "olora" or bool(_PISSA.fullmatch(name)))
 
 
 def needs_whole_matrices(name: Optional[str]) -> bool:
-    """Tells whether a start cannot be made for a part of a matrix alone."""
+    """Tells whether an initializer needs the whole weight, so that it cannot work on one shard of it."""
     return name == "orthogonal" or changes_base(name)
 
 
-def orthogonal(rank: int, in_channels: int, out_channels: int, rng: np.random.Generator):
-    """A and B of random rows and columns in two halves of r-space that are orthogonal to each other, so that B A = 0.
+def orthogonal(
+    rank: int, in_channels: int, out_channels: int, rng: np.random.Generator
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Random A and B whose r-dimensional columns and rows are in orthogonal subspaces, so that B A = 0.
 
     With Q a random orthogonal [r, r], A = Q_even^T X / 10 and B = Y Q_odd / 10, X and Y standard normal.
 
     Args:
         rank (int): r, even.
         in_channels, out_channels (int): Sizes of the cell.
-        rng (numpy.random.Generator): Where the numbers come from.
+        rng (numpy.random.Generator): Source of the random numbers.
 
     Returns:
         (A float32 [r, in_channels], B float32 [out_channels, r]).
@@ -75,8 +93,8 @@ def orthogonal(rank: int, in_channels: int, out_channels: int, rng: np.random.Ge
     """
     if rank % 2:
         raise ConfigError(
-            f"lora_init is 'orthogonal' and lora_rank {rank}: it takes an even rank, whose halves are "
-            "orthogonal to each other."
+            f"lora_init is 'orthogonal' and lora_rank {rank}: this initializer needs an even rank. Set lora_rank to an "
+            "even number."
         )
     q = np.linalg.qr(rng.standard_normal((rank, rank)))[0]
     a = q[0::2].T @ rng.standard_normal((rank // 2, in_channels)) / 10
@@ -85,17 +103,30 @@ def orthogonal(rank: int, in_channels: int, out_channels: int, rng: np.random.Ge
 
 
 def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns (A, B) of a start that changes the base, by its name: pissa, pissa_niter_N or olora."""
+    """Returns (A, B) of an initializer that changes the base, by its name: pissa, pissa_niter_N or olora.
+
+    Args:
+        name (str): One for which changes_base is True.
+        weight (array): W [out, in], float32.
+        rank (int): r, at most the smaller side of W.
+        scale (float): Factor on the low-rank path.
+
+    Raises:
+        ConfigError: The rank is larger than a side of W.
+        ValueError: The initializer is another one.
+    """
     if name == "olora":
         return olora(weight, rank, scale)
-    iterations = _PISSA.fullmatch(name).group(1)
-    return pissa(weight, rank, scale, None if iterations is None else int(iterations))
+    match = _PISSA.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not an initializer that changes the base.")
+    return pissa(weight, rank, scale, None if match[1] is None else int(match[1]))
 
 
 def pissa(
     weight: np.ndarray, rank: int, scale: float, iterations: Optional[int] = None
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """The r largest singular directions of W = U S V^T, shared evenly: scale B A = U_r S_r V_r^T.
+    """The r largest singular values of W = U S V^T and their vectors: scale B A = U_r S_r V_r^T.
 
     A = sqrt(S_r / scale) V_r^T and B = U_r sqrt(S_r / scale).
 
@@ -103,8 +134,8 @@ def pissa(
         weight (array): W [out, in], float32.
         rank (int): r, at most the smaller side of W.
         scale (float): Factor on the low-rank path.
-        iterations (int): Power iterations of the randomized decomposition, which takes a fraction of the time; its
-            random numbers are the same each time. Default: None, the exact decomposition.
+        iterations (int): Power iterations of the randomized decomposition, which takes a fraction of the time and
+            uses the same random numbers each time. Default: None, the exact decomposition.
 
     Returns:
         (A float32 [r, in], B float32 [out, r]).
@@ -129,7 +160,7 @@ def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.n
     Args:
         weight (array): W [out, in], float32.
         rank (int): r, at most the smaller side of W.
-        scale (float): Not used: the start is the same at every scale.
+        scale (float): Not used: the pair is the same at every scale.
 
     Returns:
         (A float32 [r, in], B float32 [out, r]).
@@ -151,20 +182,27 @@ def residual(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> 
 
 
 def loftq(
-    weight: np.ndarray, rank: int, quantize: Callable, dequantize: Callable, iterations: int = 1, scale: float = 1.0
-):
-    """Q, A and B such that dequantize(Q) + scale B A is near W, by turns: Q of W - scale B A, B A of W - dequantize(Q).
+    weight: np.ndarray,
+    rank: int,
+    quantize: Callable[[np.ndarray], Quantized],
+    dequantize: Callable[[Quantized], np.ndarray],
+    iterations: int = 1,
+    scale: float = 1.0,
+) -> Tuple[Quantized, np.ndarray, np.ndarray]:
+    """Q, A and B such that dequantize(Q) + scale B A is near W.
+
+    Each iteration computes Q = quantize(W - scale B A), then A and B as PiSSA's of W - dequantize(Q).
 
     Args:
         weight (array): W [out, in], float32.
         rank (int): r, at most the smaller side of W.
-        quantize (callable): array [out, in] -> what stands for it.
-        dequantize (callable): what stands for it -> array [out, in].
-        iterations (int): Turns, at least 1. Default: 1.
-        scale (float): Factor on the low-rank path. Default: 1.0; PEFT leaves the scale out of account.
+        quantize (callable): array [out, in] -> its quantized form Q.
+        dequantize (callable): Q -> array [out, in].
+        iterations (int): Number of iterations, at least 1. Default: 1.
+        scale (float): Factor on the low-rank path. Default: 1.0; PEFT ignores the scale.
 
     Returns:
-        (what quantize returned, A float32 [r, in], B float32 [out, r]).
+        (Q, A float32 [r, in], B float32 [out, r]).
 
     Raises:
         ConfigError: The rank is larger than a side of W, or iterations is below 1.
@@ -181,8 +219,8 @@ def loftq(
     return quantized, a, b
 
 
-def _randomized_svd(weight, rank, iterations):
-    """Returns (U, S, V^T) of the projection of W onto what its powers do most to random directions."""
+def _randomized_svd(weight: np.ndarray, rank: int, iterations: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (U, S, V^T) of W projected onto the range of (W W^T)^iterations W times random directions."""
     if weight.shape[0] < weight.shape[1]:
         u, s, vt = _randomized_svd(weight.T, rank, iterations)
         return vt.T, s, u.T
@@ -196,9 +234,10 @@ def _randomized_svd(weight, rank, iterations):
     return q @ u, s, vt
 
 
-def check_rank(rank, weight, name):
+def check_rank(rank: int, weight: Shaped, name: str) -> None:
+    """Raises ConfigError if ``rank`` is larger than a side of ``weight``, for the initializer ``name``."""
     if rank > min(weight.shape):
         raise ConfigError(
             f"lora_init is {name!r} and lora_rank {rank}, more than the smaller side of a weight "
-            f"{list(weight.shape)}: it has no so many directions. Lower lora_rank."
+            f"{list(weight.shape)}. Lower lora_rank."
         )

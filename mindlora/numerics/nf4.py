@@ -1,6 +1,6 @@
-"""4-bit NormalFloat: a weight in 4.13 bits per number. What the bytes mean: ops/nf4_linear/README.md.
+"""4-bit NormalFloat: a weight in 4.13 bits per number. ops/nf4_linear/README.md describes the bytes.
 
-NumPy alone, one tensor at a time: some 20 ns per number.
+Everything is NumPy and works on one tensor at a time, in about 20 ns per number.
 Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from mindlora.errors import QuantizationError
 
-# Quantiles of the standard normal distribution, scaled to [-1, 1], with an exact zero; those of the paper's own code.
+# Quantiles of the standard normal distribution, scaled to [-1, 1], with an exact zero; values of the paper's code.
 TABLE = np.array(
     [
         -1.0,
@@ -35,12 +35,12 @@ TABLE = np.array(
 )
 # Weights of a block, which share an absmax, and blocks of a group, which share a scale and an offset.
 BLOCK, GROUP = 64, 256
-# What each of the 256 bytes stands for: (low half, high half).
+# The two values of each of the 256 bytes: (low half, high half).
 BYTE_VALUES = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]])
-# Field of Nf4Array -> how its tensor is called in a network and in a checkpoint, after the path of its cell.
+# Field of Nf4Array -> name of its tensor in a network and in a checkpoint, after the path of its cell.
 TENSOR_NAMES = {"codes": "weight", "absmax": "weight_absmax", "scales": "weight_scales", "offsets": "weight_offsets"}
-_MIDDLES = (TABLE[:-1] + TABLE[1:]) / 2
-# So many numbers are quantized at a time, that what is made on the way stays small.
+_MIDPOINTS = (TABLE[:-1] + TABLE[1:]) / 2
+# Numbers that are quantized at a time, so that temporary arrays stay small.
 _AT_ONCE = 1 << 18
 
 
@@ -74,16 +74,16 @@ class Nf4Array:
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
-def quantize(weight, name="weight") -> Nf4Array:
-    r"""Quantizes a weight: each number becomes absmax' * TABLE[code], with the code that comes nearest.
+def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
+    r"""Quantizes a weight: each number becomes absmax' * TABLE[code], with the nearest code.
 
-    absmax' is the absmax of the number's block of 64 as it will be read back: itself quantized to 8 bits, between the
-    least and the largest of its group of 256 blocks. Codes are chosen for absmax', not for absmax, so that the error of
-    the second quantization is no error of the first.
+    absmax' is the absmax of the number's block of 64 after its own quantization to 8 bits, between the least and the
+    largest absmax of a group of 256 blocks. Codes are chosen for absmax', not for absmax, so that the error of the
+    second quantization does not add to that of the first.
 
     Args:
         weight (ndarray): Shape [N, K], any N and K from 1; float16, float32 or float64.
-        name (str): What an error calls the weight. Default: "weight".
+        name (str): The name of the weight in errors. Default: "weight".
 
     Returns:
         Nf4Array. The last block of a row is padded where K is no multiple of 64.
@@ -97,7 +97,7 @@ def quantize(weight, name="weight") -> Nf4Array:
     if weight.ndim != 2 or weight.dtype not in (np.float16, np.float32, np.float64) or not weight.size:
         raise QuantizationError(
             f"{name} is {weight.dtype}{list(weight.shape)}: NF4 takes a matrix of float16, float32 "
-            f"or float64, with no side of 0."
+            "or float64, with no side of 0."
         )
     rows, columns = weight.shape
     blocks, step = -(-columns // BLOCK), max(1, _AT_ONCE // columns)
@@ -122,7 +122,7 @@ def dequantize(array: Nf4Array) -> np.ndarray:
     r"""W = absmax' * TABLE[codes].
 
     Args:
-        array (Nf4Array): What quantize returned.
+        array (Nf4Array): The quantized weight.
 
     Returns:
         ndarray, float32 [N, K].
@@ -148,8 +148,8 @@ def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype
     }
 
 
-def dequantize_absmax(absmax, scales, offsets) -> np.ndarray:
-    """absmax' = offset + scale * code, with the scale and offset of each block's group.
+def dequantize_absmax(absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """absmax' = offset + scale * code, with the scale and offset of the block's group.
 
     Args:
         absmax (ndarray): uint8 [N, blocks].
@@ -163,7 +163,7 @@ def dequantize_absmax(absmax, scales, offsets) -> np.ndarray:
     return offsets[group] + scales[group] * absmax
 
 
-def _blocked(weight, blocks):
+def _blocked(weight: np.ndarray, blocks: int) -> np.ndarray:
     """Returns float32 [N, blocks, 64], padded with zeros."""
     with np.errstate(over="ignore"):
         weight = weight.astype(np.float32, copy=False)
@@ -173,16 +173,16 @@ def _blocked(weight, blocks):
     return weight.reshape(len(weight), blocks, BLOCK)
 
 
-def _absmax(weight, blocks):
-    """Returns the largest absolute value of each block; NaN where there is one."""
+def _absmax(weight: np.ndarray, blocks: int) -> np.ndarray:
+    """Returns the largest absolute value of each block, or NaN for a block that holds one."""
     blocked = _blocked(weight, blocks)
     return np.maximum(blocked.max(axis=2), -blocked.min(axis=2))
 
 
-def _quantize_absmax(absmax):
+def _quantize_absmax(absmax: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns (codes, scales, offsets): 256 equal steps from the least to the largest absmax of a group."""
     groups = -(-absmax.size // GROUP)
-    # Padded with the last one, which changes neither the least nor the largest of its group.
+    # Padded with the last value, which changes neither the least nor the largest of its group.
     padded = np.pad(absmax.reshape(-1), (0, groups * GROUP - absmax.size), mode="edge").reshape(groups, GROUP)
     offsets = padded.min(axis=1)
     scales = (padded.max(axis=1) - offsets) / np.float32(255)
@@ -191,12 +191,12 @@ def _quantize_absmax(absmax):
     return codes.reshape(-1)[: absmax.size].reshape(absmax.shape), scales, offsets
 
 
-def _encode(weight, absmax):
-    """Returns the nearest code of each number, two in a byte: how many of the middles between codes lie below it."""
+def _encode(weight: np.ndarray, absmax: np.ndarray) -> np.ndarray:
+    """Returns the nearest code of each number, two to a byte: the number of midpoints between codes below it."""
     blocked = _blocked(weight, absmax.shape[1])
     codes = np.zeros(blocked.shape, np.uint8)
-    # In a block of zeros each number gets the code of zero.
+    # In a block of zeros, each number gets the code of zero.
     absmax = np.where(absmax > 0, absmax, np.float32(1))
-    for middle in _MIDDLES:
-        codes += blocked > (middle * absmax)[:, :, None]
+    for midpoint in _MIDPOINTS:
+        codes += blocked > (midpoint * absmax)[:, :, None]
     return (codes[:, :, : BLOCK // 2] | codes[:, :, BLOCK // 2 :] << 4).reshape(len(weight), -1)

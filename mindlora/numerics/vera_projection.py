@@ -1,4 +1,4 @@
-"""VeRA's two random matrices, the same numbers as PEFT draws for the same key."""
+"""VeRA's two random matrices, equal to PEFT's for the same key."""
 
 import math
 from typing import Tuple
@@ -9,10 +9,10 @@ import numpy as np
 def projection(key: int, rank: int, in_channels: int, out_channels: int) -> Tuple[np.ndarray, np.ndarray]:
     """Returns the frozen A and B that all cells of a VeRA network share, uniform in +-sqrt(6 / fan_in).
 
-    They are drawn as PyTorch's CPU generator does from ``key``, A first, so that they are PEFT's bit for bit.
+    They are the numbers that PyTorch's CPU generator draws for ``key``, A first, and so PEFT's bit for bit.
 
     Args:
-        key (int): What PEFT calls projection_prng_key; PyTorch's generator looks at its lower 32 bits.
+        key (int): PEFT's projection_prng_key; PyTorch's generator uses its lower 32 bits.
         rank (int): r.
         in_channels, out_channels (int): The largest of the adapted cells; a smaller cell takes the first columns of A
             and the first rows of B.
@@ -26,10 +26,10 @@ def projection(key: int, rank: int, in_channels: int, out_channels: int) -> Tupl
     return (_uniform(generator, (rank, in_channels), in_channels), _uniform(generator, (out_channels, rank), rank))
 
 
-def _uniform(generator, shape, fan_in) -> np.ndarray:
-    # The lower 24 bits of each word of the Mersenne Twister are the fraction.
+def _uniform(generator: np.random.RandomState, shape: Tuple[int, int], fan_in: int) -> np.ndarray:
+    # PyTorch takes the lower 24 bits of each word of the Mersenne Twister.
     words = generator.randint(0, 2**32, size=shape, dtype=np.uint32) & np.uint32(2**24 - 1)
     bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(fan_in))
     low, high = np.float32(-bound), np.float32(bound)
-    # Multiplied and added with one rounding, as PyTorch does: the product is exact in float64.
+    # One rounding for product and sum, as in PyTorch: the product is exact in float64.
     return (words * (2.0**-24 * np.float64(high - low)) + np.float64(low)).astype(np.float32)

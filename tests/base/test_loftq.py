@@ -279,7 +279,7 @@ def test_places_and_sources(tmp_path):
     check(CheckpointError, "mine holds no checkpoint, so --overwrite does not", tmp_path / "mine", overwrite=True)
     check(LoraError, "where a file stands", tmp_path / "file")
     check(LoraError, "format 'peft' writes a folder", tmp_path / "adapter.safetensors")
-    check(CheckpointError, "lie in each other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors"))
+    check(CheckpointError, "one contains the other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors"))
     check(CheckpointError, "which is read", tmp_path)
     weight = np.eye(8, dtype=np.float32)
     weight[2, 3] = np.nan
@@ -337,11 +337,11 @@ def contents(folder):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--rank", "4"], "--rank belongs to LoftQ's adapter, and --loftq, where to write it, is not given."),
-        (["--alpha", "4"], "--alpha belongs to LoftQ's adapter, and --loftq"),
-        (["--target-modules", "wq"], "--target-modules belongs to LoftQ's adapter, and --loftq"),
-        (["--loftq-iterations", "0"], "--loftq-iterations belongs to LoftQ's adapter, and --loftq"),
-        (["--loftq", "adapter"], "--loftq needs --rank, the lora_rank of the YAML that will train the adapter."),
+        (["--rank", "4"], "--rank describes LoftQ's adapter, but --loftq is missing: give the folder to write it to."),
+        (["--alpha", "4"], "--alpha describes LoftQ's adapter, but --loftq"),
+        (["--target-modules", "wq"], "--target-modules describes LoftQ's adapter, but --loftq"),
+        (["--loftq-iterations", "0"], "--loftq-iterations describes LoftQ's adapter, but --loftq"),
+        (["--loftq", "adapter"], "--loftq needs --rank: give the lora_rank of the YAML that will train the adapter."),
         (
             ["--loftq", "adapter", "--rank", "4", "--loftq-iterations", "0"],
             "--loftq-iterations is 0: it must be a whole",

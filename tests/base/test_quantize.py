@@ -12,7 +12,7 @@ from mindlora.adapters.files import write
 from mindlora.base import quantize as module
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
-from mindlora.base.quantize import check_fits, quantize_checkpoint
+from mindlora.base.quantize import check_quantized_base, quantize_checkpoint
 from mindlora.cli import main
 from mindlora.errors import CheckpointError, LoraError, QuantizationError, TargetError, TruncatedAdapterError
 from mindlora.formats.safetensors_file import TensorFile, write_arrays
@@ -59,7 +59,7 @@ def test_it_writes_what_quantize_makes_of_each_linear_weight(tmp_path, dtype, fo
     assert report.bytes_before == sum(a.nbytes for a in tensors.values())
     with TensorFile(output) as file:
         assert file.metadata == {"format": "ms", "mindlora": '{"quantize_base": "nf4"}'}
-    check_fits(output, None)
+    check_quantized_base(output, None)
 
 
 @pytest.mark.parametrize("shape", [(48, 40), (300, 130), (7, 4097), (513, 64)], ids=str)
@@ -89,12 +89,12 @@ def test_what_is_excluded_stays_as_it_is_and_the_run_must_say_the_same(tmp_path,
     assert main(["quantize-base", source, output, "--exclude", "wq", "--exclude", "down_proj"]) == 0
     assert "weights in NF4: 10, " in capsys.readouterr().out
     assert_same(load(output), expected(tensors, ("wq", "w2")))
-    check_fits(output, ["wq", "w2"])
+    check_quantized_base(output, ["wq", "w2"])
     for exclude in (None, ["wq"], ["wq", "w2", "w3"]):
         with pytest.raises(CheckpointError, match="was quantized with another quantize_exclude: it and this run"):
-            check_fits(output, exclude)
+            check_quantized_base(output, exclude)
     with pytest.raises(TargetError, match="quantize_exclude 'nothing' matches no linear cell"):
-        check_fits(output, "nothing")
+        check_quantized_base(output, "nothing")
 
 
 def test_the_state_of_an_optimizer_is_left_out(tmp_path):
@@ -157,8 +157,8 @@ def refused(source, output, error, message, **arguments):
 def test_sources_and_outputs_that_do_not_do(tmp_path):
     tensors, output = llama(dtype=FLOAT32), str(tmp_path / "q.safetensors")
     source = save_base(tmp_path / "hf", tensors)
-    refused(source, str(tmp_path / "q.ckpt"), CheckpointError, "q.ckpt is no .safetensors file")
-    refused(source, str(tmp_path / "folder"), CheckpointError, "folder is no .safetensors file")
+    refused(source, str(tmp_path / "q.ckpt"), CheckpointError, "q.ckpt does not end in .safetensors")
+    refused(source, str(tmp_path / "folder"), CheckpointError, "folder does not end in .safetensors")
     refused(str(tmp_path / "absent"), output, CheckpointError, "absent does not exist.")
     refused(source, output, TargetError, "quantize_exclude ['nothing'] matches no linear cell", exclude=["nothing"])
     unknown = save_base(tmp_path / "unknown", {**tensors, "model.layers.0.self_attn.sinks": np.ones(4, np.float32)})
@@ -179,7 +179,7 @@ def test_sources_and_outputs_that_do_not_do(tmp_path):
     refused(output, str(tmp_path / "again.safetensors"), CheckpointError, "is quantized already, at model.layers.")
     written = (tmp_path / "q.safetensors").read_bytes()
     refused(source, output, CheckpointError, "exists. Give another output, or --overwrite to replace it.")
-    refused(output, output, CheckpointError, "is, holds or lies in", overwrite=True)
+    refused(output, output, CheckpointError, "is, contains or is inside", overwrite=True)
     quantize_checkpoint(source, output, overwrite=True)
     assert (tmp_path / "q.safetensors").read_bytes() == written
 
@@ -188,9 +188,9 @@ def test_a_base_in_float_does_not_fit(tmp_path):
     source = str(tmp_path / "mf.safetensors")
     convert_base(save_base(tmp_path / "hf", llama()), source, "hf", "mindformers")
     with pytest.raises(CheckpointError) as caught:
-        check_fits(source, None)
+        check_quantized_base(source, None)
     assert str(caught.value) == (
-        f"{source} is not quantized, and quantize_base is nf4. Write a quantized one, once: "
+        f"{source} is not quantized, and quantize_base is nf4. Quantize it once: "
         f"mindlora quantize-base {source} base-nf4.safetensors"
     )
 

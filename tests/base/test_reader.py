@@ -128,16 +128,16 @@ def test_names_of_nobody_or_of_both(tmp_path, names, said):
 @pytest.mark.parametrize(
     "weight_map, said",
     [
-        ({HF: "../secret.safetensors"}, "no name of a file beside it"),
-        ({HF: "/etc/passwd"}, "no name of a file beside it"),
-        ({HF: ".."}, "no name of a file"),
-        ({HF: "a/b.safetensors"}, "no name of a file"),
-        ({HF: 3}, "no name of a file"),
-        ({HF: "..\\secret"}, "no name of a file"),
-        ({HF: "absent.safetensors"}, "absent.safetensors, which is not there"),
-        ({HF: "part-0.safetensors", MF: "part-0.safetensors"}, "not in the files it says: " + MF),
-        ({HF: "part-1.safetensors", "lm_head.weight": "part-1.safetensors"}, "not in the files it says: " + HF),
-        ({HF: "part-1.safetensors", "lm_head.weight": "part-0.safetensors"}, "not in the files it says: " + HF),
+        ({HF: "../secret.safetensors"}, "not the name of a file in the same folder"),
+        ({HF: "/etc/passwd"}, "not the name of a file in the same folder"),
+        ({HF: ".."}, "not the name of a file"),
+        ({HF: "a/b.safetensors"}, "not the name of a file"),
+        ({HF: 3}, "not the name of a file"),
+        ({HF: "..\\secret"}, "not the name of a file"),
+        ({HF: "absent.safetensors"}, "absent.safetensors, which does not exist"),
+        ({HF: "part-0.safetensors", MF: "part-0.safetensors"}, "not in the files it names: " + MF),
+        ({HF: "part-1.safetensors", "lm_head.weight": "part-1.safetensors"}, "not in the files it names: " + HF),
+        ({HF: "part-1.safetensors", "lm_head.weight": "part-0.safetensors"}, "not in the files it names: " + HF),
         ({HF: "part-0.safetensors"}, None),
         ({"lm_head.weight": "part-1.safetensors", HF: "part-0.safetensors"}, None),
         ({}, "has no weight_map"),
@@ -159,12 +159,12 @@ def test_a_wrong_index(tmp_path, weight_map, said):
 def test_an_index_that_leaves_a_tensor_out(tmp_path):
     sharded(tmp_path / "base", arrays(HF, "lm_head.weight"))
     write_index(tmp_path / "base", {"weight_map": {HF: "part-0.safetensors"}})
-    with pytest.raises(CheckpointError, match="does not name lm_head.weight"):
+    with pytest.raises(CheckpointError, match="does not list lm_head.weight"):
         BaseCheckpoint(tmp_path / "base")
 
 
 @pytest.mark.parametrize(
-    "text, said", [("{", "is not JSON"), ("[]", "is a JSON list, not an object"), ("\xff", "is not JSON")]
+    "text, said", [("{", "is not JSON"), ("[]", "holds a list and not a JSON object"), ("\xff", "is not JSON")]
 )
 def test_an_index_that_is_no_object(tmp_path, text, said):
     sharded(tmp_path / "base", arrays(HF))
@@ -292,7 +292,7 @@ def test_what_an_output_must_not_be(tmp_path):
     (tmp_path / "notes" / "text.txt").write_text("mine")
     (tmp_path / "link").symlink_to(base)
     for output in (base, base / "out", base / "part-0.safetensors", tmp_path / "models", tmp_path / "link"):
-        with pytest.raises(CheckpointError, match="is, holds or lies in"):
+        with pytest.raises(CheckpointError, match="is, contains or is inside"):
             base_writer.check_checkpoint_output(str(output), [str(base)], True)
     with pytest.raises(CheckpointError, match="exists. Give another output, or --overwrite"):
         base_writer.check_checkpoint_output(str(tmp_path / "notes"), [str(base)], False)
@@ -301,7 +301,7 @@ def test_what_an_output_must_not_be(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.ckpt").mkdir()
     for output in ("file", "folder.ckpt"):
-        with pytest.raises(CheckpointError, match="what would be written is not"):
+        with pytest.raises(CheckpointError, match="would be written"):
             base_writer.check_checkpoint_output(str(tmp_path / output), [str(base)], True)
     (tmp_path / "empty").mkdir()
     sharded(tmp_path / "other", arrays(HF))

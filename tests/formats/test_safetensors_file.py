@@ -88,7 +88,7 @@ def test_a_tensor_may_come_in_pieces(tmp_path):
     np.testing.assert_array_equal(found["b"], array)
     np.testing.assert_array_equal(found["a"], [7, 8])
     for contents in ([array], [array, np.zeros(3, np.int32)]):
-        with pytest.raises(AssertionError, match="bytes came for a file of"):
+        with pytest.raises(AssertionError, match="bytes were written, and the header declares"):
             write(str(tmp_path / "b.safetensors"), entries, contents)
 
 
@@ -233,14 +233,14 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
             ": a is [0, 4611686018427387904], a shape that no array can have.",
         ),
         ({"a": entry(shape=[1] * 40)}, b"1234", AdapterFormatError, "a shape that no array can have."),
-        ({"a": ["F32", [1], [0, 4]]}, b"1234", AdapterFormatError, "its header describes a by no object."),
+        ({"a": ["F32", [1], [0, 4]]}, b"1234", AdapterFormatError, "the entry of a in its header is not an object."),
         (
             b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2),
             b"1234",
             AdapterFormatError,
-            "names a twice: which of the two counts is not said.",
+            "has a twice, so it is unclear which one counts. Remove one.",
         ),
-        (b'{"__metadata__":{"x":"1","x":"2"}}', b"", AdapterFormatError, "names x twice"),
+        (b'{"__metadata__":{"x":"1","x":"2"}}', b"", AdapterFormatError, "has x twice"),
         ([1], b"", AdapterFormatError, "is not a safetensors file: "),
     ],
 )

@@ -1,0 +1,48 @@
+"""JSON: written in one form, and read strictly."""
+
+import json
+from typing import Any, Callable, List, Tuple, Type, Union
+
+from mindlora.errors import LoraError
+
+
+def write_json(path: str, content: Any) -> None:
+    """Writes ``content`` to a file as JSON with sorted keys and an indent of 2."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+
+
+def parse_object(text: Union[str, bytes], source: str, error: Type[LoraError]) -> dict:
+    """Returns the JSON object that ``text`` is.
+
+    Args:
+        text (str or bytes): As bytes, UTF-8.
+        source (str): What errors call it.
+        error (type): The class of the errors.
+
+    Raises:
+        error: The text is not JSON, not an object, or an object in it has a key twice.
+    """
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        content = json.loads(decoded, object_pairs_hook=refuse_duplicates(source, error))
+    except error:
+        raise
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{source} is not JSON: {problem}.") from problem
+    if not isinstance(content, dict):
+        raise error(f"{source} holds a {type(content).__name__} and not a JSON object.")
+    return content
+
+
+def refuse_duplicates(source: str, error: Type[LoraError]) -> Callable[[List[Tuple[str, Any]]], dict]:
+    """Returns an object_pairs_hook for json.loads that raises ``error`` where an object has a key twice."""
+
+    def unique(pairs: List[Tuple[str, Any]]) -> dict:
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+        if twice:
+            raise error(f"{source} has {', '.join(twice)} twice, so it is unclear which one counts. Remove one.")
+        return dict(pairs)
+
+    return unique
