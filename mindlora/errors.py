@@ -71,3 +71,11 @@ class NotFiniteError(AdapterError):
 
 class BaseMismatchError(AdapterError):
     """The adapter was trained on another base model."""
+
+
+class DataError(LoraError):
+    """A data file, a prompt template or a setting of a data conversion is wrong."""
+
+
+class TokenizerError(LoraError):
+    """A tokenizer cannot be read, trained, saved or used for training data."""

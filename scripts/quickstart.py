@@ -84,7 +84,7 @@ def prepare_data(paths):
         return
     shutil.rmtree(paths.cache, ignore_errors=True)
     os.makedirs(paths.cache)
-    from mindlora.data import instruction_data, tokenizers
+    from mindlora.data import alpaca, text, tokenizers
 
     dialogues = os.path.join(TEXTS, "dialogues.json")
     with open(dialogues, encoding="utf-8") as file:
@@ -100,8 +100,8 @@ def prepare_data(paths):
     with open(shuffled, "w", encoding="utf-8") as file:
         for _ in range(COPIES):
             file.write("\n\n".join(shuffle.sample(paragraphs, len(paragraphs))) + "\n\n")
-    instruction_data.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
-    instruction_data.convert_alpaca(
+    text.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
+    alpaca.convert_alpaca(
         dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT, strict=True
     )
 
@@ -138,7 +138,7 @@ def train_lora(paths, short):
 
 
 def launch(yaml, output, log, *flags):
-    """Runs what a user types, mindlora-run --config YAML ...; the log goes to a file, the progress bar to the screen."""
+    """Runs what a user types, mindlora-run --config YAML ...: its log to a file, its progress bar to the screen."""
     run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", yaml, "--output_dir", output, *flags], log)
 
 

@@ -1,8 +1,8 @@
 """The command ``mindlora VERB``: one module for each group of verbs, each with a table VERBS.
 
-What a verb needs is imported inside its function, so that help and a wrong word on the command line answer at once. A
-verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. An
-``exit_code`` on it is the command's.
+What a verb needs is imported inside its function, so that help and errors on the command line are printed at once. A
+verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. If it
+has an ``exit_code``, that is the exit code of the command.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from typing import Optional, Sequence
 
 from mindlora.cli import adapters, base, convert, data, doctor
 from mindlora.errors import LoraError
@@ -17,11 +18,11 @@ from mindlora.errors import LoraError
 _GROUPS = (data, convert, adapters, base, doctor)
 
 
-def main(argv=None) -> int:
-    """Runs one command line; returns the exit code, 0 only when all was done."""
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Runs one command line; returns the exit code, 0 only if everything was done."""
     arguments = _parser().parse_args(argv)
     try:
-        # MindFormers logs to stdout, which is the report's alone.
+        # Only the report goes to stdout, where MindFormers would log too.
         with contextlib.redirect_stdout(sys.stderr):
             report = arguments.run(arguments)
     except (LoraError, OSError) as error:

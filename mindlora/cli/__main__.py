@@ -1,4 +1,4 @@
-"""python -m mindlora.cli"""
+"""Runs the command ``mindlora`` as ``python -m mindlora.cli``."""
 
 import sys
 

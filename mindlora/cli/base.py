@@ -1,38 +1,43 @@
 """mindlora convert-base, quantize-base, merge: checkpoints of base models."""
 
+import argparse
 import os
+from typing import Any
 
 from mindlora.cli.verb import Verb, add_command
 
-_FORMS = "a folder of .safetensors, or one .safetensors or .ckpt file"
+_FORMS = "a folder of .safetensors files, or one .safetensors or .ckpt file"
 
 
 def _convert_options(parser):
     parser.add_argument("source", metavar="IN", help=_FORMS)
-    parser.add_argument("output", metavar="OUT", help=f"{_FORMS}, by how the name ends")
+    parser.add_argument("output", metavar="OUT", help=f"{_FORMS}, depending on its ending")
     parser.add_argument(
-        "--from", dest="from_", choices=("hf", "mindformers"), help="whose names IN has (default: what its names say)"
+        "--from",
+        dest="from_",
+        choices=("hf", "mindformers"),
+        help="whose parameter names IN has (default: found from the names)",
     )
-    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose names OUT gets")
+    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose parameter names OUT gets")
     parser.add_argument(
-        "--concat", action="store_true", help="join q, k, v and gate, up, for models with qkv_concat: True"
+        "--concat", action="store_true", help="join q, k, v and gate, up, for a model with qkv_concat: True"
     )
     parser.add_argument(
-        "--tied", action="store_true", help="leave lm_head.weight out, for models with tie_word_embeddings: True"
+        "--tied", action="store_true", help="leave lm_head.weight out, for a model with tie_word_embeddings: True"
     )
-    parser.add_argument("--heads", type=int, metavar="N", help="attention heads, to split joined tensors")
+    parser.add_argument("--heads", type=int, metavar="N", help="number of attention heads, to split joined tensors")
     parser.add_argument(
         "--kv-heads",
         type=int,
         metavar="N",
-        help="key-value heads, to join or split (default for both: from IN's config.json)",
+        help="number of key-value heads, to join or split tensors (default for both: from IN's config.json)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, convert_base)
 
 
-def convert_base(arguments):
-    """mindlora convert-base"""
+def convert_base(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora convert-base."""
     from mindlora.base import convert as module
 
     with _Bar("convert-base") as bar:
@@ -52,21 +57,23 @@ def convert_base(arguments):
 
 def _quantize_options(parser):
     parser.add_argument("source", metavar="IN", help=_FORMS)
-    parser.add_argument("output", metavar="OUT", help="a .safetensors file, under MindFormers' names")
+    parser.add_argument("output", metavar="OUT", help="a .safetensors file, with MindFormers' parameter names")
     parser.add_argument(
         "--exclude",
         action="append",
         metavar="CELL",
-        help="cells to leave in float besides lm_head, by ends of their paths; quantize_exclude of the "
-        "YAML must be the same (may be given several times)",
+        help="a cell to leave in float in addition to lm_head, by the end of its path; may be given several times, and "
+        "quantize_exclude of the YAML must name the same cells",
     )
     loftq = parser.add_argument_group(
         "LoftQ",
-        "An adapter that makes up for what quantizing loses, and a base that "
-        "goes with it. Decomposing the weights takes most of the time.",
+        "Also write an adapter that makes up for the quantization error, and the base that belongs to it. Most of the "
+        "time goes into decomposing the weights.",
     )
     loftq.add_argument(
-        "--loftq", metavar="FOLDER", help="where to write the adapter, in PEFT's form, for pet_config.adapter_path"
+        "--loftq",
+        metavar="FOLDER",
+        help="folder to write the adapter to, in PEFT's format, for pet_config.adapter_path",
     )
     loftq.add_argument("--rank", type=int, metavar="R", help="lora_rank of the YAML")
     loftq.add_argument("--alpha", type=float, metavar="X", help="lora_alpha of the YAML (default: 16)")
@@ -74,18 +81,18 @@ def _quantize_options(parser):
         "--target-modules",
         action="append",
         metavar="CELLS",
-        help="target_modules of the YAML: once for a regular expression, several times for ends of "
-        "paths (default: all-linear)",
+        help="target_modules of the YAML: given once, a regular expression; given several times, ends of paths "
+        "(default: all-linear)",
     )
     loftq.add_argument(
-        "--loftq-iterations", type=int, metavar="N", help="turns of quantizing and decomposing (default: 1)"
+        "--loftq-iterations", type=int, metavar="N", help="rounds of quantizing and decomposing (default: 1)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT, and at FOLDER")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT and FOLDER")
     add_command(parser, quantize_base)
 
 
-def quantize_base(arguments):
-    """mindlora quantize-base"""
+def quantize_base(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora quantize-base."""
     from mindlora.base.quantize import quantize_checkpoint
 
     with _Bar("quantize-base") as bar:
@@ -101,7 +108,7 @@ def quantize_base(arguments):
 
 
 def _loftq_config(arguments):
-    """Returns the LoraConfig that the flags of LoftQ describe, or None where there are none."""
+    """Returns the LoraConfig that the flags of LoftQ describe, or None without them."""
     from mindlora.config import LoraConfig
     from mindlora.errors import ConfigError
 
@@ -112,47 +119,49 @@ def _loftq_config(arguments):
     ]
     if arguments.loftq is None:
         if given:
-            raise ConfigError(f"{given[0]} belongs to LoftQ's adapter, and --loftq, where to write it, is not given.")
+            raise ConfigError(
+                f"{given[0]} describes LoftQ's adapter, but --loftq is missing: give the folder to write it to."
+            )
         return None
     if arguments.rank is None:
-        raise ConfigError("--loftq needs --rank, the lora_rank of the YAML that will train the adapter.")
-    turns = 1 if arguments.loftq_iterations is None else arguments.loftq_iterations
-    if turns < 1:
-        raise ConfigError(f"--loftq-iterations is {turns}: it must be a whole number of at least 1.")
+        raise ConfigError("--loftq needs --rank: give the lora_rank of the YAML that will train the adapter.")
+    iterations = 1 if arguments.loftq_iterations is None else arguments.loftq_iterations
+    if iterations < 1:
+        raise ConfigError(f"--loftq-iterations is {iterations}: it must be a whole number of at least 1.")
     targets = arguments.target_modules or ["all-linear"]
     return LoraConfig(
         lora_rank=arguments.rank,
         lora_alpha=16 if arguments.alpha is None else arguments.alpha,
         target_modules=targets[0] if len(targets) == 1 else targets,
         quantize_base="nf4",
-        lora_init=f"loftq_iter_{turns}",
+        lora_init=f"loftq_iter_{iterations}",
     )
 
 
 def _merge_options(parser):
-    parser.add_argument("--base", required=True, metavar="B", help=_FORMS)
-    parser.add_argument("--adapter", required=True, metavar="A", help="adapter folder or file, in any form")
-    parser.add_argument("--output", required=True, metavar="OUT", help=f"{_FORMS}, by how the name ends")
-    parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, where the adapter does not say it")
+    parser.add_argument("--base", required=True, metavar="B", help=f"the base: {_FORMS}")
+    parser.add_argument("--adapter", required=True, metavar="A", help="the adapter: a folder or file, in any format")
+    parser.add_argument("--output", required=True, metavar="OUT", help=f"{_FORMS}, depending on its ending")
+    parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, if the adapter does not hold it")
     parser.add_argument(
         "--kv-heads",
         type=int,
         metavar="N",
-        help="key-value heads, where one side has w_qkv (default: from the base's config.json)",
+        help="number of key-value heads, if base or adapter has w_qkv (default: from the base's config.json)",
     )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="read an adapter_model.bin: only tensors are taken from it, and nothing in it is run",
+        help="read an adapter_model.bin, a pickle: only its tensors are read, and none of its code is run",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, merge)
 
 
-def merge(arguments):
-    """mindlora merge"""
-    # Before NumPy is imported. Blocks are merged side by side; a product that also divides itself among all cores makes
-    # these wait for one another.
+def merge(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora merge."""
+    # Must be set before NumPy is imported: blocks are merged in parallel; if each product used all cores, they would
+    # wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mindlora.base.merge import merge_checkpoint
 
@@ -170,7 +179,7 @@ def merge(arguments):
 
 
 class _Bar:
-    """A progress bar on stderr for what takes more than a second; call it with the bytes done and those in all."""
+    """A progress bar on stderr, shown after a second; call it with the bytes just done and the bytes in all."""
 
     def __init__(self, name):
         self._name = name
@@ -194,7 +203,7 @@ class _Bar:
 VERBS = (
     Verb(
         "convert-base",
-        "Rename a Llama's or Qwen2's base checkpoint between Hugging Face and MindFormers.",
+        "Convert a Llama or Qwen2 checkpoint between the parameter names of Hugging Face and MindFormers.",
         _convert_options,
     ),
     Verb(

@@ -1,17 +1,16 @@
-"""Writing MindRecord files whole or not at all."""
+"""Writing MindRecord files, each completely or not at all."""
 
 import contextlib
 import os
-import sys
 import tempfile
-from typing import Dict, Iterable
+from typing import Dict, Iterable, Iterator
 
 import numpy as np
-from tqdm import tqdm
 
-from mindlora.data.instructions import DataError
+from mindlora.data.progress import progress
+from mindlora.errors import DataError
 
-_ROWS_A_WRITE = 1000
+_ROWS_PER_WRITE = 1000
 
 
 def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwrite: bool = False) -> int:
@@ -19,7 +18,7 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
 
     Args:
         rows (iterable of dict): Columns as int32 arrays; every row has the columns and shapes of the first.
-        path (str): Its name ends in .mindrecord.
+        path (str): Must end in .mindrecord.
         overwrite (bool): Replace a file at ``path``. Default: False.
 
     Returns:
@@ -29,12 +28,12 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
         DataError: There is no row, the rows differ, or ``path`` exists or cannot be written.
     """
     check_mindrecord_output(path, overwrite)
-    with beside(path) as written:
+    with replace_mindrecord(path) as written:
         return write_rows(rows, written)
 
 
-def write_rows(rows, path):
-    """As write_mindrecord, but straight to ``path``, which a failure leaves half written."""
+def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
+    """Like write_mindrecord, but writes directly to ``path``; a failure leaves an incomplete file there."""
     from mindspore.mindrecord import FileWriter
     from mindspore.mindrecord.common.exceptions import MindRecordException
 
@@ -42,19 +41,19 @@ def write_rows(rows, path):
     try:
         writer = FileWriter(path, shard_num=1)
         for row in progress(rows, "writing"):
-            # FileWriter itself drops, with no more than a warning, a row that does not fit the schema.
+            # FileWriter itself only warns of a row that does not match the schema, and drops it.
             found = {name: {"type": str(column.dtype), "shape": list(column.shape)} for name, column in row.items()}
             if schema is None:
                 schema = found
                 writer.add_schema(schema)
             if found != schema or any(column.dtype != np.int32 for column in row.values()):
                 raise DataError(
-                    f"Row {count + 1} has the columns {found}; every row must have int32 columns, and "
-                    f"those of the first row, {schema}."
+                    f"Row {count + 1} has the columns {found}; every row must have int32 columns, the same as the "
+                    f"first row, {schema}."
                 )
             batch.append(row)
             count += 1
-            if len(batch) == _ROWS_A_WRITE:
+            if len(batch) == _ROWS_PER_WRITE:
                 writer.write_raw_data(batch)
                 batch = []
         if not count:
@@ -68,31 +67,26 @@ def write_rows(rows, path):
 
 
 @contextlib.contextmanager
-def beside(path):
-    """Yields a path to write a MindRecord to; on leaving without an exception, it and its index move to ``path``."""
+def replace_mindrecord(path: str) -> Iterator[str]:
+    """Yields a path to write a MindRecord to; without an exception, it and its index are then moved to ``path``."""
     folder, name = os.path.split(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    # In a folder of its own, for a MindRecord holds its own name: it can be moved, but not renamed.
+    # In a folder of its own, because a MindRecord contains its own name: it can be moved but not renamed.
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial:
         written = os.path.join(partial, name)
         yield written
-        # A kill between the steps must not leave a file with another's index under its name.
+        # If the process is killed between these steps, no file must be left beside the index of another one.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os.replace(written + ".db", path + ".db")
         os.replace(written, path)
 
 
-def check_mindrecord_output(path, overwrite):
+def check_mindrecord_output(path: str, overwrite: bool) -> None:
     """Raises DataError unless a MindRecord may be written at ``path``."""
     if not path.endswith(".mindrecord"):
-        raise DataError(f"The output {path} must end in .mindrecord: by that MindFormers finds it.")
+        raise DataError(f"The output {path} must end in .mindrecord: MindFormers finds it by that ending.")
     if os.path.isdir(path):
         raise DataError(f"The output {path} is a folder.")
     if os.path.exists(path) and not overwrite:
-        raise DataError(f"The output {path} exists already: overwrite it expressly, or give another name.")
-
-
-def progress(items, label):
-    """Iterates, with a bar if someone watches and it takes longer than a second."""
-    return tqdm(items, desc=label, delay=1, leave=False, disable=not sys.stderr.isatty())
+        raise DataError(f"The output {path} exists already: ask to overwrite it (--overwrite), or give another name.")

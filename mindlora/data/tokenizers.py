@@ -1,35 +1,34 @@
-"""Tokenizers: loads Hugging Face's and MindFormers', trains small ones."""
+"""Tokenizers: loads those of Hugging Face and sentencepiece, and trains small ones."""
 
 import os
 import sys
 import textwrap
-from typing import Iterable, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Iterable, List, NamedTuple, Optional, Tuple
 
 from mindlora.common import atomic
-from mindlora.errors import LoraError
+from mindlora.errors import TokenizerError
 
-# Their places in this tuple are their ids in a trained tokenizer: those of Llama 2, with a pad of its own after them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Their positions in this tuple are their ids in a trained tokenizer: the ids of Llama 2, followed by <pad>.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 _TRAINED_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 _ACCEPTED = (
-    "Accepted are Hugging Face's tokenizer.json with its tokenizer_config.json, a sentencepiece file .model, "
-    "and a folder with tokenizer.json or tokenizer.model in it."
+    "Give Hugging Face's tokenizer.json with its tokenizer_config.json, a sentencepiece .model file, or a folder with "
+    "tokenizer.json or tokenizer.model in it."
 )
-
-
-class TokenizerError(LoraError):
-    """A tokenizer cannot be read, trained, saved or used for training data."""
 
 
 class SpecialIds(NamedTuple):
     """Ids of the special tokens.
 
     Attributes:
-        bos (int or None): Begin of sequence; None if the tokenizer has none, and then none is put.
+        bos (int or None): Begin of sequence; None if the tokenizer has none, and then rows have none.
         eos (int): End of sequence.
         pad (int): Padding.
-        notes (tuple of str): What was decided where the tokenizer has no such token.
+        notes (tuple of str): What is done in place of a token that the tokenizer lacks.
     """
 
     bos: Optional[int]
@@ -38,8 +37,8 @@ class SpecialIds(NamedTuple):
     notes: Tuple[str, ...]
 
 
-def load_tokenizer(path: str):
-    """Loads a tokenizer from local files; where a folder holds both kinds, tokenizer.json is taken.
+def load_tokenizer(path: str) -> Any:
+    """Loads a tokenizer from local files; if a folder holds both kinds, from tokenizer.json.
 
     Args:
         path (str): A folder with tokenizer.json or tokenizer.model, or the file itself (a sentencepiece file may have
@@ -49,7 +48,7 @@ def load_tokenizer(path: str):
         A transformers.PreTrainedTokenizerFast, or for sentencepiece MindFormers' LlamaTokenizer.
 
     Raises:
-        TokenizerError: The path holds neither, or what it holds cannot be loaded.
+        TokenizerError: There is no tokenizer at the path, or it cannot be loaded.
     """
     if os.path.isdir(path):
         names = sorted(os.listdir(path))
@@ -64,14 +63,14 @@ def load_tokenizer(path: str):
         return _load_hugging_face(path)
     if path.endswith(".model"):
         return _load_sentencepiece(path)
-    raise TokenizerError(f"{path} is a file of another kind than a tokenizer. {_ACCEPTED}")
+    raise TokenizerError(f"{path} is not a tokenizer. {_ACCEPTED}")
 
 
 def _load_hugging_face(path):
     from transformers import PreTrainedTokenizerFast
 
     try:
-        # Not AutoTokenizer: tokenizer.json says all, and needs no class of its model's own.
+        # Not AutoTokenizer: tokenizer.json is complete, and needs no tokenizer class of its model.
         return PreTrainedTokenizerFast.from_pretrained(os.path.dirname(os.path.abspath(path)), local_files_only=True)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
         raise TokenizerError(
@@ -81,7 +80,7 @@ def _load_hugging_face(path):
 
 
 def _load_sentencepiece(path):
-    # Slow to import, and it writes a log folder: only for those who need it.
+    # MindFormers is slow to import and writes a log folder, so only sentencepiece files import it.
     from mindformers.models.llama.llama_tokenizer import LlamaTokenizer
 
     try:
@@ -90,18 +89,18 @@ def _load_sentencepiece(path):
         raise TokenizerError(f"sentencepiece cannot load {path}: {_brief(error)}") from error
 
 
-def encode(tokenizer, text: str) -> List[int]:
-    """Returns the ids of a text, with no special token added."""
+def encode(tokenizer: Any, text: str) -> List[int]:
+    """Returns the ids of a text, without special tokens."""
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def vocabulary_size(tokenizer) -> int:
-    """Returns the smallest number that is greater than every id the tokenizer can give."""
+def vocabulary_size(tokenizer: Any) -> int:
+    """Returns the largest id of the tokenizer plus 1."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def special_ids(tokenizer) -> SpecialIds:
-    """Returns the ids that frame and fill a row. Without a pad token eos pads: its labels are ignored all the same.
+def special_ids(tokenizer: Any) -> SpecialIds:
+    """Returns the ids that begin, end and pad a row. Without a pad token, eos pads; its labels are ignored there.
 
     Raises:
         TokenizerError: There is no end-of-sequence token, without which a model could not learn to stop.
@@ -120,20 +119,22 @@ def special_ids(tokenizer) -> SpecialIds:
     return SpecialIds(bos, eos, pad, tuple(notes))
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str, *, overwrite: bool = False):
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: str, *, overwrite: bool = False
+) -> "PreTrainedTokenizerFast":
     """Trains a byte-level BPE tokenizer (Sennrich et al., 2016, on bytes as GPT-2) and saves it as a folder.
 
-    The ids are 0 <unk> (never given: bytes cover every text), 1 <s>, 2 </s>, 3 <pad>, then the 256 bytes, then merges.
-    A tokenizer of few texts may come out smaller than asked, when no pair is left that occurs twice.
+    The ids are 0 <unk> (never used: bytes cover every text), 1 <s>, 2 </s>, 3 <pad>, then the 256 bytes, then merges.
+    With few texts, the tokenizer may be smaller than vocab_size: when no pair is left that occurs twice.
 
     Args:
         texts (iterable of str): What to learn from.
         vocab_size (int): Number of ids, the special ones included; at least 260.
-        path (str): Folder to make; both transformers.AutoTokenizer and load_tokenizer read it.
-        overwrite (bool): Replace a folder that an earlier call made. Default: False.
+        path (str): Folder to write; both transformers.AutoTokenizer and load_tokenizer read it.
+        overwrite (bool): Replace a folder that an earlier call wrote. Default: False.
 
     Returns:
-        transformers.PreTrainedTokenizerFast, which puts <s> before a text unless told not to add special tokens.
+        transformers.PreTrainedTokenizerFast, which puts <s> before a text unless called with add_special_tokens=False.
 
     Raises:
         TokenizerError: vocab_size is too small, the texts are empty, or ``path`` exists.
@@ -144,8 +145,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str, *, overwri
     return tokenizer
 
 
-def fit_tokenizer(texts: Iterable[str], vocab_size: int):
-    """As train_tokenizer, but saves nothing."""
+def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Like train_tokenizer, but saves nothing."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -184,22 +185,24 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int):
     )
 
 
-def save_tokenizer(tokenizer, path: str) -> None:
-    """Saves a trained tokenizer in one step in place of what check_tokenizer_output allowed."""
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", path: str) -> None:
+    """Saves a trained tokenizer atomically; it replaces what check_tokenizer_output allows to replace."""
     with atomic.replace_folder(path) as folder:
         tokenizer.save_pretrained(folder)
 
 
 def check_tokenizer_output(path: str, overwrite: bool) -> None:
-    """Raises TokenizerError unless a tokenizer may be saved at ``path``: never over other things than a trained one."""
+    """Raises TokenizerError unless a tokenizer may be saved at ``path``: it replaces only a trained tokenizer."""
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise TokenizerError(f"{path} exists already: overwrite it expressly, or give the new tokenizer another path.")
+        raise TokenizerError(
+            f"{path} exists already: ask to overwrite it (--overwrite), or give the new tokenizer another path."
+        )
     others = sorted(set(os.listdir(path)) - _TRAINED_FILES) if os.path.isdir(path) else [os.path.basename(path)]
     if others:
         raise TokenizerError(
-            f"{path} is not overwritten, for it holds other things than a trained tokenizer: "
+            f"{path} is not overwritten, because it holds more than a trained tokenizer: "
             f"{', '.join(others[:10])}. Give the new tokenizer another path."
         )
 

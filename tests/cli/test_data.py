@@ -41,7 +41,7 @@ def test_the_command_trains_a_tokenizer_and_converts(tmp_path, capsys):
     assert cli.main(command) == 1
     assert capsys.readouterr() == (
         "",
-        f"mindlora: error: The output {output} exists already: overwrite it expressly, or give another name.\n",
+        f"mindlora: error: The output {output} exists already: ask to overwrite it (--overwrite), or give another name.\n",
     )
     os.unlink(output)
     assert cli.main(command) == 1

@@ -1,4 +1,4 @@
-"""Writing MindRecord: replaced only if asked, and never half written."""
+"""Writing MindRecord: replaced only on request, and never half written."""
 
 import os
 import signal
@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
-from mindlora.data import instruction_data
-from mindlora.data.instructions import DataError
+from mindlora.data.mindrecord import write_mindrecord
+from mindlora.errors import DataError
 from tests.support import tiny_runs
 from tests.support.instruction_rows import names, read_back
 
@@ -18,11 +18,11 @@ def rows_of(value, count):
 
 def test_an_output_is_replaced_only_if_asked(tmp_path):
     path = str(tmp_path / "x.mindrecord")
-    assert instruction_data.write_mindrecord(rows_of(1, 2500), path) == 2500
+    assert write_mindrecord(rows_of(1, 2500), path) == 2500
     with pytest.raises(DataError, match="exists already"):
-        instruction_data.write_mindrecord(rows_of(2, 1), path)
+        write_mindrecord(rows_of(2, 1), path)
     assert len(read_back(path)) == 2500
-    instruction_data.write_mindrecord(rows_of(2, 4), path, overwrite=True)
+    write_mindrecord(rows_of(2, 4), path, overwrite=True)
     assert [row["labels"].tolist() for row in read_back(path)] == [[2, 2, 2]] * 4
     assert names(tmp_path) == ["x.mindrecord", "x.mindrecord.db"]
 
@@ -37,20 +37,20 @@ def test_an_output_is_replaced_only_if_asked(tmp_path):
 )
 def test_a_failed_write_leaves_what_was_there(tmp_path, bad):
     path = str(tmp_path / "x.mindrecord")
-    instruction_data.write_mindrecord(rows_of(1, 2), path)
+    write_mindrecord(rows_of(1, 2), path)
     with pytest.raises(DataError, match="Row 1202 "):
-        instruction_data.write_mindrecord(rows_of(2, 1201) + [bad], path, overwrite=True)
+        write_mindrecord(rows_of(2, 1201) + [bad], path, overwrite=True)
     with pytest.raises(DataError, match="Row 1 .*int32|Row 2 "):
-        instruction_data.write_mindrecord([bad] + rows_of(2, 1), path, overwrite=True)
+        write_mindrecord([bad] + rows_of(2, 1), path, overwrite=True)
     with pytest.raises(DataError, match="no row"):
-        instruction_data.write_mindrecord([], path, overwrite=True)
+        write_mindrecord([], path, overwrite=True)
     assert [row["labels"].tolist() for row in read_back(path)] == [[1, 1, 1]] * 2
     assert names(tmp_path) == ["x.mindrecord", "x.mindrecord.db"]
 
 
 def test_a_failed_move_leaves_no_file_with_the_index_of_another(tmp_path, monkeypatch):
     path = str(tmp_path / "x.mindrecord")
-    instruction_data.write_mindrecord(rows_of(1, 2), path)
+    write_mindrecord(rows_of(1, 2), path)
     replace = os.replace
 
     def fail_at_the_end(source, target):
@@ -60,7 +60,7 @@ def test_a_failed_move_leaves_no_file_with_the_index_of_another(tmp_path, monkey
 
     monkeypatch.setattr(os, "replace", fail_at_the_end)
     with pytest.raises(OSError, match="killed"):
-        instruction_data.write_mindrecord(rows_of(2, 4), path, overwrite=True)
+        write_mindrecord(rows_of(2, 4), path, overwrite=True)
     assert not os.path.exists(path)
 
 
@@ -89,8 +89,8 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
         ("folder.mindrecord", "is a folder"),
     ],
 )
-def test_outputs_that_cannot_be(tmp_path, name, message):
+def test_outputs_that_cannot_be_written(tmp_path, name, message):
     (tmp_path / "folder.mindrecord").mkdir()
     with pytest.raises(DataError, match=message):
-        instruction_data.write_mindrecord(rows_of(1, 1), str(tmp_path / name))
+        write_mindrecord(rows_of(1, 1), str(tmp_path / name))
     assert names(tmp_path) == ["folder.mindrecord"]

@@ -5,8 +5,11 @@ import pathlib
 
 import pytest
 
-from mindlora.data import instruction_data, tokenizers
-from mindlora.data.tokenizers import SPECIAL_TOKENS, TokenizerError
+from mindlora.data import tokenizers
+from mindlora.data.alpaca import convert_alpaca
+from mindlora.data.conversion import IGNORE_TOKEN_ID
+from mindlora.data.tokenizers import SPECIAL_TOKENS
+from mindlora.errors import TokenizerError
 from tests.support.instruction_rows import BOS, CHINESE, ENGLISH, EOS, PAD, UNK, as_json, learned, names, read_back
 
 
@@ -47,7 +50,7 @@ def test_a_tokenizer_is_not_trained_over_other_things(tmp_path):
     tokenizers.train_tokenizer(["cd cd"], 261, str(folder), overwrite=True)
     assert len(tokenizers.load_tokenizer(str(folder))) == 261
     (folder / "weights.ckpt").write_text("precious")
-    with pytest.raises(TokenizerError, match="other things.*weights.ckpt"):
+    with pytest.raises(TokenizerError, match="holds more than a trained tokenizer: weights.ckpt"):
         tokenizers.train_tokenizer(["ab ab"], 260, str(folder), overwrite=True)
     with pytest.raises(TokenizerError, match="259 is too small.*260"):
         tokenizers.train_tokenizer(["ab ab"], 259, str(tmp_path / "u"))
@@ -59,9 +62,7 @@ def test_a_tokenizer_is_not_trained_over_other_things(tmp_path):
 def test_a_sentencepiece_model_goes_through_mindformers(tmp_path, sentencepiece_model):
     output = tmp_path / "x.mindrecord"
     source = as_json(tmp_path / "in.json", [CHINESE, ENGLISH])
-    report = instruction_data.convert_alpaca(
-        source, str(output), os.path.dirname(sentencepiece_model), 100, template="plain"
-    )
+    report = convert_alpaca(source, str(output), os.path.dirname(sentencepiece_model), 100, template="plain")
     loaded = tokenizers.load_tokenizer(sentencepiece_model)
     assert type(loaded).__module__.startswith("mindformers.")
     assert (report.rows, report.vocab_size, report.pad_token_id) == (2, 350, 0)
@@ -77,35 +78,29 @@ def test_special_tokens_that_are_missing(tmp_path, tokenizer_path):
     (folder / "tokenizer.json").write_bytes(pathlib.Path(tokenizer_path, "tokenizer.json").read_bytes())
     source = as_json(tmp_path / "in.json", [ENGLISH])
     with pytest.raises(TokenizerError, match='no end-of-sequence token: set "eos_token"'):
-        instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(folder), 300)
+        convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(folder), 300)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    report = instruction_data.convert_alpaca(
-        source, str(tmp_path / "x.mindrecord"), str(folder / "tokenizer.json"), 300
-    )
+    report = convert_alpaca(source, str(tmp_path / "x.mindrecord"), str(folder / "tokenizer.json"), 300)
     assert report.pad_token_id == EOS
     assert [note.split(":")[0] for note in report.notes] == [
         "the tokenizer has no begin-of-sequence token",
         "the tokenizer has no pad token",
     ]
     (row,) = read_back(report.output)
-    assert (
-        row["input_ids"][0] != BOS
-        and row["input_ids"][-1] == EOS
-        and row["labels"][-1] == instruction_data.IGNORE_TOKEN_ID
-    )
+    assert row["input_ids"][0] != BOS and row["input_ids"][-1] == EOS and row["labels"][-1] == IGNORE_TOKEN_ID
 
 
 @pytest.mark.parametrize(
     "name, content, message",
     [
         ("missing", None, "there is no such file or folder"),
-        ("notes.txt", "x", "file of another kind"),
+        ("notes.txt", "x", "notes.txt is not a tokenizer"),
         ("folder/readme.md", "x", r"No tokenizer in the folder .*holds readme\.md"),
         ("tokenizer.json", "{", "cannot load"),
         ("tokenizer.model", "junk", "sentencepiece cannot load"),
     ],
 )
-def test_what_is_no_tokenizer(tmp_path, name, content, message):
+def test_what_is_not_a_tokenizer(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.parent.mkdir(exist_ok=True)

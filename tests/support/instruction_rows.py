@@ -1,10 +1,10 @@
-"""Instruction rows, the files that hold them, and what is read back, for the tests of data preparation."""
+"""Instruction rows, files of them, and reading MindRecords back, for the tests of data conversion."""
 
 import json
 
 import mindspore.dataset
 
-from mindlora.data import instruction_data
+from mindlora.data.conversion import IGNORE_TOKEN_ID
 
 UNK, BOS, EOS, PAD = range(4)
 CHINESE = {"instruction": "这个温太医啊，也是古怪。", "input": "", "output": "你们俩话太多了，我该和温太医要一剂药。"}
@@ -30,8 +30,8 @@ def read_back(path):
 
 
 def learned(row, tokenizer):
-    """Returns the text that a row's labels count."""
-    return tokenizer.decode(row["labels"][row["labels"] != instruction_data.IGNORE_TOKEN_ID].tolist())
+    """Returns the text of the labels of a row that count in the loss."""
+    return tokenizer.decode(row["labels"][row["labels"] != IGNORE_TOKEN_ID].tolist())
 
 
 def names(folder):

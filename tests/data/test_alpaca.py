@@ -1,4 +1,4 @@
-"""From instruction triples to MindRecord: what is learned, which rows are left out, and how many are held out."""
+"""From instruction triples to MindRecord: what is learned, which rows are skipped, and how many are held out."""
 
 import os
 import pathlib
@@ -6,12 +6,16 @@ import pathlib
 import numpy as np
 import pytest
 
-from mindlora.data import instruction_data, instructions, tokenizers
-from mindlora.data.instructions import DataError
+from mindlora.data import tokenizers
+from mindlora.data.alpaca import convert_alpaca, encode_row
+from mindlora.data.conversion import IGNORE_TOKEN_ID, Encoded
+from mindlora.data.instruction_rows import read_rows
+from mindlora.data.templates import prompt_template
+from mindlora.errors import DataError
 from tests.support.instruction_rows import CHINESE, ENGLISH, EOS, PAD, as_json, as_jsonl, learned, names, read_back
 
-# A folder with real files to try, besides those that the tests make.
-REAL = pathlib.Path(os.environ.get("MINDLORA_TEST_DATA", "no folder is given"))
+# A folder with real files to convert, in addition to those that the tests write.
+REAL = pathlib.Path(os.environ.get("MINDLORA_TEST_DATA", "not given"))
 
 
 # What is in a row
@@ -22,39 +26,35 @@ REAL = pathlib.Path(os.environ.get("MINDLORA_TEST_DATA", "no folder is given"))
 def test_only_the_output_and_eos_are_learned(tmp_path, tokenizer, record, template):
     output = tmp_path / "x.mindrecord"
     source = as_json(tmp_path / "in.json", [record])
-    instruction_data.convert_alpaca(source, str(output), tokenizer, 400, template=template)
+    convert_alpaca(source, str(output), tokenizer, 400, template=template)
     (row,) = read_back(output)
     assert row["input_ids"].dtype == row["labels"].dtype == np.int32
     assert row["input_ids"].shape == row["labels"].shape == (401,)
     assert learned(row, tokenizer) == record["output"] + "</s>"
     tokens = row["input_ids"][row["input_ids"] != PAD]
-    prompt = instructions.prompt_template(template).prompt(record)
+    prompt = prompt_template(template).prompt(record)
     assert tokenizer.decode(tokens.tolist()) == "<s>" + prompt + record["output"] + "</s>"
-    # In place: a label is the token at its own position.
-    counted = row["labels"] != instruction_data.IGNORE_TOKEN_ID
+    # A label is the token at its own position.
+    counted = row["labels"] != IGNORE_TOKEN_ID
     assert (row["labels"][counted] == row["input_ids"][counted]).all()
     assert counted.sum() == counted[: len(tokens)][::-1].argmin()
 
 
 def test_columns_pad_and_mask_exactly():
-    encoded = instruction_data.Encoded(np.array([1, 10, 11, 20, 2], np.int32), 3)
+    encoded = Encoded(np.array([1, 10, 11, 20, 2], np.int32), 3)
     columns = encoded.columns(6, pad_token_id=9, ignore_token_id=-1)
     assert columns["input_ids"].tolist() == [1, 10, 11, 20, 2, 9, 9]
     assert columns["labels"].tolist() == [-1, -1, -1, 20, 2, -1, -1]
 
 
 def test_a_row_may_have_one_token_more_than_the_model(tmp_path, tokenizer):
-    length = len(instruction_data.encode_row(ENGLISH, tokenizer, "plain").tokens)
+    length = len(encode_row(ENGLISH, tokenizer, "plain").tokens)
     source = as_json(tmp_path / "in.json", [ENGLISH])
-    report = instruction_data.convert_alpaca(
-        source, str(tmp_path / "fits.mindrecord"), tokenizer, length - 1, template="plain"
-    )
+    report = convert_alpaca(source, str(tmp_path / "fits.mindrecord"), tokenizer, length - 1, template="plain")
     assert (report.rows, report.longest, report.skipped) == (1, length, {})
     message = rf"no row that can be used\. more than {length - 1} tokens: 1 \(row 1 at line 2\)"
     with pytest.raises(DataError, match=message):
-        instruction_data.convert_alpaca(
-            source, str(tmp_path / "short.mindrecord"), tokenizer, length - 2, template="plain"
-        )
+        convert_alpaca(source, str(tmp_path / "short.mindrecord"), tokenizer, length - 2, template="plain")
 
 
 def test_the_loss_of_llama_is_the_mean_over_the_labels(tmp_path, tokenizer, make_llama, pynative_mode):
@@ -62,7 +62,7 @@ def test_the_loss_of_llama_is_the_mean_over_the_labels(tmp_path, tokenizer, make
     from mindformers.tools.register import MindFormerConfig
 
     output = tmp_path / "x.mindrecord"
-    report = instruction_data.convert_alpaca(
+    report = convert_alpaca(
         as_json(tmp_path / "in.json", [ENGLISH, CHINESE]), str(output), tokenizer, 160, template="plain"
     )
     dataset = CausalLanguageModelDataset(
@@ -89,13 +89,13 @@ def test_the_loss_of_llama_is_the_mean_over_the_labels(tmp_path, tokenizer, make
     loss = float(network.set_train(True)(input_ids, labels).asnumpy().item())
     logits = network.set_train(False)(input_ids[:, :-1], labels[:, 1:])[0].asnumpy().astype(np.float64)
     targets = labels.asnumpy()[:, 1:]
-    counted = targets != instruction_data.IGNORE_TOKEN_ID
+    counted = targets != IGNORE_TOKEN_ID
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert counted.sum() == report.trained_tokens
     assert loss == pytest.approx(-log_probabilities[counted, targets[counted]].mean(), rel=1e-5)
 
 
-# Rows that are left out or cut
+# Rows that are skipped or cut
 
 BAD_RECORDS = [
     (5, "not an object"),
@@ -115,7 +115,7 @@ BAD_RECORDS = [
 def test_each_bad_row_is_skipped_and_named(tmp_path, tokenizer, record, reason):
     source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, record, ENGLISH])
     output = tmp_path / "x.mindrecord"
-    report = instruction_data.convert_alpaca(source, str(output), tokenizer, 100, template="plain")
+    report = convert_alpaca(source, str(output), tokenizer, 100, template="plain")
     assert report.skipped == {reason: ["line 2"]}
     assert f"skipped, {reason}: 1 (line 2)" in str(report)
     assert report.rows == len(read_back(output)) == 2
@@ -125,7 +125,7 @@ def test_each_bad_row_is_skipped_and_named(tmp_path, tokenizer, record, reason):
 def test_strict_writes_nothing(tmp_path, record, reason):
     source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, record])
     with pytest.raises(DataError, match="strict") as caught:
-        instruction_data.convert_alpaca(
+        convert_alpaca(
             source,
             str(tmp_path / "x.mindrecord"),
             str(tmp_path / "t"),
@@ -138,10 +138,10 @@ def test_strict_writes_nothing(tmp_path, record, reason):
     assert names(tmp_path) == ["in.jsonl"]
 
 
-def test_only_bad_rows_is_an_error(tmp_path, tokenizer):
+def test_a_file_of_only_bad_rows_is_an_error(tmp_path, tokenizer):
     source = as_jsonl(tmp_path / "in.jsonl", [1] * 12)
     with pytest.raises(DataError, match=r"no row that can be used\. not an object: 12 \(line 1, .*line 10, \.\.\.\)"):
-        instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 100)
+        convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 100)
     assert names(tmp_path) == ["in.jsonl"]
 
 
@@ -149,32 +149,26 @@ def test_truncate_cuts_the_output_but_never_the_prompt(tmp_path, tokenizer):
     long_output = {**ENGLISH, "output": "word " * 200}
     long_prompt = {**ENGLISH, "instruction": "word " * 200}
     source = as_jsonl(tmp_path / "in.jsonl", [ENGLISH, long_output, long_prompt])
-    report = instruction_data.convert_alpaca(
-        source, str(tmp_path / "x.mindrecord"), tokenizer, 100, template="plain", truncate=True
-    )
+    report = convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 100, template="plain", truncate=True)
     assert report.truncated == ["line 2"]
     assert report.skipped == {"a prompt of more than 100 tokens": ["line 3"]}
     cut = read_back(report.output)[1]
     assert len(cut["input_ids"]) == 101 and EOS not in cut["input_ids"] and cut["labels"][-1] == cut["input_ids"][-1]
     assert long_output["output"].startswith(learned(cut, tokenizer))
-    # The shortest that can be learned from: all of the prompt and one token of the output.
-    shortest = instruction_data.encode_row(ENGLISH, tokenizer, "plain").prompt_length
+    # The shortest row that can be learned from: all of the prompt and one token of the output.
+    shortest = encode_row(ENGLISH, tokenizer, "plain").prompt_length
     source = as_json(tmp_path / "one.json", [ENGLISH])
-    report = instruction_data.convert_alpaca(
+    report = convert_alpaca(
         source, str(tmp_path / "y.mindrecord"), tokenizer, shortest, template="plain", truncate=True
     )
     assert (report.rows, report.trained_tokens) == (1, 1)
     with pytest.raises(DataError, match=f"a prompt of more than {shortest - 1} tokens"):
-        instruction_data.convert_alpaca(
-            source, str(tmp_path / "z.mindrecord"), tokenizer, shortest - 1, template="plain", truncate=True
-        )
+        convert_alpaca(source, str(tmp_path / "z.mindrecord"), tokenizer, shortest - 1, template="plain", truncate=True)
 
 
-def test_an_input_that_the_template_has_no_place_for_is_not_dropped_silently(tmp_path, tokenizer):
+def test_an_input_that_the_template_cannot_take_is_not_dropped_silently(tmp_path, tokenizer):
     source = as_json(tmp_path / "in.json", [CHINESE, ENGLISH])
-    report = instruction_data.convert_alpaca(
-        source, str(tmp_path / "x.mindrecord"), tokenizer, 200, template="{instruction}\n"
-    )
+    report = convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, template="{instruction}\n")
     assert (report.rows, report.skipped) == (1, {"the template has no {input}": ["row 2 at line 7"]})
 
 
@@ -184,17 +178,17 @@ def test_an_input_that_the_template_has_no_place_for_is_not_dropped_silently(tmp
 def test_holdout_takes_the_last_rows(tmp_path, tokenizer):
     records = [{"instruction": "i", "input": "", "output": f"answer {number}"} for number in range(10)]
     source = as_json(tmp_path / "in.json", records)
-    report = instruction_data.convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, holdout=0.2)
+    report = convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, holdout=0.2)
     assert (report.rows, report.held_out_rows, report.held_out) == (8, 2, str(tmp_path / "x-heldout.mindrecord"))
     outputs = [learned(row, tokenizer) for row in read_back(report.output) + read_back(report.held_out)]
     assert outputs == [record["output"] + "</s>" for record in records]
     os.unlink(report.output)
     with pytest.raises(DataError, match="x-heldout.mindrecord exists already"):
-        instruction_data.convert_alpaca(source, report.output, tokenizer, 200, holdout=0.2)
+        convert_alpaca(source, report.output, tokenizer, 200, holdout=0.2)
     with pytest.raises(DataError, match="holdout is 1.0"):
-        instruction_data.convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, 200, holdout=1.0)
-    with pytest.raises(DataError, match="One row is too little"):
-        instruction_data.convert_alpaca(
+        convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, 200, holdout=1.0)
+    with pytest.raises(DataError, match="holdout needs at least two usable rows"):
+        convert_alpaca(
             as_json(tmp_path / "one.json", [CHINESE]), str(tmp_path / "y.mindrecord"), tokenizer, 400, holdout=0.5
         )
 
@@ -202,13 +196,13 @@ def test_holdout_takes_the_last_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize("name, length, count", [("huanhuan.json", 1024, 3729), ("alpaca_seed_tasks.jsonl", 2048, 175)])
 def test_real_files(tmp_path, name, length, count):
     if not (REAL / name).exists():
-        pytest.skip(f"MINDLORA_TEST_DATA names no folder with {name}")
-    report = instruction_data.convert_alpaca(
+        pytest.skip(f"MINDLORA_TEST_DATA is not a folder with {name}")
+    report = convert_alpaca(
         str(REAL / name), str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), length, train_vocab_size=1000
     )
-    rows = instructions.read_rows(str(REAL / name))
+    rows = read_rows(str(REAL / name))
     assert report.rows + sum(map(len, report.skipped.values())) == len(rows) == count
     tokenizer = tokenizers.load_tokenizer(str(tmp_path / "t"))
-    skipped = {place for places in report.skipped.values() for place in places}
-    kept = [row.record["output"] + "</s>" for row in rows if row.place not in skipped]
+    skipped = {location for locations in report.skipped.values() for location in locations}
+    kept = [row.record["output"] + "</s>" for row in rows if row.location not in skipped]
     assert [learned(row, tokenizer) for row in read_back(report.output)] == kept

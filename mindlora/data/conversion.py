@@ -1,0 +1,145 @@
+"""What every conversion to MindRecord shares: encoded rows, their two columns, and the report.
+
+Every row has two columns, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. In training, LlamaForCausalLM
+drops the last of the input_ids and the first of the labels, so that seq_length positions remain and position i predicts
+token i + 1; a label is therefore at the position of its own token. Labels of ignore_token_id do not count in the loss:
+those of the prompt and of the padding. The YAML that belongs to it has ``train_dataset.data_loader.type: MindDataset``
+with ``dataset_dir`` naming the file, ``input_columns: ["input_ids", "labels"]``, and ``train_dataset_task.type:
+CausalLanguageModelDataset``. Name the file there and not its folder: MindFormers reads every MindRecord of a folder.
+MindFormers' own evaluation (``do_eval``) drops no token: its rows must have seq_length tokens: convert with one less.
+"""
+
+import dataclasses
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional
+
+import numpy as np
+
+from mindlora.data import tokenizers
+from mindlora.errors import DataError
+
+IGNORE_TOKEN_ID = -100
+_LOCATIONS_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class DataReport:
+    """What a conversion read, skipped and wrote.
+
+    Attributes:
+        output (str): The MindRecord.
+        rows (int): Rows in it.
+        held_out (str or None): The MindRecord of the rows held out.
+        held_out_rows (int): Rows in it.
+        skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
+        truncated (list of str): Locations of the rows whose output was cut.
+        tokens (int): Tokens in all rows, padding not counted.
+        trained_tokens (int): Labels that count in the loss.
+        longest (int): Tokens in the longest row.
+        seq_length (int): seq_length of the model; a row has one token more.
+        vocab_size (int): The least vocab_size that the model must have.
+        pad_token_id (int): Id of the padding.
+        ignore_token_id (int): Label that does not count in the loss.
+        notes (list of str): What else the user should know.
+    """
+
+    output: str
+    rows: int
+    held_out: Optional[str]
+    held_out_rows: int
+    skipped: Dict[str, List[str]]
+    truncated: List[str]
+    tokens: int
+    trained_tokens: int
+    longest: int
+    seq_length: int
+    vocab_size: int
+    pad_token_id: int
+    ignore_token_id: int
+    notes: List[str]
+
+    def __str__(self):
+        lines = [f"{self.output}: {self.rows} rows of {self.seq_length + 1} tokens"]
+        if self.held_out:
+            lines.append(f"{self.held_out}: {self.held_out_rows} rows, held out")
+        lines += [f"skipped, {line}" for line in describe_skipped(self.skipped)]
+        if self.truncated:
+            lines.append(f"output cut at the end: {_first(self.truncated)}")
+        lines.append(
+            f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest row has {self.longest}"
+        )
+        lines += [f"note: {note}" for note in self.notes]
+        lines.append(
+            f"model_config: seq_length: {self.seq_length}, vocab_size: {self.vocab_size} or more, "
+            f"pad_token_id: {self.pad_token_id}, ignore_token_id: {self.ignore_token_id}"
+        )
+        return "\n".join(lines)
+
+
+class Encoded(NamedTuple):
+    """The tokens of one row, int32 [n], and how many of them, from the start, are the prompt, which is not learned."""
+
+    tokens: np.ndarray
+    prompt_length: int
+
+    def columns(
+        self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
+    ) -> Dict[str, np.ndarray]:
+        """Returns input_ids and labels, int32 [seq_length + 1] each, padded at the end."""
+        input_ids = np.full(seq_length + 1, pad_token_id, np.int32)
+        labels = np.full(seq_length + 1, ignore_token_id, np.int32)
+        input_ids[: len(self.tokens)] = self.tokens
+        labels[self.prompt_length : len(self.tokens)] = self.tokens[self.prompt_length :]
+        return {"input_ids": input_ids, "labels": labels}
+
+
+class RowFormat(NamedTuple):
+    """What turns encoded rows into columns.
+
+    Attributes:
+        tokenizer: As load_tokenizer returns it.
+        seq_length (int): seq_length of the model.
+        ignore_token_id (int): Label that does not count in the loss.
+    """
+
+    tokenizer: Any
+    seq_length: int
+    ignore_token_id: int
+
+    def columns(self, rows: Iterable[Encoded]) -> Iterator[Dict[str, np.ndarray]]:
+        """Yields the columns of each row; one by one, because padding can take many times the memory of the tokens."""
+        pad = tokenizers.special_ids(self.tokenizer).pad
+        return (row.columns(self.seq_length, pad, self.ignore_token_id) for row in rows)
+
+    def report(self, encoded: List[Encoded], output: str, notes: Iterable[str] = (), **counts: Any) -> DataReport:
+        """Returns the report of ``encoded``; ``counts`` replaces what it says of rows held out, skipped and cut."""
+        special = tokenizers.special_ids(self.tokenizer)
+        given = {"rows": len(encoded), "held_out": None, "held_out_rows": 0, "skipped": {}, "truncated": [], **counts}
+        return DataReport(
+            output=output,
+            tokens=sum(len(row.tokens) for row in encoded),
+            # No position predicts the first token of a row.
+            trained_tokens=sum(len(row.tokens) - max(row.prompt_length, 1) for row in encoded),
+            longest=max(len(row.tokens) for row in encoded),
+            seq_length=self.seq_length,
+            vocab_size=tokenizers.vocabulary_size(self.tokenizer),
+            pad_token_id=special.pad,
+            ignore_token_id=self.ignore_token_id,
+            notes=[*notes, *special.notes],
+            **given,
+        )
+
+
+def check_seq_length(seq_length: int) -> None:
+    """Raises DataError unless ``seq_length`` is a whole number of at least 1."""
+    if not isinstance(seq_length, int) or seq_length < 1:
+        raise DataError(f"seq_length is {seq_length!r}: it must be the model's, a whole number of at least 1.")
+
+
+def describe_skipped(skipped: Dict[str, List[str]]) -> List[str]:
+    """Returns one line for each reason, with the number of rows and the first locations."""
+    return [f"{reason}: {_first(locations)}" for reason, locations in skipped.items()]
+
+
+def _first(locations):
+    shown = ", ".join(locations[:_LOCATIONS_SHOWN])
+    return f"{len(locations)} ({shown}{', ...' if len(locations) > _LOCATIONS_SHOWN else ''})"

@@ -1,0 +1,79 @@
+"""Plain text to MindRecord: packed into full rows, to pretrain a model on."""
+
+import re
+from typing import Any, Iterator
+
+import numpy as np
+
+from mindlora.data import tokenizers
+from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length
+from mindlora.data.instruction_rows import read_text
+from mindlora.data.mindrecord import check_mindrecord_output, write_mindrecord
+from mindlora.data.progress import progress
+from mindlora.errors import DataError
+
+_CHARACTERS_PER_CALL = 1 << 20
+
+
+def convert_text(
+    input_path: str,
+    output_path: str,
+    tokenizer: Any,
+    seq_length: int,
+    *,
+    paragraphs: bool = False,
+    ignore_token_id: int = IGNORE_TOKEN_ID,
+    overwrite: bool = False,
+) -> DataReport:
+    """Packs a text file into rows of seq_length + 1 tokens, all of which count in the loss.
+
+    The file is one sequence: bos, its text, eos, cut into rows that do not overlap. The last row is padded.
+
+    Args:
+        input_path (str): Text in UTF-8.
+        output_path, tokenizer, seq_length, ignore_token_id, overwrite: As in convert_alpaca.
+        paragraphs (bool): Make each paragraph a document, with bos and eos around it; blank lines separate paragraphs.
+            Default: False, the whole file is one document.
+
+    Returns:
+        DataReport.
+
+    Raises:
+        DataError: The file is missing, empty or not UTF-8, or an output path is wrong.
+        TokenizerError: The tokenizer cannot be loaded or used.
+    """
+    check_seq_length(seq_length)
+    check_mindrecord_output(output_path, overwrite)
+    text = read_text(input_path)
+    if not text.strip():
+        raise DataError(f"{input_path} holds no text.")
+    tokenizer = tokenizers.load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    documents = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()] if paragraphs else [text]
+    tokens = np.concatenate(
+        [part for document in progress(documents, "tokenizing") for part in _encode(document, tokenizer)]
+    )
+    encoded = [Encoded(tokens[start : start + seq_length + 1], 0) for start in range(0, len(tokens), seq_length + 1)]
+    if len(encoded[-1].tokens) == 1:
+        encoded.pop()  # a single token has nothing to predict
+    row_format = RowFormat(tokenizer, seq_length, ignore_token_id)
+    write_mindrecord(row_format.columns(encoded), output_path, overwrite=overwrite)
+    return row_format.report(encoded, output_path)
+
+
+def _encode(document, tokenizer) -> Iterator[np.ndarray]:
+    """Yields bos, the tokens of a document, and eos."""
+    special = tokenizers.special_ids(tokenizer)
+    yield np.array([] if special.bos is None else [special.bos], np.int32)
+    for piece in _pieces(document):
+        yield np.array(tokenizers.encode(tokenizer, piece), np.int32)
+    yield np.array([special.eos], np.int32)
+
+
+def _pieces(text) -> Iterator[str]:
+    """Cuts a long text at line ends, so that no call of a tokenizer gets all of it."""
+    start = 0
+    while start < len(text):
+        newline = text.find("\n", start + _CHARACTERS_PER_CALL)
+        end = len(text) if newline == -1 else newline + 1
+        yield text[start:end]
+        start = end
