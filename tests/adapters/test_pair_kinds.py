@@ -1,0 +1,253 @@
+"""The table of pair kinds: each entry goes through all that is done with adapters, and nothing else knows a kind."""
+
+import ast
+import os
+
+import numpy as np
+import pytest
+
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters import joined_pairs, pair_kinds
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.combine import combine_adapters
+from mindlora.adapters.compare import compare_adapters
+from mindlora.adapters.dialects import mindformers, peft
+from mindlora.adapters.inspect import inspect_adapter
+from mindlora.adapters.pair_kinds import CONVOLUTION, EMBEDDING, KINDS, LAYOUTS, LINEAR, PARTS, SHARED_PARTS, VARIANTS
+from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
+from tests.conftest import ROOT
+from tests.support.adapter_samples import K, Q, assert_same
+
+V = "model.layers.0.attention.wv"
+RANK, IN = 2, 6
+ROWS = {Q: 8, K: 4, V: 4}
+PATHS = {"peft": "adapter", "mindformers": "adapter.safetensors", "ckpt": "adapter.ckpt", "slora": "slora"}
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+every_variant = pytest.mark.parametrize("kind", VARIANTS, ids=lambda kind: kind.name)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.cells)
+
+
+def of_kind(kind, seed=0):
+    """An adapter of wq, wk and wv with the parts that the table gives the kind."""
+    random, tensors = np.random.default_rng(seed), {}
+    a, b = random.normal(size=(RANK, IN)), random.normal(size=(max(ROWS.values()), RANK))
+    for path, rows in ROWS.items():
+        tensors[path, "A"] = a if "A" in kind.shared_parts else random.normal(size=(RANK, IN))
+        tensors[path, "B"] = b[:rows] if "B" in kind.shared_parts else random.normal(size=(rows, RANK))
+        for part in kind.parts:
+            tensors[path, part.name] = random.normal(size={"r": RANK, "out": rows}[part.size])
+    tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
+    # A shared projection has the scale 1.
+    return Adapter(tensors, dict.fromkeys(ROWS, float(RANK) if kind.shared_parts else 3.0))
+
+
+def of_layout(layout, groups=1):
+    """An adapter of one cell."""
+    random, path = np.random.default_rng(0), "model.tok_embeddings" if layout is EMBEDDING else "model.cell"
+    kernel, ones = ((3, 5), (1, 1)) if layout is CONVOLUTION else ((), ())
+    tensors = {
+        (path, "A"): random.normal(size=(2, 6, *kernel)).astype(np.float32),
+        (path, "B"): random.normal(size=(4, 2 // groups, *ones)).astype(np.float32),
+    }
+    return Adapter(tensors, {path: 3.0}, embeddings={path} if layout is EMBEDDING else set())
+
+
+# Kinds ------------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("form", ["peft", "mindformers", "ckpt"])
+def test_each_kind_makes_the_round_trip_through_files(tmp_path, kind, form):
+    adapter, path = of_kind(kind), str(tmp_path / PATHS[form])
+    assert adapter.kind is kind
+    adapter_files.write(adapter, path, form)
+    found = adapter_files.read(path)
+    adapter.selection = found.selection
+    assert_same(found, adapter)
+    assert found.kind is kind
+    assert all(getattr(found, other.field) == (other is kind) for other in VARIANTS)
+
+
+@every_kind
+def test_the_change_of_a_weight_follows_from_the_low_rank_pair(kind):
+    adapter = of_kind(kind)
+    for path, rows in ROWS.items():
+        a, b = adapter.pair(path)
+        assert a.shape == (RANK, IN) and b.shape == (rows, RANK)
+        np.testing.assert_allclose(adapter.delta(path), adapter.scale(path) * (b @ a), rtol=1e-5, atol=1e-6)
+        norms = adapter.row_norms(path)
+        assert (norms is None) == (not kind.row_norms) and (norms is None or norms.shape == (rows,))
+
+
+@every_variant
+def test_each_vector_has_the_size_in_the_table(kind):
+    for part in kind.parts:
+        adapter = of_kind(kind)
+        adapter.tensors[K, part.name] = np.ones(13, np.float32)
+        with pytest.raises(ShapeMismatchError) as error:
+            adapter.check_pairs("It")
+        assert str(error.value) == (
+            f"It: the {part.name} is [13] and must be [{part.size}], at {K} (A [{RANK}, {IN}], B [{ROWS[K]}, {RANK}])."
+        )
+
+
+@every_variant
+def test_a_vector_that_one_cell_lacks_is_missed(kind):
+    for part in kind.parts:
+        adapter = of_kind(kind)
+        del adapter.tensors[K, part.name]
+        with pytest.raises(MissingTensorsError) as error:
+            adapter.check_pairs("It")
+        assert str(error.value) == f"It has a {part.name} at some cells and lacks that of {K}."
+
+
+def test_one_adapter_is_of_one_kind():
+    adapter = Adapter({key: array for kind in KINDS for key, array in of_kind(kind).tensors.items()})
+    with pytest.raises(UnexpectedTensorsError) as error:
+        adapter.check_pairs("It")
+    assert str(error.value) == (
+        f"It holds {' and '.join(kind.tensors for kind in VARIANTS)}: an adapter is of one kind."
+    )
+
+
+@every_kind
+def test_pairs_of_joined_cells_are_made_and_split_or_refused(kind):
+    adapter, joined = of_kind(kind), "model.layers.0.attention.w_qkv"
+    if kind.cannot_join:
+        with pytest.raises(AdapterError, match=kind.cannot_join):
+            joined_pairs.join_pairs(adapter, joined, 16, 2)
+        return
+    joined_pairs.join_pairs(adapter, joined, 16, 2)
+    adapter.check_pairs("It")
+    assert adapter.paths == [joined] and adapter.kind is kind
+    joined_pairs.split_pairs(adapter, joined, 2, 2)
+    assert_same(adapter, of_kind(kind))
+
+
+@every_kind
+def test_combining_is_done_or_refused(kind):
+    adapters = [of_kind(kind, seed) for seed in (0, 1)]
+    if kind.cannot_combine:
+        with pytest.raises(AdapterError, match=f"Adapter 1 is a {kind.name} adapter .*: {kind.cannot_combine}\\."):
+            combine_adapters(adapters, [1, 1], "cat")
+        return
+    found = combine_adapters(adapters, [1, 1], "cat")
+    expected = adapters[0].delta(Q) + adapters[1].delta(Q)
+    np.testing.assert_allclose(found.delta(Q), expected, rtol=1e-5, atol=1e-5)
+
+
+@every_kind
+def test_slora_serves_it_or_says_why_not(tmp_path, kind):
+    path = str(tmp_path / "slora")
+    if kind.in_slora:
+        adapter_files.write(of_kind(kind), path, "slora")
+        assert_same(adapter_files.read(path), of_kind(kind))
+        return
+    with pytest.raises(AdapterError, match=f"^slora does not serve {kind.tensors} \\({kind.field}\\)\\. Merge"):
+        adapter_files.write(of_kind(kind), path, "slora")
+
+
+@every_kind
+def test_reports_name_the_kind(tmp_path, kind):
+    one, plain = str(tmp_path / "one"), str(tmp_path / "plain")
+    adapter_files.write(of_kind(kind), one)
+    adapter_files.write(of_kind(pair_kinds.LORA), plain)
+    assert all((f"\n{other.name} " in str(inspect_adapter(one))) == (other is kind) for other in VARIANTS)
+    settings = compare_adapters(one, plain).settings
+    assert settings.keys().isdisjoint(other.name for other in VARIANTS if other is not kind)
+    assert kind is pair_kinds.LORA or settings[kind.name] == ("yes", "no")
+
+
+@pytest.mark.parametrize("part", [*PARTS.values(), *SHARED_PARTS.values()], ids=lambda part: part.name)
+def test_every_part_has_a_key_of_its_own_in_each_world(part):
+    path = "" if part.name in SHARED_PARTS else Q
+    for dialect in (peft, mindformers):
+        assert dialect.parse_key(dialect.tensor_key(path, part.name)) == (path, part.name)
+
+
+# Layouts ----------------------------------------------------------------------------------------------------------
+
+
+@every_layout
+def test_each_layout_is_told_from_its_shapes_and_changes_the_weight(tmp_path, layout):
+    adapter = of_layout(layout)
+    (path,) = adapter.paths
+    assert adapter.layout(path) is layout
+    adapter.check_pairs("It")
+    a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
+    change = {
+        LINEAR: lambda: np.einsum("ri,or->oi", a, b),
+        EMBEDDING: lambda: np.einsum("ri,or->io", a, b),
+        CONVOLUTION: lambda: np.einsum("rihw,or->oihw", a, b[:, :, 0, 0]),
+    }[layout]()
+    np.testing.assert_allclose(adapter.delta(path), 1.5 * change, rtol=1e-5, atol=1e-6)
+    for form in ("peft", "mindformers", "ckpt"):
+        adapter_files.write(adapter, str(tmp_path / PATHS[form]), form)
+        assert adapter_files.read(str(tmp_path / PATHS[form])).layout(path) is layout
+
+
+@every_layout
+def test_what_a_layout_does_not_support_is_refused(tmp_path, layout):
+    adapter = of_layout(layout)
+    if layout.can_combine:
+        assert combine_adapters([adapter, adapter], [1, 1], "cat").layout(*adapter.paths) is layout
+    else:
+        with pytest.raises(AdapterError, match=f"^Adapter 1 adapts {layout.cells}, which cannot be combined: "):
+            combine_adapters([adapter, adapter], [1, 1], "cat")
+    if layout.in_slora:
+        adapter_files.write(adapter, str(tmp_path / "slora"), "slora")
+    else:
+        with pytest.raises(AdapterError, match=f"^slora does not serve adapters of {layout.cells}: "):
+            adapter_files.write(adapter, str(tmp_path / "slora"), "slora")
+
+
+def test_groups_have_a_shape_and_no_product():
+    adapter = of_layout(CONVOLUTION, groups=2)
+    adapter.check_pairs("It")
+    assert adapter.weight_shape("model.cell") == (4, 3, 3, 5)
+    assert not pair_kinds.has_product(adapter.tensors["model.cell", "A"], adapter.tensors["model.cell", "B"])
+    with pytest.raises(ShapeMismatchError, match="^The convolution has 2 groups"):
+        adapter.delta("model.cell")
+
+
+@pytest.mark.parametrize(
+    "a, b, problem",
+    [
+        ((6,), (4, 2), "A and B must be matrices"),
+        ((2, 6, 3), (4, 2, 1), "A and B must be matrices"),
+        ((2, 6), (4, 2, 1, 1), "A and B must be matrices"),
+        ((2, 6, 3, 3), (4, 2), "A and B must be matrices"),
+        ((2, 0), (4, 2), "A or B is empty"),
+        ((2, 6, 3, 3), (4, 0, 1, 1), "A or B is empty"),
+        ((2, 6, 3, 3), (4, 2, 3, 3), "B of a convolution must be [out, r / groups, 1, 1]"),
+        ((3, 6, 3, 3), (4, 2, 1, 1), "B of a convolution must be [out, r / groups, 1, 1]"),
+        ((1, 6, 3, 3), (4, 2, 1, 1), "B of a convolution must be [out, r / groups, 1, 1]"),
+        ((4, 6, 3, 3), (5, 2, 1, 1), "B of a convolution must be [out, r / groups, 1, 1]"),
+        ((4, 5, 3, 3), (4, 2, 1, 1), "B of a convolution must be [out, r / groups, 1, 1]"),
+    ],
+)
+def test_shapes_of_no_pair(a, b, problem):
+    assert pair_kinds.shape_problem(a, b) == (ShapeMismatchError, problem)
+
+
+# The only table ---------------------------------------------------------------------------------------------------
+
+
+def test_no_other_module_of_adapters_knows_a_kind_or_counts_dimensions():
+    known = {part.name for kind in VARIANTS for part in kind.parts} | set(SHARED_PARTS)
+    known |= {part.parameter for part in PARTS.values()} | {kind.tensors for kind in VARIANTS}
+    found = []
+    for folder, _, names in os.walk(os.path.join(ROOT, "mindlora", "adapters")):
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".py") and name != "pair_kinds.py"):
+            with open(path, encoding="utf-8") as file:
+                nodes = list(ast.walk(ast.parse(file.read())))
+            found += [
+                f"{os.path.relpath(path, ROOT)}:{node.lineno}"
+                for node in nodes
+                if isinstance(node, ast.Attribute)
+                and node.attr == "ndim"
+                or isinstance(node, ast.Constant)
+                and node.value in known
+            ]
+    assert not found, "mindlora/adapters/pair_kinds.py is to answer what is asked at " + ", ".join(found)
