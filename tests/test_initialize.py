@@ -12,6 +12,7 @@ from mindlora.nn import tree
 from mindlora.numerics import initializers
 from tests.support import networks
 from tests.support.initialized_networks import INITS, adapted, base, config, outputs, train
+from tests.support.refusals import part, refused_unchanged
 
 pytestmark = pytest.mark.usefixtures("pynative_mode")
 
@@ -115,26 +116,23 @@ def test_dora_starts_from_the_norms_of_the_base():
 # What is refused
 
 
-def refused(network, message, kind=LoraError):
-    before = networks.snapshot(network)
-    with pytest.raises(kind) as error:
-        initialize_adapters(network)
-    assert message in str(error.value)
-    assert networks.snapshot(network) == before
+def initialize_refused(network, message, kind=LoraError):
+    """Asserts that initialize_adapters is refused for ``network``, which stays as it was."""
+    refused_unchanged(network, kind, part(message), initialize_adapters, network)
 
 
 def test_a_network_without_adapters():
-    refused(base(), "The network holds no LoRADense cell, so there is nothing to start.")
+    initialize_refused(base(), "The network holds no LoRADense cell, so there is nothing to initialize.")
 
 
 def test_a_trained_adapter_is_not_started_over():
     network = adapted()
     cell = network.model.layers[1].attention.wk
     cell.mindpet_delta_lora_b.set_data(Tensor(np.ones((4, 3), np.float32)))
-    refused(
+    initialize_refused(
         network,
-        "B is not zero at model.layers.1.attention.wk, where lora_init 'pissa' is to start: the "
-        "checkpoint of the base holds a trained adapter.",
+        "B is not zero at model.layers.1.attention.wk, which lora_init 'pissa' would overwrite: the "
+        "base's checkpoint holds a trained adapter.",
     )
 
 
@@ -142,13 +140,13 @@ def test_a_weight_that_another_cell_has_too():
     network = base()
     network.model.layers[0].attention.wo.weight = network.model.layers[0].attention.wq.weight
     apply_lora(network, config(target_modules=["wq"]))
-    refused(network, "model.layers.0.attention.wq shares its weight with model.layers.0.attention.wo (")
+    initialize_refused(network, "model.layers.0.attention.wq shares its weight with model.layers.0.attention.wo (")
 
 
 def test_a_weight_with_nan():
     network = adapted()
     network.model.layers[0].attention.wq.weight.set_data(Tensor(np.full((6, 6), np.nan, np.float32)))
-    refused(network, "The weight of model.layers.0.attention.wq holds NaN or infinity, so that lora_init 'pissa'")
+    initialize_refused(network, "The weight of model.layers.0.attention.wq holds NaN or infinity, so lora_init 'pissa'")
 
 
 def test_weights_without_values():
@@ -157,8 +155,8 @@ def test_weights_without_values():
         apply_lora(network, config())
     with pytest.raises(
         LoraError,
-        match="^lora_init 'pissa' is made from the base's weights, which have no values yet "
-        "at model.layers.0.attention.wq",
+        match="^The weights of model.layers.0.attention.wq, .* have no values yet: load the base checkpoint before "
+        "initialization by lora_init 'pissa'",
     ):
         initialize_adapters(network)
 
@@ -173,7 +171,9 @@ def test_a_part_of_a_weight():
 def test_weights_of_a_dtype_that_is_no_float():
     cell = LoRADense.from_dense(nn.Dense(6, 6, has_bias=False), config())
     cell.weight.set_dtype(ms.int8)
-    with pytest.raises(LoraError, match="^The weight of the cell is Int8: lora_init 'pissa' is made from float32"):
+    with pytest.raises(
+        LoraError, match="^The weight of the cell is Int8: initialization by lora_init 'pissa' needs float32"
+    ):
         initialize_adapters(cell)
 
 

@@ -119,7 +119,7 @@ def test_a_plain_adapter_does_not_fit_a_corrected_base(trained, tmp_path):
     networks.randomize(plain.trainable_params())
     save_lora(plain, str(tmp_path / "adapter"))
     unchanged(
-        trained, tmp_path / "adapter", BaseMismatchError, "another start than the one that initialize_adapters has"
+        trained, tmp_path / "adapter", BaseMismatchError, "another initial pair than the one that initialize_adapters"
     )
 
 

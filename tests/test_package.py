@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -35,11 +36,11 @@ def test_every_public_name_is_there():
         <= set(mindlora.__all__)
         <= set(dir(mindlora))
     )
-    # Once more after all are imported: a module of the same name would stand in a function's place.
+    # Once more after all are imported: a module of the same name would hide a function.
     assert all(callable(getattr(mindlora, name)) for _ in range(2) for name in mindlora.__all__)
     assert all(getattr(mindlora, name).__module__.startswith("mindlora.") for name in mindlora.__all__)
     with pytest.raises(AttributeError, match="module 'mindlora' has no attribute 'aply_lora'"):
-        mindlora.aply_lora
+        assert mindlora.aply_lora
 
 
 def test_import_is_cheap_and_leaves_mindformers_out():
@@ -62,3 +63,14 @@ def test_import_is_cheap_and_leaves_mindformers_out():
     print(f"import mindspore {mindspore_seconds:.2f} s, all of mindlora's names {mindlora_seconds:.3f} s more")
     assert output[-1] == "set()"
     assert mindlora_seconds < 1  # a busy machine takes its time; the strict figure is the benchmark's
+
+
+def test_the_older_name_of_initialize_adapters_warns_once(monkeypatch):
+    monkeypatch.delitem(vars(mindlora), "start_adapters", raising=False)
+    with pytest.warns(DeprecationWarning, match="^start_adapters is now initialize_adapters") as caught:
+        assert mindlora.start_adapters is mindlora.initialize_adapters
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mindlora.start_adapters is mindlora.initialize_adapters
+    assert "start_adapters" in dir(mindlora) and "start_adapters" not in mindlora.__all__

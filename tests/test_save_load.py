@@ -12,7 +12,7 @@ from mindspore import Tensor
 from mindlora import LoraConfig, LoRADense, LoraError, apply_lora, load_lora, merge_lora, save_lora, unmerge_lora
 from mindlora.errors import UnexpectedTensorsError
 from tests.support.networks import HuggingFaceLayer, TinyModel, adapters, as_array, snapshot
-from tests.support.saved_adapters import FORMS, network, refused
+from tests.support.saved_adapters import FORMS, load_refused, network
 
 # The round trip -------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def test_a_network_whose_values_are_not_there_yet(tmp_path, saved, semi_auto_par
     with caplog.at_level(logging.WARNING, "mindlora"):
         load_lora(target, saved)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{saved}: the base has no values yet, so whether it is the one the adapter was trained on was not checked."
+        f"{saved}: the base has no values yet, so it was not checked whether the adapter was trained on it."
     ]
     target.init_parameters_data()
     loaded = adapters(target)
@@ -134,7 +134,7 @@ def test_such_a_checkpoint_is_loaded_strictly_too(tmp_path, extra, error):
     path = str(tmp_path / "whole.ckpt")
     ms.save_checkpoint(source, path)
     if error:
-        refused(network(), path, error, "PATH holds 4 LoRA tensors that the network has no place for: ")
+        load_refused(network(), path, error, "PATH holds 4 LoRA tensors that the network has no place for: ")
     else:
         load_lora(network(seed=3), path)
 
@@ -158,7 +158,7 @@ def test_a_merged_adapter_is_neither_saved_nor_replaced(tmp_path, saved):
     target = network()
     target.set_train(False)
     merge_lora(target)
-    refused(
+    load_refused(
         target,
         saved,
         LoraError,

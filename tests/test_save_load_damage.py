@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from mindlora import load_lora, save_lora
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError, UnexpectedTensorsError
 from tests.support.networks import TinyModel
-from tests.support.saved_adapters import CONFIG, WEIGHTS, edited, network, refused
+from tests.support.saved_adapters import CONFIG, WEIGHTS, edited, load_refused, network
 
 
 def test_a_cut_anywhere_in_the_tensors_is_noticed(saved):
@@ -22,7 +22,7 @@ def test_a_cut_anywhere_in_the_tensors_is_noticed(saved):
     cuts = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1, *range(0, len(whole), 61)}
     for cut in sorted(cuts):
         file.write_bytes(whole[:cut])
-        refused(
+        load_refused(
             target,
             saved,
             TruncatedAdapterError,
@@ -40,7 +40,7 @@ def test_a_cut_anywhere_in_a_ckpt_is_noticed(tmp_path):
     # Every one of its bytes, as a cut between two records leaves what MindSpore takes for a whole file.
     for cut in range(len(whole)):
         file.write_bytes(whole[:cut])
-        refused(target, file, TruncatedAdapterError, "PATH is truncated")
+        load_refused(target, file, TruncatedAdapterError, "PATH is truncated")
         with pytest.raises(TruncatedAdapterError) as error:
             load_lora(target, file, strict=False)
         messages.add(str(error.value).split(":", 1)[0] + (" last" if "last record" in str(error.value) else ""))
@@ -71,14 +71,14 @@ def test_what_is_no_adapter_at_all(tmp_path):
         ("empty", "PATH holds no adapter_model.safetensors. It holds: nothing."),
         ("other", "PATH holds no adapter_model.safetensors. It holds: a.txt, b.bin."),
     ]:
-        refused(target, tmp_path / name, AdapterFormatError, message)
-    refused(target, tmp_path / "no.ckpt", TruncatedAdapterError, "PATH is truncated or no MindSpore checkpoint: ")
-    refused(target, tmp_path / "no.safetensors", AdapterFormatError, "PATH is not a safetensors file: ")
+        load_refused(target, tmp_path / name, AdapterFormatError, message)
+    load_refused(target, tmp_path / "no.ckpt", TruncatedAdapterError, "PATH is truncated or no MindSpore checkpoint: ")
+    load_refused(target, tmp_path / "no.safetensors", AdapterFormatError, "PATH is not a safetensors file: ")
 
 
 def test_a_folder_without_a_config(saved):
     os.unlink(os.path.join(saved, CONFIG))
-    refused(
+    load_refused(
         network(),
         saved,
         AdapterFormatError,
@@ -98,13 +98,13 @@ def test_a_folder_without_a_config(saved):
 )
 def test_a_config_that_cannot_be_used(saved, text, message):
     pathlib.Path(saved, CONFIG).write_text(text)
-    refused(network(), saved, AdapterFormatError, message)
+    load_refused(network(), saved, AdapterFormatError, message)
 
 
 def test_a_safetensors_file_without_lora_tensors(saved):
     base = {f"model.layers.{i}.weight": np.ones(2, np.float32) for i in range(7)}
     save_file(base, os.path.join(saved, WEIGHTS))
-    refused(
+    load_refused(
         network(),
         saved,
         AdapterFormatError,
@@ -112,13 +112,15 @@ def test_a_safetensors_file_without_lora_tensors(saved):
         "model.layers.2.weight, model.layers.3.weight, model.layers.4.weight, ....",
     )
     save_file({}, os.path.join(saved, WEIGHTS))
-    refused(network(), saved, AdapterFormatError, f"{WEIGHTS} holds no LoRA tensor. It holds: nothing.")
+    load_refused(network(), saved, AdapterFormatError, f"{WEIGHTS} holds no LoRA tensor. It holds: nothing.")
 
 
 def test_a_ckpt_without_lora_tensors(tmp_path):
     path = str(tmp_path / "base.ckpt")
     ms.save_checkpoint(TinyModel(), path)
-    refused(network(), path, AdapterFormatError, "PATH holds no LoRA tensor: no name in it is one of an adapter's.")
+    load_refused(
+        network(), path, AdapterFormatError, "PATH holds no LoRA tensor: no name in it is one of an adapter's."
+    )
 
 
 def test_a_file_of_peft_with_foreign_tensors(saved):
@@ -131,7 +133,7 @@ def test_a_file_of_peft_with_foreign_tensors(saved):
             }
         ),
     )
-    refused(
+    load_refused(
         network(),
         saved,
         UnexpectedTensorsError,
@@ -147,7 +149,7 @@ def test_a_file_of_peft_with_a_base_weight_that_modules_to_save_does_not_name(sa
             {f"base_model.model.model.layers.{i}.input_layernorm.weight": np.ones(6, np.float32) for i in range(2)}
         ),
     )
-    refused(
+    load_refused(
         network(),
         saved,
         UnexpectedTensorsError,

@@ -8,7 +8,6 @@ from mindspore import Tensor
 
 from mindlora import (
     LoraConfig,
-    LoraError,
     apply_lora,
     combine_adapters,
     compare_adapters,
@@ -22,7 +21,14 @@ from mindlora.adapters import joined_pairs
 from mindlora.adapters.convert import Heads
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.base.merge import merge_checkpoint
-from mindlora.errors import AdapterError, MergeError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import (
+    AdapterError,
+    ConfigError,
+    MergeError,
+    MissingTensorsError,
+    ShapeMismatchError,
+    UnexpectedTensorsError,
+)
 from mindlora.merge import merge_lora
 from mindlora.models import joined_rows
 from mindlora.nn.dora import DoRADense
@@ -45,7 +51,10 @@ def model(use_dora=True, seed=1, targets=("wq", "w2")):
     return network
 
 
-def dora_adapter(dtype=np.dtype("<f4"), paths=(Q, K), **fields):
+FLOAT32 = np.dtype("<f4")
+
+
+def dora_adapter(dtype=FLOAT32, paths=(Q, K), **fields):
     adapter = make(dict.fromkeys(paths, 2), dtype=dtype, **fields)
     rng = np.random.default_rng(9)
     for path in paths:
@@ -215,8 +224,8 @@ def test_all_magnitudes_lost(tmp_path):
     from safetensors.numpy import save_file
 
     with safe_open(path, "np") as file:
-        metadata = file.metadata()
-        save_file({key: file.get_tensor(key) for key in file.keys() if "magnitude" not in key}, path, metadata)
+        metadata, keys = file.metadata(), list(file.keys())
+        save_file({key: file.get_tensor(key) for key in keys if "magnitude" not in key}, path, metadata)
     refused(
         MissingTensorsError,
         f"{path} lacks the DoRA magnitudes that mindlora's metadata in it names.",
@@ -350,4 +359,4 @@ def test_what_is_said_of_it(tmp_path):
 
 
 def test_an_option_that_is_none():
-    refused(LoraError, "use_dora is 'yes': it must be True or False.", LoraConfig, use_dora="yes")
+    refused(ConfigError, "use_dora is 'yes': it must be True or False.", LoraConfig, use_dora="yes")

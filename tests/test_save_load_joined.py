@@ -12,7 +12,7 @@ from mindlora.adapters import joined_pairs
 from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, UnexpectedTensorsError
 from tests.support.networks import randomize
-from tests.support.plain_networks import folder, lora_on, plain, refused
+from tests.support.plain_networks import folder, lora_on, plain, plain_load_refused
 
 
 class ConcatenatedAttention(nn.Cell):
@@ -74,7 +74,7 @@ def test_separate_pairs_go_onto_concatenated_cells(tmp_path, leaves, use_rslora)
 
 def test_they_come_back_from_them_as_they_were(tmp_path):
     adapter = separate_adapter(("wq", "wv", "w1", "w3"))
-    adapter.alphas = {path: 4.0 for path in adapter.alphas}
+    adapter.alphas = dict.fromkeys(adapter.alphas, 4.0)
     target = plain(ConcatenatedLayer)
     load_lora(target, folder(tmp_path, adapter))
     save_lora(target, str(tmp_path / "again"))
@@ -151,7 +151,7 @@ def test_an_adapter_with_a_joint_pair_and_its_parts_is_refused(tmp_path):
         adapter.tensors["attention.w_qkv", half] = np.ones(shape, np.float32)
     adapter.alphas["attention.w_qkv"] = 4.0
     adapter_files.write(adapter, str(tmp_path / "a.ckpt"), "ckpt")
-    refused(
+    plain_load_refused(
         str(tmp_path / "a.ckpt"),
         UnexpectedTensorsError,
         "PATH holds 2 LoRA tensors that the network has no place for: attention.wq A, attention.wq B.",

@@ -17,7 +17,7 @@ from mindlora.errors import (
     UnexpectedTensorsError,
 )
 from tests.support.networks import adapters
-from tests.support.saved_adapters import FORMS, configured, edited, key, network, refused
+from tests.support.saved_adapters import FORMS, configured, edited, key, load_refused, network
 
 # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -31,15 +31,17 @@ def test_missing_and_unexpected_tensors(tmp_path, form, name):
     )
     unexpected = "PATH holds {} LoRA tensors that the network has no place for: {}. Check target_modules."
     missing = "PATH lacks {} LoRA tensors of the network: {}. Check target_modules."
-    refused(network(["wq", "wk", "wv"]), path, MissingTensorsError, missing.format(4, v))
-    refused(network(["wq"]), path, UnexpectedTensorsError, unexpected.format(4, k))
-    refused(network(["wq", "wv"]), path, MissingTensorsError, unexpected.format(4, k) + " " + missing.format(4, v))
-    refused(network(["wv"]), path, MissingTensorsError, "PATH holds 8 LoRA tensors that the network has no place for")
+    load_refused(network(["wq", "wk", "wv"]), path, MissingTensorsError, missing.format(4, v))
+    load_refused(network(["wq"]), path, UnexpectedTensorsError, unexpected.format(4, k))
+    load_refused(network(["wq", "wv"]), path, MissingTensorsError, unexpected.format(4, k) + " " + missing.format(4, v))
+    load_refused(
+        network(["wv"]), path, MissingTensorsError, "PATH holds 8 LoRA tensors that the network has no place for"
+    )
 
 
 def test_a_single_missing_tensor_is_named(saved):
     edited(saved, lambda tensors: tensors.pop(key(1, "k_proj", "B")))
-    refused(
+    load_refused(
         network(),
         saved,
         MissingTensorsError,
@@ -53,7 +55,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(saved):
         tensors[key(1, "k_proj", "B")] = np.ones((5, 2), np.float32)
 
     edited(saved, edit)
-    refused(
+    load_refused(
         network(),
         saved,
         ShapeMismatchError,
@@ -75,7 +77,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(saved):
 )
 def test_one_tensor_of_another_rank_or_dimension_is_a_wrong_shape(saved, shape, problem):
     edited(saved, lambda tensors: tensors.update({key(0, "q_proj", "A"): np.ones(shape, np.float32)}))
-    refused(
+    load_refused(
         network(),
         saved,
         ShapeMismatchError,
@@ -87,7 +89,7 @@ def test_one_tensor_of_another_rank_or_dimension_is_a_wrong_shape(saved, shape, 
 def test_a_wrong_rank_says_which_to_set(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(["wq"], lora_rank=4), path, format=form)
-    refused(
+    load_refused(
         network(["wq"]),
         path,
         RankMismatchError,
@@ -97,7 +99,7 @@ def test_a_wrong_rank_says_which_to_set(tmp_path, form, name):
 
 def test_a_rank_that_is_declared_but_not_there_is_refused(saved):
     configured(saved, r=4)
-    refused(
+    load_refused(
         network(),
         saved,
         RankMismatchError,
@@ -110,7 +112,7 @@ def test_a_rank_that_is_declared_but_not_there_is_refused(saved):
 def test_a_wrong_alpha_says_which_to_set(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(lora_alpha=4.5), path, format=form)
-    refused(
+    load_refused(
         network(),
         path,
         ScaleMismatchError,
@@ -126,7 +128,9 @@ def test_nan_is_not_loaded(saved, value, dtype):
         tensors[key(1, "k_proj", "A")] = np.array([[1] * 5 + [value], [1] * 6], dtype)
 
     edited(saved, edit)
-    refused(network(), saved, NotFiniteError, "PATH holds tensors with NaN or infinity: model.layers.1.attention.wk A.")
+    load_refused(
+        network(), saved, NotFiniteError, "PATH holds tensors with NaN or infinity: model.layers.1.attention.wk A."
+    )
 
 
 # strict=False ---------------------------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ def test_not_strict_loads_what_fits_and_says_the_rest(tmp_path, form, name, capl
 
 
 def test_not_strict_needs_one_tensor_at_least(saved):
-    refused(
+    load_refused(
         network(["wv"]),
         saved,
         MissingTensorsError,
@@ -164,10 +168,10 @@ def test_not_strict_needs_one_tensor_at_least(saved):
 
 
 def test_not_strict_still_checks_what_it_loads(saved):
-    refused(network(["wq", "wv"], lora_rank=3), saved, RankMismatchError, "PATH has rank 2", strict=False)
-    refused(network(["wq", "wv"], lora_alpha=4), saved, ScaleMismatchError, "lora_alpha 3", strict=False)
+    load_refused(network(["wq", "wv"], lora_rank=3), saved, RankMismatchError, "PATH has rank 2", strict=False)
+    load_refused(network(["wq", "wv"], lora_alpha=4), saved, ScaleMismatchError, "lora_alpha 3", strict=False)
     edited(saved, lambda tensors: tensors.update({key(0, "q_proj", "A"): np.full((2, 6), np.nan, np.float32)}))
-    refused(network(["wq", "wv"]), saved, NotFiniteError, "model.layers.0.attention.wq A.", strict=False)
+    load_refused(network(["wq", "wv"]), saved, NotFiniteError, "model.layers.0.attention.wq A.", strict=False)
 
 
 # Another base ---------------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ def test_another_base_is_warned_of(tmp_path, form, name):
 def test_another_base_is_an_error_where_that_is_asked_for(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network(seed=2), path, format=form)
-    refused(network(base=6), path, BaseMismatchError, MISMATCH, on_base_mismatch="error")
+    load_refused(network(base=6), path, BaseMismatchError, MISMATCH, on_base_mismatch="error")
     load_lora(network(), path, on_base_mismatch="error")
 
 

@@ -90,7 +90,7 @@ def test_the_tensors_keep_their_dtype(tmp_path, dtype):
     loaded = target.model.layers[0].attention.wq
     assert {str(p.dtype).lower() for p in loaded.lora_parameters()} == {dtype}
     save_lora(target, str(tmp_path / "again"))
-    first, second = (open(tmp_path / name / "adapter_model.safetensors", "rb").read() for name in ("adapter", "again"))
+    first, second = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("adapter", "again"))
     assert first == second
 
 

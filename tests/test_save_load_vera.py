@@ -20,7 +20,13 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.convert import Heads
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.base.merge import merge_checkpoint
-from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import (
+    AdapterError,
+    AdapterFormatError,
+    MissingTensorsError,
+    ShapeMismatchError,
+    UnexpectedTensorsError,
+)
 from mindlora.merge import merge_lora
 from mindlora.nn.tree import lora_cells
 from mindlora.nn.vera import VeRADense
@@ -185,13 +191,13 @@ def test_conversion_and_back(tmp_path):
             {"peft_type": "LORA", "lora_alpha": 2},
         ),
         (
-            AdapterError,
+            AdapterFormatError,
             "/adapter_config.json: save_projection is False, so VeRA's matrices A and B are not in the file. "
             "Save the adapter with save_projection: true.",
             None,
             {"save_projection": False},
         ),
-        (AdapterError, "/adapter_config.json: r is 0, it must be a whole number of at least 1.", None, {"r": 0}),
+        (AdapterFormatError, "/adapter_config.json: r is 0, it must be a whole number of at least 1.", None, {"r": 0}),
         (
             MissingTensorsError,
             "/adapter_model.safetensors holds VeRA's vectors and lacks A, the matrices between them. "
@@ -231,8 +237,8 @@ def test_all_vectors_lost(tmp_path):
     from safetensors import safe_open
 
     with safe_open(path, "np") as file:
-        metadata = file.metadata()
-        save_file({key: file.get_tensor(key) for key in file.keys() if "lambda" not in key}, path, metadata)
+        metadata, keys = file.metadata(), list(file.keys())
+        save_file({key: file.get_tensor(key) for key in keys if "lambda" not in key}, path, metadata)
     with pytest.raises(MissingTensorsError, match="lacks the VeRA vectors that mindlora's metadata in it names."):
         adapter_files.read(path)
 
@@ -291,7 +297,7 @@ def test_what_is_said_of_it(tmp_path):
     path = saved(tmp_path / "a", targets=["wq"])
     report = inspect_adapter(path)
     assert report.use_vera and not report.use_dora and (report.tensors, report.parameters) == (6, 12 + 12 + 2 * 8)
-    assert "A and B are the same in all cells" in str(report) and not report.warnings
+    assert "all cells share A and B" in str(report) and not report.warnings
     delta = adapter_files.read(path).delta(Q)
     assert report.cells[0].norm_delta == pytest.approx(np.linalg.norm(delta), rel=1e-5)
     other = saved(tmp_path / "b", targets=["wq"], seed=2)

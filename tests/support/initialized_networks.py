@@ -1,4 +1,4 @@
-"""Networks whose adapters start from the base (PiSSA, OLoRA), and what stands for their training."""
+"""Networks whose adapters are initialized from the base (PiSSA, OLoRA), and a stand-in for training them."""
 
 import numpy as np
 from mindspore import Tensor
@@ -20,14 +20,14 @@ def base(seed=3):
 
 
 def config(init="pissa", **fields):
-    """Returns a configuration with a start."""
+    """Returns a configuration with a lora_init."""
     return LoraConfig(
         **{"lora_rank": 3, "lora_alpha": 4, "target_modules": ["wq", "wk", "w1", "w2"], "lora_init": init, **fields}
     )
 
 
 def adapted(init="pissa", **fields):
-    """Returns the base with adapters that are not started yet."""
+    """Returns the base with adapters that are not initialized yet."""
     network = base()
     apply_lora(network, config(init, **fields))
     freeze_base(network)
@@ -35,7 +35,7 @@ def adapted(init="pissa", **fields):
 
 
 def train(network, seed=7):
-    """Moves all that trains, as training would."""
+    """Moves every trainable parameter, as training would."""
     rng = np.random.default_rng(seed)
     for parameter in network.trainable_params():
         moved = networks.as_array(parameter) + 0.1 * rng.normal(size=parameter.shape)
@@ -43,6 +43,6 @@ def train(network, seed=7):
 
 
 def outputs(network):
-    """Returns what a network says of the same input, in evaluation."""
+    """Returns the outputs of a network in evaluation, for the same input each time."""
     network.set_train(False)
     return network(Tensor(X)).asnumpy()

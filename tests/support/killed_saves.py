@@ -1,4 +1,4 @@
-"""Saves two adapters in turn from processes that are killed; after each kill one of the two must be there, whole.
+"""Saves two adapters in turn from processes that are killed; after each kill one of the two must be there, complete.
 
     python killed_saves.py FOLDER {peft,ckpt,fallback} KILLS
 
@@ -28,7 +28,7 @@ RANK = 4
 
 
 def network(version):
-    """Returns a network whose adapter is told by one number: all of A and B, and lora_alpha, are made of it."""
+    """Returns a network whose adapter is made of one number: it is lora_alpha and every element of A and B."""
     cells = nn.SequentialCell([nn.Dense(64, 64) for _ in range(4)])
     apply_lora(cells, LoraConfig(lora_rank=RANK, lora_alpha=version, target_modules="all-linear"))
     for cell in cells:
@@ -60,10 +60,10 @@ def read(path, form):
 def main(folder, form, kills):
     if form == "fallback":
 
-        def refused(first, second):
+        def unsupported(first, second):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-        atomic._exchange = refused
+        atomic._exchange = unsupported
     file_format = "ckpt" if form == "ckpt" else "peft"
     path = os.path.join(folder, "adapter.ckpt" if form == "ckpt" else "adapter")
     networks = [network(version) for version in (1, 2)]

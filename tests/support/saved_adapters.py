@@ -1,21 +1,21 @@
-"""Networks with adapters, what is saved of them and edited by hand, for the tests of save_lora and load_lora."""
+"""Networks with adapters, and adapter files of them edited by hand, for the tests of save_lora and load_lora."""
 
 import json
 import os
 import pathlib
 
-import pytest
 from safetensors.numpy import load_file, save_file
 
 from mindlora import LoraConfig, LoraError, apply_lora, load_lora
-from tests.support.networks import TinyModel, adapters, randomize, snapshot
+from tests.support.networks import TinyModel, adapters, randomize
+from tests.support.refusals import part, refused_unchanged
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FORMS = [("peft", "adapter"), ("ckpt", "adapter.ckpt")]
 
 
 def network(target_modules=("wq", "wk"), seed=1, base=5, cell=TinyModel, **fields):
-    """Returns a network with LoRA whose base and adapters are normal, told by their seeds."""
+    """Returns a network with LoRA whose base and adapters have normal values from their seeds."""
     result = cell()
     randomize(result.get_parameters(), base)
     apply_lora(result, LoraConfig(**{"lora_rank": 2, "lora_alpha": 3, "target_modules": target_modules, **fields}))
@@ -28,14 +28,13 @@ def key(layer, leaf, half):
     return f"base_model.model.model.layers.{layer}.self_attn.{leaf}.lora_{half}.weight"
 
 
-def refused(target, path, error, message, **arguments):
-    """Asserts the class and the message of an error of load_lora, and that no byte of the network has changed."""
-    before = snapshot(target)
-    with pytest.raises(error) as caught:
-        load_lora(target, path, **arguments)
-    assert type(caught.value) is error and isinstance(caught.value, LoraError)
-    assert message.replace("PATH", str(path)) in str(caught.value)
-    assert snapshot(target) == before
+def load_refused(target, path, error, message, **arguments):
+    """Asserts that load_lora raises an error of this class and leaves the network as it was.
+
+    The error is a LoraError with ``message`` in it, where PATH means ``path``.
+    """
+    assert issubclass(error, LoraError)
+    refused_unchanged(target, error, part(message.replace("PATH", str(path))), load_lora, target, path, **arguments)
 
 
 def edited(path, edit, metadata=None):
