@@ -103,7 +103,7 @@ def lora_linear(k, n):
 
 
 def multi_lora_delta(k, n):
-    """Yields the figures of multi_lora_delta for a layer: rows dealt out to the adapters in turn."""
+    """Yields the figures of multi_lora_delta for a layer. The rows are shared evenly, those of an adapter together."""
     for rank in RANKS:
         for tokens in TOKENS:
             for adapters in (count for count in ADAPTERS if count <= tokens):
@@ -166,7 +166,7 @@ def composed_delta(tokens, k, n, rank):
 
 
 def product_cores(tokens, columns):
-    """Returns how many cube cores find work in a product of that shape. Of the delta's products, x A^T has the fewest."""
+    """Returns how many cube cores find work in a product of that shape; of the delta's two, x A^T has the fewest."""
     return min(kernels.CUBE_CORES, math.ceil(tokens / 16) * math.ceil(columns / 256))
 
 
