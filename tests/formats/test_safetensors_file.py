@@ -34,7 +34,7 @@ def sample(dtype, shape, seed=0):
     """Returns an array of random bits, whatever they mean; 0 and 1 for bool."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
-    bits = np.random.default_rng(seed).integers(0, 2 if dtype == bool else 256, size, dtype=np.uint8)
+    bits = np.random.default_rng(seed).integers(0, 2 if dtype == np.bool_ else 256, size, dtype=np.uint8)
     return bits.view(dtype).reshape(shape)
 
 
