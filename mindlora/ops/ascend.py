@@ -1,8 +1,8 @@
-"""The Ascend C kernels: what keeps them from being used on this machine, and how MindSpore calls them.
+"""The Ascend C kernels: whether they can be used on this machine, and how MindSpore calls them.
 
-scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore finds it where
-CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. Shapes are inferred by
-the CPU library, so that both devices refuse the same shapes with the same words, and dynamic shapes work.
+scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore looks for it
+where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU library
+infers the shapes, so that both devices refuse the same shapes with the same words, and dynamic shapes work.
 """
 
 import json
@@ -14,7 +14,7 @@ from mindspore import ops
 from mindspore._c_expression import MSContext
 from mindspore.ops import CustomRegOp, DataType
 
-# What is built, as --soc of build_ascend.sh and MindSpore name it: Atlas A2 and Atlas A3.
+# The NPUs that kernels are built for, in the words of MindSpore and of --soc of build_ascend.sh: Atlas A2 and A3.
 SOCS = ("ascend910b", "ascend910_93")
 # Where build_ascend.sh puts the package unless it is told otherwise.
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "vendors", "mindlora")
@@ -47,11 +47,11 @@ SIGNATURES = {
         "offsets": DataType.F32_Default,
     },
 }
-# Of the kernels whose output is no T.
+# The kernels whose output is not of dtype T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
 
 
-def problem(op_type) -> Optional[str]:
+def problem(op_type: str) -> Optional[str]:
     """Returns why the kernel of an operator cannot be called on this machine, or None.
 
     Args:
@@ -81,7 +81,7 @@ def problem(op_type) -> Optional[str]:
 
 
 def _packages(opp):
-    """Returns the folders of the operator packages that CANN and MindSpore look at, in their order."""
+    """Returns the folders where CANN and MindSpore look for operator packages, in their order."""
     folders = [folder for folder in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if folder]
     vendors = os.path.join(opp, "vendors")
     try:
@@ -102,8 +102,8 @@ def _operators(package, soc):
         return set()
 
 
-def registration(op_type) -> dict:
-    """Returns what MindSpore is told of a kernel: its inputs, its output and their dtypes."""
+def registration(op_type: str) -> dict:
+    """Returns what MindSpore needs to know of a kernel: its inputs, its output and their dtypes."""
     inputs = SIGNATURES[op_type]
     info = CustomRegOp(op_type)
     for i, name in enumerate(inputs):
@@ -122,11 +122,11 @@ class AscendKernel(ops.Custom):
     Args:
         op_type (str): Its name in SIGNATURES.
         library (str): The CPU library, which infers shapes and types.
-        writes (bool): Whether it writes into an input, so that what reads that input must keep its place before or
-            behind it. Default: False.
+        writes (bool): Whether it writes into an input, so that reads of that input keep their order with the kernel.
+            Default: False.
     """
 
-    def __init__(self, op_type, library, writes=False):
+    def __init__(self, op_type: str, library: str, writes: bool = False):
         self._arguments = (op_type, library, writes)
         super().__init__(f"{library}:{op_type}", None, None, "aot", reg_info=registration(op_type))
         if writes:

@@ -1,9 +1,9 @@
 """Which implementation of an operator runs: chosen once, when a cell is made, and reported in words.
 
-Three paths, one meaning: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed`` (plain
-MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; what cannot be had is then an
-error, never another path. Exempt is lora_dropout on an NPU, for which no Ascend kernel was written: cells drop with
-nn.Dropout there. Where it is called by itself it is composed, and the report says so.
+Three paths compute the same: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed`` (plain
+MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; a path that cannot be had is
+then an error, and no other path is taken. lora_dropout on an NPU is exempt, because it has no Ascend kernel: cells use
+nn.Dropout there, and a direct call of it is composed, which the report says.
 """
 
 import ctypes
@@ -13,9 +13,7 @@ import os
 from typing import Optional, Tuple
 
 import mindspore as ms
-from mindspore import ops
-from mindspore.ops import CustomRegOp, DataType
-from mindspore.ops.primitive import constexpr
+from mindspore.common import dtype as mstype
 
 from mindlora.errors import BackendError
 from mindlora.ops import ascend
@@ -29,18 +27,18 @@ OP_TYPES = {
     "multi_lora_slot_write": "MultiLoraSlotWrite",
     "nf4_linear": "Nf4Linear",
 }
-# What they call in CANN. nf4_linear has W decoded there, and MindSpore's MatMul multiplies; None: there is no kernel.
+# The kernels that they call in CANN. That of nf4_linear decodes W, and MindSpore's MatMul multiplies; None: no kernel.
 ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None}
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"
-# Where build.py puts it; not imported from there, or `python -m mindlora.ops.build` would import it twice.
+# Where build.py puts the library. Not imported from there: `python -m mindlora.ops.build` would import build twice.
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libmindlora_cpu.so")
 DTYPES = (ms.float32, ms.float16, ms.bfloat16)
 # The largest rank of the kernels.
 MAX_RANK = 256
-# Worth a call in PyNative too. A write copies r rows, where plain operators write max_rank of them, and no bfloat16; to
-# drop elements by a hash takes them fifteen passes, and they decode a 4-bit weight into memory.
+# Operators whose kernel is worth its call in PyNative too. Plain operators write max_rank rows of a slot where r are
+# enough, and no bfloat16; they need fifteen passes to drop elements by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
 _LIBRARY_VERSION = 4
@@ -67,7 +65,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """The paths of all operators, as a cell that is made now would choose them.
+    """The path of each operator that would be picked for a cell made now.
 
     Attributes:
         choices (tuple of Choice): One for each operator.
@@ -80,10 +78,10 @@ class BackendReport:
 
 
 def backend_report() -> BackendReport:
-    """Returns which path each operator would take now, and why.
+    """Returns the path that would be picked for each operator now, and why.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had.
+        BackendError: MINDLORA_BACKEND names a path that is not known or cannot be had.
     """
     return BackendReport(tuple(map(choose, OPS)))
 
@@ -98,7 +96,7 @@ def choose(op: str) -> Choice:
         Choice.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had. lora_dropout on an NPU is exempt.
+        BackendError: MINDLORA_BACKEND names a path that is not known or cannot be had, but for lora_dropout on an NPU.
     """
     device, forced = ms.get_context("device_target"), os.environ.get(VARIABLE, "")
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
@@ -123,20 +121,20 @@ def choose(op: str) -> Choice:
     return Choice(op, "cpu", f"{_ONE_PASS.get(op, 'graph mode')} on a CPU, {LIBRARY}")
 
 
-def choose_for_cell(op: str, rank: int, dtype, sharded: bool) -> Choice:
-    """Picks the path of an operator for one cell, which may be such that only plain operators can serve it.
+def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Choice:
+    """Picks the path of an operator for one cell: the composed one where no kernel can serve the cell.
 
     Args:
         op (str): One of OPS.
-        rank (int): Of the cell's adapter.
-        dtype (mindspore.dtype): In which the cell computes.
+        rank (int): Rank of the cell's adapter.
+        dtype (mindspore.dtype): The dtype in which the cell computes.
         sharded (bool): Whether the cell has a shard strategy.
 
     Returns:
         Choice.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had for this cell.
+        BackendError: MINDLORA_BACKEND names a path that is not known or cannot be had for this cell.
     """
     choice, problem = choose(op), ""
     if sharded:
@@ -188,69 +186,3 @@ def _load_problem(path, _modified) -> Optional[str]:
             "`python -m mindlora.ops.build`"
         )
     return None
-
-
-class CpuKernel(ops.Custom):
-    """A function of the CPU library as a primitive, with one output.
-
-    Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work.
-
-    Args:
-        name (str): The function.
-        inputs (int): How many tensors it takes.
-        writes (bool): Whether it writes into an input, so that what reads that input must keep its place before or
-            behind it. Default: False.
-    """
-
-    def __init__(self, name, inputs, writes=False):
-        self._arguments = (name, inputs, writes)
-        info = CustomRegOp(f"mindlora_{name}_{inputs}")
-        for i in range(inputs):
-            info.input(i, f"input{i}")
-        info.output(0, "output").dtype_format(*[DataType.None_None] * (inputs + 1)).target("CPU")
-        super().__init__(f"{LIBRARY}:{name}", None, None, "aot", reg_info=info.get_op_info())
-        if writes:
-            self.add_prim_attr("side_effect_mem", True)
-
-    def __deepcopy__(self, memo):
-        # ops.Custom cannot be copied; cells that hold it are.
-        return type(self)(*self._arguments)
-
-
-def make_kernel(path, op, inputs, writes=False):
-    """Returns the primitive of an operator on a path, None on the composed one.
-
-    Args:
-        path (str): ascend, cpu or composed.
-        op (str): One of OPS.
-        inputs (int): How many tensors it takes.
-        writes (bool): Whether it writes into an input. Default: False.
-    """
-    if path == "composed":
-        return None
-    if path == "ascend":
-        return ascend.AscendKernel(ASCEND_OP_TYPES[op], LIBRARY, writes)
-    return CpuKernel(OP_TYPES[op], inputs, writes)
-
-
-@constexpr
-def check_dtypes(op, path, names, dtypes):
-    """Raises BackendError unless all dtypes are the same and one of DTYPES. Runs when a graph is compiled."""
-    for name, dtype in zip(names, dtypes):
-        if dtype not in DTYPES:
-            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be Float32, Float16 or BFloat16.")
-        if dtype != dtypes[0]:
-            raise BackendError(
-                f"{op} ({path}): {name} is {dtype} and {names[0]} is {dtypes[0]}: cast them to one dtype."
-            )
-
-
-@functools.lru_cache(maxsize=None)
-def shared_cell(kind, _path, _device):
-    """Returns one cell of a kind for all the callers of a function who would make the same choice."""
-    return kind()
-
-
-def current_cell(kind, op):
-    """Returns the cell that stands behind the function of an operator at present."""
-    return shared_cell(kind, choose(op).path, ms.get_context("device_target"))

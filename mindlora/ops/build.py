@@ -10,10 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import List
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 LIBRARY = os.path.join(_HERE, "lib", "libmindlora_cpu.so")
-# Beside the package in a checkout; an installed package holds the built library alone.
+# Beside the package in a checkout; an installed package holds only the built library.
 SOURCES = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "ops")
 FLAGS = (
     "-O3",
@@ -27,23 +28,23 @@ FLAGS = (
 )
 
 
-def sources() -> list:
-    """Returns the paths of the .cc files, an empty list outside a checkout."""
+def sources() -> List[str]:
+    """Returns the paths of the .cc files; none outside a checkout."""
     return sorted(
         glob.glob(os.path.join(SOURCES, "cpu_common", "*.cc")) + glob.glob(os.path.join(SOURCES, "*", "cpu", "*.cc"))
     )
 
 
-def is_current(library=LIBRARY) -> bool:
-    """Returns whether the library is there and no source or header is newer."""
+def is_current(library: str = LIBRARY) -> bool:
+    """Returns whether the library exists and no source or header is newer."""
     if not os.path.exists(library):
         return False
     headers = glob.glob(os.path.join(SOURCES, "cpu_common", "*.h")) + glob.glob(os.path.join(SOURCES, "*/cpu/*.h"))
     return os.path.getmtime(library) >= max(map(os.path.getmtime, [*sources(), *headers, __file__]))
 
 
-def build(library=LIBRARY) -> str:
-    """Compiles the sources of the checkout into one shared library, which appears whole or not at all.
+def build(library: str = LIBRARY) -> str:
+    """Compiles the sources of the checkout into one shared library, which replaces the old one in one step.
 
     Args:
         library (str): Where to put it. Default: inside the package.
@@ -56,7 +57,7 @@ def build(library=LIBRARY) -> str:
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if platform.system() != "Linux":
-        raise RuntimeError(f"The CPU operators are built on Linux alone; this is {platform.system()}.")
+        raise RuntimeError(f"The CPU operators can only be built on Linux; this is {platform.system()}.")
     if not sources():
         raise RuntimeError(f"The sources of the CPU operators are not in {SOURCES}: build in a checkout of mindlora.")
     if compiler is None:
@@ -73,7 +74,7 @@ def build(library=LIBRARY) -> str:
     return library
 
 
-def main():
+def main() -> None:
     try:
         print(f"built {build()}")
     except RuntimeError as error:

@@ -1,16 +1,18 @@
 """lora_delta: the low-rank path of a linear layer, added to what the frozen one gives."""
 
-from mindspore import nn, ops
+from typing import Tuple, Union
+
+from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
+from mindlora.ops.operator_cell import OperatorCell, check_dtypes, current_cell
 from mindlora.ops.products import Products
 
 _NAMES = ("y0", "x", "A", "B")
 
 
-class LoraDelta(nn.Cell):
+class LoraDelta(OperatorCell):
     r"""y = y0 + ((x A^T) * scale) B^T, with gradients for every input.
 
     The backward computes x A^T again, which costs less than keeping it through the rest of the network:
@@ -36,31 +38,32 @@ class LoraDelta(nn.Cell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
+    op, inputs = "lora_delta", 5
+
     def __init__(self):
         super().__init__()
-        self.choice = choose("lora_delta")
-        self.path = self.choice.path
         self.products = Products()
-        self.kernel = make_kernel(self.path, "lora_delta", 5)
 
-    def construct(self, y0, x, a, b, scale):
-        check_dtypes("lora_delta", self.path, _NAMES, (y0.dtype, x.dtype, a.dtype, b.dtype))
+    def construct(self, y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        check_dtypes(self.op, self.path, _NAMES, (y0.dtype, x.dtype, a.dtype, b.dtype))
         if self.path != "composed":
             return self.kernel(y0, x, a, b, scale)
         low = self.products.scaled(self.products.times_transposed(x, a), scale)
         return self.products.sum_as(y0, self.products.times_transposed(low, b))
 
-    def bprop(self, y0, x, a, b, scale, out, dout):
+    def bprop(
+        self, y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, out: Tensor, dout: Tensor
+    ) -> Tuple[Tensor, ...]:
         dx, da, db, dscale = self.products.low_rank_grad(dout, x, a, b, scale)
         return dout, dx, da, db, dscale
 
 
 @constexpr
 def _cell():
-    return current_cell(LoraDelta, "lora_delta")
+    return current_cell(LoraDelta)
 
 
-def lora_delta(y0, x, a, b, scale):
+def lora_delta(y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor]) -> Tensor:
     r"""y = y0 + ((x A^T) * scale) B^T.
 
     For networks and for PyNative; a cell that is called often makes a LoraDelta of its own.

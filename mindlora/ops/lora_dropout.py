@@ -1,12 +1,13 @@
 """lora_dropout: dropout by a hash of a seed, and lora_delta over it, whose backward keeps the seed and no mask."""
 
+from typing import Tuple
+
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.errors import BackendError
-from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
+from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 from mindlora.ops.products import Products
 
 # As int32, which wraps as uint32 does.
@@ -15,7 +16,7 @@ _ROW, _COLUMN, _FIRST, _SECOND = (
 )
 
 
-class LoraDropout(nn.Cell):
+class LoraDropout(OperatorCell):
     r"""y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element, else 0.
 
     The backward hashes again: dx = dropout(dy) with the same seed and rate.
@@ -38,20 +39,19 @@ class LoraDropout(nn.Cell):
     Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
     """
 
+    op, inputs = "lora_dropout", 3
+
     def __init__(self):
         super().__init__()
-        self.choice = choose("lora_dropout")
-        self.path = self.choice.path
-        # Primitives alone: functions that stand in a forward cannot be compiled a second time for its backward.
+        # Primitives only: a function that the forward calls cannot be compiled again for the backward.
         self.exclusive_or, self.both, self.shift = ops.BitwiseXor(), ops.BitwiseAnd(), ops.RightShift()
         self.range, self.select, self.zeros = ops.Range(), ops.Select(), ops.ZerosLike()
         self.by_15, self.by_16 = Tensor(15, ms.int32), Tensor(16, ms.int32)
         self.low_16, self.low_17, self.low_31 = (Tensor(2**bits - 1, ms.int32) for bits in (16, 17, 31))
-        self.kernel = make_kernel(self.path, "lora_dropout", 3)
 
-    def construct(self, x, seed, rate):
-        check_dtypes("lora_dropout", self.path, ("x",), (x.dtype,))
-        check_seed_dtypes(self.path, seed.dtype, rate.dtype)
+    def construct(self, x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
+        check_dtypes(self.op, self.path, ("x",), (x.dtype,))
+        check_fixed_dtypes(self.op, self.path, ("seed", "rate"), (seed.dtype, rate.dtype), (ms.int32, ms.float32))
         if self.path != "composed":
             return self.kernel(x, seed, rate)
         row = ops.expand_dims(ops.cast(self.range(0, x.shape[0], 1), mstype.int32), 1)
@@ -61,14 +61,14 @@ class LoraDropout(nn.Cell):
         wide = ops.cast(x, mstype.float32)
         return ops.cast(self.select(kept, wide * (1 / (1 - rate)), self.zeros(wide)), x.dtype)
 
-    def mixed(self, h):
+    def mixed(self, h: Tensor) -> Tensor:
         """A bijection of int32 in which every bit of the result depends on every bit of h."""
-        # Of a shift to the right the bits that came in from the sign are cleared.
+        # The masks clear the copies of the sign bit that a shift to the right brings in.
         h = self.exclusive_or(h, self.both(self.shift(h, self.by_16), self.low_16)) * _FIRST
         h = self.exclusive_or(h, self.both(self.shift(h, self.by_15), self.low_17)) * _SECOND
         return self.exclusive_or(h, self.both(self.shift(h, self.by_16), self.low_16))
 
-    def bprop(self, x, seed, rate, out, dout):
+    def bprop(self, x: Tensor, seed: Tensor, rate: Tensor, out: Tensor, dout: Tensor) -> Tuple[Tensor, ...]:
         return self.construct(dout, seed, rate), ops.zeros_like(seed), ops.zeros_like(rate)
 
 
@@ -95,15 +95,28 @@ class LoraDeltaWithDropout(nn.Cell):
         super().__init__()
         self.dropout, self.products, self.depend = LoraDropout(), Products(), ops.Depend()
 
-    def construct(self, y0, x, a, b, scale, seed, rate):
+    def construct(
+        self, y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, seed: Tensor, rate: Tensor
+    ) -> Tensor:
         check_dtypes(
             "lora_delta with dropout", self.dropout.path, ("y0", "x", "A", "B"), (y0.dtype, x.dtype, a.dtype, b.dtype)
         )
         low = self.products.times_transposed(self.dropout(x, seed, rate), a)
         return self.products.sum_as(y0, self.products.times_transposed(self.products.scaled(low, scale), b))
 
-    def bprop(self, y0, x, a, b, scale, seed, rate, out, dout):
-        # Else the compiler would find that the forward asked the same, and keep its answer until now.
+    def bprop(
+        self,
+        y0: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: Tensor,
+        seed: Tensor,
+        rate: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> Tuple[Tensor, ...]:
+        # Without it the compiler would see that the forward computed the same, and keep that result until now.
         seed = self.depend(seed, dout)
         dropped = self.dropout.construct(x, seed, rate)
         d_dropped, da, db, dscale = self.products.low_rank_grad(dout, dropped, a, b, scale)
@@ -112,19 +125,11 @@ class LoraDeltaWithDropout(nn.Cell):
 
 
 @constexpr
-def check_seed_dtypes(path, seed, rate):
-    """Raises BackendError unless the two are int32 and float32. Runs when a graph is compiled."""
-    for name, dtype, wanted in (("seed", seed, ms.int32), ("rate", rate, ms.float32)):
-        if dtype != wanted:
-            raise BackendError(f"lora_dropout ({path}): {name} is {dtype}: it must be {wanted}.")
-
-
-@constexpr
 def _cell():
-    return current_cell(LoraDropout, "lora_dropout")
+    return current_cell(LoraDropout)
 
 
-def lora_dropout(x, seed, rate):
+def lora_dropout(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
     r"""y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element, else 0.
 
     Args:

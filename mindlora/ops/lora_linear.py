@@ -1,16 +1,18 @@
 """lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for few tokens."""
 
-from mindspore import nn, ops
+from typing import Optional, Tuple, Union
+
+from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
-from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
+from mindlora.ops.operator_cell import OperatorCell, check_dtypes, current_cell
 from mindlora.ops.products import Products
 
 _NAMES = ("x", "W", "A", "B", "bias")
 
 
-class LoraLinear(nn.Cell):
+class LoraLinear(OperatorCell):
     r"""y = x W^T + ((x A^T) * scale) B^T, with gradients for x, A, B and scale.
 
     W is frozen by definition: its gradient is zero, and no product is spent on it.
@@ -36,30 +38,27 @@ class LoraLinear(nn.Cell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    inputs = 5
+    op, inputs = "lora_linear", 5
 
     def __init__(self):
         super().__init__()
-        self.choice = choose("lora_linear")
-        self.path = self.choice.path
         self.products = Products()
-        self.kernel = make_kernel(self.path, "lora_linear", self.inputs)
 
-    def construct(self, x, w, a, b, scale):
-        check_dtypes("lora_linear", self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype))
+    def construct(self, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        check_dtypes(self.op, self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype))
         if self.path == "cpu":
             return self.kernel(x, w, a, b, scale)
         if self.path == "ascend":
-            # There ops.Custom cannot leave an input out: a matrix in the place of the bias means that there is none.
+            # On an NPU ops.Custom cannot leave an input out: a matrix where the bias belongs means that there is none.
             return self.kernel(x, w, a, b, scale, b)
         return ops.cast(self.composed(x, w, a, b, scale), x.dtype)
 
-    def composed(self, x, w, a, b, scale):
+    def composed(self, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
         """The equation in plain operators, in the dtype in which products are computed."""
         low = self.products.scaled(self.products.times_transposed(x, a), scale)
         return self.products.times_transposed(x, w) + self.products.times_transposed(low, b)
 
-    def grad(self, dout, x, w, a, b, scale):
+    def grad(self, dout: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tuple[Tensor, ...]:
         """The gradients for x, w, a, b and scale."""
         dx, da, db, dscale = self.products.low_rank_grad(dout, x, a, b, scale)
         dx = self.products.sum_as(dx, self.products.times(dout, w))
@@ -67,12 +66,14 @@ class LoraLinear(nn.Cell):
         dw = ops.cast(ops.zeros_like(self.products.wide(w)), w.dtype)
         return dx, dw, da, db, dscale
 
-    def bprop(self, x, w, a, b, scale, out, dout):
+    def bprop(
+        self, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor, out: Tensor, dout: Tensor
+    ) -> Tuple[Tensor, ...]:
         return self.grad(dout, x, w, a, b, scale)
 
 
 class LoraLinearWithBias(LoraLinear):
-    r"""y = x W^T + bias + ((x A^T) * scale) B^T: LoraLinear with one input more and its gradient.
+    r"""y = x W^T + bias + ((x A^T) * scale) B^T: LoraLinear with one more input and its gradient.
 
     Inputs:
         - **x**, **w**, **a**, **b**, **scale** - As in LoraLinear.
@@ -84,23 +85,26 @@ class LoraLinearWithBias(LoraLinear):
 
     inputs = 6
 
-    def construct(self, x, w, a, b, scale, bias):
-        check_dtypes("lora_linear", self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype, bias.dtype))
+    def construct(self, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        check_dtypes(self.op, self.path, _NAMES, (x.dtype, w.dtype, a.dtype, b.dtype, bias.dtype))
         if self.path != "composed":
             return self.kernel(x, w, a, b, scale, bias)
         return ops.cast(self.composed(x, w, a, b, scale) + self.products.wide(bias), x.dtype)
 
-    def bprop(self, x, w, a, b, scale, bias, out, dout):
-        dbias = ops.cast(self.products.wide(dout).sum(axis=0), bias.dtype)
-        return self.grad(dout, x, w, a, b, scale) + (dbias,)
+    def bprop(
+        self, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, out: Tensor, dout: Tensor
+    ) -> Tuple[Tensor, ...]:
+        return self.grad(dout, x, w, a, b, scale) + (self.products.bias_grad(dout, bias),)
 
 
 @constexpr
 def _cell(has_bias):
-    return current_cell(LoraLinearWithBias if has_bias else LoraLinear, "lora_linear")
+    return current_cell(LoraLinearWithBias if has_bias else LoraLinear)
 
 
-def lora_linear(x, w, a, b, scale, bias=None):
+def lora_linear(
+    x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor], bias: Optional[Tensor] = None
+) -> Tensor:
     r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; made for the few tokens of a decode step.
 
     Args:

@@ -1,17 +1,19 @@
 """multi_lora_delta: another adapter for each row, out of one pool."""
 
+from typing import Tuple
+
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
-from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
+from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 
-_NAMES = ("y0", "x", "pool")
+_INDEX_NAMES, _INDEX_DTYPES = ("ranks", "scales", "indices"), (ms.int32, ms.float32, ms.int32)
 
 
-class MultiLoraDelta(nn.Cell):
+class MultiLoraDelta(OperatorCell):
     r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
 
     Row j of a slot of the pool is A_i[j, :] followed by B_i[:, j], so an adapter of rank r is the first r rows of its
@@ -44,26 +46,26 @@ class MultiLoraDelta(nn.Cell):
     LoRA Adapters, 2023.
     """
 
+    op, inputs = "multi_lora_delta", 6
+
     def __init__(self):
         super().__init__()
-        self.choice = choose("multi_lora_delta")
-        self.path = self.choice.path
         self.widen = ms.get_context("device_target") == "CPU"
         self.batch = ops.BatchMatMul()
-        self.kernel = make_kernel(self.path, "multi_lora_delta", 6)
 
-    def construct(self, y0, x, pool, ranks, scales, indices):
-        check_dtypes("multi_lora_delta", self.path, _NAMES, (y0.dtype, x.dtype, pool.dtype))
-        check_index_dtypes("multi_lora_delta", self.path, ranks.dtype, scales.dtype, indices.dtype)
+    def construct(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
+        check_dtypes(self.op, self.path, ("y0", "x", "pool"), (y0.dtype, x.dtype, pool.dtype))
+        given = ranks.dtype, scales.dtype, indices.dtype
+        check_fixed_dtypes(self.op, self.path, _INDEX_NAMES, given, _INDEX_DTYPES)
         if self.path != "composed":
             return self.kernel(y0, x, pool, ranks, scales, indices)
         return self.composed(y0, x, pool, ranks, scales, indices)
 
-    def composed(self, y0, x, pool, ranks, scales, indices):
-        """The same in plain operators: every row gets a copy of its whole slot, so this is not meant to be fast."""
+    def composed(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
+        """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
         slots, max_rank, in_channels = pool.shape[0], pool.shape[1], x.shape[1]
         slot = ops.clamp(indices, 0, slots - 1)
-        # A product with zero would let NaN through: what is not used is replaced.
+        # Unused elements are replaced and not multiplied by zero, which would let NaN through.
         used = ops.expand_dims(ops.arange(0, max_rank, 1, dtype=mstype.int32), 0) < ops.expand_dims(ranks[slot], 1)
         rows = ops.expand_dims(ops.logical_and(used, ops.expand_dims(indices >= 0, 1)), 2)
         blocks = self.wide(pool)[slot]
@@ -82,39 +84,37 @@ class MultiLoraDelta(nn.Cell):
         """The rows of y that are marked, and those of another tensor."""
         return ops.select(ops.broadcast_to(ops.expand_dims(rows, 1), y.shape), y, otherwise)
 
-    def wide(self, x):
+    def wide(self, x: Tensor) -> Tensor:
         """x in the dtype in which products are computed."""
         return ops.cast(x, mstype.float32) if self.widen else x
 
-    def bprop(self, y0, x, pool, ranks, scales, indices, out, dout):
+    def bprop(
+        self,
+        y0: Tensor,
+        x: Tensor,
+        pool: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        indices: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> Tuple[Tensor, ...]:
         refuse_gradient()
         return dout, x, pool, ranks, scales, indices
 
 
 @constexpr
-def check_index_dtypes(op, path, ranks, scales, indices):
-    """Raises BackendError unless the three are int32, float32 and int32. Runs when a graph is compiled."""
-    for name, dtype, wanted in (
-        ("ranks", ranks, ms.int32),
-        ("scales", scales, ms.float32),
-        ("indices", indices, ms.int32),
-    ):
-        if dtype != wanted:
-            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}.")
-
-
-@constexpr
-def refuse_gradient():
+def refuse_gradient() -> None:
     """Raises BackendError. Runs when the backward of a graph is compiled."""
     raise BackendError("multi_lora_delta has no gradient: it serves adapters that are trained. Train with lora_delta.")
 
 
 @constexpr
 def _cell():
-    return current_cell(MultiLoraDelta, "multi_lora_delta")
+    return current_cell(MultiLoraDelta)
 
 
-def multi_lora_delta(y0, x, pool, ranks, scales, indices):
+def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
     r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
 
     Args:

@@ -1,18 +1,20 @@
 """multi_lora_slot_write: puts an adapter into a slot of the pool that multi_lora_delta reads."""
 
+from typing import Union
+
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import BackendError
-from mindlora.ops.backend import check_dtypes, choose, current_cell, make_kernel
+from mindlora.ops.operator_cell import OperatorCell, check_dtypes, current_cell
 
 _NAMES = ("pool", "packed")
 
 
-def pack_adapter(a, b):
-    """Returns A and B as one block, row j of which is A[j, :] followed by B[:, j]: done once for each adapter.
+def pack_adapter(a: Tensor, b: Tensor) -> Tensor:
+    """Returns A and B as one block, row j of which is A[j, :] followed by B[:, j]. Do it once for each adapter.
 
     Args:
         a (Tensor): Shape [r, K].
@@ -24,7 +26,7 @@ def pack_adapter(a, b):
     return ops.concat((a, ops.transpose(b, (1, 0))), axis=1)
 
 
-class MultiLoraSlotWrite(nn.Cell):
+class MultiLoraSlotWrite(OperatorCell):
     r"""pool[slot, :r] = packed, ranks[slot] = r, scales[slot] = scale: one contiguous copy of r (K + N) numbers.
 
     Inputs:
@@ -49,16 +51,17 @@ class MultiLoraSlotWrite(nn.Cell):
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """
 
+    op, inputs, writes = "multi_lora_slot_write", 6, True
+
     def __init__(self):
         super().__init__()
-        self.choice = choose("multi_lora_slot_write")
-        self.path = self.choice.path
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.update = ops.ScatterUpdate()
-        self.kernel = make_kernel(self.path, "multi_lora_slot_write", 6, writes=True)
 
-    def construct(self, pool, ranks, scales, slot, packed, scale):
-        check_dtypes("multi_lora_slot_write", self.path, _NAMES, (pool.dtype, packed.dtype))
+    def construct(
+        self, pool: Parameter, ranks: Parameter, scales: Parameter, slot: Tensor, packed: Tensor, scale: Tensor
+    ) -> Tensor:
+        check_dtypes(self.op, self.path, _NAMES, (pool.dtype, packed.dtype))
         if self.path != "composed":
             return self.kernel(pool, ranks, scales, slot, packed, scale)
         if self.on_cpu:
@@ -72,7 +75,7 @@ class MultiLoraSlotWrite(nn.Cell):
 
 
 @constexpr
-def check_written_on_cpu(dtype):
+def check_written_on_cpu(dtype: ms.dtype.Type) -> None:
     """Raises BackendError for a dtype that plain operators cannot write in place. Runs when a graph is compiled."""
     if dtype == ms.bfloat16:
         raise BackendError(
@@ -84,10 +87,12 @@ def check_written_on_cpu(dtype):
 
 @constexpr
 def _cell():
-    return current_cell(MultiLoraSlotWrite, "multi_lora_slot_write")
+    return current_cell(MultiLoraSlotWrite)
 
 
-def multi_lora_slot_write(pool, ranks, scales, slot, packed, scale):
+def multi_lora_slot_write(
+    pool: Parameter, ranks: Parameter, scales: Parameter, slot: Tensor, packed: Tensor, scale: Union[float, Tensor]
+) -> Tensor:
     r"""pool[slot, :r] = packed, ranks[slot] = r, scales[slot] = scale, in place.
 
     Args:

@@ -1,7 +1,9 @@
 """The matrix products that the composed path and the gradients are made of, in dtypes that the device has."""
 
+from typing import Tuple
+
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 
@@ -14,31 +16,37 @@ class Products(nn.Cell):
         self.nn, self.nt = ops.MatMul(), ops.MatMul(transpose_b=True)
         self.tn = ops.MatMul(transpose_a=True)
 
-    def wide(self, x):
+    def wide(self, x: Tensor) -> Tensor:
         """x in the dtype in which products are computed."""
         return ops.cast(x, mstype.float32) if self.widen else x
 
-    def times(self, x, y):
+    def times(self, x: Tensor, y: Tensor) -> Tensor:
         """x y."""
         return self.nn(self.wide(x), self.wide(y))
 
-    def times_transposed(self, x, y):
+    def times_transposed(self, x: Tensor, y: Tensor) -> Tensor:
         """x y^T."""
         return self.nt(self.wide(x), self.wide(y))
 
-    def transposed_times(self, x, y):
+    def transposed_times(self, x: Tensor, y: Tensor) -> Tensor:
         """x^T y."""
         return self.tn(self.wide(x), self.wide(y))
 
-    def scaled(self, x, scale):
+    def scaled(self, x: Tensor, scale: Tensor) -> Tensor:
         """x * scale, for a scale of one number."""
         return x * ops.reshape(ops.cast(scale, x.dtype), ())
 
-    def sum_as(self, x, y):
+    def sum_as(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y in the dtype of x."""
         return ops.cast(self.wide(x) + y, x.dtype)
 
-    def low_rank_grad(self, dy, x, a, b, scale):
+    def bias_grad(self, dy: Tensor, bias: Tensor) -> Tensor:
+        """The gradient of sum(dy * (y + bias)) with respect to bias, in its dtype."""
+        return ops.cast(self.wide(dy).sum(axis=0), bias.dtype)
+
+    def low_rank_grad(
+        self, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor
+    ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of sum(dy * (((x A^T) * scale) B^T)) with respect to x, A, B and scale, in their dtypes."""
         low, d_low = self.times_transposed(x, a), self.times(dy, b)
         d_scaled = self.scaled(d_low, scale)

@@ -212,10 +212,10 @@ def test_the_path_that_is_picked(mode, library, monkeypatch):
     "at, dtype, message",
     [
         (0, ms.int32, "x is Int32: it must be Float32, Float16 or BFloat16."),
-        (1, ms.int32, "codes is Int32: it must be UInt8, as quantize makes it."),
-        (2, ms.float32, "absmax is Float32: it must be UInt8, as quantize makes it."),
-        (3, ms.float16, "scales is Float16: it must be Float32, as quantize makes it."),
-        (4, ms.float16, "offsets is Float16: it must be Float32, as quantize makes it."),
+        (1, ms.int32, "codes is Int32: it must be UInt8."),
+        (2, ms.float32, "absmax is Float32: it must be UInt8."),
+        (3, ms.float16, "scales is Float16: it must be Float32."),
+        (4, ms.float16, "offsets is Float16: it must be Float32."),
         (5, ms.float16, "bias is Float16 and x is Float32: cast them to one dtype."),
     ],
 )

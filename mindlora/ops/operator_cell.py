@@ -1,0 +1,113 @@
+"""What the cells of all operators share: their kernel on the path that was picked, and the checks of their inputs."""
+
+import functools
+from typing import Optional, Sequence, Type
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops import CustomRegOp, DataType
+from mindspore.ops.primitive import constexpr
+
+from mindlora.errors import BackendError
+from mindlora.ops import ascend
+from mindlora.ops.backend import ASCEND_OP_TYPES, DTYPES, LIBRARY, OP_TYPES, choose
+
+
+class OperatorCell(nn.Cell):
+    """Base of the cells that compute one operator.
+
+    Attributes:
+        op (str): The operator, one of mindlora.ops.backend.OPS.
+        inputs (int): How many tensors its kernel takes.
+        writes (bool): Whether its kernel writes into an input.
+        choice (Choice): The path that was picked when the cell was made, and why.
+        path (str): The name of that path: ascend, cpu or composed.
+        kernel (ops.Custom or None): The primitive on that path; None on the composed one.
+    """
+
+    op: str
+    inputs: int
+    writes = False
+
+    def __init__(self):
+        super().__init__()
+        self.choice = choose(self.op)
+        self.path = self.choice.path
+        self.kernel = make_kernel(self.path, self.op, self.inputs, self.writes)
+
+
+def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Optional[ops.Custom]:
+    """Returns the primitive of an operator on a path, None on the composed one.
+
+    Args:
+        path (str): ascend, cpu or composed.
+        op (str): One of mindlora.ops.backend.OPS.
+        inputs (int): How many tensors it takes.
+        writes (bool): Whether it writes into an input. Default: False.
+    """
+    if path == "composed":
+        return None
+    if path == "ascend":
+        return ascend.AscendKernel(ASCEND_OP_TYPES[op], LIBRARY, writes)
+    return CpuKernel(OP_TYPES[op], inputs, writes)
+
+
+class CpuKernel(ops.Custom):
+    """A function of the CPU library as a primitive, with one output.
+
+    Shapes and types are inferred in C++, and reg_info leaves the types open: dynamic shapes work only that way.
+
+    Args:
+        name (str): The function.
+        inputs (int): How many tensors it takes.
+        writes (bool): Whether it writes into an input, so that reads of that input keep their order with the kernel.
+            Default: False.
+    """
+
+    def __init__(self, name: str, inputs: int, writes: bool = False):
+        self._arguments = (name, inputs, writes)
+        info = CustomRegOp(f"mindlora_{name}_{inputs}")
+        for i in range(inputs):
+            info.input(i, f"input{i}")
+        info.output(0, "output").dtype_format(*[DataType.None_None] * (inputs + 1)).target("CPU")
+        super().__init__(f"{LIBRARY}:{name}", None, None, "aot", reg_info=info.get_op_info())
+        if writes:
+            self.add_prim_attr("side_effect_mem", True)
+
+    def __deepcopy__(self, memo):
+        # ops.Custom cannot be copied; cells that hold it are.
+        return type(self)(*self._arguments)
+
+
+@constexpr
+def check_dtypes(op: str, path: str, names: Sequence[str], dtypes: Sequence[mstype.Type]) -> None:
+    """Raises BackendError unless all dtypes are the same and one of DTYPES. Runs when a graph is compiled."""
+    for name, dtype in zip(names, dtypes):
+        if dtype not in DTYPES:
+            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be Float32, Float16 or BFloat16.")
+        if dtype != dtypes[0]:
+            raise BackendError(
+                f"{op} ({path}): {name} is {dtype} and {names[0]} is {dtypes[0]}: cast them to one dtype."
+            )
+
+
+@constexpr
+def check_fixed_dtypes(
+    op: str, path: str, names: Sequence[str], dtypes: Sequence[mstype.Type], needed: Sequence[mstype.Type]
+) -> None:
+    """Raises BackendError unless each dtype is the one that is needed. Runs when a graph is compiled."""
+    for name, dtype, wanted in zip(names, dtypes, needed):
+        if dtype != wanted:
+            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}.")
+
+
+def current_cell(kind: Type[OperatorCell]) -> OperatorCell:
+    """Returns the cell that computes an operator's function, on the path that is picked now."""
+    return _shared_cell(kind, choose(kind.op).path, ms.get_context("device_target"))
+
+
+@functools.lru_cache(maxsize=None)
+def _shared_cell(kind, _path, _device):
+    """Returns one cell of a kind for all callers for whom the same path is picked."""
+    return kind()
