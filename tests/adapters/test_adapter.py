@@ -36,7 +36,7 @@ def test_paths_and_ranks():
     assert adapter.paths == [K, Q, ""] and [adapter.rank(path) for path in adapter.paths] == [3, 1, 5]
 
 
-def test_without_alpha_there_is_no_scale_until_it_is_stated():
+def test_without_alpha_there_is_no_scale_until_it_is_set():
     adapter = make(dialect="MindFormers' LoRA")
     adapter.alphas = {}
     with pytest.raises(ScaleMismatchError) as error:
@@ -53,7 +53,7 @@ def test_without_alpha_there_is_no_scale_until_it_is_stated():
 
 
 @pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), True, "5", None])
-def test_an_alpha_that_is_none_is_not_stated(alpha):
+def test_an_invalid_alpha_is_refused(alpha):
     adapter = make()
     adapter.alphas = {}
     with pytest.raises(ScaleMismatchError) as error:

@@ -1,44 +1,17 @@
-"""combine_adapters: each method against its formula written out, element by element where it can be."""
+"""combine_adapters: each method against its formula written out, element by element where possible."""
 
 import math
 
 import numpy as np
 import pytest
 
-from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.combine import METHODS, combine_adapters, keep_largest, keep_random
-from mindlora.errors import (
-    AdapterError,
-    ConfigError,
-    LoraError,
-    NotFiniteError,
-    RankMismatchError,
-    ScaleMismatchError,
-    ShapeMismatchError,
-)
-
-WQ, WK, W1 = "model.layers.0.attention.wq", "model.layers.0.attention.wk", "model.layers.1.feed_forward.w1"
-SIZES = {WQ: (12, 10), WK: (6, 10), W1: (14, 10)}
-
-
-def make(seed, ranks, alpha=6.0, dtype=np.float32, **fields):
-    """Returns an adapter of random tensors; ``ranks`` is path -> r."""
-    random = np.random.default_rng(seed)
-    tensors = {}
-    for path, rank in ranks.items():
-        out, width = SIZES[path]
-        tensors[path, "A"] = random.normal(size=(rank, width)).astype(dtype)
-        tensors[path, "B"] = random.normal(size=(out, rank)).astype(dtype)
-    return Adapter(tensors, alphas={path: alpha for path in ranks}, **fields)
+from tests.support.combinable_adapters import SIZES, W1, WEIGHTS, WK, WQ, make, three_adapters
 
 
 @pytest.fixture
 def three():
-    """Three adapters of rank 3 with different scales; wk is missing in the second, w1 stands in the third alone."""
-    return [make(0, {WQ: 3, WK: 3}, 6.0), make(1, {WQ: 3}, 2.0), make(2, {WQ: 3, WK: 3, W1: 3}, 3.0)]
-
-
-WEIGHTS = [0.7, -0.4, 1.5]
+    return three_adapters()
 
 
 def holders(adapters, path, weights=None):
@@ -64,12 +37,12 @@ def added(stack, weights):
 def elected(stack, weights, majority_sign):
     """TIES after its trimming, one element at a time."""
     result = np.zeros(stack[0].shape)
-    for place in np.ndindex(*stack[0].shape):
-        values = [float(tensor[place]) for tensor in stack]
+    for index in np.ndindex(*stack[0].shape):
+        values = [float(tensor[index]) for tensor in stack]
         votes = sum(values) if majority_sign == "total" else sum(np.sign(value) for value in values)
         sign = 1 if votes >= 0 else -1
         kept = [weight * value for value, weight in zip(values, weights) if np.sign(value) == sign]
-        result[place] = sum(kept) / len(kept) if kept else 0
+        result[index] = sum(kept) / len(kept) if kept else 0
     return result
 
 
@@ -93,7 +66,7 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("majority_sign", ["total", "frequency"])
 @pytest.mark.parametrize("density", [0.35, 0.8, 1.0])
 @pytest.mark.parametrize("method", ["linear", "magnitude_prune", "ties"])
-def test_methods_on_factors(three, method, density, majority_sign):
+def test_methods_on_a_and_b(three, method, density, majority_sign):
     options = {} if method == "linear" else {"density": density, "majority_sign": majority_sign}
     result = combine_adapters(three, WEIGHTS, method, **options)
     share = options.get("density", 1.0)
@@ -133,8 +106,8 @@ def test_dare_of_density_one_prunes_nothing(three, majority_sign):
 
 def assert_same(found, expected):
     assert list(found.tensors) == list(expected.tensors)
-    for place, array in expected.tensors.items():
-        np.testing.assert_array_equal(found.tensors[place], array)
+    for key, array in expected.tensors.items():
+        np.testing.assert_array_equal(found.tensors[key], array)
 
 
 def test_dare_keeps_the_share_and_the_expectation():
@@ -158,13 +131,13 @@ def test_dare_of_a_density_near_one_still_prunes():
 
 def test_dare_draws_anew_for_each_tensor_and_by_the_seed():
     ones = make(0, {WQ: 3, WK: 3})
-    for place in ones.tensors:
-        ones.tensors[place] = np.ones_like(ones.tensors[place])
+    for key in ones.tensors:
+        ones.tensors[key] = np.ones_like(ones.tensors[key])
     first, again, other = (
         combine_adapters([ones, ones], [1.0, 1.0], "dare_linear", density=0.5, seed=seed) for seed in (3, 3, 4)
     )
     assert_same(again, first)
-    assert any((other.tensors[place] != first.tensors[place]).any() for place in first.tensors)
+    assert any((other.tensors[key] != first.tensors[key]).any() for key in first.tensors)
     # Two adapters with one mask would give 0 or 2/density; with two masks the half of it as well.
     root = math.sqrt(ones.scale(WQ))
     assert {round(float(value / root), 3) for value in first.tensors[WQ, "A"].ravel()} == {0.0, 2.0, 4.0}
@@ -246,7 +219,7 @@ def test_ties_counts_pruned_elements_in_nobodys_favour():
     first.tensors[WQ, "A"][:] = [[5, -4, 3, 0.1, 0, 0, 0, 0, 0, 0]]
     second.tensors[WQ, "A"][:] = [[-1, -4, -0.2, 0.1, 0, 0, 0, 0, 0, 9]]
     result = combine_adapters([first, second], [1.0, 1.0], "ties", density=0.3)
-    # Kept: 5, -4, 3 and 9, -4, -1. Conflict at the first place: 5 wins alone and is not halved.
+    # Kept: 5, -4, 3 and 9, -4, -1. Conflict at the first element: 5 wins alone and is not halved.
     np.testing.assert_allclose(result.tensors[WQ, "A"], [[5, -4, 3, 0, 0, 0, 0, 0, 0, 9]])
 
 
@@ -288,119 +261,28 @@ def test_half_precision_is_widened():
 
     adapters = [make(0, {WQ: 3}), make(1, {WQ: 3}, dtype=np.float16)]
     narrow = make(0, {WQ: 3})
-    narrow.tensors = {place: from_float32(array, BFLOAT16) for place, array in narrow.tensors.items()}
+    narrow.tensors = {key: from_float32(array, BFLOAT16) for key, array in narrow.tensors.items()}
     result = combine_adapters([narrow, adapters[1]], [1.0, 1.0], "cat")
     assert {array.dtype for array in result.tensors.values()} == {np.dtype(np.float32)}
     assert_near(result.delta(WQ), narrow.delta(WQ) + adapters[1].delta(WQ))
 
 
 def test_the_adapters_are_left_as_they_were(three):
-    before = [{place: array.copy() for place, array in adapter.tensors.items()} for adapter in three]
+    before = [{key: array.copy() for key, array in adapter.tensors.items()} for adapter in three]
     for method in ("linear", "cat", "svd", "ties"):
         combine_adapters(three, WEIGHTS, method, **({"density": 0.5} if method == "ties" else {}))
     for adapter, tensors in zip(three, before):
-        for place, array in tensors.items():
-            np.testing.assert_array_equal(adapter.tensors[place], array)
+        for key, array in tensors.items():
+            np.testing.assert_array_equal(adapter.tensors[key], array)
 
 
 def test_what_is_known_of_the_base_is_kept():
-    mark = {"shapes": "a", "values": "b"}
+    fingerprint = {"shapes": "a", "values": "b"}
     adapters = [
-        make(0, {WQ: 2}, dropout=0.1, fingerprint=mark),
-        make(1, {WQ: 2}, dropout=0.3, base_model="llama", fingerprint=dict(mark)),
+        make(0, {WQ: 2}, dropout=0.1, fingerprint=fingerprint),
+        make(1, {WQ: 2}, dropout=0.3, base_model="llama", fingerprint=dict(fingerprint)),
     ]
     result = combine_adapters(adapters, [1.0, 1.0], "linear")
-    assert (result.base_model, result.fingerprint, result.dropout) == ("llama", mark, 0.1)
+    assert (result.base_model, result.fingerprint, result.dropout) == ("llama", fingerprint, 0.1)
     adapters[1].fingerprint = {"shapes": "a", "values": "c"}
     assert combine_adapters(adapters, [1.0, 1.0], "linear").fingerprint is None
-
-
-@pytest.mark.parametrize(
-    "method, options, message",
-    [
-        ("tise", {}, "method is 'tise', which is not known. Did you mean 'ties'? Known: cat, dare_linear, "),
-        ("ties", {}, "method ties needs density: the share of elements to keep, above 0 and up to 1."),
-        ("dare_ties_svd", {}, "method dare_ties_svd needs density"),
-        ("ties", {"density": 0.0}, "density is 0.0: it must be above 0 and at most 1."),
-        ("ties", {"density": 1.5}, "density is 1.5: it must be above 0 and at most 1."),
-        ("dare_linear", {"density": float("nan")}, "density is nan: it must be above 0"),
-        ("linear", {"density": 0.5}, "density is 0.5, but method linear prunes nothing: leave density out."),
-        ("svd", {"density": 0.5}, "density is 0.5, but method svd prunes nothing: leave density out."),
-        (
-            "cat",
-            {"svd_rank": 4},
-            "svd_rank is 4, but the ranks decide the rank of method cat: leave svd_rank out, or take svd.",
-        ),
-        ("svd", {"svd_rank": 0}, "svd_rank is 0: it must be a whole number of at least 1."),
-        (
-            "ties",
-            {"density": 0.5, "majority_sign": "totl"},
-            "majority_sign is 'totl', which is not known. Did you mean 'total'? Known: frequency, total.",
-        ),
-    ],
-)
-def test_wrong_arguments(three, method, options, message):
-    with pytest.raises(ConfigError) as error:
-        combine_adapters(three, WEIGHTS, method, **options)
-    assert str(error.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    "adapters, weights, message",
-    [
-        (0, [], "There is no adapter to combine: name at least one, with its weight."),
-        (3, [1.0], "3 adapters have 1 weights: give each adapter one weight."),
-        (3, [1.0, 1.0, float("nan")], "A weight is nan: it must be a number."),
-    ],
-)
-def test_wrong_counts_and_weights(three, adapters, weights, message):
-    with pytest.raises(ConfigError) as error:
-        combine_adapters(three[:adapters], weights, "linear")
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("method", ["linear", "magnitude_prune", "ties", "dare_linear", "dare_ties"])
-def test_ranks_must_agree_where_tensors_are_added(method):
-    adapters = [make(0, {WQ: 3, WK: 2}), make(1, {WQ: 3, WK: 4})]
-    with pytest.raises(RankMismatchError) as error:
-        combine_adapters(adapters, [1.0, 1.0], method, **({} if method == "linear" else {"density": 0.5}))
-    assert str(error.value) == (
-        f"method {method} needs adapters of one rank; at {WK} they have 2, 4. Methods cat and svd take any ranks."
-    )
-    # The ranks of one adapter may differ among its paths.
-    adapters[1] = make(1, {WQ: 3, WK: 2})
-    result = combine_adapters(adapters, [1.0, 1.0], method, **({} if method == "linear" else {"density": 0.5}))
-    assert (result.rank(WQ), result.rank(WK), result.scale(WK)) == (3, 2, 1)
-
-
-def test_adapters_that_do_not_belong_together(three):
-    three[1].tensors[WQ, "B"] = np.ones((13, 3), np.float32)
-    with pytest.raises(ShapeMismatchError) as error:
-        combine_adapters(three, WEIGHTS, "cat")
-    assert str(error.value) == (
-        f"Adapter 2 was trained on another base than adapter 1: the weight of {WQ} [out, in] "
-        "is [13, 10], and there [12, 10]."
-    )
-    with pytest.raises(AdapterError) as error:
-        combine_adapters([make(0, {WQ: 3}), make(1, {W1: 3})], [1.0, 1.0], "cat")
-    assert str(error.value) == (
-        f"Adapter 1 has no path in common with another adapter, so nothing would be combined. It adapts {WQ}."
-    )
-
-
-def test_adapters_that_cannot_be_combined(three):
-    three[2].saved_modules = {"lm_head.weight": np.ones((4, 4), np.float32)}
-    with pytest.raises(AdapterError) as error:
-        combine_adapters(three, WEIGHTS, "svd")
-    assert str(error.value) == (
-        "Adapter 3 holds saved modules (modules_to_save), which cannot be combined: lm_head.weight."
-    )
-    three[2].saved_modules = {}
-    three[1].tensors[WQ, "A"][0, 0] = np.nan
-    with pytest.raises(NotFiniteError, match="Adapter 2 holds tensors with NaN"):
-        combine_adapters(three, WEIGHTS, "svd")
-    three[1].tensors[WQ, "A"][0, 0] = 0
-    three[0].alphas = {}
-    with pytest.raises(ScaleMismatchError, match="does not say lora_alpha") as error:
-        combine_adapters(three, WEIGHTS, "cat")
-    assert isinstance(error.value, LoraError)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -38,8 +39,8 @@ def written(tmp_path, form, **fields):
 def assert_same(path, expected, **heads):
     found = adapter_files.read(path)
     assert found.alphas == expected.alphas and set(found.tensors) == set(expected.tensors)
-    for place, array in expected.tensors.items():
-        np.testing.assert_array_equal(found.tensors[place], array)
+    for key, array in expected.tensors.items():
+        np.testing.assert_array_equal(found.tensors[key], array)
 
 
 @pytest.mark.parametrize("source, to", itertools.product(FORMS, FORMS))
@@ -100,13 +101,13 @@ def test_an_alpha_that_the_source_does_not_say_must_be_given(tmp_path):
     assert str(error.value) == "lora_alpha is 5, but the adapter has its own: 3. Leave it out."
 
 
-def test_what_stands_at_the_output_is_kept_unless_it_may_go(tmp_path):
+def test_an_existing_output_is_kept_unless_it_may_be_replaced(tmp_path):
     source, output = written(tmp_path, "peft"), str(tmp_path / "a.ckpt")
     convert_adapter(source, output, "ckpt")
-    before = open(output, "rb").read()
+    before = pathlib.Path(output).read_bytes()
     with pytest.raises(LoraError, match="exists already"):
         convert_adapter(written(tmp_path, "slora", leaves=("attention.wq",)), output, "ckpt")
-    assert open(output, "rb").read() == before
+    assert pathlib.Path(output).read_bytes() == before
     convert_adapter(written(tmp_path, "slora", leaves=("attention.wq",)), output, "ckpt", overwrite=True)
     assert_same(output, make_adapter(("attention.wq",)))
     with pytest.raises(LoraError, match="both the input and the output"):

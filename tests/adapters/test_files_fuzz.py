@@ -87,7 +87,7 @@ def read(path, **arguments):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def adapter_folder(tmp_path_factory):
     """An adapter folder that is written anew for each example."""
     return tmp_path_factory.mktemp("fuzz") / "adapter"
 
@@ -96,9 +96,9 @@ SOUND = safetensors(*header_of(peft_tensors(make())))
 HEADER = 8 + int.from_bytes(SOUND[:8], "little")
 
 
-def check_safetensors(place, content):
+def check_safetensors(adapter_folder, content):
     """Asserts that what TensorFile takes the library takes too, and that both read the same bytes."""
-    path = place / WEIGHTS
+    path = adapter_folder / WEIGHTS
     path.write_bytes(content)
     try:
         with safe_open(path, "np"):
@@ -121,7 +121,7 @@ def check_safetensors(place, content):
                 dtype.lower().lstrip("bf").lstrip("ui") == "".join(filter(str.isdigit, dtype_name(array.dtype)))
                 or dtype == "BOOL"
             )
-    adapter = read(place)
+    adapter = read(adapter_folder)
     if adapter is not None:
         # Each pair is, bit for bit, what the library reads.
         stored = {data for _, _, data in theirs.values()}
@@ -133,17 +133,17 @@ def check_safetensors(place, content):
 @settings(FUZZ, max_examples=500)
 @given(DAMAGES)
 @example([(0.0, "flip", b"\0")])
-def test_safetensors(place, damages):
-    folder(place, weights=SOUND)
-    check_safetensors(place, damaged(SOUND, damages))
+def test_safetensors(adapter_folder, damages):
+    folder(adapter_folder, weights=SOUND)
+    check_safetensors(adapter_folder, damaged(SOUND, damages))
 
 
 @settings(FUZZ, max_examples=500)
 @given(DAMAGES)
-def test_the_header_of_safetensors(place, damages):
+def test_the_header_of_safetensors(adapter_folder, damages):
     """Its text alone, with a length that fits, so that it is looked at."""
-    folder(place, weights=SOUND)
-    check_safetensors(place, safetensors(damaged(SOUND[8:HEADER], damages), SOUND[HEADER:]))
+    folder(adapter_folder, weights=SOUND)
+    check_safetensors(adapter_folder, safetensors(damaged(SOUND[8:HEADER], damages), SOUND[HEADER:]))
 
 
 JSON = st.recursive(
@@ -168,28 +168,28 @@ JSON = st.recursive(
     st.sampled_from(["dtype", "shape", "data_offsets", "more", None]),
     JSON,
 )
-def test_values_in_the_header_of_safetensors(place, name, field, value):
+def test_values_in_the_header_of_safetensors(adapter_folder, name, field, value):
     header, content = header_of(peft_tensors(make()))
     if field:
         header[name][field] = value
     else:
         header[name] = value
-    folder(place, weights=SOUND)
+    folder(adapter_folder, weights=SOUND)
     # JSON may hold lone surrogates, which are no UTF-8: json.dumps escapes them.
-    adapter = check_safetensors(place, safetensors(header, content))
+    adapter = check_safetensors(adapter_folder, safetensors(header, content))
     if adapter is not None and field in ("dtype", None):
-        assert_same(adapter, adapter_files.read(folder(place, weights=SOUND)))
+        assert_same(adapter, adapter_files.read(folder(adapter_folder, weights=SOUND)))
 
 
 @settings(FUZZ, max_examples=300)
 @given(DAMAGES)
-def test_bytes_of_the_config(place, damages):
-    folder(place, weights=SOUND)
-    before = (place / CONFIG).read_bytes()
-    (place / CONFIG).write_bytes(damaged(before, damages))
-    adapter = read(place)
+def test_bytes_of_the_config(adapter_folder, damages):
+    folder(adapter_folder, weights=SOUND)
+    before = (adapter_folder / CONFIG).read_bytes()
+    (adapter_folder / CONFIG).write_bytes(damaged(before, damages))
+    adapter = read(adapter_folder)
     if adapter is not None:
-        content = json.loads((place / CONFIG).read_bytes())
+        content = json.loads((adapter_folder / CONFIG).read_bytes())
         # Damage may leave another sound configuration; the adapter is then what that one says.
         assert all(adapter.alphas[path] > 0 and adapter.rank(path) == 2 for path in adapter.paths)
         assert adapter.use_rslora is bool(content.get("use_rslora"))
@@ -203,19 +203,19 @@ FIELDS = sorted(
 
 @settings(FUZZ, max_examples=700)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=2))
-def test_values_in_the_config(place, fields):
-    folder(place, weights=SOUND, **fields)
-    adapter = read(place)
+def test_values_in_the_config(adapter_folder, fields):
+    folder(adapter_folder, weights=SOUND, **fields)
+    adapter = read(adapter_folder)
     if adapter is None:
         return
-    with TensorFile(place / WEIGHTS) as file:
+    with TensorFile(adapter_folder / WEIGHTS) as file:
         assert {array.tobytes() for array in adapter.tensors.values()} == {
             file.read(name).tobytes() for name in file.tensors
         }
     # What was taken had a meaning: it can be written, and read again as the same.
     assert all(0 < adapter.scale(path) < float("inf") for path in adapter.paths) and 0 <= adapter.dropout < 1
     assert isinstance(adapter.use_rslora, bool)
-    again = place.parent / "again"
+    again = adapter_folder.parent / "again"
     adapter_files.write(adapter, str(again))
     # Where no modules are named, those of the tensors are.
     adapter.selection.setdefault("target_modules", sorted(names.to_hugging_face(path) for path in adapter.paths))
@@ -229,18 +229,18 @@ def test_values_in_the_config(place, fields):
     ),
     JSON,
 )
-def test_values_in_mindlora_s_own_record(place, field, value):
+def test_values_in_mindlora_s_metadata(adapter_folder, field, value):
     tensors = {f"{path}.mindpet_delta_lora_{half.lower()}": array for (path, half), array in make().tensors.items()}
     header, content = header_of(tensors)
     header["__metadata__"] = {"mindlora": json.dumps({"alphas": {Q: 3, K: 3}, field: value})}
-    path = place.parent / "a.safetensors"
+    path = adapter_folder.parent / "a.safetensors"
     path.write_bytes(safetensors(header, content))
     adapter = read(path)
     if adapter is not None and adapter.alphas:
-        adapter_files.write(adapter, str(place.parent / "b.safetensors"), "mindformers")
-        assert_same(adapter_files.read(str(place.parent / "b.safetensors")), adapter)
-        adapter_files.write(adapter, str(place.parent / "b"))
-        adapter_files.read(str(place.parent / "b"))
+        adapter_files.write(adapter, str(adapter_folder.parent / "b.safetensors"), "mindformers")
+        assert_same(adapter_files.read(str(adapter_folder.parent / "b.safetensors")), adapter)
+        adapter_files.write(adapter, str(adapter_folder.parent / "b"))
+        adapter_files.read(str(adapter_folder.parent / "b"))
 
 
 # .ckpt ----------------------------------------------------------------------------------------------------------
@@ -256,8 +256,8 @@ def sound_ckpt():
 
 @settings(FUZZ, max_examples=400)
 @given(DAMAGES)
-def test_ckpt(place, damages):
-    path = place.parent / "a.ckpt"
+def test_ckpt(adapter_folder, damages):
+    path = adapter_folder.parent / "a.ckpt"
     path.write_bytes(damaged(sound_ckpt(), damages))
     adapter = read(path)
     if adapter is not None:
@@ -271,9 +271,9 @@ def test_ckpt(place, damages):
     st.sampled_from([*ckpt_file._DTYPES, "str", "", "Float33"]),
     st.binary(max_size=60),
 )
-def test_records_of_a_ckpt(place, dims, dtype, content):
+def test_records_of_a_ckpt(adapter_folder, dims, dtype, content):
     """A record is read where its bytes are as many as its shape and its dtype take, and only there."""
-    path = place.parent / "a.ckpt"
+    path = adapter_folder.parent / "a.ckpt"
     path.write_bytes(record(("x", dtype, dims, content)))
     shape = [] if dims == [0] else dims
     sizes = {
@@ -314,12 +314,12 @@ def sound_bin(tmp_path_factory):
 
 @settings(FUZZ, max_examples=400)
 @given(DAMAGES)
-def test_bin(place, sound_bin, damages):
-    shutil.rmtree(place, ignore_errors=True)
-    folder(place, {})
-    os.unlink(place / WEIGHTS)
-    (place / "adapter_model.bin").write_bytes(damaged(sound_bin, damages))
-    adapter = read(place, allow_pickle=True)
+def test_bin(adapter_folder, sound_bin, damages):
+    shutil.rmtree(adapter_folder, ignore_errors=True)
+    folder(adapter_folder, {})
+    os.unlink(adapter_folder / WEIGHTS)
+    (adapter_folder / "adapter_model.bin").write_bytes(damaged(sound_bin, damages))
+    adapter = read(adapter_folder, allow_pickle=True)
     if adapter is not None:
         # The archive has a checksum for each storage and for the program: what is read is what was written.
         for array in adapter.tensors.values():
@@ -328,11 +328,11 @@ def test_bin(place, sound_bin, damages):
 
 @settings(FUZZ, max_examples=600)
 @given(DAMAGES)
-def test_programs_of_a_bin(place, damages):
+def test_programs_of_a_bin(adapter_folder, damages):
     """The program alone, with a checksum that fits, so that it is run."""
     tensors = peft_tensors(make())
     value = torch_zip.items((key, torch_zip.tensor(array, str(i))) for i, (key, array) in enumerate(tensors.items()))
-    path = place.parent / "b.bin"
+    path = adapter_folder.parent / "b.bin"
     # Without its header and its end, which torch_zip puts around.
     torch_zip.write(
         path, damaged(value, damages), {str(i): array.tobytes() for i, array in enumerate(tensors.values())}
@@ -351,15 +351,15 @@ def test_the_damages_do_damage():
     assert damaged(b"", [(0.5, "flip", b"x"), (0.5, "cut", b"x")]) == b""
 
 
-def test_the_undamaged_are_read(place, sound_bin):
-    folder(place, weights=SOUND)
-    assert check_safetensors(place, SOUND) is not None
-    (place.parent / "a.ckpt").write_bytes(sound_ckpt())
-    (place / "adapter_model.bin").write_bytes(sound_bin)
-    os.unlink(place / WEIGHTS)
-    for path in (place, place.parent / "a.ckpt"):
+def test_the_undamaged_are_read(adapter_folder, sound_bin):
+    folder(adapter_folder, weights=SOUND)
+    assert check_safetensors(adapter_folder, SOUND) is not None
+    (adapter_folder.parent / "a.ckpt").write_bytes(sound_ckpt())
+    (adapter_folder / "adapter_model.bin").write_bytes(sound_bin)
+    os.unlink(adapter_folder / WEIGHTS)
+    for path in (adapter_folder, adapter_folder.parent / "a.ckpt"):
         adapter = adapter_files.read(str(path), allow_pickle=True)
         for key, array in make().tensors.items():
             np.testing.assert_array_equal(adapter.tensors[key], array)
     with pytest.raises(AdapterFormatError, match="is a pickle, which can run programs"):
-        adapter_files.read(str(place))
+        adapter_files.read(str(adapter_folder))

@@ -53,9 +53,9 @@ def plain(report):
     return json.loads(json.dumps(dataclasses.asdict(report), allow_nan=False))
 
 
-def test_inspect_says_what_the_file_holds(tmp_path):
-    mark = {"shapes": "12ab", "values": "cd34"}
-    adapter = make(use_rslora=True, dropout=0.1, base_model="org/llama", fingerprint=mark)
+def test_inspect_reports_what_the_file_holds(tmp_path):
+    fingerprint = {"shapes": "12ab", "values": "cd34"}
+    adapter = make(use_rslora=True, dropout=0.1, base_model="org/llama", fingerprint=fingerprint)
     path = str(tmp_path / "adapter")
     adapter_files.write(adapter, path, to="peft")
     report = inspect_adapter(path)
@@ -75,7 +75,12 @@ def test_inspect_says_what_the_file_holds(tmp_path):
     assert (report.tensors, report.parameters, report.dtypes) == (8, 2 * 3 * (22 + 16), ("float32",))
     assert report.tensor_bytes == 4 * report.parameters
     assert report.file_bytes == sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
-    assert (report.base_model, report.fingerprint, report.saved_modules, report.warnings) == ("org/llama", mark, (), ())
+    assert (report.base_model, report.fingerprint, report.saved_modules, report.warnings) == (
+        "org/llama",
+        fingerprint,
+        (),
+        (),
+    )
     assert {cell.path: cell.shape for cell in report.cells}[WV.format(1)] == (6, 10)
     for cell in report.cells:
         delta = adapter.delta(cell.path)
@@ -100,10 +105,10 @@ def test_inspect_says_what_the_file_holds(tmp_path):
 def test_other_dtypes_and_ranks(stored):
     adapter = make(rank=2, layers=1)
     wide = make(seed=1, rank=4, alpha=2.0, layers=2)
-    for place, array in wide.tensors.items():
-        if ".1." in place[0]:
-            adapter.tensors[place] = from_float32(array, BFLOAT16)
-            adapter.alphas[place[0]] = 2.0
+    for key, array in wide.tensors.items():
+        if ".1." in key[0]:
+            adapter.tensors[key] = from_float32(array, BFLOAT16)
+            adapter.alphas[key[0]] = 2.0
     report = inspect_adapter(stored("a.ckpt", adapter))
     assert (report.form, report.ranks, report.alphas, report.scales) == (".ckpt", (2, 4), (2.0, 6.0), (0.5, 3.0))
     assert report.dtypes == ("bfloat16", "float32") and report.file_bytes == 123
@@ -207,7 +212,7 @@ def test_one_bit_is_a_difference(stored):
     report = compare_adapters(stored("a", first), stored("b", second))
     assert not report.equal and [cell.equal for cell in report.cells].count(False) == 1
     widened = make(0)
-    widened.tensors = {place: array.astype(np.float64) for place, array in widened.tensors.items()}
+    widened.tensors = {key: array.astype(np.float64) for key, array in widened.tensors.items()}
     report = compare_adapters(stored("a", first), stored("c", widened))
     assert not report.equal and report.settings == {"dtype": ("float32", "float64")}
     assert {cell.difference_a for cell in report.cells} == {0.0} and not report.cells[0].equal
@@ -215,7 +220,7 @@ def test_one_bit_is_a_difference(stored):
 
 def test_the_same_bits_in_another_dtype_are_a_difference(stored):
     first, second = make(0, dtype=np.float16), make(0)
-    second.tensors = {place: array.view(BFLOAT16) for place, array in first.tensors.items()}
+    second.tensors = {key: array.view(BFLOAT16) for key, array in first.tensors.items()}
     report = compare_adapters(stored("a", first), stored("b", second))
     assert not report.equal and not any(cell.equal for cell in report.cells)
 
@@ -253,7 +258,7 @@ def test_ranks_and_targets_that_differ(stored):
     plain(report)
 
 
-def test_modules_saved_whole_that_differ(stored):
+def test_saved_modules_that_differ(stored):
     first, second = (make(0, saved_modules={"lm_head.weight": np.full((2, 2), value, np.float32)}) for value in (1, 2))
     report = compare_adapters(stored("a", first), stored("b", second))
     assert report.saved_modules_changed == ("lm_head.weight",) and not report.equal

@@ -22,7 +22,7 @@ ROWS = dict(zip(PARTS, (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_D
 TOTAL = sum(ROWS[part] for part in PARTS)
 
 
-def adapter(paths, ranks=(2, 2, 2), alphas=(3, 3, 3), rslora=False, dtype=np.dtype("<f4"), seed=0):
+def adapter(paths, ranks=(2, 2, 2), alphas=(3, 3, 3), rslora=False, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     tensors = {
         (path, half): from_float32(
@@ -143,7 +143,7 @@ def test_parts_of_different_dtypes_become_float32():
         for half in "AB":
             own.tensors[part, half] = from_float32(np.round(own.tensors[part, half]), dtype)
     expected = adapter(PARTS)
-    expected.tensors = {place: np.round(array) for place, array in expected.tensors.items()}
+    expected.tensors = {key: np.round(array) for key, array in expected.tensors.items()}
     for each in (own, expected):
         joined_pairs.join_pairs(each, QKV, TOTAL, KV_HEADS)
     for half in "AB":
@@ -170,8 +170,8 @@ def test_split_gives_back_what_was_joined_bit_for_bit(ranks, dtype, rslora, gate
     joined_pairs.join_pairs(own, path, *((14,) if gate else (TOTAL, KV_HEADS)))
     joined_pairs.split_pairs(own, path, *(() if gate else (KV_HEADS, HEAD_DIM)))
     assert own.paths == before.paths == parts
-    for place, array in before.tensors.items():
-        found = own.tensors[place]
+    for key, array in before.tensors.items():
+        found = own.tensors[key]
         assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
     for part in parts:
         assert own.alphas[part] == pytest.approx(before.alphas[part], rel=1e-12)
@@ -209,8 +209,8 @@ def test_such_a_pair_is_joined_again_with_its_own_rank_bit_for_bit(path, rows, s
     joined_pairs.split_pairs(own, path, *split)
     joined_pairs.join_pairs(own, path, *join)
     assert own.alphas == {path: 6.0} and own.tensors.keys() == before.keys()
-    for place, array in before.items():
-        np.testing.assert_array_equal(own.tensors[place], array)
+    for key, array in before.items():
+        np.testing.assert_array_equal(own.tensors[key], array)
 
 
 def test_parts_that_share_a_but_not_their_scale_keep_their_own_columns():

@@ -9,6 +9,7 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 
+FLOAT32 = np.dtype("<f4")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Q, K = "model.layers.0.attention.wq", "model.layers.0.attention.wk"
 _NAMES = {
@@ -21,7 +22,7 @@ _NAMES = {
 }
 
 
-def make(ranks=None, alphas=None, dtype=np.dtype("<f4"), seed=0, rows=None, **fields):
+def make(ranks=None, alphas=None, dtype=FLOAT32, seed=0, rows=None, **fields):
     """An adapter of normal values: rank 2 and lora_alpha 3 on wq [6, 6] and wk [4, 6] of layer 0, if not told."""
     ranks = ranks or {Q: 2, K: 2}
     rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def key(path, half):
 
 
 def peft_tensors(adapter):
-    return {key(*place): array for place, array in adapter.tensors.items()}
+    return {key(*part_key): array for part_key, array in adapter.tensors.items()}
 
 
 def entry(dtype="F32", shape=(1,), offsets=(0, 4)):

@@ -10,7 +10,7 @@ from mindlora.adapters.dialects.mindformers import MCORE, MINDPET, PYNATIVE, SLO
 from mindlora.errors import ShapeMismatchError
 
 LAYER = "decoder.layers.3."
-# MindFormers' mcore cell -> its place in MindFormers' Llama.
+# MindFormers' mcore cell -> its path in MindFormers' Llama.
 MCORE_CELLS = [
     (LAYER + "self_attention.linear_qkv", "model.layers.3.attention.w_qkv"),
     (LAYER + "self_attention.linear_q", "model.layers.3.attention.wq"),
@@ -40,15 +40,15 @@ def test_keys_are_those_of_mindformers(path, half, key):
 
 
 @pytest.mark.parametrize(
-    "key, place",
+    "key, part_key",
     [
         ("mindpet_delta_lora_A", ("", "A")),
         ("mindpet_delta_lora_B", ("", "B")),
         ("dense.mindpet_delta_lora_A", ("dense", "A")),
     ],
 )
-def test_capital_letters_mean_the_same(key, place):
-    assert mindformers.parse_key(key) == place
+def test_capital_letters_mean_the_same(key, part_key):
+    assert mindformers.parse_key(key) == part_key
 
 
 @pytest.mark.parametrize("prefix", ["adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "accu_grads."])
@@ -63,7 +63,7 @@ def test_capital_letters_mean_the_same(key, place):
         "decoder.layers.0.mlp.experts.weight1_lora_a",
     ],
 )
-def test_the_optimizer_s_tensors_are_none_of_it(prefix, key):
+def test_the_tensors_of_the_optimizer_are_not_the_adapter_s(prefix, key):
     assert mindformers.is_adapter_key(key) and mindformers.detect([key]) is not None
     assert not mindformers.is_adapter_key(prefix + key) and mindformers.detect([prefix + key]) is None
     assert mindformers.parse_expert_key(prefix + key) is None

@@ -31,7 +31,7 @@ def adapter(ranks=None, alphas=None, **fields):
         for path, rank in ranks.items()
         for half in "AB"
     }
-    return Adapter(tensors, alphas or {path: 3.0 for path in ranks}, **fields)
+    return Adapter(tensors, alphas or dict.fromkeys(ranks, 3.0), **fields)
 
 
 # Keys -----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_other_keys_are_no_whole_module_s(key):
 def test_config_has_the_stable_fields(alpha, kept):
     ranks = {f"model.layers.{layer}.attention.{leaf}": 8 for layer in range(2) for leaf in ("wq", "wv")}
     config = peft.adapter_config(
-        adapter(ranks, {path: alpha for path in ranks}, dropout=0.1, base_model="meta-llama/Llama-2-7b")
+        adapter(ranks, dict.fromkeys(ranks, alpha), dropout=0.1, base_model="meta-llama/Llama-2-7b")
     )
     assert config == {
         "alpha_pattern": {},
@@ -202,8 +202,8 @@ def test_a_selection_is_written_as_it_is(selection):
     ],
 )
 def test_modules_to_save_names_what_was_trained_whole(names, adapted, modules):
-    whole = {name: np.zeros((2, 2), np.float32) for name in names}
-    assert peft.adapter_config(adapter({adapted: 2}, saved_modules=whole))["modules_to_save"] == modules
+    saved_modules = {name: np.zeros((2, 2), np.float32) for name in names}
+    assert peft.adapter_config(adapter({adapted: 2}, saved_modules=saved_modules))["modules_to_save"] == modules
 
 
 @pytest.mark.parametrize(

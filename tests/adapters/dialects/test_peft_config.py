@@ -1,35 +1,13 @@
-"""adapter_config.json as it is read: every field, and each value that is none."""
+"""adapter_config.json: what is read from each field."""
 
-import json
 import logging
 
 import pytest
 
 from mindlora.adapters.dialects import peft_config
-from mindlora.common.text import shown
-from mindlora.errors import AdapterFormatError
+from tests.support.peft_configs import PLAIN, read, written
 
-PLAIN = {"r": 8, "lora_alpha": 16}
 Q, K = "model.layers.0.attention.wq", "model.layers.0.self_attn.k_proj"
-
-
-def written(tmp_path, content):
-    path = tmp_path / "adapter_config.json"
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    return str(path)
-
-
-def read(tmp_path, **fields):
-    return peft_config.read(written(tmp_path, {**PLAIN, **fields}))
-
-
-def refused(path, message):
-    with pytest.raises(AdapterFormatError) as error:
-        peft_config.read(path)
-    assert str(error.value) == path + message and len(str(error.value)) < 1000
-
-
-# What is read ---------------------------------------------------------------------------------------------------
 
 
 def test_the_least_that_a_config_can_hold(tmp_path, caplog):
@@ -72,7 +50,7 @@ def test_rslora(tmp_path, value, expected):
         ("layers_pattern", ["layers", "h"]),
     ],
 )
-def test_what_selects_modules_is_kept_as_it_is(tmp_path, field, value):
+def test_fields_that_select_modules_are_kept_as_they_are(tmp_path, field, value):
     assert read(tmp_path, **{field: value}).selection == {field: value}
     assert read(tmp_path, **{field: None}).selection == {}
 
@@ -110,7 +88,7 @@ def test_base_model(tmp_path, value, expected):
 
 
 @pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_starts_that_leave_the_base_alone(tmp_path, value):
+def test_initializers_that_leave_the_base_unchanged(tmp_path, value):
     assert read(tmp_path, init_lora_weights=value).rank == 8
 
 
@@ -165,248 +143,3 @@ def test_unknown_fields_are_named_in_a_warning(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} has fields that mindlora does not know and ignores: lora_rank, zeta."
     ]
-
-
-# What is refused: fields ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "field, value, shown",
-    [
-        ("r", None, "None"),
-        ("r", 0, "0"),
-        ("r", -1, "-1"),
-        ("r", 2.5, "2.5"),
-        ("r", "8", "'8'"),
-        ("r", True, "True"),
-        ("r", [8], "[8]"),
-        ("r", float("nan"), "nan"),
-        ("r", float("inf"), "inf"),
-    ],
-)
-def test_ranks_that_are_none(tmp_path, field, value, shown):
-    message = f" is {shown}, it must be a whole number of at least 1."
-    refused(written(tmp_path, {**PLAIN, field: value}), f": r{message}")
-    refused(written(tmp_path, {**PLAIN, "rank_pattern": {"q_proj": value}}), f": rank_pattern['q_proj']{message}")
-
-
-@pytest.mark.parametrize(
-    "value, shown",
-    [
-        (None, "None"),
-        (0, "0"),
-        (-16, "-16"),
-        ("16", "'16'"),
-        (True, "True"),
-        ({}, "{}"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (float("-inf"), "-inf"),
-        (10**309, "1" + "0" * 199 + "..."),
-    ],
-)
-def test_alphas_that_are_none(tmp_path, value, shown):
-    message = f" is {shown}, it must be a number above 0."
-    refused(written(tmp_path, {**PLAIN, "lora_alpha": value}), f": lora_alpha{message}")
-    refused(written(tmp_path, {**PLAIN, "alpha_pattern": {"q_proj": value}}), f": alpha_pattern['q_proj']{message}")
-
-
-@pytest.mark.parametrize("value", [1, 1.5, -0.1, "0.1", True, False, "", [], {}, float("nan")])
-def test_dropouts_that_are_none(tmp_path, value):
-    refused(
-        written(tmp_path, {**PLAIN, "lora_dropout": value}),
-        f": lora_dropout is {value!r}, it must be a number in [0, 1).",
-    )
-
-
-@pytest.mark.parametrize("value", ["false", "true", 0, 1, [], "", {}])
-def test_rslora_is_not_told_by_truth(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "use_rslora": value}), f": use_rslora is {value!r}, it must be true or false.")
-    refused(written(tmp_path, {**PLAIN, "use_dora": value}), f": use_dora is {value!r}, it must be true or false.")
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("alora_invocation_tokens", [1, 2]),
-        ("arrow_config", {"top_k": 2}),
-        ("fan_in_fan_out", True),
-        ("kasa_config", {"a": 1}),
-        ("layer_replication", [[0, 4], [2, 5]]),
-        ("lora_bias", True),
-        ("monteclora_config", {"a": 1}),
-        ("target_parameters", ["experts.gate_up_proj"]),
-        ("trainable_token_indices", [5]),
-        ("use_bdlora", True),
-        ("use_qalora", True),
-        ("velora_config", {"a": 1}),
-    ],
-)
-def test_what_changes_the_mathematics_is_refused_by_name(tmp_path, field, value):
-    refused(
-        written(tmp_path, {**PLAIN, field: value}),
-        f": {field} is {value!r}, which is not supported: {peft_config._UNSUPPORTED[field]}.",
-    )
-
-
-def test_every_such_field_is_tried_above():
-    tried = test_what_changes_the_mathematics_is_refused_by_name.pytestmark[0].args[1]
-    assert {field for field, _ in tried} == set(peft_config._UNSUPPORTED)
-
-
-@pytest.mark.parametrize("value", ["all", "lora_only", None, True])
-def test_biases_are_refused(tmp_path, value):
-    refused(
-        written(tmp_path, {**PLAIN, "bias": value}),
-        f": bias is {value!r}, so biases of the base were trained, which is not supported: it must be 'none'.",
-    )
-
-
-@pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
-def test_another_kind_of_adapter_is_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}, it must be 'LORA' or 'VERA'.")
-
-
-@pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])
-def test_starts_that_change_the_base_are_refused(tmp_path, value):
-    refused(
-        written(tmp_path, {**PLAIN, "init_lora_weights": value}),
-        f": init_lora_weights is {value!r}, so the "
-        "adapter belongs to a base that this initializer changed. Save it with PEFT's "
-        "path_initial_model_for_weight_conversion, which makes a plain LoRA of it.",
-    )
-
-
-@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern", "modules_to_save"])
-@pytest.mark.parametrize("value", [5, True, ["q_proj", 5], [""], {"q_proj": 1}, [["q_proj"]]])
-def test_names_that_are_none(tmp_path, field, value):
-    refused(written(tmp_path, {**PLAIN, field: value}), f": {field} is {value!r}, it must be a list of module names.")
-
-
-@pytest.mark.parametrize("value", ["0", [0, "1"], {"0": 1}, 1.5, True, [True]])
-def test_layers_that_are_none(tmp_path, value):
-    refused(
-        written(tmp_path, {**PLAIN, "layers_to_transform": value}),
-        f": layers_to_transform is {value!r}, it must be a layer number or a list of them.",
-    )
-
-
-@pytest.mark.parametrize(
-    "expression, problem",
-    [
-        ("(", "missing ), unterminated subpattern at position"),
-        ("*", "nothing to repeat"),
-        ("[", "unterminated character"),
-        # Sound alone, but not inside of the expression that PEFT puts around.
-        ("(?i)q_proj", "global flags not at the start of the expression"),
-    ],
-)
-def test_expressions_that_are_none(tmp_path, expression, problem):
-    for field in ("rank_pattern", "alpha_pattern"):
-        path = written(tmp_path, {**PLAIN, field: {expression: 4}})
-        with pytest.raises(AdapterFormatError) as error:
-            peft_config.read(path)
-        assert f"{path}: {field} holds {expression!r}, which is not a regular expression: " in str(error.value)
-        assert problem in str(error.value)
-
-
-@pytest.mark.parametrize("expression", ["(" * 5000 + ")" * 5000, "a{99999999999999999999}", "(", "(?P<a>x)(?P<a>y)"])
-def test_expressions_that_cannot_be_compiled(tmp_path, expression):
-    for field in ("target_modules", "exclude_modules"):
-        with pytest.raises(AdapterFormatError, match=f"{field} holds .*, which is not a regular expression: "):
-            read(tmp_path, **{field: expression})
-
-
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize("value", [["q_proj"], "q_proj", 5, True])
-def test_patterns_that_are_no_tables(tmp_path, field, value):
-    refused(
-        written(tmp_path, {**PLAIN, field: value}),
-        f": {field} is {value!r}, it must map regular expressions to numbers.",
-    )
-
-
-@pytest.mark.parametrize("value", [5, ["a"], True, {"a": 1}])
-def test_a_base_model_that_is_no_text(tmp_path, value):
-    refused(
-        written(tmp_path, {**PLAIN, "base_model_name_or_path": value}),
-        f": base_model_name_or_path is {value!r}, it must be a name or a path.",
-    )
-
-
-# What is refused: files -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (b"", " is not JSON: Expecting value: line 1 column 1 (char 0)."),
-        (b'{"r": 8, "lora_alpha": 16', " is not JSON: Expecting ',' delimiter: line 1 column 26 (char 25)."),
-        (b"[8, 16]", " holds a list and not a JSON object."),
-        (b"8", " holds a int and not a JSON object."),
-        (b"null", " holds a NoneType and not a JSON object."),
-        (b"{}", ": r is None, it must be a whole number of at least 1."),
-        (b'{"r": 8, "r": 4}', " has r twice, so it is unclear which one counts. Remove one."),
-        (
-            b'{"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 1, "a": 2, "b": 1, "b": 1}}',
-            " has a, b twice, so it is unclear which one counts. Remove one.",
-        ),
-        (b'{"r": 8, "lora_alpha": Infinity}', ": lora_alpha is inf, it must be a number above 0."),
-        (b'{"r": 1e400, "lora_alpha": 1}', ": r is inf, it must be a whole number of at least 1."),
-        (b'{"r": NaN, "lora_alpha": 1}', ": r is nan, it must be a whole number of at least 1."),
-    ],
-)
-def test_texts_that_are_no_configuration(tmp_path, text, message):
-    refused(written(tmp_path, text), message)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ('{"r": "é"}'.encode("latin-1"), "is not JSON: 'utf-8' codec can't decode byte 0xe9"),
-        ('{"r": 8}'.encode("utf-16"), "is not JSON: 'utf-8' codec can't decode byte 0xff"),
-        (b'{"r": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
-        (b"[" * 100_000, "is not JSON: "),
-        (b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is not JSON: "),
-        (b" " * 10_000_001, "is larger than 10 MB, so it is not a configuration."),
-    ],
-)
-def test_texts_that_are_no_json(tmp_path, text, message):
-    path = written(tmp_path, text)
-    with pytest.raises(AdapterFormatError) as error:
-        peft_config.read(path)
-    assert str(error.value).startswith(f"{path} {message}") and len(str(error.value)) < 1000
-
-
-@pytest.mark.parametrize("depth", range(880, 1000, 3))
-def test_nesting_that_json_just_takes_is_refused_too(tmp_path, depth):
-    path = written(tmp_path, b'{"r": ' + b"[" * depth + b"]" * depth + b"}")
-    with pytest.raises(AdapterFormatError) as error:
-        peft_config.read(path)
-    assert str(error.value).startswith(path) and len(str(error.value)) < 1000
-
-
-def test_a_config_that_is_missing_or_no_file(tmp_path):
-    path = tmp_path / "adapter_config.json"
-    refused(str(path), " is missing: an adapter folder holds it beside its weights.")
-    path.mkdir()
-    refused(str(path), " is not a file but a folder, a device, or a broken link.")
-    path.rmdir()
-    path.symlink_to(path)
-    refused(str(path), " is not a file but a folder, a device, or a broken link.")
-
-
-def test_a_value_nested_too_deeply_to_show_is_said_in_words():
-    value = []
-    for _ in range(100_000):
-        value = [value]
-    assert shown(value) == "a deeply nested list"
-    while value:
-        value = value.pop()  # Piece by piece, as freeing it at once can need as much of the stack.
-
-
-def test_a_long_value_is_not_repeated_whole(tmp_path):
-    refused(
-        written(tmp_path, {**PLAIN, "r": "x" * 1_000_000}),
-        f": r is '{'x' * 199}..., it must be a whole number of at least 1.",
-    )

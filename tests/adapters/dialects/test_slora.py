@@ -14,7 +14,7 @@ from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 Q, V = "model.layers.0.attention.wq", "model.layers.0.attention.wv"
 
 
-def adapter(ranks=(2, 2), alphas=(4, 4), dtype=np.dtype("<f4"), **fields):
+def adapter(ranks=(2, 2), alphas=(4, 4), dtype=np.float32, **fields):
     rng = np.random.default_rng(0)
     tensors = {
         (path, half): from_float32(rng.normal(size=(rank, 6) if half == "A" else (5, rank)).astype(np.float32), dtype)
