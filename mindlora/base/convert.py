@@ -180,24 +180,24 @@ class _Plan:
         if not target:
             targets = [self.rename(part) or part for part in parts_of(name)]
             return split(self.base, name, targets, self.heads, self.kv_heads)
-        whole = joined_name(target) if self.separate else None
-        if whole:
-            return self._joined_at(target, whole)
+        joined = joined_name(target) if self.separate else None
+        if joined:
+            return self._joined_at(target, joined)
         info = self.base.tensors[name]
         return [OutputTensor(target, info.dtype, info.shape, lambda *rows: self.base.read_rows(name, *rows))]
 
-    def _joined_at(self, target, whole) -> List[OutputTensor]:
-        parts = parts_of(whole)
+    def _joined_at(self, target, joined) -> List[OutputTensor]:
+        parts = parts_of(joined)
         missing = [part for part in parts if part not in self.separate]
         if missing:
             raise CheckpointError(
                 f"{self.base.path} holds {self.separate[target]} and nothing for "
-                f"{', '.join(missing)}, so {whole} cannot be made. Copy the model again, or leave --concat out."
+                f"{', '.join(missing)}, so {joined} cannot be made. Copy the model again, or leave --concat out."
             )
         # The joined tensor comes where its first part was.
         if target != parts[0]:
             return []
-        return [join(self.base, whole, [self.separate[part] for part in parts], self.kv_heads)]
+        return [join(self.base, joined, [self.separate[part] for part in parts], self.kv_heads)]
 
 
 def _settle_head(base, plan, to, tied) -> List[str]:

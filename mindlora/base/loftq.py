@@ -85,13 +85,13 @@ class LoftqInitializer:
                 a = rng.uniform(-1, 1, (rank, columns)).astype(np.float32) / np.float32(np.sqrt(columns))
                 weight = _in_float(self._weights[path]) if path in self._sampled else None
                 self._keep(path, a, np.zeros((rows, rank), np.float32), weight)
-        mark = fingerprint_from({path: self._weights[path].shape for path in self._selected}, self._samples)
+        fingerprint = fingerprint_from({path: self._weights[path].shape for path in self._selected}, self._samples)
         return Adapter(
             {(path, part): array for path in self._selected for part, array in self._pairs[path].items()},
             {path: float(self._config.for_cell(path).lora_alpha) for path in self._selected},
             self._config.use_rslora,
             self._config.lora_dropout,
-            fingerprint={**mark, "quantization": "loftq"},
+            fingerprint={**fingerprint, "quantization": "loftq"},
             dialect="loftq",
         )
 

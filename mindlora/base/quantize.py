@@ -201,7 +201,7 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
         )
 
 
-def values_mark(path: str, paths: Sequence[str]) -> Optional[str]:
+def values_fingerprint(path: str, paths: Sequence[str]) -> Optional[str]:
     """Returns the "values" of the base's fingerprint, taken from the 4-bit weights of cells in a file.
 
     Args:

@@ -1,8 +1,8 @@
-"""Which linear cells a configuration selects: a regex on paths or bare names, a list of suffixes, all-linear."""
+"""The linear cells that a configuration selects: by a regex on paths or module names, by suffixes, or all-linear."""
 
 import logging
 import re
-from typing import Callable, Dict, List, Optional, Sequence
+from typing import Callable, List, Mapping, Optional, Sequence, TypeVar, Union
 
 from mindlora.common.text import listed
 from mindlora.errors import TargetError
@@ -11,14 +11,17 @@ from mindlora.models import names
 logger = logging.getLogger("mindlora")
 
 ALL_LINEAR = "all-linear"
+Selector = Union[str, Sequence[str]]
+Value = TypeVar("Value")
+_Matcher = Callable[[str], bool]
 
 
 def select_targets(
     linear_paths: Sequence[str],
-    target_modules,
-    exclude_modules=None,
-    other_cells: Optional[Dict[str, str]] = None,
-    layers=None,
+    target_modules: Optional[Selector],
+    exclude_modules: Optional[Selector] = None,
+    other_cells: Optional[Mapping[str, str]] = None,
+    layers: Optional[Union[int, Sequence[int]]] = None,
 ) -> List[str]:
     """Returns the paths in ``linear_paths`` that get an adapter.
 
@@ -26,16 +29,16 @@ def select_targets(
         linear_paths (Sequence[str]): Full paths of the linear cells of a network, in order.
         target_modules (str or list): As in LoraConfig.
         exclude_modules (str or list): As in LoraConfig. Default: None.
-        other_cells (dict): Full path -> class name of all other cells, to explain a name that matches none of the
-            linear ones. Default: None.
+        other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
+            cell. Default: None.
         layers (int or list of int): layers_to_transform, as in LoraConfig. Default: None.
 
     Returns:
         list of str, in the order of ``linear_paths``.
 
     Raises:
-        TargetError: Nothing is selected, a layer holds nothing that is selected, an item of a list selects nothing, or
-            a part of a concatenated cell (w_qkv, w_gate_hidden) is selected without the rest.
+        TargetError: Nothing is selected, no cell of a given layer is selected, an item of a list selects nothing, or
+            only some parts of a joined cell (w_qkv, w_gate_hidden) are selected.
     """
     if target_modules is None:
         raise TargetError(
@@ -53,18 +56,18 @@ def select_targets(
     selected = [path for path in chosen if path not in excluded]
     if not selected:
         raise TargetError(
-            f"exclude_modules {exclude_modules!r} takes away all {len(chosen)} cells that "
-            f"target_modules {target_modules!r} selects: {listed(chosen)}."
+            f"exclude_modules {exclude_modules!r} excludes all {len(chosen)} cells that "
+            f"target_modules {target_modules!r} selects: {listed(chosen)}. Exclude fewer of them."
         )
     return selected if layers is None else _in_layers(selected, layers)
 
 
-def select_quantized(linear_paths: Sequence[str], exclude=None) -> List[str]:
-    """Returns the paths in ``linear_paths`` that quantize_base makes 4-bit: all but output heads and ``exclude``.
+def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = None) -> List[str]:
+    """Returns the paths of the weights that quantize_base makes 4-bit: all but output heads and ``exclude``.
 
     Args:
         linear_paths (Sequence[str]): Full paths of linear cells, in order.
-        exclude (str or list): quantize_exclude, in the ways of target_modules. Default: None.
+        exclude (str or list): quantize_exclude, in the same forms as target_modules. Default: None.
 
     Raises:
         TargetError: An item of ``exclude`` matches nothing, or nothing is left.
@@ -73,27 +76,27 @@ def select_quantized(linear_paths: Sequence[str], exclude=None) -> List[str]:
     selected = [path for path in linear_paths if not names.is_output_head(path) and path not in left_out]
     if not selected:
         raise TargetError(
-            "quantize_base finds no linear cell to quantize: output heads are left as they are, and "
+            "quantize_base finds no linear cell to quantize: output heads are never quantized, and "
             f"quantize_exclude is {exclude!r}." + _candidates(linear_paths)
         )
     return selected
 
 
-def _in_layers(paths, layers) -> List[str]:
+def _in_layers(paths: List[str], layers: Union[int, Sequence[int]]) -> List[str]:
     """Returns the paths whose first number is one of ``layers``."""
     wanted = [layers] if isinstance(layers, int) else list(layers)
     numbers = {path: names.layer_of(path) for path in paths}
-    idle = sorted(set(wanted) - set(numbers.values()))
-    if idle:
+    unused = sorted(set(wanted) - set(numbers.values()))
+    if unused:
         raise TargetError(
-            f"layers_to_transform names {', '.join(map(str, idle))}, where target_modules selects "
+            f"layers_to_transform names {', '.join(map(str, unused))}, where target_modules selects "
             f"nothing. It selects: {listed(paths)}."
         )
     return [path for path in paths if numbers[path] in wanted]
 
 
-def _matching(linear_paths, spec, field, other_cells) -> List[str]:
-    """Returns the paths that one of the two pattern fields matches, each alternative having matched something."""
+def _matching(linear_paths: Sequence[str], spec: Selector, field: str, other_cells: Mapping[str, str]) -> List[str]:
+    """Returns the paths that ``spec``, the value of ``field``, matches; each of its alternatives must match one."""
     if spec == ALL_LINEAR:
         selected = [path for path in linear_paths if not names.is_output_head(path)]
         if not selected:
@@ -103,15 +106,12 @@ def _matching(linear_paths, spec, field, other_cells) -> List[str]:
             )
         return selected
     if isinstance(spec, str):
-        whole = _regex_matcher(spec)
+        matches_spec = _regex_matcher(spec)
         alternatives = {text: _regex_matcher(text) for text in _split_alternatives(spec)}
     else:
         alternatives = {item: _suffix_matcher(item) for item in spec}
-
-        def whole(path):
-            return any(matches(path) for matches in alternatives.values())
-
-    selected = [path for path in linear_paths if _selects(whole, path, field)]
+        matches_spec = _any_of(list(alternatives.values()))
+    selected = [path for path in linear_paths if _selects(matches_spec, path, field)]
     if not selected:
         raise TargetError(
             f"{field} {spec!r} matches no linear cell."
@@ -128,13 +128,13 @@ def _matching(linear_paths, spec, field, other_cells) -> List[str]:
         )
         if not isinstance(spec, str):
             raise TargetError(message)
-        # One regex is often written for several models at once, so an idle alternative is only said.
+        # One regex is often written for several models, so an alternative without a match is only a warning.
         logger.warning("%s The other alternatives match %d cells.", message, len(selected))
     return selected
 
 
-def _selects(matches: Callable[[str], bool], path: str, field: str) -> bool:
-    """Tells whether a spec selects the cell at ``path``; a concatenated cell needs all of its parts or its own name."""
+def _selects(matches: _Matcher, path: str, field: str) -> bool:
+    """Tells whether a spec selects the cell at ``path``; for a joined cell it must match its name or all its parts."""
     if matches(path):
         return True
     parts = names.joined_parts(path)
@@ -150,26 +150,34 @@ def _selects(matches: Callable[[str], bool], path: str, field: str) -> bool:
     return bool(hit)
 
 
-def _regex_matcher(pattern: str) -> Callable[[str], bool]:
-    """Full path as PEFT does, or the beginning of a bare cell name as MindFormers does."""
+def _regex_matcher(pattern: str) -> _Matcher:
+    """Matches a full path, as PEFT does, or the beginning of a module name, as MindFormers does."""
     compiled = re.compile(pattern)
 
-    def matches(path):
+    def matches(path: str) -> bool:
         return any(compiled.fullmatch(name) or compiled.match(name.rpartition(".")[2]) for name in names.aliases(path))
 
     return matches
 
 
-def _suffix_matcher(suffix: str) -> Callable[[str], bool]:
-    def matches(path):
+def _any_of(matchers: List[_Matcher]) -> _Matcher:
+    def matches(path: str) -> bool:
+        return any(matcher(path) for matcher in matchers)
+
+    return matches
+
+
+def _suffix_matcher(suffix: str) -> _Matcher:
+    def matches(path: str) -> bool:
         return any(name == suffix or name.endswith("." + suffix) for name in names.aliases(path))
 
     return matches
 
 
 def _split_alternatives(pattern: str) -> List[str]:
-    """Splits a regex at the | that stand outside every bracket; one whose pieces do not stand alone stays whole."""
-    pieces, depth, in_class, escaped, piece = [], 0, False, False, ""
+    """Splits a regex at each | outside of brackets, unless one of the pieces would not be a regex by itself."""
+    pieces: List[str] = []
+    depth, in_class, escaped, piece = 0, False, False, ""
     for char in pattern:
         if escaped:
             escaped = False
@@ -196,8 +204,8 @@ def _split_alternatives(pattern: str) -> List[str]:
     return pieces
 
 
-def _near_misses(alternatives, other_cells) -> str:
-    """Says which cells of another kind a spec that matched nothing does match."""
+def _near_misses(alternatives: Mapping[str, _Matcher], other_cells: Mapping[str, str]) -> str:
+    """Returns a sentence about a cell of another kind that one of the alternatives matches, or ""."""
     for text, matches in alternatives.items():
         hits = [path for path in other_cells if path and matches(path)]
         if hits:
@@ -205,17 +213,17 @@ def _near_misses(alternatives, other_cells) -> str:
     return ""
 
 
-def _candidates(linear_paths) -> str:
+def _candidates(linear_paths: Sequence[str]) -> str:
     return f" Linear cells of this network: {listed(linear_paths)}."
 
 
-def pattern_value(pattern: Optional[dict], path: str, default):
+def pattern_value(pattern: Optional[Mapping[str, Value]], path: str, default: Value) -> Value:
     """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or an end of it.
 
     Args:
         pattern (dict): Regular expression -> value, or None.
         path (str): Full path of a cell; its Hugging Face name is tried too.
-        default: What to return where nothing matches.
+        default: The value if nothing matches.
     """
     for expression, value in (pattern or {}).items():
         if any(re.match(rf"(.*\.)?({expression})$", name) for name in names.aliases(path)):

@@ -156,7 +156,7 @@ def _check_quantized_base(config):
 def _compare_bases(path, adapter_path):
     """Warns if an adapter was made for another quantized base; load_lora cannot, as the base is loaded after it."""
     adapter = adapter_files.read(adapter_path)
-    fingerprint, found = adapter.fingerprint or {}, quantize.values_mark(path, adapter.paths)
+    fingerprint, found = adapter.fingerprint or {}, quantize.values_fingerprint(path, adapter.paths)
     if found and fingerprint.get("quantization") and fingerprint["values"] != found:
         logger.warning(
             "adapter_path: %s was made for another quantized base than load_checkpoint: %s. Name the base "

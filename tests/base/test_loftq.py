@@ -12,7 +12,7 @@ import pytest
 from mindlora import LoraConfig, apply_lora, load_lora, quantize_base, quantize_checkpoint, save_lora
 from mindlora.adapters import files as adapter_files
 from mindlora.base.convert import convert_base
-from mindlora.base.quantize import values_mark
+from mindlora.base.quantize import values_fingerprint
 from mindlora.cli import main
 from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError, LoraError, QuantizationError, TargetError
 from mindlora.formats.safetensors_file import write_arrays
@@ -86,11 +86,11 @@ def test_the_mark_of_a_base_by_its_file(tmp_path):
     _, source = base_of(tmp_path)
     report = run(tmp_path, source)
     adapter = adapter_files.read(report.adapter)
-    assert values_mark(report.output, adapter.paths) == adapter.fingerprint["values"]
-    assert values_mark(report.output, adapter.paths[:1]) != adapter.fingerprint["values"]
-    assert values_mark(report.output, [*adapter.paths, "lm_head"]) is None
+    assert values_fingerprint(report.output, adapter.paths) == adapter.fingerprint["values"]
+    assert values_fingerprint(report.output, adapter.paths[:1]) != adapter.fingerprint["values"]
+    assert values_fingerprint(report.output, [*adapter.paths, "lm_head"]) is None
     quantize_checkpoint(source, str(tmp_path / "nf4.safetensors"))
-    assert values_mark(str(tmp_path / "nf4.safetensors"), adapter.paths) != adapter.fingerprint["values"]
+    assert values_fingerprint(str(tmp_path / "nf4.safetensors"), adapter.paths) != adapter.fingerprint["values"]
 
 
 def test_what_is_trained_on_it_fits_it_alone(tmp_path):

@@ -69,27 +69,24 @@ def test_a_file_takes_the_place(tmp_path, old):
 def test_an_exception_leaves_the_old_file(tmp_path, error):
     path = tmp_path / "adapter.ckpt"
     path.write_text("old")
-    with pytest.raises(error):
-        with atomic.replace_file(path) as written:
-            with open(written, "w", encoding="utf-8") as file:
-                file.write("ne")
-            raise error
+    with pytest.raises(error), atomic.replace_file(path) as written:
+        with open(written, "w", encoding="utf-8") as file:
+            file.write("ne")
+        raise error
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["adapter.ckpt"]
 
 
 def test_a_file_that_the_body_removed_is_an_error_and_leaves_the_old_one(tmp_path):
     path = tmp_path / "adapter.ckpt"
     path.write_text("old")
-    with pytest.raises(FileNotFoundError):
-        with atomic.replace_file(path) as written:
-            os.unlink(written)
+    with pytest.raises(FileNotFoundError), atomic.replace_file(path) as written:
+        os.unlink(written)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["adapter.ckpt"]
 
 
 def test_a_file_in_the_working_folder(tmp_path):
-    with atomic.replace_file("adapter.ckpt") as written:
-        with open(written, "w", encoding="utf-8") as file:
-            file.write("new")
+    with atomic.replace_file("adapter.ckpt") as written, open(written, "w", encoding="utf-8") as file:
+        file.write("new")
     assert (tmp_path / "adapter.ckpt").read_text() == "new"
 
 
@@ -112,10 +109,9 @@ def test_an_exception_leaves_the_old_folder(tmp_path, swap, error, old):
     path = tmp_path / "adapter"
     if old:
         fill(path, old)
-    with pytest.raises(error):
-        with atomic.replace_folder(path) as written:
-            fill(written, {"a": "ne"})
-            raise error
+    with pytest.raises(error), atomic.replace_folder(path) as written:
+        fill(written, {"a": "ne"})
+        raise error
     assert os.listdir(tmp_path) == (["adapter"] if old else [])
     assert not old or read(path) == old
 
@@ -180,10 +176,9 @@ def test_a_writer_goes_on_from_there(tmp_path, monkeypatch):
     path = tmp_path / "adapter"
     fill(path, OLD)
     kill_between_renames(path, monkeypatch)
-    with pytest.raises(RuntimeError):
-        with atomic.replace_folder(path):
-            assert read(path) == OLD
-            raise RuntimeError
+    with pytest.raises(RuntimeError), atomic.replace_folder(path):
+        assert read(path) == OLD
+        raise RuntimeError
     assert read(path) == OLD
     replace(path, {"a": "newest"})
     assert read(path) == {"a": "newest"}

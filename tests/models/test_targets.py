@@ -180,7 +180,8 @@ def test_a_cell_of_another_kind_is_said_to_be_one(target_modules, said):
 
 def test_excluding_everything_is_an_error():
     assert refusal(LLAMA, "wq", "w") == (
-        "exclude_modules 'w' takes away all 3 cells that target_modules 'wq' selects: model.layers.{0..2}.attention.wq."
+        "exclude_modules 'w' excludes all 3 cells that target_modules 'wq' selects: model.layers.{0..2}.attention.wq. "
+        "Exclude fewer of them."
     )
 
 
