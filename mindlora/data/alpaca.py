@@ -60,24 +60,20 @@ def convert_alpaca(
     prompts = prompt_template(template)
     good, skipped = _sort_rows(read_rows(input_path), prompts)
     _check_usable(input_path, good, skipped, strict)
-    tokenizer_path, notes = tokenizer, []
-    if train_vocab_size is not None:
-        tokenizer, notes = _train_tokenizer(good, prompts, train_vocab_size, tokenizer_path)
-    elif isinstance(tokenizer, str):
-        tokenizer = tokenizers.load_tokenizer(tokenizer)
+    loaded, notes = _load_or_train(tokenizer, good, prompts, train_vocab_size)
 
-    encoded, truncated, too_long = _encode_rows(good, tokenizer, prompts, seq_length, truncate)
+    encoded, truncated, too_long = _encode_rows(good, loaded, prompts, seq_length, truncate)
     skipped.update(too_long)
     _check_usable(input_path, encoded, skipped, strict)
     kept = len(encoded) - _held_out_rows(len(encoded), holdout)
-    row_format = RowFormat(tokenizer, seq_length, ignore_token_id)
+    row_format = RowFormat(loaded, seq_length, ignore_token_id)
     # What is entered first is moved into place last: the output exists only when everything else does.
     with contextlib.ExitStack() as outputs:
         for path, rows in ((output_path, encoded[:kept]), (held_out_path, encoded[kept:])):
             if path:
                 write_rows(row_format.columns(rows), outputs.enter_context(replace_mindrecord(path)))
         if train_vocab_size is not None:
-            tokenizers.save_tokenizer(tokenizer, tokenizer_path)
+            tokenizers.save_tokenizer(loaded, tokenizer)
     return row_format.report(
         encoded,
         output_path,
@@ -151,14 +147,16 @@ def _check_usable(path, good, skipped, strict):
         raise DataError(f"{path} has rows that cannot be used, and strict allows none. {problems}")
 
 
-def _train_tokenizer(rows, template, vocab_size, path):
-    """Returns a tokenizer trained on ``rows``, to be saved at ``path``, and notes on it for the report."""
+def _load_or_train(tokenizer, rows, template, vocab_size):
+    """Returns the tokenizer, trained on ``rows`` if there is a vocab_size, and notes on it for the report."""
+    if vocab_size is None:
+        return tokenizers.load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer, []
     texts = (template.prompt(row.record) + row.record["output"] for row in rows)
-    tokenizer = tokenizers.fit_tokenizer(texts, vocab_size)
-    notes = [f"{path}: a tokenizer of {len(tokenizer)} tokens, trained on these rows"]
-    if len(tokenizer) < vocab_size:
+    trained = tokenizers.fit_tokenizer(texts, vocab_size)
+    notes = [f"{tokenizer}: a tokenizer of {len(trained)} tokens, trained on these rows"]
+    if len(trained) < vocab_size:
         notes.append(f"it is smaller than the {vocab_size} tokens asked for, as no pair is left that occurs twice")
-    return tokenizer, notes
+    return trained, notes
 
 
 def _encode_rows(rows, tokenizer, template, seq_length, truncate):

@@ -1,34 +1,36 @@
-"""The loss on held-out data, as it is in training but with dropout off."""
+"""The loss on held-out data: computed as in training, but without dropout."""
+
+from typing import Tuple
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 
 class HeldOutLossCell(nn.Cell):
-    """Sum of the cross entropy of a causal language model over the labels that count, and how many they are.
+    """Sum of the cross entropy of a causal language model over the labels that count, and the number of these labels.
 
     Args:
-        network (nn.Cell): A MindFormers causal language model; called with tokens [batch, N] and labels [batch, N] in
-            evaluation mode it returns (logits [batch, N, vocabulary], tokens, mask [batch, N]).
+        network (nn.Cell): A MindFormers causal language model. In evaluation mode, called with tokens [batch, N] and
+            labels [batch, N], it returns (logits [batch, N, vocabulary], tokens, mask [batch, N]).
         ignore_token_id (int): Label that does not count.
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N + 1].
-        - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. Where the model's configuration has
+        - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. If the model's configuration sets
           input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training.
 
     Outputs:
         Tuple of two float32 scalars: the sum and the count.
     """
 
-    def __init__(self, network, ignore_token_id):
+    def __init__(self, network: nn.Cell, ignore_token_id: int):
         super().__init__(auto_prefix=False)
         self.network = network
         self.ignore_token_id = ignore_token_id
         self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
 
-    def construct(self, input_ids, labels):
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         if not self.is_sliced:
             # Position i predicts token i + 1, as in training.
             input_ids, labels = input_ids[:, :-1], labels[:, 1:]
@@ -43,9 +45,12 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
     """Returns the mean cross entropy, in nats per label, over a MindRecord.
 
     Args:
-        cell (HeldOutLossCell): Around the model to judge.
+        cell (HeldOutLossCell): A cell with the model to evaluate.
         dataset_dir (str): MindRecord with integer columns input_ids and labels, as HeldOutLossCell takes them.
         batch_size (int): Rows at a time; the last batch may be smaller.
+
+    Returns:
+        float; 0 if no label counts.
     """
     dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
     was_training = cell.network.training

@@ -11,23 +11,23 @@ from mindlora.errors import ConfigError, LoraError
 from mindlora.nn.cell import LORA_B, MAGNITUDE
 from mindlora.nn.tree import lora_cells
 
-# Ends of the names of the parameters that learn faster; with PEFT, DoRA's magnitudes do so too.
+# Ends of the names of the parameters that learn faster: B and, as in PEFT, DoRA's magnitudes.
 FASTER = (LORA_B, MAGNITUDE)
 
 
 class ScaledSchedule(LearningRateSchedule):
-    """ratio times another schedule, at every step.
+    """A learning-rate schedule times a factor: rate(step) = ratio schedule(step).
 
     Args:
-        schedule (LearningRateSchedule): The other schedule.
+        schedule (LearningRateSchedule): The schedule to scale.
         ratio (float): The factor.
     """
 
-    def __init__(self, schedule, ratio):
+    def __init__(self, schedule: LearningRateSchedule, ratio: float):
         super().__init__()
         self.schedule, self.ratio = schedule, ratio
 
-    def construct(self, global_step):
+    def construct(self, global_step: Tensor) -> Tensor:
         return self.schedule(global_step) * self.ratio
 
 
@@ -39,21 +39,21 @@ def lora_plus_groups(
 ) -> List[dict]:
     """Returns the trainable parameters of ``network`` in groups for a MindSpore optimizer: lr(B) = ratio lr(A).
 
-    B, and DoRA's magnitudes, are in the faster group; A and whatever else trains in the other.
+    B and DoRA's magnitudes are in the faster group; A and everything else that trains are in the other.
 
     Args:
-        network (nn.Cell): A network with LoRADense cells, frozen as it is to train (see freeze_base).
-        learning_rate (float, list, Tensor or LearningRateSchedule): That of A: one for all steps, one for each step
-            (a list, or a Tensor of shape [steps]), or a schedule.
-        ratio (float): At least 1; the paper finds 16 good. Default: 16.
+        network (nn.Cell): A network with LoRA whose base has been frozen (see freeze_base).
+        learning_rate (float, list, Tensor or LearningRateSchedule): The learning rate of A: one number for all steps,
+            one for each step (a list, or a Tensor of shape [steps]), or a schedule.
+        ratio (float): The learning rate of B divided by that of A; at least 1. Default: 16, which the paper recommends.
         weight_decay (float): Of both groups. Default: 0.0.
 
     Returns:
         list of dict, the first argument of ``mindspore.nn.AdamWeightDecay`` or any other optimizer with groups.
 
     Raises:
-        ConfigError: ratio is no number of at least 1, or learning_rate is of another type.
-        LoraError: No B of the network trains.
+        ConfigError: ratio is not a number of at least 1, or learning_rate has another type.
+        LoraError: The network has no B that is trained.
 
     Source: Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024.
     """
@@ -63,7 +63,7 @@ def lora_plus_groups(
     faster = [p for p in trained if id(p) in adapted and p.name.endswith(FASTER)]
     if not any(p.name.endswith(LORA_B) for p in faster):
         raise LoraError(
-            "The network has no B that trains, so there is nothing for LoRA+ to speed up. Call apply_lora "
+            "The network has no B that is trained, so there is nothing for LoRA+ to speed up. Call apply_lora "
             "and freeze_base first."
         )
     chosen = {id(p) for p in faster}

@@ -1,6 +1,7 @@
-"""The picture of a training run."""
+"""The plot of a training run's losses."""
 
 from statistics import fmean
+from typing import List, Tuple
 
 import matplotlib
 
@@ -8,13 +9,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 
-def draw_loss(train, held_out, path: str) -> None:
-    """Draws training loss, its mean over neighbouring steps and held-out loss.
+def draw_loss(train: List[Tuple[int, float]], held_out: List[Tuple[int, float]], path: str) -> None:
+    """Plots the training loss, its mean over nine neighbouring steps, and the held-out loss.
 
     Args:
         train (list): (step, loss) of every step.
         held_out (list): (step, loss) where it was measured; may be empty.
-        path (str): PNG to write.
+        path (str): The PNG file to write.
     """
     steps, losses = zip(*train)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)

@@ -1,4 +1,4 @@
-"""mindlora convert-base and merge: arguments, reports, exit codes, and that no MindSpore is waited for."""
+"""mindlora convert-base and merge: arguments, reports, exit codes, and that neither imports MindSpore."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def base(tmp_path):
 
 @pytest.fixture
 def adapter(tmp_path):
-    """A pair for that cell, in a file that does not say lora_alpha."""
+    """A pair for that cell, in a file without lora_alpha."""
     path = str(tmp_path / "adapter.safetensors")
     write_arrays(
         path,
@@ -104,7 +104,7 @@ def test_merge(base, adapter, tmp_path, capsys):
     assert "tensors merged: 1," in capsys.readouterr().out
 
 
-def test_neither_waits_for_mindspore(base, adapter, tmp_path):
+def test_neither_imports_mindspore(base, adapter, tmp_path):
     code = (
         "import sys; from mindlora import cli; "
         f"assert cli.main(['convert-base', {base!r}, {str(tmp_path / 'a')!r}, '--to', 'mindformers']) == 0; "
@@ -116,7 +116,7 @@ def test_neither_waits_for_mindspore(base, adapter, tmp_path):
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_bar_on_what_takes_more_than_a_second(base, tmp_path, monkeypatch, capsys):
+def test_a_bar_after_more_than_a_second(base, tmp_path, monkeypatch, capsys):
     from mindlora.cli import base as verbs
 
     with verbs._Bar("convert-base") as bar:

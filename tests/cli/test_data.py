@@ -1,4 +1,4 @@
-"""mindlora data: both verbs, what they print, and their errors."""
+"""mindlora data: both kinds of data, what the command prints, and its errors."""
 
 import json
 import os
@@ -41,7 +41,8 @@ def test_the_command_trains_a_tokenizer_and_converts(tmp_path, capsys):
     assert cli.main(command) == 1
     assert capsys.readouterr() == (
         "",
-        f"mindlora: error: The output {output} exists already: ask to overwrite it (--overwrite), or give another name.\n",
+        f"mindlora: error: The output {output} exists already: ask to overwrite it (--overwrite), or give another "
+        "name.\n",
     )
     os.unlink(output)
     assert cli.main(command) == 1
@@ -50,7 +51,7 @@ def test_the_command_trains_a_tokenizer_and_converts(tmp_path, capsys):
     assert cli.main(command + ["--overwrite"]) == 0
 
 
-def test_the_command_converts_text_for_people(tmp_path, capsys, tokenizer_path):
+def test_the_command_converts_text_and_prints_a_report(tmp_path, capsys, tokenizer_path):
     (tmp_path / "in.txt").write_text("the cat sat")
     command = [
         "data",

@@ -1,4 +1,4 @@
-"""The command line itself: verbs, help and plugin-path; `mindlora data` is tested in plugin/test_data_verbs.py."""
+"""The command line itself: verbs, help and plugin-path; each group of verbs has a file of its own."""
 
 import json
 import os

@@ -11,8 +11,7 @@ from safetensors.numpy import load_file
 from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
-from tests.e2e.test_launcher import loss_of, step_losses
-from tests.support.runs import launch, python, succeeded, write_rows
+from tests.support.runs import launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
 # The same in one word.
@@ -95,31 +94,39 @@ def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, qu
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "flags, given, message",
-    [
-        (
-            SHORT,
-            "base",
-            "is not a .safetensors file, but pet_config has quantize_base. Write a quantized base once: mindlora "
-            "quantize-base ",
-        ),
-        ((), "quantized", "is quantized, but pet_config has no quantize_base."),
-        (
-            (*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"),
-            "quantized",
-            "was quantized with another quantize_exclude: it and this run differ at model.layers.{0..1}.attention.wq.",
-        ),
-    ],
-)
-def test_another_base_is_refused_before_training(flags, given, message, data, base, quantized, tmp_path):
-    checkpoint = {"base": base, "quantized": quantized}[given]
-    run = launch(tmp_path, "--train_dataset_dir", data.train, "--load_checkpoint", checkpoint, *flags, *TRAINING)
-    assert (
-        run.returncode == 1
-        and f"mindlora-run: error: {'' if 'another' in message else 'load_checkpoint: '}{checkpoint} {message}"
-        in run.stderr
-    )
+REFUSED = [
+    (
+        SHORT,
+        "base",
+        "is not a .safetensors file, but pet_config has quantize_base. Write a quantized base once: mindlora "
+        "quantize-base ",
+    ),
+    ((), "quantized", "is quantized, but pet_config has no quantize_base."),
+    (
+        (*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"),
+        "quantized",
+        "was quantized with another quantize_exclude: it and this run differ at model.layers.{0..1}.attention.wq.",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(data, base, quantized, tmp_path_factory):
+    """The checkpoint, exit code and stderr of each of REFUSED."""
+    checkpoints = [{"base": base, "quantized": quantized}[given] for _, given, _ in REFUSED]
+    launches = [
+        ["--train_dataset_dir", data.train, "--load_checkpoint", checkpoint, *flags, *TRAINING]
+        for checkpoint, (flags, _, _) in zip(checkpoints, REFUSED)
+    ]
+    ended, _ = launch_refused(tmp_path_factory.mktemp("refused"), *launches)
+    return [(checkpoint, *end) for checkpoint, end in zip(checkpoints, ended)]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_another_base_is_refused_before_training(number, refused):
+    (checkpoint, code, stderr), message = refused[number], REFUSED[number][2]
+    key = "" if "another" in message else "load_checkpoint: "
+    assert code == 1 and f"mindlora-run: error: {key}{checkpoint} {message}" in stderr
 
 
 def test_loftq_is_made_offline_and_trained_from_a_yaml(base, data, tmp_path):

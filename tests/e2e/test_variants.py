@@ -9,8 +9,7 @@ from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
 from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
-from tests.e2e.test_launcher import loss_of, read_yaml, step_losses, write_yaml
-from tests.support.runs import LORA_YAML, launch, succeeded
+from tests.support.runs import LORA_YAML, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
 
 Q, DOWN = ".attention.wq", ".feed_forward.w2"
 

@@ -9,8 +9,7 @@ from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
 from mindlora.numerics.vera_projection import projection
 from tests.e2e.conftest import TRAINING
-from tests.e2e.test_launcher import loss_of, step_losses
-from tests.support.runs import launch, succeeded
+from tests.support.runs import launch, loss_of, step_losses, succeeded
 
 PET = "--model.model_config.pet_config."
 # Ten times LoRA's learning rate, as the paper has it.

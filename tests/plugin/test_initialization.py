@@ -1,4 +1,4 @@
-"""lora_init from a YAML: started once the base is loaded, saved for the base as it was, resumed, evaluated; LoRA-FA."""
+"""lora_init from a YAML: carried out on the loaded base, saved for the base before it, resumed, evaluated; LoRA-FA."""
 
 import types
 
@@ -21,7 +21,7 @@ PATHS = ["lm_head", "model.layers.0.attention.wq", "model.layers.0.feed_forward.
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Returns a function: runs a YAML with these keys of pet_config and callbacks."""
-    folder = tmp_path_factory.mktemp("starts")
+    folder = tmp_path_factory.mktemp("initialization")
     tiny_runs.write_data(folder / "rows.mindrecord", ROWS)
 
     def launch(name, pet, callbacks, **changes):
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pissa(run):
-    """A run from PiSSA's start, and one that was resumed in the middle of it."""
+    """A run initialized by PiSSA, and one that was resumed in the middle of it."""
     checkpoint = {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 99}
     process, whole = run("whole", {"lora_init": "pissa"}, [checkpoint])
     assert process.returncode == 0, process.stderr[-2000:]
@@ -46,7 +46,7 @@ def pissa(run):
 
 @pytest.fixture(scope="module")
 def frozen_a(run):
-    """A run from OLoRA's start without LoraCheckpoint, in which B alone trains."""
+    """A run initialized by OLoRA, without LoraCheckpoint, in which B alone trains."""
     process, output = run(
         "frozen",
         {"lora_init": "olora", "freeze_lora_a": True},
@@ -63,14 +63,14 @@ def assert_falling(losses):
     assert len(losses) == STEPS and np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02
 
 
-def test_a_run_starts_all_adapters_once(pissa):
+def test_a_run_initializes_all_adapters_once(pissa):
     words = "Adapters initialized from the base by lora_init"
     lines = [line for line in pissa.process.stdout.splitlines() if words in line]
     assert len(lines) == 1 and "Adapters initialized from the base by lora_init: 3, at" in lines[0]
     assert_falling(tiny_runs.losses(pissa.whole))
 
 
-def test_the_saved_adapters_hold_the_same_start(pissa):
+def test_the_saved_adapters_hold_the_same_initial_pair(pissa):
     adapters = [
         adapter_files.read(str(pissa.whole / "lora_checkpoint" / name)) for name in ("step_8", "step_24", "best")
     ]
@@ -238,7 +238,7 @@ def test_an_initialization_that_needs_the_base_gets_its_callback(tmp_path, pet, 
     assert types_ == ["LoraInitialization"] * added + ["MFLossMonitor"] + [callback["type"] for callback in callbacks]
 
 
-def test_parts_of_weights_are_refused(tmp_path):
+def test_split_weights_are_refused(tmp_path):
     parallel = {"parallel_mode": 1, "enable_parallel_optimizer": True}
     with pytest.raises(ConfigError, match="^pet_config has lora_init pissa and parallel.enable_parallel_optimizer is"):
         prepared(tmp_path, {"lora_init": "pissa"}, [], parallel=parallel, use_parallel=True)
@@ -260,6 +260,6 @@ def test_lora_checkpoint_initializes_where_there_is_one(name):
         assert (cell.initial_pair is not None) == initialized
 
 
-def test_qlora_that_nobody_wrote_out_is_refused(make_llama):
+def test_qlora_that_was_not_expanded_is_refused(make_llama):
     with pytest.raises(ConfigError, match="^pet_type is 'qlora', which only mindlora-run understands"):
         pet_model(make_llama, pet_type="qlora")

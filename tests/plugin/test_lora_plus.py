@@ -1,4 +1,4 @@
-"""LoRA+ from a YAML: B learns ratio times as fast in MindFormers' own trainer."""
+"""LoRA+ from a YAML: B learns at ratio times the rate in MindFormers' own trainer."""
 
 import types
 
@@ -15,14 +15,14 @@ RATIO = 16
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One step with the plain rates and one with LoRA+: ratio -> (process, A and B before, A and B after)."""
+    """A run with the plain rates and one with LoRA+: ratio -> its process, and its adapter after each of two steps."""
     folder = tmp_path_factory.mktemp("plus")
     tiny_runs.write_data(folder / "rows.mindrecord", 2 * tiny_runs.BATCH_SIZE)
     found = {}
     for ratio in (None, RATIO):
         config = tiny_runs.tiny_config(folder / "rows.mindrecord", 1, [{"type": "LoraCheckpoint", "save_steps": 1}])
         pet = config["model"]["model_config"]["pet_config"]
-        # With a B that is not zero both halves move in the first step.
+        # With B not zero, both A and B move in the first step.
         pet["lora_b_init"] = "ones"
         if ratio:
             pet["loraplus_lr_ratio"] = ratio
@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
     return found
 
 
-def test_b_goes_ratio_times_as_far_in_a_step_of_the_trainer(runs):
+def test_b_moves_ratio_times_as_far_in_a_step_of_the_trainer(runs):
     plain, faster = runs[None].steps[0], runs[RATIO].steps[0]
     assert len(plain) == 4
     for key, array in plain.items():
@@ -46,7 +46,7 @@ def test_b_goes_ratio_times_as_far_in_a_step_of_the_trainer(runs):
             np.testing.assert_allclose(faster[key] - 1, RATIO * (array - 1), rtol=0, atol=4e-6)
 
 
-def test_the_schedule_goes_on_at_that_ratio(runs):
+def test_the_ratio_holds_along_the_schedule(runs):
     """MindFormers prints the rates of its groups; the second of two steps of a cosine is lower."""
     lines = [line for line in runs[RATIO].process.stdout.splitlines() if "group_0_lr: " in line]
     rates = [float(line.partition("group_0_lr: ")[2].partition(",")[0]) for line in lines]
@@ -83,7 +83,7 @@ def test_the_groups(tmp_path):
     assert "loraplus_lr_ratio" not in config.model.model_config.pet_config
 
 
-def test_the_rate_of_a_preset(tmp_path):
+def test_the_learning_rate_of_a_preset(tmp_path):
     schedule = {"type": "CosineWithWarmUpLR", "warmup_ratio": 0.0, "total_steps": -1}
     from mindformers.tools.register import MindFormerConfig
 
@@ -98,7 +98,7 @@ def test_the_rate_of_a_preset(tmp_path):
     assert config.grouped_lr_schedule.default.learning_rate == 1e-4
 
 
-def test_evaluation_has_no_rates(tmp_path):
+def test_evaluation_has_no_learning_rates(tmp_path):
     config = prepared(tmp_path, 4, run_mode="eval")
     assert not config.grouped_lr_schedule and "loraplus_lr_ratio" not in config.model.model_config.pet_config
 
@@ -109,16 +109,18 @@ def test_a_wrong_ratio(tmp_path, ratio):
         prepared(tmp_path, ratio)
 
 
-def test_groups_of_its_own(tmp_path):
+def test_a_yaml_with_its_own_groups_is_refused(tmp_path):
     groups = {"default": {"type": "ConstantWarmUpLR"}, "grouped": []}
     with pytest.raises(ConfigError, match="^The YAML has both pet_config.loraplus_lr_ratio and grouped_lr_schedule"):
         prepared(tmp_path, 16, grouped_lr_schedule=groups)
 
 
-def test_another_launcher_is_told(make_llama):
+def test_another_launcher_refuses_the_key(make_llama):
     from mindformers.pet import get_pet_model
 
     from mindlora.plugin import hooks  # noqa: F401
 
-    with pytest.raises(ConfigError, match="^loraplus_lr_ratio is a key that mindlora-run turns into learning rates."):
+    with pytest.raises(
+        ConfigError, match="^loraplus_lr_ratio is a key that only mindlora-run turns into learning rates."
+    ):
         get_pet_model(make_llama(), {"pet_type": "lora", "target_modules": ".*wq", "loraplus_lr_ratio": 16})

@@ -1,4 +1,4 @@
-"""Against MindFormers' own LoRA: the same losses, and each loads the other's checkpoints and says the same."""
+"""Against MindFormers' own LoRA: the same losses, and each loads the other's checkpoints and gives the same logits."""
 
 import types
 
@@ -35,7 +35,7 @@ def logits_of(network, probe):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One configuration trained by MindFormers' LoRA and by mindlora's, and adapters that went both ways."""
+    """One configuration trained by MindFormers' LoRA and by mindlora's, and adapters loaded in both directions."""
     folder = tmp_path_factory.mktemp("parity")
     tiny_runs.write_data(folder / "train.mindrecord", 40)
     monitor = {"save_checkpoint_steps": STEPS, "integrated_save": False}
@@ -83,7 +83,7 @@ def test_losses_are_the_same_at_each_step(runs):
     theirs, ours = (tiny_runs.losses(runs.folder / name) for name in ("theirs", "ours"))
     assert list(theirs) == list(ours) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-4)
-    # Training did something, and the two runs are not one.
+    # Training changed the loss.
     assert theirs[1] == ours[1] and np.mean(list(theirs.values())[-10:]) < theirs[1] - 0.01
 
 

@@ -1,4 +1,4 @@
-"""A YAML of QLoRA before anything is built: pet_type qlora written out, an adapter held against the quantized base."""
+"""A QLoRA YAML before anything is built: pet_type qlora is expanded, an adapter compared with the quantized base."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def prepared(checkpoint, **keys):
     return config
 
 
-def test_qlora_is_written_out_before_all_else(files):
+def test_qlora_is_expanded_before_anything_else(files):
     config = prepared(files["nf4"], pet_type="qlora")
     pet_config = config.model.model_config.pet_config
     assert (pet_config.pet_type, pet_config.quantize_base) == ("lora", "nf4")

@@ -1,4 +1,4 @@
-"""Runs in processes of their own: one that was killed and resumed is the uninterrupted one."""
+"""Runs in their own processes: one that was killed and resumed equals the uninterrupted one, bit for bit."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ class Run:
         self.epochs, self.scale_sense, self.checkpoint = epochs, scale_sense, checkpoint
 
     def start(self, name, script=None, **checkpoint):
-        """Runs it to its end, which is the process's too, and returns (process, output folder)."""
+        """Runs it in a process of its own; returns (process, output folder)."""
         callbacks = [
             {"type": "ProgressBar"},
             {"type": "LossCurve"},
@@ -37,7 +37,7 @@ class Run:
         return tiny_runs.launch(config, self.folder / name, script), self.folder / name
 
 
-# Dies as by kill -9 in the middle of writing step_8: its adapter is there, its training state is not.
+# Dies as from kill -9 while it writes step_8: its adapter is written, its training state is not.
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from mindlora.plugin import resume
@@ -71,7 +71,7 @@ def graph_runs(tmp_path_factory):
     return types.SimpleNamespace(whole=whole, killed=killed, left=left, resumed=resumed)
 
 
-def test_a_killed_run_leaves_whole_step_folders(graph_runs):
+def test_a_killed_run_leaves_complete_step_folders(graph_runs):
     process, output = graph_runs.killed
     assert process.returncode == -9
     assert [name for name in graph_runs.left if not name.startswith(".")] == ["best", "step_2", "step_4", "step_6"]
@@ -82,7 +82,7 @@ def test_a_killed_run_leaves_whole_step_folders(graph_runs):
         )
 
 
-def test_resumed_in_the_second_epoch_it_is_the_uninterrupted_run(graph_runs):
+def test_resumed_in_the_second_epoch_it_equals_the_uninterrupted_run(graph_runs):
     (whole_process, whole), (process, resumed) = graph_runs.whole, graph_runs.resumed
     assert (whole_process.returncode, process.returncode) == (0, 0), process.stderr[-2000:]
     for step in (8, 10, 12, 14, 15):

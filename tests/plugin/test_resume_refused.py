@@ -56,7 +56,7 @@ def test_a_dataset_that_was_not_skipped(stopped):
         resume_from(stopped, skip=0)
 
 
-def test_a_run_that_was_complete(stopped):
+def test_a_complete_run(stopped):
     params = types.SimpleNamespace(batch_num=STEPS_PER_EPOCH, epoch_num=1)
     with pytest.raises(ConfigError, match="saved at step 7, and this run ends at step 5.*Raise runner_config.epochs"):
         resume.restore(stopped, params)
@@ -83,14 +83,14 @@ def test_another_base(stopped):
 @pytest.fixture
 def warnings(monkeypatch):
     """The warnings that LoraCheckpoint logs."""
-    said = []
+    messages = []
     monkeypatch.setattr(
-        "mindlora.plugin.callbacks.lora_checkpoint.logger.warning", lambda text, *values: said.append(text % values)
+        "mindlora.plugin.callbacks.lora_checkpoint.logger.warning", lambda text, *values: messages.append(text % values)
     )
-    return said
+    return messages
 
 
-def test_dropout_is_warned_of(stopped, warnings):
+def test_dropout_gives_a_warning(stopped, warnings):
     resume_from(stopped)
     assert not warnings
     shutil.rmtree("resumed")
@@ -98,7 +98,7 @@ def test_dropout_is_warned_of(stopped, warnings):
     assert len(warnings) == 1 and "lora_dropout is above 0: the resumed run drops other elements" in warnings[0]
 
 
-def test_a_complete_run_is_not_resumed(tmp_path):
+def test_preflight_refuses_to_resume_a_complete_run(tmp_path):
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora.plugin import preflight

@@ -17,7 +17,7 @@ LEARNING_RATE, DECAY_STEPS = 0.5, 10
 
 
 class Loss(nn.Cell):
-    """mean((x W^T - target)^2), whose gradients are easily written down, computed in ``dtype``."""
+    """mean((x W^T - target)^2), whose gradient has a short formula, computed in ``dtype``."""
 
     def __init__(self, weight, dtype=ms.float32):
         super().__init__()
@@ -105,16 +105,16 @@ def test_a_weight_that_is_not_finite_skips_the_step(mode, data, value):
     _, overflow, _, learning_rate, _ = cell(Tensor(x), Tensor(target))
     assert overflow.asnumpy().tolist() is True
     np.testing.assert_array_equal(weight_of(cell), weight)
-    # Nor does the schedule move on.
+    # The schedule does not advance either.
     assert int(cell.optimizer.global_step.asnumpy().item()) == 0 and float(learning_rate.asnumpy()) == LEARNING_RATE
 
 
 @pytest.mark.parametrize(
-    "dtype, scale, fitting",
+    "dtype, scale, lowest",
     [(ms.float16, 2.0**20, 2.0**9), (ms.float32, 2.0**127, 2.0**120)],
     ids=["float16", "float32"],
 )
-def test_a_loss_scale_too_large_is_lowered_until_a_step_can_be_taken(mode, data, dtype, scale, fitting):
+def test_a_loss_scale_that_is_too_large_is_lowered_until_a_step_succeeds(mode, data, dtype, scale, lowest):
     weight, x, target = data
     target = target * 16
     manager = nn.DynamicLossScaleUpdateCell(loss_scale_value=scale, scale_factor=2, scale_window=1000)
@@ -128,13 +128,13 @@ def test_a_loss_scale_too_large_is_lowered_until_a_step_can_be_taken(mode, data,
         if overflowed:
             np.testing.assert_array_equal(weight_of(cell), weight)
         assert len(scales) < 30
-    assert len(scales) > 1 and scales[-1] >= fitting
+    assert len(scales) > 1 and scales[-1] >= lowest
     expected_weight = expected_step(weight, x, target, LEARNING_RATE)[2]
     np.testing.assert_allclose(weight_of(cell), expected_weight, atol=1e-2 if dtype == ms.float16 else 1e-5)
 
 
-def test_mindformers_stays_as_it_is(tmp_path):
-    """Importing mindlora fills MindFormers' registries and changes no class of its own."""
+def test_no_class_of_mindformers_is_changed(tmp_path):
+    """Importing mindlora fills MindFormers' registries and changes none of its classes."""
     script = """
 import json, inspect, sys
 import mindformers

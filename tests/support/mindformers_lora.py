@@ -1,4 +1,4 @@
-"""What MindFormers' own LoRA does, as a script in a process of its own: mindlora's pet_type is never registered here.
+"""Runs MindFormers' own LoRA, as a script in its own process: mindlora's pet_type is never registered here.
 
 In the folder given it finds config.yaml (which loads initial.ckpt), base.ckpt, ours.ckpt and probe.npy. It writes
 initial.ckpt, the output of a training run, and logits.npz: of the trained network, and of the base with ours.ckpt.
@@ -24,7 +24,7 @@ from mindlora.plugin import callbacks, train_step  # noqa: F401  importing regis
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class SecondCheckpointMonitor(ms.Callback):
-    """A CheckpointMonitor besides the YAML's: of two that the YAML names, MindSpore keeps one."""
+    """A second CheckpointMonitor: if a YAML names two of the same class, MindSpore keeps only one."""
 
     def __init__(self, **arguments):
         super().__init__()
@@ -56,7 +56,7 @@ def main(folder):
 
 
 def logits_of(network, probe, *checkpoints):
-    """Loads checkpoints one after the other and returns what the network says."""
+    """Loads checkpoints one after the other and returns the logits of the network."""
     for checkpoint in checkpoints:
         load(network, checkpoint)
     network.set_train(False)
@@ -65,7 +65,7 @@ def logits_of(network, probe, *checkpoints):
 
 
 def load(network, checkpoint):
-    """MindFormers' own loading of a checkpoint into a model with adapters."""
+    """Loads a checkpoint into a model with adapters, as MindFormers does."""
     network.config.checkpoint_name_or_path = checkpoint
     network.load_checkpoint(network.config)
 

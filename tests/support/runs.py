@@ -1,11 +1,14 @@
-"""Shared by the end-to-end tests: tiny data and real processes."""
+"""Shared by the end-to-end tests: tiny data, real processes, and what they print and write."""
 
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import numpy as np
+import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny"
@@ -61,6 +64,34 @@ def launch(folder, *flags, config=LORA_YAML):
     return python([*LAUNCHER, "--config", config, *SIZE_FLAGS, "--output_dir", folder / "output", *flags], folder)
 
 
+_ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from mindlora.plugin import launcher
+ended = []
+for arguments in json.loads(sys.argv[1]):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        ended.append((launcher.main(arguments), stderr.getvalue()))
+with open("ended.json", "w") as file:
+    json.dump(ended, file)
+"""
+
+
+def launch_refused(folder, *launches, config=LORA_YAML):
+    """Runs mindlora-run with each of several lists of flags, which it must refuse before it builds anything.
+
+    All run in one process, because nearly all of the time of such a launch is imports. Their outputs are in
+    ``folder``/0, ``folder``/1 and so on.
+
+    Returns:
+        list of (exit code, stderr), and the stdout of the process.
+    """
+    start = ["--config", config, *SIZE_FLAGS, "--output_dir"]
+    arguments = [[*start, folder / str(number), *flags] for number, flags in enumerate(launches)]
+    stdout = succeeded(python(["-c", _ONE_AFTER_ANOTHER, json.dumps(arguments, default=str)], folder))
+    return json.loads((folder / "ended.json").read_text()), stdout
+
+
 def succeeded(run):
     """Asserts that a process ended well and returns its output."""
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
@@ -71,3 +102,29 @@ def files(folder):
     """Returns the paths of all files under ``folder`` but logs."""
     found = (path.relative_to(folder) for path in pathlib.Path(folder).rglob("*") if path.is_file())
     return sorted(str(path) for path in found if path.parts[0] != "log")
+
+
+def loss_of(network, tokens):
+    """Returns the mean cross entropy of each token but the first, from the logits of ``network``."""
+    import mindspore as ms
+
+    network.set_train(False)
+    logits = network(ms.Tensor(tokens))[0].asnumpy().reshape(*tokens.shape, -1)[:, :-1].astype(np.float64)
+    log_sum = np.log(np.exp(logits).sum(-1))
+    return (log_sum - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]).mean()
+
+
+def step_losses(stdout):
+    """Returns the loss of every step that MFLossMonitor printed."""
+    return [float(loss) for loss in re.findall(r"loss:\[([\d.]+)/", stdout)]
+
+
+def read_yaml(path):
+    with open(path, encoding="utf-8") as file:
+        return yaml.safe_load(file)
+
+
+def write_yaml(folder, config):
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return str(path)

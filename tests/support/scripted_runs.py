@@ -1,4 +1,4 @@
-"""Training runs in this process whose losses are scripted, for the tests of what LoraCheckpoint saves and resumes."""
+"""Training runs in this process with given losses, for the tests of what LoraCheckpoint saves and resumes."""
 
 import os
 import types
@@ -13,7 +13,7 @@ STEPS_PER_EPOCH = 5
 
 
 class Model(nn.Cell):
-    """Stands for a MindFormers model: a linear cell with an adapter, and a configuration."""
+    """In place of a MindFormers model: a linear cell with an adapter, and a configuration."""
 
     def __init__(self, dropout=0.0, weight=0.5):
         super().__init__()
@@ -25,7 +25,7 @@ class Model(nn.Cell):
 
 
 class ScriptedStep(nn.Cell):
-    """A train step that trains nothing: its loss is what the data says."""
+    """A train step that trains nothing: its loss is the mean of the data."""
 
     def __init__(self, network, optimizer=nn.AdamWeightDecay):
         super().__init__(auto_prefix=False)
@@ -37,7 +37,7 @@ class ScriptedStep(nn.Cell):
 
 
 class MarkAdapter(ms.Callback):
-    """Puts the step into B, so that a saved adapter tells at which step it was saved."""
+    """Writes the step number into B, so that a saved adapter shows at which step it was saved."""
 
     def on_train_step_begin(self, run_context):
         params = run_context.original_args()
@@ -47,7 +47,7 @@ class MarkAdapter(ms.Callback):
 
 
 class Report(ms.Callback):
-    """Reports a metric, given by step."""
+    """Reports a metric with given values: step -> value."""
 
     def __init__(self, name, values):
         super().__init__()
@@ -73,7 +73,7 @@ class StopAt(ms.Callback):
 
 
 def train(callbacks, losses, epochs=1, skip=0, step=None):
-    """Lets MindSpore's own training loop run over scripted losses, which are those of one epoch."""
+    """Runs MindSpore's own training loop over the losses of one epoch, in each epoch."""
     dataset = ms.dataset.NumpySlicesDataset(np.asarray(losses, np.float32), shuffle=False).batch(1)
     if skip:
         dataset.set_init_step(skip)

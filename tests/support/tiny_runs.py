@@ -22,7 +22,7 @@ PET = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 12, "lora_dropout": 0.0
 
 
 def write_data(path, rows, seed=0):
-    """Writes rows that go up in threes as MindRecord, some labels of which are ignored; returns (input_ids, labels)."""
+    """Writes rows that count up by threes as MindRecord, with some labels ignored; returns (input_ids, labels)."""
     from mindspore.mindrecord import FileWriter
 
     rng = np.random.default_rng(seed)
@@ -61,9 +61,9 @@ def launch(config, output, script=None):
     """Runs a configuration through mindlora-run in a fresh process.
 
     Args:
-        config (dict): What the YAML holds.
+        config (dict): The content of the YAML.
         output (Path): Output folder; the YAML and the working folder are beside it.
-        script (str): Python that runs in place of mindlora-run; it finds the arguments in sys.argv.
+        script (str): Python to run instead of mindlora-run; the arguments are in sys.argv.
 
     Returns:
         subprocess.CompletedProcess, its output as text.
@@ -84,7 +84,7 @@ def python(arguments, folder):
 
 
 def losses(output, directory="."):
-    """Returns {step: loss} as LossCurve recorded them, to the last bit."""
+    """Returns {step: loss} exactly as LossCurve recorded them."""
     with open(output / directory / "loss_curve.json", encoding="utf-8") as file:
         return dict(map(tuple, json.load(file)["train"]))
 

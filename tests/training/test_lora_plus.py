@@ -32,7 +32,7 @@ def network(**fields):
 
 
 def moved(optimizer, parameters):
-    """Returns name -> how far each parameter went from its place, after each step with the same known gradients."""
+    """Returns, after each of STEPS steps with the same known gradients, {name: how far the parameter has moved}."""
     rng = np.random.default_rng(2)
     gradients = tuple(Tensor(rng.normal(size=p.shape).astype(np.float32)) for p in optimizer.parameters)
     before = {p.name: p.asnumpy().copy() for p in parameters}
@@ -56,11 +56,11 @@ def test_b_moves_ratio_times_as_far(optimizer, kind, mode):
         for name, distance in plain.items():
             assert np.abs(distance).max() > 1e-3
             factor = RATIO if name.endswith("lora_b") else 1
-            # What is measured is a difference of numbers of about 1.
+            # The distances are differences of numbers of about 1.
             np.testing.assert_allclose(faster[name], factor * distance, rtol=2e-5, atol=4e-6)
 
 
-def test_all_that_trains_is_in_one_group():
+def test_everything_that_trains_is_in_one_group():
     model = network(use_dora=True)
     slow, fast = lora_plus_groups(model, RATE, 4, weight_decay=0.1)
     assert {p.name for p in fast["params"]} == {
@@ -92,5 +92,5 @@ def test_a_wrong_learning_rate(rate):
 
 
 def test_a_network_without_b():
-    with pytest.raises(LoraError, match="^The network has no B that trains"):
+    with pytest.raises(LoraError, match="^The network has no B that is trained"):
         lora_plus_groups(networks.TinyModel(1), RATE)

@@ -1,4 +1,4 @@
-"""HeldOutLoss against numpy, LossCurve's files, and a ProgressBar that keeps to stderr."""
+"""HeldOutLoss against NumPy, LossCurve's files, and a ProgressBar that writes to stderr only."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ def network():
 
 
 def cross_entropy(logits, input_ids, labels):
-    """The oracle in float64: the mean over the labels that count, none of which stands at a pad."""
+    """The oracle in float64: the mean over the labels that count, none of which is at a pad."""
     logits = logits.astype(np.float64)
     logits = logits - logits.max(-1, keepdims=True)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -63,7 +63,7 @@ def test_held_out_loss_is_the_cross_entropy_of_the_logits(network, held_out, gra
 
 
 class FixedLogits(nn.Cell):
-    """Stands for a language model: it always says the same logits."""
+    """A language model that always gives the same logits."""
 
     def __init__(self, logits, sliced=False):
         super().__init__()
@@ -80,7 +80,7 @@ def test_held_out_loss_of_masked_labels(mode, held_out, sliced):
     path, input_ids, labels = held_out
     inputs, targets = input_ids, labels
     if sliced:
-        # The label beside each token is taken as that of the next one.
+        # The label beside each token is that of the next one.
         inputs = np.concatenate([input_ids, input_ids[:, :1]], 1)
         targets = np.concatenate([labels[:, :1], labels], 1)
     logits = np.random.default_rng(2).normal(size=(ROWS, inputs.shape[1] - 1, tiny_runs.VOCABULARY)).astype(np.float32)
@@ -89,8 +89,8 @@ def test_held_out_loss_of_masked_labels(mode, held_out, sliced):
     np.testing.assert_allclose(loss, cross_entropy(logits, inputs, targets), rtol=1e-6)
 
 
-def test_measuring_leaves_training_as_it_was(network, held_out, graph_mode):
-    """Two steps, with a measurement between them, are the same as without it; and no cell has changed its mode."""
+def test_measuring_does_not_change_training(network, held_out, graph_mode):
+    """Two steps with a measurement after each are the same as without; and every cell keeps its mode."""
     path, input_ids, labels = held_out
     batch = Tensor(input_ids[:BATCH_SIZE]), Tensor(labels[:BATCH_SIZE])
     switch_dropout_off(network)  # Its masks differ from run to run.
@@ -115,7 +115,7 @@ def test_measuring_leaves_training_as_it_was(network, held_out, graph_mode):
     trainings = {name: sub.training for name, sub in cell.cells_and_names()}
     params, loss = two_steps(callback)
     assert {name: sub.training for name, sub in cell.cells_and_names()} == trainings
-    # Two compiled graphs, training and evaluation, however often they take turns.
+    # Two compiled graphs, training and evaluation, however often they alternate.
     assert len(cell.compile_cache) == 1 and len(callback.cell.compile_cache) <= 2
     assert [step for step, _ in callback.measured] == [1, 2] and callback.measured[0][1] != callback.measured[1][1]
     assert params["eval_results"] == {"held_out_loss": callback.measured[1][1]}
@@ -128,7 +128,7 @@ def switch_dropout_off(network):
 
 
 class Params(dict):
-    """MindSpore's callback parameters, as far as a callback looks at them."""
+    """MindSpore's callback parameters, as far as the callbacks use them."""
 
     def __init__(self, train_network=None, **known):
         super().__init__()
@@ -145,7 +145,7 @@ class Context(types.SimpleNamespace):
 
 
 def play(callbacks, losses, start=0, network=None):
-    """Shows callbacks a run of one epoch, without training anything; it may start after step ``start``."""
+    """Calls callbacks as in a run of one epoch, without training anything; it may start after step ``start``."""
     params = Params(network, epoch_num=1, batch_num=start + len(losses))
     params.list_callback = callbacks
     context = Context(params)
@@ -164,7 +164,7 @@ def play(callbacks, losses, start=0, network=None):
 
 
 @pytest.mark.parametrize("start, steps", [(0, [3, 6, 7]), (4, [6, 7])], ids=["whole", "resumed"])
-def test_held_out_loss_every_so_many_steps_and_at_the_end(held_out, start, steps):
+def test_held_out_loss_every_few_steps_and_at_the_end(held_out, start, steps):
     network = FixedLogits(np.zeros((ROWS, tiny_runs.SEQUENCE, tiny_runs.VOCABULARY), np.float32))
     callback = HeldOutLoss(held_out[0], every_steps=3)
     reports = Reports()
@@ -174,7 +174,7 @@ def test_held_out_loss_every_so_many_steps_and_at_the_end(held_out, start, steps
 
 
 class Reports(ms.Callback):
-    """Notes at which steps held_out_loss is reported."""
+    """Records the steps at which held_out_loss is reported."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ def test_wrong_arguments(held_out, arguments, message):
         HeldOutLoss(**{"dataset_dir": held_out[0], **arguments})
 
 
-def test_loss_curve_writes_numbers_and_a_picture(tmp_path, held_out):
+def test_loss_curve_writes_numbers_and_a_plot(tmp_path, held_out):
     held = HeldOutLoss(held_out[0])
     held.on_train_epoch_begin = held.on_train_step_end = lambda _: None
     held.measured = [(2, 0.75)]
@@ -225,12 +225,12 @@ def test_loss_curve_without_matplotlib(monkeypatch):
 
 
 @pytest.mark.parametrize("start, beginning", [(0, "  0%|          | 0/8"), (6, " 75%|███████▌  | 6/8")])
-def test_progress_bar_keeps_to_stderr(capfd, start, beginning):
+def test_progress_bar_writes_to_stderr_only(capfd, start, beginning):
     play([ProgressBar("fine-tuning")], [0.5] * (8 - start), start)
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.strip().startswith(f"fine-tuning: {beginning} steps")
-    assert said.err.strip().endswith("fine-tuning: 100%|██████████| 8/8 steps, 00:00 left, loss 0.500")
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.strip().startswith(f"fine-tuning: {beginning} steps")
+    assert printed.err.strip().endswith("fine-tuning: 100%|██████████| 8/8 steps, 00:00 left, loss 0.500")
 
 
 def test_only_rank_0_shows_progress_and_writes_a_curve(capfd, tmp_path, monkeypatch):

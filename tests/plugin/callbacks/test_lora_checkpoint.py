@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("pynative_mode")
 # When it saves, and what it keeps
 
 
-def test_saves_every_so_many_steps_and_at_the_end(tmp_path):
+def test_saves_every_few_steps_and_at_the_end(tmp_path):
     train([LoraCheckpoint(save_steps=2, directory="saved", keep_last=9)], [1] * STEPS_PER_EPOCH)
     assert folders("saved") == ["best", "step_2", "step_4", "step_5"]
     assert [marked_step(tmp_path / "saved" / name) for name in ("step_2", "step_4", "step_5")] == [2, 4, 5]
@@ -27,7 +27,7 @@ def test_saves_where_another_callback_stops_the_run():
 
 
 def test_saves_when_several_steps_are_reported_at_once():
-    # As with a dataset that sinks three steps at a time to the device.
+    # As with data sinking of three steps at a time.
     assert [step for step in range(3, 16, 3) if resume.passed(5, step - 3, step)] == [6, 12, 15]
 
 
@@ -43,7 +43,7 @@ def test_directory_is_in_the_output_folder_by_default(tmp_path, monkeypatch):
     assert folders(tmp_path / "run" / "lora_checkpoint") == ["best", "step_2"]
 
 
-def test_what_an_earlier_run_left_is_moved_aside():
+def test_what_an_earlier_run_saved_is_set_aside():
     train([LoraCheckpoint(save_steps=1, directory="saved", keep_last=2)], [1, 1, 1, 1])
     train([LoraCheckpoint(save_steps=1, directory="saved", keep_last=2)], [9, 9])
     train([LoraCheckpoint(save_steps=1, directory="saved", keep_last=2)], [5, 5])
@@ -84,7 +84,7 @@ def test_the_last_step_can_be_the_best_by_a_reported_metric():
     assert marked_step("saved/best") == 5
 
 
-def test_a_run_stopped_where_the_metric_was_not_measured_is_saved_all_the_same():
+def test_a_run_stopped_where_the_metric_was_not_measured_is_saved_nevertheless():
     report = Report("held_out_loss", {2: 0.9})
     train(
         [report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss"), StopAt(3)],
@@ -97,7 +97,7 @@ def test_a_run_stopped_where_the_metric_was_not_measured_is_saved_all_the_same()
 @pytest.mark.parametrize(
     "callbacks",
     [[], [Report("held_out_loss", {3: 0.1})], [Report("accuracy", {2: 0.1})]],
-    ids=["not there", "at other steps", "another metric"],
+    ids=["no metric", "at other steps", "another metric"],
 )
 def test_a_metric_that_is_not_reported(callbacks):
     checkpoint = LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss")
