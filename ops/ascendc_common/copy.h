@@ -17,7 +17,7 @@ __aicore__ inline AscendC::GlobalTensor<T> Global(GM_ADDR address)
     return tensor;
 }
 
-// A row on chip starts at a data block of 32 bytes: so many elements from one row to the next.
+// The number of elements from one row on chip to the next: rows start at data blocks of 32 bytes.
 template <class T>
 __aicore__ inline uint32_t PitchOf(uint32_t columns)
 {
@@ -26,7 +26,7 @@ __aicore__ inline uint32_t PitchOf(uint32_t columns)
 }
 
 // `rows` rows of `columns` elements, `stride` elements apart in global memory and PitchOf<T>(columns) apart on chip.
-// What lies behind a row on chip is of no meaning.
+// What follows a row on chip has no meaning.
 template <class T>
 __aicore__ inline void CopyRowsIn(const AscendC::LocalTensor<T>& to, const AscendC::GlobalTensor<T>& from,
     uint32_t rows, uint32_t columns, uint64_t stride)
@@ -56,7 +56,7 @@ __aicore__ inline void CopyRowsOut(const AscendC::GlobalTensor<T>& to, const Asc
     AscendC::DataCopyPad(to, from, blocks);
 }
 
-// `count` elements as float: in `wide`, or where they are if they are float. PIPE_V.
+// `count` elements as float: in `wide`, or in place if they are float already. PIPE_V.
 template <class T>
 __aicore__ inline AscendC::LocalTensor<float> Widened(
     const AscendC::LocalTensor<T>& narrow, const AscendC::LocalTensor<float>& wide, uint32_t count)

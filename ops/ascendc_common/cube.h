@@ -1,5 +1,5 @@
 // Products of 16-bit matrices on the cube unit: left [rows, depth] times right [columns, depth]^T.
-// In L1 a matrix lies as fractals of 16 x 16, one column of fractals after the other (Nz).
+// In L1 a matrix is stored as fractals of 16 x 16, one column of fractals after the other (Nz).
 #pragma once
 
 #include "kernel_operator.h"
@@ -9,7 +9,7 @@ namespace mindlora {
 constexpr uint32_t kFractalSide = 16;
 constexpr uint32_t kFractalSize = kFractalSide * kFractalSide;
 
-// What differs between the types that cube cores read and write.
+// The constants that depend on the type that cube cores read and write.
 template <typename T>
 struct CubeType;
 
@@ -45,10 +45,10 @@ __aicore__ inline void LoadRows(const AscendC::LocalTensor<T>& dst, const Ascend
     AscendC::DataCopy(dst, src, AscendC::Nd2NzParams(1, rows, columns, 0, stride, pitch, 1, 0));
 }
 
-// Mmad takes one row for a vector (GEMV), which lies in L0A in another way. So a single row is two.
+// Mmad treats one row as a vector (GEMV), which is stored differently in L0A. So a single row counts as two.
 __aicore__ inline uint32_t CubeRows(uint32_t rows) { return rows == 1 ? 2 : rows; }
 
-// Neighbouring fractals of L1, as they lie.
+// Neighbouring fractals of L1, in their order.
 template <typename T>
 __aicore__ inline void LoadFractals(
     const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint32_t elements)
@@ -80,7 +80,7 @@ __aicore__ inline void LoadRight(const AscendC::LocalTensor<T>& dst, const Ascen
     }
 }
 
-// A right matrix that lies in L1 as it is multiplied, [depth, columns], to L0B, `columns` of it.
+// `columns` of a right matrix that is stored in L1 as it is multiplied, [depth, columns], to L0B.
 template <typename T>
 __aicore__ inline void LoadRightTransposed(
     const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint32_t columns, uint32_t depth)

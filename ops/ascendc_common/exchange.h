@@ -1,4 +1,4 @@
-// Sums over cores, through global memory, in an order that does not depend on which core comes first.
+// Sums over cores, through global memory, in an order that does not depend on which core is first.
 #pragma once
 
 #include "kernel_operator.h"

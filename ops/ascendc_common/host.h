@@ -1,5 +1,5 @@
 // What the host sides of the operators share: CANN asks them for shapes and dtypes, and for how to launch a kernel.
-// What is unsupported is refused here with its reason on stderr; MindSpore has refused most of it before, when it
+// They refuse what is unsupported and print the reason to stderr. Most of it MindSpore has refused before, when it
 // inferred shapes.
 #pragma once
 
@@ -21,7 +21,7 @@ constexpr int64_t kMaxRank = 256;
 // Sizes reach the kernels as 32-bit numbers.
 constexpr int64_t kMaxSize = INT32_MAX;
 
-// Atlas A2 and Atlas A3: one architecture, 2201.
+// Atlas A2 and Atlas A3 share one architecture, 2201.
 constexpr const char* kSocs[] = {"ascend910b", "ascend910_93"};
 
 // The dtypes of an input or output, one for each of the three builds of a kernel.
@@ -38,7 +38,7 @@ protected:
     {
         Declare(Input(name), dtypes).AutoContiguous();
     }
-    // Written in place: a copy would be written in its stead.
+    // Written in place, so not AutoContiguous: the kernel would write to a copy.
     void InOut(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Input(name), dtypes); }
     void Out(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Output(name), dtypes); }
 
@@ -85,7 +85,7 @@ ge::graphStatus DataTypeOfInput(gert::InferDataTypeContext* context)
     return context->SetOutputDataType(0, context->GetInputDataType(I));
 }
 
-// The shapes of one call. The first thing that does not fit is said, and makes Good() false.
+// The shapes of one call. The first mismatch is printed and makes Good() false.
 class Shapes {
 public:
     Shapes(const char* op, gert::TilingContext* context) : op_(op), context_(context) {}
@@ -96,7 +96,7 @@ public:
         return shape == nullptr ? 0 : shape->GetStorageShape().GetDimNum();
     }
 
-    // Checks the number of dimensions of an input; to be called before its sizes are asked for.
+    // Checks the number of dimensions of an input. Call it before At.
     void Check(size_t input, const char* name, size_t dimensions)
     {
         const size_t found = Dimensions(input);
@@ -112,7 +112,7 @@ public:
 
     int64_t At(size_t input, size_t axis) const { return good_ ? Size(input, axis) : 0; }
 
-    // Scale is one number, in a tensor of any shape.
+    // One number, in a tensor of any shape.
     void CheckOneNumber(size_t input, const char* name)
     {
         const gert::StorageShape* shape = context_->GetInputShape(input);
@@ -133,7 +133,7 @@ public:
         }
     }
 
-    // K and N, of any operator.
+    // K and N have the same limits in all operators.
     void CheckSizes(int64_t in, int64_t out)
     {
         CheckRange("K", in, 1, kMaxSize);
@@ -186,7 +186,7 @@ private:
     bool good_ = true;
 };
 
-// Of one number of an input of the operator's element type.
+// The bytes of a number of an input, which has the operator's element type.
 inline uint64_t ElementBytes(gert::TilingContext* context, size_t input)
 {
     return context->GetInputDesc(input)->GetDataType() == ge::DT_FLOAT ? sizeof(float) : sizeof(uint16_t);
@@ -212,13 +212,13 @@ template <class Tiling>
 ge::graphStatus Launch(gert::TilingContext* context, const Plan<Tiling>& plan)
 {
     static_assert(std::is_trivially_copyable<Tiling>::value, "a kernel reads its tiling byte by byte");
-    constexpr uint32_t kBatchMode = 1;  // all cores start together, as a kernel needs whose cores wait for each other
+    constexpr uint32_t kBatchMode = 1;  // all cores start together: needed where cores wait for each other
     gert::TilingData* tiling = context->GetRawTilingData();
     size_t* workspaces = context->GetWorkspaceSizes(1);
     if (tiling == nullptr || workspaces == nullptr || tiling->GetCapacity() < sizeof(Tiling)) return ge::GRAPH_FAILED;
     std::memcpy(tiling->GetData(), &plan.tiling, sizeof(Tiling));
     tiling->SetDataSize(sizeof(Tiling));
-    // The kernel's workspace lies behind the system's.
+    // The kernel's workspace follows the system's.
     const platform_ascendc::PlatformAscendC chip(context->GetPlatformInfo());
     workspaces[0] = plan.workspace + chip.GetLibApiWorkSpaceSize();
     context->SetBlockDim(plan.blocks);

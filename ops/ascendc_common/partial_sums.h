@@ -1,4 +1,4 @@
-// What the cube cores left in parts, summed up by the vector cores.
+// The vector cores add up the partial sums that the cube cores wrote.
 #pragma once
 
 #include "ascendc_common/copy.h"
@@ -11,7 +11,7 @@ namespace mindlora {
 template <typename T>
 class PartialSums {
 public:
-    // tile: numbers at a time, a multiple of 16.
+    // tile: how many numbers are added at a time, a multiple of 16.
     __aicore__ inline PartialSums(
         AscendC::TPipe& pipe, const PrefillExchange<T>& exchange, uint32_t slices, uint32_t tile)
         : exchange_(exchange), slices_(slices), tile_(tile)

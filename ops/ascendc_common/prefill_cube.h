@@ -1,4 +1,4 @@
-// What a cube core does with a tile of rows that share A and B. A way of computing says which rows, and when.
+// What a cube core does with a tile of rows that share A and B. The operator decides which rows, and when.
 #pragma once
 
 #include "ascendc_common/prefill_exchange.h"
@@ -7,10 +7,10 @@
 
 namespace mindlora {
 
-// What y0 is multiplied with on its way to y.
+// The matrix by which y0 is multiplied on its way to y.
 enum class PrefillConstant : uint32_t { kIdentity, kNan };
 
-// kColumns: B lies as [r, N], not as [N, r].
+// kColumns: B is stored as [r, N], not as [N, r].
 template <typename T, bool kColumns>
 class PrefillCube {
 public:
@@ -42,8 +42,8 @@ public:
 
     __aicore__ inline void FreeWeight(AscendC::LocalTensor<T>& weight) { weight_.FreeTensor(weight); }
 
-    // They stay in L0B, in no queue: of eight event ids from M to MTE1 TPipe keeps three, and the other buffers take
-    // five. What is multiplied with them is loaded later, so whoever waits for it has waited for them.
+    // They stay in L0B and in no queue: of the eight event ids from M to MTE1, TPipe keeps three and the other buffers
+    // take five. What is multiplied by them is loaded later, so waiting for that includes waiting for them.
     __aicore__ inline AscendC::LocalTensor<T> LoadConstants(const AscendC::GlobalTensor<T>& src)
     {
         AscendC::LocalTensor<T> in = stages_.template AllocTensor<T>();
@@ -161,7 +161,7 @@ private:
         return left_.template DeQue<T>();
     }
 
-    // With the identity, y0 comes to the same sum as low B^T. That is exact, and y is rounded once on its way out.
+    // Multiplied by the identity, y0 is added to the same sum as low B^T. That is exact, so y is rounded once.
     __aicore__ inline void MultiplyY0(const AscendC::LocalTensor<float>& sum, const AscendC::LocalTensor<T>& y0,
         const AscendC::LocalTensor<T>& constant, uint32_t rows, uint32_t columns, bool add)
     {

@@ -1,4 +1,4 @@
-// What the cube and the vector cores hand to one another, through the workspace, when they share a LoRA product.
+// What the cube and the vector cores exchange through the workspace when they share a LoRA product.
 #pragma once
 
 #include "ascendc_common/cube.h"
@@ -25,11 +25,11 @@ struct PrefillExchange {
     AscendC::GlobalTensor<T> constants;     // two fractals
 };
 
-// An identity, and a fractal full of NaN, for the cube cores, which cannot make them.
+// An identity and a fractal of NaN, for the cube cores, which cannot make them.
 template <typename T, typename Queue>
 __aicore__ inline void WriteConstants(Queue& queue, const PrefillExchange<T>& exchange)
 {
-    constexpr uint32_t kHalf = kFractalSize / 2;  // as many numbers as a vector instruction takes at a time
+    constexpr uint32_t kHalf = kFractalSize / 2;  // the numbers of one vector instruction
     AscendC::LocalTensor<uint16_t> bits = queue.template AllocTensor<uint16_t>();
     AscendC::Duplicate<uint16_t>(bits, 0, kFractalSize);
     for (uint32_t part = 0; part < 2; ++part) {

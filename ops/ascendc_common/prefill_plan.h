@@ -11,9 +11,9 @@ namespace prefill {
 
 constexpr uint64_t kSide = 16;           // of a fractal
 constexpr uint64_t kElement = 2;         // bytes
-constexpr uint64_t kLeastTokens = 17;    // what fills one row of fractals only is left to the vector cores
+constexpr uint64_t kLeastTokens = 17;    // fewer fill one row of fractals only, and are left to the vector cores
 constexpr uint64_t kConstants = 2;       // fractals that stay in L0B
-constexpr uint64_t kMostStride = 65535;  // between rows that become fractals on their way in
+constexpr uint64_t kMostStride = 65535;  // between rows that become fractals while they are read
 constexpr uint64_t kMostLow = 1u << 28;  // strides between partial sums are 32-bit numbers of bytes
 
 inline uint64_t CeilDiv(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit; }
@@ -28,8 +28,8 @@ struct Split {
     uint64_t parts;
 };
 
-// The split whose busiest core moves the fewest bytes. With few groups of tokens A and B are read few times; with few
-// slices little is exchanged. bytes(split) is what a part moves.
+// The split whose busiest core moves the fewest bytes. With few groups of tokens, A and B are read few times; with few
+// slices, little is exchanged. bytes(split) is what one part moves.
 template <class Bytes>
 Split LeastBytes(uint64_t tokens, uint64_t size, uint64_t mostWidth, uint64_t cores, const Bytes& bytes)
 {
@@ -60,7 +60,7 @@ inline bool TakesPrefill(uint64_t tokens, uint64_t rank, uint64_t stride, uint64
     return elementBytes == kElement && tokens >= kLeastTokens && stride <= kMostStride && tokens * rank <= kMostLow;
 }
 
-// Fills in plan.tiling.prefill and how to launch it. `rank` is the largest there is.
+// Fills in plan.tiling.prefill and how to launch it. `rank` is the largest one in use.
 template <class Tiling>
 void PlanPrefill(uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank, const Platform& chip, Plan<Tiling>& plan)
 {
@@ -71,7 +71,7 @@ void PlanPrefill(uint64_t tokens, uint64_t in, uint64_t out, uint64_t rank, cons
     // Two tiles of x or y0 fill half of L0A, two of A or B what the constants leave of L0B.
     const uint64_t step = RoundDown(
         std::min(chip.l0a / 4 / kElement / kPrefillTileRows, (chip.l0b - constants) / 2 / kElement / RoundUp(rank)));
-    // What the tiles leave of L1 is for a slice of A or B.
+    // The rest of L1 is for a slice of A or B.
     const uint64_t tiles = kElement * kPrefillTileRows * (kPrefillStages * step + RoundUp(rank));
     const uint64_t mostWidth = RoundDown((chip.l1 - tiles) / kElement / RoundUp(rank));
 

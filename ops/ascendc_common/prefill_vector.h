@@ -16,7 +16,7 @@ public:
         pipe.InitBuffer(constants_, 1, kConstantsSize * sizeof(T));
     }
 
-    // This core's part of something that is dealt out in multiples of `unit`.
+    // This core's part of `count`, which is dealt out in multiples of `unit`.
     __aicore__ inline static Range Mine(uint32_t count, uint32_t unit)
     {
         return Share(count, unit, AscendC::GetBlockNum() * AscendC::GetSubBlockNum(), AscendC::GetBlockIdx());

@@ -7,7 +7,7 @@
 namespace mindlora {
 
 constexpr uint32_t kLanes = 64;    // floats of one repeat
-constexpr uint32_t kDotRows = 64;  // rows in one go
+constexpr uint32_t kDotRows = 64;  // rows of one instruction
 constexpr uint32_t kDotScratch = kDotRows * kLanes;
 constexpr uint32_t kMaxPitch = 255 * 8;  // of the matrix: a repeat stride of 8 bits, in data blocks of 8 floats
 constexpr uint32_t kNarrow = 32;         // up to so many columns NarrowRowDots takes fewer repeats
@@ -25,7 +25,7 @@ __aicore__ inline void RowDots(const AscendC::LocalTensor<float>& dots, const As
     const AscendC::LocalTensor<float>& vector, uint32_t rows, uint32_t columns, uint32_t pitch,
     const AscendC::LocalTensor<float>& scratch, uint32_t step = 1)
 {
-    // One repeat a row; the vector does not move on.
+    // One repeat for each row; the vector stays where it is.
     const AscendC::BinaryRepeatParams rowByRow(1, 1, 1, kLanes / 8, static_cast<uint8_t>(pitch / 8), 0);
     const uint64_t width = Least(kLanes, columns);
     for (uint32_t row = 0; row < rows; row += kDotRows) {
@@ -41,7 +41,7 @@ __aicore__ inline void RowDots(const AscendC::LocalTensor<float>& dots, const As
     }
 }
 
-// As RowDots with step 1, for rows that would leave most lanes idle: eight rows in one repeat, eight columns at a time.
+// RowDots with step 1 for rows that would leave most lanes idle: eight rows in one repeat, eight columns at a time.
 __aicore__ inline void NarrowRowDots(const AscendC::LocalTensor<float>& dots, const AscendC::LocalTensor<float>& matrix,
     const AscendC::LocalTensor<float>& vector, uint32_t rows, uint32_t columns, uint32_t pitch,
     const AscendC::LocalTensor<float>& scratch)

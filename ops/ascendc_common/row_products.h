@@ -1,5 +1,5 @@
-// Products of a few vectors with the rows of a matrix that is streamed from global memory, each element once: sums in
-// float, two tiles on their way, one widened.
+// Products of a few vectors with the rows of a matrix that is streamed from global memory, each element once. Sums are
+// float; two tiles are being read while one is widened.
 #pragma once
 
 #include "ascendc_common/copy.h"
@@ -77,7 +77,7 @@ public:
         }
     }
 
-    // The next tile that was sent: sums[v * sumsPitch + i] += vectors[v * vectorsPitch, ...] * row i of it.
+    // Takes the next tile: sums[v * sumsPitch + i] += vectors[v * vectorsPitch, ...] * row i of it.
     __aicore__ inline void AddTile(const AscendC::LocalTensor<float>& sums, uint32_t sumsPitch,
         const AscendC::LocalTensor<float>& vectors, uint32_t vectorsPitch, uint32_t count, uint32_t rows,
         uint32_t columns)
@@ -96,7 +96,8 @@ public:
         matrixIn_.FreeTensor(raw);
     }
 
-    // Tiles are taken in the order in which they are sent, of each kind up to two ahead. Empty ones are none.
+    // Tiles are taken in the order in which they were requested, up to two ahead of each kind. Empty tiles do not
+    // count.
     __aicore__ inline void SendMatrix(const Matrix<T>& m, const Range& rows, const Range& columns)
     {
         Send(matrixIn_, m, rows, columns);
@@ -110,7 +111,7 @@ public:
     __aicore__ inline AscendC::LocalTensor<T> TakeVectors() { return vectorsIn_.template DeQue<T>(); }
     __aicore__ inline void FreeVectors(AscendC::LocalTensor<T>& raw) { vectorsIn_.FreeTensor(raw); }
 
-    // One set at a time; that of float lies in raw itself.
+    // One set at a time; in float it is raw itself.
     __aicore__ inline AscendC::LocalTensor<float> WidenVectors(const AscendC::LocalTensor<T>& raw, uint32_t count)
     {
         return Widened(raw, vectorsWide_, count);

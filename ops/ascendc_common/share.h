@@ -1,4 +1,4 @@
-// What one core owns of something that is dealt out.
+// The share of one core.
 #pragma once
 
 #include "kernel_operator.h"

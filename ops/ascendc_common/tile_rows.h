@@ -1,4 +1,4 @@
-// Rows that are multiplied together: runs of neighbours in global memory, one below the other on chip.
+// Rows that are multiplied together: runs of neighbours in global memory, consecutive on chip.
 #pragma once
 
 #include "ascendc_common/cube.h"
@@ -13,7 +13,7 @@ struct TileRows {
     uint8_t first[kPrefillTileRows];  // of a run, in the window
     uint8_t length[kPrefillTileRows];
 
-    // Rows come in ascending order.
+    // Add rows in ascending order.
     __aicore__ inline void Add(uint32_t row)
     {
         if (runs == 0 || first[runs - 1] + length[runs - 1] != row) {

@@ -2,9 +2,9 @@
 //   OpInferShape(ndims, shapes, extra)     the shapes of the outputs; a dimension may be -1 (unknown), a rank -2
 //   OpInferType(types, extra)              the types of the outputs
 //   Op(count, data, ndims, shapes, dtypes, stream, extra)   inputs, then outputs
-// MindSpore turns what they throw into a Python RuntimeError with the same words.
-// The operators take all that they need as tensors: no attribute is read from AotExtra, and no workspace asked for,
-// so that MindSpore's header, which pulls in its core headers, is not needed and its layout may change.
+// MindSpore turns an exception from them into a Python RuntimeError with the same text.
+// All that the operators need are tensors: no attribute is read from AotExtra and no workspace requested. So
+// MindSpore's header, which pulls in its core headers, is not needed, and its layout may change.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ constexpr int64_t kMaxRank = 256;
     throw std::runtime_error(std::string("mindlora ") + op + ": " + why);
 }
 
-// The shapes of one call, with checks that let unknown dimensions pass: they are made again when all are known.
+// The shapes of one call. The checks let unknown dimensions pass, and are repeated when all are known.
 class Shapes {
 public:
     Shapes(const char* op, int* ndims, int64_t** shapes) : op_(op), ndims_(ndims), shapes_(shapes) {}
@@ -42,7 +42,7 @@ public:
         }
     }
 
-    // Both dimensions mean the same thing.
+    // Two dimensions that must be equal.
     void CheckSame(const char* what, int64_t first, int64_t second) const
     {
         if (first >= 0 && second >= 0 && first != second) {
@@ -114,6 +114,6 @@ void WithElement(const char* op, const std::string& dtype, F f)
 
 }  // namespace mindlora
 
-// MindSpore's own class, used here as an address alone.
+// MindSpore's own class, of which only the address is used here.
 class AotExtra;
 #define MINDLORA_EXPORT extern "C" __attribute__((visibility("default")))

@@ -39,7 +39,7 @@ inline float ToFloat(float16 value)
     const uint32_t exponent = rest & (0x1fu << 23);
     if (exponent == 0x1fu << 23) return FloatOf(sign | (rest + (224u << 23)));  // infinity and NaN
     if (exponent != 0) return FloatOf(sign | (rest + (112u << 23)));
-    // Subnormal: the hidden one is added to the exponent of the smallest normal, then subtracted as a number.
+    // Subnormal: the implicit one is added by the exponent of the smallest normal, then subtracted as a number.
     return FloatOf(sign | BitsOf(FloatOf(rest + (113u << 23)) - FloatOf(113u << 23)));
 }
 
@@ -49,7 +49,7 @@ inline void FromFloat(float value, bfloat16* to)
 {
     const uint32_t bits = BitsOf(value);
     const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-    // Nearest, ties to even. A NaN is made quiet by hand: rounding could carry it into infinity.
+    // Nearest, ties to even. A NaN is made quiet explicitly, since rounding could turn it into infinity.
     to->bits = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
@@ -60,7 +60,7 @@ inline void FromFloat(float value, float16* to)
     if (magnitude > 0x7f800000) {
         half = 0x7e00;  // NaN
     } else if (magnitude >= 143u << 23) {
-        half = 0x7c00;  // 65536 and above: infinity; what lies below and rounds up to it is carried there
+        half = 0x7c00;  // 65536 and above: infinity; smaller values that round up to it are carried there
     } else if (magnitude < 113u << 23) {
         // Below the smallest normal: adding 0.5 leaves the subnormal in the last bits, rounded by the hardware.
         half = BitsOf(FloatOf(magnitude) + 0.5f) - BitsOf(0.5f);

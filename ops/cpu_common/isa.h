@@ -3,7 +3,7 @@
 
 namespace mindlora {
 
-// Each one holds those before it. kPlain is what the compiler assumes of every processor of the kind.
+// Each includes those before it. kPlain is what the compiler assumes of any processor of the architecture.
 enum Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // The best instruction set of this processor.
@@ -14,11 +14,11 @@ Isa CurrentIsa();
 
 }  // namespace mindlora
 
-// Chooses an instruction set for the whole process; returns the one that is then in use, which is not the one that
-// was asked for where the processor lacks it. For tests and benchmarks.
+// Chooses an instruction set for the whole process and returns the one that is then in use: another one if the
+// processor lacks the one asked for. For tests and benchmarks.
 extern "C" int mindlora_set_isa(int isa);
 
-// The form of the entry points: the Python side refuses a library that returns another one than it was written for.
+// The version of the entry points: the Python side refuses a library with another version than its own.
 extern "C" int mindlora_library_version();
 
 // Calls `function` of the namespace of the instruction set in use.

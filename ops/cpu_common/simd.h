@@ -1,4 +1,4 @@
-// Vectors of MINDLORA_WIDTH float32, and the two products that all the kernels are made of.
+// Vectors of MINDLORA_WIDTH float32, and the two products of which the kernels are made.
 // Included by for_each_isa.h, once in the namespace of each instruction set: no include guard, no includes.
 
 #define MINDLORA_INLINE static inline __attribute__((always_inline))
@@ -61,7 +61,7 @@ MINDLORA_INLINE void Store(Vec v, float16* to)
 #endif
 }
 
-// The first `count` elements, fewer than kWidth; the other lanes are zero. Nothing behind them is read.
+// The first `count` elements, fewer than kWidth; the other lanes are zero. Nothing after them is read.
 template <class T>
 MINDLORA_INLINE Vec LoadPart(const T* from, int64_t count)
 {
@@ -70,7 +70,7 @@ MINDLORA_INLINE Vec LoadPart(const T* from, int64_t count)
     return Load(whole);
 }
 
-// Rows of B are shorter than a vector at small ranks: through memory they would cost more than the rest of the row.
+// At small ranks rows of B are shorter than a vector, and a copy through memory would cost more than the product.
 #if MINDLORA_WIDTH == 16
 MINDLORA_INLINE Vec LoadPart(const float* from, int64_t count)
 {
@@ -165,7 +165,8 @@ MINDLORA_INLINE void Shrink(
     constexpr int kStep = kVectors;
     for (int64_t j = 0; j < rank; j += kStep) {
         const T* rows[kStep];
-        // Past the last row that one is taken again, and the result dropped: simpler than a kernel for each remainder.
+        // Past the end the last row is computed again, and the result dropped: simpler than a kernel for each
+        // remainder.
         for (int i = 0; i < kStep; ++i) rows[i] = a + std::min<int64_t>(j + i, rank - 1) * stride;
         Vec acc[M][kStep] = {};
         Dots<M, kStep>(x, rows, length, acc);
@@ -187,7 +188,7 @@ MINDLORA_INLINE void WithRows(int64_t rows, F f)
     }
 }
 
-// Scratch of the calling thread that only grows: allocating it anew at each call costs more than a small kernel.
+// Scratch memory of the calling thread. It only grows: allocating at each call would cost more than a small kernel.
 MINDLORA_INLINE float* Scratch(std::vector<float>* buffer, int64_t count)
 {
     if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(count);

@@ -1,5 +1,5 @@
-// What a kernel includes: a functional CPU model of the part of the Ascend C API that the kernels of this project use.
-// It is not CANN; see README.md.
+// What a kernel includes: a functional model, on a CPU, of the part of the Ascend C API that this project's kernels
+// use. It is not CANN; see README.md.
 #pragma once
 
 #include "model/arithmetic.h"

@@ -77,7 +77,7 @@ template <class T>
 static void LoraDelta(const T* y0, const T* x, const T* a, const T* b, float scale, int64_t tokens, int64_t in,
     int64_t out, int64_t rank, int threads, T* y)
 {
-    // Every chunk packs B for itself: at 64 tokens that is a twentieth of its work, and no thread waits for another.
+    // Every chunk packs B by itself: at 64 tokens that is a twentieth of its work, and no thread waits for another.
     const int64_t chunk = std::min<int64_t>(64, (((tokens + threads - 1) / threads) + kBlock - 1) / kBlock * kBlock);
     const int64_t chunks = chunk == 0 ? 0 : (tokens + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1)

@@ -9,7 +9,7 @@ inline uint32_t Mixed(uint32_t h)
     return h ^ (h >> 16);
 }
 
-// y[t, k] = x[t, k] * factor where 31 bits of the hash of (seed, t, k) are not below `least`, else 0.
+// y[t, k] = x[t, k] * factor where 31 bits of the hash of (seed, t, k) are at least `least`, else 0.
 template <class T>
 void LoraDropout(
     const T* x, uint32_t seed, uint32_t least, float factor, int64_t tokens, int64_t channels, int threads, T* y)

@@ -1,4 +1,4 @@
-// lora_linear for the functional model.
+// lora_linear for the simulator.
 #ifndef DTYPE_X
 #define DTYPE_X MINDLORA_ELEMENT
 #endif

@@ -1,6 +1,6 @@
 // The kernel of lora_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
 
-// Rows in float32: themselves where they are, else converted once, as they are read again for each row of W.
+// Rows in float32: in place if they are float32, else converted once, since they are read again for each row of W.
 MINDLORA_INLINE const float* Widened(const float* from, int64_t, std::vector<float>*) { return from; }
 
 template <class T>
@@ -27,14 +27,14 @@ static void LoraLinear(const T* x, const T* w, const T* a, const T* b, float sca
         });
     }
 
-    // Small layers are done before a second thread is awake.
+    // A small layer is finished before a second thread wakes up.
     const int64_t chunk = out * in < 1 << 16 ? out : std::max<int64_t>(16, out / (8 * threads) / 16 * 16);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunk < out)
     for (int64_t start = 0; start < out; start += chunk) {
         const int64_t end = std::min(out, start + chunk);
         for (int64_t n = start; n < end; n += kVectors) {
             const T *base[kVectors], *expand[kVectors];
-            // Past the last row that one is taken again, and the result dropped.
+            // Past the end the last row is computed again, and the result dropped.
             for (int i = 0; i < kVectors; ++i) {
                 base[i] = w + std::min(n + i, end - 1) * in;
                 expand[i] = b + std::min(n + i, end - 1) * rank;

@@ -1,4 +1,4 @@
-// multi_lora_delta for the functional model.
+// multi_lora_delta for the simulator.
 #ifndef DTYPE_X
 #define DTYPE_X MINDLORA_ELEMENT
 #endif

@@ -1,4 +1,4 @@
-// multi_lora_slot_write for the functional model.
+// multi_lora_slot_write for the simulator.
 #ifndef DTYPE_POOL
 #define DTYPE_POOL MINDLORA_ELEMENT
 #endif

@@ -1,4 +1,4 @@
-// nf4_dequantize for the functional model.
+// nf4_dequantize for the simulator.
 #ifndef DTYPE_W
 #define DTYPE_W MINDLORA_ELEMENT
 #endif

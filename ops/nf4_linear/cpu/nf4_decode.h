@@ -10,7 +10,7 @@ alignas(64) static const float kNf4[16] = {-1.0f, -0.6961928009986877f, -0.52507
     0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
     0.7229568362236023f, 1.0f};
 
-// A weight and all that is needed to read it: K is padded to whole blocks of each row.
+// A weight and what is needed to read it. K is padded to whole blocks in each row.
 struct Nf4 {
     const uint8_t* codes;
     const uint8_t* absmax;
@@ -36,7 +36,7 @@ struct Table {
     explicit MINDLORA_MEMBER Table(float absmax) : values(Load(kNf4) * absmax) {}
     MINDLORA_MEMBER Vec At(Lanes code) const
     {
-        return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), values);  // looks at four bits alone
+        return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(code), values);  // looks at four bits only
     }
 #elif MINDLORA_WIDTH == 8
     Vec low, high;

@@ -10,7 +10,7 @@ namespace mindlora {
 namespace {
 
 constexpr char kOp[] = "nf4_linear";
-// x stands for dy in the gradient, whose last input may be x.
+// In the gradient kX is dy, and the last input may be x.
 enum { kX, kCodes, kAbsmax, kScales, kOffsets, kBias, kLike = kBias };
 constexpr int kWithoutBias = 6, kWithBias = 7;  // tensors of one call, y included
 constexpr int64_t kBlock = 64, kBytes = 32, kGroup = 256;
@@ -37,7 +37,7 @@ void CheckForward(const Shapes& s)
     s.CheckSame("the number of blocks of a row", Over(s.At(kX, 1), kBlock), s.At(kAbsmax, 1));
 }
 
-// W alone is made like x, or like a vector of any length: then it has whole blocks.
+// nf4_dequantize makes W like x, or like a vector of any length; then W has whole blocks.
 bool HasWholeBlocks(const Shapes& s) { return s.RankKnown(kX) && s.Of(kX).size() == 1; }
 
 void CheckBackward(const Shapes& s)
@@ -113,7 +113,7 @@ MINDLORA_EXPORT int Nf4Linear(int count, void** data, int* ndims, int64_t** shap
     return 0;
 }
 
-// dx = dy W with the K columns padded to whole blocks. Where K is a multiple of 64, which is nearly always, that is dx.
+// dx = dy W with the K columns padded to whole blocks. Where K is a multiple of 64, as it nearly always is, that is dx.
 MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradInferShape(int* ndims, int64_t** shapes, AotExtra*)
 {
     using namespace mindlora;
@@ -135,7 +135,7 @@ MINDLORA_EXPORT int Nf4LinearGrad(
     return 0;
 }
 
-// The same with the columns of x, the last input, which is there for its shape alone and so must be kept for it.
+// The same with as many columns as x, the last input, which is needed for its shape alone.
 MINDLORA_EXPORT std::vector<int64_t> Nf4LinearGradLikeInferShape(int* ndims, int64_t** shapes, AotExtra*)
 {
     using namespace mindlora;
@@ -156,7 +156,7 @@ MINDLORA_EXPORT int Nf4LinearGradLike(
     return 0;
 }
 
-// W, which only the Ascend kernel of nf4_dequantize computes: MindSpore asks here for its shape and type.
+// Only the Ascend kernel of nf4_dequantize computes W, but MindSpore asks this library for its shape and type.
 MINDLORA_EXPORT std::vector<int64_t> Nf4DequantizeInferShape(int* ndims, int64_t** shapes, AotExtra*)
 {
     using namespace mindlora;

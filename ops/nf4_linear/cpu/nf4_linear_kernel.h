@@ -16,7 +16,7 @@ static void FewTokens(
     for (int64_t n = first; n < end; n += kJ) {
         const uint8_t* codes[kJ];
         for (int j = 0; j < kJ; ++j) {
-            // Past the last row that one is taken again, and the result dropped.
+            // Past the end the last row is computed again, and the result dropped.
             const int64_t row = std::min(n + j, end - 1);
             codes[j] = w.codes + row * w.blocks * kBytes;
             ReadAbsmax(w, row * w.blocks, w.blocks, absmax + j * w.blocks);
@@ -26,7 +26,7 @@ static void FewTokens(
             const float* token = x + b * kBlock;
             for (int j = 0; j < kJ; ++j) {
                 const Table table(absmax[j * w.blocks + b]);
-                // The rows are too short for the processor to find out by itself what comes next.
+                // The rows are too short for the processor's own prefetching.
                 __builtin_prefetch(codes[j] + (kJ * w.blocks + b) * kBytes);
                 for (int i = 0; i < kBytes; i += kWidth) {
                     const Lanes code = LoadCodes(codes[j] + b * kBytes + i);
@@ -73,7 +73,7 @@ static void LinearOfFew(
         for (int64_t k = 0; k < in; k += kWidth) StoreUpTo(LoadUpTo(x + m * in + k, in - k), to + k, in - k);
         std::fill(to + in, to + stride, 0.0f);
     }
-    // Small layers are done before a second thread is awake.
+    // A small layer is finished before a second thread wakes up.
     const int64_t chunk = out * in < 1 << 17 ? out : std::max<int64_t>(16, out / (8 * threads) / 16 * 16);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunk < out)
     for (int64_t start = 0; start < out; start += chunk) {
@@ -250,9 +250,10 @@ template <bool kBackward, class T>
 static void Multiply(
     const T* x, const Nf4& w, const T* bias, int64_t tokens, int64_t in, int64_t out, int threads, T* y)
 {
-    // Small layers are done before a second thread is awake.
+    // A small layer is finished before a second thread wakes up.
     threads = tokens * in * out < 1 << 18 ? 1 : threads;
-    // The weight is decoded once for each turn: for 512 tokens that is nothing, and their sums still fit in the cache.
+    // The weight is decoded once for each chunk: for 512 tokens the cost is negligible, and their sums still fit in the
+    // cache.
     for (int64_t t = 0; t < tokens; t += kTokens) {
         const int64_t count = std::min(kTokens, tokens - t);
         if (count <= kWidth) {

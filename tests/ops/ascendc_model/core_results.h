@@ -38,7 +38,7 @@ ASCENDC_MODEL_KERNEL(accumulate_half);
 ASCENDC_MODEL_KERNEL(accumulate_float);
 
 // Mix 1:2: the cube squares a 32 x 16 matrix times its transpose into a workspace, each vector core doubles half of the
-// rows, and the cube reads nothing before its vectors have told it that they are ready.
+// rows, and the cube reads nothing before its vector cores have signalled that they are ready.
 void mix(GM_ADDR x, GM_ADDR work, GM_ADDR y)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
@@ -97,7 +97,7 @@ void mix(GM_ADDR x, GM_ADDR work, GM_ADDR y)
 }
 ASCENDC_MODEL_KERNEL(mix);
 
-// Each core writes its square, all meet, each reads its neighbour's. The scalar unit fills the numbers in.
+// Each core writes its square, all synchronize, each reads its neighbour's. The scalar unit writes the numbers.
 void neighbours(GM_ADDR work, GM_ADDR y)
 {
     const int64_t me = GetBlockIdx();

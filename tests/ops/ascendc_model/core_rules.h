@@ -33,7 +33,7 @@ RULE(read_without_sync)
         DataCopy(env.Fresh<float>(64), env.y, 64);
     }
 }
-// The flag must be set behind the pipe that writes.
+// The flag must be set after the pipe that writes.
 RULE(flag_of_another_pipe)
 {
     const auto a = env.Ones(64);
@@ -46,7 +46,7 @@ RULE(flag_of_another_pipe)
     CrossCoreWaitFlag(1);
     DataCopy(env.Fresh<float>(64), env.y[(1 - GetBlockIdx()) * 64], 64);
 }
-// Whoever reads must be done before another core writes there again.
+// Readers must be done before another core writes there again.
 RULE(write_after_read)
 {
     const auto a = env.Ones(64);

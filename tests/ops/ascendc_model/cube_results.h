@@ -42,7 +42,7 @@ void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
         LocalTensor<T> a1 = a1Queue.AllocTensor<T>();
         LocalTensor<T> b1 = b1Queue.AllocTensor<T>();
         if (t.m == 1) {
-            // GEMV reads the row as it stands.
+            // GEMV reads the row as it is.
             DataCopy(a1, aGm[at], Nd2NzParams(1, 1, k, 0, t.k, 1, 1, 0));
         } else {
             DataCopy(a1, aGm[at], Nd2NzParams(1, t.m, k, 0, t.k, m16 * 16, 1, 0));
@@ -72,7 +72,7 @@ void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
             turn.repeatTimes = n16;
             turn.srcStride = k16;
             for (uint32_t row = 0; row < k16; ++row) {
-                if (row % 2 == 0) {  // two ways to the same
+                if (row % 2 == 0) {  // two calls that do the same
                     LoadData(b2[row * n16 * 256], b1[row * 256], LoadData2DParams(0, n16, k16, 0, 0, true, 0));
                 } else {
                     LoadDataWithTranspose(b2[row * n16 * 256], b1[row * 256], turn);

@@ -1,4 +1,5 @@
-// A product on the cube with its flags by hand, and one break at a time: 0 is right, the others are named below.
+// A product on the cube with explicit flags, broken in one way at a time: kNothing is right, the others are named
+// below.
 #include "kernel_operator.h"
 #include "model/python_entry.h"
 
@@ -129,7 +130,7 @@ void product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
 }
 ASCENDC_MODEL_KERNEL(product);
 
-// 64 x 64 results are large enough for the hardware to keep two Mmads in order by itself.
+// 64 x 64 results are large enough for the hardware to order two Mmads by itself.
 void large_product(GM_ADDR a, GM_ADDR b, GM_ADDR c) { Product(a, b, c, 64, kNothing); }
 ASCENDC_MODEL_KERNEL(large_product);
 

@@ -62,7 +62,7 @@ RULE(wrong_direction)
     }
     Adds(a, a, 1.0f, 64);
 }
-// A flag says nothing of what its source pipe does afterwards.
+// A flag says nothing about what its source pipe does afterwards.
 RULE(flag_set_too_early)
 {
     const auto a = env.Fresh<float>(64);
@@ -76,7 +76,7 @@ RULE(flag_set_too_early)
     WaitFlag<HardEvent::MTE2_V>(EVENT_ID0);
     Adds(a, a, 1.0f, 64);
 }
-// Order passes on: in before vector, vector before out.
+// Order is transitive: in before vector, vector before out.
 RULE(chain)
 {
     const auto a = env.Fresh<float>(64), b = env.Ones(64);
@@ -88,7 +88,7 @@ RULE(chain)
     env.Order<HardEvent::V_MTE3>();
     DataCopy(env.y, a, 64);
 }
-// That one pipe may read says nothing of another.
+// That one pipe may read says nothing about another pipe.
 RULE(second_reader)
 {
     const auto a = env.Fresh<float>(64), b = env.Fresh<float>(64);

@@ -221,7 +221,7 @@ void broadcast(GM_ADDR x, GM_ADDR y)
 }
 ASCENDC_MODEL_KERNEL(broadcast);
 
-// The number that each of 64 bytes is: itself as half; then out of a table of 256, behind 8 numbers that are not meant.
+// The number in each of 64 bytes, as half; then looked up in a table of 256, which starts after 8 other numbers.
 void look_up(GM_ADDR x, GM_ADDR table, GM_ADDR y)
 {
     GlobalTensor<half> tableGm;

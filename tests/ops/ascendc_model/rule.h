@@ -1,4 +1,4 @@
-// A kernel a rule: `bad` breaks it, and nothing else; without `bad` the kernel is right.
+// One kernel for each rule: `bad` breaks that rule and no other; without `bad` the kernel is right.
 #pragma once
 
 #include "kernel_operator.h"

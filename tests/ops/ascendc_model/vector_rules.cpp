@@ -29,7 +29,7 @@ RULE(overlap_of_repeats)
     const auto a = env.Ones();
     Adds(a[64], a[env.bad ? 0 : 64], 1.0f, 64, 2, {1, 1, 8, 8});
 }
-// Documented: dst and the second source of Add may stay where they are and sum up; the first source may not.
+// Documented: dst and the second source of Add may stay where they are and accumulate; the first source may not.
 RULE(accumulate_first_source)
 {
     const auto a = env.Ones();
@@ -92,7 +92,7 @@ RULE(brcb_in_place)
 }
 RULE(brcb_stride) { Brcb(env.Fresh<float>(64), env.Ones(8), 1, {env.bad ? 0 : 1, 8}); }
 
-// The offsets 0, step, 2 step, ... and what they point at.
+// The offsets 0, step, 2 step, ... and the numbers that they point at.
 struct Gathered {
     Gathered(Env& env, int32_t step)
         : source(env.Ones(64)), target(env.Fresh<float>(64)), offsets(env.Fresh<uint32_t>(64))

@@ -5,7 +5,7 @@
 
 namespace ascendc_model {
 
-// float arithmetic rounded to T, or integer arithmetic that must not overflow: what it does then is not documented.
+// Float arithmetic rounded to T, or integer arithmetic that must not overflow, since overflow is not documented.
 template <class T, class F>
 T Arithmetic(const char* api, const F& f, T a, T b)
 {
@@ -25,7 +25,7 @@ void Binary(
     const char* api, const F& f, const Lanes& lanes, const Operand<T>& dst, const Operand<T>& src0, Operand<T> src1)
 {
     CheckType<int16_t, half, int32_t, float>(api, "dst", static_cast<const T*>(nullptr));
-    // Add, Sub and Mul may sum up in dst where it is the second source and one of the two does not move on.
+    // Add, Sub and Mul may accumulate in dst where it is the second source and one of the two does not advance.
     const bool sameStart = dst.ref.begin == src1.ref.begin && dst.ref.slot == src1.ref.slot;
     src1.mayFollowDst =
         kIsOneOf<T, half, int32_t, float> && sameStart && (dst.repeatStride == 0 || src1.repeatStride == 0);

@@ -243,7 +243,7 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
         const uint8_t* bytes = dma.ReadGm(src.Ref(), "src", src.Ref().offset + static_cast<int64_t>(from), p.blockLen);
         uint8_t* target = dma.Write(dst.Ref(), "dst", to, to + filled);
         // Documented filling: without any padding the tail repeats the block's first element; with padding it is
-        // paddingValue, or without isPad random, which the model takes as never written.
+        // paddingValue, or without isPad random, which the simulator treats as never written.
         T filler = padParams.paddingValue;
         if (left + right == 0) {
             std::memcpy(&filler, bytes, sizeof(T));

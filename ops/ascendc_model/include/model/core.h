@@ -13,7 +13,7 @@
 
 namespace AscendC {
 
-// Logical places of a tensor, in the documented order.
+// Logical positions of a tensor, in the documented order.
 enum class TPosition : uint8_t {
     GM,
     A1,
@@ -109,7 +109,7 @@ struct Core {
     const char* atomicType = nullptr;
     void* pipe = nullptr;  // the live TPipe
     bool worked = false;
-    std::string waitsFor;  // what the core waits for, and whether it has come
+    std::string waitsFor;  // what the core waits for, and whether it has happened
     std::function<bool()> ready;
     CoreCounters counters;
 

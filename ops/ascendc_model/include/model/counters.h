@@ -1,4 +1,4 @@
-// What a run is measured by. Functional quantities only: no times.
+// What is counted in a run: functional quantities only, no times.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ struct Report {
     std::map<std::string, Traffic> gm;             // all cores, by GM buffer
     std::map<std::string, uint64_t> instructions;  // all cores, by pipe
     std::map<std::string, uint64_t> peak;          // the most that any core used, by on-chip memory
-    std::map<std::string, uint64_t> unwritten;     // bytes that stayed poisoned, by GM output
+    std::map<std::string, uint64_t> unwritten;     // bytes that were never written, by GM output
     uint64_t coresThatWorked = 0;                  // cores that issued anything but scalar instructions
 
     std::string Json() const;

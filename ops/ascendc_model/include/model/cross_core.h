@@ -5,7 +5,7 @@
 
 namespace ascendc_model {
 
-constexpr int kSyncAllFlag = kCrossCoreFlags;  // a flag of the model's own, next to the sixteen
+constexpr int kSyncAllFlag = kCrossCoreFlags;  // a flag of the simulator's own, besides the sixteen
 
 template <class Belongs>
 std::vector<Core*> CoresThat(const Belongs& belongs)

@@ -63,7 +63,7 @@ void LoadFractals(const char* api, const AscendC::LocalTensor<T>& dst, const Asc
     for (uint64_t i = 0; i < repeatTimes; ++i) {
         const uint64_t from = src.Ref().begin + (startIndex + i * srcStride) * kFractalBytes;
         const uint64_t to = dst.Ref().begin + i * (dstGap + 1) * kFractalBytes;
-        // Rows and columns that pad a matrix may never have been written; the cube decides whether it needs them.
+        // Rows and columns that pad a matrix may be unwritten; the cube decides whether it needs them.
         const uint8_t* bytes = load.Read(src.Ref(), "src", from, from + kFractalBytes, true);
         const uint8_t* written = load.Written(src.Ref(), from);
         uint8_t* target = load.Write(dst.Ref(), "dst", to, to + kFractalBytes);
@@ -148,7 +148,7 @@ void Mmad(
     const FractalMatrix a{fm.Ref().begin, sizeof(U), Fractals(k)};
     const FractalMatrix b{filter.Ref().begin, sizeof(U), Fractals(n)};
     const FractalMatrix c{dst.Ref().begin, sizeof(T), Fractals(m)};
-    // With one row the cube turns to GEMV: it reads A as k numbers in a row.
+    // With one row the cube does a GEMV: it reads A as k consecutive numbers.
     const bool gemv = m == 1;
     const auto atA = [&](uint64_t row, uint64_t col) {
         return gemv ? a.begin + col * sizeof(U) : a.At(row / 16, col / 16, row % 16, col % 16);

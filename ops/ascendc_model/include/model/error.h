@@ -1,4 +1,4 @@
-// How the model refuses a kernel: one exception that says where, what was found and which rule it breaks.
+// How the simulator refuses a kernel: one exception that says where, what was found and which rule is broken.
 #pragma once
 
 #include <sstream>

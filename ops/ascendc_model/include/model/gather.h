@@ -5,7 +5,7 @@
 
 namespace AscendC {
 
-// dst[i] = the element of src at srcBaseAddr + srcOffset[i], in bytes.
+// dst[i] = the element of src at byte srcBaseAddr + srcOffset[i].
 template <typename T>
 void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<uint32_t>& srcOffset,
     const uint32_t srcBaseAddr, const uint32_t count)

@@ -148,7 +148,7 @@ inline bfloat16_t Cast(const float& value) { return ToBfloat16(value); }
 
 namespace ascendc_model {
 
-// Arithmetic is done in float and rounded to the operand's type, once an instruction.
+// Arithmetic is done in float and rounded to the operand's type, once for each instruction.
 inline float Widen(float value) { return value; }
 inline float Widen(half value) { return value; }
 inline float Widen(bfloat16_t value) { return AscendC::ToFloat(value); }

@@ -1,6 +1,6 @@
-// Who may touch which bytes when. Every pipe of every core is a thread; a vector clock a thread says which instructions
-// of the others are known to have ended before its next one starts; a log of each memory's accesses is checked against
-// the clocks. So a missing flag is found although the model runs instructions one by one.
+// Which pipe may access which bytes when. Every pipe of every core is a thread. Each thread's vector clock says which
+// instructions of the others are known to have ended before its next one starts, and a log of the accesses to each
+// memory is checked against the clocks. So a missing flag is found although the simulator runs instructions one by one.
 #pragma once
 
 #include <algorithm>
@@ -101,7 +101,7 @@ private:
                 conflict = old;
                 fine = false;
             }
-            // What comes after the new access also comes after what it covers.
+            // What follows the new access also follows the accesses that it covers.
             const bool covered = now.begin <= old.begin && old.end <= now.end;
             const bool sameKind = old.thread == now.thread && old.access == now.access;
             if (!(covered && (sameKind || now.access == Access::kWrite))) {

@@ -1,12 +1,12 @@
-// One instruction on one pipe. All that an API reads and writes passes through here: bounds, lifetime, unwritten bytes
-// and hazards are checked in this one place.
+// One instruction on one pipe. All that an API reads and writes passes through here, so bounds, lifetime, unwritten
+// bytes and hazards are checked in this one place.
 #pragma once
 
 #include "core.h"
 
 namespace ascendc_model {
 
-// Where a LocalTensor lies.
+// The memory of a LocalTensor.
 struct LocalRef {
     Core* core = nullptr;
     Slot* slot = nullptr;
@@ -60,7 +60,7 @@ public:
             "), which this path does not support");
     }
 
-    // Bytes [begin, end) of the memory that the tensor lies in. Padding that the cube ignores is read with
+    // Bytes [begin, end) of the memory that holds the tensor. Padding that the cube ignores is read with
     // `mayBeUnwritten`.
     const uint8_t* Read(
         const LocalRef& tensor, const char* operand, uint64_t begin, uint64_t end, bool mayBeUnwritten = false)
@@ -84,7 +84,7 @@ public:
         return memory.data() + begin;
     }
 
-    // Which of the bytes were written, to hand on with a copy of them.
+    // Which of the bytes were written, to be copied along with them.
     uint8_t* Written(const LocalRef& tensor, uint64_t begin)
     {
         return tensor.core->memories[tensor.space].written() + begin;
@@ -186,7 +186,7 @@ private:
         const Device& device = TheDevice();
         const bool sameCore = old.thread / kPipes == thread_ / kPipes;
         if (old.thread == thread_) {
-            // A pipe starts its instructions in order: what an earlier one reads, it has read before.
+            // A pipe starts its instructions in order, so an earlier one has already read its sources.
             if (pipe_ == PIPE_S || old.access == Access::kRead || (pipe_ == PIPE_V && device.options.autoSync)) {
                 return true;
             }

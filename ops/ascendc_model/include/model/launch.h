@@ -1,4 +1,4 @@
-// The host's side: GM buffers, tiling, number and kind of cores; then a run and its report.
+// The host's side: GM buffers, tiling, number and kind of cores; then the run and its report.
 #pragma once
 
 #include "flags.h"
@@ -97,7 +97,7 @@ private:
         device.cores.push_back(std::move(core));
     }
 
-    // What a core must have put in order before its kernel returns.
+    // What a core must have finished and freed when its kernel returns.
     static void CheckEnd()
     {
         Core& core = Me();
@@ -128,7 +128,7 @@ private:
         if (core.atomicType != nullptr) {
             Refuse(api, "SetAtomicAdd is still on; DisableDmaAtomic (SetAtomicNone) ends it");
         }
-        // The core's memory is not needed any more.
+        // The core's memory is no longer needed.
         for (LocalMemory& memory : core.memories) {
             memory = LocalMemory();
         }

@@ -1,5 +1,5 @@
-// The memories: on-chip buffers of one core, carved into slots, and the GM buffers of a launch. Both know byte by byte
-// what was ever written; the rest holds 0xFF, which is a NaN in every floating-point type.
+// The memories: on-chip buffers of one core, divided into slots, and the GM buffers of a launch. Both record for each
+// byte whether it was written; unwritten bytes are 0xFF, which is a NaN in every floating-point type.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ constexpr uint64_t kDataBlock = 32;
 enum Space : uint8_t { kUb, kL1, kL0a, kL0b, kL0c, kSpaces };
 inline constexpr const char* kSpaceNames[kSpaces] = {"UB", "L1", "L0A", "L0B", "L0C"};
 
-// One buffer of InitBuffer. The generation goes up whenever tensors on it lose their right to it.
+// One buffer of InitBuffer. The generation increases whenever tensors on it become invalid.
 struct Slot {
     std::string name;
     uint64_t begin = 0;
@@ -74,7 +74,7 @@ enum class GmAccess {
     kOutput,  // poisoned when the kernel starts; a workspace too
 };
 
-// A copy of the caller's array between guard zones, so that an address past its end is still known to be meant for it.
+// A copy of the caller's array between guard zones, so that an address past its end can still be attributed to it.
 class GmBuffer {
 public:
     enum State : uint8_t { kUnwritten, kInitial, kByKernel };

@@ -73,7 +73,7 @@ public:
         using namespace ascendc_model;
         QueueState& queue = State("AllocTensor");
         static_assert(depth > 0, "depth 0 (tensors in place) is not modelled");
-        // Buffers are handed out in turn, or work on the second would never overlap with work on the first.
+        // Buffers are handed out in turn: otherwise work on the second would never overlap with work on the first.
         for (size_t i = 0; i < queue.buffers.size(); ++i) {
             const size_t index = (queue.next + i) % queue.buffers.size();
             QueueBuffer& buffer = queue.buffers[index];
@@ -254,7 +254,7 @@ public:
             QueueBuffer buffer;
             buffer.slot = Carve(position, Text(queue.name, " buffer ", i), len);
             queue.buffers.push_back(buffer);
-            // Each buffer carries an event a direction, and a pair of pipes has eight.
+            // Each buffer takes one event in each direction, and a pair of pipes has eight.
             for (const auto& [from, to] :
                 {std::pair(queue.producer, queue.consumer), std::pair(queue.consumer, queue.producer)}) {
                 core.events[{from, to}].events[FreeEvent("InitBuffer", from, to)].ofQueue = true;

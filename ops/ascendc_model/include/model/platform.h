@@ -1,5 +1,5 @@
-// What one chip offers. Host tiling asks for these numbers through tiling/platform/platform_ascendc.h; the model
-// checks kernels against the same description.
+// What one chip offers. Host tiling asks for these numbers through tiling/platform/platform_ascendc.h; the
+// simulator checks kernels against the same description.
 #pragma once
 
 #include <cstdint>

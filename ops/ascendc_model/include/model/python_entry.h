@@ -1,4 +1,4 @@
-// For ctypes: kernels by name, and one C function that runs them. model.py is the other side.
+// For ctypes: kernels by name, and one C function that runs them. model.py calls it.
 #pragma once
 
 #include "launch.h"

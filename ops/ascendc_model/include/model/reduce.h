@@ -18,7 +18,7 @@ T TreeSum(std::vector<T> values)
     return values[0];
 }
 
-// The active lanes [first, first + count) of a repeat; what the mask hides counts as zero.
+// The active lanes [first, first + count) of a repeat; masked lanes count as zero.
 template <class T>
 std::vector<T> MaskedValues(const Lanes& lanes, const Operand<T>& src, uint64_t repeat, uint64_t first, uint64_t count)
 {
@@ -52,7 +52,7 @@ inline void CheckApart(
     }
 }
 
-// Groups of `group` lanes become one element of dst each; dst moves on by dstRepeatBytes a repeat.
+// Each group of `group` lanes becomes one element of dst; dst advances by dstRepeatBytes for each repeat.
 template <class T>
 void ReduceGroups(const char* api, const Lanes& lanes, uint64_t group, uint64_t dstAlignment, uint64_t dstRepeatBytes,
     const AscendC::LocalTensor<T>& dst, const Operand<T>& src)
@@ -97,7 +97,7 @@ inline void CheckReduceStrides(
 
 namespace AscendC {
 
-// One sum a repeat. Newer documents call it ReduceRepeat<ReduceType::SUM>.
+// One sum for each repeat. Newer documents call it ReduceRepeat<ReduceType::SUM>.
 template <typename T, bool isSetMask = true, typename Mask>
 void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const Mask mask, const int32_t repeatTime,
     const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride)
@@ -108,7 +108,7 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
         sizeof(T), dstRepStride * sizeof(T), dst, Operand<T>("src", src, srcBlkStride, srcRepStride));
 }
 
-// One sum a data block, eight a repeat. repeatTime comes before mask here.
+// One sum for each data block, eight for each repeat. repeatTime comes before mask here.
 template <typename T, bool isSetMask = true, typename Mask>
 void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t repeatTime, const Mask mask,
     const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride)
@@ -120,7 +120,7 @@ void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
         Operand<T>("src", src, srcBlkStride, srcRepStride));
 }
 
-// One sum a pair of neighbours. repeatTime comes before mask here.
+// One sum for each pair of neighbours. repeatTime comes before mask here.
 template <typename T, bool isSetMask = true, typename Mask>
 void PairReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t repeatTime, const Mask mask,
     const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride)
@@ -131,7 +131,7 @@ void PairReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const i
         dstRepStride * kRepeatBytes / 2, dst, Operand<T>("src", src, srcBlkStride, srcRepStride));
 }
 
-// One sum in all: a tree within each repeat, the repeats one after the other. This form leaves sharedTmpBuffer alone.
+// One sum in all: a tree within each repeat, the repeats one after the other. This form does not use sharedTmpBuffer.
 template <typename T, bool isSetMask = true>
 void ReduceSum(
     const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& sharedTmpBuffer, const int32_t count)

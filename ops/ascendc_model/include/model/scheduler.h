@@ -77,7 +77,7 @@ private:
         }
     }
 
-    // makecontext hands on integers only.
+    // makecontext passes integers only.
     static void Enter(unsigned low, unsigned high)
     {
         auto* self = reinterpret_cast<Scheduler*>(static_cast<uintptr_t>(high) << 32 | low);

@@ -1,5 +1,5 @@
 // The parameter structures of the API. A field refuses a number that it cannot hold: on the device the number would
-// be cut off without a word.
+// be cut off silently.
 #pragma once
 
 #include <type_traits>

@@ -77,7 +77,7 @@ public:
         ref_.buffer = ascendc_model::FindGm(buffer);
         size_ = bufferSize;
         if (ref_.buffer == nullptr) {
-            if (buffer != nullptr) {  // an optional argument may be null, as long as nothing is read through it
+            if (buffer != nullptr) {  // an optional argument may be null, as long as it is not read
                 ascendc_model::Refuse("SetGlobalBuffer", "the address is in no GM buffer of the launch");
             }
             return;

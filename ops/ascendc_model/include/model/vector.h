@@ -1,4 +1,4 @@
-// The vector unit: which lanes of which repeats take part, where their elements lie, and what may overlap.
+// The vector unit: which lanes of which repeats take part, where their elements are, and what may overlap.
 #pragma once
 
 #include "structs.h"
@@ -65,7 +65,7 @@ Lanes CountLanes(const char* api, int64_t count, uint64_t perRepeat)
     return Lanes::Counter(perRepeat, static_cast<uint64_t>(count));
 }
 
-// What the register says: counter mode ignores the repeat count.
+// By the mask register: counter mode ignores the repeat count.
 inline Lanes RegisterLanes(uint64_t repeats, uint64_t perRepeat)
 {
     const MaskState& mask = Me().mask;
@@ -103,7 +103,7 @@ struct Operand {
     LocalRef ref;
     uint64_t blockStride = 1;
     uint64_t repeatStride = 8;
-    bool mayFollowDst = false;  // as a source, it may be what an earlier repeat wrote
+    bool mayFollowDst = false;  // as a source, it may be the result of an earlier repeat
 
     Operand(const char* operandName, const AscendC::LocalTensor<T>& tensor, uint64_t block, uint64_t repeat)
         : name(operandName), ref(tensor.Ref()), blockStride(block), repeatStride(repeat)

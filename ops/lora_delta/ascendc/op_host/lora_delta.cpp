@@ -1,4 +1,4 @@
-// lora_delta in CANN: what it takes, and how it is launched. Meaning: ../../README.md.
+// lora_delta in CANN: its inputs and output, and how it is launched. Meaning: ../../README.md.
 #include "ascendc_common/host.h"
 #include "lora_delta_plan.h"
 

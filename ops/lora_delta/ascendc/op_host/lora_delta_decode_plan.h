@@ -11,13 +11,13 @@ namespace mindlora {
 namespace lora_delta_decode {
 
 constexpr uint64_t kUnit = 16;            // columns and rows are dealt out in units of so many: whole data blocks
-constexpr uint64_t kMostTokens = 48;      // at once
-constexpr uint64_t kOneCore = 16 * 1024;  // bytes: so little is not worth two synchronizations
-constexpr uint64_t kACore = 2 * 1024;     // bytes: nor is a core for less than this
+constexpr uint64_t kMostTokens = 48;      // at a time
+constexpr uint64_t kOneCore = 16 * 1024;  // bytes: less is not worth two synchronizations
+constexpr uint64_t kACore = 2 * 1024;     // bytes: less is not worth another core
 constexpr uint64_t kExchangeShare = 22;   // the exchange may add 1/22 to the bytes that must be moved
 
-// Of 192 KiB of unified buffer, RowProducts takes up to 108 and y up to 24; x A^T may have 16 and is there twice, to be
-// handed on and read back.
+// Of 192 KiB of unified buffer, RowProducts takes up to 108 and y up to 24; x A^T may have 16, twice: once to be
+// written and once to be read back.
 inline void FillTiles(LoraDeltaTiling& sizes, uint64_t elementBytes, uint64_t unifiedBuffer)
 {
     LoraDeltaDecodeTiling& tiles = sizes.decode;

@@ -1,4 +1,4 @@
-// lora_delta for many tokens, in three steps with all cores in line between them:
+// lora_delta for many tokens, in three steps with a synchronization of all cores between them:
 //   shrink (cube cores): x A^T, by slices of K, so in as many partial sums, float32;
 //   reduce (vector cores): the sum of them times scale, rounded to T;
 //   expand (cube cores): y0 + low B^T, by slices of N.
@@ -13,7 +13,7 @@ template <typename T>
 __aicore__ inline void LoraDeltaPrefill(GM_ADDR y0, GM_ADDR x, GM_ADDR a, GM_ADDR b, GM_ADDR scale, GM_ADDR y,
     GM_ADDR workspace, const LoraDeltaTiling& sizes)
 {
-    if constexpr (sizeof(T) == sizeof(half)) {  // the plan sends no others here
+    if constexpr (sizeof(T) == sizeof(half)) {  // the plan sends no other types here
         AscendC::TPipe pipe;
         const PrefillExchange<T> exchange(sizes.tokens, sizes.rank, sizes.prefill.shrinkSlices, workspace);
         if ASCEND_IS_AIC {

@@ -1,4 +1,4 @@
-// What the host tells the kernels of lora_delta. Plain, and a multiple of 8 bytes.
+// What the host hands to the kernels of lora_delta. Plain, and a multiple of 8 bytes.
 #pragma once
 
 #include <cstdint>

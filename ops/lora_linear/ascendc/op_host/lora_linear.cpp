@@ -1,4 +1,4 @@
-// lora_linear in CANN: what it takes, and how it is launched. Meaning: ../../README.md.
+// lora_linear in CANN: its inputs and output, and how it is launched. Meaning: ../../README.md.
 #include "ascendc_common/host.h"
 #include "lora_linear_plan.h"
 

@@ -12,18 +12,18 @@ namespace mindlora {
 constexpr uint64_t kLoraLinearVectorKey = 1;
 constexpr uint64_t kLoraLinearCubeKey = 2;
 
-// Two tokens and more are more work than vector cores do while W comes in; more than 16 are another kernel's.
+// From two tokens on, vector cores compute more slowly than W arrives; more than 16 tokens are not for this kernel.
 inline bool LoraLinearTakesCube(uint64_t tokens, uint64_t in, uint64_t elementBytes)
 {
-    constexpr uint64_t kMostStride = 65535;  // between rows that become fractals on their way in
+    constexpr uint64_t kMostStride = 65535;  // between rows that become fractals while they are read
     return elementBytes == 2 && tokens >= 2 && tokens <= 16 && in <= kMostStride;
 }
 
 inline void PlanLoraLinearOnVectorCores(uint64_t elementBytes, const Platform& chip, Plan<LoraLinearTiling>& plan)
 {
-    constexpr uint64_t kMostTokens = 48;      // at once
-    constexpr uint64_t kOneCore = 32 * 1024;  // bytes: so little is not worth a synchronization
-    constexpr uint64_t kACore = 8 * 1024;     // bytes: nor is a core for less than this
+    constexpr uint64_t kMostTokens = 48;      // at a time
+    constexpr uint64_t kOneCore = 32 * 1024;  // bytes: less is not worth a synchronization
+    constexpr uint64_t kACore = 8 * 1024;     // bytes: less is not worth another core
     const LoraLinearTiling& sizes = plan.tiling;
     const uint64_t tokens = sizes.tokens, in = sizes.inFeatures, out = sizes.outFeatures, rank = sizes.rank;
 

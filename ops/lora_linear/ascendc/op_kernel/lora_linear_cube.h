@@ -4,7 +4,7 @@
 //   cube cores:   x A^T, a slice of K -> GM | x W^T, a slice of N, into L0C    | low <- GM, low B^T to the same sum, y
 //   vector cores:                           | the slices' sum, times scale -> GM |
 //
-// Nobody waits for low until W is on its way: the exchange is hidden behind it.
+// No core waits for low until it has requested W: the exchange is hidden behind it.
 #pragma once
 
 #include "ascendc_common/tile_rows.h"
@@ -72,7 +72,7 @@ public:
     }
 
 private:
-    // Tiles in L1, most of them on their way: each takes one of eight event ids.
+    // Tiles in L1, most of them still arriving: each takes one of eight event ids.
     static constexpr uint32_t kLeftStages = 2;
     static constexpr uint32_t kWeightStages = 6;
 
@@ -129,7 +129,7 @@ private:
         left_.FreeTensor(ones);
     }
 
-    // A tile that has been sent to L1, where it lies as L0A or L0B wants it, goes there.
+    // Moves a tile from L1, where it has the layout of L0A or L0B, to there.
     template <typename Queue, typename In>
     __aicore__ inline AscendC::LocalTensor<T> ToL0(
         Queue& queue, In& stages, AscendC::LocalTensor<T>& stage, uint32_t elements)
@@ -169,7 +169,7 @@ template <typename T>
 __aicore__ inline void LoraLinearFewTokens(GM_ADDR x, GM_ADDR w, GM_ADDR a, GM_ADDR b, GM_ADDR scale, GM_ADDR bias,
     GM_ADDR y, GM_ADDR workspace, const LoraLinearTiling& sizes)
 {
-    if constexpr (sizeof(T) == sizeof(half)) {  // the plan sends no others here
+    if constexpr (sizeof(T) == sizeof(half)) {  // the plan sends no other types here
         AscendC::TPipe pipe;
         const PrefillExchange<T> exchange(sizes.tokens, sizes.rank, sizes.cube.shrinkSlices, workspace);
         if ASCEND_IS_AIC {

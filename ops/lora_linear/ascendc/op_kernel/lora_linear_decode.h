@@ -3,8 +3,8 @@
 //
 //   its rows of A, if any: x A^T, times scale -> GM | its rows of W: x W^T | SyncAll | x A^T <- GM, B, y -> GM
 //
-// The wait for x A^T is behind W, no core adds to another one's sums, and the delta costs no pass over y. More tokens
-// than fit on chip take several passes over the weights.
+// The wait for x A^T is hidden behind W, no core adds to the sums of another, and the delta costs no pass over y. More
+// tokens than fit on chip take several passes over the weights.
 #pragma once
 
 #include "ascendc_common/row_products.h"
@@ -101,7 +101,7 @@ private:
         return lowIn_.template DeQue<float>();
     }
 
-    // x W^T of the tile's rows into sums_; what Finish needs of them is sent for.
+    // x W^T of the tile's rows into sums_; requests what Finish needs of them.
     __aicore__ inline void MultiplyByW(const Range& tile)
     {
         products_.Multiply(sums_, PitchOf<T>(tile.Size()), x_, firstToken_, tokens_, w_, tile, {0, sizes_.inFeatures});
@@ -111,7 +111,7 @@ private:
         }
     }
 
-    // y of the tile, which has been multiplied by W, and of all rows behind it.
+    // y of the tile, whose product with W is done, and of all rows after it.
     __aicore__ inline void Finish(const Range& rows, Range tile, const AscendC::LocalTensor<float>& low)
     {
         while (tile.Size() > 0) {

@@ -1,4 +1,4 @@
-// What the host tells the kernels of lora_linear. Plain, and a multiple of 8 bytes.
+// What the host hands to the kernels of lora_linear. Plain, and a multiple of 8 bytes.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct LoraLinearCubeTiling {
     uint32_t step;          // of K at a time, and no less than the rank; a multiple of 16
     uint32_t tileElements;  // of W, A or B at a time, a multiple of 16 steps
     uint32_t rowsAtOnce;    // of W, whose sums are held on chip; a multiple of 16
-    uint32_t reduceTile;    // numbers of x A^T that a vector core sums up at a time
+    uint32_t reduceTile;    // numbers of x A^T that a vector core adds up at a time
 };
 
 struct LoraLinearTiling {

@@ -1,4 +1,4 @@
-// What the vector cores do for the cube cores of lora_linear: the sum of their parts of x A^T.
+// The vector cores of lora_linear's cube kernel: they add up the cube cores' parts of x A^T.
 #pragma once
 
 #include "ascendc_common/partial_sums.h"
@@ -10,7 +10,7 @@ namespace mindlora {
 constexpr uint16_t kPartialsWritten = 0;
 constexpr uint16_t kLowWritten = 1;
 
-// A fractal of ones: what the bias is multiplied with.
+// A fractal of ones, by which the bias is multiplied.
 template <typename T>
 __aicore__ inline void WriteOnes(AscendC::TPipe& pipe, const AscendC::GlobalTensor<T>& dst)
 {
@@ -34,7 +34,7 @@ __aicore__ inline void LoraLinearVector(
     if (sizes.hasBias != 0 && core == 0) {
         WriteOnes(pipe, exchange.constants);
     }
-    // Each waits for the cube core of its block, then for the other vector cores: so for all cube cores.
+    // Each waits for the cube core of its block, then for the other vector cores, and so for all cube cores.
     AscendC::CrossCoreWaitFlag(kPartialsWritten);
     AscendC::SyncAll();
     sums.Reduce(Share(exchange.size, kFractalSide, cores, core), Global<float>(scale).GetValue(0));

@@ -1,4 +1,4 @@
-// How multi_lora_delta is launched: what can be known without the indices.
+// How multi_lora_delta is launched, as far as that is known without the indices.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,12 @@ constexpr uint64_t kDecodeRound = 512;      // tokens at a time
 constexpr uint32_t kDecodeExchange = 24;    // the bytes of the exchange: about 4% more
 constexpr uint32_t kDecodeRepeats = 10240;  // a few microseconds of arithmetic
 
-// A row of the pool is stepped over by a 32-bit number of bytes.
+// The stride over a row of the pool is a 32-bit number of bytes.
 constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
 
-constexpr uint32_t kLeastPrefill = 129;  // tokens; so many are hardly a row each of as many requests
+constexpr uint32_t kLeastPrefill = 129;  // tokens; so many are hardly one row each of as many requests
 
-// Of the table in UB that finds rows of one adapter.
+// As many as the table in UB that finds the rows of an adapter can hold.
 inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
 {
     const uint64_t buffers = kDecodeBuffers * kDecodeTile * sizeof(float);
@@ -56,8 +56,8 @@ inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     t.together = std::min(kDecodeRows, kDecodeTile / t.maxRank);
     t.exchange = kDecodeExchange;
     t.repeats = kDecodeRepeats;
-    // A round's sums are at most a rank of numbers for each token, a segment's its rows' share of them; each piece of
-    // a segment has partial sums, and there are at most as many pieces as segments and cores.
+    // A round has at most rank sums for each token, and a segment those of its rows. Each piece of a segment has
+    // partial sums, and there are at most as many pieces as segments and cores together.
     const uint64_t rank = RoundUp8(t.maxRank);
     t.sums = static_cast<uint32_t>(t.round * rank);
     const uint64_t partial = t.sums + chip.vectorCores * std::min(t.round, t.together) * rank;

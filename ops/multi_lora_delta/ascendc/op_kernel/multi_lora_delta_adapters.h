@@ -1,5 +1,5 @@
-// Prefill: which rows of a window of tokens share an adapter. Found by the scalar unit, from the indices alone, where
-// they are needed: rows need no order, and no table has to fit anywhere.
+// Prefill: which rows of a window of tokens share an adapter. The scalar unit finds them from the indices alone, when
+// they are needed, so rows need no order and no table has to fit anywhere.
 #pragma once
 
 #include "ascendc_common/tile_rows.h"
@@ -10,7 +10,7 @@ namespace mindlora {
 class Adapters {
 public:
     static constexpr int32_t kNone = -1;        // y = y0
-    static constexpr int32_t kNoSuchSlot = -2;  // nobody knows the result, which is NaN
+    static constexpr int32_t kNoSuchSlot = -2;  // the result is NaN
 
     __aicore__ inline Adapters(const MultiLoraDeltaTiling& sizes, GM_ADDR ranks, GM_ADDR indices) : sizes_(sizes)
     {

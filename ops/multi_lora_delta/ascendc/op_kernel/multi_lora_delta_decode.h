@@ -1,5 +1,5 @@
-// The way for few tokens, on vector cores alone: shrink along slices of K, sum the slices' parts, expand along slices
-// of N. An adapter's A and B and each row are read once, by whichever core has that slice.
+// For few tokens, on vector cores alone: shrink along slices of K, add up the slices' parts, expand along slices of N.
+// An adapter's A and B and each row are read once, by the core that has that slice.
 #pragma once
 
 #include "ascendc_common/exchange.h"
@@ -48,13 +48,13 @@ private:
     using Local = AscendC::LocalTensor<T>;
     using LocalFloat = AscendC::LocalTensor<float>;
 
-    // How many rows of the pool are taken together: a multiple of 8, so that their products start at data blocks.
+    // How many rows of the pool are multiplied together: a multiple of 8, so that their products start at data blocks.
     __aicore__ inline uint32_t RanksAt(const Tile& tile) const
     {
         return Least(kDecodeRanks, kDecodeTile / tile.pitch / kBlockNumbers * kBlockNumbers);
     }
 
-    // And in expand, where each number of low takes a data block of the scratch.
+    // The same for expand, where each number of low takes a data block of the scratch.
     __aicore__ inline uint32_t RanksAt(const Tile& tile, uint32_t rows) const
     {
         return Least(RanksAt(tile), kDecodeTile / kBlockNumbers / rows / kBlockNumbers * kBlockNumbers);
@@ -104,7 +104,7 @@ private:
         tiles_.WriteNumbers(parts_[part], low, segment.Numbers());
     }
 
-    // The first tile of B, which this core will need, comes in while the cores exchange their sums.
+    // The first tile of B that this core will need arrives while the cores exchange their sums.
     __aicore__ inline void FetchAhead()
     {
         uint64_t at = 0;
@@ -235,7 +235,7 @@ private:
     Segments segments_;
     Tiles<T> tiles_;
     Shares shrink_, expand_;
-    bool fetched_ = false;  // FetchAhead was here
+    bool fetched_ = false;  // by FetchAhead
     AscendC::TPipe& pipe_;
     AscendC::GlobalTensor<float> scales_, sums_, parts_;
     AscendC::TQue<AscendC::TPosition::VECIN, 1> lowQueue_;

@@ -1,6 +1,6 @@
-// multi_lora_delta for many tokens, in three steps with all cores in line between them, as in lora_delta's prefill way:
-// shrink and expand on the cube cores, where rows that share an adapter share its product; between them the vector
-// cores sum up the slices of K, row by row with its adapter's scale.
+// multi_lora_delta for many tokens, in three steps with a synchronization of all cores between them, as in lora_delta's
+// prefill: shrink and expand on the cube cores, where rows that share an adapter share its product; between them the
+// vector cores sum up the slices of K, row by row with its adapter's scale.
 #pragma once
 
 #include "ascendc_common/prefill_vector.h"
@@ -28,7 +28,7 @@ template <typename T>
 __aicore__ inline void MultiLoraDeltaPrefill(GM_ADDR y0, GM_ADDR x, GM_ADDR pool, GM_ADDR ranks, GM_ADDR scales,
     GM_ADDR indices, GM_ADDR y, GM_ADDR workspace, const MultiLoraDeltaTiling& sizes)
 {
-    if constexpr (sizeof(T) == sizeof(half)) {  // the plan sends no others here
+    if constexpr (sizeof(T) == sizeof(half)) {  // the plan sends no other types here
         AscendC::TPipe pipe;
         const PrefillExchange<T> exchange(sizes.tokens, sizes.maxRank, sizes.prefill.shrinkSlices, workspace);
         const Adapters adapters(sizes, ranks, indices);

@@ -1,4 +1,4 @@
-// The cube cores of multi_lora_delta's prefill way.
+// The cube cores of multi_lora_delta's prefill.
 #pragma once
 
 #include "ascendc_common/prefill_cube.h"

@@ -1,4 +1,4 @@
-// Which rows share an adapter. Every core works it out for itself, from the indices alone, so all agree.
+// Which rows share an adapter. Every core finds out by itself, from the indices alone, so all agree.
 #pragma once
 
 #include "kernel_operator.h"
@@ -8,7 +8,7 @@ namespace mindlora {
 
 // Rows of one adapter, at most `together` of them, as a list of tokens.
 struct Segment {
-    static constexpr int32_t kNoSuchSlot = -1;  // as a rank: nobody knows the result, which is NaN
+    static constexpr int32_t kNoSuchSlot = -1;  // as a rank: the result is NaN
 
     int32_t slot;
     int32_t rank;  // 0: y = y0
@@ -47,7 +47,7 @@ public:
     {
         start_ = start;
         count_ = 0;
-        AscendC::PipeBarrier<PIPE_ALL>();  // the tables of the round before are done with
+        AscendC::PipeBarrier<PIPE_ALL>();  // the tables of the last round are free
         AscendC::DataCopyPad(indices_, indicesGm_[start],
             AscendC::DataCopyExtParams(1, static_cast<uint32_t>(tokens * sizeof(int32_t)), 0, 0, 0),
             AscendC::DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
@@ -67,7 +67,7 @@ public:
         return {slot_.GetValue(i), rank_.GetValue(i), rows_.GetValue(i), first_.GetValue(i)};
     }
 
-    // Of the `left` last tokens of a segment, from `token` on: how many follow one another. Moves `token` behind them.
+    // How many of the last `left` tokens of a segment, from `token` on, follow one another. Moves `token` past them.
     __aicore__ inline uint32_t Run(int32_t& token, uint32_t left) const
     {
         for (uint32_t length = 1; length < left; ++length) {
@@ -81,7 +81,7 @@ public:
     }
 
 private:
-    // Two keys behind the slots: rows without an adapter, and rows that ask for a slot that does not exist.
+    // Two keys after those of the slots: rows without an adapter, and rows that name a slot that does not exist.
     __aicore__ inline uint32_t KeyOf(int32_t index) const
     {
         return index < 0 ? sizes_.slots : static_cast<uint32_t>(index) < sizes_.slots ? index : sizes_.slots + 1;

@@ -1,6 +1,6 @@
-// Which part of which segment is whose. The segments lie end to end on a line, each as long as its work, and the line
-// is cut into one piece a core: an adapter that stands alone in a batch keeps all cores busy, and of many adapters each
-// has few cores, which have few partial sums to exchange.
+// Which core has which part of which segment. The segments are laid end to end on a line, each as long as its work, and
+// the line is cut into one piece for each core: the only adapter of a batch keeps all cores busy, and each of many
+// adapters has few cores, which exchange few partial sums.
 #pragma once
 
 #include "ascendc_common/share.h"
@@ -8,8 +8,8 @@
 
 namespace mindlora {
 
-// How many cores take part in a round. Each of those that share a segment writes, sums up and reads as many numbers as
-// the segment has, so bytes ask for few cores; arithmetic asks for many.
+// How many cores take part in a round. Each core of a segment writes, adds up and reads as many numbers as the segment
+// has, so moving bytes favours few cores; arithmetic favours many.
 __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDeltaTiling& sizes, uint32_t elementBytes)
 {
     constexpr uint64_t kHops = 3, kRepeat = 64;
@@ -36,8 +36,8 @@ __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDel
 
 class Shares {
 public:
-    // Deals `length` columns out to at most `cores` cores. `moves`: how often a row itself moves, x once, y0 and y
-    // twice. Rows without an adapter have work to do if they are to be copied.
+    // Deals `length` columns out to at most `cores` cores. `moves`: how often a row itself moves, once for x, twice for
+    // y0 and y. Rows without an adapter are work only where they have to be copied.
     __aicore__ inline void Deal(const Segments& segments, uint32_t length, uint32_t moves, bool copies, uint64_t cores)
     {
         length_ = length;
@@ -51,7 +51,7 @@ public:
             total_ += work * steps_;
             widest = work > widest ? work : widest;
         }
-        // A piece is at least a step of any segment, so that there are no gaps between those of one segment.
+        // A piece is at least one step of any segment, so that the pieces of a segment have no gaps.
         cores_ = Least(cores, total_ / widest);
         const uint64_t me = static_cast<uint64_t>(AscendC::GetBlockIdx());
         begin_ = me < cores_ ? me * total_ / cores_ : total_;
@@ -71,7 +71,7 @@ public:
         return {Least(from * kDecodeStep, length_), Least(to * kDecodeStep, length_)};
     }
 
-    // How many cores have a piece of it, and the first of them.
+    // How many cores have a piece of the segment, and the first of them.
     __aicore__ inline uint32_t Cores(const Segment& segment, uint64_t at, uint64_t& first) const
     {
         const uint64_t work = WorkOf(segment);
@@ -83,13 +83,13 @@ public:
     }
 
 private:
-    // What a segment costs at each column: what is moved, and what is multiplied.
+    // The cost of a segment for each column: what is moved, and what is multiplied.
     __aicore__ inline uint64_t WorkOf(const Segment& segment) const
     {
         return segment.rank > 0 || copies_ ? segment.Rank() + moves_ * segment.rows + segment.Numbers() : 0;
     }
 
-    // The first core whose piece of the line ends at `place` or behind it.
+    // The first core whose piece of the line ends at `place` or after it.
     __aicore__ inline uint64_t CoreAt(uint64_t place) const { return (place * cores_ + total_ - 1) / total_ - 1; }
 
     uint64_t total_ = 0, cores_ = 0, begin_ = 0, end_ = 0;

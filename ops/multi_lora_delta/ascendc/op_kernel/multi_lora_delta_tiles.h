@@ -1,4 +1,4 @@
-// What moves between global memory and UB, and the tiles in which it does.
+// The tiles that move between global memory and UB.
 #pragma once
 
 #include "ascendc_common/copy.h"
@@ -84,7 +84,7 @@ public:
 
     __aicore__ inline Local TakePool() { return poolQueue.template DeQue<T>(); }
 
-    // As float32, in a buffer of their own or where they are if they are that.
+    // As float32: in a buffer of their own, or in place if they are float32 already.
     __aicore__ inline LocalFloat WideRows(const Local& rows, uint32_t count)
     {
         return Widened(rows, wideRows_.template Get<float>(), count);
@@ -107,7 +107,7 @@ public:
         outQueue.FreeTensor(numbers);
     }
 
-    // Tiles that were read are freed by whoever is done with them.
+    // Who uses a tile that was read frees it.
     AscendC::TQue<AscendC::TPosition::VECIN, 1> poolQueue, rowQueue;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> outQueue;
 

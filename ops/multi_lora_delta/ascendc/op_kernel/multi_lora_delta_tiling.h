@@ -1,4 +1,4 @@
-// What the host tells the kernel of multi_lora_delta.
+// What the host hands to the kernel of multi_lora_delta.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ namespace mindlora {
 // TILING_KEY_IS takes a literal, so the entry repeats these numbers.
 enum MultiLoraDeltaWay : uint64_t { kMultiLoraDeltaDecode = 1, kMultiLoraDeltaPrefill = 2 };
 
-// Sizes of the decode way's tiles, in elements. The host plans with them, the kernel is built on them.
+// Sizes of the tiles of decode, in elements, for the host's plan and the kernel.
 constexpr uint32_t kDecodeTile = 4096;  // a tile of a pool's block, of x or of y
 constexpr uint32_t kDecodeWidth = 512;  // the most of K or N in a tile
-constexpr uint32_t kDecodeStep = 16;    // K and N are shared out to the cores in steps of so many
+constexpr uint32_t kDecodeStep = 16;    // K and N are dealt out to the cores in steps of so many
 constexpr uint32_t kDecodeRows = 32;    // the most rows of one adapter that share a read of it
 constexpr uint32_t kDecodeRanks = 32;   // the most rows of a pool's block in a tile
 constexpr uint32_t kDecodeBuffers = 9;  // tiles of float32 in UB
@@ -26,11 +26,11 @@ struct MultiLoraDeltaTiling {
     uint32_t maxRank;
     uint32_t in;
     uint32_t out;
-    uint32_t round;     // decode: tokens that are taken at a time, a multiple of 8
+    uint32_t round;     // decode: tokens at a time, a multiple of 8
     uint32_t together;  // decode: rows of one adapter that share a read of it
-    uint32_t exchange;  // decode: the exchange between cores may add 1/exchange to the bytes that have to move
-    uint32_t repeats;   // decode: and yet no core is to have more vector repeats than these
-    uint32_t sums;      // decode: float32 numbers of the workspace in front of the partial sums
+    uint32_t exchange;  // decode: the exchange between cores may add 1/exchange to the bytes that must move
+    uint32_t repeats;   // decode: but no core has more vector repeats than these
+    uint32_t sums;      // decode: float32 numbers of the workspace before the partial sums
     PrefillTiling prefill;
 };
 

@@ -1,4 +1,4 @@
-// multi_lora_slot_write in CANN: what it takes, and how it is launched. Meaning: ../../README.md.
+// multi_lora_slot_write in CANN: its inputs and output, and how it is launched. Meaning: ../../README.md.
 #include "ascendc_common/host.h"
 #include "multi_lora_slot_write_plan.h"
 

@@ -73,7 +73,7 @@ private:
         copies_.FreeTensor(tile);
     }
 
-    // One number by DMA: what the scalar unit writes stays in its data cache until somebody flushes it.
+    // One number by DMA: what the scalar unit writes stays in its data cache until that is flushed.
     __aicore__ inline void Write(const AscendC::GlobalTensor<int32_t>& to, int32_t number)
     {
         AscendC::LocalTensor<int32_t> block = numbers_.template AllocTensor<int32_t>();

@@ -1,4 +1,4 @@
-// What the host tells the kernel of multi_lora_slot_write.
+// What the host hands to the kernel of multi_lora_slot_write.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// nf4_dequantize in CANN: what it takes, and how it is launched. Meaning: ../../README.md.
+// nf4_dequantize in CANN: its inputs and output, and how it is launched. Meaning: ../../README.md.
 #include "ascendc_common/host.h"
 #include "nf4_dequantize_plan.h"
 
@@ -31,7 +31,7 @@ ge::graphStatus Tile(gert::TilingContext* context)
     shapes.Check(kAbsmax, "absmax", 2);
     shapes.Check(kScales, "scales", 1);
     shapes.Check(kOffsets, "offsets", 1);
-    // Of a vector all that is taken is its dtype: W has whole blocks.
+    // Only the dtype of a vector is used: W has whole blocks.
     const bool whole = shapes.Dimensions(kLike) == 1;
     shapes.Check(kLike, "like", whole ? 1 : 2);
     const int64_t rows = shapes.At(kAbsmax, 0), rowBlocks = shapes.At(kAbsmax, 1);

@@ -22,8 +22,8 @@ constexpr float kNf4Table[16] = {-1.0f, -0.6961928009986877f, -0.525073051452636
 constexpr int64_t Nf4BlocksOf(int64_t columns) { return (columns + kNf4Block - 1) / kNf4Block; }
 constexpr int64_t Nf4GroupsOf(int64_t blocks) { return (blocks + kNf4Group - 1) / kNf4Group; }
 
-// What the kernel keeps on chip of a block: bytes twice, as half and as offsets; what they stand for; absmax and its
-// data block; W twice, and in 16 bits once more as float.
+// What the kernel holds on chip for a block: its bytes twice, as half and as offsets; their values; absmax and its data
+// block; W twice, and for 16 bits once more as float.
 constexpr uint64_t Nf4BytesOnChip(uint64_t elementBytes)
 {
     const uint64_t numbers = 2 * elementBytes + (elementBytes == sizeof(float) ? 0 : sizeof(float));

@@ -1,8 +1,8 @@
 // NF4 to float on the vector cores. The blocks of all rows, one after the other, are dealt out evenly; a core takes its
 // own tile by tile, and while one is decoded the next is on its way in and the last on its way out.
 //
-// A byte holds two codes, and there are 256 bytes: they are looked up whole, in one table of their low halves and one
-// of their high halves, so that no code is ever taken apart. See ../../README.md.
+// A byte holds two codes and has 256 values: it is looked up as a whole, in one table for its low half and one for its
+// high half, so that no byte is ever taken apart. See ../../README.md.
 #pragma once
 
 #include "ascendc_common/copy.h"
@@ -46,7 +46,7 @@ public:
             static_cast<uint32_t>(AscendC::GetBlockIdx()));
         Range tile{mine.begin, mine.begin};
         while (tile.end < mine.end) {
-            // Up to a multiple of the tile, so that each lies in one group.
+            // Up to a multiple of the tile, so that each tile is within one group.
             tile = TileOf(mine, tile.end, sizes_.tile - tile.end % sizes_.tile);
             Fetch(tile);
             Decode(tile);
@@ -58,7 +58,7 @@ private:
     static constexpr uint32_t kBlock = 64;     // numbers that share an absmax
     static constexpr uint32_t kBytes = 32;     // of the codes of a block: a data block
     static constexpr uint32_t kGroup = 256;    // blocks that share a scale and an offset
-    static constexpr uint32_t kEntries = 256;  // of a table: what a byte can be
+    static constexpr uint32_t kEntries = 256;  // of a table: the values of a byte
 
     // Entry b of the first table is TABLE[b % 16], of the second TABLE[b / 16].
     __aicore__ inline void FillTable()
@@ -130,7 +130,7 @@ private:
         }
     }
 
-    // Rows of W are cut off behind the last column; where nothing is cut off, all of W is one row.
+    // Rows of W end after the last column; where blocks end there too, all of W is one row.
     __aicore__ inline void Store(const Range& tile)
     {
         AscendC::LocalTensor<T> w = out_.template DeQue<T>();

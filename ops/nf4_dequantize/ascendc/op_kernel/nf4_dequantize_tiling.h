@@ -1,4 +1,4 @@
-// What the host tells the kernel of nf4_dequantize.
+// What the host hands to the kernel of nf4_dequantize.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct Nf4DequantizeTiling {
     uint32_t blocks;     // of all rows
     uint32_t tile;       // blocks that a core decodes at a time; a group is a whole number of tiles
     uint32_t unit;       // blocks: each core has a multiple of them
-    float table[16];     // what a code stands for
+    float table[16];     // the value of each code
 };
 
 }  // namespace mindlora

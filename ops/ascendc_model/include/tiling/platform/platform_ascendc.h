@@ -1,4 +1,4 @@
-// The part of the host's platform query that tiling functions use, answered from the model's description of a chip.
+// The part of the host's platform query that tiling functions use, answered from the simulator's description of a chip.
 #pragma once
 
 #include "../../model/platform.h"
