@@ -10,7 +10,6 @@ from mindlora.adapters.adapter import Adapter, listed_parts
 from mindlora.adapters.pair_kinds import LAYOUTS, Pair
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
-from mindlora.numerics.dtypes import to_float32
 
 # Method -> (how to prune each tensor, how to merge the stack [n, ...] of n adapters), by the names in _rule. Without
 # `_svd` it is applied to A and to B, with `_svd` to the products B A.
@@ -99,9 +98,11 @@ def combine_adapters(
     tensors = {}
     for path in tqdm(paths, desc=f"combining ({method})", unit="cell", delay=1, leave=False, disable=None):
         there = [(adapter, weight) for adapter, weight in zip(adapters, weights) if (path, "A") in adapter.tensors]
-        pairs = [tuple(to_float32(adapter.tensors[path, half]) for half in "AB") for adapter, _ in there]
         tensors[path, "A"], tensors[path, "B"] = rule(
-            pairs, [weight for _, weight in there], [adapter.scale(path) for adapter, _ in there], rank
+            [adapter.pair(path) for adapter, _ in there],
+            [weight for _, weight in there],
+            [adapter.scale(path) for adapter, _ in there],
+            rank,
         )
     first = adapters[0]
     return Adapter(
@@ -133,10 +134,10 @@ def _rule(method: str, density: Optional[float], majority_sign: str, random: np.
     }[prune]
     merged = {"add": _add, "elect": lambda stack, weights: _elect(stack, weights, majority_sign)}[merge]
 
-    def combined(tensors, weights):
+    def combined(tensors: List[np.ndarray], weights: List[float]) -> np.ndarray:
         return merged(np.stack([pruned(tensor) for tensor in tensors]), np.asarray(weights, np.float32))
 
-    def of_factors(pairs, weights, scales, _):
+    def of_a_and_b(pairs: List[Pair], weights: List[float], scales: List[float], _: int) -> Pair:
         scaled = [weight * scale for weight, scale in zip(weights, scales)]
         # The sign goes into one of the two: in both it would cancel in the product.
         return (
@@ -144,12 +145,12 @@ def _rule(method: str, density: Optional[float], majority_sign: str, random: np.
             combined([b for _, b in pairs], [math.sqrt(abs(value)) for value in scaled]),
         )
 
-    def of_products(pairs, weights, scales, rank):
+    def of_products(pairs: List[Pair], weights: List[float], scales: List[float], rank: int) -> Pair:
         products = [(b @ a) * np.float32(scale) for (a, b), scale in zip(pairs, scales)]
         u, s, vh = np.linalg.svd(combined(products, weights), full_matrices=False)
-        return _factors(u, s, vh, rank)
+        return _truncated(u, s, vh, rank)
 
-    return of_products if on_products else of_factors
+    return of_products if on_products else of_a_and_b
 
 
 def keep_largest(tensor: np.ndarray, density: float) -> np.ndarray:
@@ -171,11 +172,11 @@ def keep_random(tensor: np.ndarray, density: float, random: np.random.Generator)
     return np.where(random.random(tensor.shape, np.float32) < density, tensor / np.float32(density), np.float32(0))
 
 
-def _add(stack, weights) -> np.ndarray:
+def _add(stack: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.tensordot(weights, stack, axes=1)
 
 
-def _elect(stack, weights, majority_sign) -> np.ndarray:
+def _elect(stack: np.ndarray, weights: np.ndarray, majority_sign: str) -> np.ndarray:
     """Returns the mean over the tensors that have the elected sign; zero where none has it."""
     votes = stack if majority_sign == "total" else np.sign(stack)
     elected = np.where(votes.sum(axis=0) >= 0, np.float32(1), np.float32(-1))
@@ -183,7 +184,7 @@ def _elect(stack, weights, majority_sign) -> np.ndarray:
     return _add(stack * agrees, weights) / np.maximum(agrees.sum(axis=0), 1).astype(np.float32)
 
 
-def _cat(pairs, weights, scales, rank) -> Pair:
+def _cat(pairs: List[Pair], weights: List[float], scales: List[float], rank: int) -> Pair:
     a = np.concatenate(
         [a * np.float32(weight) * np.float32(scale) for (a, _), weight, scale in zip(pairs, weights, scales)]
     )
@@ -193,7 +194,7 @@ def _cat(pairs, weights, scales, rank) -> Pair:
     return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
 
 
-def _svd_of_sum(pairs, weights, scales, rank) -> Pair:
+def _svd_of_sum(pairs: List[Pair], weights: List[float], scales: List[float], rank: int) -> Pair:
     """Returns the svd of B A for A and B of ``_cat``, which has at most their rank: no matrix [out, in] is needed.
 
     With B = Q_b R_b and A^T = Q_a R_a, the svd of the small R_b R_a^T = U S V^T gives B A = (Q_b U) S (Q_a V)^T.
@@ -202,17 +203,24 @@ def _svd_of_sum(pairs, weights, scales, rank) -> Pair:
     basis_b, small_b = np.linalg.qr(b)
     basis_a, small_a = np.linalg.qr(a.T)
     u, s, vh = np.linalg.svd(small_b @ small_a.T, full_matrices=False)
-    a, b = _factors(basis_b @ u, s, vh @ basis_a.T, rank)
+    a, b = _truncated(basis_b @ u, s, vh @ basis_a.T, rank)
     # Beyond the rank of the sum, the singular values and the rows of A and columns of B are zero.
     fill = (0, min(rank, a.shape[1], b.shape[0]) - a.shape[0])
     return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
 
 
-def _factors(u, s, vh, rank) -> Pair:
+def _truncated(u: np.ndarray, s: np.ndarray, vh: np.ndarray, rank: int) -> Pair:
     return np.ascontiguousarray(vh[:rank]), u[:, :rank] * s[:rank]
 
 
-def _check_arguments(adapters, weights, method, svd_rank, density, majority_sign):
+def _check_arguments(
+    adapters: List[Adapter],
+    weights: List[float],
+    method: str,
+    svd_rank: Optional[int],
+    density: Optional[float],
+    majority_sign: str,
+) -> None:
     if method not in METHODS:
         raise ConfigError(f"method is {method!r}, which is not known.{suggestion(str(method), list(METHODS))}")
     if not adapters:
@@ -243,7 +251,7 @@ def _check_arguments(adapters, weights, method, svd_rank, density, majority_sign
         )
 
 
-def _check_adapters(adapters):
+def _check_adapters(adapters: List[Adapter]) -> None:
     sizes: Dict[str, Tuple[int, List[int]]] = {}
     for number, adapter in enumerate(adapters, 1):
         label = f"Adapter {number}"
@@ -281,7 +289,7 @@ def _check_adapters(adapters):
             )
 
 
-def _check_equal_ranks(adapters, paths, method):
+def _check_equal_ranks(adapters: List[Adapter], paths: List[str], method: str) -> None:
     for path in paths:
         ranks = [adapter.rank(path) for adapter in adapters if (path, "A") in adapter.tensors]
         if len(set(ranks)) > 1:

@@ -112,23 +112,23 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
         )
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_flag(value) -> bool:
+def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_text(value) -> bool:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_list_of_texts(value) -> bool:
+def _is_list_of_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _is_table_of(is_valid) -> Callable[[object], bool]:
+def _is_table_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
 
 

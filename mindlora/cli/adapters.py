@@ -1,6 +1,8 @@
-"""mindlora inspect, combine, diff: adapter files."""
+"""mindlora inspect, diff, combine: adapter files."""
 
+import argparse
 import dataclasses
+from typing import Any, Tuple
 
 from mindlora.cli.verb import Verb, add_command
 
@@ -9,11 +11,11 @@ _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
 
 @dataclasses.dataclass(frozen=True)
 class CombineReport:
-    """What combine wrote.
+    """What mindlora combine wrote.
 
     Attributes:
         output (str): The folder.
-        method (str): By which method.
+        method (str): The method.
         adapters (tuple): (path, weight) of each.
         ranks (tuple of int): The different ranks of the result.
         cells (int): How many cells it adapts.
@@ -21,11 +23,11 @@ class CombineReport:
 
     output: str
     method: str
-    adapters: tuple
-    ranks: tuple
+    adapters: Tuple[Tuple[str, float], ...]
+    ranks: Tuple[int, ...]
     cells: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         parts = "\n".join(f"  {weight:g} x {path}" for path, weight in self.adapters)
         return (
             f"{self.output}: {self.cells} cells, rank {', '.join(map(str, self.ranks))}, by method {self.method} "
@@ -33,32 +35,34 @@ class CombineReport:
         )
 
 
-def _add_reading_options(parser):
+def _add_reading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--alpha", type=float, metavar="N", help="lora_alpha of the training, where a file does not say it"
+        "--alpha", type=float, metavar="N", help="lora_alpha that was trained with, if a file does not say it"
     )
     parser.add_argument(
-        "--allow-pickle", action="store_true", help="read .bin files: they are pickles, of which only tensors are taken"
+        "--allow-pickle",
+        action="store_true",
+        help="read .bin files: they are pickles; only tensors are taken from them and nothing in them is run",
     )
 
 
-def _inspect_options(parser):
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help=_ADAPTER_HELP)
     _add_reading_options(parser)
     add_command(parser, inspect)
 
 
-def inspect(arguments):
-    """mindlora inspect"""
+def inspect(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora inspect."""
     from mindlora.adapters.inspect import inspect_adapter
 
     return inspect_adapter(arguments.path, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle)
 
 
-def _diff_options(parser):
+def _diff_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The exit code is 0 whenever both could be compared; whether they are equal is said in the "
-        "report, under equal with --json."
+        " The exit code is 0 whenever both could be compared; the report says whether they are equal, under equal "
+        "with --json."
     )
     parser.add_argument("first", metavar="A", help=_ADAPTER_HELP)
     parser.add_argument("second", metavar="B", help="another one, in any form")
@@ -66,8 +70,8 @@ def _diff_options(parser):
     add_command(parser, diff)
 
 
-def diff(arguments):
-    """mindlora diff"""
+def diff(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora diff."""
     from mindlora.adapters.compare import compare_adapters
 
     return compare_adapters(
@@ -75,11 +79,11 @@ def diff(arguments):
     )
 
 
-def _combine_options(parser):
+def _combine_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Methods cat and svd sum the changes of the weights, cat exactly and svd at a rank you "
-        "choose; linear, ties, dare_linear, dare_ties and magnitude_prune work on A and B one by "
-        "one and want equal ranks; those with _svd do the same on the changes. All are PEFT's."
+        "choose; linear, ties, dare_linear, dare_ties and magnitude_prune work on A and on B separately "
+        "and need equal ranks; those with _svd do the same on the changes. All are PEFT's."
     )
     parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's form")
     parser.add_argument(
@@ -95,7 +99,7 @@ def _combine_options(parser):
         nargs=2,
         action="append",
         metavar=("PATH", "WEIGHT"),
-        help="an adapter and its weight; once for each adapter",
+        help="an adapter and its weight; give it once for each adapter",
     )
     parser.add_argument(
         "--svd-rank",
@@ -112,13 +116,13 @@ def _combine_options(parser):
     parser.add_argument(
         "--majority-sign", default="total", metavar="S", help="total (default) or frequency: how ties elects a sign"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of dare's random elements (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of dare's random elements (default: 0)")
     _add_reading_options(parser)
     add_command(parser, combine)
 
 
-def combine(arguments):
-    """mindlora combine"""
+def combine(arguments: argparse.Namespace) -> CombineReport:
+    """Runs mindlora combine."""
     from mindlora.adapters import files as adapter_files
     from mindlora.adapters.combine import combine_adapters
 
@@ -144,7 +148,7 @@ def combine(arguments):
     )
 
 
-def _weight(path, text) -> float:
+def _weight(path: str, text: str) -> float:
     from mindlora.errors import ConfigError
 
     try:

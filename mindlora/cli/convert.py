@@ -1,9 +1,12 @@
-"""mindlora convert: an adapter from one form into another."""
+"""mindlora convert: turns an adapter of one form into another."""
+
+import argparse
+from typing import Any
 
 from mindlora.cli.verb import Verb, add_command
 
 
-def _options(parser):
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         metavar="IN",
@@ -18,27 +21,27 @@ def _options(parser):
         "--to",
         required=True,
         choices=("peft", "mindformers", "ckpt", "slora"),
-        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: what "
-        "MindFormers serves many adapters from",
+        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder from "
+        "which MindFormers serves an adapter",
     )
-    parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, where IN does not say it")
+    parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, if IN does not say it")
     parser.add_argument(
-        "--concat", action="store_true", help="join q, k, v and w1, w3 for a model that was built with qkv_concat: True"
+        "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"
     )
     parser.add_argument("--heads", type=int, metavar="N", help="num_heads of the model, to join w_qkv")
     parser.add_argument("--kv-heads", type=int, metavar="N", help="n_kv_heads of the model, to join or split w_qkv")
-    parser.add_argument("--head-dim", type=int, metavar="N", help="size of its heads, to join or split w_qkv")
+    parser.add_argument("--head-dim", type=int, metavar="N", help="size of a head, to join or split w_qkv")
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="read a .bin: only tensors are taken from it, and nothing in it is run",
+        help="read a .bin: it is a pickle; only tensors are taken from it and nothing in it is run",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, convert)
 
 
-def convert(arguments):
-    """mindlora convert"""
+def convert(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora convert."""
     from mindlora.adapters.convert import Heads, convert_adapter
 
     return convert_adapter(

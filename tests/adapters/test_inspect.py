@@ -235,6 +235,16 @@ def test_a_cell_that_one_lacks_is_a_difference(stored, shorter):
     assert "only in" in str(report)
 
 
+def test_the_names_of_version_0_1_still_read(stored):
+    modules = {"lm_head.weight": np.ones((2, 2), np.float32)}
+    first, second = (
+        make(0, saved_modules=modules),
+        make(0, saved_modules={"lm_head.weight": modules["lm_head.weight"] + 1}),
+    )
+    assert inspect_adapter(stored("a", first)).whole == ("lm_head.weight",)
+    assert compare_adapters("a", stored("b", second)).whole_changed == ("lm_head.weight",)
+
+
 def test_the_scale_alone_differs(stored):
     report = compare_adapters(stored("a", make(0)), stored("b", make(0, alpha=9.0)))
     assert not report.equal and report.settings == {"lora_alpha": ("6", "9"), "scale": ("2", "3")}

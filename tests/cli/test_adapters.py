@@ -19,7 +19,7 @@ def make(seed, rank=2, alpha=4.0):
     for path in (WQ, WV):
         tensors[path, "A"] = random.normal(size=(rank, 8)).astype(np.float32)
         tensors[path, "B"] = random.normal(size=(6, rank)).astype(np.float32)
-    return Adapter(tensors, alphas={path: alpha for path in (WQ, WV)})
+    return Adapter(tensors, alphas=dict.fromkeys((WQ, WV), alpha))
 
 
 @pytest.fixture
