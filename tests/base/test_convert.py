@@ -160,7 +160,7 @@ def test_heads_that_are_missing_or_wrong(tmp_path, keys, said):
         ),
     ],
 )
-def test_parts_that_do_not_make_a_whole(tmp_path, change, said):
+def test_parts_that_cannot_be_joined(tmp_path, change, said):
     source = llama()
     change(source)
     save_base(tmp_path / "hf", source, **CONFIG)

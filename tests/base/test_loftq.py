@@ -82,7 +82,7 @@ def test_base_and_adapter_are_those_that_apply_lora_makes(fields, tmp_path):
     assert set(report.started) == {path for path, _ in lora_cells(expected)}
 
 
-def test_the_mark_of_a_base_by_its_file(tmp_path):
+def test_the_fingerprint_of_a_base_by_its_file(tmp_path):
     _, source = base_of(tmp_path)
     report = run(tmp_path, source)
     adapter = adapter_files.read(report.adapter)
@@ -93,7 +93,7 @@ def test_the_mark_of_a_base_by_its_file(tmp_path):
     assert values_fingerprint(str(tmp_path / "nf4.safetensors"), adapter.paths) != adapter.fingerprint["values"]
 
 
-def test_what_is_trained_on_it_fits_it_alone(tmp_path):
+def test_an_adapter_trained_on_it_belongs_to_it_alone(tmp_path):
     in_float, source = base_of(tmp_path)
     report = run(tmp_path, source)
     network, _ = base_of(tmp_path)
@@ -109,7 +109,7 @@ def test_what_is_trained_on_it_fits_it_alone(tmp_path):
                 load_lora(other, path, on_base_mismatch="error")
 
 
-def test_the_error_falls_with_each_turn(tmp_path):
+def test_the_error_falls_with_each_iteration(tmp_path):
     weight = np.random.default_rng(0).normal(size=(96, 192)).astype(np.float32)
     source = str(tmp_path / "base.safetensors")
     write_arrays(source, {f"{Q}.weight": weight})
@@ -124,7 +124,7 @@ def test_the_error_falls_with_each_turn(tmp_path):
     assert errors == sorted(errors, reverse=True) and errors[1] < 0.95 * errors[0] and errors[3] < 0.98 * errors[1]
 
 
-def test_what_is_selected_and_not_quantized_starts_plainly(tmp_path):
+def test_selected_cells_that_are_not_quantized_get_a_plain_pair(tmp_path):
     _, source = base_of(tmp_path)
     report = quantize_checkpoint(
         source,
@@ -257,7 +257,7 @@ def test_configurations(fields, error, message, tmp_path):
     refused(tmp_path, error, message, lambda: run(tmp_path, source, **fields))
 
 
-def test_places_and_sources(tmp_path):
+def test_outputs_and_sources(tmp_path):
     _, source = base_of(tmp_path)
     config, output = LoraConfig(**FIELDS, lora_init="loftq"), str(tmp_path / "q.safetensors")
     (tmp_path / "mine").mkdir()

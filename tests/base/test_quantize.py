@@ -42,7 +42,7 @@ def expected(tensors, exclude=()):
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("form", ["hf folder", "hf file", "mindformers", "ckpt"])
-def test_it_writes_what_quantize_makes_of_each_linear_weight(tmp_path, dtype, form):
+def test_each_linear_weight_is_written_as_quantize_returns_it(tmp_path, dtype, form):
     tensors = llama(biases=True, dtype=dtype)
     source = save_base(tmp_path / "hf", tensors, 2, **CONFIG)
     if form == "hf file":
@@ -83,7 +83,7 @@ def test_pieces_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, shape, at
     )
 
 
-def test_what_is_excluded_stays_as_it_is_and_the_run_must_say_the_same(tmp_path, capsys):
+def test_excluded_weights_stay_and_the_run_must_exclude_the_same(tmp_path, capsys):
     tensors, output = llama(), str(tmp_path / "q.safetensors")
     source = save_base(tmp_path / "hf", tensors)
     assert main(["quantize-base", source, output, "--exclude", "wq", "--exclude", "down_proj"]) == 0
@@ -124,7 +124,7 @@ print(1024 * (kib("VmHWM") - before))
 """
 
 
-def test_no_weight_is_in_memory_whole(tmp_path):
+def test_only_a_part_of_a_weight_is_in_memory(tmp_path):
     weight = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float16)
     source = str(tmp_path / "mf.safetensors")
     write_arrays(source, {f"model.layers.{i}.attention.wq.weight": weight for i in range(3)})
@@ -154,7 +154,7 @@ def refused(source, output, error, message, **arguments):
     assert sorted(os.listdir(folder)) == before
 
 
-def test_sources_and_outputs_that_do_not_do(tmp_path):
+def test_sources_and_outputs_that_are_refused(tmp_path):
     tensors, output = llama(dtype=FLOAT32), str(tmp_path / "q.safetensors")
     source = save_base(tmp_path / "hf", tensors)
     refused(source, str(tmp_path / "q.ckpt"), CheckpointError, "q.ckpt does not end in .safetensors")
@@ -184,7 +184,7 @@ def test_sources_and_outputs_that_do_not_do(tmp_path):
     assert (tmp_path / "q.safetensors").read_bytes() == written
 
 
-def test_a_base_in_float_does_not_fit(tmp_path):
+def test_a_base_in_float_is_refused(tmp_path):
     source = str(tmp_path / "mf.safetensors")
     convert_base(save_base(tmp_path / "hf", llama()), source, "hf", "mindformers")
     with pytest.raises(CheckpointError) as caught:

@@ -118,7 +118,7 @@ def test_whose_names(tmp_path, names, kind):
         (("lm_head.weight",), ["neither", "lm_head"]),
     ],
 )
-def test_names_of_nobody_or_of_both(tmp_path, names, said):
+def test_names_of_neither_world_or_of_both(tmp_path, names, said):
     write_arrays(str(tmp_path / "a.safetensors"), arrays(*names))
     with pytest.raises(CheckpointError) as error:
         BaseCheckpoint(tmp_path)
@@ -166,7 +166,7 @@ def test_an_index_that_leaves_a_tensor_out(tmp_path):
 @pytest.mark.parametrize(
     "text, said", [("{", "is not JSON"), ("[]", "holds a list and not a JSON object"), ("\xff", "is not JSON")]
 )
-def test_an_index_that_is_no_object(tmp_path, text, said):
+def test_an_index_that_is_not_an_object(tmp_path, text, said):
     sharded(tmp_path / "base", arrays(HF))
     (tmp_path / "base" / INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=said):
@@ -187,7 +187,7 @@ def test_damaged_files(tmp_path):
         BaseCheckpoint(tmp_path / "base.ckpt")
 
 
-def test_paths_that_hold_nothing(tmp_path):
+def test_paths_without_a_checkpoint(tmp_path):
     (tmp_path / "pytorch_model.bin").write_text("")
     for path, said in (
         (tmp_path / "absent", "does not exist"),
@@ -309,7 +309,7 @@ def test_what_an_output_must_not_be(tmp_path):
         base_writer.check_checkpoint_output(str(tmp_path / output), [str(base)], True)
 
 
-def test_none_of_it_imports_mindspore():
+def test_nothing_in_base_imports_mindspore():
     code = (
         "import sys; from mindlora.base import convert, joined, loftq, merge, quantize, reader, writer; "
         "from mindlora.cli import base; "

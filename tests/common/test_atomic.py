@@ -51,7 +51,7 @@ def refuse(monkeypatch, code):
 
 
 @pytest.mark.parametrize("old", [None, "old"])
-def test_a_file_takes_the_place(tmp_path, old):
+def test_a_file_is_replaced(tmp_path, old):
     path = tmp_path / "deeper" / "adapter.ckpt"
     if old:
         path.parent.mkdir()
@@ -94,7 +94,7 @@ def test_a_file_in_the_working_folder(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["", "/"])
-def test_a_folder_takes_the_place(tmp_path, swap, end):
+def test_a_folder_is_replaced(tmp_path, swap, end):
     path = tmp_path / "deeper" / "adapter"
     for content in (OLD, NEW):
         replace(f"{path}{end}", content)
@@ -117,7 +117,7 @@ def test_an_exception_leaves_the_old_folder(tmp_path, swap, error, old):
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
-def test_where_the_exchange_is_refused_two_renames_do(tmp_path, monkeypatch, code):
+def test_two_renames_where_the_exchange_is_refused(tmp_path, monkeypatch, code):
     refuse(monkeypatch, code)
     fill(tmp_path / "adapter", OLD)
     replace(tmp_path / "adapter", NEW)
@@ -164,7 +164,7 @@ def kill_between_renames(path, monkeypatch):
     assert atomic.shutil.rmtree is remove and not os.path.exists(path)
 
 
-def test_a_reader_brings_the_old_folder_back(tmp_path, monkeypatch):
+def test_a_reader_restores_the_old_folder(tmp_path, monkeypatch):
     path = tmp_path / "adapter"
     fill(path, OLD)
     kill_between_renames(path, monkeypatch)
@@ -172,7 +172,7 @@ def test_a_reader_brings_the_old_folder_back(tmp_path, monkeypatch):
     assert read(path) == OLD
 
 
-def test_a_writer_goes_on_from_there(tmp_path, monkeypatch):
+def test_a_writer_after_an_interrupted_swap(tmp_path, monkeypatch):
     path = tmp_path / "adapter"
     fill(path, OLD)
     kill_between_renames(path, monkeypatch)
@@ -236,7 +236,7 @@ def test_remove_folder(tmp_path):
         atomic.remove_folder(path)
 
 
-def test_an_interrupted_removal_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+def test_an_interrupted_removal_leaves_nothing_at_the_path(tmp_path, monkeypatch):
     path = tmp_path / "adapter"
     fill(path, OLD)
     remove = atomic.shutil.rmtree

@@ -283,7 +283,7 @@ def test_programs_that_fail(tmp_path, value, message):
     assert time.perf_counter() - begin < 1
 
 
-def test_a_memo_of_two_thousand_millions_costs_nothing(tmp_path):
+def test_a_memo_index_of_two_billion_takes_no_memory(tmp_path):
     # Python's own machine makes a table of that length.
     found = read_program(
         tmp_path, b"}r\xff\xff\xff\x7f" + tz.text("x") + tz.tensor(FLOATS, "0") + b"s", {"0": FLOATS.tobytes()}
@@ -312,7 +312,7 @@ def test_a_small_file_cannot_become_large(tmp_path):
         (tz.items([("x", tz.items([("y", tz.tensor(FLOATS, "0"))]))]), "dict"),
     ],
 )
-def test_something_else_than_a_dict_of_tensors(tmp_path, value, kind):
+def test_other_contents_are_refused(tmp_path, value, kind):
     tz.write(tmp_path / "a.bin", value, {"0": FLOATS.tobytes()})
     refused(tmp_path / "a.bin", f"holds no dict of tensors by name, but a {kind}.")
 
@@ -333,7 +333,7 @@ def test_big_endian_is_refused(tmp_path):
     refused(tmp_path / "a.bin", "its bytes are not in little-endian order")
 
 
-def test_archives_of_something_else(tmp_path):
+def test_other_archives_are_refused(tmp_path):
     for names in ([], ["model.safetensors"], ["a/data.pkl", "b/data.pkl"], ["data.pkl"]):
         with zipfile.ZipFile(tmp_path / "a.bin", "w") as archive:
             for name in names:
@@ -341,7 +341,7 @@ def test_archives_of_something_else(tmp_path):
         refused(tmp_path / "a.bin", "is a zip archive without the one data.pkl that torch.save puts there.")
 
 
-def test_files_that_are_no_archive(tmp_path):
+def test_other_files_are_refused(tmp_path):
     # Before PyTorch 1.6: pickles one after the other.
     (tmp_path / "a.bin").write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2))
     refused(tmp_path / "a.bin", "is not what torch.save writes since PyTorch 1.6: ")

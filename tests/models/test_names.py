@@ -1,12 +1,9 @@
-"""The two ways to name a cell, and lists of paths put short."""
-
-import itertools
+"""The two names of a cell and of a parameter."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindlora.common.text import collapse_numbers
 from mindlora.models import names
 
 PAIRS = [
@@ -51,7 +48,7 @@ def test_other_paths_stay_as_they_are(path):
 
 
 @given(PREFIXES, st.sampled_from(PAIRS))
-def test_names_make_the_round_trip(prefix, pair):
+def test_names_go_there_and_back(prefix, pair):
     mindformers, hugging_face = (f"{prefix}.{leaf}" if prefix else leaf for leaf in pair)
     assert names.to_mindformers(names.to_hugging_face(mindformers)) == mindformers
     assert names.to_hugging_face(names.to_mindformers(hugging_face)) == hugging_face
@@ -68,7 +65,7 @@ def test_names_make_the_round_trip(prefix, pair):
 def test_translating_twice_changes_nothing_more(path):
     assert names.to_hugging_face(names.to_hugging_face(path)) == names.to_hugging_face(path)
     assert names.to_mindformers(names.to_mindformers(path)) == names.to_mindformers(path)
-    # Both translations of a path mean the same cell.
+    # Both names of a path mean the same cell.
     assert names.to_mindformers(names.to_hugging_face(path)) == names.to_mindformers(path)
 
 
@@ -86,65 +83,8 @@ def test_translating_twice_changes_nothing_more(path):
         ("", []),
     ],
 )
-def test_a_concatenated_cell_stands_for_several(path, parts):
+def test_a_joined_cell_has_parts(path, parts):
     assert names.joined_parts(path) == parts
-
-
-@pytest.mark.parametrize(
-    "paths, lines",
-    [
-        ([], []),
-        (["lm_head"], ["lm_head"]),
-        ([f"model.layers.{i}.attention.wq" for i in range(32)], ["model.layers.{0..31}.attention.wq"]),
-        (["layers.4.wq"], ["layers.4.wq"]),
-        (["layers.0.wq", "layers.0.wk", "layers.1.wq", "layers.1.wk"], ["layers.{0..1}.wq", "layers.{0..1}.wk"]),
-        (["layers.5.wq", "layers.0.wq", "layers.2.wq"], ["layers.{0,2,5}.wq"]),
-        (["a.0.b.3.c", "a.0.b.4.c", "a.0.b.5.c"], ["a.0.b.{3..5}.c"]),
-        (["layers.9.wq", "layers.10.wq", "lm_head"], ["layers.{9..10}.wq", "lm_head"]),
-        (["0", "1"], ["{0..1}"]),
-        (["layers.0.wq A", "layers.0.wq B", "layers.1.wq A"], ["layers.{0..1}.wq A", "layers.0.wq B"]),
-    ],
-)
-def test_paths_that_differ_in_a_number_are_put_into_one(paths, lines):
-    assert collapse_numbers(paths) == lines
-
-
-@pytest.mark.parametrize(
-    "paths, lines",
-    [
-        # Two numbers that vary, but not freely: put into one line, (0, 1) and (1, 0) would be claimed as well.
-        (["a.0.b.0", "a.1.b.1"], ["a.0.b.0", "a.1.b.1"]),
-        (["a.0.b.0", "a.0.b.1", "a.1.b.0", "a.1.b.1"], ["a.{0..1}.b.{0..1}"]),
-    ],
-)
-def test_only_what_is_there_is_listed(paths, lines):
-    assert collapse_numbers(paths) == lines
-
-
-def _expand(line):
-    """Returns all paths that a collapsed line stands for."""
-    choices = []
-    for part in line.split("{"):
-        inside, closed, rest = part.partition("}")
-        if not closed:
-            choices.append([part])
-        elif ".." in inside:
-            first, last = map(int, inside.split(".."))
-            choices.append([f"{i}{rest}" for i in range(first, last + 1)])
-        else:
-            choices.append([i + rest for i in inside.split(",")])
-    return {"".join(choice) for choice in itertools.product(*choices)}
-
-
-@given(
-    st.sets(
-        st.builds("layers.{}.experts.{}.{}".format, st.integers(0, 3), st.integers(0, 2), st.sampled_from(["wq", "wk"]))
-    )
-)
-def test_a_short_list_stands_for_the_same_paths(paths):
-    lines = collapse_numbers(sorted(paths))
-    expanded = [path for line in lines for path in _expand(line)]
-    assert sorted(expanded) == sorted(paths)
 
 
 PARAMETERS = [

@@ -1,4 +1,4 @@
-"""Which cells target_modules and exclude_modules select, and what is said where they select too little."""
+"""Which cells target_modules and exclude_modules select, and the errors and warnings where they select too little."""
 
 import logging
 import re
@@ -99,7 +99,7 @@ def test_what_each_form_selects(target_modules, selected):
         ("lm_head", paths("attention.wq")),
     ],
 )
-def test_exclude_modules_takes_away(exclude_modules, selected):
+def test_exclude_modules(exclude_modules, selected):
     assert select_targets(LLAMA, "wq", exclude_modules) == selected
 
 
@@ -123,7 +123,7 @@ def test_no_match_is_an_error_that_lists_the_candidates(target_modules):
     assert refusal(LLAMA, target_modules) == f"target_modules {target_modules!r} matches no linear cell." + CANDIDATES
 
 
-def test_a_long_list_of_candidates_is_put_short():
+def test_a_long_list_of_candidates_is_shortened():
     message = refusal([f"model.layers.{i}.attention.wq" for i in range(32)] + ["lm_head"], "query")
     assert message.endswith("Linear cells of this network: model.layers.{0..31}.attention.wq, lm_head.")
 
@@ -135,7 +135,7 @@ def test_an_item_of_a_list_that_matches_nothing_is_an_error_that_names_it():
     assert refusal(LLAMA, "wq", ["wk", "w9"]).startswith("exclude_modules ['wk', 'w9']: 'w9' matches no linear cell.")
 
 
-def test_an_idle_alternative_of_a_regex_is_only_warned_of(caplog):
+def test_an_alternative_of_a_regex_that_matches_nothing_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         assert select_targets(LLAMA, ".*wq|.*query|.*(wk|key)") == paths("attention.wq", "attention.wk")
     assert [record.getMessage() for record in caplog.records] == [
@@ -145,14 +145,14 @@ def test_an_idle_alternative_of_a_regex_is_only_warned_of(caplog):
     ]
 
 
-def test_a_regex_whose_alternatives_all_match_says_nothing(caplog):
+def test_a_regex_whose_alternatives_all_match_gives_no_warning(caplog):
     select_targets(LLAMA, ".*wq|.*wk|.*w[13]|lm_head")
     select_targets(LLAMA, r"(.*)(wq)|()(.*)wk")
     assert not caplog.records
 
 
 @pytest.mark.parametrize("pattern", [r".*(w)q|.*\1k", r".*w[]q|]", r".*w[^]k|]"])
-def test_a_regex_whose_pieces_do_not_stand_alone_is_taken_whole(pattern):
+def test_a_regex_whose_pieces_are_no_regexes_is_not_split(pattern):
     expected = [path for path in LLAMA if re.fullmatch(pattern, path)]
     assert select_targets(LLAMA, pattern) == expected != []
 
@@ -172,7 +172,7 @@ def test_a_regex_whose_pieces_do_not_stand_alone_is_taken_whole(pattern):
         (["wq", "conv1"], "'conv1' does match conv1, but that is a Conv2d and not a linear cell."),
     ],
 )
-def test_a_cell_of_another_kind_is_said_to_be_one(target_modules, said):
+def test_a_match_of_another_kind_of_cell_is_named(target_modules, said):
     assert f"matches no linear cell. {said} Linear cells of this network: " in refusal(
         LLAMA, target_modules, None, OTHERS
     )
@@ -191,7 +191,7 @@ def test_a_network_without_linear_cells_is_an_error():
     )
 
 
-def test_all_linear_of_a_network_with_an_output_head_alone_is_an_error():
+def test_all_linear_of_a_network_with_only_an_output_head_is_an_error():
     assert refusal(["lm_head"], "all-linear") == (
         "target_modules 'all-linear' leaves output heads out, and the network has no other linear cell. "
         "Linear cells of this network: lm_head."
@@ -219,7 +219,7 @@ def test_no_target_modules_is_an_error():
         ("all-linear", JOINED[:4]),
     ],
 )
-def test_a_concatenated_cell_is_selected_by_all_its_parts_or_its_own_name(target_modules, selected, caplog):
+def test_a_joined_cell_is_selected_by_all_its_parts_or_its_own_name(target_modules, selected, caplog):
     assert select_targets(JOINED, target_modules) == selected
     assert not caplog.records
 
@@ -249,11 +249,11 @@ def test_a_concatenated_cell_is_selected_by_all_its_parts_or_its_own_name(target
         ),
     ],
 )
-def test_a_part_of_a_concatenated_cell_is_an_error(target_modules, message):
+def test_a_part_of_a_joined_cell_is_an_error(target_modules, message):
     assert refusal(JOINED, target_modules) == message
 
 
-def test_a_part_of_a_concatenated_cell_cannot_be_excluded_either():
+def test_a_part_of_a_joined_cell_cannot_be_excluded_either():
     assert refusal(JOINED, "all-linear", ["wk"]).startswith("exclude_modules names wk, but here ")
     assert select_targets(JOINED, "all-linear", ["w_qkv"]) == JOINED[1:4]
 
@@ -276,7 +276,7 @@ def test_a_list_of_full_paths_selects_just_these(chosen):
 
 
 @pytest.mark.parametrize("layers, chosen", [(1, ["1"]), ([0, 2], ["0", "2"]), ((2,), ["2"])])
-def test_layers_to_transform_keeps_those_layers_alone(layers, chosen):
+def test_layers_to_transform_selects_only_those_layers(layers, chosen):
     paths = [f"model.layers.{layer}.attention.{leaf}" for layer in range(3) for leaf in ("wq", "wk")]
     assert select_targets(paths, ["wq"], layers=layers) == [f"model.layers.{layer}.attention.wq" for layer in chosen]
 

@@ -1,4 +1,4 @@
-"""Starts of A and B in NumPy: what each decomposition promises, and what is left of the base."""
+"""Initializers of A and B in NumPy: what each decomposition promises, and what is left of the base."""
 
 import numpy as np
 import pytest
@@ -51,12 +51,12 @@ def test_names(name, known, changes, whole):
 
 
 @pytest.mark.parametrize("name, turns", [("loftq", 1), ("loftq_iter_1", 1), ("loftq_iter_12", 12)])
-def test_turns_of_loftq_by_its_name(name, turns):
+def test_loftqs_iterations_by_its_name(name, turns):
     assert initializers.is_loftq(name) and initializers.loftq_iterations(name) == turns
     assert not any(initializers.is_loftq(other) for other in (None, "", "loftq_iter_0", "loftq_niter_4", "pissa"))
 
 
-def test_no_name_changes_no_base():
+def test_without_a_name_the_base_stays():
     assert not initializers.changes_base(None) and not initializers.needs_whole_matrices(None)
 
 
@@ -96,7 +96,7 @@ def test_randomized_pissa_is_the_same_each_time_and_for_the_transpose():
 
 
 @pytest.mark.parametrize("iterations", [None, 3])
-def test_pissa_takes_every_direction_there_is(weight, iterations):
+def test_pissa_at_full_rank(weight, iterations):
     rank = min(weight.shape)
     a, b = initializers.pissa(weight, rank, SCALE, iterations)
     np.testing.assert_allclose(SCALE * b @ a, weight, atol=1e-5)
@@ -127,7 +127,7 @@ def test_olora_is_orthonormal_and_takes_the_first_rows_of_r(weight):
         ("olora", lambda w: initializers.olora(w, 4, SCALE)),
     ],
 )
-def test_a_start_by_its_name(weight, name, made):
+def test_an_initializer_by_its_name(weight, name, made):
     for one, other in zip(initializers.of_base(name, weight, 4, SCALE), made(weight)):
         assert one.tobytes() == other.tobytes()
 
@@ -141,7 +141,7 @@ def test_residual(weight):
     )
 
 
-def test_orthogonal_halves_do_not_meet():
+def test_the_product_of_an_orthogonal_pair_is_zero():
     a, b = initializers.orthogonal(8, 300, 500, np.random.default_rng(3))
     assert a.shape == (8, 300) and b.shape == (500, 8) and a.dtype == b.dtype == np.float32
     np.testing.assert_allclose(b @ a, 0, atol=1e-6)
@@ -153,7 +153,7 @@ def test_orthogonal_halves_do_not_meet():
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_loftq_comes_nearer_to_the_base_than_quantizing_alone(scale):
+def test_loftq_is_nearer_to_the_base_than_quantizing_alone(scale):
     weight = np.random.default_rng(4).normal(size=(64, 128)).astype(np.float32)
     plain = np.linalg.norm(weight - nf4.dequantize(nf4.quantize(weight)))
     errors = []
@@ -164,7 +164,7 @@ def test_loftq_comes_nearer_to_the_base_than_quantizing_alone(scale):
     assert errors[1] < errors[0] < plain
 
 
-def test_loftq_by_turns():
+def test_loftqs_iterations():
     """Against two turns written out, with rounding to whole numbers as the quantizer."""
     weight = 3 * np.random.default_rng(5).normal(size=(12, 9)).astype(np.float32)
 

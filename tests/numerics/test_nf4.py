@@ -108,7 +108,7 @@ def test_the_error_of_normal_weights():
     assert 0.088 < np.sqrt(np.mean(error**2)) < 0.096  # ops/nf4_linear/README.md: 9.2 %
 
 
-def test_an_outlier_spoils_its_own_block_alone():
+def test_an_outlier_affects_only_its_block():
     weight = normal(8, 640)
     weight[3, 70] = 100
     error = np.delete((dequantize(quantize(weight)) - weight).reshape(8, 10, 64), 3, axis=0)
@@ -145,12 +145,12 @@ def test_padding_is_zero():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_other_dtypes_are_what_they_are_in_float32(dtype):
+def test_other_dtypes_are_quantized_as_in_float32(dtype):
     weight = normal(5, 130).astype(dtype)
     np.testing.assert_array_equal(quantize(weight).codes, quantize(weight.astype(np.float32)).codes)
 
 
-def test_what_is_quantized_at_a_time_changes_nothing(monkeypatch):
+def test_the_number_quantized_at_a_time_changes_nothing(monkeypatch):
     weight = normal(77, 100)
     whole = quantize(weight)
     for count in (1, 1000):
@@ -191,6 +191,6 @@ def test_numbers_that_float32_cannot_hold_are_refused():
         (np.zeros((2, 3, 4), np.float32), r"float32\[2, 3, 4\]"),
     ],
 )
-def test_what_is_no_matrix_of_floating_point_numbers_is_refused(weight, what):
+def test_only_matrices_of_floating_point_numbers_are_quantized(weight, what):
     with pytest.raises(QuantizationError, match=f"w is {what}: NF4 takes a matrix of float16, float32 or float64"):
         quantize(weight, "w")
