@@ -1,6 +1,6 @@
-"""Made once for all tests here: PEFT's process, models and adapters that PEFT made, and MindFormers' networks of them.
+"""Fixtures: PEFT's process, models and adapters that PEFT made, and MindFormers' networks of them.
 
-Without the environment in which PEFT stands, the tests are skipped; on CI they fail, so that no run passes unjudged.
+Without an environment that has PEFT the tests are skipped; on CI they fail instead, so that no run passes unchecked.
 """
 
 import os
@@ -36,7 +36,7 @@ def peer(tmp_path_factory):
 def made(peer, tmp_path_factory):
     """PEFT's models and adapters: ``models`` and ``adapters`` are name -> folder, ``ids`` are tokens [1, TOKENS].
 
-    ``safetensors`` is ``adapters`` with those that were saved as .bin saved by PEFT once more.
+    ``safetensors`` is ``adapters``, except that PEFT saved those in .bin again as safetensors.
     """
     folder = tmp_path_factory.mktemp("made")
     ids = np.random.default_rng(0).integers(3, cases.VOCABULARY, (1, TOKENS)).astype(np.int32)
@@ -60,7 +60,7 @@ def made(peer, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def peft_logits(peer, made, tmp_path_factory):
-    """Returns a function: the logits of PEFT's side for a model and an adapter folder, or for the base alone."""
+    """Returns a function that returns PEFT's logits for a model and an adapter folder, or for the base alone."""
     folder, known = tmp_path_factory.mktemp("logits"), {}
 
     def compute(model, adapter=None):
@@ -76,7 +76,7 @@ def peft_logits(peer, made, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoints(made, tmp_path_factory):
-    """Returns a function: the file of a model's weights as MindFormers loads them, converted by mindlora.
+    """Returns a function that returns the file of a model's weights for MindFormers, converted by mindlora.
 
     ``tied`` is whether lm_head.weight is left out, by default where the model's embeddings are tied.
     """
@@ -97,7 +97,7 @@ def checkpoints(made, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_network(made, checkpoints, make_llama):
-    """Returns a function that builds MindFormers' network of a model, with the converted weights loaded."""
+    """Returns a function that builds MindFormers' network for a model, with the converted weights."""
     import mindspore as ms
 
     def make(model, qkv_concat=False, tied=None):
@@ -115,7 +115,7 @@ def make_network(made, checkpoints, make_llama):
 
 @pytest.fixture
 def logits_of(made):
-    """Returns a function: the logits of a network for the same tokens, in PyNative, which needs no compilation."""
+    """Returns a function that returns a network's logits for the same tokens, in PyNative, which does not compile."""
     import mindspore as ms
 
     def compute(network, mode=ms.PYNATIVE_MODE):

@@ -9,7 +9,7 @@ from mindlora.adapters.combine import combine_adapters
 from mindlora.adapters.dialects import peft
 from tests.support.peers.peer import arrays
 
-# Of equal ranks with other alphas and targets; then one of another rank.
+# Equal ranks with different alphas and targets; then one of another rank.
 SAME_RANK = ["combine-1", "combine-2"]
 ANY_RANK = [*SAME_RANK, "combine-3"]
 
@@ -52,13 +52,13 @@ def label(value):
 
 @pytest.fixture
 def both(peer, made, tmp_path):
-    """Returns a function: key -> tensor of mindlora's and of PEFT's combination."""
+    """Returns a function that returns mindlora's and PEFT's combination, each as key -> tensor."""
 
     def combine(adapters, weights, options):
         combined = combine_adapters(
             [adapter_files.read(str(made.adapters[name])) for name in adapters], weights, **options
         )
-        # mindlora's has a scale of 1 throughout.
+        # mindlora's combination has scale 1 everywhere.
         assert all(combined.scale(path) == 1 for path in combined.paths)
         renamed = {"method": "combination_type", "majority_sign": "majority_sign_method"}
         scalings = peer.combine(
@@ -69,8 +69,8 @@ def both(peer, made, tmp_path):
             **{renamed.get(key, key): value for key, value in options.items()},
         )
         theirs = arrays(tmp_path / "combined" / "tensors.safetensors")
-        # With rsLoRA first, PEFT scales its result by sqrt(r), which the adapters it came from do not say: a slip of
-        # PEFT's, which mindlora does not repeat. The tensors are compared without it.
+        # If the first adapter is rsLoRA, PEFT scales its result by sqrt(r), which the combined adapters do not justify:
+        # a slip that mindlora does not repeat. The tensors are compared without it.
         rank = max(tensor.shape[0] for key, tensor in theirs.items() if "lora_A" in key)
         assert scalings == [pytest.approx(rank**0.5 if adapters[0] == "rslora" else 1)]
         ours = {peft.tensor_key(*place): tensor for place, tensor in combined.tensors.items()}
@@ -90,7 +90,7 @@ def test_same_tensors(adapters, weights, options, both):
 
 @pytest.mark.parametrize("adapters, weights, options", PRODUCTS, ids=label)
 def test_same_products(adapters, weights, options, both):
-    """The signs of singular vectors are free, so B A is compared."""
+    """The signs of singular vectors are arbitrary, so B A is compared."""
     ours, theirs = both(adapters, weights, options)
     for key in theirs:
         if "lora_A" in key:
@@ -102,9 +102,9 @@ def test_same_products(adapters, weights, options, both):
 
 @pytest.mark.parametrize("method", ["cat", "svd"])
 def test_peft_loads_the_combination(method, made, make_network, logits_of, peft_logits, tmp_path):
-    """Written as PEFT's folder, it does the same there and here, and what the three do together."""
+    """Written in PEFT's form, it gives the same logits there and here: those of the three adapters together."""
     adapters = [adapter_files.read(str(made.adapters[name])) for name in ANY_RANK]
-    # Of a sum of ranks 4, 4 and 6, svd loses nothing at rank 14.
+    # The ranks are 4, 4 and 6, so svd loses nothing at rank 14.
     rank = {"svd_rank": 14} if method == "svd" else {}
     combined = combine_adapters(adapters, [0.5, -0.8, 2.0], method, **rank)
     adapter_files.write(combined, str(tmp_path / "combined"), to="peft")

@@ -13,7 +13,7 @@ from tests.support.peers import cases
 from tests.support.peers.peer import arrays, read_json, stored
 
 IN, OUT, RANK = 4, 6, 2
-# Name -> (kernel, keys of PyTorch's Conv2d, of MindSpore's).
+# Name -> (kernel, keys of PyTorch's Conv2d, keys of MindSpore's).
 CONVOLUTIONS = {
     "padded": (3, {"padding": 1}, {"pad_mode": "pad", "padding": 1}),
     "strided": ((3, 2), {"stride": 2}, {"pad_mode": "valid", "stride": 2}),
@@ -34,7 +34,7 @@ class Vision(nn.Cell):
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_a_convolution_is_peft_s(name, use_rslora, mode, peer, tmp_path):
+def test_a_convolution_equals_pefts(name, use_rslora, mode, peer, tmp_path):
     kernel, theirs, ours = CONVOLUTIONS[name]
     network, rng = Vision(kernel, **ours), np.random.default_rng(3)
     apply_lora(network, LoraConfig(target_modules=["patch"], lora_rank=RANK, lora_alpha=3, use_rslora=use_rslora))

@@ -1,4 +1,4 @@
-"""Files alone: PEFT's adapters into other forms and back, bit for bit, and PEFT takes what comes out."""
+"""Files alone: PEFT's adapters to other forms and back, bit for bit, and PEFT loads the result."""
 
 import pytest
 
@@ -20,14 +20,14 @@ def read(name, made):
 
 
 def assert_peft_has_the_same(written, name, peer, made):
-    """PEFT loads ``written`` as the adapter that it made: keys, dtypes, bits, and each module's rank and scale."""
+    """Asserts that PEFT loads ``written`` as the adapter that it made: keys, dtypes, bits, ranks and scales."""
     assert stored(written / cases.WEIGHTS) == stored(made.safetensors[name] / cases.WEIGHTS)
     model = made.models[cases.ADAPTERS[name]["model"]]
     assert peer.describe(model=model, adapter=written) == peer.describe(model=model, adapter=made.adapters[name])
 
 
 def test_read_as_peft_means_it(name, peer, made):
-    """Rank, alpha and scale of each cell are those that PEFT resolves from the same configuration."""
+    """Each cell has the rank, alpha and scale that PEFT resolves from the same configuration."""
     adapter = read(name, made)
     described = peer.describe(model=made.models[cases.ADAPTERS[name]["model"]], adapter=made.adapters[name])
     assert {
@@ -77,7 +77,7 @@ def test_base_goes_back(model, concat, made, checkpoints, tmp_path):
 
 
 def weights_of(folder):
-    """Returns what all files of a model hold."""
+    """Returns the tensors of all files of a model."""
     found = {}
     for file in folder.glob("*.safetensors"):
         found.update(stored(file))

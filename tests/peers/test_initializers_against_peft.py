@@ -1,4 +1,4 @@
-"""Starts of A and B as PEFT makes them on the same weights; and adapters that were trained from them, both ways."""
+"""A and B as PEFT initializes them on the same weights; and adapters trained from there, in both directions."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from tests.support import networks
 from tests.support.peers.peer import arrays, read_json
 
 MODEL = "grouped"
-STARTS = ["pissa", "olora", "pissa_niter_16"]
-# PEFT's keys and ours.
+INITIALIZERS = ["pissa", "olora", "pissa_niter_16"]
+# PEFT's keys and mindlora's.
 CONFIGS = {
     "plain": ({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}, {}),
     "rslora": (
@@ -32,12 +32,14 @@ CONFIGS = {
 }
 
 
-def started(make_network, start, kind):
-    """Returns MindFormers' network with adapters that were started."""
+def initialized(make_network, initializer, kind):
+    """Returns MindFormers' network with initialized adapters."""
     network = make_network(MODEL)
     apply_lora(
         network,
-        LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start, **CONFIGS[kind][1]),
+        LoraConfig(
+            lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=initializer, **CONFIGS[kind][1]
+        ),
     )
     freeze_base(network)
     initialize_adapters(network)
@@ -54,12 +56,12 @@ def layers(network):
 
 @pytest.fixture
 def peft_layers(peer, made, tmp_path):
-    """Returns a function: the layers as PEFT starts them."""
+    """Returns a function that returns the layers as PEFT initializes them."""
 
-    def make(start, kind="plain"):
-        peer.start_layers(
+    def make(initializer, kind="plain"):
+        peer.initial_layers(
             model=made.models[MODEL],
-            config={**CONFIGS[kind][0], "init_lora_weights": start},
+            config={**CONFIGS[kind][0], "init_lora_weights": initializer},
             path=tmp_path / "layers.safetensors",
         )
         found = arrays(tmp_path / "layers.safetensors")
@@ -77,9 +79,9 @@ def peft_layers(peer, made, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_the_same_pairs_and_bases(start, kind, make_network, peft_layers):
-    ours, theirs = layers(started(make_network, start, kind)), peft_layers(start, kind)
+@pytest.mark.parametrize("initializer", ["pissa", "olora"])
+def test_the_same_pairs_and_bases(initializer, kind, make_network, peft_layers):
+    ours, theirs = layers(initialized(make_network, initializer, kind)), peft_layers(initializer, kind)
     assert set(ours) == set(theirs) and len(ours) == 6
     for name, (a, b, weight, scale) in theirs.items():
         our_a, our_b, our_weight, our_scale = ours[name]
@@ -87,7 +89,7 @@ def test_the_same_pairs_and_bases(start, kind, make_network, peft_layers):
         assert our_a.shape == a.shape and our_b.shape == b.shape
         np.testing.assert_allclose(our_scale * our_b @ our_a, scale * b @ a, rtol=0, atol=1e-5)
         np.testing.assert_allclose(our_weight, weight, rtol=0, atol=1e-5)
-        # A direction of PiSSA's may point the other way in A and B at once.
+        # A direction of PiSSA may have the opposite sign in A and B together.
         signs = np.sign((our_a * a).sum(axis=1))
         np.testing.assert_allclose(our_a * signs[:, None], a, rtol=0, atol=1e-4)
         np.testing.assert_allclose(our_b * signs, b, rtol=0, atol=1e-4)
@@ -95,9 +97,9 @@ def test_the_same_pairs_and_bases(start, kind, make_network, peft_layers):
 
 @pytest.mark.parametrize("iterations", [0, 2, 16])
 def test_the_randomized_decomposition_takes_as_much_of_the_base(iterations, make_network, peft_layers):
-    """They look at random directions, ours at a few more; the exact one takes the most that there is to take."""
+    """Both look at random directions, ours at a few more; the exact decomposition takes the most that is possible."""
     ours, theirs, exact = (
-        layers(started(make_network, f"pissa_niter_{iterations}", "plain")),
+        layers(initialized(make_network, f"pissa_niter_{iterations}", "plain")),
         peft_layers(f"pissa_niter_{iterations}"),
         peft_layers("pissa"),
     )
@@ -106,10 +108,11 @@ def test_the_randomized_decomposition_takes_as_much_of_the_base(iterations, make
         assert least * 0.9999 < left < their_left * 1.01
 
 
-@pytest.mark.parametrize("start", ["gaussian", "orthogonal"])
-def test_the_same_statistics(start, make_network, peft_layers):
+@pytest.mark.parametrize("initializer", ["gaussian", "orthogonal"])
+def test_the_same_statistics(initializer, make_network, peft_layers):
     ours, theirs = (
-        list(found.values()) for found in (layers(started(make_network, start, "plain")), peft_layers(start))
+        list(found.values())
+        for found in (layers(initialized(make_network, initializer, "plain")), peft_layers(initializer))
     )
     for half in range(2):
         deviations = [np.concatenate([layer[half].ravel() for layer in found]).std() for found in (ours, theirs)]
@@ -120,11 +123,11 @@ def test_the_same_statistics(start, make_network, peft_layers):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("start", [*STARTS, "gaussian", "orthogonal"])
-def test_peft_takes_what_was_trained_here_on_the_base_as_it_is(
-    start, kind, make_network, logits_of, peft_logits, tmp_path
+@pytest.mark.parametrize("initializer", [*INITIALIZERS, "gaussian", "orthogonal"])
+def test_peft_loads_what_was_trained_here_on_the_unchanged_base(
+    initializer, kind, make_network, logits_of, peft_logits, tmp_path
 ):
-    network = started(make_network, start, kind)
+    network = initialized(make_network, initializer, kind)
     np.testing.assert_allclose(logits_of(network), peft_logits(MODEL), rtol=0, atol=2e-5)
     rng = np.random.default_rng(3)
     for parameter in network.trainable_params():
@@ -137,13 +140,13 @@ def test_peft_takes_what_was_trained_here_on_the_base_as_it_is(
     assert read_json(tmp_path / "adapter", "adapter_config.json")["init_lora_weights"] is True
 
 
-# With patterns PEFT doubles a rank_pattern that its lora_alpha was doubled for already, so that is not asked of it.
+# Without "patterns": PEFT doubles a rank_pattern although it has already doubled lora_alpha for it.
 @pytest.mark.parametrize("kind", ["plain", "rslora"])
-@pytest.mark.parametrize("start", STARTS)
-def test_what_peft_converts_is_the_same_here(start, kind, peer, made, make_network, logits_of, tmp_path):
-    peer.train_from_start(
+@pytest.mark.parametrize("initializer", INITIALIZERS)
+def test_what_peft_converts_gives_the_same_here(initializer, kind, peer, made, make_network, logits_of, tmp_path):
+    peer.train_initialized(
         model=made.models[MODEL],
-        config={**CONFIGS[kind][0], "init_lora_weights": start},
+        config={**CONFIGS[kind][0], "init_lora_weights": initializer},
         folder=str(tmp_path / "theirs"),
         ids=made.ids.tolist(),
         path=str(tmp_path / "logits.npy"),
@@ -156,19 +159,21 @@ def test_what_peft_converts_is_the_same_here(start, kind, peer, made, make_netwo
 DORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True}
 
 
-@pytest.mark.parametrize("start", [*STARTS[:2], "gaussian", "orthogonal"])
-def test_dora_from_another_start(start, peer, made, make_network, logits_of, peft_logits, tmp_path):
-    """The magnitudes are the norms of the base as it was, and what was trained is a DoRA on that base."""
+@pytest.mark.parametrize("initializer", [*INITIALIZERS[:2], "gaussian", "orthogonal"])
+def test_dora_with_another_initializer(initializer, peer, made, make_network, logits_of, peft_logits, tmp_path):
+    """The magnitudes are the norms of the original base, and what was trained is a DoRA on that base."""
     network = make_network(MODEL)
     apply_lora(
         network,
-        LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=start, use_dora=True),
+        LoraConfig(lora_rank=4, lora_alpha=6, target_modules=["wq", "wv", "w2"], lora_init=initializer, use_dora=True),
     )
     freeze_base(network)
     initialize_adapters(network)
     network.set_train()
-    peer.start_layers(
-        model=made.models[MODEL], config={**DORA, "init_lora_weights": start}, path=tmp_path / "layers.safetensors"
+    peer.initial_layers(
+        model=made.models[MODEL],
+        config={**DORA, "init_lora_weights": initializer},
+        path=tmp_path / "layers.safetensors",
     )
     theirs = arrays(tmp_path / "layers.safetensors")
     for path, cell in tree.lora_cells(network):
@@ -176,7 +181,7 @@ def test_dora_from_another_start(start, peer, made, make_network, logits_of, pef
         np.testing.assert_allclose(
             cell.mindpet_delta_lora_magnitude.asnumpy(), theirs[f"{name}.magnitude"], rtol=0, atol=2e-5
         )
-        if start in STARTS:
+        if initializer in INITIALIZERS:
             np.testing.assert_allclose(cell.weight.asnumpy(), theirs[f"{name}.W"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(logits_of(network), peft_logits(MODEL), rtol=0, atol=2e-5)
     rng = np.random.default_rng(3)
@@ -192,12 +197,12 @@ def test_dora_from_another_start(start, peer, made, make_network, logits_of, pef
     np.testing.assert_allclose(logits_of(again), ours, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_a_dora_that_peft_converted_lacks_its_magnitudes(start, peer, made, make_network, tmp_path):
-    """PEFT's conversion drops them, so that no reader could know the sizes of the rows; it is said and not guessed."""
-    peer.train_from_start(
+@pytest.mark.parametrize("initializer", INITIALIZERS)
+def test_a_dora_that_peft_converted_lacks_its_magnitudes(initializer, peer, made, make_network, tmp_path):
+    """PEFT's conversion drops them, so that no reader can know the norms of the rows: an error, not a guess."""
+    peer.train_initialized(
         model=made.models[MODEL],
-        config={**DORA, "init_lora_weights": start},
+        config={**DORA, "init_lora_weights": initializer},
         folder=str(tmp_path / "theirs"),
         ids=made.ids.tolist(),
         path=str(tmp_path / "logits.npy"),

@@ -24,20 +24,20 @@ def load(network, name, made):
 
 @pytest.mark.parametrize("qkv_concat", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("model", cases.MODELS)
-def test_base_says_the_same(model, qkv_concat, make_network, logits_of, peft_logits):
-    """Before any adapter: rotation, norms, heads and the converted weights are transformers' own."""
+def test_base_gives_the_same_logits(model, qkv_concat, make_network, logits_of, peft_logits):
+    """Before any adapter: rotation, norms, heads and the converted weights equal those of transformers."""
     expected = peft_logits(model)
     assert np.abs(expected).max() > 1
     assert_same(logits_of(make_network(model, qkv_concat)), expected)
 
 
-def test_tied_model_says_the_same_with_a_head_of_its_own(make_network, logits_of, peft_logits):
-    """Where the network is not told that embeddings are tied, the head that convert_base copies is the embedding."""
+def test_tied_model_gives_the_same_logits_with_a_separate_head(make_network, logits_of, peft_logits):
+    """Where the network's configuration does not tie the embeddings, convert_base copies the embedding to the head."""
     assert_same(logits_of(make_network("tied", tied=False)), peft_logits("tied"))
 
 
 @pytest.mark.parametrize("name", cases.ADAPTERS)
-def test_adapter_says_the_same(name, made, make_network, logits_of, peft_logits):
+def test_adapter_gives_the_same_logits(name, made, make_network, logits_of, peft_logits):
     model = cases.ADAPTERS[name]["model"]
     expected = peft_logits(model, made.adapters[name])
     assert np.abs(expected - peft_logits(model)).max() > 0.1
@@ -47,7 +47,7 @@ def test_adapter_says_the_same(name, made, make_network, logits_of, peft_logits)
 
 
 @pytest.mark.parametrize("name", ["grouped", "all-linear", "patterns-rslora", "regex", "one-layer", "dora-grouped"])
-def test_adapter_says_the_same_on_joined_cells(name, made, make_network, logits_of, peft_logits):
+def test_adapter_gives_the_same_logits_on_joined_cells(name, made, make_network, logits_of, peft_logits):
     """With qkv_concat, MindFormers has one cell for q, k and v and one for gate and up, their rows interleaved."""
     model = cases.ADAPTERS[name]["model"]
     network = make_network(model, qkv_concat=True)
@@ -56,8 +56,8 @@ def test_adapter_says_the_same_on_joined_cells(name, made, make_network, logits_
 
 
 @pytest.mark.parametrize("name", ["attention", "patterns", "patterns-rslora", "whole"])
-def test_adapter_says_the_same_on_adapted_cells(name, made, make_network, logits_of, peft_logits):
-    """Where apply_lora was called with the same configuration in mindlora's words, the adapter is what it asks for."""
+def test_adapter_gives_the_same_logits_on_adapted_cells(name, made, make_network, logits_of, peft_logits):
+    """The adapter matches cells that apply_lora made from the same configuration."""
     model, config = trained.CONFIGS[name]
     network = make_network(model)
     apply_lora(network, config)
@@ -65,7 +65,7 @@ def test_adapter_says_the_same_on_adapted_cells(name, made, make_network, logits
     assert_same(logits_of(network), peft_logits(model, made.adapters[name]))
 
 
-def test_adapter_says_the_same_in_graph_mode(made, make_network, logits_of, peft_logits):
+def test_adapter_gives_the_same_logits_in_graph_mode(made, make_network, logits_of, peft_logits):
     network = make_network("grouped")
     load(network, "grouped", made)
     assert_same(logits_of(network, ms.GRAPH_MODE), peft_logits("grouped", made.adapters["grouped"]))
@@ -73,7 +73,7 @@ def test_adapter_says_the_same_in_graph_mode(made, make_network, logits_of, peft
 
 @pytest.mark.parametrize("name", cases.ADAPTERS)
 def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp_path):
-    """PEFT -> load_lora -> save_lora -> PEFT: the same keys, dtypes and bits, and PEFT scales each module alike.
+    """PEFT -> load_lora -> save_lora -> PEFT: the same keys, dtypes and bits, and the same scale of each module.
 
     What was trained whole takes the dtype of the base, in whose place it stands.
     """
@@ -105,9 +105,9 @@ def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp
     ],
 )
 def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
-    """One batch of training gives PyTorch's loss and its gradient of each A, B and module that is trained whole."""
+    """One batch gives PyTorch's loss and its gradients of each A, B and saved module."""
     model = cases.ADAPTERS[name]["model"]
-    # MindFormers trains on rows that are one token longer than what its network sees.
+    # MindFormers trains on rows with one token more than its network sees.
     ids = np.concatenate([made.ids, made.ids[:, 3:4]], axis=1)
     loss = peer.gradients(
         model=made.models[model], adapter=made.adapters[name], ids=ids.tolist(), path=tmp_path / "gradients.safetensors"
@@ -133,7 +133,7 @@ def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
 
 
 def ending_of(path, part):
-    """Returns how PEFT's key of a part of the adapter at a path ends."""
+    """Returns the end of PEFT's key for a part of the adapter at a path."""
     if part == "magnitude":
         return "lora_magnitude_vector"
     if part.startswith("lambda"):

@@ -14,7 +14,7 @@ from tests.support.peers.peer import arrays
 
 @pytest.fixture(scope="module")
 def merged_by_peft(peer, made, tmp_path_factory):
-    """Returns a function: parameter under MindFormers' names -> weight after PEFT's merge_and_unload."""
+    """Returns a function that returns the weights after PEFT's merge_and_unload, under MindFormers' names."""
     folder = tmp_path_factory.mktemp("merged")
 
     def merge(name):
@@ -28,7 +28,7 @@ def merged_by_peft(peer, made, tmp_path_factory):
 
 
 def weights_of(folder):
-    """Returns parameter under MindFormers' names -> weight of a model folder of transformers."""
+    """Returns the weights of a model folder of transformers, under MindFormers' names."""
     found = {}
     for file in folder.glob("*.safetensors"):
         found.update({names.parameter_to_mindformers(key): array for key, array in arrays(file).items()})
@@ -36,8 +36,7 @@ def weights_of(folder):
 
 
 def assert_same(weights, expected, base):
-    """Asserts that weights agree with PEFT's, that those which no adapter touches are the base's, and that some are
-    not."""
+    """Asserts that weights agree with PEFT's; those without an adapter equal the base's, and at least one does not."""
     for key, array in expected.items():
         np.testing.assert_allclose(weights[key], array, rtol=0, atol=1e-6, err_msg=key)
         if np.array_equal(array, base[key]):
@@ -80,7 +79,7 @@ def test_checkpoint_of_hugging_face(name, made, merged_by_peft, peer, peft_logit
 
 
 def test_delta_is_peft_s(made, merged_by_peft, checkpoints):
-    """Adapter.delta is what PEFT adds to a weight."""
+    """Adapter.delta equals what PEFT adds to a weight."""
     base, expected = arrays(checkpoints("plain")), merged_by_peft("patterns-rslora")
     adapter = adapter_files.read(str(made.adapters["patterns-rslora"]))
     for path in adapter.paths:

@@ -1,4 +1,4 @@
-"""Adapters of a base in NF4, both ways: PEFT has the dequantized base; and LoftQ by PEFT's own decomposition."""
+"""Adapters of a base in NF4, both ways, where PEFT has the dequantized base; and LoftQ by PEFT's decomposition."""
 
 import shutil
 
@@ -19,7 +19,7 @@ CONFIG = {"lora_rank": 4, "lora_alpha": 6, "target_modules": ["wq", "wv", "w2"],
 
 
 def dequantized(model, folder, stored=None):
-    """Writes a model of transformers with the numbers that 4-bit weights stand for: NF4's own, or those of a file."""
+    """Writes a model of transformers with dequantized weights: those of NF4, or those of a quantized file."""
     shutil.copytree(model, folder)
     for path in folder.glob("*.safetensors"):
         tensors = arrays(path)
@@ -40,13 +40,13 @@ def dequantized(model, folder, stored=None):
 
 @pytest.fixture(scope="module")
 def base(made, tmp_path_factory):
-    """The folder of the model whose linear weights are what NF4 makes of them."""
+    """The folder of the model whose linear weights were quantized to NF4 and dequantized."""
     return dequantized(made.models[MODEL], tmp_path_factory.mktemp("qlora") / "base")
 
 
 @pytest.fixture
 def logits_by_peft(peer, made, tmp_path):
-    """Returns a function: the logits of PEFT's side for a model's folder and an adapter."""
+    """Returns a function that returns PEFT's logits for a model folder and an adapter."""
 
     def compute(model, adapter=None):
         peer.logits(model=model, ids=made.ids.tolist(), path=tmp_path / "logits.npy", adapter=adapter)
@@ -55,7 +55,7 @@ def logits_by_peft(peer, made, tmp_path):
     return compute
 
 
-def test_peft_takes_what_was_trained_here_on_nf4(base, made, make_network, logits_of, logits_by_peft, tmp_path):
+def test_peft_loads_what_was_trained_here_on_nf4(base, made, make_network, logits_of, logits_by_peft, tmp_path):
     network, before = make_network(MODEL), ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     losses = trained.train(network, LoraConfig(**CONFIG))
@@ -64,13 +64,13 @@ def test_peft_takes_what_was_trained_here_on_nf4(base, made, make_network, logit
     ours = logits_of(network)
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(ours, logits_by_peft(base, tmp_path / "adapter"), rtol=0, atol=2e-5)
-    # Not on the base in float, nor without the adapter.
+    # The logits differ on the float base, and without the adapter.
     for others in (logits_by_peft(base), logits_by_peft(made.models[MODEL], tmp_path / "adapter")):
         assert np.abs(ours - others).max() > 0.01
 
 
 @pytest.mark.parametrize("adapter", ["grouped", "layers"])
-def test_what_peft_made_is_the_same_here_on_nf4(adapter, made, base, make_network, logits_of, logits_by_peft):
+def test_what_peft_made_gives_the_same_here_on_nf4(adapter, made, base, make_network, logits_of, logits_by_peft):
     network = make_network(MODEL)
     quantize_base(network)
     load_lora(network, str(made.safetensors[adapter]))
@@ -79,7 +79,7 @@ def test_what_peft_made_is_the_same_here_on_nf4(adapter, made, base, make_networ
     assert np.abs(ours - logits_by_peft(base)).max() > 0.01
 
 
-def test_peft_takes_loftqs_adapter_to_the_base_in_float_nearer_than_nf4_is(made, base, logits_by_peft, tmp_path):
+def test_in_peft_loftqs_adapter_is_nearer_to_the_float_base_than_nf4_alone(made, base, logits_by_peft, tmp_path):
     config = LoraConfig(**{**CONFIG, "lora_rank": 12, "target_modules": "all-linear"}, lora_init="loftq_iter_5")
     report = quantize_checkpoint(
         str(made.models[MODEL]), str(tmp_path / "q.safetensors"), adapter=str(tmp_path / "adapter"), config=config
@@ -96,7 +96,7 @@ def test_peft_takes_loftqs_adapter_to_the_base_in_float_nearer_than_nf4_is(made,
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("shape", [(48, 96), (128, 64)], ids=str)
 def test_loftq_by_turns_with_pefts_decomposition(shape, turns, peer, tmp_path):
-    """As PEFT's loftq_init, whose quantization needs CUDA: that is ours in its place."""
+    """As PEFT's loftq_init, except for its quantization, which needs CUDA: ours takes its place."""
     weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     rest = weight
     for _ in range(turns):
@@ -106,7 +106,7 @@ def test_loftq_by_turns_with_pefts_decomposition(shape, turns, peer, tmp_path):
         halves = arrays(tmp_path / "halves")
         rest = weight - halves["L"] @ halves["R"]
     found, a, b = initializers.loftq(weight, 6, quantize, dequantize, turns)
-    # Numbers in the middle of two codes may fall to either side.
+    # Numbers halfway between two codes may go either way.
     assert np.mean(found.codes != quantized.codes) < 1e-3
     np.testing.assert_allclose(b @ a, halves["L"] @ halves["R"], rtol=0, atol=1e-4)
     signs = np.sign((a * halves["R"]).sum(axis=1))

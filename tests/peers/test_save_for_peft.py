@@ -1,6 +1,6 @@
-"""Adapters trained on MindFormers' networks, loaded by PEFT as they were written: the same logits, nothing to warn of.
+"""Adapters trained on MindFormers' networks, loaded by PEFT as they were written: the same logits and no warning.
 
-That PEFT warns of nothing and holds exactly the tensors of the file is asked of every adapter, in peft_side.py.
+peft_side.py checks for every adapter that PEFT does not warn and holds exactly the tensors of the file.
 """
 
 import types
@@ -21,7 +21,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @pytest.fixture(scope="module", params=trained.CONFIGS)
 def run(request, made, make_network, tmp_path_factory):
-    """One adapter, trained and saved: its network, configuration, folder, and the losses of its training."""
+    """One adapter, trained and saved: its network, configuration, folder and training losses."""
     model, config = trained.CONFIGS[request.param]
     folder = tmp_path_factory.mktemp("trained") / request.param
     network = make_network(model)
@@ -33,14 +33,14 @@ def run(request, made, make_network, tmp_path_factory):
     return types.SimpleNamespace(network=network, model=model, config=config, folder=folder, losses=losses)
 
 
-def test_peft_says_the_same(run, logits_of, peft_logits):
+def test_peft_gives_the_same_logits(run, logits_of, peft_logits):
     assert run.losses[-1] < run.losses[0]
     ours = logits_of(run.network)
     assert np.abs(ours - peft_logits(run.model)).max() > 0.01
     np.testing.assert_allclose(ours, peft_logits(run.model, run.folder), rtol=0, atol=2e-5)
 
 
-def test_peft_scales_each_cell_alike(run, peer, made):
+def test_peft_has_the_same_scale_of_each_cell(run, peer, made):
     cells = {
         names.to_hugging_face(path): [cell.lora_rank, cell.lora_alpha, pytest.approx(cell.scale)]
         for path, cell in tree.lora_cells(run.network)
@@ -49,7 +49,7 @@ def test_peft_scales_each_cell_alike(run, peer, made):
 
 
 def test_file_holds_what_was_trained(run):
-    """Each tensor in the dtype of its parameter, bit for bit; and the configuration names the base and the dropout."""
+    """Each tensor has the dtype and the bits of its parameter; the configuration names the base and the dropout."""
     expected = {}
     for path, cell in tree.lora_cells(run.network):
         for part, parameter in cell.parts().items():
@@ -72,10 +72,10 @@ def test_file_holds_what_was_trained(run):
 
 
 def test_peft_saves_the_same_again(run, peer, made, tmp_path):
-    """What PEFT writes after loading is the same file, in PEFT's float32."""
+    """PEFT writes the same file after loading it, in PEFT's float32."""
     peer.save_again(model=made.models[run.model], adapter=run.folder, folder=tmp_path / "again")
     theirs, ours = stored(tmp_path / "again" / cases.WEIGHTS), stored(run.folder / cases.WEIGHTS)
-    # Where lm_head or the embedding is a target, PEFT takes the base's own weight along.
+    # Where lm_head or the embedding is a target, PEFT also saves the base's own weight.
     for module in ("lm_head", "model.embed_tokens"):
         theirs.pop(f"base_model.model.{module}.base_layer.weight", None)
     assert set(theirs) == set(ours)

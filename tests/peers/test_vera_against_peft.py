@@ -1,4 +1,4 @@
-"""What VeRA draws, against PEFT's own random matrices for the same key."""
+"""VeRA's shared projection, against PEFT's random matrices for the same key."""
 
 import json
 import shutil
@@ -15,8 +15,8 @@ from tests.support.peers.peer import arrays
 
 
 @pytest.mark.parametrize("name, in_channels, out_channels", [("vera", 48, 32), ("vera-grouped", 32, 48)])
-def test_matrices_are_peft_s_bit_for_bit(name, in_channels, out_channels, made):
-    """A and B of the widest cells: w2 takes 48 of the plain model, w3 gives 48 in the other."""
+def test_matrices_equal_pefts_bit_for_bit(name, in_channels, out_channels, made):
+    """A and B of the widest cells: w2 has 48 inputs in the plain model, w3 has 48 outputs in the other."""
     found = arrays(made.adapters[name] / cases.WEIGHTS)
     key = cases.ADAPTERS[name]["config"].get("projection_prng_key", 0)
     for array, matrix in zip(projection(key, 6, in_channels, out_channels), "AB"):

@@ -1,4 +1,4 @@
-"""Folders that save_lora wrote, held against the rules of vLLM's adapter loader.
+"""Folders that save_lora wrote, against the rules of vLLM's adapter loader.
 
 vLLM itself is not run here: these are its rules as read in its source (vllm/lora/peft_helper.py, lora_model.py and
 utils.py, read in 2026), restated. What they say:
@@ -22,7 +22,7 @@ from tests.support.peers import cases, trained
 from tests.support.peers.peer import read_json, stored
 
 SERVED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"}
-# Trained whole, or with patterns: nothing that vLLM serves.
+# vLLM serves neither saved modules nor patterns.
 SERVABLE = ["attention", "all-linear", "regex", "layers", "lm_head", "bfloat16"]
 
 
@@ -45,14 +45,14 @@ def refusal(config, keys, max_lora_rank=16):
 
 
 def serves_as_trained(config, cells):
-    """Tells whether vLLM's one scale and rank are those of every cell."""
+    """Returns whether vLLM's single scale and rank are those of every cell."""
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     return all(math.isclose(cell.scale, scale) and cell.lora_rank <= config["r"] for cell in cells)
 
 
 @pytest.fixture
 def saved(make_network, tmp_path):
-    """Returns a function: configuration, keys and cells of an adapter that was saved without training."""
+    """Returns a function that returns configuration, keys and cells of an adapter saved without training."""
 
     def save(name):
         model, config = trained.CONFIGS[name]
@@ -76,7 +76,7 @@ def test_adapter_is_accepted(name, saved):
     assert serves_as_trained(config, cells)
 
 
-def test_modules_saved_whole_are_declared(saved):
-    """vLLM can refuse them only where the configuration says so."""
+def test_saved_modules_are_declared(saved):
+    """vLLM can refuse them only where the configuration names them."""
     config, keys, _ = saved("whole")
     assert refusal(config, keys) == "trains more than A and B"

@@ -1,4 +1,4 @@
-"""The Ascend C kernels in the functional model (not CANN and not an NPU), against the oracles in NumPy."""
+"""The Ascend C kernels in the simulator (not CANN and not an NPU), against the oracles in NumPy."""
 
 import importlib.util
 import pathlib

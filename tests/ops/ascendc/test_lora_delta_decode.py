@@ -1,4 +1,4 @@
-"""lora_delta for few tokens, on the vector cores of the functional model."""
+"""lora_delta for few tokens, on the vector cores in the simulator."""
 
 import itertools
 
@@ -16,7 +16,7 @@ MOST_TOKENS = 16  # above it, 16-bit dtypes take the cube
 
 @pytest.fixture
 def run(kernels, reference):
-    """Runs the operator, holds the result against the oracle, and returns (y as stored, report)."""
+    """Runs the operator, compares the result with the oracle, and returns (y as stored, report)."""
 
     def run(dtype, tokens, k, n, rank, scale=0.75, cores=CORES[0], seed=0):
         y0, x, a, b = normal(seed, dtype, (tokens, n), (tokens, k), (rank, k), (n, rank))
@@ -61,7 +61,7 @@ def test_tokens(run, dtype, tokens):
 
 @pytest.mark.parametrize("tokens", (17, 48, 49, 130))
 def test_many_tokens_in_float32(run, tokens):
-    """Several passes over A and B, by all cores together or each with tokens of its own."""
+    """Several passes over A and B, by all cores together or by each core for tokens of its own."""
     run("float32", tokens, 2051, 1283, 100, cores=(3, 6))
     for (k, n), rank in itertools.product(SIZES[1:3], (8, 64)):
         run("float32", tokens, k, n, rank)
@@ -105,7 +105,7 @@ def test_the_same_bits_twice(run, dtype, sizes):
 
 
 def test_passes_together_and_alone(kernels):
-    """Which of the two the sizes of test_many_tokens_in_float32 take."""
+    """The sizes of test_many_tokens_in_float32 take both ways."""
 
     def together(tokens, k, n, rank, cores):
         return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), *cores)[0].workspace > 0
@@ -114,8 +114,8 @@ def test_passes_together_and_alone(kernels):
     assert not together(130, 257, 130, 64, (24, 48))
 
 
-def test_the_exchange_is_taken_and_left_out(kernels, run):
-    """A little work has no exchange; more of it has one, of no more than the sums of the cores that shrink."""
+def test_cores_exchange_sums_only_where_it_pays(kernels, run):
+    """Little work takes no exchange; more takes one, of no more than the sums of the shrinking cores."""
     assert kernels.plan("lora_delta", "float16", (1, 257, 130, 8))[0].workspace == 0
     made, _ = kernels.plan("lora_delta", "float16", (1, 2051, 1283, 16))
     assert 0 < made.workspace < made.blocks * 16 * 4

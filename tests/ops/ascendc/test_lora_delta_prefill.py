@@ -1,4 +1,4 @@
-"""lora_delta for many tokens, on the cube cores of the functional model (not CANN and not an NPU)."""
+"""lora_delta for many tokens, on the cube cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_any_width(run, reference, k, n):
 
 
 def test_more_parts_than_cores(run, reference):
-    """A and B of rank 256 do not fit one core's L1, which takes their slices in turn."""
+    """A and B of rank 256 do not fit the L1 of one core, which takes their slices one after the other."""
     arrays = arrays_of("bfloat16", 17, 1700, 1000, 256)
     y, _ = run("bfloat16", arrays, 0.125, 1, 2)
     assert_near(reference, "bfloat16", y, arrays, 0.125)
@@ -81,7 +81,7 @@ def test_more_parts_than_cores(run, reference):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_y0_passes_unchanged(run, dtype):
-    """With scale 0 every bit of y0 comes through the cube, whatever its size."""
+    """With scale 0 every bit of y0 passes through the cube unchanged, whatever its magnitude."""
     arrays = arrays_of(dtype, 70, 48, 77, 8)
     with np.errstate(over="ignore"):
         largest = 6e4 if dtype == "float16" else 1e38
@@ -114,7 +114,7 @@ def test_adapter_and_scale_matter(run):
     [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.34), (5120, 64, 1.3)],
 )
 def test_bytes_moved(run, size, rank, most):
-    """Near the least (each input once, y once) with all cube cores at work; at rank 64 the exchange weighs more."""
+    """Near the least (each input once, y once) with all cube cores busy; at rank 64 the exchange weighs more."""
     tokens = 512
     arrays = normal(0, "float16", (tokens, size), (tokens, size), (rank, size), (size, rank))
     _, report = run("float16", arrays, 1.0)

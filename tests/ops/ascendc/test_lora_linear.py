@@ -1,4 +1,4 @@
-"""lora_linear on the vector cores of the functional model: one token, more than 16, and any number in float32."""
+"""lora_linear on the vector cores in the simulator: one token, more than 16, and any number in float32."""
 
 import itertools
 
@@ -18,7 +18,7 @@ VECTOR = 1
 
 @pytest.fixture
 def run(kernels, reference):
-    """Runs the operator, holds the result against the oracle, and returns (y as stored, report)."""
+    """Runs the operator, compares the result with the oracle, and returns (y as stored, report)."""
 
     def run(dtype, tokens, k, n, rank, scale=0.75, with_bias=True, cores=CORES[0]):
         x, w, a, b, bias = normal(0, dtype, (tokens, k), (n, k), (rank, k), (n, rank), (n,))
@@ -64,14 +64,14 @@ def test_any_number_of_cores(run, dtype, cores, with_bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, rank", ((18, 13), (32, 16), (50, 8), (30, 256)))
 def test_tokens(run, dtype, tokens, rank):
-    """Also more than are held on chip at once."""
+    """Also more tokens than fit on chip at a time."""
     run(dtype, tokens, 257, 130, rank)
     run(dtype, tokens, 100, 31, rank)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows_and_many_rows(run, dtype):
-    """K of which nothing fits on chip as a whole, and more rows of W than sums are held for."""
+    """A K so large that no whole row fits on chip, and more rows of W than there is room for sums."""
     run(dtype, 1, 20011, 33, 8)
     run(dtype, SOME[dtype], 65, 6100, 64, cores=(1, 2))
 

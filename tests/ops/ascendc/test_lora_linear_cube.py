@@ -1,4 +1,4 @@
-"""lora_linear for 2 to 16 tokens, on the cube cores of the functional model (not CANN and not an NPU)."""
+"""lora_linear for 2 to 16 tokens, on the cube cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def run(kernels):
 
 @pytest.fixture(scope="module")
 def check(run, reference):
-    """Runs the kernel and holds it against the oracle: y is rounded once, and so is the rank-r tensor."""
+    """Runs the kernel and compares it with the oracle: y is rounded once, and so is the rank-r tensor."""
 
     def check_kernel(dtype, arrays, scale=0.75, cores=CORES[0]):
         y, report = run(dtype, arrays, scale, cores)
@@ -70,14 +70,14 @@ def test_equals_the_oracle(check, dtype, rank, tokens):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cores", [(1, 2), (2, 4), (7, 14), (20, 40), (24, 48), (24, 40)])
 def test_any_number_of_cores(check, dtype, cores):
-    """A multiple of 16 x cores, and one more."""
+    """N is a multiple of 16 x cores, and one more."""
     check(dtype, arrays_of(dtype, 5, 16 * 24, 16 * 24, 13), 2.0, cores)
     check(dtype, arrays_of(dtype, 5, 16 * 24 + 1, 16 * 24 + 1, 13), 2.0, cores)
 
 
 @pytest.mark.parametrize("k, n", [(1, 1), (1, 300), (300, 1), (16, 16), (5000, 17), (17, 5000)])
 def test_any_width(check, k, n):
-    """Also one core's more rows of W than it holds sums for."""
+    """Also more rows of W on one core than it has room for sums."""
     for cores in CORES:
         check("float16", arrays_of("float16", 7, k, n, 16), 0.25, cores)
 
@@ -90,7 +90,7 @@ def test_scale(check, dtype, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_passes_unchanged(run, dtype):
-    """With nothing else, every bit of the bias comes through the cube, infinities too."""
+    """Where all else is zero, every bit of the bias passes through the cube, infinities too."""
     x, w, a, b, bias = arrays_of(dtype, 6, 48, 77, 8)
     largest = 6e4 if dtype == "float16" else 1e38
     bias = store(widen(bias, dtype) * np.geomspace(2.0**-10, largest / 5, bias.size), dtype)

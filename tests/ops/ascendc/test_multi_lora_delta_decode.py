@@ -1,4 +1,4 @@
-"""multi_lora_delta for few tokens, on the vector cores of the functional model (not CANN and not an NPU)."""
+"""multi_lora_delta for few tokens, on the vector cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def run(kernels):
 
 
 def case(dtype, indices, ranks=TRUE_RANKS, k=37, n=54, max_rank=None, scales=None):
-    """The six inputs. What the true ranks leave of the pool is NaN: it must not enter any sum."""
+    """The six inputs. Rows of the pool beyond the true ranks are NaN: they must not enter any sum."""
     tokens, slots, max_rank = len(indices), len(ranks), max_rank or max(ranks)
     y0, x, pool = normal(tokens, dtype, (tokens, n), (tokens, k), (slots, max_rank, k + n))
     for block, rank in zip(pool, ranks):
@@ -40,7 +40,7 @@ def case(dtype, indices, ranks=TRUE_RANKS, k=37, n=54, max_rank=None, scales=Non
 
 
 def assert_near(reference, dtype, y, inputs):
-    """y is the oracle's, rounded once."""
+    """Asserts that y is the oracle's, rounded once."""
     y0, x, pool = (widen(array, dtype) for array in inputs[:3])
     oracle = reference("multi_lora_delta").multi_lora_delta
     magnitude = oracle(*map(np.abs, (y0, x, pool)), inputs[3], np.abs(inputs[4]), inputs[5])
@@ -48,7 +48,7 @@ def assert_near(reference, dtype, y, inputs):
 
 
 def read_of_pool(inputs):
-    """The bytes of the true ranks of the adapters that are asked for."""
+    """The bytes of the true ranks of the adapters that the indices name."""
     used = {i for i in inputs[5].tolist() if i >= 0}
     return sum(int(inputs[3][i]) for i in used) * inputs[2].shape[2] * inputs[2].itemsize
 
@@ -90,7 +90,7 @@ def test_any_width(run, reference, k, n):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_than_share_a_read(run, reference, dtype):
-    """Those of one adapter go on in a further segment, which reads it again."""
+    """The other rows of the adapter are in another segment, which reads it again."""
     inputs = case(dtype, popularity("identical", 100), k=19, n=24)
     y, report = run(dtype, inputs, 12)
     assert_near(reference, dtype, y, inputs)
@@ -103,7 +103,7 @@ def test_more_tokens_than_a_round_has(run, reference):
     assert_near(reference, "float32", y, inputs)
 
 
-def test_as_many_slots_as_a_table_has_room_for(run, reference):
+def test_as_many_slots_as_the_table_has_room_for(run, reference):
     inputs = case("float32", np.arange(600) % 97 * 90, [1] * 8702, 3, 4)
     y, report = run("float32", inputs, 4)
     assert_near(reference, "float32", y, inputs)
@@ -131,13 +131,13 @@ def test_rows_without_an_adapter_stay_bit_for_bit(run, dtype):
     inputs[0][skipped] = everything[skipped]
     y, _ = run(dtype, inputs)
     assert y[skipped].tobytes() == inputs[0][skipped].tobytes()
-    # Every other adapter has a scale that is not zero, and must change its rows.
+    # All other adapters have a scale other than zero, and must change their rows.
     assert (y != inputs[0])[~skipped].any(axis=1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_does_not_exist_is_never_silent(run, reference, dtype):
-    """A slot beyond the pool and a rank beyond max_rank give rows of NaN, and the others are what they are."""
+def test_slots_and_ranks_that_do_not_exist_give_nan(run, reference, dtype):
+    """A slot beyond the pool and a rank beyond max_rank give rows of NaN, and other rows are unaffected."""
     inputs = case(dtype, [0, 7, 1, 2**31 - 1, -1, 3, 2, -(2**31)])
     inputs[2] = normal(9, dtype, inputs[2].shape)  # none of whose numbers is a NaN
     inputs[3][3] = 65
@@ -175,7 +175,7 @@ def test_same_bits_every_time(run):
 
 
 def ones(tokens, adapters, rank, size):
-    """Inputs of full size, of which only the bytes are counted."""
+    """Inputs of full size, for tests that only count bytes."""
     rows, pool = np.ones((tokens, size), np.float16), np.ones((adapters, rank, 2 * size), np.float16)
     indices = np.arange(tokens, dtype=np.int32) % adapters
     return [rows, rows, pool, np.full(adapters, rank, np.int32), np.ones(adapters, np.float32), indices]
@@ -204,7 +204,7 @@ def over_least(report, inputs):
         (32, 32, 8, 1.01),
         (32, 32, 16, 1.01),
         (32, 1, 16, 1.05),
-        # One adapter's rows on as many cores as their arithmetic asks for: the sums pass between all of these.
+        # The rows of one adapter are on as many cores as their arithmetic requires, and these exchange sums.
         (32, 1, 64, 1.36),
     ],
 )

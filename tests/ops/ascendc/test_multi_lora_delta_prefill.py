@@ -1,4 +1,4 @@
-"""multi_lora_delta for many tokens, on the cube cores of the functional model (not CANN and not an NPU)."""
+"""multi_lora_delta for many tokens, on the cube cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def run(kernels):
 
 
 def case(dtype, indices, ranks=RANKS, k=100, n=54, max_rank=None):
-    """The six inputs. What the true ranks leave of the pool is NaN: it must not enter any sum."""
+    """The six inputs. Rows of the pool beyond the true ranks are NaN: they must not enter any sum."""
     tokens, slots, max_rank = len(indices), len(ranks), max_rank or max(ranks)
     y0, x, pool = normal(tokens, dtype, (tokens, n), (tokens, k), (slots, max_rank, k + n))
     for block, rank in zip(pool, ranks):
@@ -105,7 +105,7 @@ def test_rows_without_an_adapter_are_y0(run):
     assert np.array_equal(y, inputs[0])
 
 
-def test_same_bits_in_any_company(run):
+def test_same_bits_whatever_the_other_rows(run):
     """A row's result does not depend on the order of the rows around it."""
     inputs = case("float16", KINDS["skewed"](160))
     y, _ = run("float16", inputs)
@@ -116,7 +116,7 @@ def test_same_bits_in_any_company(run):
 
 
 def test_bytes_moved(run):
-    """Four segments of 128 tokens: near the least, every cube core at work."""
+    """Four segments of 128 tokens: near the least, and all cube cores are busy."""
     tokens, size, rank = 512, 2048, 16
     inputs = case("float16", np.arange(tokens) // 128, (rank,) * 4, size, size)
     _, report = run("float16", inputs)

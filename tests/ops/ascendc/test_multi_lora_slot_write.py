@@ -1,4 +1,4 @@
-"""multi_lora_slot_write on the vector cores of the functional model (not CANN and not an NPU)."""
+"""multi_lora_slot_write on the vector cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest

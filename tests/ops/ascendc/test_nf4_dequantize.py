@@ -1,4 +1,4 @@
-"""nf4_dequantize on the vector cores of the functional model (not CANN and not an NPU)."""
+"""nf4_dequantize on the vector cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def run(kernels):
 
 
 def random_parts(rows, columns, seed=0):
-    """All bytes and all absmax, and another scale and offset for each group."""
+    """All bytes and all codes of absmax, with a different scale and offset for each group."""
     generator = np.random.default_rng([seed, rows, columns])
     parts = [
         generator.integers(0, 256, shape, np.uint8)
@@ -90,7 +90,7 @@ def test_a_weight_as_quantize_makes_it(run, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_at_the_ends_of_the_dtypes(run, dtype):
-    """Scales that overflow float16, that are so small that results are subnormal, that were not loaded."""
+    """Scales that overflow float16, that make results subnormal, and that are NaN."""
     parts = random_parts(6, 64 * 256)
     parts[2][:] = [1e5, 1e-9, 0, 1e36, np.nan, 1e-40]
     parts[3][:] = [0, 0, -2, 1, 1, 0]
@@ -109,7 +109,7 @@ def test_each_byte_is_moved_once_and_the_cores_have_equal_loads(run, dtype, rows
     w, report = run(dtype, parts, columns)
     assert report["gm"]["codes"]["read"] == parts[0].nbytes and report["gm"]["absmax"]["read"] == parts[1].nbytes
     assert report["gm"]["w"] == {"read": 0, "written": w.nbytes}
-    # Beyond them the kernel reads a scale and an offset a tile.
+    # Besides, the kernel reads a scale and an offset for each tile.
     assert moved(report) <= 1.002 * (sum(part.nbytes for part in parts) + w.nbytes)
     written = [core["gm"]["w"]["written"] for core in report["cores"]]
     assert len(written) == 48 and max(written) <= 1.05 * np.mean(written) + 2048 * w.itemsize

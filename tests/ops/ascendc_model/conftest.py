@@ -1,4 +1,4 @@
-"""Compiles the test kernels, once a session and side by side."""
+"""Compiles the test kernels, once for each session and in parallel."""
 
 import concurrent.futures
 import importlib.util
@@ -26,5 +26,5 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def refused():
-    """The model's exception."""
+    """The simulator's exception."""
     return ascendc_model.KernelRefused

@@ -1,4 +1,4 @@
-"""What kernels compute on the model, against NumPy and against oracles written out here; and exact counters."""
+"""Results of kernels in the simulator, against NumPy and against oracles written here; and exact counters."""
 
 import struct
 
@@ -175,7 +175,7 @@ def test_add_with_ragged_tails(run, length, blocks):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_elementwise_rounds_once_an_instruction(run, dtype):
+def test_elementwise_rounds_once_for_each_instruction(run, dtype):
     n = 192
     x = (RNG.normal(size=2 * n) * 30).astype(dtype)
     a, b = x[:n], x[n:]
@@ -349,7 +349,7 @@ def test_mix_exchanges_through_gm(run):
     assert report["peak"] == {"L1": 1024, "L0A": 1024, "L0B": 1024, "L0C": 4096, "UB": 2048}
 
 
-def test_all_cores_meet(run):
+def test_all_cores_synchronize(run):
     work, y = np.zeros(8 * 6, np.int32), np.zeros(8 * 6, np.int32)
     report = run("neighbours", [("work", work, "out"), ("y", y, "out")], blocks=6, kernel_type="MIX_AIV_1_0")
     expected = np.repeat((np.arange(6) + 1) % 6, 8)
@@ -366,7 +366,7 @@ def test_unwritten_outputs_stay_poisoned_and_are_counted(run):
     assert np.all(z[:64] == 2) and np.all(np.isnan(z[64:]))
 
 
-def test_host_asks_the_same_platform_that_the_model_checks(libraries):
+def test_the_host_sees_the_same_platform_as_the_simulator(libraries):
     sizes = np.zeros(8, np.uint64)
     libraries["order_rules"].run("platform_sizes", [("sizes", sizes, "out")])
     assert list(sizes[:5]) == [192 << 10, 512 << 10, 64 << 10, 64 << 10, 128 << 10]

@@ -1,4 +1,4 @@
-"""For each rule: a kernel that breaks it is refused, with the reason; the same kernel without the break is not."""
+"""For each rule: a kernel that breaks it is refused, with the reason; the same kernel without the break runs."""
 
 import struct
 
@@ -225,7 +225,7 @@ def run(libraries):
 def test_a_broken_rule_is_refused(run, refused, library, name, message, options):
     with pytest.raises(refused, match=message) as caught:
         run(library, name, 1, **options)
-    # The message begins with the core that broke the rule.
+    # The message starts with the core that broke the rule.
     assert str(caught.value).startswith(("AIV ", "AIC "))
     run(library, name, 0, **options)
 

@@ -4,7 +4,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 VOCABULARY = 64
 WEIGHTS = "adapter_model.safetensors"
 
-# Weights large enough for scores and logits of about 1, so that a wrong rotation or scale shows.
+# Weights large enough for scores and logits of about 1, so that a wrong rotation or scale is visible.
 _SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -81,8 +81,8 @@ ADAPTERS = {
     "bfloat16": _case("plain", "bfloat16", target_modules=ATTENTION),
     "bfloat16-whole": _case("plain", "bfloat16", target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "float16": _case("grouped", "float16", target_modules=ATTENTION),
-    # PEFT saves the base's own weight of an adapted output head besides; and, where it is told to or where the
-    # vocabulary grew, those of the embedding and the head without a word in the configuration.
+    # PEFT also saves the base's own weight of an adapted output head; and, where it is told to or where the vocabulary
+    # grew, those of the embedding and the head, without mentioning them in the configuration.
     "lm_head": _case("plain", target_modules=["q_proj", "lm_head"]),
     "embeddings": _case("plain", embeddings=True, target_modules=["q_proj"]),
     "dora": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], use_dora=True),
@@ -92,7 +92,7 @@ ADAPTERS = {
     "dora-bfloat16": _case("plain", "bfloat16", target_modules=["k_proj", "up_proj"], use_dora=True),
     "embedding": _case("plain", target_modules=["embed_tokens", "q_proj"]),
     "embedding-alone": _case("grouped", embeddings=False, target_modules=["embed_tokens"], use_rslora=True),
-    # Cells of several sizes, so that most take a part of A and B.
+    # Cells of several sizes, so that most use a part of A and B.
     "vera": _vera("plain", target_modules=["q_proj", "v_proj", "down_proj"], projection_prng_key=7),
     "vera-grouped": _vera(
         "grouped", target_modules=[*ATTENTION, "up_proj"], layers_to_transform=[1], modules_to_save=["norm"]

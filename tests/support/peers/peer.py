@@ -1,4 +1,4 @@
-"""The PEFT process as an object whose methods are its verbs, and safetensors files read with nothing of mindlora's."""
+"""The PEFT process as an object whose methods are its verbs; and reading safetensors files without mindlora."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "peft_side.py")
-# Seconds that one request may take; the first one waits for the imports too.
+# Seconds that one request may take. The first one also waits for the imports.
 PATIENCE = 180
 
 
@@ -18,7 +18,7 @@ class PeerError(AssertionError):
 
 
 class Peer:
-    """Starts peft_side.py; ``peer.logits(...)`` asks it for its verb ``logits``.
+    """Starts peft_side.py; ``peer.logits(...)`` runs its verb ``logits``.
 
     Args:
         python (str): The interpreter of the environment that holds PEFT.
@@ -27,7 +27,7 @@ class Peer:
 
     def __init__(self, python, log):
         self.log = log
-        # Neither the paths of this environment's packages nor a network.
+        # Without this environment's packages and without a network.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
         with open(log, "w", encoding="utf-8") as stderr:
@@ -45,7 +45,7 @@ class Peer:
 
     def close(self):
         """Ends the process."""
-        with contextlib.suppress(BrokenPipeError):  # It ended before.
+        with contextlib.suppress(BrokenPipeError):  # It has ended before.
             self._process.stdin.close()
         self._process.wait(10)
 
@@ -63,7 +63,7 @@ class Peer:
         if not line:
             with open(self.log, encoding="utf-8") as file:
                 raise PeerError(
-                    f"PEFT's process ended (exit code {self._process.wait(10)}) when it was asked for "
+                    f"PEFT's process ended (exit code {self._process.wait(10)}) on the request "
                     f"{request['verb']}:\n{file.read()[-5000:]}"
                 )
         answer = json.loads(line)
@@ -73,7 +73,7 @@ class Peer:
 
 
 def stored(path):
-    """Returns key -> (dtype, shape, bytes) of a safetensors file: what two files are compared by, bfloat16 included."""
+    """Returns key -> (dtype, shape, bytes) of a safetensors file, to compare two files, bfloat16 included."""
     with open(path, "rb") as file:
         content = file.read()
     begin = 8 + int.from_bytes(content[:8], "little")
@@ -90,7 +90,7 @@ def stored(path):
 
 
 def arrays(path):
-    """Returns key -> float32 array of a safetensors file that holds nothing else."""
+    """Returns key -> array of a safetensors file, all of whose tensors are float32."""
     found = {}
     for key, (dtype, shape, content) in stored(path).items():
         assert dtype == "F32", f"{key} is {dtype}"

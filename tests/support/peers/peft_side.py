@@ -1,7 +1,7 @@
-"""What PEFT and transformers do, as a process of its own in their environment.
+"""PEFT and transformers, as a process of their own in their own environment.
 
-It reads requests from stdin, one JSON object a line ({"verb": name, ...arguments}), and answers each with a line of
-JSON: {"result": ...} or {"error": traceback}. One process answers all tests, as its imports take seconds.
+It reads requests from stdin, one JSON object in each line ({"verb": name, ...arguments}), and answers each with a line
+of JSON: {"result": ...} or {"error": traceback}. One process answers all tests, since its imports take seconds.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 
-# Whatever a library prints must not get in between the answers.
+# What a library prints must not come between the answers.
 ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
 
@@ -31,7 +31,7 @@ def make_model(folder, seed, shard_size, **config):
     """Saves a Llama with random weights."""
     seed_all(seed)
     model = LlamaForCausalLM(LlamaConfig(**config))
-    # transformers starts all norms at one, which would hide two of them exchanged.
+    # transformers initializes all norms to one, which would hide that two of them are exchanged.
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -39,7 +39,7 @@ def make_model(folder, seed, shard_size, **config):
 
 
 def make_adapter(model, folder, seed, kind, config, dtype, safetensors, embeddings):
-    """Saves an adapter for a model, with all that is saved random: A, B, whole modules and embeddings."""
+    """Saves an adapter for a model. All that is saved is random: A, B, saved modules and embeddings."""
     seed_all(seed)
     adapted = get_peft_model(load_model(model), getattr(peft, kind)(task_type="CAUSAL_LM", **config))
     saved = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings)
@@ -58,7 +58,7 @@ def logits(model, ids, path, adapter=None):
 
 
 def gradients(model, adapter, ids, path):
-    """Saves the gradient of all that trains, by its key in the adapter's file, and returns the loss; no dropout."""
+    """Saves the gradients of all that trains, by their keys in the adapter's file, and returns the loss. No dropout."""
     adapted = load_adapted(model, adapter, trainable=True)
     loss = adapted(torch.tensor(ids), labels=torch.tensor(ids)).loss
     loss.backward()
@@ -92,7 +92,7 @@ def merge(model, adapter, folder):
 
 
 def convolve(tensors, folder, conv, config):
-    """Puts LoRA on a convolution; saves the adapter in ``folder``, and its outputs and gradients beside it.
+    """Puts LoRA on a convolution; saves the adapter in ``folder``, with its outputs and gradients.
 
     ``tensors`` is a file with weight, bias, x, A, B and weights: the loss is sum(output * weights).
     """
@@ -138,7 +138,7 @@ def combine(model, adapters, folder, **arguments):
 
 
 def key_of(name):
-    """Returns the key in an adapter's file of a parameter in a model with one."""
+    """Returns the key in an adapter's file of a parameter of an adapted model."""
     return (
         name.replace(".default", "")
         .replace(".modules_to_save", "")
@@ -152,17 +152,17 @@ def load_model(folder):
 
 
 def load_adapted(model, adapter, trainable=False):
-    """Loads a model with an adapter on it; PEFT must warn of nothing and hold each tensor of the file, and no other."""
+    """Loads a model with an adapter. PEFT must not warn, and must hold each tensor of the file and no other."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # PEFT and transformers between themselves.
+        # A warning that PEFT and transformers cause between themselves.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         adapted = PeftModel.from_pretrained(load_model(model), adapter, is_trainable=trainable).eval()
     stored = load_stored(adapter)
     declared = adapted.peft_config["default"].modules_to_save
     embeddings = not declared and any(key.endswith(("embed_tokens.weight", "lm_head.weight")) for key in stored)
     with warnings.catch_warnings():
-        # It says that it takes the base's own weight along where lm_head is a target.
+        # Where lm_head is a target, PEFT warns that it also saves the base's own weight.
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
         held = get_peft_model_state_dict(adapted, save_embedding_layers=embeddings or "auto")
     for key in [key for key in held if key not in stored and ".base_layer." in key]:
@@ -187,14 +187,14 @@ def load_stored(adapter):
 
 
 def seed_all(seed):
-    """Makes what follows repeatable."""
+    """Makes what follows reproducible."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def start_layers(model, config, path):
-    """Saves A, B, DoRA's magnitude, the base's weight and the scale of each layer as PEFT starts them."""
+def initial_layers(model, config, path):
+    """Saves A, B, DoRA's magnitude, the base's weight and the scale of each layer as PEFT initializes them."""
     seed_all(1)
     found = {}
     for name, module in get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).named_modules():
@@ -213,8 +213,8 @@ def start_layers(model, config, path):
     save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, path)
 
 
-def train_from_start(model, config, folder, ids, path):
-    """Saves an adapter that was moved from its start, converted to a plain LoRA, and the logits that it had before."""
+def train_initialized(model, config, folder, ids, path):
+    """Saves an adapter moved away from its initial values and converted to a plain LoRA, and its logits before that."""
     seed_all(2)
     adapted = get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", **config)).eval()
     adapted.save_pretrained(f"{folder}-initial")
@@ -227,7 +227,7 @@ def train_from_start(model, config, folder, ids, path):
 
 
 def low_rank(path, rank, output):
-    """Saves the halves L and R that PEFT's LoftQ takes of a matrix."""
+    """Saves the factors L and R of a matrix, as PEFT's LoftQ decomposes it."""
     found = _low_rank_decomposition(load_file(path)["weight"], rank)
     save_file({name: found[name].contiguous() for name in "LR"}, output)
 
@@ -244,8 +244,8 @@ VERBS = {
         merge,
         combine,
         convolve,
-        start_layers,
-        train_from_start,
+        initial_layers,
+        train_initialized,
         low_rank,
     )
 }

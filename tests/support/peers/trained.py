@@ -50,7 +50,7 @@ CONFIGS = {
     "frozen-a": ("plain", LoraConfig(target_modules=["wq", "w2"], lora_rank=4, lora_alpha=6, freeze_lora_a=True)),
     "lm_head": ("plain", LoraConfig(target_modules=["wq", "lm_head"], lora_rank=4, lora_alpha=8)),
     "dora": ("grouped", LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=4, lora_alpha=8, use_dora=True)),
-    # A step moves a vector by RATE, of which little is seen where the other one is small.
+    # A step moves a vector by RATE, which has little effect where the other vector is small.
     "vera": (
         "grouped",
         LoraConfig(
@@ -70,14 +70,14 @@ CONFIGS = {
     ),
 }
 STEPS = 2
-# By how much each element moves in a step.
+# How far each element moves in a step.
 RATE = 0.02
 
 
 def train(network, config):
     """Puts LoRA on a network and trains it for a few steps of sign descent; returns the loss of each step.
 
-    Sign descent needs no optimizer of MindSpore's; its Adam takes no bfloat16 on a CPU.
+    Sign descent needs no optimizer; MindSpore's Adam takes no bfloat16 on a CPU.
     """
     ms.set_seed(1)
     apply_lora(network, config)
