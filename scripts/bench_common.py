@@ -23,7 +23,7 @@ sys.path.insert(0, ROOT)
 
 BASE, AGAIN = "base", "base, again"
 WARM_UP = 4
-# The flags of /proc/cpuinfo that the CPU operators ask for, and how the instruction set is called.
+# Instruction set -> the flags of /proc/cpuinfo that the CPU operators require for it.
 INSTRUCTION_SETS = {
     "AVX-512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
     "AVX2": {"avx2", "fma", "f16c"},
@@ -31,7 +31,7 @@ INSTRUCTION_SETS = {
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns a parser that shows a benchmark's docstring and knows --json."""
+    """Returns a parser that shows a benchmark's docstring and takes --json."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", metavar="FILE", type=os.path.abspath, help="also write the figures to this file")
     return made
@@ -45,12 +45,12 @@ def write_json(path: Optional[str], figures: Dict[str, Any]) -> None:
 
 
 def machine(*packages: str) -> Dict[str, Any]:
-    """Returns what the figures depend on: processor, instruction set, cores, load, and the versions of packages."""
+    """Returns what the figures depend on: processor, instruction set, cores, load and the versions of `packages`."""
     fields = {}
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             pairs = (line.partition(":") for line in file if ":" in line)
-            # The first processor stands for all.
+            # setdefault: the first processor represents all.
             for name, _, value in pairs:
                 fields.setdefault(name.strip(), value.strip())
     flags = set(fields.get("flags", "").split())
@@ -73,7 +73,7 @@ def version(package: str) -> str:
 
 
 def machine_line(found: Dict[str, Any]) -> str:
-    """Returns what `machine` found as one line."""
+    """Returns the result of `machine` as one line."""
     own = ("cpu", "instruction_set", "cores", "load_average")
     versions = ", ".join(f"{name} {value}" for name, value in found.items() if name not in own)
     return "{cpu} ({instruction_set}), {cores} cores, load {load_average}".format(**found) + f"; {versions}"
@@ -95,9 +95,9 @@ def spread(seconds: Sequence[float]) -> Dict[str, float]:
 def take_turns(
     sides: Dict[str, Callable[[], Any]], rounds: int, warm_up: int = WARM_UP
 ) -> Dict[str, List[Tuple[float, ...]]]:
-    """Returns, for each side, its seconds in each round on the clock and as computed by the process: [wall, cpu].
+    """Returns [wall, cpu] for each side: the seconds of its rounds on the clock, and those that the process computed.
 
-    Every order of the sides comes up in turn, so that none always follows the same other one.
+    Every order of the sides occurs, so that no side always follows the same other one.
     """
     times: Dict[str, List[Tuple[float, float]]] = {side: [] for side in sides}
     orders = list(itertools.permutations(sides))
@@ -111,7 +111,7 @@ def take_turns(
 
 
 def wait(result: Any) -> None:
-    """Waits for what a network returns."""
+    """Waits until what a network returned has been computed."""
     if isinstance(result, (tuple, list)):
         for item in result:
             wait(item)

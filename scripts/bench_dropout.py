@@ -1,9 +1,9 @@
-"""Benchmark: what dropout on the low-rank path costs in memory and time, here and in MindFormers' own LoRA.
+"""Benchmark: the memory and time that dropout on the low-rank path costs, here and in MindFormers' own LoRA.
 
 A forward and backward through a stack of linear layers with LoRA, in graph mode and float32 on a CPU, each side in
 processes of its own. Memory of activations: the largest resident memory of a process that runs all tokens, less that of
-one that runs a single token through the same network; so weights, the compiler and libraries fall out. The time is the
-median of the steps after the first, in the process that ran all tokens.
+one that runs a single token through the same network, so that weights, compiler and libraries cancel out. The time is
+the median of the steps after the first, in the process that ran all tokens.
     python scripts/bench_dropout.py --json figures.json
 """
 
@@ -25,7 +25,7 @@ SIDES = {
 }
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -64,7 +64,7 @@ def main():
 
 
 def child(side, tokens):
-    """Runs one side in a process of its own."""
+    """Returns the figures of one side, run in a process of its own."""
     output = subprocess.run(
         [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", side, str(tokens)],
         check=True,
@@ -110,7 +110,7 @@ def our_layer(width, rank, rate):
 
 
 def their_layer(width, rank, rate):
-    """A linear layer with the LoRA that MindFormers puts on it."""
+    """A linear layer with MindFormers' own LoRA."""
     import mindspore as ms
     from mindpet.delta.lora import LoRADense
 

@@ -1,11 +1,10 @@
-"""Benchmark: convert-base and merge beside the disk's own speed, their peak memory, and load_lora into a network.
+"""Benchmark: convert-base and merge against the disk's own speed, their peak memory, and load_lora into a network.
 
 The base is synthetic: a Llama's shapes in bfloat16, once in four files and once in one. Every round measures the disk
-and each command in turn, so that what else goes on meets all of them alike: the page cache is emptied before each,
-where that is allowed, and writing ends with fdatasync. A command's speed is the size of its output by its time from
-start to end, the start of Python included. It stands beside three times of the disk: that of writing as much, that of
-reading and then writing as much, which is what a command has to move, and that of the kernel's own copy of the file,
-which is the least that any command that copies can take.
+and each command in turn, so that other load affects all of them alike. The page cache is emptied before each, where
+that is allowed, and writing ends with fdatasync. A command's speed is the size of its output over its time from start
+to end, the start of Python included. It is compared with three times of the disk: writing as much; reading and then
+writing as much, which is what a command has to move; and the kernel's own copy of the file, the least for any copy.
     python scripts/bench_io.py --json figures.json
     python scripts/bench_io.py --quick
 """
@@ -39,14 +38,16 @@ WRITE, READ, COPY = "disk, sequential write", "disk, sequential read", "disk, co
 SHARDS = 4
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--sections", nargs="+", choices=("files", "load"), default=["files", "load"])
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 5, with --quick 3)")
     parser.add_argument("--layers", type=int, help="layers of the base (default: 18, for 2.1 GB)")
     parser.add_argument("--load-layers", type=int, help="layers of the network to load into (default: 12)")
-    parser.add_argument("--folder", help="work in a new folder in this one (default: the system's for such files)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
+    parser.add_argument(
+        "--folder", help="work in a new folder inside this one (default: the system's temporary folder)"
+    )
+    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")
     args = parser.parse_args()
     size = dict(QUICK_SIZE if args.quick else FULL_SIZE)
     size["layers"] = args.layers or size["layers"]
@@ -63,7 +64,7 @@ def main():
 
 
 def measure_files(folder, size, rounds):
-    """Returns {what: {"seconds", "speed": spread, "memory", "limit"}} of the disk and of the commands."""
+    """Returns name -> {"seconds": spread, "speed", ...} of the disk and of the commands."""
     nbytes = sum(2 * int(np.prod(shape)) for _, shape in shapes(size))
     free = shutil.disk_usage(folder).free
     if free < 5 * nbytes:
@@ -99,7 +100,7 @@ def measure_files(folder, size, rounds):
         for name, values in seconds.items()
     }
     for name, (form, _, _) in commands.items():
-        # Round by round, since the disk is not equally fast all the time.
+        # Within each round, since the speed of the disk varies.
         turns = list(zip(seconds[READ], seconds[WRITE], seconds[COPY], seconds[name]))
         result[name]["ratio_to_write"] = statistics.median(write / command for _, write, _, command in turns)
         result[name]["ratio_to_both"] = statistics.median((read + write) / command for read, write, _, command in turns)
@@ -151,7 +152,7 @@ def pieces(values, shape):
 
 
 def make_adapter(folder, size):
-    """Writes an adapter of PEFT's form on all seven linears of each layer."""
+    """Writes an adapter in PEFT's form for all seven linear cells of each layer."""
     from mindlora.formats.safetensors_file import write_arrays
 
     rng, rank = np.random.default_rng(1), size["rank"]
@@ -176,7 +177,7 @@ def make_adapter(folder, size):
 
 
 def write_disk(path, nbytes):
-    """Returns the seconds of writing so many bytes, fdatasync included."""
+    """Returns the seconds that writing so many bytes takes, fdatasync included."""
     block = np.random.default_rng(2).bytes(4 * 2**20)
     drop_caches()
     start = time.perf_counter()
@@ -190,7 +191,7 @@ def write_disk(path, nbytes):
 
 
 def read_disk(path):
-    """Returns the seconds of reading a file from its beginning to its end."""
+    """Returns the seconds that reading a whole file takes."""
     drop_caches()
     block = bytearray(4 * 2**20)
     start = time.perf_counter()
@@ -201,7 +202,7 @@ def read_disk(path):
 
 
 def copy_on_disk(source, path):
-    """Returns the seconds of the kernel's own copy of a file, fdatasync included."""
+    """Returns the seconds that the kernel's own copy of a file takes, fdatasync included."""
     drop_caches()
     start = time.perf_counter()
     with open(source, "rb") as read, open(path, "wb") as written:
@@ -215,7 +216,7 @@ def copy_on_disk(source, path):
 
 
 def drop_caches():
-    """Empties the page cache; tells whether that was allowed."""
+    """Empties the page cache, and returns whether that was allowed."""
     os.sync()
     try:
         with open("/proc/sys/vm/drop_caches", "w", encoding="ascii") as file:
@@ -242,13 +243,13 @@ def run(words):
     taken = time.perf_counter() - start
     if result.returncode:
         sys.exit(result.stderr)
-    # Not getrusage: its peak begins with what this process had when it started the other one.
+    # Not getrusage: its peak includes what this process held when it started the other one.
     peak = next(line for line in result.stderr.splitlines() if line.startswith("VmHWM"))
     return taken, int(peak.split()[1]) * 1024
 
 
 def measure_load(folder, size, times):
-    """Returns seconds of load_lora into a network of nn.Dense, and of a plain copy of as many bytes."""
+    """Returns the seconds of load_lora into a network of nn.Dense, and of a plain copy of as many bytes."""
     import mindspore as ms
     from mindspore import nn
 

@@ -27,11 +27,11 @@ DEVICES = {"CPU": ("cpu", ms.float32), "Ascend": ("ascend", ms.float16)}
 CELL = "LoRADense"
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
-    parser.add_argument("--only", choices=["forward", "training", "many"], help="one part alone")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")
+    parser.add_argument("--only", choices=["forward", "training", "many"], help="one part only")
     parser.add_argument("--device", choices=list(DEVICES), default="CPU", help="default: CPU")
     args = parser.parse_args()
     ms.set_context(mode=ms.GRAPH_MODE, device_target=args.device)
@@ -48,7 +48,7 @@ def main():
 
 
 def forward(quick, rounds):
-    """Yields a table for each width and number of tokens: layers with LoRA beside the same layers without."""
+    """Yields a table for each width and number of tokens: layers with LoRA against the same layers without."""
     for width, layers in ((256, 4),) if quick else ((2048, 4), (4096, 2)):
         for tokens in (1, 4, 8, 512):
             sides = {
@@ -59,7 +59,7 @@ def forward(quick, rounds):
                 CELL: Layers(adapted_cell, width, layers),
             }
             if tokens <= 8:
-                # The same GEMV with next to no delta: what is fused, apart from what is a faster product.
+                # The same GEMV with almost no delta, to tell the gain of fusion from that of a faster product.
                 sides["GEMV, rank 1"] = Layers(functools.partial(Fused, 1), width, layers)
                 sides[f"lora_linear ({kernels()})"] = Layers(functools.partial(Fused, RANK), width, layers)
             x = normal(tokens, width)
@@ -76,7 +76,7 @@ def forward(quick, rounds):
 
 
 def training(quick, rounds):
-    """Yields the table of a forward and backward over frozen layers."""
+    """Yields the table of forward and backward over frozen layers."""
     width, tokens, layers = (256, 64, 2) if quick else (2048, 512, 2)
     sides = {
         BASE: Layers(Base, width, layers),
@@ -123,7 +123,7 @@ def many(quick, rounds):
 
     width = 128 if quick else 1024
     sides, rng = {}, np.random.default_rng(0)
-    # An NPU's kernel finds the rows of an adapter by a table on the chip, which has no room for so many.
+    # On an NPU the kernel finds an adapter's rows with a table on the chip, which has no room for 10,000.
     most = 10000 if kernels() == "cpu" else 8000
     for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), (f"{most:,} registered", most)):
         pool = Pool(slots, 8, width)
@@ -157,7 +157,7 @@ def many(quick, rounds):
 
 
 def normal(*shape):
-    """Returns normal values of size 1 / sqrt(last axis), so that layers keep the size of what goes through them."""
+    """Returns normal values of size 1 / sqrt(last axis), so that layers preserve the size of their inputs."""
     return Tensor(np.random.default_rng(0).standard_normal(shape, np.float32) / shape[-1] ** 0.5, dtype())
 
 
@@ -173,7 +173,7 @@ def dtype():
 
 @functools.lru_cache(maxsize=None)
 def frozen(width, index):
-    """Returns a weight that all sides share: where it lies in memory can change a MatMul's time by some percent."""
+    """Returns a weight that all sides share: its place in memory can change a MatMul's time by some percent."""
     return Parameter(normal(width, width), name=f"weight{index}", requires_grad=False)
 
 
@@ -228,14 +228,14 @@ class Fused(Lora):
 
 
 def adapted_cell(width, index):
-    """Returns what users get: a linear cell with LoRA on it, on the path that it picks by itself."""
+    """Returns what users get: a linear cell with LoRA, on the path that it chooses by itself."""
     dense = nn.Dense(width, width, has_bias=False, dtype=dtype())
     dense.weight = frozen(width, index)
     return LoRADense.from_dense(dense, LoraConfig(lora_rank=RANK, lora_alpha=RANK / 2, lora_b_init="normal"))
 
 
 class Layers(nn.Cell):
-    """Layers after each other, each with a weight of its own, as a decode step finds them: not in the cache."""
+    """Consecutive layers, each with a weight of its own, so that as in a decode step no weight is in the cache."""
 
     def __init__(self, kind, width, count):
         super().__init__()
@@ -259,7 +259,7 @@ class Loss(nn.Cell):
 
 
 class Step(nn.Cell):
-    """The gradients of x, A and B: x stands for the layers in front of these."""
+    """The gradients of x, A and B. That of x is what earlier layers would need."""
 
     def __init__(self, network):
         super().__init__()
@@ -274,7 +274,7 @@ class Step(nn.Cell):
 
 
 class Pool(nn.Cell):
-    """A pool of adapters for square layers, all of the full rank until told otherwise."""
+    """A pool of adapters for square layers, all of the full rank unless `ranks` is changed."""
 
     def __init__(self, slots, max_rank, width):
         super().__init__()
@@ -296,7 +296,7 @@ class Served(nn.Cell):
 
 
 def on_path(kind, path):
-    """Returns a cell of a path, whatever would be picked."""
+    """Returns a cell on a given path, whichever it would choose by itself."""
     before = os.environ.get("MINDLORA_BACKEND")
     os.environ["MINDLORA_BACKEND"] = path
     try:

@@ -1,8 +1,8 @@
-"""Benchmark: a frozen layer in 4-bit NormalFloat beside the same layer in float32, on a CPU in graph mode.
+"""Benchmark: a frozen layer in 4-bit NormalFloat against the same layer in float32, on a CPU in graph mode.
 
 Each number of threads and each side of the memory gets a process of its own on as many cores, since OMP_NUM_THREADS
-counts only before the libraries load; in it the sides take turns as in bench_ops.py, whose tables these are: a ratio is
-the median of the ratios within a round, and the base stands there twice, to show how far a ratio can be trusted.
+takes effect only before the libraries load. In it the sides take turns as in bench_ops.py, with the same tables: a
+ratio is the median of the ratios within a round, and measuring the base twice shows how far a ratio can be trusted.
     python scripts/bench_qlora.py --json figures.json
     python scripts/bench_qlora.py --quick
 """
@@ -29,11 +29,11 @@ from mindlora.ops import Nf4Linear, backend, quantize
 ISAS = {"AVX2": 1, "AVX-512": 2}
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to see that it runs")
-    parser.add_argument("--only", choices=[*PARTS, "memory"], help="one part alone")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")
+    parser.add_argument("--only", choices=[*PARTS, "memory"], help="one part only")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     parser.add_argument("--child", metavar="WHAT", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -60,11 +60,11 @@ def main():
 
 
 def child(what, args, threads):
-    """Runs this script for one number of threads or side, shows its tables and returns its figures."""
+    """Runs this script for one number of threads or one side, prints its tables and returns its figures."""
     command = [sys.executable, os.path.abspath(__file__), "--child", what, "--rounds", str(args.rounds)]
     command += ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
     figures, cores = [], sorted(os.sched_getaffinity(0))[:threads]
-    # OMP_NUM_THREADS alone leaves MindSpore's MatMul a second thread.
+    # With OMP_NUM_THREADS alone MindSpore's MatMul still has a second thread.
     with subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -82,7 +82,7 @@ def child(what, args, threads):
 
 
 def measure(args):
-    """The work of a child: one line of JSON for each table or side."""
+    """Does the work of a child: prints one line of JSON for each table or side."""
     if args.child != "tables":
         print(json.dumps(memory(args.child, args.quick)), flush=True)
         return
@@ -94,7 +94,7 @@ def measure(args):
 
 def decode(quick, rounds):
     """Yields a table for each width and number of tokens of a decode step."""
-    # So many layers that the packed weights do not stay in a cache of 32 MB from one pass to the next.
+    # So many layers that the packed weights do not remain in a cache of 32 MB between passes.
     for width, layers in ((256, 4),) if quick else ((2048, 24), (4096, 6)):
         for tokens in (1, 4, 8):
             sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers)}
@@ -142,10 +142,10 @@ PARTS = {"decode": decode, "training": training}
 
 
 def memory(side, quick):
-    """Returns by how much the resident memory of this process grows with layers that have run once."""
+    """Returns by how much the resident memory of this process grows by layers that have run once."""
     width, layers = (256, 4) if quick else (4096, 12)
     x = normal(1, width)
-    # What the first network costs; small, as memory that is freed again would be taken for weights later.
+    # Any first network costs memory. This one is small: memory that it frees would be reused for the weights.
     wait(Layers(Base, 64, 1)(normal(1, 64)))
     before = resident()
     network = Layers({"float32": RandomDense, "NF4": RandomNf4}[side], width, layers)
@@ -175,7 +175,7 @@ class Nf4(nn.Cell):
 
 
 class RandomNf4(Nf4):
-    """Nf4 of random codes, so that nothing of a float32 weight was ever in the process."""
+    """Nf4 with random codes, so that the process never holds a float32 weight."""
 
     def __init__(self, width, index):
 
@@ -192,7 +192,7 @@ class RandomNf4(Nf4):
 
 
 class RandomDense(Base):
-    """Base with a weight of its own that nobody else keeps."""
+    """Base with a weight of its own, which no cache holds."""
 
     def __init__(self, width, index):
         super().__init__(width, index)
@@ -201,13 +201,13 @@ class RandomDense(Base):
 
 @functools.lru_cache(maxsize=None)
 def packed_weight(width, index):
-    """Returns the tensors of the NF4 weight that stands for frozen(width, index)."""
+    """Returns the tensors of frozen(width, index) quantized to NF4."""
     array = quantize(frozen(width, index).asnumpy())
     return {name: getattr(array, name) for name in ("codes", "absmax", "scales", "offsets")}
 
 
 def with_isa(network, isa):
-    """Returns a call of a network with an instruction set."""
+    """Returns a function that runs a network with an instruction set."""
 
     def run(x):
         library().mindlora_set_isa(isa)

@@ -1,7 +1,8 @@
-"""Benchmark: the quickstart's fine-tuning on its base in 4 bits beside the same one on the base in float.
+"""Benchmark: the quickstart's fine-tuning on its base in 4 bits against the same on the base in float.
 
-Data, base, YAML and launcher are the quickstart's (it keeps the base that it trained); for each seed both sides train
-through mindlora-run, and what counts is the loss on the 48 dialogues that are held out. A few minutes a seed.
+Data, base, YAML and launcher are those of the quickstart, which keeps the base that it trained. For each seed both
+sides train through mindlora-run; they are compared by the loss on the 48 held-out dialogues. A seed takes a few
+minutes.
     python scripts/bench_qlora_loss.py --json figures.json
 """
 
@@ -19,15 +20,15 @@ GOAL = 1.03
 QLORA = ("--model.model_config.pet_config.pet_type", "qlora")
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument(
         "--output",
         default=os.path.join(quickstart.ROOT, "output", "quickstart"),
-        help="where the quickstart writes, whose base is taken",
+        help="where the quickstart has written its base",
     )
-    parser.add_argument("--short", action="store_true", help="a few steps only, to see that it runs")
+    parser.add_argument("--short", action="store_true", help="a few steps only, to check that it runs")
     args = parser.parse_args()
     paths = quickstart.Paths(os.path.abspath(args.output), args.short)
     os.makedirs(paths.output, exist_ok=True)
@@ -55,10 +56,10 @@ def main():
 
 
 def with_held_out(paths):
-    """Writes the quickstart's YAML with the held-out loss at its end, and returns its path."""
+    """Writes the quickstart's YAML with a held-out loss at the end of training, and returns its path."""
     with open(quickstart.LORA_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
-    # Once, at the end.
+    # So many steps: once, at the end.
     config["callbacks"] = [
         {"type": "MFLossMonitor"},
         {"type": "HeldOutLoss", "dataset_dir": paths.held_out, "every_steps": 10**6, "batch_size": 16},
@@ -70,7 +71,7 @@ def with_held_out(paths):
 
 
 def fine_tuned(paths, config, side, seed, flags, short):
-    """Returns the held-out loss after a fine-tuning."""
+    """Fine-tunes one side and returns its held-out loss."""
     output, log = os.path.join(paths.output, side), f"{side}-{seed}.log"
     shutil.rmtree(output, ignore_errors=True)
     quickstart.launch(

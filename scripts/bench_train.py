@@ -1,9 +1,9 @@
-"""Benchmark: a train step of mindlora's LoRA beside MindFormers' own LoRA and full fine-tuning, and the cost of import.
+"""Benchmark: a train step of mindlora's LoRA against MindFormers' own LoRA and full fine-tuning; and the import time.
 
 All sides run in one process and take turns step by step, on the same data, from the same values, with the same train
-step, optimizer and threads, in float32 and graph mode on a CPU. Beside the time on the clock stands the time that the
-process computed, which other work on the machine disturbs less. MindFormers' LoRA takes part twice: how far the ratio
-of the two is from 1 is how far any ratio here can be trusted.
+step, optimizer and threads, in float32 and graph mode on a CPU. Beside the time on the clock is the time that the
+process computed, which other work on the machine disturbs less. MindFormers' LoRA takes part twice: no ratio can be
+trusted further than the ratio of these two is from 1.
     python scripts/bench_train.py --json figures.json
     python scripts/bench_train.py --quick
 """
@@ -51,17 +51,17 @@ OURS, THEIRS, AGAIN, FULL = "mindlora LoRA", "MindFormers LoRA", "MindFormers Lo
 PARITY_STEPS, WARM_UP = 50, 6
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--steps", type=int, help="measured steps of each side (default: 24, with --quick 6)")
     parser.add_argument("--imports", type=int, help="fresh processes for the import (default: 9, with --quick 3)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few steps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small shapes and few steps, to check that it runs")
     args = parser.parse_args()
     size = QUICK_SIZE if args.quick else FULL_SIZE
     steps, imports = args.steps or (6 if args.quick else 24), args.imports or (3 if args.quick else 9)
     import_figures = measure_import(imports)
     with tempfile.TemporaryDirectory() as folder:
-        # MindFormers logs to stdout, and writes output/ under the working folder.
+        # MindFormers logs to stdout and writes output/ in the working folder.
         os.chdir(folder)
         with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             step_figures, parity = measure_training(size, steps)
@@ -81,7 +81,7 @@ def main():
 def measure_import(processes):
     """Returns the seconds of `import mindspore`, and of mindlora after it, each time in a fresh process.
 
-    mindlora imports what stands behind a public name when it is first used, so its figure is that of all of them.
+    mindlora imports what is behind a public name at its first use, so its figure is that of importing all names.
     """
     script = (
         "import time; start = time.perf_counter(); import mindspore; middle = time.perf_counter(); "
@@ -129,7 +129,7 @@ def measure_training(size, steps):
 
 
 def build(size, lora):
-    """Returns a MindFormers Llama, with whatever LoRA is registered now if ``lora``."""
+    """Returns a MindFormers Llama; with ``lora``, with the LoRA that is registered at the time."""
     from mindformers.models import LlamaConfig, LlamaForCausalLM
     from mindformers.pet import get_pet_model
 
@@ -163,7 +163,7 @@ def build(size, lora):
 
 
 def check_kinds(networks):
-    """Asserts that each side holds the cells that its name says, and that they compute in float32."""
+    """Asserts that each side has the cells that its name says, and that they compute in float32."""
     import mindspore as ms
     from mindpet.delta.lora import LoRADense as TheirDense
 
@@ -191,7 +191,7 @@ def copy_values(source, target):
 
 
 def train_step(network, learning_rate):
-    """Returns the same train step for every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
+    """Returns the train step of every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
     from mindlora.plugin.train_step import LoraTrainOneStepCell

@@ -1,7 +1,7 @@
-"""Benchmark: what a variant of LoRA costs beside plain LoRA, here and in PEFT.
+"""Benchmark: the cost of each variant of LoRA against plain LoRA, here and in PEFT.
 
 One linear layer, forward and backward with the gradients of x and of all that trains, in float32 on a CPU. The sides
-take turns, step by step, and the figures are medians. PEFT runs in a process of its own, with the Python that has it:
+take turns step by step, and the figures are medians. PEFT runs in a process of its own, with a Python that has it:
     python scripts/bench_variants.py --peft-python PEFT_ENV/bin/python --json figures.json
 """
 
@@ -17,7 +17,7 @@ import bench_common  # first: it sets what must be set before MindSpore is impor
 # Threads as each library starts them, ours and PEFT's.
 os.environ.pop("GOMP_SPINCOUNT", None)
 
-# Variant -> the keys that make it here. PEFT has no key for an A that is frozen (LoRA-FA).
+# Variant -> its keys in LoraConfig. PEFT has no key for a frozen A (LoRA-FA).
 VARIANTS = {
     "LoRA": {},
     "rsLoRA": {"use_rslora": True},
@@ -26,11 +26,11 @@ VARIANTS = {
     "VeRA": {"use_vera": True},
 }
 IN_PEFT = ("LoRA", "DoRA", "VeRA")
-# No more than the arithmetic: where nothing is added to LoRA's, what two equal sides can differ by.
+# What the arithmetic allows; where a variant adds none to LoRA's, the difference that two equal sides can have.
 GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02}
 
 
-def main():
+def main() -> None:
     parser = bench_common.parser(__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=512)
@@ -38,7 +38,7 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=31)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peft-python", metavar="FILE", help="measure PEFT too, with this Python")
+    parser.add_argument("--peft-python", metavar="FILE", help="also measure PEFT, with this Python")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -78,7 +78,7 @@ def measure(sides, found):
 
 
 def timed(step):
-    """Returns a function that runs ``step`` and says how many ms it took."""
+    """Returns a function that runs ``step`` and returns its ms."""
 
     def run():
         start = time.perf_counter()
@@ -107,14 +107,14 @@ def mindlora_steps(args):
         apply_lora(network, LoraConfig(target_modules=".*", lora_rank=args.rank, lora_dropout=args.dropout, **keys))
         freeze_base(network)
         network.set_train()
-        step = ms.value_and_grad(lambda_sum(network), 0, network.trainable_params())
+        step = ms.value_and_grad(sum_of_squares(network), 0, network.trainable_params())
         return timed(lambda: float(step(x)[0]))
 
     return {variant: step_of(keys) for variant, keys in VARIANTS.items()}
 
 
-def lambda_sum(network):
-    """Returns a function whose value is the sum of the network's squares, so that no gradient is a constant."""
+def sum_of_squares(network):
+    """Returns a function that returns the sum of the network's squared outputs, so that no gradient is constant."""
 
     def total(x):
         y = network(x)
@@ -158,7 +158,7 @@ def peft_steps(args):
 def child_steps(args):
     """Returns variant -> a function that asks PEFT's process for a timed step."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # It ends as its stdin does.
+    # It ends when its stdin does.
     process = subprocess.Popen(
         [args.peft_python, os.path.abspath(__file__), *sys.argv[1:], "--child"],
         stdin=subprocess.PIPE,
