@@ -155,7 +155,9 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
         if (parameter.name in freeze) != (parameter.name in train):
             trains[parameter.name] = parameter.name in train
     if not any(trains.values()):
-        raise TargetError(f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train.")
+        raise TargetError(
+            f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train. Narrow it."
+        )
     packed = [p.name for p in parameters if trains[p.name] and p.dtype == mstype.uint8]
     if packed:
         raise TargetError(

@@ -130,14 +130,18 @@ def quantize_with_adapters(
     for path in adapted:
         initializers.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
 
-    def array_of(path, cell):
+    def array_of(path: str, cell: nn.Cell) -> Optional[Nf4Array]:
         if path not in adapted:
             return None
-        own, weight = config.for_cell(path), as_float32(cell.weight).astype(np.float32, copy=False)
-        array, a, b = initializers.loftq(
-            weight, own.lora_rank, quantize, dequantize, initializers.loftq_iterations(own.lora_init), own.scale
-        )
-        initial_parts[path] = {"A": a, "B": b}
+        array, initial_parts[path] = _loftq(cell, config.for_cell(path))
         return array
 
     return quantize_cells(network, cells, array_of), initial_parts
+
+
+def _loftq(cell, config) -> Tuple[Nf4Array, Dict[str, np.ndarray]]:
+    """Returns the quantized weight of a cell, and the A and B that make up for the error."""
+    weight = as_float32(cell.weight).astype(np.float32, copy=False)
+    iterations = initializers.loftq_iterations(config.lora_init)
+    array, a, b = initializers.loftq(weight, config.lora_rank, quantize, dequantize, iterations, config.scale)
+    return array, {"A": a, "B": b}

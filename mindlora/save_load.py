@@ -245,14 +245,21 @@ def _saved_module_parameters(match, network, strict):
             # The base's own weight of an adapted output head, which a network with tied embeddings does not have.
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
-            message = f"{source} holds {name}, a saved module (modules_to_save), which the network does not have."
             if strict:
-                raise UnexpectedTensorsError(message)
-            logger.warning("%s Loading the rest, as strict is False.", message)
+                raise UnexpectedTensorsError(
+                    f"{source} holds {name}, a saved module (modules_to_save), which the network does not have. "
+                    "Load it into the model it was trained on."
+                )
+            logger.warning(
+                "%s holds %s, a saved module (modules_to_save), which the network does not have. Loading the rest, as "
+                "strict is False.",
+                source,
+                name,
+            )
         elif tuple(parameter.shape) != array.shape:
             raise ShapeMismatchError(
                 f"{source}: {name}, a saved module (modules_to_save), is {list(array.shape)}, the "
-                f"network's is {list(parameter.shape)}."
+                f"network's is {list(parameter.shape)}. Load it into the model it was trained on."
             )
         else:
             found.append((parameter, array))

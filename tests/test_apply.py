@@ -1,4 +1,4 @@
-"""apply_lora: what it replaces, how that is called, what the network then computes, and what it refuses."""
+"""apply_lora: the cells it replaces, their names, what the network then computes, and what it refuses."""
 
 import math
 
@@ -171,7 +171,7 @@ def test_cell_list(mode):
 
 
 class Shared(nn.Cell):
-    """One linear cell in two places, as tied weights are."""
+    """One linear cell under two parents, as tied weights are."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class Shared(nn.Cell):
         return self.inner(self.first(x))
 
 
-def test_a_cell_in_two_places_is_one_adapter_in_both(mode):
+def test_a_cell_with_two_parents_is_one_adapter_in_both(mode):
     network = Shared()
     report = on(network)
     assert network.first is network.inner[0] is network.inner.cell_list[0]
@@ -195,7 +195,7 @@ def test_a_cell_in_two_places_is_one_adapter_in_both(mode):
 # Errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_applied_twice_it_is_an_error_and_nothing_is_reset():
+def test_applying_twice_is_an_error_and_resets_nothing():
     network = TinyModel()
     on(network, ["wq"])
     before = snapshot(network)

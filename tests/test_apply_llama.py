@@ -1,4 +1,4 @@
-"""apply_lora on MindFormers' Llama, with separate and with concatenated cells."""
+"""apply_lora on MindFormers' Llama, with separate and with joined cells."""
 
 import mindspore as ms
 import numpy as np
@@ -68,7 +68,7 @@ def test_llama_with_qkv_concat_and_a_part_of_it_selected(make_llama):
     )
 
 
-def test_a_parent_cell_of_llama_is_said_to_be_one(make_llama):
+def test_a_parent_cell_of_llama_is_named_as_one(make_llama):
     with pytest.raises(
         TargetError,
         match="'feed_forward' does match model.layers.0.feed_forward, but that is a "

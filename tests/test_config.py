@@ -145,7 +145,7 @@ def test_rslora_divides_by_the_root_of_the_rank(rank, alpha, scale):
         ("my_wv", 8, 16),
     ],
 )
-def test_patterns_match_a_path_from_a_dot_on(path, rank, alpha):
+def test_patterns_match_a_path_from_a_dot_onwards(path, rank, alpha):
     config = LoraConfig(
         lora_rank=8,
         lora_alpha=16,

@@ -1,4 +1,4 @@
-"""freeze_base and trainable_summary: what trains, what is left out, and what training moves."""
+"""freeze_base and trainable_summary: which parameters train, and which ones training changes."""
 
 import logging
 import re
@@ -61,7 +61,7 @@ def test_freeze_include_freezes_adapters_too():
     assert trainable(network) == [name for name in adapters(network) if name.startswith("model.layers.1.")]
 
 
-def test_a_parameter_in_both_lists_is_as_without_them():
+def test_a_parameter_in_both_lists_is_as_if_in_neither():
     network = TinyModel()
     on(network, ["wq"])
     freeze_base(network, LoraConfig(freeze_include=["*layers.0*"], freeze_exclude=["*layers.0*", "lm_head.weight"]))
@@ -142,7 +142,7 @@ def test_frozen_weights_get_no_gradient(mode):
     assert all(np.abs(g.asnumpy()).max() > 0 for g in gradients)
 
 
-def test_at_the_start_b_moves_first():
+def test_the_first_step_moves_only_b():
     network = nn.SequentialCell(nn.Dense(6, 5))
     apply_lora(network, LoraConfig(lora_rank=2, target_modules="all-linear"))
     of_a, of_b = ms.grad(WeightedSum(network), None, network[0].lora_parameters())(

@@ -1,4 +1,4 @@
-"""initialize_adapters: what starts that change the base leave of the forward, and what is refused."""
+"""initialize_adapters: initializations that change the base and not the forward, and what is refused."""
 
 import mindspore as ms
 import numpy as np
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("pynative_mode")
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "rslora"])
 @pytest.mark.parametrize("init", INITS)
-def test_a_start_fills_a_and_b_and_leaves_the_forward(init, rslora):
+def test_initialization_fills_a_and_b_and_keeps_the_forward(init, rslora):
     plain, network = base(), adapted(init, use_rslora=rslora)
     weights = {path: cell.weight.asnumpy().copy() for path, cell in tree.lora_cells(network)}
     assert initialize_adapters(network) == tuple(weights)
@@ -64,14 +64,14 @@ def test_a_second_call_does_nothing():
 
 
 @pytest.mark.parametrize("init", [None, "kaiming", "gaussian", "orthogonal"])
-def test_a_start_without_the_base_needs_no_call(init):
+def test_an_initialization_without_the_base_needs_no_call(init):
     network = adapted(init, lora_rank=2)
     before = networks.snapshot(network)
     assert initialize_adapters(network) == ()
     assert networks.snapshot(network) == before
 
 
-def test_until_it_is_started_the_network_is_the_base():
+def test_before_initialization_the_network_computes_as_the_base():
     np.testing.assert_array_equal(outputs(adapted()), outputs(base()))
 
 
@@ -102,7 +102,7 @@ def test_patterns_give_each_cell_its_rank():
     assert {cell.lora_rank for _, cell in tree.lora_cells(network)} == {2, 3}
 
 
-def test_dora_starts_from_the_norms_of_the_base():
+def test_dora_initializes_magnitudes_from_the_norms_of_the_base():
     network, plain = adapted(use_dora=True), base()
     network.set_train(True)
     initialize_adapters(network)
@@ -125,7 +125,7 @@ def test_a_network_without_adapters():
     initialize_refused(base(), "The network holds no LoRADense cell, so there is nothing to initialize.")
 
 
-def test_a_trained_adapter_is_not_started_over():
+def test_a_trained_adapter_is_not_initialized_again():
     network = adapted()
     cell = network.model.layers[1].attention.wk
     cell.mindpet_delta_lora_b.set_data(Tensor(np.ones((4, 3), np.float32)))
@@ -136,7 +136,7 @@ def test_a_trained_adapter_is_not_started_over():
     )
 
 
-def test_a_weight_that_another_cell_has_too():
+def test_a_weight_that_another_cell_shares():
     network = base()
     network.model.layers[0].attention.wo.weight = network.model.layers[0].attention.wq.weight
     apply_lora(network, config(target_modules=["wq"]))
@@ -185,7 +185,7 @@ def test_a_sharded_cell(semi_auto_parallel):
     assert LoRADense.from_dense(cell, config("gaussian")).lora_init == "gaussian"
 
 
-def test_saving_before_the_start(tmp_path):
+def test_saving_before_initialization(tmp_path):
     with pytest.raises(
         LoraError,
         match=r"^lora_init 'pissa' has not been carried out at model\.layers\.\{0\.\.1\}\."

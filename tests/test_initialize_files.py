@@ -1,4 +1,4 @@
-"""Adapters of starts that change the base, saved and loaded: plain ones for the base as it was."""
+"""Adapters of initializations that change the base, saved and loaded: plain ones for the base as it was."""
 
 import logging
 import warnings
@@ -66,7 +66,7 @@ def test_with_rslora_and_patterns(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_network_of_the_same_start_goes_on_where_it_was_saved(trained, form, tmp_path):
+def test_a_network_with_the_same_lora_init_goes_on_where_it_was_saved(trained, form, tmp_path):
     """All of it bit for bit, the corrected base included; and saved again, the same file."""
     save_lora(trained, str(tmp_path / FORMS[form]), form)
     network = adapted(next(cell.lora_init for _, cell in tree.lora_cells(trained)))
@@ -83,7 +83,7 @@ def test_a_network_of_the_same_start_goes_on_where_it_was_saved(trained, form, t
         and first.alphas == second.alphas
         and first.fingerprint == second.fingerprint
     )
-    assert all(first.tensors[place].tobytes() == second.tensors[place].tobytes() for place in second.tensors)
+    assert all(first.tensors[key].tobytes() == second.tensors[key].tobytes() for key in second.tensors)
 
 
 def test_loaded_back_into_the_network_that_was_saved(trained, tmp_path):
@@ -105,7 +105,7 @@ def test_halves_of_half_precision_keep_their_bits(dtype, tmp_path):
     assert networks.snapshot(other) == networks.snapshot(network)
 
 
-def test_another_start_does_not_fit_a_corrected_base(trained, tmp_path):
+def test_other_initial_pairs_do_not_match_a_changed_base(trained, tmp_path):
     other = base(seed=4)
     apply_lora(other, config())
     freeze_base(other)
@@ -114,7 +114,7 @@ def test_another_start_does_not_fit_a_corrected_base(trained, tmp_path):
     unchanged(trained, tmp_path / "adapter", BaseMismatchError, "holds for model.layers.0.")
 
 
-def test_a_plain_adapter_does_not_fit_a_corrected_base(trained, tmp_path):
+def test_a_plain_adapter_does_not_match_a_changed_base(trained, tmp_path):
     plain = adapted(None)
     networks.randomize(plain.trainable_params())
     save_lora(plain, str(tmp_path / "adapter"))
@@ -123,7 +123,7 @@ def test_a_plain_adapter_does_not_fit_a_corrected_base(trained, tmp_path):
     )
 
 
-def test_a_plain_adapter_takes_the_place_of_a_start(tmp_path, caplog):
+def test_a_plain_adapter_replaces_an_initialization(tmp_path, caplog):
     plain, network = adapted(None), adapted()
     networks.randomize(plain.trainable_params())
     save_lora(plain, str(tmp_path / "adapter"))
@@ -136,7 +136,7 @@ def test_a_plain_adapter_takes_the_place_of_a_start(tmp_path, caplog):
     assert adapter_files.read(str(tmp_path / "again")).initialization is None
 
 
-def test_a_network_of_that_rank_without_the_start(trained, tmp_path):
+def test_a_network_of_that_rank_without_lora_init(trained, tmp_path):
     save_lora(trained, str(tmp_path / "adapter"))
     init = next(cell.lora_init for _, cell in tree.lora_cells(trained))
     unchanged(
@@ -155,7 +155,7 @@ def test_another_base_is_noticed(trained, tmp_path):
     unchanged(other, tmp_path / "adapter", BaseMismatchError, "was trained on another base", on_base_mismatch="error")
 
 
-def test_a_record_of_a_start_that_is_none(trained, tmp_path):
+def test_metadata_with_an_unknown_initialization(trained, tmp_path):
     save_lora(trained, str(tmp_path / "adapter.safetensors"), "mindformers")
     content = (tmp_path / "adapter.safetensors").read_bytes()
     init = next(cell.lora_init for _, cell in tree.lora_cells(trained)).encode()
@@ -172,9 +172,9 @@ def test_merged(trained):
     np.testing.assert_allclose(outputs(trained), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("same_start", [True, False])
-def test_on_concatenated_cells(make_llama, tmp_path, same_start):
-    """Saved for PEFT as q, k, v, which share A; joined again, its halves are those of the whole."""
+@pytest.mark.parametrize("same_init", [True, False])
+def test_on_joined_cells(make_llama, tmp_path, same_init):
+    """Saved for PEFT as q, k, v, which share A; joined again, it has the halves of the joined pair."""
 
     def build():
         network = make_llama(qkv_concat=True)
@@ -192,15 +192,15 @@ def test_on_concatenated_cells(make_llama, tmp_path, same_start):
     train(network)
     save_lora(network, str(tmp_path / "adapter"))
     other = build()
-    if same_start:
+    if same_init:
         apply_lora(other, fields)
     load_lora(other, str(tmp_path / "adapter"))
     np.testing.assert_allclose(other(ids)[0].asnumpy(), network(ids)[0].asnumpy(), atol=2e-5)
-    if same_start:
+    if same_init:
         assert networks.snapshot(other) == networks.snapshot(network)
 
 
-def test_pairs_that_are_joined_side_by_side_have_no_halves(tmp_path):
+def test_pairs_joined_side_by_side_have_no_halves(tmp_path):
     from mindlora.adapters import joined_pairs
 
     network = adapted(target_modules=["w1", "w3"])

@@ -57,7 +57,7 @@ def test_the_scale_is_each_cell_s_own(keys, first, second):
         assert_close(cell.weight, weight)
 
 
-def test_a_weight_of_several_blocks_is_merged_whole():
+def test_every_block_of_a_weight_is_merged():
     cell = LoRADense(1100, 1201, 2, 4, has_bias=False)  # more than 2^20 elements, and no whole number of blocks
     randomize(cell.get_parameters())
     expected = folded(cell, 2.0)
@@ -111,7 +111,7 @@ def test_a_copy_of_a_merged_network_is_unmerged_by_itself():
 
 
 class Masking(Pair):
-    """A Pair with minus infinity in one place of its first output."""
+    """A Pair with minus infinity in one element of its first output."""
 
     def construct(self, x):
         return super().construct(x) + Tensor([0, float("-inf"), 0], ms.float32), x
@@ -138,7 +138,7 @@ def test_training_that_went_unnoticed_is_warned_of(caplog):
     assert snapshot(network) == before
 
 
-def test_the_report_says_what_was_merged_and_how_well(caplog):
+def test_the_report_tells_what_was_merged_and_how_exactly(caplog):
     network = adapted(TinyModel())
     with caplog.at_level(logging.INFO, "mindlora"):
         report = merge_lora(network, Tensor(normal(2, 6)))

@@ -1,4 +1,4 @@
-"""merge_and_unload: the plain cells back in their places, with the adapters in their weights."""
+"""merge_and_unload: the plain cells are back, with the adapters in their weights."""
 
 import mindspore as ms
 import numpy as np
@@ -40,7 +40,7 @@ def test_unloading_brings_the_plain_cells_back(mode, tmp_path):
 
 
 class Shared(nn.Cell):
-    """One linear cell in three places, one of them the list of a SequentialCell, and another one."""
+    """One linear cell under three parents, one of them a SequentialCell, and another linear cell."""
 
     def __init__(self):
         super().__init__()

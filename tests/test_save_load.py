@@ -61,7 +61,7 @@ def test_every_scale_makes_the_round_trip(tmp_path, form, name, alpha):
 
 
 @pytest.mark.parametrize("form, name", FORMS)
-def test_an_adapter_takes_the_place_of_another(tmp_path, form, name):
+def test_an_adapter_replaces_another(tmp_path, form, name):
     path = str(tmp_path / name)
     save_lora(network("all-linear", seed=2), path, format=form)
     save_lora(network(seed=4), path, format=form)
@@ -87,7 +87,7 @@ def test_a_bare_cell(tmp_path, form, name):
         np.testing.assert_array_equal(mine.asnumpy(), original.asnumpy())
 
 
-def test_a_network_whose_values_are_not_there_yet(tmp_path, saved, semi_auto_parallel, caplog):
+def test_a_network_whose_weights_have_no_values_yet(tmp_path, saved, semi_auto_parallel, caplog):
     target = TinyModel()
     apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "wk"]))
     assert all(p.has_init for p in adapters(target).values())
@@ -106,7 +106,7 @@ def test_a_network_whose_values_are_not_there_yet(tmp_path, saved, semi_auto_par
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors"])
-def test_a_checkpoint_of_a_whole_training_gives_its_adapter(tmp_path, form):
+def test_a_checkpoint_of_a_training_run_gives_its_adapter(tmp_path, form):
     source = network(seed=2)
     content = [{"name": p.name, "data": Tensor(p.asnumpy())} for p in source.get_parameters()]
     content += [
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_a_whole_training_gives_its_adapter(tmp_path, form):
 @pytest.mark.parametrize("extra, error", [(["wv"], UnexpectedTensorsError), ([], None)])
 def test_such_a_checkpoint_is_loaded_strictly_too(tmp_path, extra, error):
     source = network(["wq", "wk"] + extra)
-    path = str(tmp_path / "whole.ckpt")
+    path = str(tmp_path / "run.ckpt")
     ms.save_checkpoint(source, path)
     if error:
         load_refused(network(), path, error, "PATH holds 4 LoRA tensors that the network has no place for: ")

@@ -16,30 +16,30 @@ from tests.support.saved_adapters import CONFIG, WEIGHTS, edited, load_refused, 
 
 def test_a_cut_anywhere_in_the_tensors_is_noticed(saved):
     file = pathlib.Path(saved, WEIGHTS)
-    whole = file.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
     target = network()
-    cuts = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1, *range(0, len(whole), 61)}
+    cuts = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) - 1, *range(0, len(content), 61)}
     for cut in sorted(cuts):
-        file.write_bytes(whole[:cut])
+        file.write_bytes(content[:cut])
         load_refused(
             target,
             saved,
             TruncatedAdapterError,
             f"{file} is truncated or damaged: its {cut} bytes are not what its header declares (",
         )
-    file.write_bytes(whole)
+    file.write_bytes(content)
     load_lora(target, saved)
 
 
 def test_a_cut_anywhere_in_a_ckpt_is_noticed(tmp_path):
     file, target = tmp_path / "adapter.ckpt", network(["wq"], cell=lambda: TinyModel(1))
     save_lora(target, file, format="ckpt")
-    whole = file.read_bytes()
+    content = file.read_bytes()
     messages = set()
-    # Every one of its bytes, as a cut between two records leaves what MindSpore takes for a whole file.
-    for cut in range(len(whole)):
-        file.write_bytes(whole[:cut])
+    # Every one of its bytes, as a cut between two records leaves what MindSpore takes for a complete file.
+    for cut in range(len(content)):
+        file.write_bytes(content[:cut])
         load_refused(target, file, TruncatedAdapterError, "PATH is truncated")
         with pytest.raises(TruncatedAdapterError) as error:
             load_lora(target, file, strict=False)
@@ -49,11 +49,11 @@ def test_a_cut_anywhere_in_a_ckpt_is_noticed(tmp_path):
         f"{file} is truncated last",
         f"{file} is truncated or no MindSpore checkpoint",
     }
-    file.write_bytes(whole)
+    file.write_bytes(content)
     load_lora(target, file)
 
 
-def test_what_is_no_adapter_at_all(tmp_path):
+def test_paths_that_hold_no_adapter(tmp_path):
     (tmp_path / "adapter.bin").write_bytes(b"PK")
     (tmp_path / "adapter.pth").write_bytes(b"PK")
     (tmp_path / "no.safetensors").write_bytes(b"this is no safetensors file, but it is long enough to be one")

@@ -1,4 +1,4 @@
-"""DoRA's magnitudes on their way through files, forms, fitting, merging and comparing."""
+"""DoRA's magnitudes in files and forms, matched to networks, merged and compared."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_saved_and_loaded(form, bare, tmp_path):
         for part, parameter in mine.parts().items():
             np.testing.assert_array_equal(parameter.asnumpy(), other.parts()[part].asnumpy())
             assert parameter.name == other.parts()[part].name
-    target.set_train()  # starts no magnitude that was loaded
+    target.set_train()  # Does not replace magnitudes that were loaded.
     save_lora(target, str(tmp_path / "again"))
     save_lora(source, str(tmp_path / "peft"))
     report = compare_adapters(str(tmp_path / "again"), str(tmp_path / "peft"))
@@ -93,7 +93,7 @@ def test_peft_s_keys_and_configuration(tmp_path):
     save_lora(model(targets=["wq"]), str(tmp_path / "a"))
     assert json.loads((tmp_path / "a" / CONFIG).read_text())["use_dora"] is True
     adapter = adapter_files.read(str(tmp_path / "a"))
-    assert [peft.tensor_key(*place) for place in adapter.tensors][0].endswith("q_proj.lora_A.weight")
+    assert [peft.tensor_key(*key) for key in adapter.tensors][0].endswith("q_proj.lora_A.weight")
     assert peft.tensor_key(Q, "magnitude") == "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
     assert peft.parse_key(peft.tensor_key(Q, "magnitude")) == (Q, "magnitude")
     assert mindformers.tensor_key(Q, "magnitude") == f"{Q}.mindpet_delta_lora_magnitude"
@@ -212,7 +212,7 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
         ),
     ],
 )
-def test_what_does_not_fit_together(kind, message, change, fields, tmp_path):
+def test_tensors_that_do_not_belong_together(kind, message, change, fields, tmp_path):
     path = rewritten(tmp_path / "a", change, **fields)
     refused(kind, path + message, adapter_files.read, path)
 
@@ -252,16 +252,16 @@ def test_combining_is_refused():
 def test_rows_of_joined_cells_keep_their_magnitudes():
     path = "model.layers.0.attention.w_qkv"
     adapter = dora_adapter(paths=(Q, K, V), rows={Q: 8, K: 4, V: 4})
-    whole = {part: adapter.tensors[part, "magnitude"] for part in (Q, K, V)}
-    before = {place: array.copy() for place, array in adapter.tensors.items()}
+    separate = {part: adapter.tensors[part, "magnitude"] for part in (Q, K, V)}
+    before = {key: array.copy() for key, array in adapter.tensors.items()}
     joined_pairs.join_pairs(adapter, path, 16, 2)
     assert adapter.paths == [path]
     np.testing.assert_array_equal(
-        adapter.tensors[path, "magnitude"], joined_rows.join_rows(list(whole.values()), groups=2)
+        adapter.tensors[path, "magnitude"], joined_rows.join_rows(list(separate.values()), groups=2)
     )
     joined_pairs.split_pairs(adapter, path, 2, 2)
-    assert {place: array.tobytes() for place, array in adapter.tensors.items()} == {
-        place: array.tobytes() for place, array in before.items()
+    assert {key: array.tobytes() for key, array in adapter.tensors.items()} == {
+        key: array.tobytes() for key, array in before.items()
     }
     for part in ("A", "B", "magnitude"):
         del adapter.tensors[K, part]
@@ -338,7 +338,7 @@ def test_a_row_of_zeros_cannot_be_merged(tmp_path):
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_what_is_said_of_it(tmp_path):
+def test_the_inspection_of_it(tmp_path):
     adapter = dora_adapter()
     adapter_files.write(adapter, str(tmp_path / "a"))
     adapter.tensors[Q, "magnitude"] = adapter.tensors[Q, "magnitude"] + np.float32(0.5)
@@ -358,5 +358,5 @@ def test_what_is_said_of_it(tmp_path):
     assert "|dm|" not in str(diff)
 
 
-def test_an_option_that_is_none():
+def test_use_dora_must_be_true_or_false():
     refused(ConfigError, "use_dora is 'yes': it must be True or False.", LoraConfig, use_dora="yes")

@@ -53,17 +53,17 @@ def separate_adapter(leaves=("wq", "wk", "wv", "w1", "w3"), **fields):
 
 @pytest.mark.parametrize("leaves", [("wq", "wk", "wv", "w1", "w3"), ("wq",), ("wv", "w3"), ("wq", "wv")])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_separate_pairs_go_onto_concatenated_cells(tmp_path, leaves, use_rslora):
+def test_separate_pairs_go_onto_joined_cells(tmp_path, leaves, use_rslora):
     adapter = separate_adapter(leaves, use_rslora=use_rslora)
     path, target = folder(tmp_path, adapter), plain(ConcatenatedLayer)
     load_lora(target, path)
     x = np.random.default_rng(4).normal(size=(3, 6)).astype(np.float32)
-    for holder, concatenated_leaf, parts, order in [
+    for holder, joined_leaf, parts, order in [
         # Rows by hand: two heads of q, then k, then v, of size 2, for each key-value head; w1 and w3 in turn.
         ("attention", "w_qkv", {"wq": 8, "wk": 4, "wv": 4}, [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]),
         ("feed_forward", "w_gate_hidden", {"w1": 5, "w3": 5}, [0, 5, 1, 6, 2, 7, 3, 8, 4, 9]),
     ]:
-        cell = getattr(getattr(target, holder), concatenated_leaf)
+        cell = getattr(getattr(target, holder), joined_leaf)
         delta = [
             adapter.delta(f"{holder}.{leaf}") if leaf in leaves else np.zeros((rows, 6)) for leaf, rows in parts.items()
         ]
@@ -80,8 +80,8 @@ def test_they_come_back_from_them_as_they_were(tmp_path):
     save_lora(target, str(tmp_path / "again"))
     again = adapter_files.read(str(tmp_path / "again"))
     assert set(again.tensors) == set(adapter.tensors) and again.alphas == adapter.alphas
-    for place, array in adapter.tensors.items():
-        np.testing.assert_array_equal(again.tensors[place], array)
+    for key, array in adapter.tensors.items():
+        np.testing.assert_array_equal(again.tensors[key], array)
 
 
 def test_a_pair_that_was_trained_as_one_comes_back_with_its_rank(tmp_path):
@@ -120,14 +120,14 @@ class SeparateAttention(nn.Cell):
 
 
 class SeparateLayer(nn.Cell):
-    """Holds it under the name that the concatenated one has."""
+    """Holds the cell under the name of the joined one."""
 
     def __init__(self):
         super().__init__()
         self.attention = SeparateAttention()
 
 
-def test_a_joint_pair_goes_onto_separate_cells(tmp_path):
+def test_a_joined_pair_goes_onto_separate_cells(tmp_path):
     rng = np.random.default_rng(3)
     a, b = rng.normal(size=(3, 6)).astype(np.float32), rng.normal(size=(16, 3)).astype(np.float32)
     joint = Adapter({("attention.w_qkv", "A"): a, ("attention.w_qkv", "B"): b}, {"attention.w_qkv": 6.0})
@@ -145,7 +145,7 @@ def test_a_joint_pair_goes_onto_separate_cells(tmp_path):
         assert cell.scale == 2.0
 
 
-def test_an_adapter_with_a_joint_pair_and_its_parts_is_refused(tmp_path):
+def test_an_adapter_with_a_joined_pair_and_its_parts_is_refused(tmp_path):
     adapter = separate_adapter(("wq",))
     for half, shape in (("A", (2, 6)), ("B", (16, 2))):
         adapter.tensors["attention.w_qkv", half] = np.ones(shape, np.float32)
@@ -159,7 +159,7 @@ def test_an_adapter_with_a_joint_pair_and_its_parts_is_refused(tmp_path):
     )
 
 
-def test_of_a_base_that_keeps_the_same_weights_in_another_form_nothing_is_said(tmp_path):
+def test_a_base_with_the_same_weights_in_another_form_gets_no_warning(tmp_path):
     source = plain(SeparateLayer)
     apply_lora(source, LoraConfig(lora_rank=2, target_modules=["wq", "wk", "wv"], lora_b_init="ones"))
     save_lora(source, str(tmp_path / "adapter"))
@@ -168,7 +168,7 @@ def test_of_a_base_that_keeps_the_same_weights_in_another_form_nothing_is_said(t
         load_lora(plain(ConcatenatedLayer), str(tmp_path / "adapter"), on_base_mismatch="error")
 
 
-def test_without_the_heads_it_says_what_is_missing(tmp_path):
+def test_without_head_counts_the_message_names_them(tmp_path):
     path, target = folder(tmp_path, separate_adapter()), plain(ConcatenatedLayer)
     target.attention.n_kv_head = None
     with pytest.raises(AdapterError) as error:

@@ -1,4 +1,4 @@
-"""save_lora killed at any time: there is one whole adapter."""
+"""save_lora killed at any time: there is one complete adapter."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.support.saved_adapters import network
 
 
 @pytest.mark.parametrize("form", ["peft", "ckpt", "fallback"])
-def test_after_each_of_fifty_kills_there_is_one_whole_adapter(tmp_path, form):
+def test_after_each_of_fifty_kills_there_is_one_complete_adapter(tmp_path, form):
     run = subprocess.run(
         [sys.executable, killed_saves.__file__, str(tmp_path), form, "50"],
         capture_output=True,
@@ -23,7 +23,7 @@ def test_after_each_of_fifty_kills_there_is_one_whole_adapter(tmp_path, form):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     half_written = int(run.stdout.splitlines()[-1])
-    print(f"{half_written} of 50 kills left half an adapter beside the whole one")
+    print(f"{half_written} of 50 kills left half an adapter beside the complete one")
     assert half_written > 5  # else the kills came at the wrong time, and nothing was tested
     # What they left does no harm to the next reader and the next writer.
     path = str(tmp_path / ("adapter.ckpt" if form == "ckpt" else "adapter"))

@@ -1,4 +1,4 @@
-"""load_lora where adapter and network differ: tensors, ranks, scales, the base; and what strict=False lets pass."""
+"""load_lora where adapter and network differ: tensors, ranks, scales, the base; and what strict=False accepts."""
 
 import logging
 import warnings
@@ -137,7 +137,7 @@ def test_nan_is_not_loaded(saved, value, dtype):
 
 
 @pytest.mark.parametrize("form, name", FORMS)
-def test_not_strict_loads_what_fits_and_says_the_rest(tmp_path, form, name, caplog):
+def test_not_strict_loads_what_matches_and_warns_of_the_rest(tmp_path, form, name, caplog):
     path = str(tmp_path / name)
     save_lora(network(["wq", "wk"], seed=2), path, format=form)
     target = network(["wq", "wv"], seed=3)

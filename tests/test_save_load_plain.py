@@ -76,8 +76,8 @@ def test_every_form_is_loaded_and_saved_again_bit_for_bit(tmp_path, to, name):
     save_lora(target, str(tmp_path / "again"))
     again = adapter_files.read(str(tmp_path / "again"))
     assert again.alphas == adapter.alphas and set(again.tensors) == set(adapter.tensors)
-    for place, array in adapter.tensors.items():
-        np.testing.assert_array_equal(again.tensors[place], array)
+    for key, array in adapter.tensors.items():
+        np.testing.assert_array_equal(again.tensors[key], array)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -216,8 +216,8 @@ def test_an_adapter_that_does_not_say_its_alpha_needs_a_network_that_does(tmp_pa
     path = str(tmp_path / "llama_lora.ckpt")
     ms.save_checkpoint(
         [
-            {"name": f"{place[0]}.mindpet_delta_lora_{place[1].lower()}", "data": Tensor(array)}
-            for place, array in adapter.tensors.items()
+            {"name": f"{path}.mindpet_delta_lora_{part.lower()}", "data": Tensor(array)}
+            for (path, part), array in adapter.tensors.items()
         ],
         path,
     )
@@ -290,19 +290,19 @@ def test_a_network_that_scales_by_the_root_where_the_adapter_does_not(tmp_path):
 # Saved modules --------------------------------------------------------------------------------
 
 
-def test_modules_trained_whole_are_loaded_marked_and_saved_again(tmp_path):
+def test_saved_modules_are_loaded_marked_and_saved_again(tmp_path):
     rng = np.random.default_rng(2)
-    whole = {"lm_head.weight": rng.normal(size=(8, 6)).astype(np.float32)}
-    path = folder(tmp_path, make_adapter(saved_modules=whole))
+    modules = {"lm_head.weight": rng.normal(size=(8, 6)).astype(np.float32)}
+    path = folder(tmp_path, make_adapter(saved_modules=modules))
     assert adapter_files.read(path).saved_modules.keys() == {"lm_head.weight"}
     target = plain()
     load_lora(target, path)
-    np.testing.assert_array_equal(target.lm_head.weight.asnumpy(), whole["lm_head.weight"])
+    np.testing.assert_array_equal(target.lm_head.weight.asnumpy(), modules["lm_head.weight"])
     freeze_base(target)
     assert target.lm_head.weight.requires_grad and not target.model.layers[0].attention.wo.weight.requires_grad
     save_lora(target, str(tmp_path / "again"))
     again = adapter_files.read(str(tmp_path / "again"))
-    np.testing.assert_array_equal(again.saved_modules["lm_head.weight"], whole["lm_head.weight"])
+    np.testing.assert_array_equal(again.saved_modules["lm_head.weight"], modules["lm_head.weight"])
     with open(tmp_path / "again" / CONFIG, encoding="utf-8") as file:
         assert json.load(file)["modules_to_save"] == ["lm_head"]
 
@@ -332,16 +332,16 @@ def test_modules_to_save_of_a_configuration_are_trained_and_saved(tmp_path):
     np.testing.assert_array_equal(target(inputs()).asnumpy(), source(inputs()).asnumpy())
 
 
-def test_a_module_that_was_trained_whole_needs_no_pair(tmp_path):
-    whole = {"lm_head.weight": np.ones((8, 6), np.float32)}
+def test_a_saved_module_needs_no_pair(tmp_path):
+    modules = {"lm_head.weight": np.ones((8, 6), np.float32)}
     target = plain()
     load_lora(
-        target, folder(tmp_path, make_adapter(saved_modules=whole), target_modules=["q_proj", "down_proj", "lm_head"])
+        target, folder(tmp_path, make_adapter(saved_modules=modules), target_modules=["q_proj", "down_proj", "lm_head"])
     )
     assert len(lora_on(target)) == 4 and (target.lm_head.weight.asnumpy() == 1).all()
 
 
-def test_a_whole_module_that_does_not_fit(tmp_path):
+def test_a_saved_module_of_another_shape_or_name(tmp_path):
     plain_load_refused(
         folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((9, 6), np.float32)})),
         ShapeMismatchError,

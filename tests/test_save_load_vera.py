@@ -115,9 +115,9 @@ def test_peft_s_keys_and_configuration(tmp_path):
         "task_type": "CAUSAL_LM",
         "vera_dropout": 0.25,
     }
-    for place in ((Q, "lambda_d"), (Q, "lambda_b"), ("", "shared A"), ("", "shared B")):
-        assert peft.parse_key(peft.tensor_key(*place)) == place
-        assert mindformers.parse_key(mindformers.tensor_key(*place)) == place
+    for key in ((Q, "lambda_d"), (Q, "lambda_b"), ("", "shared A"), ("", "shared B")):
+        assert peft.parse_key(peft.tensor_key(*key)) == key
+        assert mindformers.parse_key(mindformers.tensor_key(*key)) == key
     # A whole network that MindSpore saves may call it by its first cell.
     assert mindformers.parse_key(f"{Q}.mindpet_delta_lora_vera_a") == ("", "shared A")
 
@@ -226,7 +226,7 @@ def test_conversion_and_back(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_together(kind, message, change, fields, tmp_path):
+def test_tensors_that_do_not_belong_together(kind, message, change, fields, tmp_path):
     path = rewritten(tmp_path / "a", change, **fields)
     refused(kind, path + message, adapter_files.read, path)
 
@@ -293,7 +293,7 @@ def test_a_checkpoint_is_merged_as_a_network_is(tmp_path):
         assert np.abs(merged[f"{path}.weight"] - base[f"{path}.weight"]).max() > 0.1
 
 
-def test_what_is_said_of_it(tmp_path):
+def test_the_inspection_of_it(tmp_path):
     path = saved(tmp_path / "a", targets=["wq"])
     report = inspect_adapter(path)
     assert report.use_vera and not report.use_dora and (report.tensors, report.parameters) == (6, 12 + 12 + 2 * 8)

@@ -146,7 +146,7 @@ def merge_checkpoint(
 class _Merging:
     """Which tensor of the base gets which pair of the adapter, and the differences found on the probes so far."""
 
-    def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: int):
+    def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: Optional[int]):
         self.base, self.adapter, self.source = base, adapter, source
         # Name under MindFormers, as in the adapter -> the base's own.
         self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
@@ -262,16 +262,16 @@ class _Merging:
         needed = self.adapter.weight_shape(path)
         if self.base.tensors[name].shape != needed:
             raise ShapeMismatchError(
-                f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter "
-                f"{self.source} is for {list(needed)}. It belongs to another model."
+                f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter {self.source} is for "
+                f"{list(needed)}. It belongs to another model: give the base that it was trained on."
             )
         factors(*(self.adapter.tensors[path, half] for half in "AB"))
 
     def _check_saved_module(self, name, array):
         if array.shape != self.base.tensors[name].shape:
             raise ShapeMismatchError(
-                f"{name} is {list(self.base.tensors[name].shape)} in the base and "
-                f"{list(array.shape)} in {self.source}. It belongs to another model."
+                f"{name} is {list(self.base.tensors[name].shape)} in the base and {list(array.shape)} in "
+                f"{self.source}. It belongs to another model: give the base that the adapter was trained on."
             )
 
     def _check_dtypes(self):

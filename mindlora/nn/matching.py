@@ -7,6 +7,7 @@ from mindspore import nn
 
 from mindlora.adapters import joined_pairs
 from mindlora.adapters.adapter import Adapter, listed_parts, name_of
+from mindlora.adapters.pair_kinds import VARIANTS
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import (
@@ -66,8 +67,8 @@ class Match:
 
     def check_kind(self) -> None:
         """Raises MissingTensorsError or UnexpectedTensorsError if the two differ in use_dora or use_vera."""
-        for field, part in (("use_dora", "magnitude"), ("use_vera", "lambda_d")):
-            trained = getattr(self.adapter, field)
+        for kind in VARIANTS:
+            field, part, trained = kind.field, kind.parts[0].name, self.adapter.kind is kind
             paths = [path for path in self.adapter.paths if path in self.cells]
             wrong = [path for path in paths if (part in self.cells[path].parts()) != trained]
             if wrong:
@@ -123,7 +124,10 @@ class Match:
             elif array.shape != needed:
                 wrong.append(f"{name_of(key)} is {list(array.shape)}, the network's is {list(needed)}")
         if wrong:
-            raise ShapeMismatchError(f"{self.source}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}.")
+            raise ShapeMismatchError(
+                f"{self.source}: {len(wrong)} tensors have another shape: {'; '.join(wrong)}. Load it into the model "
+                "it was trained on."
+            )
 
     def check_rank_and_scale(self) -> None:
         """Raises RankMismatchError or ScaleMismatchError where a LoRADense was built with another rank or scale."""

@@ -108,7 +108,7 @@ def test_saved_modules_replace_those_of_the_base(tmp_path):
 
 
 @pytest.mark.parametrize("names", [LINEARS, ["self_attn.v_proj", "mlp.up_proj"], ["self_attn.q_proj"]])
-def test_an_adapter_of_parts_on_a_concatenated_base(tmp_path, names):
+def test_an_adapter_of_parts_on_a_joined_base(tmp_path, names):
     source, found = llama(DTYPES["float32"]), pairs(*[f"model.layers.1.{name}" for name in names])
     save_base(tmp_path / "hf", source, **CONFIG)
     convert_base(str(tmp_path / "hf"), str(tmp_path / "joined"), None, "mindformers", concat=True)
@@ -123,7 +123,7 @@ def test_an_adapter_of_parts_on_a_concatenated_base(tmp_path, names):
     assert not (tmp_path / "out2").exists()
 
 
-def test_a_concatenated_adapter_on_a_base_of_parts(tmp_path):
+def test_a_joined_adapter_on_a_base_of_parts(tmp_path):
     source = llama(DTYPES["float32"])
     base = save_base(tmp_path / "hf", source, shards=2)
     rng, tensors = np.random.default_rng(3), {}
