@@ -173,7 +173,7 @@ def detect_world(path: str, tensor_names: Iterable[str]) -> str:
     if all(kinds.values()):
         raise CheckpointError(
             f"{path} holds names of Hugging Face ({examples(kinds['hf'])}) and of MindFormers "
-            f"({examples(kinds['mindformers'])}). Give a checkpoint of one model."
+            f"({examples(kinds['mindformers'])}). Give a checkpoint of only one model."
         )
     if not any(kinds.values()):
         raise CheckpointError(

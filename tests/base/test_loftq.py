@@ -277,7 +277,7 @@ def test_outputs_and_sources(tmp_path):
     check(ConfigError, together, tmp_path / "adapter", config=None)
     check(CheckpointError, "mine exists. Give another output", tmp_path / "mine")
     check(CheckpointError, "mine holds no checkpoint, so --overwrite does not", tmp_path / "mine", overwrite=True)
-    check(LoraError, "where a file stands", tmp_path / "file")
+    check(LoraError, "where there is a file", tmp_path / "file")
     check(LoraError, "format 'peft' writes a folder", tmp_path / "adapter.safetensors")
     check(CheckpointError, "one contains the other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors"))
     check(CheckpointError, "which is read", tmp_path)

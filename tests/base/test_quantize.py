@@ -91,7 +91,7 @@ def test_excluded_weights_stay_and_the_run_must_exclude_the_same(tmp_path, capsy
     assert_same(load(output), expected(tensors, ("wq", "w2")))
     check_quantized_base(output, ["wq", "w2"])
     for exclude in (None, ["wq"], ["wq", "w2", "w3"]):
-        with pytest.raises(CheckpointError, match="was quantized with another quantize_exclude: it and this run"):
+        with pytest.raises(CheckpointError, match="was quantized with another quantize_exclude: the file and this run"):
             check_quantized_base(output, exclude)
     with pytest.raises(TargetError, match="quantize_exclude 'nothing' matches no linear cell"):
         check_quantized_base(output, "nothing")

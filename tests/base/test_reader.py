@@ -113,7 +113,7 @@ def test_whose_names(tmp_path, names, kind):
 @pytest.mark.parametrize(
     "names, said",
     [
-        ((HF, MF), [HF, MF, "one model alone"]),
+        ((HF, MF), [HF, MF, "only one model"]),
         (("transformer.h.0.attn.c_attn.weight",), ["neither", "c_attn"]),
         (("lm_head.weight",), ["neither", "lm_head"]),
     ],
