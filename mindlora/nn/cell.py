@@ -1,6 +1,6 @@
-"""LoRACell: what every cell with an adapter has, whatever it computes."""
+"""LoRACell: what every cell with an adapter has in common."""
 
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -12,30 +12,32 @@ from mindlora.numerics import initializers
 
 LORA_A = "mindpet_delta_lora_a"
 LORA_B = "mindpet_delta_lora_b"
-# MindFormers freezes once more what has no mindpet_delta_lora in its name.
+# MindFormers freezes every parameter without mindpet_delta_lora in its name.
 MAGNITUDE = "mindpet_delta_lora_magnitude"
-# Part of an adapter -> how its parameter is called in a network.
+# Part of an adapter -> the name of its parameter in a cell.
 PART_NAMES = {name: part.parameter for name, part in PARTS.items()}
 
 
 class LoRACell(nn.Cell):
-    """Base of the cells that take the place of a cell of the base model and add an adapter to it.
+    """Base of the cells that replace a cell of the base model and add an adapter to it.
 
     A subclass takes over the cell's weight, bias and operators in ``_adopt``, which calls ``_describe``, and adds the
-    parameters of its adapter, called as PART_NAMES says.
+    parameters of its adapter under the names in PART_NAMES.
 
     Attributes:
         weight (Parameter): The base's weight.
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
         embeds (bool): Whether W is a table [vocabulary, dim], to which the transpose of scale B A is added.
-        quantization (str or None): How W is quantized.
-        lora_init (str or None): As in LoraConfig; None once an adapter was loaded in the place of its start.
-        zero_part (str): The part of the adapter without which it does nothing.
-        takes_base_initializers (bool): Whether the starts that need W, or A and B together, are known for such a cell.
-        initial_pair (InitialPair or None): What the start took from the base (see initialize_adapters).
-        projection_key (int): What VeRA's A and B were drawn from.
-        freeze_lora_a (bool): Whether B alone trains.
-        before_merge (tuple or None): While the adapter is merged (see merge_lora), what merge_parameters() were, as arrays.
+        quantization (str or None): How W is quantized: "nf4", "loftq", or None for a weight in float.
+        lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
+        zero_part (str): The part of the adapter that is zero until it trains; while it is, the adapter adds nothing.
+        takes_base_initializers (bool): Whether the cell supports the initializers that need W, or A and B together.
+        initial_pair (InitialPair or None): The initial A and B whose product was taken out of the base (see
+            initialize_adapters); None where nothing was.
+        projection_key (int): The key that VeRA's shared projection is drawn from.
+        freeze_lora_a (bool): Whether only B trains.
+        before_merge (tuple or None): While the adapter is merged (see merge_lora), the values of merge_parameters()
+            before the merge, as arrays.
     """
 
     embeds = False
@@ -47,14 +49,14 @@ class LoRACell(nn.Cell):
     before_merge = None
 
     @classmethod
-    def from_cell(cls, cell: nn.Cell, config: LoraConfig, common: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":
-        """Puts an adapter on an existing cell, whose parameters and operators are shared and not copied.
+    def from_cell(cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":
+        """Puts an adapter on an existing cell, and shares its parameters and operators with it.
 
         Args:
-            cell (nn.Cell): The cell to replace, of a kind that ``check`` takes.
-            config (LoraConfig): Rank, scale, dropout, starts and dtypes.
-            common (tuple of Parameter): What ``shared_parameters`` gave for all cells of the network. Default: None,
-                what it gives for this cell.
+            cell (nn.Cell): The cell to replace, one that ``check`` accepts.
+            config (LoraConfig): Rank, scale, dropout, initializers and dtypes.
+            shared (tuple of Parameter): What ``shared_parameters`` returned for all cells of the network. Default:
+                None, what it returns for this cell.
 
         Returns:
             LoRACell.
@@ -66,43 +68,43 @@ class LoRACell(nn.Cell):
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
         self._adopt(cell, config)
-        self._join(cls.shared_parameters([cell], config) if common is None else common)
+        self._join(cls.shared_parameters([cell], config) if shared is None else shared)
         return self
 
     @classmethod
-    def base_types(cls) -> tuple:
-        """Returns the classes of the cells that this one takes the place of."""
+    def base_types(cls) -> Tuple[type, ...]:
+        """Returns the classes of the cells that this one replaces."""
         raise NotImplementedError
 
     @classmethod
     def serves(cls, config: LoraConfig) -> bool:
-        """Tells whether this is the kind of adapter that ``config`` asks for."""
+        """Returns whether this is the kind of adapter that ``config`` asks for."""
         raise NotImplementedError
 
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        """Raises UnsupportedCellError, with the reason, for a cell that this one cannot stand in for."""
+        """Raises UnsupportedCellError, with the reason, for a cell that this one cannot replace."""
         raise NotImplementedError
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        """Returns the shape of each part of an adapter of this kind for ``cell``, adapted already or not."""
+        """Returns the shape of each part of an adapter of this kind for ``cell``, adapted or not."""
         raise NotImplementedError
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
-        """Returns what the adapters of all ``cells`` of a network have in common: nothing, but with VeRA."""
+        """Returns the parameters that the adapters of all ``cells`` share: VeRA's projection, or none."""
         return ()
 
     def _adopt(self, cell, config):
         raise NotImplementedError
 
-    def _join(self, common):
-        """Takes what ``shared_parameters`` made."""
+    def _join(self, shared):
+        """Takes the parameters that ``shared_parameters`` made."""
 
     def _describe(self, cell, config):
         """Takes over what cells of every kind have."""
-        # In a tuple, where MindSpore does not see it: as a child it would name and save the base's parameters twice.
+        # In a tuple, where MindSpore does not see it: a child would name and save the base's parameters twice.
         self._adopted = (cell,)
         self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
         self.scale = config.scale
@@ -116,11 +118,11 @@ class LoRACell(nn.Cell):
         self.lora_init, self.freeze_lora_a = config.lora_init, config.freeze_lora_a
 
     def parts(self) -> Dict[str, Parameter]:
-        """Returns the parameters of the adapter that are this cell's own, by part, as PART_NAMES has them."""
+        """Returns this cell's own parameters of the adapter, by part (see PART_NAMES)."""
         return {part: getattr(self, name) for part, name in PART_NAMES.items() if hasattr(self, name)}
 
     def shared_parts(self) -> Dict[str, Parameter]:
-        """Returns what the adapter has in common with those of the network's other cells, by part."""
+        """Returns the parameters of the adapter that all cells of the network share, by part."""
         return {}
 
     def lora_parameters(self) -> Tuple[Parameter, ...]:
@@ -128,46 +130,46 @@ class LoRACell(nn.Cell):
         return tuple(self.parts().values())
 
     def pair(self) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns copies of A and B in NumPy, of which scale B A is what the adapter adds to W."""
+        """Returns copies of A and B in NumPy. The adapter adds scale B A to W."""
         return self.mindpet_delta_lora_a.asnumpy().copy(), self.mindpet_delta_lora_b.asnumpy().copy()
 
     def trained_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns those of lora_parameters() that train."""
+        """Returns the lora_parameters() that train."""
         return tuple(p for part, p in self.parts().items() if part != "A" or not self.freeze_lora_a)
 
     @property
     def awaits_initialization(self) -> bool:
-        """Whether A and B are still to be made from the base's weight, by initialize_adapters."""
+        """Whether initialize_adapters has yet to make A and B from the base's weight."""
         return initializers.changes_base(self.lora_init) and self.initial_pair is None
 
     def load_part(self, part: str, array: np.ndarray) -> None:
-        """Gives one part of the adapter its values from a file."""
+        """Sets one part of the adapter to values from a file."""
         parameter = self.parts()[part]
         parameter.set_data(Tensor(np.ascontiguousarray(array), parameter.dtype))
 
     def prepare(self) -> None:
-        """Called before the adapter is read out of the cell, to train, save or merge it."""
+        """Called before the adapter is trained, saved or merged."""
 
     def merge_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters that merging changes: W, that of zero_part, and then those of the cell's own kind."""
+        """Returns the parameters that merging changes: W, the zero_part, then any others of this kind of cell."""
         return self.weight, self.parts()[self.zero_part]
 
     def silence(self) -> None:
-        """Takes the adapter out of the forward, which is that of the plain cell from then on."""
+        """Switches the adapter off: from then on the cell computes what the plain one does."""
         fill(self.parts()[self.zero_part], 0)
 
     @property
     def merged(self) -> bool:
-        """Whether W holds the low-rank path (see merge_lora); B is zero then."""
+        """Whether the adapter is merged into W (see merge_lora), and zero_part is zero."""
         return self.before_merge is not None
 
     @property
     def adapter_path(self) -> str:
-        """What stands before the names of the adapter's parameters; empty for a cell outside of a network."""
+        """The prefix of the adapter's parameters, without the last dot; empty for a cell outside of a network."""
         return self.parts()[self.zero_part].name.rpartition(".")[0]
 
     def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one took the place of, with this one's weight, bias and settings."""
+        """Returns the cell that this one replaced, with this one's weight, bias and settings."""
         (cell,) = self._adopted
         self._give_back(cell)
         carry_settings(self, cell)
@@ -176,30 +178,28 @@ class LoRACell(nn.Cell):
     def _give_back(self, cell):
         cell.weight, cell.bias = self.weight, self.bias
 
-    def add_flags(self, **flags):
-        """Sets flags of the cell as nn.Cell does; here, and not at set_train, a network's set_train reaches a cell.
+    def add_flags(self, **flags: Any) -> nn.Cell:
+        """Sets flags of the cell as nn.Cell does. A network's set_train calls this, and not set_train, on its cells.
 
         Raises:
             MergeError: The flag is training while the adapter is merged.
         """
         if flags.get("training") and self.merged:
             raise MergeError(
-                f"{self.adapter_path or 'The cell'} is merged into its "
-                "base and cannot train: call unmerge_lora first, or set_train(False) to go on without "
-                "training."
+                f"{self.adapter_path or 'The cell'} is merged into its base and cannot train: call unmerge_lora first, "
+                "or set_train(False) to go on without training."
             )
         return super().add_flags(**flags)
 
 
 def fill(parameter: Parameter, value: float) -> None:
-    """Gives each element of a parameter the same value."""
-    # from_numpy takes the array over, where Tensor would copy it.
+    """Sets every element of a parameter to the same value."""
+    # from_numpy shares the array, where Tensor would copy it.
     parameter.set_data(Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
 
 
 def carry_settings(source: nn.Cell, target: nn.Cell) -> None:
-    """Carries over recomputation, pipeline stage and training mode from the cell that ``target`` replaces."""
-
+    """Carries over recomputation, pipeline stage, flags and training mode from the cell that ``target`` replaces."""
     target._scope = source._scope
     target._has_config_recompute = source._has_config_recompute
     target.add_flags(**source.get_flags())

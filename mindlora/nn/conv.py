@@ -1,8 +1,11 @@
 """LoRAConv2d: a frozen convolution with a trainable low-rank path beside it."""
 
-from mindspore import Parameter, nn, ops
+from typing import Dict, Tuple
+
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.initial_values import initial_values
@@ -11,9 +14,9 @@ from mindlora.nn.initial_values import initial_values
 class LoRAConv2d(LoRACell):
     """A convolution with a low-rank update: y = conv(x, W) + bias + conv(conv(dropout(x), A) * scale, B).
 
-    A has the kernel, stride and padding of W and no groups; B is 1 x 1 and has the groups of W, which must divide the
-    rank. Both are PEFT's. W changes by scale B A where there is one group; with several, A sees channels that W's group
-    does not, so that there is no W to merge into.
+    As in PEFT, A has the kernel, stride and padding of W and no groups; B is 1 x 1 and has the groups of W, which must
+    divide the rank. With one group, merging adds scale B A to W. With several, A reads channels that W's group does
+    not, so that the adapter cannot be merged into W.
 
     Weights:
         weight [out, in / groups, kh, kw], bias [out], mindpet_delta_lora_a [r, in, kh, kw],
@@ -29,22 +32,22 @@ class LoRAConv2d(LoRACell):
     """
 
     @classmethod
-    def base_types(cls):
+    def base_types(cls) -> Tuple[type, ...]:
         return (nn.Conv2d,)
 
     @classmethod
-    def serves(cls, config):
+    def serves(cls, config: LoraConfig) -> bool:
         return True
 
     @classmethod
-    def check(cls, cell, config):
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
         if type(cell).construct is not nn.Conv2d.construct:
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAConv2d would drop.")
         if cell.data_format != "NCHW" or tuple(cell.dilation) not in ((1, 1), (1, 1, 1, 1)):
             raise UnsupportedCellError(
                 f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
-                "is on convolutions of NCHW without dilation, as in PEFT. Add it to "
+                "supports convolutions of NCHW without dilation, as PEFT does. Add it to "
                 "exclude_modules."
             )
         if getattr(cell.conv2d, "in_strategy", None) is not None:
@@ -65,7 +68,7 @@ class LoRAConv2d(LoRACell):
                 )
 
     @classmethod
-    def part_shapes(cls, cell, rank):
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
         return {"A": (rank, cell.in_channels, *cell.kernel_size), "B": (cell.out_channels, rank // cell.group, 1, 1)}
 
     def _adopt(self, cell, config):
@@ -88,7 +91,7 @@ class LoRAConv2d(LoRACell):
         self.cast = ops.Cast()
         carry_settings(cell, self)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)
         y = self.conv2d(x, self.cast(self.weight, self.dtype))
@@ -101,7 +104,7 @@ class LoRAConv2d(LoRACell):
         y = y + self.lora_b_conv(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype))
         return self.cast(y, input_dtype)
 
-    def extend_repr(self):
+    def extend_repr(self) -> str:
         return (
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, kernel_size={self.kernel_size}, "
             f"group={self.group}, lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, "

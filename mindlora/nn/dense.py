@@ -1,8 +1,9 @@
 """LoRADense: a frozen linear cell with a trainable low-rank path beside it."""
 
 import sys
+from typing import Any, Dict, Optional, Tuple
 
-from mindspore import Parameter, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
@@ -16,9 +17,9 @@ from mindlora.numerics import initializers
 class LoRADense(LoRACell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
-    scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023) and is applied
+    scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023). It is applied
     to the rank-sized tensor, the smallest one. W and bias are meant to be frozen (see freeze_base); A and B train. B
-    starts at zero, so the cell starts as the plain one.
+    is initialized to zero, so that the cell computes what the plain one does until it trains.
 
     Args:
         in_channels (int): Size of the last axis of x.
@@ -26,20 +27,21 @@ class LoRADense(LoRACell):
         lora_rank (int): Rank r.
         lora_alpha (float): Numerator of the scale.
         lora_dropout (float): Probability of dropping an element of x on the low-rank path. Default: 0.0.
-        lora_init, lora_a_init, lora_b_init: Starts of A and B, as in LoraConfig.
+        lora_init, lora_a_init, lora_b_init: Initializers of A and B, as in LoraConfig.
         param_init_type (str): dtype of A and B. Default: float32.
         compute_dtype (str): dtype of the products. Default: None, the dtype of W.
         use_rslora (bool): Divide by sqrt(lora_rank) in the scale. Default: False.
-        freeze_lora_a (bool): Train B alone (Zhang et al., LoRA-FA, 2023). Default: False.
+        freeze_lora_a (bool): Train only B (Zhang et al., LoRA-FA, 2023). Default: False.
         **dense: Further arguments of nn.Dense: weight_init, bias_init, has_bias, activation, dtype.
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
         mindpet_delta_lora_b [out_channels, r].
 
-    The low-rank path is a fused operator where that is faster (see mindlora.ops): in training on a CPU it never is.
-    There the mask of the dropout is made again in the backward from a seed of four bytes, and neither it nor the
-    dropped x is kept; on other devices, and sharded, MindSpore's Dropout keeps both.
+    The low-rank path is a fused operator where that is faster, which it never is in training on a CPU (see
+    mindlora.nn.low_rank). In training on a CPU the backward makes the mask of the dropout again from a seed of four
+    bytes, and keeps neither the mask nor the dropped x. On other devices, and where the cell is sharded, MindSpore's
+    Dropout keeps both.
 
     Attributes:
         choice (Choice): The path that was picked when the cell was made, and why.
@@ -60,20 +62,20 @@ class LoRADense(LoRACell):
 
     def __init__(
         self,
-        in_channels,
-        out_channels,
-        lora_rank,
-        lora_alpha,
-        lora_dropout=0.0,
+        in_channels: int,
+        out_channels: int,
+        lora_rank: int,
+        lora_alpha: float,
+        lora_dropout: float = 0.0,
         *,
-        lora_init=None,
-        lora_a_init=None,
-        lora_b_init=None,
-        param_init_type="float32",
-        compute_dtype=None,
-        use_rslora=False,
-        freeze_lora_a=False,
-        **dense,
+        lora_init: Optional[str] = None,
+        lora_a_init: Any = None,
+        lora_b_init: Any = None,
+        param_init_type: str = "float32",
+        compute_dtype: Optional[str] = None,
+        use_rslora: bool = False,
+        freeze_lora_a: bool = False,
+        **dense: Any,
     ):
         super().__init__()
         config = LoraConfig(
@@ -92,11 +94,11 @@ class LoRADense(LoRACell):
 
     @classmethod
     def from_dense(cls, cell: nn.Cell, config: LoraConfig) -> "LoRADense":
-        """Puts LoRA on an existing linear cell, whose parameters and operators are shared and not copied.
+        """Puts LoRA on an existing linear cell, and shares its parameters and operators with it.
 
         Args:
             cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
-            config (LoraConfig): Rank, scale, dropout, starts and dtypes.
+            config (LoraConfig): Rank, scale, dropout, initializers and dtypes.
 
         Returns:
             LoRADense.
@@ -108,19 +110,19 @@ class LoRADense(LoRACell):
         return cls.from_cell(cell, config)
 
     @classmethod
-    def base_types(cls):
+    def base_types(cls) -> Tuple[type, ...]:
         return plain_linear_types()
 
     @classmethod
-    def serves(cls, config):
+    def serves(cls, config: LoraConfig) -> bool:
         return not config.use_dora and not config.use_vera
 
     @classmethod
-    def part_shapes(cls, cell, rank):
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
         return {"A": (rank, cell.in_channels), "B": (cell.out_channels, rank)}
 
     @classmethod
-    def check(cls, cell, config):
+    def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
         kind = type(cell).__name__
         if isinstance(cell, LoRACell):
             raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
@@ -151,7 +153,7 @@ class LoRADense(LoRACell):
             )
 
     def _adopt(self, cell, config):
-        """Takes over what the forward of ``cell`` uses, then adds A and B."""
+        """Takes over what the forward of ``cell`` uses, and adds A and B."""
         self._describe(cell, config)
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
         self.weight, self.bias, self.has_bias = cell.weight, cell.bias, cell.has_bias
@@ -178,7 +180,7 @@ class LoRADense(LoRACell):
     def _pick_low_rank(self, strategy):
         return pick_low_rank(self.lora_rank, self.dtype, self.dropout_rate, self.has_bias, strategy)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         out_shape, input_dtype = x.shape[:-1] + (self.out_channels,), x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
         a, b, scale = self._factors()
@@ -208,7 +210,7 @@ class LoRADense(LoRACell):
     def _cast_bias(self):
         return self.cast(self.bias, self.dtype) if self.has_bias else None
 
-    def extend_repr(self):
+    def extend_repr(self) -> str:
         return (
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
             f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
@@ -217,7 +219,7 @@ class LoRADense(LoRACell):
 
 
 def refuse_sharded(cell: nn.Cell, option: str) -> None:
-    """Raises UnsupportedCellError where a linear cell is sharded, for a kind of adapter that ``option`` asks for."""
+    """Raises UnsupportedCellError where a linear cell is sharded: what ``option`` asks for is not supported there."""
     if getattr(cell.matmul, "in_strategy", None) is not None:
         raise UnsupportedCellError(
             f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
@@ -225,7 +227,7 @@ def refuse_sharded(cell: nn.Cell, option: str) -> None:
         )
 
 
-def plain_linear_types() -> tuple:
-    """Returns the classes that from_dense takes. MindFormers' Linear can only be met where MindFormers is imported."""
+def plain_linear_types() -> Tuple[type, ...]:
+    """Returns the classes of linear cells that are not quantized: nn.Dense, and MindFormers' Linear where imported."""
     layers = sys.modules.get("mindformers.modules.layers")
     return (nn.Dense, layers.Linear) if layers else (nn.Dense,)

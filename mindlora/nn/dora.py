@@ -1,42 +1,45 @@
-"""DoRADense: LoRADense with a trained size for each row of the weight."""
+"""DoRADense: LoRADense with a trained magnitude for each row of the weight."""
+
+from typing import Any, Dict, Tuple
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
+from mindlora.config import LoraConfig
 from mindlora.errors import LoraError
 from mindlora.nn.cell import MAGNITUDE, fill
 from mindlora.nn.dense import LoRADense, refuse_sharded
 from mindlora.nn.low_rank import composed_low_rank
 
-# So many rows of W, evenly spread, tell whether it is another than when the magnitude started.
+# This many rows of W, evenly spread, tell whether W has changed since the magnitude was initialized.
 _SAMPLED_ROWS = 4
 
 
 class DoRADense(LoRADense):
-    r"""A linear cell whose weight W + scale B A is brought to rows of trained sizes m.
+    r"""A linear cell whose weight W + scale B A is rescaled to rows of trained magnitudes m.
 
     .. math::
         g = m / \|W + scale \, B A\|_{row}, \quad y = activation(g (x W^T + ((x A^T) scale) B^T) + bias)
 
-    The norm counts as a constant in the backward, as in the paper (section 4.3). With dropout in training, x W^T stays
-    as it is and what DoRA adds is of the dropped x, as in PEFT: y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T)
-    - x' W^T) + bias, which takes two products with W.
+    The norm is a constant in the backward, as in the paper (section 4.3). With dropout in training, x W^T is computed
+    from x and what DoRA adds from the dropped x', as in PEFT: y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T) - x' W^T)
+    + bias, which takes two products with W.
 
-    The norm of a row is taken from products with A and B, without the matrix scale B A:
-    ||W||^2 + 2 scale (W A^T . B) + scale^2 (B (A A^T) . B), in float32; where W + scale B A is next to nothing beside
-    W, it has the error of that difference.
+    The norm of a row is computed from products with A and B, without the matrix scale B A:
+    ||W||^2 + 2 scale (W A^T . B) + scale^2 (B (A A^T) . B), in float32. Where W + scale B A is very small compared to
+    W, the norm has the rounding error of that difference.
 
-    The magnitude m is NaN until it starts, as the row norms of W + scale B A. It does so by itself when it is needed
-    (set_train(True), save_lora, merge_lora), so that a base that is loaded after the cell was made is the one that
-    counts; until then the cell computes what it did before, and should m be trained all the same, the loss is NaN. A
-    base that is loaded after m has started lets it start again, or raises where m has been trained by then.
+    The magnitude m is NaN until it is initialized to the row norms of W + scale B A. That happens when it is first
+    needed (set_train(True), save_lora, merge_lora), so that a base that is loaded after the cell was made counts.
+    Until then g is 1 at inference; in training the loss is NaN. When a base is loaded after m was initialized, m is
+    initialized again, or an error is raised where m has been trained.
 
     The arguments are those of LoRADense.
 
     Weights:
-        As of LoRADense, and mindpet_delta_lora_magnitude [out_channels].
+        As in LoRADense, and mindpet_delta_lora_magnitude [out_channels].
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -50,20 +53,20 @@ class DoRADense(LoRADense):
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
     """
 
-    # What the magnitude started as, and rows of the W that it is of; None before, and where it came from a file.
-    _started = None
+    # The magnitude's initial values, and rows of the W that they come from. None before, and for a loaded magnitude.
+    _initial = None
 
     @classmethod
-    def serves(cls, config):
+    def serves(cls, config: LoraConfig) -> bool:
         return config.use_dora
 
     @classmethod
-    def check(cls, cell, config):
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         super().check(cell, config)
         refuse_sharded(cell, "use_dora")
 
     @classmethod
-    def part_shapes(cls, cell, rank):
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
         return {**super().part_shapes(cell, rank), "magnitude": (cell.out_channels,)}
 
     def _adopt(self, cell, config):
@@ -98,40 +101,40 @@ class DoRADense(LoRADense):
         """Returns m / ||W + scale B A||, float32 [out], where the norm is a constant."""
         magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
         gain = self.div(magnitude, self._norm(self.stop_gradient(weight), self.stop_gradient(a), self.stop_gradient(b)))
-        # In training a magnitude that never started must show.
+        # In training, a magnitude that was never initialized must not go unnoticed.
         return gain if self.training else self.select(self.is_nan(magnitude), self.ones, gain)
 
     def _norm(self, weight, a, b):
         scale = self.scale
         on_a = self.cast(self.times_transposed(weight, a), mstype.float32)
         a, b = self.cast(a, mstype.float32), self.cast(b, mstype.float32)
-        # Not of `weight`, whose squares can be too large for float16.
+        # Not from `weight`: squares can be too large for float16.
         weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
         on_b = self.times_transposed(b, self.times_transposed(a, a))
         crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
         return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
 
-    def prepare(self):
-        """Lets the magnitude start, or start again where W is another since and the magnitude was not trained.
+    def prepare(self) -> None:
+        """Initializes the magnitude, also again where W has changed since and the magnitude was not trained.
 
         Raises:
-            LoraError: W is another since the magnitude started, which has been trained; or a row of W + scale B A is 0.
+            LoraError: W has changed since the magnitude was initialized and trained; or a row of W + scale B A is 0.
         """
         magnitude = self.mindpet_delta_lora_magnitude
         if self.weight.has_init or magnitude.has_init or self.merged:
             return
         values = _array(magnitude)
         if not np.isnan(values).all():
-            if self._started is None:
+            if self._initial is None:
                 return
-            same, trained = np.array_equal(self._sample(), self._started[1]), (values != self._started[0]).any()
+            same, trained = np.array_equal(self._sample(), self._initial[1]), (values != self._initial[0]).any()
             if trained and not same and not self.weight.requires_grad:
                 raise LoraError(
                     f"The weight of {self.adapter_path or 'the cell'} was loaded after its DoRA magnitude "
-                    "had started from another one and was trained. Load the base before set_train(True)."
+                    "was initialized from another weight and trained. Load the base before set_train(True)."
                 )
             if trained:
-                self._started = None
+                self._initial = None
             if trained or same:
                 return
         norms = row_norms(
@@ -144,21 +147,21 @@ class DoRADense(LoRADense):
                 "exclude_modules, or set use_dora: False."
             )
         magnitude.set_data(Tensor(norms, magnitude.dtype))
-        self._started = _array(magnitude), self._sample()
+        self._initial = _array(magnitude), self._sample()
 
-    def load_part(self, part, array):
+    def load_part(self, part: str, array: np.ndarray) -> None:
         super().load_part(part, array)
         if part == "magnitude":
-            self._started = None
+            self._initial = None
 
-    def merge_parameters(self):
+    def merge_parameters(self) -> Tuple[Parameter, ...]:
         return *super().merge_parameters(), self.mindpet_delta_lora_magnitude
 
-    def silence(self):
+    def silence(self) -> None:
         super().silence()
         fill(self.mindpet_delta_lora_magnitude, np.nan)
 
-    def add_flags(self, **flags):
+    def add_flags(self, **flags: Any) -> nn.Cell:
         super().add_flags(**flags)
         if flags.get("training") and hasattr(self, MAGNITUDE):
             self.prepare()

@@ -1,11 +1,13 @@
 """LoRAEmbedding: a frozen table of embeddings with a trainable low-rank path beside it."""
 
 import sys
+from typing import Dict, Tuple
 
-from mindspore import Parameter, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal
 
+from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.initial_values import initial_value
@@ -15,12 +17,12 @@ from mindlora.nn.tree import weight_of
 class LoRAEmbedding(LoRACell):
     """An embedding with a low-rank update: y = W[ids] + ((A^T)[ids] * scale) B^T.
 
-    As in PEFT, A starts at zero and B normal, so that training starts at the base and rows that no token takes stay
-    as they are; where lora_a_init or lora_b_init is given, both are as in LoRADense. Dropout is not applied, as in
-    PEFT. A table that an output head shares changes for the embedding alone.
+    As in PEFT, A is initialized to zero and B to normal values, so that training starts at the base, and rows that no
+    token reads do not change. Where lora_a_init or lora_b_init is given, both are as in LoRADense. Dropout is not
+    applied, as in PEFT. Where an output head shares the table, the update is added for the embedding only.
 
     Weights:
-        weight [vocabulary, dim] under the name that it had, mindpet_delta_lora_a [r, vocabulary],
+        weight [vocabulary, dim] under its own name, mindpet_delta_lora_a [r, vocabulary],
         mindpet_delta_lora_b [dim, r].
 
     Inputs:
@@ -35,15 +37,15 @@ class LoRAEmbedding(LoRACell):
     embeds = True
 
     @classmethod
-    def base_types(cls):
+    def base_types(cls) -> Tuple[type, ...]:
         return embedding_types()
 
     @classmethod
-    def serves(cls, config):
+    def serves(cls, config: LoraConfig) -> bool:
         return True
 
     @classmethod
-    def check(cls, cell, config):
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
         if not any(type(cell).construct is base.construct for base in embedding_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAEmbedding would drop.")
@@ -63,33 +65,33 @@ class LoRAEmbedding(LoRACell):
                 )
 
     @classmethod
-    def part_shapes(cls, cell, rank):
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
         vocabulary, dim = weight_of(cell).shape
         return {"A": (rank, vocabulary), "B": (dim, rank)}
 
     def _adopt(self, cell, config):
         self._describe(cell, config)
         self.weight = weight_of(cell)
-        # Others read the table under its own name, such as an output head that shares it.
+        # An output head that shares the table reads it under its own name.
         setattr(self, _table_name(cell), self.weight)
         self.in_channels, self.out_channels = self.weight.shape
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else self.weight.dtype
         self.flattens = getattr(cell, "rmsnorm_compute_2d", False)
         dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(cell, self.lora_rank)
-        starts = config.lora_a_init, config.lora_b_init
-        if starts == (None, None):
-            starts = "zeros", Normal(1.0)
+        a_init, b_init = config.lora_a_init, config.lora_b_init
+        if a_init is None and b_init is None:
+            a_init, b_init = "zeros", Normal(1.0)
         self.mindpet_delta_lora_a = Parameter(
-            initial_value(starts[0], list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A
+            initial_value(a_init, list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A
         )
         self.mindpet_delta_lora_b = Parameter(
-            initial_value(starts[1], list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B
+            initial_value(b_init, list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B
         )
         self.gather, self.cast, self.reshape = ops.Gather(), ops.Cast(), ops.Reshape()
         self.transpose, self.lora_b_matmul = ops.Transpose(), ops.MatMul(transpose_b=True)
         carry_settings(cell, self)
 
-    def construct(self, ids):
+    def construct(self, ids: Tensor) -> Tensor:
         if self.flattens:
             ids = ids.reshape(-1)
         y = self.gather(self.weight, ids, 0)
@@ -101,15 +103,15 @@ class LoRAEmbedding(LoRACell):
     def _give_back(self, cell):
         setattr(cell, _table_name(cell), self.weight)
 
-    def extend_repr(self):
+    def extend_repr(self) -> str:
         return (
             f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
             f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
         )
 
 
-def embedding_types() -> tuple:
-    """Returns the classes that LoRAEmbedding takes. MindFormers' can only be met where MindFormers is imported."""
+def embedding_types() -> Tuple[type, ...]:
+    """Returns the classes that LoRAEmbedding takes: MindSpore's, and MindFormers' where that is imported."""
     layers = sys.modules.get("mindformers.models.llama.llama_layer")
     return (nn.Embedding, layers.LlamaEmbedding) if layers else (nn.Embedding,)
 

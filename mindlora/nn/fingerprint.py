@@ -9,15 +9,15 @@ from mindlora.nn.tree import lora_cells, weight_of
 
 
 def base_fingerprint(network: nn.Cell) -> Optional[dict]:
-    """Returns a mark of the frozen weights under the adapters of ``network``, as they were before any initialize_adapters.
+    """Returns the fingerprint of the weights under a network's adapters, as they were before initialize_adapters.
 
     Args:
-        network (nn.Cell): A network with LoRADense cells.
+        network (nn.Cell): A network with adapters.
 
     Returns:
         dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
-        elements of each of up to 8 of them; of quantized ones of their codes, and with "quantization", how. None
-        while MindSpore has not given the weights values yet.
+        elements of each of up to 8 weights (of the codes, where weights are quantized); with "quantization", where
+        they are quantized, "nf4" or "loftq". None while MindSpore has not allocated the weights yet.
     """
     cells = dict(lora_cells(network))
     for cell in cells.values():
@@ -27,7 +27,7 @@ def base_fingerprint(network: nn.Cell) -> Optional[dict]:
 
 
 def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
-    """Returns base_fingerprint's mark of the weights of cells by their paths."""
+    """Returns the fingerprint of the weights of cells, given by path, as they are now."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
     mark = fingerprint_from(
@@ -39,7 +39,7 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
 
 
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
-    """Returns the shape of the weight of a cell, of a quantized one that of the weight it stands for."""
+    """Returns the shape of a cell's weight; for a quantized one the shape of W and not of the codes."""
     if getattr(cell, "quantization", None):
         return cell.out_channels, cell.in_channels
     return tuple(weight_of(cell).shape)

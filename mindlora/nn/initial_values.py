@@ -1,7 +1,7 @@
-"""What A and B hold when a cell is made."""
+"""The initial values of A and B, when a cell is made."""
 
 import math
-from typing import Sequence
+from typing import Any, List, Sequence, Tuple
 
 import numpy as np
 from mindspore import Tensor
@@ -13,31 +13,49 @@ from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
 
 
-def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence[int]):
-    """Returns the initial values of A and B, in these shapes: [r, in] and [out, r], or those of a convolution.
+def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:
+    """Returns the initial values of A and B.
 
-    A start that changes the base begins as the plain one: what it needs is loaded later (see initialize_adapters).
+    An initializer that changes the base gives the plain values here: the weight that it needs is loaded later, and
+    initialize_adapters then applies it.
+
+    Args:
+        config (LoraConfig): lora_init, lora_a_init, lora_b_init and param_init_type.
+        a_shape (sequence of int): [r, in_channels], or a convolution's shape of A.
+        b_shape (sequence of int): [out_channels, r], or a convolution's shape of B.
+
+    Raises:
+        ConfigError: lora_a_init or lora_b_init is not an initializer, or a Tensor of another shape.
     """
     a, b = config.lora_a_init, config.lora_b_init
     dtype = getattr(mstype, config.param_init_type)
     if config.lora_init == "gaussian":
         a = Normal(1 / config.lora_rank)
     elif config.lora_init == "orthogonal":
-        # From NumPy's own numbers, which mindspore.set_seed fixes.
+        # Seeded from NumPy's global generator, which mindspore.set_seed sets.
         rng = np.random.default_rng(np.random.randint(2**31))
         a, b = (Tensor(half, dtype) for half in initializers.orthogonal(config.lora_rank, a_shape[1], b_shape[0], rng))
     return initial_value(a, list(a_shape), dtype, "lora_a_init"), initial_value(b, list(b_shape), dtype, "lora_b_init")
 
 
-def initial_value(init, shape, dtype, field):
-    """Returns the initial value of A or B, which stays unallocated where MindSpore delays initialization."""
+def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -> Tensor:
+    """Returns the initial value of A or B, which stays unallocated where MindSpore delays initialization.
+
+    Args:
+        init (str, Initializer, Tensor, number or None): The initializer; None is kaiming_uniform for A, zeros for B.
+        shape (list of int): The shape of A or B.
+        dtype (mindspore.dtype): The dtype of A and B.
+        field (str): lora_a_init or lora_b_init.
+
+    Raises:
+        ConfigError: ``init`` is not an initializer, or a Tensor of another shape.
+    """
     if init is None:
         init = "kaiming_uniform" if field == "lora_a_init" else "zeros"
     if isinstance(init, str) and init == "kaiming_uniform":
         init = HeUniform(negative_slope=math.sqrt(5))
-    elif isinstance(init, Tensor):
-        if list(init.shape) != shape:
-            raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")
+    elif isinstance(init, Tensor) and list(init.shape) != shape:
+        raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")
     try:
         return initializer(init, shape, dtype)
     except (ValueError, TypeError, KeyError) as error:

@@ -5,7 +5,7 @@ operators and no parameters: A, B and the scale come from the cell. The cell cal
 their operators take its scope (recomputation) and PyNative does not pay for the call of another cell.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, Union
 
 from mindspore import Tensor, get_context, nn, ops
 from mindspore.common import dtype as mstype
@@ -22,6 +22,8 @@ from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 _DECODE_TOKENS = 8
 
 Strategy = Tuple[Tuple[int, int], Tuple[int, int]]
+# A number; VeRA has one for each row of A.
+Scale = Union[float, Tensor]
 
 
 class ComposedLowRank(nn.Cell):
@@ -52,16 +54,16 @@ class ComposedLowRank(nn.Cell):
         self.b_matmul.shard(((tokens, 1), (out_parts, 1)))
         self.sum.shard(((tokens, out_parts), (tokens, out_parts)))
 
-    def add_to(self, y, x, a, b, scale):
+    def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T."""
         return self.add_without_dropout(y, self.drop(x), a, b, scale)
 
-    def drop(self, x):
+    def drop(self, x: Tensor) -> Tensor:
         """dropout(x) in training, else x."""
         return self.dropout(x) if self.drops and self.training else x
 
-    def add_without_dropout(self, y, x, a, b, scale):
-        """y + ((x A^T) * scale) B^T. The scale is a number, or one for each row of A (VeRA)."""
+    def add_without_dropout(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
+        """y + ((x A^T) * scale) B^T."""
         low_rank = self.mul(self.a_matmul(x, a), self.cast(scale, x.dtype))
         return self.sum(y, self.b_matmul(low_rank, b))
 
@@ -80,7 +82,7 @@ class FusedLowRank(nn.Cell):
             self.dropout = nn.Dropout(p=dropout_rate)
         self.lora_delta, self.cast = LoraDelta(), ops.Cast()
 
-    def add_to(self, y, x, a, b, scale):
+    def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T."""
         if self.drops and self.training:
             x = self.dropout(x)
@@ -88,9 +90,9 @@ class FusedLowRank(nn.Cell):
 
 
 class SeededDropoutLowRank(nn.Cell):
-    """y + ((dropout(x) A^T) * scale) B^T in training, where the backward makes the mask again from a seed of 4 bytes.
+    """y + ((dropout(x) A^T) * scale) B^T in training; the backward makes the mask again from a seed of four bytes.
 
-    Neither the mask nor the dropped x is kept for it.
+    Neither the mask nor the dropped x is kept for the backward.
 
     Args:
         dropout_rate (float): Probability of dropping an element of x.
@@ -101,7 +103,7 @@ class SeededDropoutLowRank(nn.Cell):
         self.draw_seed, self.lora_delta, self.cast = SeedDraw(), LoraDeltaWithDropout(), ops.Cast()
         self.rate = Tensor([dropout_rate], mstype.float32)
 
-    def add_to(self, y, x, a, b, scale):
+    def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T, another mask at each call."""
         return self.lora_delta(y, x, a, b, self.cast(scale, mstype.float32), self.draw_seed(), self.rate)
 
@@ -113,7 +115,7 @@ class LowRankByMode(nn.Cell):
         super().__init__()
         self.in_training, self.at_inference = in_training, at_inference
 
-    def add_to(self, y, x, a, b, scale):
+    def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T."""
         if self.training:
             return self.in_training.add_to(y, x, a, b, scale)
@@ -128,11 +130,11 @@ class OnePassDecode(nn.Cell):
         self.has_bias, self.cast = has_bias, ops.Cast()
         self.lora_linear = LoraLinearWithBias() if has_bias else LoraLinear()
 
-    def takes(self, x):
+    def takes(self, x: Tensor) -> bool:
         """Whether x is known, when the forward is compiled, to be a few tokens that nothing trains on."""
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= _DECODE_TOKENS
 
-    def linear(self, x, weight, bias, a, b, scale):
+    def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """x W^T + bias + ((x A^T) * scale) B^T."""
         scale = self.cast(scale, mstype.float32)
         if self.has_bias:

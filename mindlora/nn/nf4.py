@@ -1,5 +1,7 @@
 """NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
 
+from typing import Optional
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -15,10 +17,8 @@ from mindlora.ops.nf4_linear import Nf4Linear
 class NF4Dense(nn.Cell):
     r"""A frozen linear cell, as from_dense makes it: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
 
-    mindlora.numerics.nf4 says what the codes are.
-
-    W takes 4.13 bits per number and stands nowhere in full between two steps; on a CPU not within a step either (see
-    Nf4Linear). There is a gradient for x, and none for W.
+    mindlora.numerics.nf4 defines the codes. W takes 4.13 bits per number. It is never in memory in float between two
+    steps, and on a CPU not within a step either (see Nf4Linear). There is a gradient for x, and none for W.
 
     Weights:
         weight [out_channels, blocks * 32] uint8, the codes, two in a byte; weight_absmax [out_channels, blocks] uint8;
@@ -26,8 +26,8 @@ class NF4Dense(nn.Cell):
         blocks = ceil(in_channels / 64), groups = ceil(out_channels * blocks / 256).
 
     Attributes:
-        dtype: In which x is multiplied: what the plain cell computed in.
-        weight_dtype: What W was stored in.
+        dtype (mindspore.dtype): The dtype of the products, as in the plain cell.
+        weight_dtype (mindspore.dtype): The dtype in which W was stored.
         quantization (str): "nf4".
 
     Inputs:
@@ -42,16 +42,17 @@ class NF4Dense(nn.Cell):
     quantization = "nf4"
 
     @classmethod
-    def from_dense(cls, cell: nn.Cell, stem: str = "", array: Nf4Array = None) -> "NF4Dense":
-        """Quantizes a linear cell, which loses its weight: nothing is left of it in float.
+    def from_dense(cls, cell: nn.Cell, prefix: str = "", array: Optional[Nf4Array] = None) -> "NF4Dense":
+        """Quantizes a linear cell and frees its weight in float.
 
-        Where the weight has no values yet (MindFormers builds networks so that a checkpoint fills), the quantized ones
-        are to be loaded too; until then they are NaN.
+        Where the weight has no values yet (MindFormers builds networks that way when a checkpoint will fill them), the
+        quantized weight is NaN until its tensors are loaded.
 
         Args:
             cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
-            stem (str): What stands before the names of its parameters; empty for a cell outside of a network.
-            array (Nf4Array): What stands for its weight. Default: None, quantize(weight).
+            prefix (str): The prefix of its parameters, without the last dot. Default: empty, for a cell outside of a
+                network.
+            array (Nf4Array): The quantized weight. Default: None, quantize(weight).
 
         Returns:
             NF4Dense.
@@ -63,7 +64,7 @@ class NF4Dense(nn.Cell):
         cls.check(cell)
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
-        self._adopt(cell, f"{stem}." if stem else "", array)
+        self._adopt(cell, f"{prefix}." if prefix else "", array)
         return self
 
     @classmethod
@@ -97,11 +98,11 @@ class NF4Dense(nn.Cell):
         self.activation, self.activation_flag = cell.activation, cell.activation_flag
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
         carry_settings(cell, self)
-        # In a tuple, where MindSpore does not see it. Without the weight, which would stay in memory.
+        # In a tuple, where MindSpore does not see it; without the weight, which would stay in memory.
         self._emptied = (cell,)
         del cell.weight
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         out_shape = x.shape[:-1] + (self.out_channels,)
         input_dtype = x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
@@ -114,18 +115,18 @@ class NF4Dense(nn.Cell):
 
     @property
     def emptied_cell(self) -> nn.Cell:
-        """The cell that this one took the place of, without a weight."""
+        """The cell that this one replaced, without its weight."""
         return self._emptied[0]
 
     def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one took the place of, with the dequantized weight."""
+        """Returns the cell that this one replaced, with the dequantized weight."""
         cell = self.emptied_cell
         weight = Tensor(dequantize(nf4_array(self)), self.weight_dtype)
         cell.weight = Parameter(weight, name=self.weight.name, requires_grad=False)
         carry_settings(self, cell)
         return cell
 
-    def extend_repr(self):
+    def extend_repr(self) -> str:
         return (
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
             f"compute_dtype={self.dtype}"
@@ -133,7 +134,7 @@ class NF4Dense(nn.Cell):
 
 
 def nf4_array(cell: nn.Cell) -> Nf4Array:
-    """Returns the quantized weight of an NF4Dense, or of what adopted one, in NumPy."""
+    """Returns the quantized weight of an NF4Dense or a QLoRADense in NumPy."""
     return Nf4Array(
         **{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()},
         shape=(cell.out_channels, cell.in_channels),
@@ -141,13 +142,13 @@ def nf4_array(cell: nn.Cell) -> Nf4Array:
 
 
 def as_float32(parameter: Parameter) -> np.ndarray:
-    """Returns the values of a parameter in NumPy, of which it may be a view."""
+    """Returns the values of a parameter in NumPy, float32 or float16; it may be a view of them."""
     array = parameter.asnumpy()
     return array if array.dtype in (np.float32, np.float16) else array.astype(np.float32)
 
 
 def parameter_count(network: nn.Cell) -> int:
-    """Returns the number of elements of all parameters; of a quantized weight as many as it stands for, as in PEFT."""
+    """Returns the number of elements of all parameters, counting a quantized weight as W [out, in], as PEFT does."""
     quantized = [cell for _, cell in network.cells_and_names() if getattr(cell, "quantization", None)]
     packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
     return sum(p.size for p in network.get_parameters() if id(p) not in packed) + sum(

@@ -3,6 +3,7 @@
 from typing import Tuple
 
 import numpy as np
+from mindspore import nn
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
@@ -16,13 +17,13 @@ from mindlora.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize
 class QLoRADense(LoRADense):
     r"""A quantized linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
-    W = absmax' * TABLE[codes] is that of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a gradient.
-    A and B are as in LoRADense, in float.
+    W = absmax' * TABLE[codes] is the weight of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a
+    gradient. A and B are in float, as in LoRADense.
 
     The arguments are those of LoRADense, but only from_cell makes such a cell.
 
     Weights:
-        As of NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
+        As in NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -35,15 +36,15 @@ class QLoRADense(LoRADense):
 
     @property
     def quantization(self) -> str:
-        """How the base is quantized: "loftq" where that took the adapter's start into account, else "nf4"."""
+        """How the base is quantized: "loftq" where that took the initialization of A and B into account, else "nf4"."""
         return "loftq" if initializers.is_loftq(self.lora_init) else NF4Dense.quantization
 
     @classmethod
-    def base_types(cls):
+    def base_types(cls) -> Tuple[type, ...]:
         return (NF4Dense,)
 
     @classmethod
-    def check(cls, cell, config):
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         unserved = (
             "use_dora"
             if config.use_dora
@@ -70,7 +71,7 @@ class QLoRADense(LoRADense):
         return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
 
     def in_float(self) -> LoRADense:
-        """Returns a LoRADense with the same A and B on the plain cell, whose weight is the dequantized one."""
+        """Returns a LoRADense with the same A and B on the plain cell, whose weight is dequantized."""
         (quantized,) = self._adopted
         config = LoraConfig(
             lora_rank=self.lora_rank,
@@ -86,7 +87,7 @@ class QLoRADense(LoRADense):
         return lora
 
     def drop_float(self) -> None:
-        """Takes back in_float: nothing is left of W in float."""
+        """Undoes in_float: frees W in float."""
         del self._adopted[0].emptied_cell.weight
 
     def sample(self, rows: int) -> Tuple[np.ndarray, np.ndarray]:
@@ -104,5 +105,5 @@ class QLoRADense(LoRADense):
         a, b = (parameter.asnumpy().astype(np.float32) for parameter in self.lora_parameters())
         return dequantize(first), (b[:rows] * np.float32(self.scale)) @ a
 
-    def extend_repr(self):
+    def extend_repr(self) -> str:
         return f"{super().extend_repr()}, quantization={self.quantization}"

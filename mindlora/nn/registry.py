@@ -1,4 +1,4 @@
-"""Which cell carries the adapter of a base cell: one line for each kind."""
+"""Which class of cell puts an adapter on a base cell: a registry of one line for each kind."""
 
 from typing import Tuple, Type
 
@@ -13,14 +13,21 @@ from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
-# The first one that takes the base cell and serves the configuration.
-KINDS = (DoRADense, VeRADense, LoRADense, QLoRADense, LoRAEmbedding, LoRAConv2d)
+# kind_of picks the first one that adapts the base cell and serves the configuration.
+KINDS = (
+    DoRADense,  # nn.Dense and MindFormers' Linear, with use_dora
+    VeRADense,  # the same, with use_vera
+    LoRADense,  # the same
+    QLoRADense,  # NF4Dense
+    LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
+    LoRAConv2d,  # nn.Conv2d
+)
 
 
 def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``.
 
-    For a cell that no class takes, and for an adapter that none serves there, it is one whose check says why.
+    For a cell that no class adapts, or an adapter that none serves there, it is a class whose check raises the reason.
     """
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
     return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
@@ -32,5 +39,5 @@ def adaptable_types() -> Tuple[type, ...]:
 
 
 def adaptable_linear_types() -> Tuple[type, ...]:
-    """Returns the classes of linear cells that can carry an adapter, quantized ones included."""
+    """Returns the classes of linear cells that can carry an adapter: those in float and NF4Dense."""
     return tuple({base: None for kind in KINDS if issubclass(kind, LoRADense) for base in kind.base_types()})

@@ -1,4 +1,4 @@
-"""Seeds that a network draws while it runs."""
+"""Seeds for dropout, which a network draws while it runs."""
 
 import itertools
 
@@ -9,7 +9,7 @@ _numbers = itertools.count(1)
 
 
 class SeedDraw(nn.Cell):
-    """Draws a seed, another one at each call, in a sequence that mindspore.set_seed fixes.
+    """Draws another seed at each call, in a sequence that mindspore.set_seed fixes.
 
     Outputs:
         Tensor [1], int32.
@@ -17,11 +17,11 @@ class SeedDraw(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        # Two zeros ask MindSpore for another sequence each time; otherwise each cell has one of its own.
+        # Each cell has a sequence of its own. Two zeros ask MindSpore for one that differs from run to run.
         seed = ms.get_seed()
-        # What is computed again in the backward (recompute) must use the seed of the forward.
+        # Where the backward recomputes the forward, it must use the same seed.
         self.draw = ops.UniformInt(*((0, 0) if seed is None else (seed, next(_numbers)))).recompute(False)
         self.least, self.end = Tensor(0, ms.int32), Tensor(2**31 - 1, ms.int32)
 
-    def construct(self):
+    def construct(self) -> Tensor:
         return self.draw((1,), self.least, self.end)

@@ -14,6 +14,6 @@ def to_tensor(array: np.ndarray) -> ms.Tensor:
 
 
 def to_array(tensor: ms.Tensor) -> np.ndarray:
-    """Returns a MindSpore tensor as an array of the same dtype, bfloat16 as tensor_file.BFLOAT16."""
+    """Returns a MindSpore tensor as an array of the same dtype; bfloat16 as mindlora.numerics.dtypes.BFLOAT16."""
     array = tensor.asnumpy()
     return array.view(np.uint16).view(BFLOAT16) if tensor.dtype == ms.bfloat16 else array

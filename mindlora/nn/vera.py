@@ -1,16 +1,19 @@
 """VeRADense: a linear cell that trains two vectors around random matrices that the whole network shares."""
 
+from typing import Dict, Sequence, Tuple
+
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
+from mindlora.config import LoraConfig
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense, refuse_sharded
 from mindlora.nn.low_rank import composed_low_rank
 from mindlora.numerics.vera_projection import projection
 
-# A bears mindpet_delta_lora so that MindFormers takes it for what it is: the adapter's.
+# MindFormers recognizes the adapter's parameters by mindpet_delta_lora in their names.
 VERA_A, VERA_B = "mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"
 
 
@@ -20,15 +23,14 @@ class VeRADense(LoRADense):
     .. math::
         y = activation(x W^T + bias + ((dropout(x) A^T) \lambda_d) (diag(\lambda_b) B)^T)
 
-    A and B are the same two parameters in all cells of a network, as wide as its widest adapted cell, of which each
-    takes the first columns and the first rows (see mindlora.numerics.vera_projection). lambda_d starts at d_initial and lambda_b at
-    zero, so the cell starts as the plain one; these two train, r + out numbers.
-
-    The fused operators do not serve it.
+    A and B are the shared projection: the same two parameters in all cells of a network, as wide as its widest adapted
+    cell. Each cell takes the first columns of A and the first rows of B (see mindlora.numerics.vera_projection).
+    lambda_d is initialized to d_initial and lambda_b to zero, so that the cell computes what the plain one does until
+    it trains. These two train, r + out_channels numbers. The fused operators do not serve this cell.
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_lambda_d [r],
-        mindpet_delta_lora_lambda_b [out_channels], and, common to all cells, mindpet_delta_lora_vera_a
+        mindpet_delta_lora_lambda_b [out_channels]; shared by all cells, mindpet_delta_lora_vera_a
         [r, widest in_channels] and mindpet_delta_lora_vera_b [widest out_channels, r].
 
     Inputs:
@@ -43,20 +45,20 @@ class VeRADense(LoRADense):
     zero_part = "lambda_b"
 
     @classmethod
-    def serves(cls, config):
+    def serves(cls, config: LoraConfig) -> bool:
         return config.use_vera
 
     @classmethod
-    def check(cls, cell, config):
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         super().check(cell, config)
         refuse_sharded(cell, "use_vera")
 
     @classmethod
-    def part_shapes(cls, cell, rank):
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
         return {**super().part_shapes(cell, rank), "lambda_d": (rank,), "lambda_b": (cell.out_channels,)}
 
     @classmethod
-    def shared_parameters(cls, cells, config):
+    def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
         a, b = projection(
             config.projection_prng_key,
             config.lora_rank,
@@ -77,37 +79,37 @@ class VeRADense(LoRADense):
             name = PART_NAMES[part]
             setattr(self, name, Parameter(initializer(Constant(value), [size], dtype), name=name))
 
-    def _join(self, common):
-        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = common
+    def _join(self, shared):
+        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared
 
     def _pick_low_rank(self, strategy):
         return composed_low_rank(self.dropout_rate, "VeRA scales between and after the two products")
 
-    def shared_parts(self):
+    def shared_parts(self) -> Dict[str, Parameter]:
         return {"A": self.mindpet_delta_lora_vera_a, "B": self.mindpet_delta_lora_vera_b}
 
-    def pair(self):
+    def pair(self) -> Tuple[np.ndarray, np.ndarray]:
         parts = {**self.shared_parts(), **self.parts()}
         a, b, lambda_d, lambda_b = (parameter.asnumpy().astype(np.float32) for parameter in parts.values())
         return lambda_d[:, None] * a[:, : self.in_channels], lambda_b[:, None] * b[: self.out_channels]
 
-    def load_part(self, part, array):
+    def load_part(self, part: str, array: np.ndarray) -> None:
         if part not in "AB":
             super().load_part(part, array)
             return
-        # No wider than this cell, so never than what all have in common.
-        common, (rows, columns) = self.shared_parts()[part], array.shape
-        values = common.asnumpy().astype(np.float32, copy=False)
+        # The array is no wider than this cell, and so no wider than the shared projection.
+        shared, (rows, columns) = self.shared_parts()[part], array.shape
+        values = shared.asnumpy().astype(np.float32, copy=False)
         if not np.array_equal(values[:rows, :columns], array):
             values = values.copy()
             values[:rows, :columns] = array
-            common.set_data(Tensor(values, common.dtype))
+            shared.set_data(Tensor(values, shared.dtype))
 
     def _factors(self):
-        # Cast before: not every dtype that A and B can be kept in can be cut on a CPU.
+        # Cast first: a CPU cannot slice every dtype that A and B can be stored in.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
-        # On the rows of B and not on y: so nothing of the size of y is kept for the backward.
+        # lambda_b scales the rows of B and not y, so that nothing of the size of y is kept for the backward.
         lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
         return (
             self._first(a, self.lora_rank, self.in_channels),
@@ -116,5 +118,5 @@ class VeRADense(LoRADense):
         )
 
     def _first(self, matrix, rows, columns):
-        """The first rows and columns; no copy of the whole."""
+        """The first rows and columns of a matrix, without a slice where those are all."""
         return matrix if matrix.shape == (rows, columns) else self.slice(matrix, (0, 0), (rows, columns))

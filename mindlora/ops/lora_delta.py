@@ -1,4 +1,4 @@
-"""lora_delta: the low-rank path of a linear layer, added to what the frozen one gives."""
+"""lora_delta: the low-rank path of a linear layer, added to the output of the frozen layer."""
 
 from typing import Tuple, Union
 
@@ -15,8 +15,8 @@ _NAMES = ("y0", "x", "A", "B")
 class LoraDelta(OperatorCell):
     r"""y = y0 + ((x A^T) * scale) B^T, with gradients for every input.
 
-    The backward computes x A^T again, which costs less than keeping it through the rest of the network:
-    with D = (dy B) * scale: dy0 = dy, dx = D A, dA = D^T x, dB = dy^T ((x A^T) * scale).
+    The backward computes x A^T again, which costs less than keeping it until then. With D = (dy B) * scale: dy0 = dy,
+    dx = D A, dA = D^T x, dB = dy^T ((x A^T) * scale).
 
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
@@ -32,8 +32,8 @@ class LoraDelta(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
-        RuntimeError: A shape or rank does not fit (raised by MindSpore or by the kernel, which names it).
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
@@ -66,7 +66,7 @@ def _cell():
 def lora_delta(y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor]) -> Tensor:
     r"""y = y0 + ((x A^T) * scale) B^T.
 
-    For networks and for PyNative; a cell that is called often makes a LoraDelta of its own.
+    It works in a network and in PyNative. A cell that calls it often should hold a LoraDelta of its own.
 
     Args:
         y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
@@ -79,7 +79,7 @@ def lora_delta(y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Union[float, 
         Tensor [tokens, N] of the dtype of y0.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """

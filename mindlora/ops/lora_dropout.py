@@ -1,4 +1,4 @@
-"""lora_dropout: dropout by a hash of a seed, and lora_delta over it, whose backward keeps the seed and no mask."""
+"""lora_dropout: dropout by a hash of a seed, and lora_delta of the dropped x; the backward keeps the seed, no mask."""
 
 from typing import Tuple
 
@@ -33,7 +33,7 @@ class LoraDropout(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
         RuntimeError: rate is out of range (raised by the kernel; the composed path cannot raise).
 
     Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
@@ -75,8 +75,8 @@ class LoraDropout(OperatorCell):
 class LoraDeltaWithDropout(nn.Cell):
     r"""y = y0 + ((dropout(x) A^T) * scale) B^T, with gradients for y0, x, A, B and scale.
 
-    The backward keeps the seed: neither a mask nor the dropped x outlives the forward. Of LoraDelta's equations, x is
-    dropout(x) in dA and dB, and dx = dropout(D A).
+    The backward keeps the seed, and neither the mask nor the dropped x. Its equations are LoraDelta's, with dropout(x)
+    for x in dA and dB, and dx = dropout(D A).
 
     Inputs:
         - **y0**, **x**, **a**, **b**, **scale** - As in LoraDelta; any rank.
@@ -141,7 +141,7 @@ def lora_dropout(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
         Tensor [tokens, K] of the dtype of x.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
 
     Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
     """

@@ -15,7 +15,7 @@ _NAMES = ("x", "W", "A", "B", "bias")
 class LoraLinear(OperatorCell):
     r"""y = x W^T + ((x A^T) * scale) B^T, with gradients for x, A, B and scale.
 
-    W is frozen by definition: its gradient is zero, and no product is spent on it.
+    W is frozen: its gradient is zero and costs no product.
     With D = (dy B) * scale: dx = dy W + D A, dA = D^T x, dB = dy^T ((x A^T) * scale).
 
     Inputs:
@@ -32,8 +32,8 @@ class LoraLinear(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
-        RuntimeError: A shape or rank does not fit (raised by MindSpore or by the kernel, which names it).
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
@@ -119,7 +119,7 @@ def lora_linear(
         Tensor [tokens, N] of the dtype of x.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """

@@ -1,4 +1,4 @@
-"""multi_lora_delta: another adapter for each row, out of one pool."""
+"""multi_lora_delta: an adapter of its own for each row, from one pool."""
 
 from typing import Tuple
 
@@ -17,19 +17,18 @@ class MultiLoraDelta(OperatorCell):
     r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
 
     Row j of a slot of the pool is A_i[j, :] followed by B_i[:, j], so an adapter of rank r is the first r rows of its
-    slot, and what lies behind them is never used. Rows with the same adapter need not stand together: the kernel
-    sorts them, so that one operator is both bgmv (an adapter for each row) and sgmv (for each segment).
-    For serving: there is no gradient, and asking for one is an error.
+    slot; the rows after them are never used. Rows of x with the same adapter need not be adjacent: the kernel sorts
+    them, so that one operator is both bgmv (an adapter for each row) and sgmv (one for each segment). It is for
+    serving: there is no gradient, and asking for one is an error.
 
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
         - **x** (Tensor) - Shape [tokens, K], dtype of y0.
         - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of y0; on the cpu path max_rank is 1 to 256.
-        - **ranks** (Tensor) - Shape [slots], int32: the true rank of each adapter; 0 for an empty slot, which adds
-          nothing.
+        - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
-        - **indices** (Tensor) - Shape [tokens], int32. Beyond the last slot: an error on the cpu path, and on the
-          composed one, which cannot raise, a row of NaN.
+        - **indices** (Tensor) - Shape [tokens], int32. An index beyond the last slot is an error on the cpu path; on
+          the composed one, which cannot raise, its row is NaN.
 
     Outputs:
         Tensor [tokens, N] of the dtype of y0.
@@ -38,9 +37,9 @@ class MultiLoraDelta(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, a dtype is not supported, or a gradient
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, a dtype is not supported, or a gradient
             is asked for.
-        RuntimeError: A shape, rank or index does not fit (raised by MindSpore or by the kernel, which names it).
+        RuntimeError: A shape, rank or index is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
     LoRA Adapters, 2023.
@@ -129,7 +128,7 @@ def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales:
         Tensor [tokens, N] of the dtype of y0.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, a dtype is not supported, or a gradient
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, a dtype is not supported, or a gradient
             is asked for.
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent

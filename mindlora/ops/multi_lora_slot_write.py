@@ -45,8 +45,8 @@ class MultiLoraSlotWrite(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
-        RuntimeError: A shape, rank or slot does not fit (raised by MindSpore or by the kernel, which names it).
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        RuntimeError: A shape, rank or slot is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """
@@ -107,7 +107,7 @@ def multi_lora_slot_write(
         Tensor [1], int32: the slot that was written.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
 
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """

@@ -41,8 +41,8 @@ class Nf4Linear(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
-        RuntimeError: A shape does not fit (raised by MindSpore or by the kernel, which names it).
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        RuntimeError: A shape is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
@@ -185,7 +185,7 @@ def nf4_linear(
         Tensor [tokens, N] of the dtype of x.
 
     Raises:
-        BackendError: The path that MINDLORA_BACKEND asks for cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """

@@ -1,4 +1,4 @@
-"""The matrix products that the composed path and the gradients are made of, in dtypes that the device has."""
+"""The matrix products of the composed path and of the gradients, in dtypes that the device supports."""
 
 from typing import Tuple
 

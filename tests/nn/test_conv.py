@@ -54,7 +54,7 @@ def plain(kind, weight, lora, size=3):
 
 @pytest.mark.parametrize("size", [3, 1, (3, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_starts_as_the_plain_cell_and_is_one_convolution(mode, kind, size):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_is_one_convolution(mode, kind, size):
     cell, x = conv(size, **KINDS[kind]), Tensor(normal(2, IN, 7, 6))
     lora = LoRAConv2d.from_cell(cell, CONFIG)
     np.testing.assert_array_equal(lora(x).asnumpy(), cell(x).asnumpy())
@@ -246,7 +246,7 @@ def sharded():
         (
             lambda: conv(dilation=2),
             {},
-            "0: Conv2d has data_format NCHW and dilation (2, 2): LoRA is on convolutions of "
+            "0: Conv2d has data_format NCHW and dilation (2, 2): LoRA supports convolutions of "
             "NCHW without dilation, as in PEFT. Add it to exclude_modules.",
         ),
         (lambda: Own(IN, OUT, 3), {}, "0: Own has a forward of its own, which LoRAConv2d would drop."),
@@ -257,7 +257,7 @@ def sharded():
         ),
     ],
 )
-def test_what_cannot_carry_it(make, keys, message):
+def test_convolutions_that_cannot_carry_lora(make, keys, message):
     network = nn.SequentialCell(make())
     with pytest.raises(UnsupportedCellError) as error:
         apply_lora(network, LoraConfig(target_modules=["0"], **keys))

@@ -15,7 +15,7 @@ from tests.support.networks import as_array, assert_close, gradients, normal, no
 
 
 @pytest.mark.parametrize("shape", [(3, IN), (1, 3, IN), (2, 1, 3, IN)], ids=str)
-def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
     cell, activation = plain
     lora = LoRADense.from_dense(cell, CONFIG)
     x = normal(*shape)
@@ -63,8 +63,8 @@ def test_repr_tells_the_adapter():
 
 
 # dtypes ---------------------------------------------------------------------------------------------------------
-# A product of bfloat16 has no CPU kernel (neither MatMul nor Mul), so bfloat16 is computed in nowhere below; that
-# A, B and W are kept in it, and cast to what is computed in, can be run.
+# A CPU has no kernel for bfloat16 products (neither MatMul nor Mul), so no test computes in bfloat16. A, B and W can be
+# stored in it and cast to the dtype of the products.
 
 
 @pytest.mark.parametrize("param_init_type", ["float32", "float16", "bfloat16"])
@@ -86,7 +86,7 @@ def test_every_dtype_that_a_cpu_has(mode, param_init_type, weight_dtype, input_d
     y = lora(x)
     assert y.dtype == x.dtype
     computed = compute_dtype or weight_dtype
-    # The oracle takes the parameters as they are rounded; what is left is the rounding of the products and of y.
+    # The oracle uses the rounded parameters, so only the rounding of the products and of y remains.
     assert_close(
         y, oracle(lora, as_array(x)), max((computed, input_dtype), key=["float32", "float16", "bfloat16"].index)
     )

@@ -1,4 +1,4 @@
-"""What A and B of a LoRADense are called, how large they are, and what its initializers put in them."""
+"""The names, shapes and initial values of A and B in a LoRADense."""
 
 import re
 
@@ -14,7 +14,7 @@ from tests.support.lora_dense import ALPHA, IN, OUT, RANK
 from tests.support.networks import as_array
 
 
-def test_shapes_names_and_default_starts_of_the_parameters():
+def test_shapes_names_and_default_values_of_the_parameters():
     lora = LoRADense(400, 30, 64, 8)
     assert [(p.name, p.shape, p.requires_grad) for p in lora.get_parameters()] == [
         ("weight", (30, 400), True),
@@ -30,7 +30,7 @@ def test_shapes_names_and_default_starts_of_the_parameters():
     assert not b.any()
 
 
-def test_two_cells_start_at_different_a():
+def test_two_cells_have_different_a():
     first, second = (LoRADense(IN, OUT, RANK, ALPHA).mindpet_delta_lora_a.asnumpy() for _ in range(2))
     assert (first != second).all()
 
@@ -56,14 +56,14 @@ def test_the_initializer_that_is_named_is_the_one_used(name, std):
         assert abs(b.asnumpy().std() / std - 1) < 0.05
 
 
-def test_constant_starts():
+def test_constants():
     lora = LoRADense(IN, OUT, RANK, ALPHA, lora_a_init="zeros", lora_b_init="ones")
     assert not lora.mindpet_delta_lora_a.asnumpy().any()
     assert (lora.mindpet_delta_lora_b.asnumpy() == 1).all()
 
 
 @pytest.mark.parametrize("param_init_type", ["float32", "float16", "bfloat16"])
-def test_a_tensor_is_taken_as_the_start(param_init_type):
+def test_a_tensor_gives_the_initial_values(param_init_type):
     # Quarters are exact in each dtype.
     a, b = np.arange(RANK * IN).reshape(RANK, IN) / 4, np.arange(OUT * RANK).reshape(OUT, RANK) / 4
     lora = LoRADense(
@@ -96,7 +96,7 @@ def test_a_tensor_is_taken_as_the_start(param_init_type):
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0: it must be a number in [0, 1)."),
     ],
 )
-def test_wrong_starts_and_numbers_are_refused(inits, message):
+def test_wrong_initializers_and_numbers_are_refused(inits, message):
     arguments = {"lora_rank": RANK, "lora_alpha": ALPHA, **inits}
     with pytest.raises(ConfigError, match=re.escape(message)):
         LoRADense(IN, OUT, **arguments)

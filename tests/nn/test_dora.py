@@ -1,4 +1,4 @@
-"""DoRADense against numpy: equation, gradients with a constant norm, dropout, and how its magnitude starts."""
+"""DoRADense against numpy: equation, gradients with a constant norm, dropout, and how its magnitude is initialized."""
 
 import functools
 
@@ -62,11 +62,11 @@ def oracle(dora, x, activation=None):
 
 
 @pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
-def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
     cell, activation = plain
     dora, x = DoRADense.from_dense(cell, CONFIG), normal(*shape)
     expected = cell(Tensor(x)).asnumpy()
-    np.testing.assert_array_equal(dora(Tensor(x)).asnumpy(), expected)  # before the magnitude starts
+    np.testing.assert_array_equal(dora(Tensor(x)).asnumpy(), expected)  # before the magnitude is initialized
     dora.set_train()
     assert_close(dora(Tensor(x)), expected)
     dora.set_train(False)
@@ -113,7 +113,7 @@ def test_dropout_is_peft_s(mode):
     np.testing.assert_allclose(dora.set_train(False)(Tensor(x)).asnumpy(), 3 * x, rtol=1e-6)
 
 
-def test_dropout_is_of_the_low_rank_path_too(mode):
+def test_dropout_is_on_the_low_rank_path_too(mode):
     dora = adapted(nn.Dense(1, 4, has_bias=False), LoraConfig(lora_rank=2, lora_dropout=0.5, use_dora=True)).set_train()
     x = np.ones((30, 1), np.float32)
     (whole, norms), weight = directions(dora), as_array(dora.weight)
@@ -144,7 +144,7 @@ def test_dtypes(mode, weight_dtype, compute_dtype, param_init_type):
     x = Tensor(normal(2, 3, IN), dense.weight.dtype)
     y = dora(x)
     assert y.dtype == x.dtype
-    assert_close(y, oracle(dora, as_array(x)), "float16" if "bfloat16" != weight_dtype else "bfloat16")
+    assert_close(y, oracle(dora, as_array(x)), "float16" if weight_dtype != "bfloat16" else "bfloat16")
 
 
 def test_norms_beyond_float16(mode):
@@ -156,7 +156,7 @@ def test_norms_beyond_float16(mode):
     np.testing.assert_allclose(y.asnumpy(), 21, rtol=5e-3)  # 300^2 is more than float16 holds
 
 
-# The start of the magnitude -------------------------------------------------------------------------------------
+# The initial magnitude -----------------------------------------------------------------------------------------
 
 
 def magnitude(dora):
@@ -168,7 +168,7 @@ def load(dora, seed):
     dora.weight.set_data(Tensor(normal(OUT, IN, seed=seed)))
 
 
-def test_the_magnitude_starts_when_it_is_needed():
+def test_the_magnitude_is_initialized_when_it_is_needed():
     dora = DoRADense.from_dense(small_dense(), LoraConfig(lora_rank=RANK, lora_alpha=ALPHA, lora_b_init="normal"))
     dora.set_train(False)
     assert np.isnan(magnitude(dora)).all()
@@ -180,7 +180,7 @@ def test_the_magnitude_starts_when_it_is_needed():
     np.testing.assert_allclose(magnitude(dora), directions(dora)[1], rtol=1e-6)
 
 
-def test_training_without_a_start_shows():
+def test_training_without_an_initialized_magnitude_gives_nan():
     dora = DoRADense.from_dense(small_dense(), CONFIG)
     dora.training = True
     assert np.isnan(dora(Tensor(normal(2, IN))).asnumpy()).all()
@@ -198,8 +198,8 @@ def test_a_base_that_is_loaded_late_counts_until_the_magnitude_is_trained():
         with pytest.raises(LoraError) as error:
             call()
         assert str(error.value) == (
-            "The weight of the cell was loaded after its DoRA magnitude had started from "
-            "another one and was trained. Load the base before set_train(True)."
+            "The weight of the cell was loaded after its DoRA magnitude was initialized from "
+            "another weight and trained. Load the base before set_train(True)."
         )
 
 
@@ -217,7 +217,7 @@ def test_what_was_trained_is_kept():
     np.testing.assert_array_equal(magnitude(dora), normal(OUT))
 
 
-def test_a_base_that_trains_too_is_not_taken_for_another():
+def test_a_base_that_trains_too_is_not_mistaken_for_another():
     dora = DoRADense.from_dense(small_dense(), CONFIG).set_train()
     load(dora, 5)
     dora.mindpet_delta_lora_magnitude.set_data(Tensor(normal(OUT)))
@@ -238,7 +238,7 @@ def test_rows_of_zeros_are_refused():
     )
 
 
-def test_a_weight_without_values_lets_it_wait():
+def test_a_weight_without_values_delays_the_magnitude():
     from mindspore.nn.utils import no_init_parameters
 
     with no_init_parameters():
@@ -346,5 +346,5 @@ def test_merging_before_any_training_changes_nothing_but_roundings():
     )
 
 
-def test_the_parameter_s_name_is_the_part_of_a_path():
+def test_the_magnitude_s_parameter_name():
     assert DoRADense(2, 2, 1, 1).mindpet_delta_lora_magnitude.name == MAGNITUDE

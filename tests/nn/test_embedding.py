@@ -1,4 +1,4 @@
-"""LoRAEmbedding against numpy: equation, gradients, starts, files and merging."""
+"""LoRAEmbedding against numpy: equation, gradients, initial values, files and merging."""
 
 import mindspore as ms
 import numpy as np
@@ -44,7 +44,7 @@ def changed(lora):
     return as_array(lora.weight) + lora.scale * (b @ a).T
 
 
-def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, table):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, table):
     lora = LoRAEmbedding.from_cell(table, CONFIG)
     np.testing.assert_array_equal(lora(Tensor(IDS)).asnumpy(), table(Tensor(IDS)).asnumpy())
     a, b = map(as_array, lora.lora_parameters())
@@ -79,7 +79,7 @@ def test_dtypes(mode, dtype, compute_dtype):
     "keys",
     [{"lora_b_init": "zeros"}, {"lora_a_init": "normal"}, {"lora_a_init": "kaiming_uniform", "lora_b_init": "zeros"}],
 )
-def test_starts_that_are_given(keys):
+def test_initializers_that_are_given(keys):
     a, b = map(as_array, LoRAEmbedding.from_cell(nn.Embedding(ROWS, DIM), LoraConfig(**keys)).lora_parameters())
     assert a.any() and not b.any()
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_merged(world, tmp_path):
 
 
 def adapter_of_model(network):
-    """The adapter of a speaker whose embedding stands where a Llama has it."""
+    """The adapter of a speaker whose embedding has a Llama's path."""
     parts = network.tok_embeddings.parts()
     return Adapter(
         {("model.tok_embeddings", part): parameter.asnumpy() for part, parameter in parts.items()},
@@ -241,7 +241,7 @@ def sharded():
         ),
     ],
 )
-def test_what_cannot_carry_it(make, keys, message):
+def test_embeddings_that_cannot_carry_lora(make, keys, message):
     network = nn.SequentialCell(make())
     with pytest.raises(UnsupportedCellError) as error:
         apply_lora(network, LoraConfig(target_modules=["0"], **keys))

@@ -1,4 +1,4 @@
-"""The mark of a base: the same for the same weights, another for others, whatever the adapters are."""
+"""The fingerprint of a base: the same for the same weights, another for others, whatever the adapters are."""
 
 import mindspore as ms
 import pytest
@@ -26,7 +26,7 @@ def test_a_fingerprint_is_two_short_hashes():
     assert all(len(text) == 16 and int(text, 16) >= 0 for text in mark.values())
 
 
-def test_the_same_base_has_the_same_mark_whatever_the_adapter_is():
+def test_the_same_base_has_the_same_fingerprint_whatever_the_adapter_is():
     first, second = network(), network(lora_b_init="ones", lora_alpha=4, param_init_type="float16")
     randomize(adapters(first).values())
     assert base_fingerprint(first) == base_fingerprint(second)
@@ -36,7 +36,7 @@ def test_the_same_base_has_the_same_mark_whatever_the_adapter_is():
 @pytest.mark.parametrize(
     "change, difference", [({"seed": 2}, VALUES), ({"num_layers": 3}, SHAPES), ({"target_modules": ["wq"]}, SHAPES)]
 )
-def test_another_base_has_another_mark(change, difference):
+def test_another_base_has_another_fingerprint(change, difference):
     assert base_difference(base_fingerprint(network()), base_fingerprint(network(**change))) == difference
 
 
@@ -79,7 +79,7 @@ def test_the_first_and_the_last_of_many_cells_are_read():
         before = after
 
 
-def test_a_base_without_values_has_no_mark(semi_auto_parallel):
+def test_a_base_without_values_has_no_fingerprint(semi_auto_parallel):
     # In semi-automatic parallel, MindSpore delays initialization until the network is compiled.
     cell = nn.SequentialCell(nn.Dense(5, 4))
     apply_lora(cell, LoraConfig(target_modules="all-linear"))

@@ -1,4 +1,4 @@
-"""What A and B hold when a cell is made: each start that a configuration names is really there."""
+"""The initial values of A and B for each initializer that a configuration names."""
 
 import mindspore as ms
 import numpy as np
@@ -22,8 +22,8 @@ def pair(**fields):
 
 
 @pytest.mark.parametrize("name", [None, "kaiming", "pissa", "pissa_niter_4", "olora"])
-def test_the_plain_start(name):
-    """The one that those which need the base wait with."""
+def test_the_plain_initialization(name):
+    """Initializers that need the base begin with it."""
     a, b = pair(lora_init=name)
     bound = 1 / np.sqrt(IN)
     assert 0.99 * bound < np.abs(a).max() <= bound
@@ -50,7 +50,7 @@ def test_gaussian_for_a_convolution():
 @pytest.mark.parametrize(
     "kind, cell", [(LoRAConv2d, lambda: nn.Conv2d(4, 5, 3)), (LoRAEmbedding, lambda: nn.Embedding(9, 4))]
 )
-def test_starts_for_linear_cells_alone(kind, cell, init):
+def test_initializers_for_linear_cells_alone(kind, cell, init):
     message = f"^lora_init '{init}' is for linear cells, and one of the selected "
     with pytest.raises(UnsupportedCellError, match=message):
         kind.from_cell(cell(), LoraConfig(lora_rank=2, lora_init=init))
@@ -76,7 +76,7 @@ def test_the_seed_fixes_it(name):
     assert (first[0] != other[0]).any()
 
 
-def test_a_start_of_a_or_b_alone():
+def test_an_initializer_of_a_or_b_alone():
     a, b = pair(lora_a_init="ones")
     assert (a == 1).all() and not b.any()
     a, b = pair(lora_b_init=Tensor(np.full((OUT, RANK), 2, np.float32)))

@@ -38,7 +38,7 @@ def plain(request, mindformers):
 
 
 def widest(cell):
-    """A and B that stand for larger cells of the same network."""
+    """A and B of a network with larger cells."""
     a, b = projection(4, RANK, cell.in_channels + 4, cell.out_channels + 2)
     return tuple(
         ms.Parameter(Tensor(array), name=name, requires_grad=False) for array, name in ((a, VERA_A), (b, VERA_B))
@@ -72,7 +72,7 @@ def model(config=CONFIG):
 
 
 @pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
-def test_forward_starts_as_the_plain_cell_and_is_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
     cell, activation = plain
     x = normal(*shape)
     expected = cell(Tensor(x)).asnumpy()
@@ -90,7 +90,7 @@ def test_odd_sizes(mode, in_channels, out_channels):
     assert_close(vera(Tensor(x)), oracle(vera, x))
 
 
-def test_gradients_are_of_x_and_of_the_vectors(mode):
+def test_gradients_reach_x_and_the_vectors_alone(mode):
     vera, x, weights = adapted(normal_dense(IN, OUT)).set_train(), normal(4, IN), normal(4, OUT, seed=4)
     of_x, of_d, of_b = gradients(vera, x, weights)
     a, b = (as_array(p) for p in vera.shared_parts().values())
@@ -102,7 +102,7 @@ def test_gradients_are_of_x_and_of_the_vectors(mode):
     assert_close(of_b, (weights * ((shrunk * d) @ b.T)).sum(0))
 
 
-def test_dropout_is_of_the_low_rank_path(mode):
+def test_dropout_is_on_the_low_rank_path(mode):
     dense = nn.Dense(1, 4, has_bias=False)
     vera = adapted(dense, lora_dropout=0.5).set_train()
     x = np.ones((30, 1), np.float32)

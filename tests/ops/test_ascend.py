@@ -19,7 +19,7 @@ from mindlora.ops.build import LIBRARY
 from tests.conftest import ROOT
 
 KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write", "nf4_linear")
-# Where the sources of each kernel stand.
+# The folder of each kernel's sources.
 FOLDERS = {
     "LoraDelta": "lora_delta",
     "LoraLinear": "lora_linear",
@@ -30,7 +30,7 @@ FOLDERS = {
 
 
 class Context:
-    """Stands for MindSpore's own, which knows the NPU."""
+    """A stand-in for MindSpore's context, which knows the NPU."""
 
     soc = "ascend910b"
 
@@ -73,7 +73,7 @@ def paths():
 
 
 def assert_out(monkeypatch, reason, ops=KERNELS):
-    """Without being forced the reason is reported; forced it is the error."""
+    """The reason is in the report; where the path is forced, in the error."""
     found = {choice.op: choice for choice in backend_report().choices}
     for op in ops:
         assert found[op].path == "composed" and reason in found[op].reason, str(found[op])

@@ -1,4 +1,4 @@
-"""Which path is picked, what is said of it, and that a path which is forced and cannot be had is an error."""
+"""Which path is picked, what the report says of it, and the error where a forced path cannot be had."""
 
 import os
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_forced_is_an_error(mode, monkeypatch, value, message):
 
 
 def assert_cpu_is_out(monkeypatch, reason):
-    """Without being forced the reason is reported; forced it is the error."""
+    """The reason is in the report; where the path is forced, in the error."""
     assert set(paths().values()) == {"composed"} and all(reason in found for found in reasons())
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
     with pytest.raises(BackendError) as error:

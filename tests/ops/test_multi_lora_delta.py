@@ -27,7 +27,7 @@ def popularity(kind, tokens, slots=SLOTS, seed=0):
         return np.minimum(rng.zipf(1.5, tokens) - 1, slots - 1).astype(np.int32)
     if kind == "skewed":  # all but one row in four use the adapter of the greatest rank
         return np.where(rng.random(tokens) < 0.75, 4, rng.integers(0, slots, tokens)).astype(np.int32)
-    if kind == "segments":  # rows of one request stand together
+    if kind == "segments":  # rows of one request are adjacent
         return np.sort(rng.integers(0, slots, tokens)).astype(np.int32)
     if kind == "skipped":
         uniform, negative = rng.integers(0, slots, tokens), -1 - rng.integers(0, 9, tokens)
@@ -39,7 +39,7 @@ KINDS = ("identical", "distinct", "uniform", "zipf", "skewed", "segments", "skip
 
 
 def case(tokens, kind, dtype="float32", k=K, n=N, ranks=TRUE_RANKS, max_rank=MAX_RANK):
-    """The six inputs. What the true ranks leave of the pool is NaN: it must not enter any sum."""
+    """The six inputs. The pool beyond the true ranks is NaN, which must not enter any sum."""
     pool = normal(len(ranks), max_rank, k + n, seed=3, dtype=dtype)
     for block, rank in zip(pool, ranks):
         block[rank:] = np.nan

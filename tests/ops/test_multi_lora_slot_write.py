@@ -48,7 +48,7 @@ def slot(number):
 
 
 def assert_state(pool, expected):
-    """What lies behind the true ranks has no meaning."""
+    """Compares the pool without the rows beyond the true ranks, which have no meaning."""
     state = pool.state()
     np.testing.assert_array_equal(state[1], expected[1])
     np.testing.assert_array_equal(state[2], expected[2])
@@ -115,7 +115,7 @@ def test_what_was_written_is_what_is_computed_with(mode, path):
         np.testing.assert_allclose(after[number], y0[number] + 0.5 * (x[number] @ a.T) @ b.T, rtol=1e-4, atol=1e-4)
 
 
-def test_slot_rank_and_dtype_that_do_not_fit(library, monkeypatch, mode):
+def test_wrong_slots_ranks_and_dtypes_are_refused(library, monkeypatch, mode):
     monkeypatch.setenv("MINDLORA_BACKEND", PATHS[0])
     start = r"mindlora multi_lora_slot_write: "
     half = Tensor(0.5, ms.float32)

@@ -1,4 +1,4 @@
-"""nf4_linear on the ascend path, with a stand-in for the kernel: what is asked of it, and what is made of its W.
+"""nf4_linear on the ascend path, with a stand-in for the kernel: the inputs it gets, and the use of its W.
 
 Nothing here runs on an NPU. The kernel itself: tests/ops/ascendc/test_nf4_dequantize.py.
 """
@@ -22,7 +22,7 @@ ASKED = []
 
 @constexpr
 def note(dimensions, dtype):
-    """Runs once for each call that stands in a compiled graph, and at each call in PyNative."""
+    """Runs once for each call in a compiled graph, and at each call in PyNative."""
     ASKED.append((dimensions, dtype))
 
 
@@ -226,7 +226,7 @@ def test_the_shape_of_w_is_inferred(like, columns):
         (((1,), (9, 64), (9, 2), (1,), (2,)), "the number of groups is 1 in one input and 2 in another"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(parts, message):
+def test_wrong_shapes_are_refused(parts, message):
     ms.set_context(mode=ms.GRAPH_MODE)
     with pytest.raises(RuntimeError, match=f"mindlora nf4_dequantize: {message}"):
         ShapeOfKernel()(*parts_of(*parts))

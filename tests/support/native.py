@@ -1,4 +1,4 @@
-"""Calls the functions of the CPU library as MindSpore does, without MindSpore: with guards around every tensor."""
+"""Calls the functions of the CPU library as MindSpore does but without it, with guards around every tensor."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from mindlora.ops.build import LIBRARY
 from tests.support.op_paths import PATHS
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Half a unit in the last place, relative: what rounding a float32 result to the dtype may cost.
+# Half a unit in the last place, relative: the largest error of rounding a float32 result to the dtype.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _GUARD = 64
 
@@ -43,7 +43,7 @@ def _decode(stored, dtype):
 
 
 def _guarded(stored, dtype):
-    """Returns (whole, inner): a copy of ``stored`` between elements that spoil every sum that they enter."""
+    """Returns (whole, inner): a copy of ``stored`` between elements that would spoil any sum that reads them."""
     largest = {"int32": 2**30, "uint8": 255}
     poison = np.full(_GUARD, largest[dtype], dtype) if dtype in largest else _encode(np.full(_GUARD, np.nan), dtype)
     whole = np.concatenate([poison, stored.reshape(-1), poison])
@@ -51,7 +51,7 @@ def _guarded(stored, dtype):
 
 
 def call(name, inputs, out_shape, out_dtype, in_place=0):
-    """Calls a function of the library; its output starts as NaN, and nothing around a tensor may be touched.
+    """Calls a function of the library on an output full of NaN, and asserts that it writes nothing around a tensor.
 
     Args:
         name (str): The function.

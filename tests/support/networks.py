@@ -1,4 +1,4 @@
-"""Shared by the tests of the core: the numpy oracle, small networks, and what is asked of a network's parameters."""
+"""Shared by many tests: the NumPy oracle, small networks, and questions about a network's parameters."""
 
 import mindspore as ms
 import numpy as np
@@ -19,7 +19,7 @@ def lora_forward(x, weight, a, b, scale, bias=None, activation=None):
 
 
 def assert_close(actual, expected, dtype="float32"):
-    """Asserts that ``actual`` (Tensor or array) has the shape and, as well as ``dtype`` allows, the values expected."""
+    """Asserts that ``actual`` (Tensor or array) has the expected shape, and values as close as ``dtype`` allows."""
     actual = as_array(actual)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * max(np.abs(expected).max(), 1e-3))
@@ -102,7 +102,7 @@ def normal_dense(in_channels, out_channels, seed=1, **arguments):
 
 
 class WeightedSum(nn.Cell):
-    """sum(network(x) * weights), a scalar whose gradients are easily told from numpy."""
+    """sum(network(x) * weights), a scalar whose gradients are easy to compute in NumPy."""
 
     def __init__(self, network):
         super().__init__(auto_prefix=False)
@@ -191,7 +191,7 @@ class HuggingFaceAttention(nn.Cell):
 
 
 class HuggingFaceLayer(nn.Cell):
-    """A layer that holds nothing but attention."""
+    """A layer that holds only attention."""
 
     def __init__(self):
         super().__init__()

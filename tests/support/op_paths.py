@@ -1,4 +1,4 @@
-"""The paths that the tests of the operators judge: on an NPU, MINDLORA_BACKEND=ascend names the Ascend kernels."""
+"""The paths that the tests of the operators run: on an NPU, MINDLORA_BACKEND=ascend selects the Ascend kernels."""
 
 import os
 
