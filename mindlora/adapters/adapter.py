@@ -44,8 +44,8 @@ class Adapter:
             the file has them; empty if it has none.
         base_model (str): Name or path of the base model on Hugging Face, or None.
         fingerprint (dict): Fingerprint of the base that it was trained on, or None.
-        initialization (str): lora_init of an adapter whose pairs are [A; A0] and [B, -B0], of what was trained and of
-            the initial pair (see mindlora.initialize); None for any other.
+        initialization (str): lora_init, if the pairs are [A; A0] and [B, -B0], made of the trained pair and the initial
+            pair (A0, B0) (see mindlora.initialize); None otherwise.
         dialect (str): The form that the file had, for messages.
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
     """
@@ -110,7 +110,7 @@ class Adapter:
         return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
 
     def pair(self, path: str) -> Pair:
-        """Returns A and B in float32 such that scale B A is added to the weight; VeRA's have its vectors in them."""
+        """Returns A and B in float32 such that scale B A is added to the weight; VeRA's vectors are multiplied in."""
         parts = {part: to_float32(array) for part, array in self.parts(path).items()}
         return pair_kinds.kind_of(parts).low_rank_pair(parts)
 

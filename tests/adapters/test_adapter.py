@@ -83,7 +83,7 @@ def test_an_invalid_alpha_is_refused(alpha):
         ((2, 0), (5, 2), 2, ShapeMismatchError, "A or B is empty"),
     ],
 )
-def test_pairs_that_do_not_fit_together(a, b, declared, kind, problem):
+def test_pairs_whose_shapes_do_not_agree(a, b, declared, kind, problem):
     with pytest.raises(kind) as error:
         shaped(a, b).check_pairs("file", {Q: declared} if declared else None)
     assert type(error.value) is kind
@@ -94,7 +94,7 @@ def test_pairs_that_do_not_fit_together(a, b, declared, kind, problem):
     "a, b, declared",
     [((2, 6), (5, 2), 2), ((2, 6), (5, 2), None), ((6, 6), (6, 6), 6), ((1, 1), (1, 1), 1), ((7, 6), (5, 7), None)],
 )
-def test_pairs_that_fit(a, b, declared):
+def test_pairs_whose_shapes_agree(a, b, declared):
     shaped(a, b).check_pairs("file", {Q: declared} if declared else None)
 
 

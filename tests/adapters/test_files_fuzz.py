@@ -141,7 +141,7 @@ def test_safetensors(adapter_folder, damages):
 @settings(FUZZ, max_examples=500)
 @given(DAMAGES)
 def test_the_header_of_safetensors(adapter_folder, damages):
-    """Its text alone, with a length that fits, so that it is looked at."""
+    """Damage in its text alone, with the right length, so that the text is read."""
     folder(adapter_folder, weights=SOUND)
     check_safetensors(adapter_folder, safetensors(damaged(SOUND[8:HEADER], damages), SOUND[HEADER:]))
 
@@ -294,12 +294,12 @@ def test_records_of_a_ckpt(adapter_folder, dims, dtype, content):
     count = 1
     for size in shape:
         count *= size
-    fits = dtype in sizes and all(size > 0 for size in shape) and count * sizes[dtype] == len(content)
+    is_valid = dtype in sizes and all(size > 0 for size in shape) and count * sizes[dtype] == len(content)
     try:
         found = ckpt_file.read(str(path), lambda key: True)[0]["x"]
-        assert fits and found.shape == tuple(shape) and found.tobytes() == content
+        assert is_valid and found.shape == tuple(shape) and found.tobytes() == content
     except LoraError:
-        assert not fits
+        assert not is_valid
 
 
 # .bin -----------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_bin(adapter_folder, sound_bin, damages):
 @settings(FUZZ, max_examples=600)
 @given(DAMAGES)
 def test_programs_of_a_bin(adapter_folder, damages):
-    """The program alone, with a checksum that fits, so that it is run."""
+    """Damage in the program alone, with the right checksum, so that it is run."""
     tensors = peft_tensors(make())
     value = torch_zip.items((key, torch_zip.tensor(array, str(i))) for i, (key, array) in enumerate(tensors.items()))
     path = adapter_folder.parent / "b.bin"
@@ -343,7 +343,7 @@ def test_programs_of_a_bin(adapter_folder, damages):
         assert total <= 10 * os.path.getsize(path)
 
 
-def test_the_damages_do_damage():
+def test_the_damage_changes_something():
     """So that the properties above do not hold for want of damage."""
     assert damaged(b"abcdef", [(0.5, "set", b"XY")]) == b"abcXYf" and damaged(b"ab", [(1.0, "cut", b"x")]) == b"a"
     assert damaged(b"abc", [(0.0, "insert", b"X")]) == b"Xabc" and damaged(b"abc", [(0.4, "delete", b"xx")]) == b"a"

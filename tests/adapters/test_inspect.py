@@ -131,7 +131,7 @@ def test_an_untrained_adapter_is_warned_of(stored):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_broken_values_are_warned_of_and_are_no_nan_in_json(stored, value):
+def test_broken_values_are_warned_of_and_are_not_nan_in_json(stored, value):
     adapter = make(saved_modules={"lm_head.weight": np.full((4, 4), value, np.float32)})
     adapter.tensors[WV.format(0), "A"][1, 2] = value
     report = inspect_adapter(stored("a", adapter))
@@ -158,7 +158,7 @@ def test_an_unknown_alpha_leaves_the_change_unknown(stored):
     assert inspect_adapter(name, alpha=6.0).cells == inspect_adapter(stored("b", make())).cells
 
 
-def test_a_rank_that_wastes_is_warned_of(stored):
+def test_a_rank_above_the_side_of_the_weight_is_warned_of(stored):
     report = inspect_adapter(stored("a", make(rank=8)))
     assert report.warnings == (
         "The rank is above the smaller side of the weight, so part of it cannot have any effect, at 2 "
@@ -291,12 +291,12 @@ def test_what_cannot_be_compared_is_none(stored):
     str(report)
 
 
-def test_alpha_goes_where_it_is_missing(stored):
-    stored("said", make(0)), stored("unsaid", make(1, alpha=None))
-    said, unsaid = read_adapters(["said", "unsaid"], alpha=9.0)
-    assert said.scale(WQ.format(0)) == 2 and unsaid.scale(WQ.format(0)) == 3
+def test_alpha_is_for_the_adapter_that_lacks_it(stored):
+    stored("known", make(0)), stored("unknown", make(1, alpha=None))
+    known, unknown = read_adapters(["known", "unknown"], alpha=9.0)
+    assert known.scale(WQ.format(0)) == 2 and unknown.scale(WQ.format(0)) == 3
     with pytest.raises(ScaleMismatchError, match="lora_alpha is 9, but the adapter has its own: 6."):
-        read_adapters(["said"], alpha=9.0)
+        read_adapters(["known"], alpha=9.0)
 
 
 def test_reading_fails_as_the_reader_says(tmp_path):

@@ -1,4 +1,4 @@
-"""MindFormers' qkv_concat: pairs joined for the concatenated cells and split again, against row orders written out."""
+"""MindFormers' qkv_concat: pairs joined for the joined cells and split again, against row orders written out."""
 
 import math
 
@@ -269,7 +269,7 @@ def test_without_alpha_a_pair_can_be_split():
 
 
 @pytest.mark.parametrize("kv_heads", [None, 0, 4, 5])
-def test_heads_that_do_not_fit_a_join(kv_heads):
+def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
     own = adapter(PARTS)
     with pytest.raises(AdapterError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
@@ -281,7 +281,7 @@ def test_heads_that_do_not_fit_a_join(kv_heads):
 
 
 @pytest.mark.parametrize("kv_heads, head_dim", [(None, 3), (2, None), (5, 3), (2, 5), (2, 6), (4, 3), (0, 3)])
-def test_heads_that_do_not_fit_a_split(kv_heads, head_dim):
+def test_heads_that_do_not_divide_the_rows_to_split(kv_heads, head_dim):
     own = adapter(PARTS)
     joined_pairs.join_pairs(own, QKV, TOTAL, KV_HEADS)
     with pytest.raises(AdapterError) as error:

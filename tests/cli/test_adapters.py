@@ -46,7 +46,7 @@ def test_inspect(three, capsys):
     assert code == 0 and report["ranks"] == [2] and report["cells"][0]["norm_delta"] > 0
 
 
-def test_diff_is_done_whether_or_not_they_are_equal(three, capsys):
+def test_diff_reports_whether_they_are_equal_or_not(three, capsys):
     adapter_files.write(three["one"], "same.ckpt", to="ckpt")
     for other, equal in (("same.ckpt", True), ("two", False)):
         code, out, _ = run(capsys, "diff", "one", other, "--json")
@@ -155,7 +155,7 @@ def test_what_cannot_be_done_writes_nothing(three, capsys, tmp_path, words, mess
         ["combine", "out", "--method", "cat", "--adapter", "one"],
     ],
 )
-def test_half_a_command_line_is_usage(words, capsys):
+def test_an_incomplete_command_line_prints_the_usage(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
     assert stopped.value.code == 2 and f"usage: mindlora {words[0]}" in capsys.readouterr().err

@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def make(ranks=None, alphas=None, dtype=FLOAT32, seed=0, rows=None, **fields):
-    """An adapter of normal values: rank 2 and lora_alpha 3 on wq [6, 6] and wk [4, 6] of layer 0, if not told."""
+    """An adapter of normal values: rank 2 and lora_alpha 3 on wq [6, 6] and wk [4, 6] of layer 0, by default."""
     ranks = ranks or {Q: 2, K: 2}
     rng = np.random.default_rng(seed)
     tensors = {}

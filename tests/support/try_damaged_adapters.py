@@ -1,7 +1,7 @@
 """Tries each case of damaged_adapters.py and prints what happened as JSON: python try_damaged_adapters.py FOLDER.
 
-A process of its own, so that one that dies or grows is told from the tests, and one for all, as MindSpore takes seconds
-to import.
+It is a process of its own, so that one that dies or grows does not take the tests with it, and one process for all
+cases, as MindSpore takes seconds to import.
 """
 
 import json
@@ -27,7 +27,7 @@ def main(root):
         randomize(network.get_parameters())
     apply_lora(built, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "wk"]))
     randomize(adapters(built).values(), 1)
-    # What the libraries need at all is not charged to the first case.
+    # So that the memory of the libraries is not counted for the first case.
     for name in ("ckpt: half a pair", "bin: cut"):
         attempt(lambda path: adapter_files.read(path), make(name, pathlib.Path(root, "warm-up", name)))
     for number, name in enumerate(CASES):
@@ -36,7 +36,7 @@ def main(root):
         networks, before = (snapshot(built), snapshot(bare)), (content_of(root), bytes_of(folder))
         memory, begin = peak(), time.perf_counter()
         read = attempt(lambda path: adapter_files.read(path, allow_pickle=True), path)
-        # The most that one of the three takes; that the snapshots take time is not theirs.
+        # The longest of the three calls, without the time of the snapshots.
         seconds = [time.perf_counter() - begin]
         loads = []
         for network in (built, bare):
@@ -60,7 +60,7 @@ def main(root):
                     "seconds": max(seconds),
                     "megabytes": peak() - memory,
                     "files_same": (content_of(root), bytes_of(folder)) == before,
-                    # An adapter that only the built network refuses may be put on the bare one.
+                    # The bare network may take an adapter that only the built one refuses.
                     "built_same": snapshot(built) == networks[0],
                     "bare_same": snapshot(bare) == networks[1],
                 }

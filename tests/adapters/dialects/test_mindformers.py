@@ -85,7 +85,7 @@ def test_the_tensors_of_the_optimizer_are_not_the_adapter_s(prefix, key):
         "base_model.model.lm_head.lora_A.weight",
     ],
 )
-def test_the_base_and_other_facts_are_none_of_it(key):
+def test_keys_of_the_base_and_other_entries_are_not_the_adapter_s(key):
     assert mindformers.parse_key(key) is None
 
 
@@ -135,7 +135,7 @@ def test_names_that_only_look_like_mcore_s_stay():
         ([], None),
     ],
 )
-def test_a_file_s_form_is_told_by_its_keys(keys, dialect):
+def test_the_form_of_a_file_follows_from_its_keys(keys, dialect):
     assert mindformers.detect(keys) is dialect
 
 

@@ -72,7 +72,7 @@ def test_keys_make_the_round_trip(path, half):
         "",
     ],
 )
-def test_other_keys_are_none_of_it(key):
+def test_other_keys_are_not_the_adapter_s(key):
     assert peft.parse_key(key) is None
 
 
@@ -88,7 +88,7 @@ def test_other_keys_are_none_of_it(key):
         ("score.weight", [], "base_model.model.score.weight"),
     ],
 )
-def test_keys_of_modules_that_were_trained_whole(name, adapted, key):
+def test_keys_of_saved_modules(name, adapted, key):
     assert peft.saved_module_key(name, adapted) == key
     assert peft.parse_saved_module_key(key) == name
 
@@ -103,7 +103,7 @@ def test_keys_of_modules_that_were_trained_whole(name, adapted, key):
         "base_model.model.lm_head.running_mean",
     ],
 )
-def test_other_keys_are_no_whole_module_s(key):
+def test_other_keys_are_not_a_saved_module_s(key):
     assert peft.parse_saved_module_key(key) is None
 
 
@@ -139,7 +139,7 @@ def test_config_has_the_stable_fields(alpha, kept):
     assert isinstance(config["lora_alpha"], type(kept))
 
 
-def test_pairs_that_deviate_stand_in_the_patterns_under_their_full_names():
+def test_pairs_that_deviate_are_in_the_patterns_under_their_full_paths():
     ranks = {
         "model.layers.0.attention.wq": 4,
         "model.layers.1.attention.wq": 4,
@@ -201,7 +201,7 @@ def test_a_selection_is_written_as_it_is(selection):
         ([], "", None),
     ],
 )
-def test_modules_to_save_names_what_was_trained_whole(names, adapted, modules):
+def test_modules_to_save_names_the_saved_modules(names, adapted, modules):
     saved_modules = {name: np.zeros((2, 2), np.float32) for name in names}
     assert peft.adapter_config(adapter({adapted: 2}, saved_modules=saved_modules))["modules_to_save"] == modules
 
@@ -218,5 +218,5 @@ def test_modules_to_save_names_what_was_trained_whole(names, adapted, modules):
         ("model.tok_embeddings.embedding_weight", "embed_tokens", True),
     ],
 )
-def test_modules_are_told_by_the_end_of_their_hugging_face_name(name, module, expected):
+def test_modules_are_matched_by_the_end_of_their_hugging_face_name(name, module, expected):
     assert peft.is_of_module(name, module) is expected

@@ -90,7 +90,7 @@ def test_config_is_what_slora_takes():
     assert slora.config(adapter((4, 4), (16, 16), use_rslora=True))["lora_alpha"] == 32
 
 
-def test_an_alpha_that_is_not_whole_is_refused():
+def test_an_alpha_that_is_not_an_integer_is_refused():
     with pytest.raises(AdapterError) as error:
         slora.config(adapter(alphas=(2.5, 2.5)))
     assert (
@@ -99,7 +99,7 @@ def test_an_alpha_that_is_not_whole_is_refused():
     )
 
 
-def test_whole_modules_are_refused():
+def test_saved_modules_are_refused():
     with pytest.raises(AdapterError) as error:
         slora.tensors(adapter(saved_modules={"lm_head.weight": np.zeros((2, 2), np.float32)}))
     assert (
