@@ -25,7 +25,7 @@ def test_the_command_line(write, capsys):
     assert cli.main(["doctor", bad, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["yamls"][0]["findings"][0]["key"] == f"{PET}.lora_rank"
-    assert [fact["name"] for fact in report["machine"]][:2] == ["Python", "mindlora"]
+    assert [item["name"] for item in report["machine"]][:2] == ["Python", "mindlora"]
 
 
 def test_it_works_where_nothing_is_installed(write):

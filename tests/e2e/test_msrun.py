@@ -1,4 +1,4 @@
-"""scripts/msrun_launcher.sh: two processes train what one trains on the joined batch; failures are passed on."""
+"""scripts/msrun_launcher.sh: two processes train what one trains on the joined batch; failures are reported."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.support.runs import LAUNCHER, LORA_YAML, ROOT, ROWS, SIZE_FLAGS, envi
 
 SCRIPT, ENTRY = ROOT / "scripts" / "msrun_launcher.sh", ROOT / "scripts" / "run_mindformer.py"
 BATCH_SIZE = 4
-# Adam divides by the size of the gradient, which would hide a gradient that is twice too large; a great eps does not.
+# Adam divides by the size of the gradient, which would hide a gradient that is twice too large; a large eps does not.
 TRAINING = [
     "--config",
     LORA_YAML,
@@ -97,18 +97,18 @@ def one(data, tmp_path_factory):
     return folder
 
 
-def test_batch_for_batch_the_two_see_what_the_one_sees(data):
-    """MindDataset deals the rows out in turn, so two batches of the two are one of the one's in the same file."""
+def test_two_processes_see_the_rows_that_one_sees_in_each_batch(data):
+    """MindDataset deals the rows out in turn, so a batch of each of two processes makes one of a single process."""
     import mindspore.dataset as ds
 
     def batches(size, **shard):
         rows = ds.MindDataset(str(data.train), columns_list=["input_ids"], shuffle=False, **shard).batch(size)
         return [batch for (batch,) in rows.create_tuple_iterator(num_epochs=1, output_numpy=True)]
 
-    whole = batches(2 * BATCH_SIZE)
+    joined_batches = batches(2 * BATCH_SIZE)
     first, second = (batches(BATCH_SIZE, num_shards=2, shard_id=rank) for rank in range(2))
-    assert len(whole) == len(first) == len(second) == STEPS
-    for joined, a, b in zip(whole, first, second):
+    assert len(joined_batches) == len(first) == len(second) == STEPS
+    for joined, a, b in zip(joined_batches, first, second):
         assert (joined[::2] == a).all() and (joined[1::2] == b).all()
 
 
@@ -118,7 +118,7 @@ def test_two_processes_train_what_one_trains_on_the_joined_batch(one, two):
     assert ones.keys() == twos.keys()
     assert all(np.abs(values).max() > 1e-3 for values in ones.values())
     assert max(np.abs(ones[name] - twos[name]).max() for name in ones) <= 1e-5
-    # Each process has its own half: the mean of their losses is the loss of the one.
+    # Each process has its own half of the batch: the mean of their losses is the loss of the single process.
     losses = [step_losses((two / "log" / f"worker_{rank}.log").read_text()) for rank in range(2)]
     assert len(losses[0]) == STEPS and losses[0] != losses[1]
     recorded = [loss for _, loss in json.loads((one / "output" / "loss_curve.json").read_text())["train"]]
@@ -135,7 +135,7 @@ def test_rank_0_alone_writes(two):
     }
 
 
-def test_a_failure_of_the_workers_is_passed_on(data, tmp_path):
+def test_a_failure_of_the_workers_is_reported(data, tmp_path):
     command = f"{ENTRY} --config {LORA_YAML} --use_parallel True --model.model_config.pet_config.pet_type loar"
     run = msrun(tmp_path, command, "2", free_port(), "log", "True", "60")
     assert run.returncode != 0
@@ -171,7 +171,7 @@ def test_a_wrong_argument_is_named(tmp_path, arguments, message):
 
 @pytest.fixture
 def recorded_msrun(tmp_path):
-    """Returns a function that runs the script with a python that only notes down how msrun was called."""
+    """Returns a function that runs the script with a python that only prints how msrun was called."""
     (tmp_path / "bin").mkdir()
     stub = tmp_path / "bin" / "python"
     stub.write_text(f"""#!/usr/bin/env bash
@@ -271,7 +271,7 @@ def adapter(folder):
 
 
 def base_values(folder):
-    """Returns the mark of the base's values in an adapter file."""
+    """Returns the fingerprint of the base's values in an adapter file."""
     path = folder / "output" / "lora_checkpoint" / f"step_{STEPS}" / "adapter_model.safetensors"
     with safe_open(path, framework="np") as file:
         values = json.loads(file.metadata()["mindlora"])["base_fingerprint"]["values"]

@@ -1,4 +1,4 @@
-"""MindFormers' own launch, which knows nothing of mindlora: one line in the YAML and --register_path bring it in."""
+"""MindFormers' own launcher, which knows nothing of mindlora: one line in the YAML and --register_path load it."""
 
 import pytest
 import yaml
@@ -33,7 +33,7 @@ trainer.train()
 @pytest.fixture
 def official(tmp_path, data, base, monkeypatch):
     """Returns a function that launches the tiny LoRA YAML officially; its arguments change pet_config."""
-    # MindFormers copies bridge.py there.
+    # MindFormers copies bridge.py into this folder.
     monkeypatch.setenv("OM_MODULES_CACHE", str(tmp_path / "modules"))
 
     def launch(**pet_config):
@@ -61,7 +61,7 @@ def test_it_trains_the_same_adapter_as_mindlora_run(official, trained, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "pet_type, said",
+    "pet_type, messages",
     [
         ("loar", ["pet_type is 'loar', which is not known", "Did you mean 'lora'?"]),
         (
@@ -73,9 +73,9 @@ def test_it_trains_the_same_adapter_as_mindlora_run(official, trained, tmp_path)
         ),
     ],
 )
-def test_another_pet_type_is_an_error_there_too(pet_type, said, official, tmp_path):
+def test_a_wrong_pet_type_is_an_error_there_too(pet_type, messages, official, tmp_path):
     run = official(pet_type=pet_type)
     assert run.returncode != 0
-    assert all(text in run.stderr for text in said)
+    assert all(text in run.stderr for text in messages)
     assert "loss:[" not in run.stdout
     assert not files(tmp_path / "output")

@@ -14,13 +14,13 @@ from tests.e2e.conftest import TRAINING
 from tests.support.runs import launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
-# The same in one word.
+# The same as a pet_type.
 SHORT = ("--model.model_config.pet_config.pet_type", "qlora")
 
 
 @pytest.fixture(scope="module")
 def quantized(base, tmp_path_factory):
-    """The tiny base in 4 bits, by the command."""
+    """The tiny base in 4 bits, quantized by the command."""
     folder = tmp_path_factory.mktemp("quantized")
     stdout = succeeded(python(["-m", "mindlora.cli", "quantize-base", base, folder / "base.safetensors"], folder))
     assert "weights in NF4: 14, model.layers.{0..1}.attention.wq" in stdout and "the state of an optimizer" in stdout
@@ -29,14 +29,14 @@ def quantized(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(data, quantized, tmp_path_factory):
-    """A fine-tuning on it: the folder and what it printed."""
+    """A fine-tuning on it: the folder of its adapter, and what it printed."""
     folder = tmp_path_factory.mktemp("qlora")
     return folder / "output" / "lora_checkpoint" / "best", succeeded(
         launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *SHORT, *TRAINING)
     )
 
 
-def test_the_loss_falls_as_on_the_base_in_float(run, trained):
+def test_the_loss_falls_as_on_the_float_base(run, trained):
     losses, in_float = step_losses(run[1]), step_losses(trained.stdout)
     assert losses[-1] < losses[0] - 0.3
     assert abs(losses[0] - in_float[0]) < 0.1 * in_float[0]  # the base was loaded
@@ -44,8 +44,8 @@ def test_the_loss_falls_as_on_the_base_in_float(run, trained):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_ends_where_lora_on_the_base_in_float_ends(seed, data, fresh_network, tmp_path, graph_mode):
-    """Within 3 % on held-out rows, from the same start of A and in the same order of rows."""
+def test_it_ends_at_the_loss_of_lora_on_the_float_base(seed, data, fresh_network, tmp_path, graph_mode):
+    """Within 3 % on held-out rows, with the same initial A and the same order of rows."""
     rows, ended = write_rows(tmp_path / "rows", rows=512, step=5, seed=7), {}
     for name, keys in (("lora", {}), ("qlora", {"quantize_base": "nf4"})):
         ms.set_seed(seed)
@@ -59,7 +59,7 @@ def test_it_ends_where_lora_on_the_base_in_float_ends(seed, data, fresh_network,
 
 def train(network, rows, seed, steps=160, batch=16):
     """Trains what is not frozen, in this process."""
-    # At the YAML's rate of 1e-2 the outcome hangs on the last bit of every number.
+    # At the YAML's learning rate of 1e-2, the outcome depends on the last bit of every number.
     rates = np.linspace(3e-3, 0, steps, endpoint=False).tolist()
     step = nn.TrainOneStepCell(network, nn.AdamWeightDecay(network.trainable_params(), rates)).set_train()
     order = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, qu
     network = fresh_network(quantize_base="nf4")
     stored = load_file(str(quantized))
     parameters = {p.name: p for p in network.get_parameters()}
-    for name, array in stored.items():  # the command and quantize_base make the same bytes
+    for name, array in stored.items():  # the command and quantize_base give the same bytes
         np.testing.assert_array_equal(parameters[name].asnumpy(), array)
     load_lora(network, str(run[0]), on_base_mismatch="error")
     stdout = succeeded(
@@ -129,7 +129,7 @@ def test_another_base_is_refused_before_training(number, refused):
     assert code == 1 and f"mindlora-run: error: {key}{checkpoint} {message}" in stderr
 
 
-def test_loftq_is_made_offline_and_trained_from_a_yaml(base, data, tmp_path):
+def test_loftq_is_computed_offline_and_trained_from_a_yaml(base, data, tmp_path):
     output, folder = tmp_path / "loftq.safetensors", tmp_path / "adapter"
     succeeded(
         python(
@@ -161,4 +161,4 @@ def test_loftq_is_made_offline_and_trained_from_a_yaml(base, data, tmp_path):
     trained = adapter_files.read(str(tmp_path / "train" / "output" / "lora_checkpoint" / "best"))
     assert f"Adapter loaded from {folder}." in stdout and trained.fingerprint["quantization"] == "loftq"
     assert len(started.paths) == 14 and set(trained.tensors) == set(started.tensors)
-    assert all(np.abs(trained.tensors[place] - array).max() > 1e-3 for place, array in started.tensors.items())
+    assert all(np.abs(trained.tensors[key] - array).max() > 1e-3 for key, array in started.tensors.items())

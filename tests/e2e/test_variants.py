@@ -1,4 +1,4 @@
-"""Variants of LoRA by one more line of a YAML: what is trained is what the loaded base and the line ask for."""
+"""Variants of LoRA by one more line of a YAML: the trained adapter is what the base and that line ask for."""
 
 import re
 
@@ -39,7 +39,7 @@ def train(folder, data, base, callbacks=(), **pet_config):
     return stdout, folder / "output" / "lora_checkpoint" / "step_16"
 
 
-def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, fresh_network, tmp_path):
+def test_ranks_alphas_embeddings_and_saved_modules_together(data, base, fresh_network, tmp_path):
     keys = {
         "lora_rank": 4,
         "lora_alpha": 8,
@@ -60,7 +60,7 @@ def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, f
     assert set(adapter.saved_modules) == {"lm_head.weight", "model.norm_out.weight"}
     for name, array in adapter.saved_modules.items():
         assert 0 < np.abs(array - weights[name].asnumpy()).max() < 0.3
-    # The rows of an embedding's A start at zero, and stay so where no token took them.
+    # The columns of an embedding's A start at zero, and stay zero for tokens that never occur.
     a = adapter.tensors["model.tok_embeddings", "A"]
     taken = np.unique((np.arange(60)[:, None] + 5 * np.arange(17)) % 60 + 4)
     assert not np.delete(a, taken, axis=1).any() and a[:, taken].any()
@@ -69,25 +69,25 @@ def test_ranks_alphas_layers_embeddings_and_whole_modules_together(data, base, f
     assert loss_of(network, data.eval_rows) < loss_of(fresh_network(**keys), data.eval_rows) - 0.3
 
 
-def test_one_layer_alone_with_lora_plus_from_a_gaussian_start(data, base, tmp_path):
+def test_lora_plus_with_a_gaussian_initialization_in_one_layer_alone(data, base, tmp_path):
     stdout, folder = train(
         tmp_path / "train", data, base, lora_init="gaussian", loraplus_lr_ratio=4, layers_to_transform=1
     )
     adapter = adapter_files.read(str(folder))
     assert {path.split(".")[2] for path in adapter.paths} == {"1"} and len(adapter.paths) == 7
     assert "LoRA+: B learns at 4 times the rate of lr_schedule." in stdout
-    # A began with a deviation of 1 / r, and Adam moves a number by a hundredth a step: A's sixteen, B's four times.
+    # A began with a deviation of 1 / r. Adam moves a number of A by about 0.01 in each of 16 steps, one of B by 0.04.
     deviations = [adapter.tensors[path, "A"].std() for path in adapter.paths]
     np.testing.assert_allclose(deviations, 1 / 16, rtol=0.5)
     assert 0.1 < max(np.abs(adapter.tensors[path, "B"]).max() for path in adapter.paths) < 0.64
 
 
-def test_b_alone_from_an_orthogonal_start(data, base, tmp_path):
+def test_b_alone_trains_from_an_orthogonal_initialization(data, base, tmp_path):
     stdout, folder = train(tmp_path / "train", data, base, lora_init="orthogonal", freeze_lora_a=True)
     adapter = adapter_files.read(str(folder))
     for path in adapter.paths:
         a, b = adapter.parts(path).values()
-        # A stays as it began, in half of r-space; B has left its half.
+        # A is still its initial value, in half of r-space; B has left its half.
         assert np.linalg.matrix_rank(a) == 8 and np.linalg.matrix_rank(b) > 8
         np.testing.assert_allclose(a.std(), 0.1 * np.sqrt(0.5), rtol=0.3)
         assert np.abs(b @ a).max() > 1e-3
@@ -95,7 +95,7 @@ def test_b_alone_from_an_orthogonal_start(data, base, tmp_path):
     assert f"trainable params: {trainable:,} " in stdout
 
 
-def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(data, base, fresh_network, tmp_path):
+def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_original_one(data, base, fresh_network, tmp_path):
     start = {"lora_init": "pissa_niter_4"}
     stdout, folder = train(
         tmp_path / "train",
@@ -109,13 +109,13 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(dat
     held_out = float(re.search(r"step 16: held_out_loss ([\d.]+)", stdout)[1])
     adapter = adapter_files.read(str(folder))
     assert adapter.initialization == "pissa_niter_4" and {adapter.rank(path) for path in adapter.paths} == {8}
-    # As a plain LoRA, on the base as it is.
+    # Loaded as a plain LoRA, on the unchanged base.
     network = fresh_network(lora_rank=8, lora_alpha=64)
     cell = HeldOutLossCell(network, -100)
     assert abs(held_out_loss(cell, str(data.base), 8) - held_out) > 0.1
     load_lora(network, str(folder), on_base_mismatch="error")
     assert abs(held_out_loss(cell, str(data.base), 8) - held_out) < 1e-4
-    # And by the same YAML.
+    # The same by a YAML.
     pet = "--model.model_config.pet_config"
     stdout = succeeded(
         launch(
@@ -140,7 +140,7 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_one_as_it_was(dat
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
 
 
-def test_olora_trains_and_keeps_its_start(data, base, tmp_path):
+def test_olora_trains_and_saves_its_initial_pair(data, base, tmp_path):
     _, folder = train(tmp_path / "train", data, base, lora_init="olora", lora_rank=4, target_modules=[Q[1:], DOWN[1:]])
     adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
     assert adapter.initialization == "olora" and len(adapter.paths) == 4
@@ -162,9 +162,9 @@ def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, 
     for path in adapter.paths:
         norms = np.linalg.norm(weights[f"{path}.weight"].asnumpy(), axis=1)
         moved = np.abs(adapter.tensors[path, "magnitude"] - norms)
-        # Adam moves a number by its learning rate a step: far less than the norms of any other base are away.
+        # Adam moves a number by about the learning rate in a step: the norms of another base would be far away.
         assert 0 < moved.max() < 0.1
-    # Here the adapter is loaded first and the base then.
+    # Here the adapter is loaded first and then the base.
     stdout = succeeded(
         launch(
             tmp_path / "eval",

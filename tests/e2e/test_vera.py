@@ -1,4 +1,4 @@
-"""VeRA from a YAML: trained, saved as PEFT's, resumed from its adapter and evaluated."""
+"""VeRA from a YAML: trained, saved in PEFT's format and evaluated from its adapter."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_pa
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["projection_prng_key"]) == ("VERA", 32, 5)
     adapter = adapter_files.read(str(folder))
-    # A stands in each path as wide as for w2, B as high as for w1 and w3.
+    # Each path has a part of A, which is as wide as w2 needs, and of B, which is as high as w1 and w3 need.
     a, b = (max((adapter.tensors[path, half] for path in adapter.paths), key=np.size) for half in "AB")
     for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):
         np.testing.assert_array_equal(array, expected)

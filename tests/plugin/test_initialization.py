@@ -36,12 +36,14 @@ def run(tmp_path_factory):
 def pissa(run):
     """A run initialized by PiSSA, and one that was resumed in the middle of it."""
     checkpoint = {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 99}
-    process, whole = run("whole", {"lora_init": "pissa"}, [checkpoint])
+    process, uninterrupted = run("uninterrupted", {"lora_init": "pissa"}, [checkpoint])
     assert process.returncode == 0, process.stderr[-2000:]
-    middle = str(whole / "lora_checkpoint" / "step_16")
+    middle = str(uninterrupted / "lora_checkpoint" / "step_16")
     resumed_process, resumed = run("resumed", {"lora_init": "pissa"}, [{**checkpoint, "resume": middle}])
     assert resumed_process.returncode == 0, resumed_process.stderr[-2000:]
-    return types.SimpleNamespace(process=process, whole=whole, resumed_process=resumed_process, resumed=resumed)
+    return types.SimpleNamespace(
+        process=process, uninterrupted=uninterrupted, resumed_process=resumed_process, resumed=resumed
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +69,13 @@ def test_a_run_initializes_all_adapters_once(pissa):
     words = "Adapters initialized from the base by lora_init"
     lines = [line for line in pissa.process.stdout.splitlines() if words in line]
     assert len(lines) == 1 and "Adapters initialized from the base by lora_init: 3, at" in lines[0]
-    assert_falling(tiny_runs.losses(pissa.whole))
+    assert_falling(tiny_runs.losses(pissa.uninterrupted))
 
 
 def test_the_saved_adapters_hold_the_same_initial_pair(pissa):
     adapters = [
-        adapter_files.read(str(pissa.whole / "lora_checkpoint" / name)) for name in ("step_8", "step_24", "best")
+        adapter_files.read(str(pissa.uninterrupted / "lora_checkpoint" / name))
+        for name in ("step_8", "step_24", "best")
     ]
     for path in PATHS:
         for half, axis in (("A", 0), ("B", 1)):
@@ -87,8 +90,8 @@ def test_the_saved_adapters_hold_the_same_initial_pair(pissa):
 def test_a_resumed_run_is_the_one_that_was_never_stopped(pissa):
     assert "Adapters initialized from the base by lora_init" not in pissa.resumed_process.stdout
     name = f"lora_checkpoint/step_{STEPS}"
-    tiny_runs.assert_same_state(pissa.whole / name, pissa.resumed / name)
-    losses = tiny_runs.losses(pissa.whole)
+    tiny_runs.assert_same_state(pissa.uninterrupted / name, pissa.resumed / name)
+    losses = tiny_runs.losses(pissa.uninterrupted)
     assert tiny_runs.losses(pissa.resumed) == {step: losses[step] for step in range(17, STEPS + 1)}
 
 

@@ -43,15 +43,15 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("flag, given, place, value", FLAGS)
-def test_a_flag_lands_where_mindformers_puts_it(flag, given, place, value):
+@pytest.mark.parametrize("flag, given, key, value", FLAGS)
+def test_a_flag_lands_where_mindformers_puts_it(flag, given, key, value):
     untouched = launcher.build_config(["--config", LORA_YAML])
     config = launcher.build_config(["--config", LORA_YAML, f"--{flag}", given])
-    assert config.get_value(place) == value and type(config.get_value(place)) is type(value)
-    assert untouched.get_value(place) != value
+    assert config.get_value(key) == value and type(config.get_value(key)) is type(value)
+    assert untouched.get_value(key) != value
     changed = {key for key in set(config) | set(untouched) if config.get(key) != untouched.get(key)}
-    together = {"train_dataset", "eval_dataset"} if flag == "num_samples" else {place.split(".")[0]}
-    assert changed - {"train_dataset_task", "eval_dataset_task"} <= together or flag == "run_mode"
+    sections = {"train_dataset", "eval_dataset"} if flag == "num_samples" else {key.split(".")[0]}
+    assert changed - {"train_dataset_task", "eval_dataset_task"} <= sections or flag == "run_mode"
 
 
 def test_predict_takes_texts_files_and_pictures(tmp_path):
@@ -105,9 +105,9 @@ def test_register_path_reaches_mindformers(tmp_path, monkeypatch):
     ],
 )
 def test_any_key_of_the_yaml_can_be_overridden(joined, given, value):
-    place = "model.model_config.pet_config.target_modules"
-    words = [f"--{place}={given}"] if joined else [f"--{place}", given]
-    found = launcher.build_config(["--config", LORA_YAML, *words, "--seed", "3"]).get_value(place)
+    key = "model.model_config.pet_config.target_modules"
+    words = [f"--{key}={given}"] if joined else [f"--{key}", given]
+    found = launcher.build_config(["--config", LORA_YAML, *words, "--seed", "3"]).get_value(key)
     assert found == value and type(found) is type(value)
 
 

@@ -54,7 +54,7 @@ sys.exit(main())
 
 @pytest.fixture(scope="module")
 def graph_runs(tmp_path_factory):
-    """In graph mode with a dynamic loss scale: a whole run, one that is killed, and the same one resumed."""
+    """In graph mode with a dynamic loss scale: an uninterrupted run, one that is killed, and the same one resumed."""
     scale = {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 1024, "scale_factor": 2, "scale_window": 4}
     run = Run(
         tmp_path_factory.mktemp("graph"),
@@ -64,11 +64,11 @@ def graph_runs(tmp_path_factory):
         scale_sense=scale,
         checkpoint={"save_steps": 2, "keep_last": 99},
     )
-    whole = run.start("whole")
+    uninterrupted = run.start("uninterrupted")
     killed = run.start("stopped", KILLED_WHILE_SAVING)
     left = folders(run.folder / "stopped" / "lora_checkpoint")
     resumed = run.start("stopped", resume=True)
-    return types.SimpleNamespace(whole=whole, killed=killed, left=left, resumed=resumed)
+    return types.SimpleNamespace(uninterrupted=uninterrupted, killed=killed, left=left, resumed=resumed)
 
 
 def test_a_killed_run_leaves_complete_step_folders(graph_runs):
@@ -78,21 +78,23 @@ def test_a_killed_run_leaves_complete_step_folders(graph_runs):
     assert any(name.startswith(".step_8.") for name in graph_runs.left)
     for step in (2, 4, 6):
         assert set(tiny_runs.state(output / "lora_checkpoint" / f"step_{step}")) == set(
-            tiny_runs.state(graph_runs.whole[1] / "lora_checkpoint" / f"step_{step}")
+            tiny_runs.state(graph_runs.uninterrupted[1] / "lora_checkpoint" / f"step_{step}")
         )
 
 
 def test_resumed_in_the_second_epoch_it_equals_the_uninterrupted_run(graph_runs):
-    (whole_process, whole), (process, resumed) = graph_runs.whole, graph_runs.resumed
-    assert (whole_process.returncode, process.returncode) == (0, 0), process.stderr[-2000:]
+    (uninterrupted_process, uninterrupted), (process, resumed) = graph_runs.uninterrupted, graph_runs.resumed
+    assert (uninterrupted_process.returncode, process.returncode) == (0, 0), process.stderr[-2000:]
     for step in (8, 10, 12, 14, 15):
         name = pathlib.Path("lora_checkpoint") / f"step_{step}"
-        tiny_runs.assert_same_state(whole / name, resumed / name)
-    losses = tiny_runs.losses(whole)
+        tiny_runs.assert_same_state(uninterrupted / name, resumed / name)
+    losses = tiny_runs.losses(uninterrupted)
     assert list(losses) == list(range(1, 16)) and len(set(losses.values())) == 15
     assert tiny_runs.losses(resumed) == {step: losses[step] for step in range(7, 16)}
     # The loss scale did change, so that restoring it matters.
-    scales = [float(tiny_runs.state(whole / "lora_checkpoint" / f"step_{step}")["scale_sense"]) for step in (2, 6, 15)]
+    scales = [
+        float(tiny_runs.state(uninterrupted / "lora_checkpoint" / f"step_{step}")["scale_sense"]) for step in (2, 6, 15)
+    ]
     assert scales == [1024, 2048, 8192]
 
 
@@ -105,18 +107,18 @@ def test_a_resumed_run_reports_its_place(graph_runs):
 
 
 def test_best_is_that_of_the_whole_run(graph_runs):
-    (_, whole), (_, resumed) = graph_runs.whole, graph_runs.resumed
-    with open(whole / "loss_curve.json", encoding="utf-8") as file:
+    (_, uninterrupted), (_, resumed) = graph_runs.uninterrupted, graph_runs.resumed
+    with open(uninterrupted / "loss_curve.json", encoding="utf-8") as file:
         held_out = json.load(file)["held_out"]
     assert [step for step, _ in held_out] == [2, 4, 6, 8, 10, 12, 14, 15]
     step, loss = min(held_out, key=lambda point: point[1])
-    for output in (whole, resumed):
+    for output in (uninterrupted, resumed):
         with open(output / "lora_checkpoint" / "best" / "best.json", encoding="utf-8") as file:
             assert json.load(file) == {"step": step, "held_out_loss": loss}
 
 
 def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
-    # With all that makes cells differ, and modules that are trained whole.
+    # With all that makes cells differ, and saved modules.
     run = Run(
         tmp_path_factory.mktemp("pynative"),
         rows=12,
@@ -129,11 +131,11 @@ def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
         alpha_pattern={r".*\.wq": 5},
         modules_to_save=["lm_head", "attention_norm"],
     )
-    _, whole = run.start("whole")
-    process, resumed = run.start("resumed", resume=str(whole / "lora_checkpoint" / "step_4"))
+    _, uninterrupted = run.start("uninterrupted")
+    process, resumed = run.start("resumed", resume=str(uninterrupted / "lora_checkpoint" / "step_4"))
     assert process.returncode == 0, process.stderr[-2000:]
     assert folders(resumed / "lora_checkpoint") == ["best", "step_6"]
-    adapter = adapter_files.read(str(whole / "lora_checkpoint" / "step_6"))
+    adapter = adapter_files.read(str(uninterrupted / "lora_checkpoint" / "step_6"))
     assert {path.rpartition(".")[2]: (adapter.rank(path), adapter.alphas[path]) for path in adapter.paths} == {
         "wq": (8, 5.0),
         "w2": (3, 12.0),
@@ -141,7 +143,9 @@ def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
     assert (
         set(adapter.saved_modules) == {"lm_head.weight", "model.layers.0.attention_norm.weight"} and adapter.use_rslora
     )
-    first = adapter_files.read(str(whole / "lora_checkpoint" / "step_2"))
+    first = adapter_files.read(str(uninterrupted / "lora_checkpoint" / "step_2"))
     assert all((first.saved_modules[name] != array).any() for name, array in adapter.saved_modules.items())
-    tiny_runs.assert_same_state(whole / "lora_checkpoint" / "step_6", resumed / "lora_checkpoint" / "step_6")
-    assert tiny_runs.losses(resumed) == {step: loss for step, loss in tiny_runs.losses(whole).items() if step > 4}
+    tiny_runs.assert_same_state(uninterrupted / "lora_checkpoint" / "step_6", resumed / "lora_checkpoint" / "step_6")
+    assert tiny_runs.losses(resumed) == {
+        step: loss for step, loss in tiny_runs.losses(uninterrupted).items() if step > 4
+    }
