@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any, Dict
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 
@@ -63,7 +64,7 @@ def main() -> None:
     bench_common.write_json(args.json, figures)
 
 
-def child(side, tokens):
+def child(side: str, tokens: int) -> Dict[str, float]:
     """Returns the figures of one side, run in a process of its own."""
     output = subprocess.run(
         [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--child", side, str(tokens)],
@@ -74,7 +75,7 @@ def child(side, tokens):
     return json.loads(output.splitlines()[-1])
 
 
-def run(args, side, tokens):
+def run(args: argparse.Namespace, side: str, tokens: int) -> Dict[str, float]:
     """Returns the largest resident memory in MiB and the median time of a step in ms."""
     import mindspore as ms
     import numpy as np
@@ -102,14 +103,14 @@ def run(args, side, tokens):
     return {"MiB": peak / 1024, "ms": statistics.median(times[1:])}
 
 
-def our_layer(width, rank, rate):
+def our_layer(width: int, rank: int, rate: float) -> Any:
     """A linear layer with mindlora's LoRA."""
     from mindlora import LoRADense
 
     return LoRADense(width, width, rank, 2 * rank, rate, has_bias=False)
 
 
-def their_layer(width, rank, rate):
+def their_layer(width: int, rank: int, rate: float) -> Any:
     """A linear layer with MindFormers' own LoRA."""
     import mindspore as ms
     from mindpet.delta.lora import LoRADense

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any, Dict, Iterator, List, Tuple
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 import numpy as np
@@ -63,7 +64,7 @@ def main() -> None:
     bench_common.write_json(args.json, figures)
 
 
-def measure_files(folder, size, rounds):
+def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, Any]:
     """Returns name -> {"seconds": spread, "speed", ...} of the disk and of the commands."""
     nbytes = sum(2 * int(np.prod(shape)) for _, shape in shapes(size))
     free = shutil.disk_usage(folder).free
@@ -109,7 +110,7 @@ def measure_files(folder, size, rounds):
     return {"bytes": nbytes, "rounds": rounds, "cold": drop_caches(), "measured": result}
 
 
-def shapes(size):
+def shapes(size: Dict[str, int]) -> Iterator[Tuple[str, Tuple[int, ...]]]:
     """Yields (name, shape) of a Llama's parameters under Hugging Face's names."""
     sizes = {"h": size["hidden"], "f": size["intermediate"]}
     yield "model.embed_tokens.weight", (size["vocab"], size["hidden"])
@@ -122,7 +123,7 @@ def shapes(size):
     yield "lm_head.weight", (size["vocab"], size["hidden"])
 
 
-def make_base(folder, size, count):
+def make_base(folder: str, size: Dict[str, int], count: int) -> int:
     """Writes the synthetic base in ``count`` files; returns the size of the largest."""
     from mindlora.formats.safetensors_file import write
     from mindlora.numerics.dtypes import BFLOAT16, from_float32
@@ -144,14 +145,14 @@ def make_base(folder, size, count):
     return largest
 
 
-def pieces(values, shape):
+def pieces(values: np.ndarray, shape: Tuple[int, ...]) -> Iterator[np.ndarray]:
     left = int(np.prod(shape))
     while left:
         yield values[: min(left, len(values))]
         left -= min(left, len(values))
 
 
-def make_adapter(folder, size):
+def make_adapter(folder: str, size: Dict[str, int]) -> None:
     """Writes an adapter in PEFT's form for all seven linear cells of each layer."""
     from mindlora.formats.safetensors_file import write_arrays
 
@@ -176,7 +177,7 @@ def make_adapter(folder, size):
         )
 
 
-def write_disk(path, nbytes):
+def write_disk(path: str, nbytes: int) -> float:
     """Returns the seconds that writing so many bytes takes, fdatasync included."""
     block = np.random.default_rng(2).bytes(4 * 2**20)
     drop_caches()
@@ -190,7 +191,7 @@ def write_disk(path, nbytes):
     return taken
 
 
-def read_disk(path):
+def read_disk(path: str) -> float:
     """Returns the seconds that reading a whole file takes."""
     drop_caches()
     block = bytearray(4 * 2**20)
@@ -201,7 +202,7 @@ def read_disk(path):
     return time.perf_counter() - start
 
 
-def copy_on_disk(source, path):
+def copy_on_disk(source: str, path: str) -> float:
     """Returns the seconds that the kernel's own copy of a file takes, fdatasync included."""
     drop_caches()
     start = time.perf_counter()
@@ -215,7 +216,7 @@ def copy_on_disk(source, path):
     return taken
 
 
-def drop_caches():
+def drop_caches() -> bool:
     """Empties the page cache, and returns whether that was allowed."""
     os.sync()
     try:
@@ -226,7 +227,7 @@ def drop_caches():
     return True
 
 
-def run(words):
+def run(words: List[str]) -> Tuple[float, int]:
     """Runs ``mindlora ...`` in a process of its own; returns its seconds and its peak resident memory in bytes."""
     script = (
         "import sys; from mindlora.cli import main; code = main(sys.argv[1:]); "
@@ -248,7 +249,7 @@ def run(words):
     return taken, int(peak.split()[1]) * 1024
 
 
-def measure_load(folder, size, times):
+def measure_load(folder: str, size: Dict[str, int], times: int) -> Dict[str, Any]:
     """Returns the seconds of load_lora into a network of nn.Dense, and of a plain copy of as many bytes."""
     import mindspore as ms
     from mindspore import nn
@@ -293,7 +294,7 @@ def measure_load(folder, size, times):
     return {"bytes": source.nbytes, "layers": size["layers"], "load": spread(loading[2:]), "copy": spread(copying[2:])}
 
 
-def table(figures):
+def table(figures: Dict[str, Any]) -> str:
     lines = [machine_line(figures["machine"])]
     if "files" in figures:
         files = figures["files"]

@@ -11,6 +11,7 @@ table measures its base twice: no ratio can be trusted further than the ratio of
 
 import functools
 import os
+from typing import Any, Callable, Dict, Iterator
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 import mindspore as ms
@@ -47,7 +48,7 @@ def main() -> None:
     bench_common.write_json(args.json, {"machine": found, "rounds": rounds, "tables": tables})
 
 
-def forward(quick, rounds):
+def forward(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields a table for each width and number of tokens: layers with LoRA against the same layers without."""
     for width, layers in ((256, 4),) if quick else ((2048, 4), (4096, 2)):
         for tokens in (1, 4, 8, 512):
@@ -75,7 +76,7 @@ def forward(quick, rounds):
             )
 
 
-def training(quick, rounds):
+def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields the table of forward and backward over frozen layers."""
     width, tokens, layers = (256, 64, 2) if quick else (2048, 512, 2)
     sides = {
@@ -96,7 +97,7 @@ def training(quick, rounds):
     )
 
 
-def many(quick, rounds):
+def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields the tables of many adapters: one or many in a batch, few or many registered, and switching."""
     width, tokens = (256, 32) if quick else (4096, 32)
     ranks = np.linspace(4, 64, tokens).round().astype(np.int32)
@@ -156,23 +157,23 @@ def many(quick, rounds):
     )
 
 
-def normal(*shape):
+def normal(*shape: int) -> Tensor:
     """Returns normal values of size 1 / sqrt(last axis), so that layers preserve the size of their inputs."""
     return Tensor(np.random.default_rng(0).standard_normal(shape, np.float32) / shape[-1] ** 0.5, dtype())
 
 
-def kernels():
+def kernels() -> str:
     """Returns the path of the kernels on this device."""
     return DEVICES[ms.get_context("device_target")][0]
 
 
-def dtype():
+def dtype() -> Any:
     """Returns the dtype in which this device is measured."""
     return DEVICES[ms.get_context("device_target")][1]
 
 
 @functools.lru_cache(maxsize=None)
-def frozen(width, index):
+def frozen(width: int, index: int) -> Parameter:
     """Returns a weight that all sides share: its place in memory can change a MatMul's time by some percent."""
     return Parameter(normal(width, width), name=f"weight{index}", requires_grad=False)
 
@@ -185,7 +186,7 @@ class Base(nn.Cell):
         self.weight = frozen(width, index)
         self.matmul = ops.MatMul(transpose_b=True)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.weight)
 
 
@@ -201,7 +202,7 @@ class Lora(Base):
 class PlainDelta(Lora):
     """The low-rank path in plain operators, with MindSpore's gradient."""
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.weight) + self.matmul(self.matmul(x, self.a) * self.scale, self.b)
 
 
@@ -212,7 +213,7 @@ class WithDelta(Lora):
         super().__init__(width, index)
         self.delta = on_path(LoraDelta, path)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return self.delta(self.matmul(x, self.weight), x, self.a, self.b, self.scale)
 
 
@@ -223,11 +224,11 @@ class Fused(Lora):
         super().__init__(width, index, rank)
         self.linear = on_path(LoraLinear, kernels())
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight, self.a, self.b, self.scale)
 
 
-def adapted_cell(width, index):
+def adapted_cell(width: int, index: int) -> LoRADense:
     """Returns what users get: a linear cell with LoRA, on the path that it chooses by itself."""
     dense = nn.Dense(width, width, has_bias=False, dtype=dtype())
     dense.weight = frozen(width, index)
@@ -241,7 +242,7 @@ class Layers(nn.Cell):
         super().__init__()
         self.layers = nn.CellList([kind(width, index) for index in range(count)])
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         return x
@@ -254,7 +255,7 @@ class Loss(nn.Cell):
         super().__init__()
         self.network = network
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return ops.square(self.network(x)).mean()
 
 
@@ -267,7 +268,7 @@ class Step(nn.Cell):
         self.weights = ms.ParameterTuple(network.trainable_params())
         self.grad = ops.GradOperation(get_all=True, get_by_list=len(self.weights) > 0)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         if len(self.weights) > 0:
             return self.grad(self.loss, self.weights)(x)
         return self.grad(self.loss)(x)
@@ -291,11 +292,11 @@ class Served(nn.Cell):
         self.base, self.pool, self.indices = base, pool, Tensor(indices)
         self.delta = on_path(MultiLoraDelta, kernels())
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return self.delta(self.base(x), x, self.pool.pool, self.pool.ranks, self.pool.scales, self.indices)
 
 
-def on_path(kind, path):
+def on_path(kind: Callable[[], nn.Cell], path: str) -> nn.Cell:
     """Returns a cell on a given path, whichever it would choose by itself."""
     before = os.environ.get("MINDLORA_BACKEND")
     os.environ["MINDLORA_BACKEND"] = path

@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any, Callable, Dict, Iterator, List
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 import mindspore as ms
@@ -59,7 +60,7 @@ def main() -> None:
     bench_common.write_json(args.json, found)
 
 
-def child(what, args, threads):
+def child(what: str, args: argparse.Namespace, threads: int) -> List[Dict[str, Any]]:
     """Runs this script for one number of threads or one side, prints its tables and returns its figures."""
     command = [sys.executable, os.path.abspath(__file__), "--child", what, "--rounds", str(args.rounds)]
     command += ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
@@ -81,7 +82,7 @@ def child(what, args, threads):
     return figures
 
 
-def measure(args):
+def measure(args: argparse.Namespace) -> None:
     """Does the work of a child: prints one line of JSON for each table or side."""
     if args.child != "tables":
         print(json.dumps(memory(args.child, args.quick)), flush=True)
@@ -92,7 +93,7 @@ def measure(args):
                 print(json.dumps({**figures, "load_average": machine()["load_average"]}), flush=True)
 
 
-def decode(quick, rounds):
+def decode(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields a table for each width and number of tokens of a decode step."""
     # So many layers that the packed weights do not remain in a cache of 32 MB between passes.
     for width, layers in ((256, 4),) if quick else ((2048, 24), (4096, 6)):
@@ -116,7 +117,7 @@ def decode(quick, rounds):
             )
 
 
-def training(quick, rounds):
+def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields a table for each width: forward and backward over frozen layers, with the gradient of x."""
     library().mindlora_set_isa(-1)
     tokens = 64 if quick else 512
@@ -141,7 +142,7 @@ def training(quick, rounds):
 PARTS = {"decode": decode, "training": training}
 
 
-def memory(side, quick):
+def memory(side: str, quick: bool) -> Dict[str, Any]:
     """Returns by how much the resident memory of this process grows by layers that have run once."""
     width, layers = (256, 4) if quick else (4096, 12)
     x = normal(1, width)
@@ -153,7 +154,7 @@ def memory(side, quick):
     return {"side": side, "bytes": resident() - before, "layers": layers, "width": width}
 
 
-def resident():
+def resident() -> int:
     """Returns the resident memory of this process in bytes, without what was freed."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -170,7 +171,7 @@ class Nf4(nn.Cell):
             setattr(self, name, Parameter(Tensor(array), name=name, requires_grad=False))
         self.linear = on_path(Nf4Linear, path)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         return self.linear(x, self.codes, self.absmax, self.scales, self.offsets)
 
 
@@ -200,13 +201,13 @@ class RandomDense(Base):
 
 
 @functools.lru_cache(maxsize=None)
-def packed_weight(width, index):
+def packed_weight(width: int, index: int) -> Dict[str, np.ndarray]:
     """Returns the tensors of frozen(width, index) quantized to NF4."""
     array = quantize(frozen(width, index).asnumpy())
     return {name: getattr(array, name) for name in ("codes", "absmax", "scales", "offsets")}
 
 
-def with_isa(network, isa):
+def with_isa(network: nn.Cell, isa: int) -> Callable[[Tensor], Tensor]:
     """Returns a function that runs a network with an instruction set."""
 
     def run(x):
@@ -216,7 +217,7 @@ def with_isa(network, isa):
     return run
 
 
-def library():
+def library() -> ctypes.CDLL:
     """Returns the CPU library."""
     return ctypes.CDLL(backend.LIBRARY)
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import statistics
 import sys
+from typing import Sequence
 
 import bench_common
 import quickstart
@@ -55,7 +56,7 @@ def main() -> None:
     bench_common.write_json(args.json, {"machine": machine, "rows": rows, "median": median, "goal": GOAL})
 
 
-def with_held_out(paths):
+def with_held_out(paths: quickstart.Paths) -> str:
     """Writes the quickstart's YAML with a held-out loss at the end of training, and returns its path."""
     with open(quickstart.LORA_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
@@ -70,7 +71,7 @@ def with_held_out(paths):
     return path
 
 
-def fine_tuned(paths, config, side, seed, flags, short):
+def fine_tuned(paths: quickstart.Paths, config: str, side: str, seed: int, flags: Sequence[str], short: bool) -> float:
     """Fine-tunes one side and returns its held-out loss."""
     output, log = os.path.join(paths.output, side), f"{side}-{seed}.log"
     shutil.rmtree(output, ignore_errors=True)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Any, Dict, List, Tuple
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 from bench_common import ROOT, machine, machine_line, spread, take_turns
@@ -78,7 +79,7 @@ def main() -> None:
     bench_common.write_json(args.json, figures)
 
 
-def measure_import(processes):
+def measure_import(processes: int) -> Dict[str, Any]:
     """Returns the seconds of `import mindspore`, and of mindlora after it, each time in a fresh process.
 
     mindlora imports what is behind a public name at its first use, so its figure is that of importing all names.
@@ -102,7 +103,7 @@ def measure_import(processes):
     return {"mindspore": spread(mindspore), "mindlora": spread(mindlora)}
 
 
-def measure_training(size, steps):
+def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Returns ({side: {"wall", "cpu": spread}}, loss parity).
 
     MindFormers' own networks are built before mindlora takes over pet_type lora.
@@ -128,7 +129,7 @@ def measure_training(size, steps):
     return {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}, parity
 
 
-def build(size, lora):
+def build(size: Dict[str, int], lora: bool) -> Any:
     """Returns a MindFormers Llama; with ``lora``, with the LoRA that is registered at the time."""
     from mindformers.models import LlamaConfig, LlamaForCausalLM
     from mindformers.pet import get_pet_model
@@ -162,7 +163,7 @@ def build(size, lora):
     return network
 
 
-def check_kinds(networks):
+def check_kinds(networks: Dict[str, Any]) -> None:
     """Asserts that each side has the cells that its name says, and that they compute in float32."""
     import mindspore as ms
     from mindpet.delta.lora import LoRADense as TheirDense
@@ -181,7 +182,7 @@ def check_kinds(networks):
     assert kinds == {OURS: {LoRADense}, THEIRS: {TheirDense}, AGAIN: {TheirDense}, FULL: set()}, kinds
 
 
-def copy_values(source, target):
+def copy_values(source: Any, target: Any) -> None:
     """Gives ``target`` the values that ``source`` has under the same names."""
     import mindspore as ms
 
@@ -190,7 +191,7 @@ def copy_values(source, target):
         parameter.init_data().set_data(ms.Tensor(values[parameter.name].copy()))
 
 
-def train_step(network, learning_rate):
+def train_step(network: Any, learning_rate: float) -> Any:
     """Returns the train step of every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
@@ -208,7 +209,7 @@ def train_step(network, learning_rate):
     return cell
 
 
-def batches(size, count):
+def batches(size: Dict[str, int], count: int) -> List[Tuple[Any, Any]]:
     """Returns ``count`` batches of rows that go up in threes from a random start, as tokens and as labels."""
     import mindspore as ms
     import numpy as np
@@ -218,7 +219,7 @@ def batches(size, count):
     return [(ms.Tensor(batch, ms.int32), ms.Tensor(batch, ms.int32)) for batch in tokens]
 
 
-def loss_parity(cells):
+def loss_parity(cells: Dict[str, Any]) -> Dict[str, float]:
     """Returns the largest relative difference of the losses of mindlora's and MindFormers' LoRA over PARITY_STEPS."""
     data = batches(PARITY_SIZE, 10)
     losses = {
@@ -234,7 +235,7 @@ def loss_parity(cells):
     }
 
 
-def ratios(step_figures):
+def ratios(step_figures: Dict[str, Any]) -> Dict[str, Dict[str, float]]:
     """Returns {pair of sides: {"wall", "cpu": ratio of medians}}."""
     pairs = {
         "mindlora / MindFormers": (OURS, THEIRS),
@@ -251,7 +252,7 @@ def ratios(step_figures):
     }
 
 
-def table(figures):
+def table(figures: Dict[str, Any]) -> str:
     size, imports, parity = figures["size"], figures["import"], figures["loss_parity"]
     lines = [
         machine_line(figures["machine"]),

@@ -11,12 +11,15 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any, Callable, Dict, List, Tuple
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 
 # Threads as each library starts them, ours and PEFT's.
 os.environ.pop("GOMP_SPINCOUNT", None)
 
+# Variant -> a step that returns its ms.
+Steps = Dict[str, Callable[[], float]]
 # Variant -> its keys in LoraConfig. PEFT has no key for a frozen A (LoRA-FA).
 VARIANTS = {
     "LoRA": {},
@@ -70,14 +73,14 @@ def main() -> None:
     bench_common.write_json(args.json, {"machine": machine, "arguments": vars(args), "sides": result})
 
 
-def measure(sides, found):
+def measure(sides: Dict[str, Steps], found: Dict[Tuple[str, str], List[float]]) -> None:
     """Runs a step of each variant of each side in turn."""
     for side, steps in sides.items():
         for variant, step in steps.items():
             found.setdefault((side, variant), []).append(step())
 
 
-def timed(step):
+def timed(step: Callable[[], Any]) -> Callable[[], float]:
     """Returns a function that runs ``step`` and returns its ms."""
 
     def run():
@@ -88,7 +91,7 @@ def timed(step):
     return run
 
 
-def mindlora_steps(args):
+def mindlora_steps(args: argparse.Namespace) -> Steps:
     """Returns variant -> a timed step in graph mode."""
     import mindspore as ms
     import numpy as np
@@ -113,7 +116,7 @@ def mindlora_steps(args):
     return {variant: step_of(keys) for variant, keys in VARIANTS.items()}
 
 
-def sum_of_squares(network):
+def sum_of_squares(network: Any) -> Callable:
     """Returns a function that returns the sum of the network's squared outputs, so that no gradient is constant."""
 
     def total(x):
@@ -123,7 +126,7 @@ def sum_of_squares(network):
     return total
 
 
-def peft_steps(args):
+def peft_steps(args: argparse.Namespace) -> Steps:
     """Returns variant -> a timed step of PEFT's layer."""
     import torch
     from peft import LoraConfig, VeraConfig, get_peft_model
@@ -155,7 +158,7 @@ def peft_steps(args):
     return {variant: step_of(variant) for variant in IN_PEFT}
 
 
-def child_steps(args):
+def child_steps(args: argparse.Namespace) -> Steps:
     """Returns variant -> a function that asks PEFT's process for a timed step."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # It ends when its stdin does.
@@ -175,7 +178,7 @@ def child_steps(args):
     return {variant: lambda variant=variant: ask(variant) for variant in IN_PEFT}
 
 
-def answer(steps):
+def answer(steps: Steps) -> None:
     """Runs the variant that each line of stdin names, and prints its ms."""
     for line in sys.stdin:
         print(steps[line.strip()](), flush=True)

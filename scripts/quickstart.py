@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any, List
 
 # Before transformers is imported: it would warn that there is no PyTorch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -21,7 +22,7 @@ TEMPLATE = "{instruction}\n"
 VOCABULARY, SEQUENCE, HELD_OUT, COPIES = 1000, 64, 0.1, 8
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="a few steps only, to check an installation")
     parser.add_argument("--output", default=os.path.join(ROOT, "output", "quickstart"), help="where to write")
@@ -78,7 +79,7 @@ class Paths:
         self.lora_run = os.path.join(output, "lora")
 
 
-def prepare_data(paths):
+def prepare_data(paths: Paths) -> None:
     """Writes tokenizer and MindRecords, unless an earlier run did."""
     if os.path.exists(paths.held_out):
         return
@@ -106,7 +107,7 @@ def prepare_data(paths):
     )
 
 
-def train_base(paths, short):
+def train_base(paths: Paths, short: bool) -> None:
     shutil.rmtree(paths.base_run, ignore_errors=True)
     launch(
         BASE_YAML,
@@ -123,7 +124,7 @@ def train_base(paths, short):
     os.replace(newest, paths.base)
 
 
-def train_lora(paths, short):
+def train_lora(paths: Paths, short: bool) -> None:
     shutil.rmtree(paths.lora_run, ignore_errors=True)
     launch(
         LORA_YAML,
@@ -137,19 +138,19 @@ def train_lora(paths, short):
     )
 
 
-def launch(yaml, output, log, *flags):
+def launch(yaml: str, output: str, log: str, *flags: str) -> None:
     """Runs what a user types, mindlora-run --config YAML ...: its log to a file, its progress bar to the screen."""
     run([sys.executable, "-m", "mindlora.plugin.launcher", "--config", yaml, "--output_dir", output, *flags], log)
 
 
-def run(command, log, keep_stdout=False):
+def run(command: List[str], log: str, keep_stdout: bool = False) -> None:
     with open(log, "w", encoding="utf-8") as file:
         code = subprocess.run(command, stdout=None if keep_stdout else file, check=False).returncode
     if code != 0:
         sys.exit(f"quickstart: {' '.join(command[:5])} ... failed with exit code {code}; see {os.path.abspath(log)}")
 
 
-def evaluate(paths, adapter):
+def evaluate(paths: Paths, adapter: str) -> None:
     """Prints the held-out loss and three answers, of the base alone and with the adapter."""
     log = open("evaluate.log", "w", encoding="utf-8")  # noqa: SIM115  MindFormers logs to it until the process ends
     screen, sys.stdout = sys.stdout, log
@@ -181,7 +182,7 @@ def evaluate(paths, adapter):
         print(f"\n     {prompt}\n       before: {old}\n       after:  {new}")
 
 
-def answers(network, tokenizer, prompts):
+def answers(network: Any, tokenizer: Any, prompts: List[str]) -> List[str]:
     """Returns the greedy answer to each prompt. The whole window runs for each token, as a CPU has no KV cache."""
     import mindspore as ms
     import numpy as np
@@ -211,7 +212,7 @@ def answers(network, tokenizer, prompts):
     ]
 
 
-def say(text):
+def say(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 

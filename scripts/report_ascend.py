@@ -19,6 +19,7 @@ import json
 import math
 import os
 import sys
+from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
 
@@ -31,7 +32,7 @@ DECODE = 8
 GOALS = {"decode": 1.05, "prefill": 1.15}
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(OPS), help="one operator only")
     parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers only")
@@ -61,7 +62,7 @@ def main():
             )
 
 
-def lora_delta(k, n):
+def lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
     """Yields the figures of lora_delta for a layer."""
     for rank in RANKS:
         for tokens in TOKENS:
@@ -78,7 +79,7 @@ def lora_delta(k, n):
             )
 
 
-def lora_linear(k, n):
+def lora_linear(k: int, n: int) -> Iterator[Dict[str, Any]]:
     """Yields the figures of lora_linear for a layer, without a bias."""
     for rank in RANKS:
         for tokens in (t for t in TOKENS if t <= DECODE):
@@ -102,7 +103,7 @@ def lora_linear(k, n):
             )
 
 
-def multi_lora_delta(k, n):
+def multi_lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
     """Yields the figures of multi_lora_delta for a layer. The rows are shared evenly, those of an adapter together."""
     for rank in RANKS:
         for tokens in TOKENS:
@@ -133,7 +134,7 @@ def multi_lora_delta(k, n):
                 )
 
 
-def nf4_dequantize(k, n):
+def nf4_dequantize(k: int, n: int) -> Iterator[Dict[str, Any]]:
     """Yields the figures of nf4_dequantize for a layer. It makes W alone, so there are no tokens."""
     blocks = math.ceil(k / 64)
     codes, absmax = np.zeros((n, blocks * 32), np.uint8), np.zeros((n, blocks), np.uint8)
@@ -159,18 +160,20 @@ OPS = {
 }
 
 
-def composed_delta(tokens, k, n, rank):
+def composed_delta(tokens: int, k: int, n: int, rank: int) -> int:
     """Returns the bytes that x A^T, scale, B^T and add move as separate kernels."""
     low, wide = tokens * rank, tokens * n
     return BYTES * ((tokens * k + rank * k + low) + 2 * low + (low + n * rank + wide) + 3 * wide)
 
 
-def product_cores(tokens, columns):
+def product_cores(tokens: int, columns: int) -> int:
     """Returns how many cube cores find work in a product of that shape; of the delta's two, x A^T has the fewest."""
     return min(kernels.CUBE_CORES, math.ceil(tokens / 16) * math.ceil(columns / 256))
 
 
-def figures(report, least, rank, tokens, adapters, composed, composed_cores):
+def figures(
+    report: Dict[str, Any], least: int, rank: int, tokens: int, adapters: int, composed: float, composed_cores: int
+) -> Dict[str, Any]:
     """Returns one row of the table."""
     moved = sum(traffic["read"] + traffic["written"] for name, traffic in report["gm"].items() if name != "tiling")
     return {
@@ -186,7 +189,7 @@ def figures(report, least, rank, tokens, adapters, composed, composed_cores):
     }
 
 
-def line(row):
+def line(row: Dict[str, Any]) -> str:
     """Returns a row as text; a figure beyond its goal has a star."""
     over = row["ratio"] > GOALS["decode" if row["tokens"] <= DECODE else "prefill"]
     rank, tokens, adapters = (row[name] or "-" for name in ("rank", "tokens", "adapters"))
@@ -197,7 +200,7 @@ def line(row):
     )
 
 
-def summary(rows):
+def summary(rows: List[Dict[str, Any]]) -> str:
     """Returns, for each operator and kind of step, how many rows reach the goal, and the range of their figures."""
     lines = ["* beyond the goal"]
     for op in dict.fromkeys(row["op"] for row in rows):
@@ -215,17 +218,19 @@ def summary(rows):
     return "\n".join(lines)
 
 
-def run(op, inputs, out_shape, sizes, output="y"):
+def run(
+    op: str, inputs: List[Tuple[str, np.ndarray]], out_shape: Tuple[int, ...], sizes: Tuple[int, ...], output: str = "y"
+) -> Dict[str, Any]:
     """Returns the simulator's report of an operator."""
     return kernels.run(op, "bfloat16", inputs, [(output, np.empty(out_shape, np.uint16), "out")], sizes)
 
 
-def random(*shape):
+def random(*shape: int) -> np.ndarray:
     """Returns the bits of bfloat16 numbers around 1: what is counted does not depend on the values."""
     return np.random.default_rng(0).integers(0x3F00, 0x4000, shape, np.uint16)
 
 
-def load_kernels():
+def load_kernels() -> Any:
     """Returns ops/ascendc_common/kernels.py as a module."""
     spec = importlib.util.spec_from_file_location("kernels", os.path.join(ROOT, "ops", "ascendc_common", "kernels.py"))
     module = importlib.util.module_from_spec(spec)
