@@ -69,7 +69,7 @@ cann_version() {
 check_version() {
     local version
     version=$(cann_version)
-    [ -n "$version" ] || fail "no file below $CANN names the version of CANN: is the toolkit whole? It must be" \
+    [ -n "$version" ] || fail "no file below $CANN names the version of CANN: is the toolkit complete? It must be" \
         "$OLDEST or newer."
     [ "$(printf '%s\n%s\n' "$OLDEST" "$version" | sort -V | head -n 1)" = "$OLDEST" ] ||
         fail "CANN $version was found at $CANN: the kernels need $OLDEST or newer. Install it, source its set_env.sh" \
@@ -82,14 +82,14 @@ while [ $# -gt 0 ]; do
         --soc) [ $# -gt 1 ] || fail "--soc needs a name, or several with commas."; SOCS=$2; shift 2 ;;
         --install-path) [ $# -gt 1 ] || fail "--install-path needs a folder."; INSTALL_PATH=$2; shift 2 ;;
         -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-        *) fail "$1 is no option. There are --soc, --install-path and --help." ;;
+        *) fail "$1 is not an option. The options are --soc, --install-path and --help." ;;
     esac
 done
 
 check_socs
 find_cann
 check_version
-command -v cmake > /dev/null || fail "there is no cmake: install it (3.16 or newer)."
+command -v cmake > /dev/null || fail "cmake was not found: install it (3.16 or newer)."
 
 rm -rf "$BUILD"
 cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}"

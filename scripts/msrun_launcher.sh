@@ -65,7 +65,7 @@ check_number CLUSTER_TIME_OUT "$CLUSTER_TIME_OUT" 1 999999999
 # msrun starts the workers with the python that PATH finds first.
 PYTHON=$(command -v python || command -v python3) || fail "no python in PATH: activate the environment with MindSpore."
 "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("mindspore") is None)' \
-    || fail "$PYTHON has no mindspore: activate the environment that has."
+    || fail "$PYTHON has no mindspore: activate the environment that has it."
 
 # Split as a shell would, with quotes, but without running or expanding anything: '.*wq|.*wk' stays what it is.
 mapfile -d '' -t ORDER < <("$PYTHON" -c 'import shlex, sys

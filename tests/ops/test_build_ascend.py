@@ -101,7 +101,7 @@ def test_a_cann_without_a_version(run, tmp_path):
         ),
         (["--soc"], "--soc needs a name"),
         (["--install-path"], "--install-path needs a folder."),
-        (["--fast"], "--fast is no option."),
+        (["--fast"], "--fast is not an option."),
     ],
 )
 def test_arguments_that_cannot_be_served(run, arguments, message):

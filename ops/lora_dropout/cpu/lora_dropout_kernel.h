@@ -1,4 +1,4 @@
-// Compiled once for each instruction set: see cpu_common/for_each_isa.h. The compiler makes the loop wide by itself.
+// Compiled once for each instruction set: see cpu_common/for_each_isa.h. The compiler vectorizes the loop.
 
 inline uint32_t Mixed(uint32_t h)
 {

@@ -198,12 +198,12 @@ CUBE_BREAKS = [
     r"DataCopy\(Nd2Nz\): dstNzNStride is 0, outside \[1, 16384\]",
     r"Fixpipe: dstStride 31 is less than nSize 32: rows of dst overlap",
     r"Mmad: m is 4096, outside \[0, 4095\]",
-    r"LoadData: dst lies in L1 \(A1\), which this path does not support",
+    r"LoadData: dst is in L1 \(A1\), which this path does not support",
     r"LoadData: transposition is for 16-bit types",
     r"src reads bytes \[2016, 2080\) of GM buffer b, which has 2048",
     r"SetFlag: HardEvent::S_V is no documented event of this kind of core",
     r"Mmad: isBias, cmatrixSource, unitFlag and kDirectionAlign are not modelled",
-    r"DataCopy: src lies in L0C \(CO1\), which this path does not support",
+    r"DataCopy: src is in L0C \(CO1\), which this path does not support",
     r"DataCopy\(Nd2Nz\): two rows or column groups land on the same data block of dst",
 ]
 

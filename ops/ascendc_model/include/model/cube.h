@@ -1,6 +1,6 @@
 // The cube unit: LoadData from L1 to L0A and L0B, Mmad, Fixpipe from L0C to GM.
 //
-// Fractals of 16-bit types are 16 x 16 elements, 512 bytes. A lies in L0A as zZ (fractals row by row, rows within),
+// Fractals of 16-bit types are 16 x 16 elements, 512 bytes. A is in L0A as zZ (fractals row by row, rows within),
 // B in L0B as Zn (fractals row by row, columns within), C in L0C as Nz (fractals column by column, rows within).
 #pragma once
 

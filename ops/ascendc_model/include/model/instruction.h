@@ -56,7 +56,7 @@ public:
                 return;
             }
         }
-        Refuse(api_, operand, " lies in ", kSpaceNames[tensor.space], " (", Name(tensor.position),
+        Refuse(api_, operand, " is in ", kSpaceNames[tensor.space], " (", Name(tensor.position),
             "), which this path does not support");
     }
 
@@ -130,7 +130,7 @@ private:
             Refuse(api_, operand, " is used after ", tensor.slot->lostBy, ": ", tensor.slot->name);
         }
         if ((tensor.space == kUb) == tensor.core->cube) {
-            Refuse(api_, operand, " lies in ", kSpaceNames[tensor.space], ", which this kind of core does not have");
+            Refuse(api_, operand, " is in ", kSpaceNames[tensor.space], ", which this kind of core does not have");
         }
     }
 
