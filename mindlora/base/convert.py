@@ -149,7 +149,7 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
 class _Plan:
     """What to write: a Shard for each file of ``base``, and the names that are left out."""
 
-    def __init__(self, base, to, concat, heads, kv_heads):
+    def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):
         self.base = base
         self.heads = heads or base.config.get("num_attention_heads")
         self.kv_heads = kv_heads or base.config.get("num_key_value_heads") or self.heads

@@ -115,48 +115,22 @@ def quantize_checkpoint(
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
     started = time.perf_counter()
-    if not str(output).endswith(".safetensors"):
-        raise CheckpointError(
-            f"The output {output} does not end in .safetensors, and a quantized base is written in no other form. "
-            "Give another output."
-        )
-    check_checkpoint_output(output, [source], overwrite)
-    if (adapter is None) != (config is None):
-        raise ConfigError(
-            "quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter and its "
-            "configuration. Give both, or neither."
-        )
-    if adapter is not None:
-        check_loftq_output(adapter, source, output, overwrite)
+    _check_output(source, output, overwrite, adapter, config)
     with BaseCheckpoint(source) as base:
-        if quantized_paths(base.tensors):
-            raise CheckpointError(
-                f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
-                "the checkpoint in float."
-            )
-        tensors, notes = in_mindformers_names(base)
-        # An optimizer's state has the name of its parameter after a prefix, such as adam_m.
-        states = [tensor for tensor in tensors if tensor.name.partition(".")[2] in base.tensors]
-        tensors = [tensor for tensor in tensors if tensor not in states]
-        if states:
-            notes = [*notes, f"Left out, the state of an optimizer: {examples(tensor.name for tensor in states)}."]
+        tensors, notes = _parameters(base, source)
         linear = _linear_paths(tensor.name for tensor in tensors)
         chosen = select_quantized(linear, exclude)
         _check_floats(source, tensors, chosen)
         weights = {_path(tensor.name): tensor for tensor in tensors if _path(tensor.name) in linear}
         loftq = LoftqInitializer(weights, chosen, config) if config is not None else None
-        written = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
-        total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in written)
+        entries = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
+        total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in entries)
         # Each replaces what was there only when both are complete.
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(atomic.replace_folder(adapter)) if adapter is not None else ""
             path = stack.enter_context(atomic.replace_file(output))
-            write(
-                path,
-                written,
-                _reported(_contents(tensors, chosen, loftq), progress, total),
-                {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})},
-            )
+            contents = _reported(_contents(tensors, chosen, loftq), progress, total)
+            write(path, entries, contents, {"format": "ms", "mindlora": json.dumps({"quantize_base": "nf4"})})
             if loftq is not None:
                 adapter_files.write(loftq.adapter(), folder)
     return QuantizeReport(
@@ -216,6 +190,39 @@ def values_fingerprint(path: str, paths: Sequence[str]) -> Optional[str]:
             return None
         codes = {cell: file.read(f"{cell}.{TENSOR_NAMES['codes']}") for cell in sampled_paths(paths)}
         return fingerprint_from({}, {cell: sampled_elements(array) for cell, array in codes.items()})["values"]
+
+
+def _check_output(
+    source: str, output: str, overwrite: bool, adapter: Optional[str], config: Optional[LoraConfig]
+) -> None:
+    if not str(output).endswith(".safetensors"):
+        raise CheckpointError(
+            f"The output {output} does not end in .safetensors, and a quantized base is written in no other form. "
+            "Give another output."
+        )
+    check_checkpoint_output(output, [source], overwrite)
+    if (adapter is None) != (config is None):
+        raise ConfigError(
+            "quantize_checkpoint takes adapter and config together: the folder of LoftQ's adapter and its "
+            "configuration. Give both, or neither."
+        )
+    if adapter is not None:
+        check_loftq_output(adapter, source, output, overwrite)
+
+
+def _parameters(base: BaseCheckpoint, source: str) -> Tuple[List[OutputTensor], List[str]]:
+    """Returns the parameters in ``base`` under MindFormers' names, without an optimizer's state, and notes."""
+    if quantized_paths(base.tensors):
+        raise CheckpointError(
+            f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
+            "the checkpoint in float."
+        )
+    tensors, notes = in_mindformers_names(base)
+    # An optimizer's state has the name of its parameter after a prefix, such as adam_m.
+    states = [tensor.name for tensor in tensors if tensor.name.partition(".")[2] in base.tensors]
+    if states:
+        notes = [*notes, f"Left out, the state of an optimizer: {examples(states)}."]
+    return [tensor for tensor in tensors if tensor.name not in states], notes
 
 
 def _linear_paths(tensor_names) -> List[str]:

@@ -167,7 +167,7 @@ def _keep_freed_memory():
 
 
 def _write_ckpt(path, shard, tick):
-    def arrays():
+    def arrays() -> Iterator[Tuple[str, np.ndarray]]:
         for tensor in shard.tensors:
             yield tensor.name, tensor.rows(0, tensor.row_count)
             tick(tensor.nbytes)

@@ -297,8 +297,7 @@ def test_outputs_and_sources(tmp_path):
     )
     check(
         CheckpointError,
-        "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden are "
-        "joined cells,",
+        "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden are joined cells,",
         tmp_path / "adapter",
         source=str(tmp_path / "joined"),
         config=LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base="nf4", lora_init="loftq"),
