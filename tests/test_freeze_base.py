@@ -49,7 +49,7 @@ def test_freeze_exclude_trains_base_parameters_too_and_says_so(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "Training 5 base parameters besides LoRA (freeze_exclude): lm_head.weight, "
         "model.layers.{0..1}.attention_norm.beta, model.layers.{0..1}.attention_norm.gamma. A saved adapter holds "
-        "LoRA tensors and the modules of modules_to_save alone, so name these there, or keep them with "
+        "only LoRA tensors and the modules of modules_to_save: name these there, or save them with "
         "mindspore.save_checkpoint."
     ]
 
@@ -96,7 +96,7 @@ def test_freezing_everything_is_an_error():
     on(network, ["wq"])
     with pytest.raises(TargetError) as error:
         freeze_base(network, LoraConfig(freeze_include=["*"]))
-    assert str(error.value) == "freeze_include ['*'] freezes everything: nothing is left to train."
+    assert str(error.value) == "freeze_include ['*'] freezes everything: nothing is left to train. Narrow it."
 
 
 def test_without_adapters_there_is_nothing_to_train():
