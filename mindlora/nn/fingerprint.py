@@ -30,12 +30,14 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
     """Returns the fingerprint of the weights of cells, given by path, as they are now."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
-    mark = fingerprint_from(
+    fingerprint = fingerprint_from(
         {path: weight_shape(cell) for path, cell in cells.items()},
         {path: sampled_elements(weight_of(cells[path]).asnumpy()) for path in sampled_paths(cells)},
     )
     kinds = {kind for cell in cells.values() if (kind := getattr(cell, "quantization", None))}
-    return {**mark, "quantization": "loftq" if "loftq" in kinds else kinds.pop()} if kinds else mark
+    if kinds:
+        fingerprint["quantization"] = "loftq" if "loftq" in kinds else kinds.pop()
+    return fingerprint
 
 
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:

@@ -79,8 +79,8 @@ class MultiLoraDelta(OperatorCell):
         y = self.where(indices >= 0, y0_wide + delta, y0_wide)
         return ops.cast(self.where(indices >= slots, ops.full_like(y, float("nan")), y), y0.dtype)
 
-    def where(self, rows, y, otherwise):
-        """The rows of y that are marked, and those of another tensor."""
+    def where(self, rows: Tensor, y: Tensor, otherwise: Tensor) -> Tensor:
+        """The rows of y where ``rows`` is True, and those of ``otherwise`` elsewhere."""
         return ops.select(ops.broadcast_to(ops.expand_dims(rows, 1), y.shape), y, otherwise)
 
     def wide(self, x: Tensor) -> Tensor:
