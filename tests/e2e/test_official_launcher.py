@@ -68,7 +68,7 @@ def test_it_trains_the_same_adapter_as_mindlora_run(official, trained, tmp_path)
             "qlora",
             [
                 "pet_type is 'qlora', which only mindlora-run understands",
-                "Write pet_type: lora and quantize_base: nf4.",
+                "write pet_type: lora and quantize_base: nf4.",
             ],
         ),
     ],
