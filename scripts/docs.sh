@@ -3,6 +3,7 @@
 #   bash scripts/docs.sh            builds
 #   bash scripts/docs.sh serve      builds, serves at http://127.0.0.1:8000, and follows changes
 set -eu
+# shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"
 make_lint_environment
 cd "$ROOT"

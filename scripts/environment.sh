@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes the project's virtual environment where it is missing and sets $PYTHON.
 #
 #   MINDLORA_VENV    where the environment stands         (default: .venv in the checkout)
@@ -52,7 +53,7 @@ make_environment() {
     "$python" -m venv "$VENV" || return 1
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel || return 1
     # Without setuptools' word of caution about editable installations.
-    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" \
+    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable "${ROOT}[$extras]" \
         || return 1
     echo "$wanted" > "$VENV/mindlora-installed"
     echo "Environment ready."

@@ -4,6 +4,7 @@
 #   bash scripts/lint.sh         only looks
 #   bash scripts/lint.sh --fix   also lets ruff and clang-format change files
 set -eu
+# shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"
 make_lint_environment
 cd "$ROOT"
@@ -19,5 +20,5 @@ fi
 "$LINT/ruff" check --quiet .
 "$LINT/ruff" format --check --quiet .
 "$LINT/clang-format" --dry-run --Werror "${CPP[@]}"
-"$LINT/shellcheck" "${SHELL_SCRIPTS[@]}"
+"$LINT/shellcheck" --external-sources "${SHELL_SCRIPTS[@]}"
 "$LINT/mypy"

@@ -5,6 +5,7 @@
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   MINDLORA_STACK=ms27 bash scripts/test.sh   with the older pair of MindSpore and MindFormers
 set -eu
+# shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"
 
 # Tells whether the arguments select tests/peers: they name it or a folder around it, or name no tests at all.
