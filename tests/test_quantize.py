@@ -95,8 +95,8 @@ def test_counts_are_of_weights_and_not_of_bytes():
         (
             {"quantize_exclude": ".*"},
             TargetError,
-            "quantize_base finds no linear cell to quantize: output heads are left "
-            "as they are, and quantize_exclude is '.*'.",
+            "quantize_base finds no linear cell to quantize: output heads are never "
+            "quantized, and quantize_exclude is '.*'.",
         ),
         (
             {"modules_to_save": ["wv"]},
