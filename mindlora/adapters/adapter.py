@@ -139,11 +139,11 @@ class Adapter:
             MissingTensorsError: There are VeRA's vectors and no A or B.
             ShapeMismatchError: B has fewer rows than a cell has.
         """
-        found = {half: self.tensors.pop(key, None) for half, key in SHARED.items()}
+        found = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
         kind = self.kind
         if not kind.shared_parts:
             return
-        lost = [half for half in kind.shared_parts if found[half] is None]
+        lost = [half for half in kind.shared_parts if half not in found]
         if lost:
             raise MissingTensorsError(
                 f"{source} holds {kind.name}'s vectors and lacks {' and '.join(lost)}, the matrices "

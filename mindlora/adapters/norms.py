@@ -16,10 +16,7 @@ from mindlora.numerics.dtypes import to_float32
 
 def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
     """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r])."""
-    pairs = [
-        (scale, *(to_float32(half).astype(np.float64).reshape(len(half), -1) for half in pair))
-        for scale, *pair in parts
-    ]
+    pairs = [(scale, _matrix(a), _matrix(b)) for scale, a, b in parts]
     a, b = np.concatenate([a for _, a, _ in pairs]), np.concatenate([scale * b for scale, _, b in pairs], axis=1)
     # If the terms cancel, rounding may leave a square just below zero.
     return math.sqrt(max(0.0, float(((a @ a.T) * (b.T @ b)).sum())))
@@ -35,3 +32,7 @@ def quiet_pair(adapter: Adapter, path: str) -> Pair:
     """Returns ``adapter.pair(path)`` without NumPy's warnings; what is not finite shows in its norm."""
     with np.errstate(invalid="ignore", over="ignore"):
         return adapter.pair(path)
+
+
+def _matrix(half: np.ndarray) -> np.ndarray:
+    return to_float32(half).astype(np.float64).reshape(len(half), -1)

@@ -265,7 +265,7 @@ class _Merging:
                 f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter {self.source} is for "
                 f"{list(needed)}. It belongs to another model: give the base that it was trained on."
             )
-        factors(*(self.adapter.tensors[path, half] for half in "AB"))
+        factors(self.adapter.tensors[path, "A"], self.adapter.tensors[path, "B"])
 
     def _check_saved_module(self, name, array):
         if array.shape != self.base.tensors[name].shape:

@@ -18,7 +18,7 @@ from mindlora.numerics.dtypes import BFLOAT16
 # tells that there must be a last one, which holds a text.
 _FIRST = "mindlora_begin"
 _METADATA = "mindlora"
-_DTYPES = {
+_DTYPES: Dict[str, np.dtype] = {
     "Float64": np.dtype("<f8"),
     "Float32": np.dtype("<f4"),
     "Float16": np.dtype("<f2"),

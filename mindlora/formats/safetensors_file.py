@@ -16,7 +16,7 @@ from mindlora.common.json_files import refuse_duplicates
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.numerics.dtypes import BFLOAT16
 
-_DTYPES = {
+_DTYPES: Dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
