@@ -16,7 +16,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.common.text import listed
 from mindlora.errors import BaseMismatchError, LoraError, RankMismatchError
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.fingerprint import base_fingerprint
+from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells
 from mindlora.nn.weight_checks import check_weights

@@ -25,7 +25,7 @@ from mindlora.errors import (
 )
 from mindlora.models import names
 from mindlora.models.targets import ALL_LINEAR, select_targets
-from mindlora.nn.fingerprint import base_fingerprint, fingerprint_of
+from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.nn.matching import Match, split_joined
 from mindlora.nn.registry import adaptable_linear_types, adaptable_types
 from mindlora.nn.tensors import to_array

@@ -9,7 +9,7 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, load_lora, merge_and_unload, merge_lora, quantize_base, save_lora
 from mindlora.errors import BaseMismatchError, MergeError
-from mindlora.nn.fingerprint import base_fingerprint
+from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.nf4 import nf4_array
 from mindlora.nn.tree import lora_cells
 from mindlora.numerics.nf4 import dequantize, quantize

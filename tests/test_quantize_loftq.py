@@ -7,7 +7,7 @@ import pytest
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.errors import BaseMismatchError, LoraError
-from mindlora.nn.fingerprint import base_fingerprint
+from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.tree import lora_cells
 from mindlora.numerics.initializers import loftq

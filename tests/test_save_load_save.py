@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from mindlora import LoRADense, LoraError, load_lora, save_lora
 from mindlora.errors import NotFiniteError
-from mindlora.nn.fingerprint import base_fingerprint
+from mindlora.nn.base_fingerprint import base_fingerprint
 from tests.support.networks import TinyModel, adapters, snapshot
 from tests.support.saved_adapters import CONFIG, FORMS, WEIGHTS, key, network
 

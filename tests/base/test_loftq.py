@@ -16,7 +16,7 @@ from mindlora.base.quantize import values_fingerprint
 from mindlora.cli import main
 from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError, LoraError, QuantizationError, TargetError
 from mindlora.formats.safetensors_file import write_arrays
-from mindlora.nn.fingerprint import base_fingerprint
+from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.tree import lora_cells
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import to_float32

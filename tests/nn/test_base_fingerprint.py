@@ -6,7 +6,7 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora
 from mindlora.adapters.fingerprint import base_difference
-from mindlora.nn.fingerprint import base_fingerprint
+from mindlora.nn.base_fingerprint import base_fingerprint
 from tests.support.networks import TinyModel, adapters, randomize
 
 VALUES = "the adapted weights have other values (another checkpoint, or another dtype)"
