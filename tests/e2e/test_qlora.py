@@ -105,7 +105,8 @@ REFUSED = [
     (
         (*QLORA, "--model.model_config.pet_config.quantize_exclude", "wq"),
         "quantized",
-        "was quantized with another quantize_exclude: it and this run differ at model.layers.{0..1}.attention.wq.",
+        "was quantized with another quantize_exclude: the file and this run differ at "
+        "model.layers.{0..1}.attention.wq.",
     ),
 ]
 
