@@ -5,7 +5,7 @@ from typing import Any, Tuple
 import mindspore as ms
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import MFTrainOneStepCell
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 _not_finite = ops.MultitypeFuncGraph("not_finite")
@@ -29,7 +29,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         As for mindformers.wrapper.MFTrainOneStepCell.
     """
 
-    def __init__(self, network, optimizer, **kwargs):
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, **kwargs):
         super().__init__(network, optimizer, **kwargs)
         self.checks_values = ms.get_context("device_target") != "Ascend"
         self.no_status = Tensor([0] * 8, mstype.int32)

@@ -4,6 +4,8 @@ The line belongs under model.model_config, which MindFormers builds before the n
 when pet_config is read. MindFormers copies this file elsewhere before it imports it, hence the absolute imports.
 """
 
+from typing import Mapping, Optional
+
 from mindformers.models.llama import LlamaConfig as MindFormersLlamaConfig
 
 from mindlora.plugin import hooks  # noqa: F401  importing it registers pet type, train step and callbacks
@@ -13,7 +15,7 @@ from mindlora.plugin.pet_config import check_pet_config
 class LlamaConfig(MindFormersLlamaConfig):
     """MindFormers' LlamaConfig that also checks pet_config: on a typo there, MindFormers trains the whole network."""
 
-    def __init__(self, *args, pet_config=None, **kwargs):
+    def __init__(self, *args, pet_config: Optional[Mapping] = None, **kwargs):
         if pet_config:
             check_pet_config(pet_config)
         super().__init__(*args, pet_config=pet_config, **kwargs)

@@ -1,0 +1,55 @@
+"""Every public function of mindlora says what it takes and what it returns."""
+
+import ast
+import os
+
+import pytest
+
+from tests.conftest import ROOT
+
+# MindSpore calls these two and reads their source; its tensors have no types that would say more.
+CALLED_BY_MINDSPORE = ("construct", "bprop")
+
+
+def public_functions(tree, owner=""):
+    """Yields (name, function, whether it is a method) of each public function, and __init__ of each public class."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and node.name not in CALLED_BY_MINDSPORE:
+            if node.name == "__init__" or not node.name.startswith("_"):
+                yield f"{owner}{node.name}", node, bool(owner)
+
+
+def unannotated(source):
+    """Returns what lacks an annotation in a module, in words."""
+    found = []
+    for name, function, is_method in public_functions(ast.parse(source)):
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        if is_method and arguments and arguments[0].arg in ("self", "cls"):
+            del arguments[0]
+        found += [f"{name}: {argument.arg}" for argument in arguments if argument.annotation is None]
+        if function.returns is None and function.name != "__init__":
+            found.append(f"{name}: what it returns")
+    return found
+
+
+def test_every_public_function_is_annotated():
+    found = {}
+    for folder, _, names in os.walk(os.path.join(ROOT, "mindlora")):
+        for path in sorted(os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with open(path, encoding="utf-8") as file:
+                found[os.path.relpath(path, ROOT)] = unannotated(file.read())
+    assert not {path: missing for path, missing in found.items() if missing}
+
+
+@pytest.mark.parametrize(
+    "source, missing",
+    [
+        ("def f(a, *, b): ...", ["f: a", "f: b", "f: what it returns"]),
+        ("class C:\n    def __init__(self, a): ...\n    def construct(self, x): ...", ["C.__init__: a"]),
+        ("def f(a: int) -> int: ...\ndef _g(a): ...\nclass _C:\n    def f(self, a): ...", []),
+    ],
+)
+def test_what_counts(source, missing):
+    assert unannotated(source) == missing
