@@ -15,8 +15,8 @@ from mindspore import Tensor, nn
 from mindlora.adapters.adapter import Adapter
 from mindlora.common.text import listed
 from mindlora.errors import BaseMismatchError, LoraError, RankMismatchError
-from mindlora.nn.cell import LoRACell
 from mindlora.nn.base_fingerprint import base_fingerprint
+from mindlora.nn.cell import LoRACell
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells
 from mindlora.nn.weight_checks import check_weights

@@ -14,11 +14,13 @@ CALLED_BY_MINDSPORE = ("construct", "bprop")
 def public_functions(tree, owner=""):
     """Yields (name, function, whether it is a method) of each public function, and __init__ of each public class."""
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from public_functions(node, f"{node.name}.")
-        elif isinstance(node, ast.FunctionDef) and node.name not in CALLED_BY_MINDSPORE:
-            if node.name == "__init__" or not node.name.startswith("_"):
-                yield f"{owner}{node.name}", node, bool(owner)
+        name = getattr(node, "name", "_")
+        if (name.startswith("_") and name != "__init__") or name in CALLED_BY_MINDSPORE:
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from public_functions(node, f"{name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{owner}{name}", node, bool(owner)
 
 
 def unannotated(source):
