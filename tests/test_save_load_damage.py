@@ -47,7 +47,7 @@ def test_a_cut_anywhere_in_a_ckpt_is_noticed(tmp_path):
     assert messages == {
         f"{file} is truncated",
         f"{file} is truncated last",
-        f"{file} is truncated or no MindSpore checkpoint",
+        f"{file} is truncated or not a MindSpore checkpoint",
     }
     file.write_bytes(content)
     load_lora(target, file)
@@ -72,7 +72,9 @@ def test_paths_that_hold_no_adapter(tmp_path):
         ("other", "PATH holds no adapter_model.safetensors. It holds: a.txt, b.bin."),
     ]:
         load_refused(target, tmp_path / name, AdapterFormatError, message)
-    load_refused(target, tmp_path / "no.ckpt", TruncatedAdapterError, "PATH is truncated or no MindSpore checkpoint: ")
+    load_refused(
+        target, tmp_path / "no.ckpt", TruncatedAdapterError, "PATH is truncated or not a MindSpore checkpoint: "
+    )
     load_refused(target, tmp_path / "no.safetensors", AdapterFormatError, "PATH is not a safetensors file: ")
 
 

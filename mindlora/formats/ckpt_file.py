@@ -14,8 +14,8 @@ from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.formats import protobuf
 from mindlora.numerics.dtypes import BFLOAT16
 
-# MindSpore loads a .ckpt that was cut between two records without an error. In a file that write made, a first record
-# tells that there must be a last one, which holds a text.
+# MindSpore loads a .ckpt that was cut between two records without an error. So the first record that write puts into a
+# file says that there must be a last one, the text.
 _FIRST = "mindlora_begin"
 _METADATA = "mindlora"
 _DTYPES: Dict[str, np.dtype] = {
@@ -35,10 +35,10 @@ _DTYPES: Dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHECKSUM = b"crc_num"  # Before the last 10 bytes of a file that was saved with crc_check.
-_MAX_AXES = 32  # NumPy's.
+_MAX_AXES = 32  # NumPy's limit.
 _PIECE_BYTES = 2**29  # MindSpore divides a larger tensor among several records.
 
-# Numbers of the fields: of Checkpoint, of Checkpoint.Value, and of TensorProto.
+# Field numbers of Checkpoint, of Checkpoint.Value and of TensorProto.
 _VALUE = 1
 _TAG, _TENSOR = 1, 2
 _DIMS, _TYPE, _CONTENT = 1, 2, 3
@@ -55,16 +55,19 @@ class _Tensor(NamedTuple):
 def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray], str]:
     """Returns the tensors whose names are ``wanted``, and the text that write stored with them, or "".
 
-    mindspore.load_checkpoint is not used: where the bytes of a record are not as many as its shape needs, it writes
-    past the end of its memory or returns values that are not in the file.
+    mindspore.load_checkpoint is not used: if a record has more or fewer bytes than its shape needs, it writes past the
+    end of its memory or returns values that are not in the file.
 
     Args:
         path (str): The file; all of it is in memory while it is read.
         wanted (callable): Name of a tensor -> whether to return it.
 
+    Returns:
+        (dict of name -> array in the stored dtype, str).
+
     Raises:
-        TruncatedAdapterError: The file ends before its content does, or is no MindSpore checkpoint.
-        AdapterFormatError: A tensor is there twice or in a dtype that is not known.
+        TruncatedAdapterError: The file ends before its content does, or is not a MindSpore checkpoint.
+        AdapterFormatError: A tensor is there twice, or has a dtype that is not known.
     """
     records = _records(path, wanted)
     begun, metadata = records.pop(_FIRST, None), records.pop(_METADATA, None)
@@ -74,7 +77,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
 
 
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
-    """Writes arrays and a text as one .ckpt, in one atomic step."""
+    """Writes arrays, and ``metadata`` as text, to one .ckpt in one atomic step."""
     with atomic.replace_file(path) as written, open(written, "wb") as file:
         file.write(_record(_FIRST, "Int32", (), np.int32(1).tobytes()))
         _write_arrays(file, tensors.items())
@@ -112,7 +115,7 @@ def _records(path: str, wanted: Callable[[str], bool]) -> Dict[str, List[_Tensor
         content, checksum = content[:-17], int.from_bytes(content[-10:], "big")
         if checksum != binascii.crc32(content):
             raise TruncatedAdapterError(
-                f"{path} is damaged: its checksum is that of other bytes. Copy or save it again."
+                f"{path} is damaged: its checksum does not match its content. Copy or save it again."
             )
     records: Dict[str, List[_Tensor]] = {}
     before = None
@@ -128,10 +131,10 @@ def _records(path: str, wanted: Callable[[str], bool]) -> Dict[str, List[_Tensor
             before = name
     except AdapterFormatError:
         raise
-    # Also a name that is not UTF-8.
+    # A name that is not UTF-8 is a ValueError too.
     except ValueError as error:
         raise TruncatedAdapterError(
-            f"{path} is truncated or no MindSpore checkpoint: {error}. Copy or save it again."
+            f"{path} is truncated or not a MindSpore checkpoint: {error}. Copy or save it again."
         ) from error
     return records
 
@@ -142,7 +145,7 @@ def _parsed(value: memoryview) -> Tuple[str, _Tensor]:
     dims, found = [], {}
     for part in protobuf.fields(parts.get(_TENSOR, memoryview(b""))):
         if part.field == _DIMS and part.wire_type == protobuf.NUMBER:
-            # An int64: the upper half of the range is below zero.
+            # An int64: the upper half of the range is negative.
             dims.append(part.value - 2**64 if part.value >= 2**63 else part.value)
         elif part.wire_type == protobuf.CONTENT:
             found[part.field] = part.content
@@ -157,7 +160,7 @@ def _array(key: str, tensors: List[_Tensor], path: str) -> np.ndarray:
         raise AdapterFormatError(
             f"{path}: {key} is stored as {name}, which is not supported. Known: {', '.join(_DTYPES)}."
         )
-    shape = () if shape == (0,) else shape  # MindSpore writes some scalars so.
+    shape = () if shape == (0,) else shape  # MindSpore writes some scalars this way.
     content = b"".join(tensor.content for tensor in tensors)
     if len(shape) > _MAX_AXES or min(shape, default=1) < 1 or math.prod(shape) * _DTYPES[name].itemsize != len(content):
         raise TruncatedAdapterError(
@@ -175,5 +178,5 @@ def _text(tensors: Optional[List[_Tensor]], path: str) -> str:
         return b"".join(tensor.content for tensor in tensors).decode("utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
         raise TruncatedAdapterError(
-            f"{path} is truncated or damaged: its last record is not a text. Copy or save it again."
+            f"{path} is truncated or damaged: its last record is not text. Copy or save it again."
         ) from error

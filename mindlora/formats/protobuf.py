@@ -1,4 +1,4 @@
-"""The part of protobuf's wire format that a MindSpore checkpoint uses: fields that are numbers, texts or messages.
+"""The part of protobuf's wire format that a MindSpore checkpoint uses: fields that are numbers, strings or messages.
 
 google.protobuf is not used: MindSpore works with its pure-Python implementation only, and a process chooses the
 implementation at the first import. Reading a file before MindSpore is imported would break MindSpore.
@@ -17,8 +17,8 @@ class Field(NamedTuple):
     Attributes:
         field (int): The number that the message's definition gives it.
         wire_type (int): NUMBER or CONTENT.
-        value (int): Of a NUMBER; 0 for a CONTENT.
-        content (memoryview): Of a CONTENT; empty for a NUMBER.
+        value (int): The value of a NUMBER; 0 for a CONTENT.
+        content (memoryview): The bytes of a CONTENT; empty for a NUMBER.
     """
 
     field: int
@@ -28,7 +28,7 @@ class Field(NamedTuple):
 
 
 def fields(message: memoryview) -> Iterator[Field]:
-    """Yields the numbers and the contents in a message, in their order.
+    """Yields the NUMBER and CONTENT fields of a message, in order.
 
     Raises:
         ValueError: The message ends inside a field, or is not protobuf.
@@ -59,7 +59,7 @@ def number(field: int, value: int) -> bytes:
 
 
 def content(field: int, value: bytes) -> bytes:
-    """Returns the bytes of a field that is a text, bytes or a message."""
+    """Returns the bytes of a field that is a string, bytes or a message."""
     return _encoded(field << 3 | CONTENT) + _encoded(len(value)) + value
 
 

@@ -33,7 +33,7 @@ _DTYPES: Dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_MAX_AXES, _MAX_ELEMENTS = 32, 2**59  # NumPy's.
+_MAX_AXES, _MAX_ELEMENTS = 32, 2**59  # NumPy's limits.
 # Parts of the library's messages about missing bytes.
 _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
@@ -62,7 +62,7 @@ class TensorFile:
 
     Attributes:
         tensors (dict): Key -> TensorInfo, in the order of the bytes.
-        metadata (dict): The texts in the file's header.
+        metadata (dict): The strings in the file's header.
 
     Raises:
         TruncatedAdapterError: The file ends before its content does, or holds more than it declares.
@@ -81,14 +81,22 @@ class TensorFile:
         self._file.close()
 
     def read(self, key: str) -> np.ndarray:
-        """Returns one tensor in its stored dtype."""
+        """Returns one tensor in its stored dtype.
+
+        Raises:
+            TruncatedAdapterError: The file became shorter after it was opened.
+        """
         info = self.tensors[key]
         array = np.empty(info.shape, info.dtype)
         self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset)
         return array
 
     def read_rows(self, key: str, begin: int, end: int) -> np.ndarray:
-        """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
+        """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row.
+
+        Raises:
+            TruncatedAdapterError: The file became shorter after it was opened.
+        """
         info = self.tensors[key]
         if not info.shape:
             return self.read(key)
@@ -109,11 +117,11 @@ class TensorFile:
 def layout(
     entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], metadata: Optional[Dict[str, str]] = None
 ) -> Tuple[bytes, List[int], int]:
-    """Returns a safetensors file's header, the offset of each tensor in the file, and the size of the file.
+    """Returns a safetensors file's header, the offset of each tensor in the file, and the size of the file, in bytes.
 
     Args:
         entries (list): (key, dtype, shape) of each tensor.
-        metadata (dict): Texts to store with them. Default: None.
+        metadata (dict): Strings to store with them. Default: None.
     """
     header: Dict[str, Any] = {}
     offset = 0
@@ -142,7 +150,7 @@ def write(
         entries (list): (key, dtype, shape) of each tensor.
         contents (iterable of arrays): The tensors' elements in the order of ``entries``; a tensor may come in several
             pieces.
-        metadata (dict): Texts to store with them. Default: None.
+        metadata (dict): Strings to store with them. Default: None.
     """
     text, _, end = layout(entries, metadata)
     with open(path, "wb") as file:
@@ -183,7 +191,7 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
     tensors = {}
     odd = [key for key, entry in header.items() if not isinstance(entry, dict)]
     if odd:
-        # The library's reader takes a list [dtype, shape, offsets] too.
+        # The library's reader also accepts a list [dtype, shape, offsets].
         raise AdapterFormatError(
             f"{path} is not a safetensors file: the entry of {odd[0]} in its header is not an object. Save it again."
         )

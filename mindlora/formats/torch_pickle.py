@@ -19,7 +19,7 @@ _STORAGES = {
 }
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
-_MAX_AXES = 32  # NumPy's.
+_MAX_AXES = 32  # NumPy's limit.
 
 
 def read(path: str) -> Dict[str, np.ndarray]:
@@ -114,7 +114,7 @@ class _Machine:
                 arguments = stack.pop()
                 stack.append(self._call(stack.pop(), arguments))
             elif name == "BUILD" and isinstance(stack[-2], dict):
-                stack.pop()  # A state_dict's note of the versions of its modules.
+                stack.pop()  # The versions of its modules that a state_dict records.
             else:
                 self._refuse(f"the instruction {name}")
         return stack.pop()
@@ -140,7 +140,7 @@ class _Machine:
     def _refuse(self, what: str) -> NoReturn:
         raise AdapterFormatError(
             f"{self._path} asks for {what}, which no dict of tensors needs: it may be "
-            "meant to run something. Nothing of it was run."
+            "meant to run something. Nothing in it was run."
         )
 
     def _storage(self, kind: Any, dtype: Any, key: Any, count: Any) -> np.ndarray:
@@ -181,7 +181,7 @@ class _Machine:
         )
         if view.flags.c_contiguous:
             return view
-        # Each such tensor is a copy, and a small file can name one storage many times.
+        # Each such tensor becomes a copy, and a small file can name one storage many times.
         self._budget -= view.nbytes
         if self._budget < 0:
             raise ValueError("its tensors are many times larger than the file")
@@ -193,14 +193,14 @@ class _Machine:
 
 
 def _group(stack: List[Any], begin: int) -> None:
-    """Replaces the part of the stack from ``begin`` on by one tuple of it."""
+    """Replaces the items of the stack from ``begin`` on with one tuple of them."""
     if begin < 0:
         raise ValueError("it takes more from the stack than is there")
     stack[begin:] = [tuple(stack[begin:])]
 
 
 def _set_items(items: Tuple[Any, ...], target: Any) -> None:
-    # Keys must be texts: the hash of a deeply nested tuple can take forever.
+    # Keys must be strings: hashing a deeply nested tuple can take forever.
     if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
         raise ValueError("it sets items in something that is not a dict by name")
     target.update(zip(items[::2], items[1::2]))

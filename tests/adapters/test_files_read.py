@@ -217,4 +217,4 @@ def test_mindspore_s_checksum_is_checked(tmp_path):
     path.write_bytes(content.replace(np.float32(1).tobytes(), np.float32(2).tobytes(), 1))
     with pytest.raises(TruncatedAdapterError) as error:
         adapter_files.read(str(path))
-    assert str(error.value) == f"{path} is damaged: its checksum is that of other bytes. Copy or save it again."
+    assert str(error.value) == f"{path} is damaged: its checksum does not match its content. Copy or save it again."

@@ -183,7 +183,7 @@ def test_damaged_files(tmp_path):
     with pytest.raises((TruncatedAdapterError, AdapterFormatError), match="part-1"):
         BaseCheckpoint(tmp_path / "base")
     (tmp_path / "base.ckpt").write_bytes(b"no checkpoint")
-    with pytest.raises(TruncatedAdapterError, match="is truncated or no MindSpore checkpoint"):
+    with pytest.raises(TruncatedAdapterError, match="is truncated or not a MindSpore checkpoint"):
         BaseCheckpoint(tmp_path / "base.ckpt")
 
 

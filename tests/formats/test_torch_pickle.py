@@ -168,7 +168,7 @@ def test_nothing_is_run(tmp_path, function, name, nested, protocol):
         archive.writestr("archive/data.pkl", content)
     # Where the call is deep inside, an instruction of the list around it is refused before.
     refused(
-        tmp_path / "a.bin", ", which no dict of tensors needs: it may be meant to run something. Nothing of it was run."
+        tmp_path / "a.bin", ", which no dict of tensors needs: it may be meant to run something. Nothing in it was run."
     )
     assert not marker.exists()
     if not nested and protocol > 1:

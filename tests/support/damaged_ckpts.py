@@ -44,15 +44,20 @@ def lying(dims, dtype="Float32"):
 
 
 add("ckpt: empty", ckpt(b""), TRUNCATED, "a.ckpt is truncated: it is empty")
-add("ckpt: garbage", ckpt(bytes(range(256)) * 4), TRUNCATED, "a.ckpt is truncated or no MindSpore checkpoint")
-add("ckpt: cut", ckpt(lambda: record(*ckpt_records(make()))[:-5]), TRUNCATED, "is truncated or no MindSpore checkpoint")
+add("ckpt: garbage", ckpt(bytes(range(256)) * 4), TRUNCATED, "a.ckpt is truncated or not a MindSpore checkpoint")
+add(
+    "ckpt: cut",
+    ckpt(lambda: record(*ckpt_records(make()))[:-5]),
+    TRUNCATED,
+    "is truncated or not a MindSpore checkpoint",
+)
 add(
     "ckpt: its last record is missing",
     ckpt(lambda: record(("mindlora_begin", "Int32", (1,), bytes(4)), *ckpt_records(make()))),
     TRUNCATED,
     "its last record is",
 )
-add("ckpt: a zip", ckpt(b"PK\x03\x04" + bytes(40)), TRUNCATED, "a.ckpt is truncated or no MindSpore checkpoint")
+add("ckpt: a zip", ckpt(b"PK\x03\x04" + bytes(40)), TRUNCATED, "a.ckpt is truncated or not a MindSpore checkpoint")
 # What MindSpore would write past the end of its memory for, and what it would make up.
 add("ckpt: more bytes than its shape takes", lying((2, 1)), TRUNCATED, f"{K}.mindpet_delta_lora_b is Float32 [2, 1]")
 add("ckpt: fewer bytes than its shape takes", lying((40, 2)), TRUNCATED, f"{K}.mindpet_delta_lora_b is Float32 [40, 2]")
@@ -72,7 +77,7 @@ add(
     "ckpt: a record that is no text",
     ckpt(lambda: record(*ckpt_records(make()), ("mindlora", "str", (1,), b"\xff" * 8))),
     TRUNCATED,
-    "its last record is not a text",
+    "its last record is not text",
 )
 
 # Metadata -----------------------------------------------------------------------------------------------------
@@ -184,7 +189,7 @@ add(
     FORMAT,
     BIN,
     "asks for os.system, which no dict of tensors needs",
-    "Nothing of it was run",
+    "Nothing in it was run",
 )
 add("bin: cut", pickled(cut_bin), TRUNCATED, BIN, "is truncated or damaged: File is not a zip file")
 add("bin: garbage", pickled(lambda path: path.write_bytes(b"\x80\x02}.")), FORMAT, BIN, "is not what torch.save writes")
