@@ -14,7 +14,7 @@ class TargetError(LoraError):
 
 
 class UnsupportedCellError(LoraError):
-    """A cell was selected that LoRA cannot be put on."""
+    """A selected cell is of a kind that LoRA cannot adapt."""
 
 
 class CheckpointError(LoraError):
@@ -22,11 +22,11 @@ class CheckpointError(LoraError):
 
 
 class MergeError(LoraError):
-    """An adapter cannot be merged or unmerged, or what was asked for cannot be done while it is merged."""
+    """An adapter cannot be merged or unmerged, or an operation is not possible while it is merged."""
 
 
 class BackendError(LoraError):
-    """An operator cannot be run in the way that was asked for, or on what it was given."""
+    """An operator cannot run in the requested way, or on the inputs that it was given."""
 
 
 class QuantizationError(LoraError):
@@ -34,11 +34,11 @@ class QuantizationError(LoraError):
 
 
 class AdapterError(LoraError):
-    """An adapter file cannot be used. The subclasses say in which way."""
+    """An adapter file cannot be used. The subclasses say why."""
 
 
 class AdapterFormatError(AdapterError):
-    """The path holds no adapter, or one in a form that is not readable."""
+    """There is no adapter at the path, or it is in a form that cannot be read."""
 
 
 class TruncatedAdapterError(AdapterError):
@@ -54,7 +54,7 @@ class UnexpectedTensorsError(AdapterError):
 
 
 class ShapeMismatchError(AdapterError):
-    """A tensor of the adapter has another shape than the network's parameter."""
+    """A tensor of the adapter and the network's parameter differ in shape."""
 
 
 class RankMismatchError(AdapterError):
@@ -62,7 +62,7 @@ class RankMismatchError(AdapterError):
 
 
 class ScaleMismatchError(AdapterError):
-    """The adapter and the network have different lora_alpha, so another scale."""
+    """The adapter's lora_alpha, and so its scale, is not known or differs from the network's."""
 
 
 class NotFiniteError(AdapterError):
@@ -70,7 +70,7 @@ class NotFiniteError(AdapterError):
 
 
 class BaseMismatchError(AdapterError):
-    """The adapter was trained on another base model."""
+    """The adapter was trained on a different base model."""
 
 
 class DataError(LoraError):

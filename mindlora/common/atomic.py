@@ -1,4 +1,4 @@
-"""Atomic writes: after a kill at any moment, the old file or folder is there or the new one, never half of one."""
+"""Atomic writes: a process killed at any moment leaves the old file or folder or the new one, never half of one."""
 
 import contextlib
 import ctypes
@@ -66,7 +66,7 @@ def replace_folder(path: str) -> Iterator[str]:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder; at no moment is a part of it left at its path."""
+    """Removes a folder; at no moment is only a part of it at its path."""
     aside = _aside(path) + ".old"
     shutil.rmtree(aside, ignore_errors=True)  # A killed removal may have left it.
     os.rename(path, aside)

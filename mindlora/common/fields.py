@@ -33,7 +33,7 @@ def check_flag(value: Any, field: str) -> None:
 def check_number(
     value: Any, field: str, types: Union[type, Tuple[type, ...]], in_range: Callable[[Any], bool], expected: str
 ) -> None:
-    """Checks that ``value`` is of one of the types, but no bool, and in range; ``expected`` says so in words."""
+    """Checks that ``value`` has one of the types, is not a bool and is in range; ``expected`` says this in words."""
     if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
         raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
 
@@ -77,7 +77,7 @@ def check_values_by_pattern(value: Any, field: str, check_value: Callable[[Any, 
 
 
 def check_indices(value: Any, field: str, expected: str) -> None:
-    """Checks that ``value`` is None, a number from 0 on or a list of them; ``expected`` says so in words."""
+    """Checks that ``value`` is None, an integer of at least 0 or a list of them; ``expected`` says this in words."""
     if value is None:
         return
     items = value if isinstance(value, (list, tuple)) else [value]

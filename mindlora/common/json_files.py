@@ -13,15 +13,18 @@ def write_json(path: str, content: Any) -> None:
 
 
 def parse_object(text: Union[str, bytes], source: str, error: Type[LoraError]) -> dict:
-    """Returns the JSON object that ``text`` is.
+    """Parses ``text``, which must be a JSON object.
 
     Args:
-        text (str or bytes): As bytes, UTF-8.
-        source (str): What errors call it.
+        text (str or bytes): The JSON; bytes must be UTF-8.
+        source (str): What error messages call it.
         error (type): The class of the errors.
 
+    Returns:
+        dict.
+
     Raises:
-        error: The text is not JSON, not an object, or an object in it has a key twice.
+        error: The text is not JSON, is not an object, or has an object with the same key twice.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text

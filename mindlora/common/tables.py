@@ -1,4 +1,4 @@
-"""Reports of the command line as text of WIDTH columns: labelled lines, and tables."""
+"""Command-line reports as text that is WIDTH characters wide: labeled lines, and tables."""
 
 import textwrap
 from typing import Iterable, Optional, Sequence, Tuple
@@ -7,7 +7,7 @@ WIDTH = 110
 
 
 def fields(pairs: Iterable[Tuple[str, str]]) -> str:
-    """Returns one line for each name and text, the texts aligned."""
+    """Returns one line for each (name, text) pair, with the texts aligned."""
     pairs = list(pairs)
     width = max(len(name) for name, _ in pairs)
     return "\n".join(wrapped(f"{name:<{width}}  ", text) for name, text in pairs)
@@ -32,7 +32,7 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: Optional[float]) -> str:
-    """Returns a whole number unchanged, any other with four digits, and - for None."""
+    """Returns a whole number in full, any other with four significant digits, and - for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"

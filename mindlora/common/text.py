@@ -11,7 +11,7 @@ def listed(paths: Iterable[str]) -> str:
 
 
 def examples(paths: Iterable[str]) -> str:
-    """Returns as ``listed`` does, with at most four of the lines and the number of the others."""
+    """Returns what ``listed`` does, but at most four entries and the number of the rest."""
     lines = collapse_numbers(list(paths))
     return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
 
