@@ -1,9 +1,9 @@
-"""An update folded into a weight, W' = round(g (W + B A)), and how much of what changes rounding explains: NumPy alone.
+"""Folds an update into a weight, W' = round(g (W + B A)), and checks that rounding explains the error: only NumPy.
 
-There are two probes. A checkpoint's blocks pass through several threads at about the speed of the disk, so
-``fold_and_probe`` reads each block as few times as it can: one row of signs, in float32, against a bound that allows
-for float32 sums. In a network an update that is far smaller than W must be seen to arrive in the parameter, which
-float32 sums would hide, so ``probe_weight`` works in float64 with rows that the update answers to most.
+There are two probes. ``fold_and_probe`` is for checkpoints, whose blocks pass through several threads at about the
+speed of the disk. It reads each block as few times as it can: one row of signs, in float32, against a bound that allows
+for float32 sums. ``probe_weight`` is for networks, where even an update far smaller than W must be seen to have reached
+the parameter. Float32 sums would hide that, so it works in float64, with rows that respond most to the update.
 """
 
 import functools
@@ -20,7 +20,7 @@ _SUM_SLACK = 16 * 2.0**-24
 
 
 def row_gains(weight: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
-    """Returns g = m / ||W|| for each row: what brings the row to the size that DoRA's magnitude m gives it.
+    """Returns g = m / ||W|| for each row: the factor that gives the row the norm m, DoRA's magnitude.
 
     Args:
         weight (array): W, float32 [rows, in].
@@ -32,7 +32,7 @@ def row_gains(weight: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024, section 4.1.
     """
     norms = np.linalg.norm(weight, axis=1)
-    # A row of zeros has no direction: its gain is not finite, and the probes find that.
+    # A row of zeros has no direction: its gain is not finite, and the probes detect that.
     with np.errstate(divide="ignore", invalid="ignore"):
         return (magnitude / norms).astype(np.float32)[:, None]
 
@@ -43,24 +43,24 @@ def fold_and_probe(
     """Folds B A into some rows of W; compares x W'^T with g (x W^T + (x A^T) B^T) for one row x of random signs.
 
     Args:
-        weight (array): Rows of W, float32 [rows, in]; its memory is used up.
+        weight (array): Rows of W, float32 [rows, in]; overwritten.
         b (array): The same rows of B times the scale, float32 [rows, r].
         a (array): A, float32 [r, in].
-        dtype (dtype): What to round to.
+        dtype (dtype): The dtype to round to.
         magnitude (array): DoRA's magnitudes of the same rows, float32 [rows]. Default: None, which makes g 1.
 
     Returns:
         tuple of the rows W' in ``dtype``; for each row |difference|, float64 [rows]; and its bound, float64 [rows].
     """
     signs = _signs(weight.shape[1])
-    # What is too large for the dtype becomes infinite, which the difference shows.
+    # A value too large for the dtype becomes infinite, which shows in the difference.
     with np.errstate(over="ignore", invalid="ignore"):
         expected = weight @ signs + b @ (a @ signs)
         rows, stored, gains = _fold(weight, b, a, dtype, magnitude)
         if gains is not None:
             expected, b = expected * gains[:, 0], b * gains
         difference = np.abs(stored @ signs - expected).astype(np.float64)
-        # x is of signs, so the sums of |x| |W'| and |x| |A| are those of |W'| and |A|.
+        # The elements of x are 1 or -1, so |x| drops out of the sums |x| |W'| and |x| |A|.
         size = (np.abs(stored) @ np.abs(signs)).astype(np.float64)
         added = (np.abs(b) @ np.abs(a).sum(axis=1)).astype(np.float64)
     unit, smallest = _rounding(dtype)
@@ -95,12 +95,10 @@ def probe_weight(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Compares x W'^T with g (x W^T + scale (x A^T) B^T) in float64, for two random rows x and two in the span of A.
 
-    With rounding by at most a share u of a number (2^-24 in float32, 2^-11 in float16, 2^-8 in bfloat16), and with g W
-    for W and g B for B,
+    Rounding changes a number by at most u times its size (u = 2^-24 in float32, 2^-11 in float16, 2^-8 in bfloat16), so
+    with g W for W and g B for B, up to negligible terms,
 
         |difference| <= (u + 2 u32) |x| |W|^T + (u + (r + 5) u32) scale |x| |A|^T |B|^T
-
-    and next to nothing more.
 
     Args:
         weight (array): W before it was folded, float32, float16 or bfloat16 [rows, in].
@@ -125,14 +123,17 @@ def probe_weight(
             bound[:, rows] = (unit + 2 * unit32) * (x_size @ np.abs(block).T) + (unit + (len(a) + 5) * unit32) * (
                 low_rank_size @ np.abs(b[rows]).T
             )
-        # One hundredth for the products of these roundings, and for float64's own.
+        # One percent more for the products of these roundings, and for float64's own.
         return difference, 1.01 * (bound + smallest * x_size.sum(axis=1, keepdims=True))
 
 
 def worst_of(difference: np.ndarray, bound: np.ndarray) -> Tuple[Tuple[int, ...], bool]:
     """Returns the index of the worst difference, and whether rounding explains every one of them.
 
-    What rounding does not explain is worse than what it does: a difference above its bound, NaN, infinity.
+    A difference that rounding does not explain (above its bound, NaN or infinite) is worse than any that it does.
+
+    Args:
+        difference, bound (array): As fold_and_probe or probe_weight returns them, of the same shape.
     """
     explained = np.isfinite(difference) & (difference <= bound)
     index = np.unravel_index(np.argmax(np.where(explained, difference, np.inf)), difference.shape)
@@ -140,7 +141,7 @@ def worst_of(difference: np.ndarray, bound: np.ndarray) -> Tuple[Tuple[int, ...]
 
 
 def _fold(weight, b, a, dtype, magnitude) -> Tuple[np.ndarray, np.ndarray, Optional[np.ndarray]]:
-    """Returns W' for float32 rows of W, whose memory it uses up; W' as float32; and the gains, or None without DoRA."""
+    """Returns W' for float32 rows of W, which it overwrites; W' as float32; and the gains, or None without DoRA."""
     weight += b @ a
     gains = None
     if magnitude is not None:
@@ -151,16 +152,16 @@ def _fold(weight, b, a, dtype, magnitude) -> Tuple[np.ndarray, np.ndarray, Optio
 
 def _rows_that_answer(a) -> np.ndarray:
     """Returns the rows x of probe_weight, the same for the same A."""
-    # An update far smaller than W is lost in the rounding of x W^T for most x. Mixtures of the rows of A answer to it
-    # most, and tell whether it is there.
+    # For most x, an update far smaller than W is lost in the rounding of x W^T. Linear combinations of the rows of A
+    # respond to it most, and so show whether it is there.
     rng = np.random.default_rng(0)
     anywhere, within = rng.normal(size=(2, a.shape[1])), rng.normal(size=(2, len(a))) @ a
     return np.concatenate([anywhere, within / max(np.sqrt(np.mean(np.square(within))), 1e-30)])
 
 
 def _rounding(dtype) -> Tuple[float, float]:
-    """Returns the share of a number, and the least amount, by which rounding to ``dtype`` can move it."""
-    # float64 holds a float32 sum as it is.
+    """Returns the largest error of rounding to ``dtype``: relative, and absolute near zero."""
+    # float64 holds a float32 sum exactly.
     return ROUNDING.get(dtype_name(dtype), (0.0, 2.0**-150))
 
 

@@ -23,7 +23,7 @@ class Shaped(Protocol):
 
     @property
     def shape(self) -> Tuple[int, ...]:
-        """Its sizes along all axes."""
+        """The size of each axis."""
 
 
 class InitialPair(NamedTuple):
@@ -31,7 +31,7 @@ class InitialPair(NamedTuple):
 
     Attributes:
         a, b (array): A0 [r, in] and B0 [out, r], in the dtypes of the parameters.
-        fingerprint (dict): Fingerprint of the base before that, or None.
+        fingerprint (dict): Fingerprint of the base before that change, or None.
     """
 
     a: np.ndarray
@@ -53,7 +53,7 @@ def loftq_iterations(name: str) -> int:
     """Returns N of "loftq_iter_N", and 1 for "loftq".
 
     Raises:
-        ValueError: The initializer is another one.
+        ValueError: ``name`` is not one of LoftQ's initializers.
     """
     match = _LOFTQ.fullmatch(name)
     if match is None:
@@ -111,9 +111,12 @@ def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.
         rank (int): r, at most the smaller side of W.
         scale (float): Factor on the low-rank path.
 
+    Returns:
+        (A float32 [r, in], B float32 [out, r]).
+
     Raises:
         ConfigError: The rank is larger than a side of W.
-        ValueError: The initializer is another one.
+        ValueError: ``name`` is not an initializer that changes the base.
     """
     if name == "olora":
         return olora(weight, rank, scale)
@@ -177,7 +180,13 @@ def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.n
 
 
 def residual(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Returns W' = W - scale B A, float32 [out, in]."""
+    """Returns W' = W - scale B A, float32 [out, in].
+
+    Args:
+        weight (array): W [out, in], float32.
+        a, b (array): A [r, in] and B [out, r], float32.
+        scale (float): Factor on the low-rank path.
+    """
     return weight - (b * np.float32(scale)) @ a
 
 
@@ -189,9 +198,9 @@ def loftq(
     iterations: int = 1,
     scale: float = 1.0,
 ) -> Tuple[Quantized, np.ndarray, np.ndarray]:
-    """Q, A and B such that dequantize(Q) + scale B A is near W.
+    """Q, A and B such that dequantize(Q) + scale B A is close to W.
 
-    Each iteration computes Q = quantize(W - scale B A), then A and B as PiSSA's of W - dequantize(Q).
+    Each iteration computes Q = quantize(W - scale B A), then A and B as PiSSA's pair for W - dequantize(Q).
 
     Args:
         weight (array): W [out, in], float32.
@@ -220,7 +229,7 @@ def loftq(
 
 
 def _randomized_svd(weight: np.ndarray, rank: int, iterations: int) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (U, S, V^T) of W projected onto the range of (W W^T)^iterations W times random directions."""
+    """Returns (U, S, V^T) of W projected onto the range of (W W^T)^iterations W X, with X random directions."""
     if weight.shape[0] < weight.shape[1]:
         u, s, vt = _randomized_svd(weight.T, rank, iterations)
         return vt.T, s, u.T

@@ -33,14 +33,14 @@ TABLE = np.array(
     ],
     np.float32,
 )
-# Weights of a block, which share an absmax, and blocks of a group, which share a scale and an offset.
+# The number of weights in a block, which share an absmax, and of blocks in a group, which share a scale and an offset.
 BLOCK, GROUP = 64, 256
 # The two values of each of the 256 bytes: (low half, high half).
 BYTE_VALUES = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]])
 # Field of Nf4Array -> name of its tensor in a network and in a checkpoint, after the path of its cell.
 TENSOR_NAMES = {"codes": "weight", "absmax": "weight_absmax", "scales": "weight_scales", "offsets": "weight_offsets"}
 _MIDPOINTS = (TABLE[:-1] + TABLE[1:]) / 2
-# Numbers that are quantized at a time, so that temporary arrays stay small.
+# How many numbers are quantized at a time, so that temporary arrays stay small.
 _AT_ONCE = 1 << 18
 
 
@@ -52,7 +52,7 @@ class Nf4Array:
         codes (ndarray): uint8 [N, blocks * 32]. Byte i of a block's 32 holds the code of its weight i in the low half
             and of weight 32 + i in the high one. A code is an index of TABLE.
         absmax (ndarray): uint8 [N, blocks], the code of the largest absolute value of each block.
-        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, rows after each other.
+        scales (ndarray): float32 [groups]. Groups are runs of 256 blocks, row after row.
         offsets (ndarray): float32 [groups]. The absmax of a block is offset + scale * code.
         shape (tuple): (N, K).
     """
@@ -82,11 +82,11 @@ def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
     second quantization does not add to that of the first.
 
     Args:
-        weight (ndarray): Shape [N, K], any N and K from 1; float16, float32 or float64.
+        weight (ndarray): Shape [N, K], any N and K of at least 1; float16, float32 or float64.
         name (str): The name of the weight in errors. Default: "weight".
 
     Returns:
-        Nf4Array. The last block of a row is padded where K is no multiple of 64.
+        Nf4Array. The last block of a row is padded if K is not a multiple of 64.
 
     Raises:
         QuantizationError: The weight is not a matrix of floating-point numbers, is empty, or holds infinity or NaN.
@@ -97,7 +97,7 @@ def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
     if weight.ndim != 2 or weight.dtype not in (np.float16, np.float32, np.float64) or not weight.size:
         raise QuantizationError(
             f"{name} is {weight.dtype}{list(weight.shape)}: NF4 takes a matrix of float16, float32 "
-            "or float64, with no side of 0."
+            "or float64 that is not empty."
         )
     rows, columns = weight.shape
     blocks, step = -(-columns // BLOCK), max(1, _AT_ONCE // columns)
@@ -192,7 +192,7 @@ def _quantize_absmax(absmax: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _encode(weight: np.ndarray, absmax: np.ndarray) -> np.ndarray:
-    """Returns the nearest code of each number, two to a byte: the number of midpoints between codes below it."""
+    """Returns each number's nearest code, two to a byte; a code counts the midpoints of TABLE below the number."""
     blocked = _blocked(weight, absmax.shape[1])
     codes = np.zeros(blocked.shape, np.uint8)
     # In a block of zeros, each number gets the code of zero.

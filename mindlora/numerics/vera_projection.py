@@ -9,13 +9,13 @@ import numpy as np
 def projection(key: int, rank: int, in_channels: int, out_channels: int) -> Tuple[np.ndarray, np.ndarray]:
     """Returns the frozen A and B that all cells of a VeRA network share, uniform in +-sqrt(6 / fan_in).
 
-    They are the numbers that PyTorch's CPU generator draws for ``key``, A first, and so PEFT's bit for bit.
+    They are the numbers that PyTorch's CPU generator draws for ``key``, A first, so they equal PEFT's bit for bit.
 
     Args:
         key (int): PEFT's projection_prng_key; PyTorch's generator uses its lower 32 bits.
         rank (int): r.
-        in_channels, out_channels (int): The largest of the adapted cells; a smaller cell takes the first columns of A
-            and the first rows of B.
+        in_channels, out_channels (int): The largest sizes among the adapted cells; a smaller cell takes the first
+            columns of A and the first rows of B.
 
     Returns:
         A [r, in_channels] with fan_in in_channels, B [out_channels, r] with fan_in r; float32.
