@@ -1,4 +1,4 @@
-"""What one kind of model calls its cells and parameters, in Hugging Face's and in MindFormers' names."""
+"""How one kind of model names its cells and parameters, in Hugging Face's world and in MindFormers'."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class Names(NamedTuple):
 
 
 class JoinedCell(NamedTuple):
-    """A linear cell of MindFormers' that computes what several cells do, their weights joined by rows.
+    """A linear cell of MindFormers that does the work of several cells, with their weights joined by rows.
 
     Attributes:
         name (str): The last part of its path, such as w_qkv.
@@ -52,16 +52,16 @@ class Architecture:
     Attributes:
         title (str): For messages.
         model_types (tuple of str): MindFormers' classes, as a YAML names them, of a model or of its configuration.
-        cells (tuple of Names): How the paths of the linear cells end, the output head excepted.
-        parameters (tuple of Names): How the names of all other parameters end, embedding and head excepted.
+        cells (tuple of Names): The ends of the linear cells' paths, without the output head.
+        parameters (tuple of Names): The ends of all other parameters' names, without embedding and output head.
         embedding (Names): Path of the input embedding.
-        embedding_weight (Names): What its table is called, after that path.
+        embedding_weight (Names): The name of its table, after that path.
         output_head (Names): Path of the output head.
         joined (tuple of JoinedCell): MindFormers' joined cells.
-        computed (tuple of str): How the names of tensors end that every model computes for itself, though some
-            checkpoints hold them.
-        mcore (tuple): (pattern, replacement): regular expressions from the paths of MindFormers' mcore model to those
-            of its other one.
+        computed (tuple of str): The ends of names of tensors that some checkpoints hold, although every model computes
+            them for itself.
+        mcore (tuple): (pattern, replacement) pairs for re.sub, which turn paths of MindFormers' mcore model into those
+            of its legacy model.
         linear_sizes (callable): model_config of a YAML -> {path: (out, in)} of the linear cells of MindFormers' model.
     """
 
@@ -78,11 +78,11 @@ class Architecture:
     linear_sizes: Callable[[dict], Dict[str, Tuple[int, int]]]
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
-        """Returns the path of a cell in the world ``target``, given that in ``source``; None for a path not known."""
+        """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known."""
         return _renamed(path, (*self._renamed_cells, self.output_head), source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
-        """Returns the name of a parameter in the world ``target``, given that in ``source``; None if not known."""
+        """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known."""
         found = _renamed(name, self._renamed_parameters, source, target)
         if found is not None:
             return found

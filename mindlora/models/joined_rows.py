@@ -1,7 +1,7 @@
 """How the rows of several weights are ordered in a joined one (MindFormers' qkv_concat).
 
-A joined weight consists of equal groups, and each group holds so many rows of the first part, then of the second, and
-so on. The layouts differ in what a group is.
+A joined weight consists of equal groups. Each group holds some rows of the first part, then some of the second, and so
+on. The layouts differ in what a group is.
 """
 
 from typing import Optional, Sequence, Tuple
@@ -13,7 +13,7 @@ def join_rows(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
     """Returns the joined rows of ``parts``.
 
     Args:
-        parts (list of array): Each of shape [groups * its rows in a group, ...].
+        parts (list of array): Each of shape [groups * the part's rows in a group, ...].
         groups (int): Number of groups.
 
     Returns:
@@ -46,13 +46,13 @@ class RowLayout:
     needs_heads: bool
 
     def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        """Returns the number of groups that parts with so many ``rows`` make up, or None if they make up none."""
+        """Returns the number of groups in the joined weight of parts with these ``rows``, or None if none exists."""
         raise NotImplementedError
 
     def sizes(
         self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
     ) -> Optional[Tuple[int, ...]]:
-        """Returns the rows of each part in one group of a joined weight, or None if it cannot be divided so.
+        """Returns the rows of each part in one group of a joined weight, or None if it cannot be divided into groups.
 
         Args:
             total (int): Rows of the joined weight.
@@ -66,7 +66,7 @@ class RowLayout:
         """Returns the rows of all parts of a joined weight with ``total`` rows, or None if there is no such weight.
 
         Args:
-            rows (list of int): Rows of each part, None where they are to be found out; at least one is known.
+            rows (list of int): Rows of each part, None for those to be found; at least one is known.
             total (int): Rows of the joined weight.
         """
         raise NotImplementedError
@@ -77,13 +77,14 @@ class RowLayout:
         """Returns the rows of the joined weight, or None if those of a part are not known.
 
         Args:
-            rows (list of int): Rows of each part, None where they are not known; at least one is known.
-            heads, kv_heads, head_dim (int): The model's numbers of heads and the rows of one, None if not known.
+            rows (list of int): Rows of each part, None if not known; at least one is known.
+            heads, kv_heads, head_dim (int): The model's numbers of attention and of key-value heads, and the rows of
+                one head; None if not known.
         """
         raise NotImplementedError
 
     def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        """Returns the rows of one head, given those of each part; None where heads do not matter."""
+        """Returns the rows of one head, given the rows of each part; None if heads do not matter."""
         raise NotImplementedError
 
 

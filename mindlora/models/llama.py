@@ -1,4 +1,4 @@
-"""The Llama. Qwen2 has the same names in both worlds, and biases on q, k and v, so that this record serves it too."""
+"""Llama. Qwen2 has the same names in both worlds, plus biases on q, k and v, so this record serves it too."""
 
 from typing import Any, Dict, Optional, Tuple
 

@@ -47,7 +47,7 @@ def joined_cell(path: str) -> JoinedCell:
     """Returns the record of the joined cell at ``path``.
 
     Raises:
-        KeyError: The cell there is no joined one, so that joined_parts is empty.
+        KeyError: The cell there is not a joined one, so joined_parts returns [].
     """
     cell = _joined_cell(path)
     if cell is None:
@@ -97,7 +97,7 @@ def is_computed(name: str) -> bool:
 
 
 def mcore_cells() -> Tuple[Tuple[str, str], ...]:
-    """Returns (pattern, replacement) pairs from the paths of MindFormers' mcore models to those of its other ones."""
+    """Returns the (pattern, replacement) pairs that turn paths of MindFormers' mcore models into its legacy models'."""
     return tuple(dict.fromkeys(pair for architecture in registry.ARCHITECTURES for pair in architecture.mcore))
 
 

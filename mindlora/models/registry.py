@@ -1,4 +1,4 @@
-"""The architectures that mindlora knows, one line each. Where two know the same name, the first counts."""
+"""The architectures that mindlora knows, one line each. If two know the same name, the first one wins."""
 
 from typing import Optional, Tuple
 
@@ -11,7 +11,7 @@ ARCHITECTURES: Tuple[Architecture, ...] = (
 
 
 def by_model_type(name: Optional[str]) -> Optional[Architecture]:
-    """Returns the architecture of a model that a YAML of MindFormers gives the type ``name``, or None."""
+    """Returns the architecture of the model type ``name`` of a MindFormers YAML, or None."""
     return next((architecture for architecture in ARCHITECTURES if name in architecture.model_types), None)
 
 

@@ -69,6 +69,9 @@ def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = 
         linear_paths (Sequence[str]): Full paths of linear cells, in order.
         exclude (str or list): quantize_exclude, in the same forms as target_modules. Default: None.
 
+    Returns:
+        list of str, in the order of ``linear_paths``.
+
     Raises:
         TargetError: An item of ``exclude`` matches nothing, or nothing is left.
     """
@@ -175,7 +178,7 @@ def _suffix_matcher(suffix: str) -> _Matcher:
 
 
 def _split_alternatives(pattern: str) -> List[str]:
-    """Splits a regex at each | outside of brackets, unless one of the pieces would not be a regex by itself."""
+    """Splits a regex at each | outside brackets, unless one of the pieces would not be a regex by itself."""
     pieces: List[str] = []
     depth, in_class, escaped, piece = 0, False, False, ""
     for char in pattern:
@@ -218,7 +221,7 @@ def _candidates(linear_paths: Sequence[str]) -> str:
 
 
 def pattern_value(pattern: Optional[Mapping[str, Value]], path: str, default: Value) -> Value:
-    """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or an end of it.
+    """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or its end after a dot.
 
     Args:
         pattern (dict): Regular expression -> value, or None.
