@@ -2,7 +2,7 @@
 
 scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore looks for it
 where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU library
-infers the shapes, so that both devices refuse the same shapes with the same words, and dynamic shapes work.
+infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work.
 """
 
 import json
@@ -14,7 +14,7 @@ from mindspore import ops
 from mindspore._c_expression import MSContext
 from mindspore.ops import CustomRegOp, DataType
 
-# The NPUs that kernels are built for, in the words of MindSpore and of --soc of build_ascend.sh: Atlas A2 and A3.
+# The NPUs that the kernels are built for, as MindSpore and build_ascend.sh --soc name them: Atlas A2 and A3.
 SOCS = ("ascend910b", "ascend910_93")
 # Where build_ascend.sh puts the package unless it is told otherwise.
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "vendors", "mindlora")
@@ -55,7 +55,7 @@ def problem(op_type: str) -> Optional[str]:
     """Returns why the kernel of an operator cannot be called on this machine, or None.
 
     Args:
-        op_type (str): Its name in SIGNATURES, which is also its name in CANN.
+        op_type (str): The operator's name in SIGNATURES, which is also its name in CANN.
     """
     soc = MSContext.get_instance().get_ascend_soc_version()
     if soc not in SOCS:
@@ -64,14 +64,14 @@ def problem(op_type: str) -> Optional[str]:
     if not opp:
         return "ASCEND_OPP_PATH is not set: source CANN's set_env.sh before Python starts"
     if shutil.which("g++") is None:
-        return "there is no g++, with which MindSpore compiles its call of a custom operator"
+        return "g++ is not on PATH, and MindSpore needs it to compile its calls to custom operators"
     packages = _packages(opp)
     found = [package for package in packages if op_type in _operators(package, soc)]
     if not found and op_type in _operators(PACKAGE, soc):
         return f"the kernels are not registered: `source {PACKAGE}/bin/set_env.bash` before Python starts"
     if not found:
         return (
-            f"{op_type} for {soc} is in none of {', '.join(packages) or 'no operator package'}: build the kernels "
+            f"{op_type} for {soc} is not in {' or '.join(packages) or 'any operator package'}: build the kernels "
             f"with scripts/build_ascend.sh --soc {soc}, then source the set_env.bash that it names"
         )
     library = os.path.join(found[0], "op_api", "lib", "libcust_opapi.so")
@@ -81,7 +81,7 @@ def problem(op_type: str) -> Optional[str]:
 
 
 def _packages(opp):
-    """Returns the folders where CANN and MindSpore look for operator packages, in their order."""
+    """Returns the folders where CANN and MindSpore look for operator packages, in the order of their search."""
     folders = [folder for folder in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if folder]
     vendors = os.path.join(opp, "vendors")
     try:
@@ -103,7 +103,11 @@ def _operators(package, soc):
 
 
 def registration(op_type: str) -> dict:
-    """Returns what MindSpore needs to know of a kernel: its inputs, its output and their dtypes."""
+    """Returns what MindSpore needs to know about a kernel: its inputs, its output and their dtypes.
+
+    Args:
+        op_type (str): The operator's name in SIGNATURES.
+    """
     inputs = SIGNATURES[op_type]
     info = CustomRegOp(op_type)
     for i, name in enumerate(inputs):
@@ -115,15 +119,15 @@ def registration(op_type: str) -> dict:
 
 
 class AscendKernel(ops.Custom):
-    """A kernel of the operator package as a primitive, with one output.
+    """A kernel of the operator package, wrapped as a primitive with one output.
 
-    MindSpore compiles its call with g++ when the primitive is made, and calls CANN's aclnn<op_type>.
+    MindSpore compiles the call with g++ when the primitive is created, and calls CANN's aclnn<op_type>.
 
     Args:
-        op_type (str): Its name in SIGNATURES.
+        op_type (str): The operator's name in SIGNATURES.
         library (str): The CPU library, which infers shapes and types.
-        writes (bool): Whether it writes into an input, so that reads of that input keep their order with the kernel.
-            Default: False.
+        writes (bool): Whether the kernel writes into an input; MindSpore then does not reorder it with reads of that
+            input. Default: False.
     """
 
     def __init__(self, op_type: str, library: str, writes: bool = False):
@@ -133,5 +137,5 @@ class AscendKernel(ops.Custom):
             self.add_prim_attr("side_effect_mem", True)
 
     def __deepcopy__(self, memo):
-        # ops.Custom cannot be copied; cells that hold it are.
+        # ops.Custom cannot be copied, but cells that hold one are.
         return type(self)(*self._arguments)

@@ -1,9 +1,9 @@
 """Which implementation of an operator runs: chosen once, when a cell is made, and reported in words.
 
-Three paths compute the same: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed`` (plain
-MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; a path that cannot be had is
-then an error, and no other path is taken. lora_dropout on an NPU is exempt, because it has no Ascend kernel: cells use
-nn.Dropout there, and a direct call of it is composed, which the report says.
+Three paths compute the same result: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed``
+(plain MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; if that path is not
+available, it is an error and there is no fallback. lora_dropout on an NPU is exempt, because it has no Ascend kernel:
+cells use nn.Dropout there, and a direct call takes the composed path, as the report shows.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ OP_TYPES = {
     "multi_lora_slot_write": "MultiLoraSlotWrite",
     "nf4_linear": "Nf4Linear",
 }
-# The kernels that they call in CANN. That of nf4_linear decodes W, and MindSpore's MatMul multiplies; None: no kernel.
+# The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None}
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
@@ -37,8 +37,8 @@ LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libmi
 DTYPES = (ms.float32, ms.float16, ms.bfloat16)
 # The largest rank of the kernels.
 MAX_RANK = 256
-# Operators whose kernel is worth its call in PyNative too. Plain operators write max_rank rows of a slot where r are
-# enough, and no bfloat16; they need fifteen passes to drop elements by a hash; they decode a 4-bit weight into memory.
+# Operators whose kernel is worth its call in PyNative too. Plain operators write max_rank rows of a slot where r would
+# do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
 _LIBRARY_VERSION = 4
@@ -65,7 +65,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """The path of each operator that would be picked for a cell made now.
+    """The path of each operator that would be picked for a cell created now.
 
     Attributes:
         choices (tuple of Choice): One for each operator.
@@ -81,13 +81,13 @@ def backend_report() -> BackendReport:
     """Returns the path that would be picked for each operator now, and why.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names a path that is not known or cannot be had.
+        BackendError: MINDLORA_BACKEND names a path that is unknown or not available.
     """
     return BackendReport(tuple(map(choose, OPS)))
 
 
 def choose(op: str) -> Choice:
-    """Picks the path of an operator from MINDLORA_BACKEND, the device, the mode and the library that was built.
+    """Picks the path of an operator by MINDLORA_BACKEND, the device, the mode and whether the library was built.
 
     Args:
         op (str): One of OPS.
@@ -96,7 +96,8 @@ def choose(op: str) -> Choice:
         Choice.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names a path that is not known or cannot be had, but for lora_dropout on an NPU.
+        BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout on an
+            NPU).
     """
     device, forced = ms.get_context("device_target"), os.environ.get(VARIABLE, "")
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
@@ -106,7 +107,7 @@ def choose(op: str) -> Choice:
         raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
     path = forced or ("ascend" if device == "Ascend" else "cpu")
     if path == "ascend" and device == "Ascend" and ASCEND_OP_TYPES[op] is None:
-        return Choice(op, "composed", f"it has no Ascend kernel, whether {VARIABLE} asks for one or not")
+        return Choice(op, "composed", f"it has no Ascend kernel, even if {VARIABLE} asks for one")
     problem = _ascend_problem(op, device) if path == "ascend" else _cpu_problem(device)
     if forced and problem:
         raise BackendError(f"{VARIABLE} is {forced}, but {problem}.")
@@ -117,12 +118,12 @@ def choose(op: str) -> Choice:
     if path == "ascend":
         return Choice(op, "ascend", f"{ASCEND_OP_TYPES[op]} in Ascend C, from the operator package that CANN finds")
     if ms.get_context("mode") == ms.PYNATIVE_MODE and op not in _ONE_PASS:
-        return Choice(op, "composed", f"in PyNative a call of a custom operator costs more than it saves{note}")
+        return Choice(op, "composed", f"in PyNative a call to a custom operator costs more than it saves{note}")
     return Choice(op, "cpu", f"{_ONE_PASS.get(op, 'graph mode')} on a CPU, {LIBRARY}")
 
 
 def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Choice:
-    """Picks the path of an operator for one cell: the composed one where no kernel can serve the cell.
+    """Picks the path of an operator for one cell: the composed one if no kernel supports the cell.
 
     Args:
         op (str): One of OPS.
@@ -134,7 +135,7 @@ def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Ch
         Choice.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names a path that is not known or cannot be had for this cell.
+        BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
     """
     choice, problem = choose(op), ""
     if sharded:
@@ -158,7 +159,7 @@ def _ascend_problem(op, device) -> Optional[str]:
 
 
 def _cpu_problem(device) -> Optional[str]:
-    """Returns why the CPU library cannot be used, or None. MindSpore itself would find out at the first call."""
+    """Returns why the CPU library cannot be used, or None. MindSpore itself would notice only at the first call."""
     if device != "CPU":
         return f"device_target is {device}"
     return _library_problem()
@@ -168,7 +169,7 @@ def _library_problem() -> Optional[str]:
     if not os.path.exists(LIBRARY):
         return f"{LIBRARY} is missing: build it with `python -m mindlora.ops.build`"
     allowed = os.environ.get("MS_CUSTOM_AOT_WHITE_LIST")
-    # The test that MindSpore makes.
+    # The same test as in MindSpore.
     if allowed is not None and os.path.realpath(allowed) not in os.path.realpath(LIBRARY):
         return f"MS_CUSTOM_AOT_WHITE_LIST ({allowed}) does not allow {LIBRARY}"
     return _load_problem(LIBRARY, os.path.getmtime(LIBRARY))
@@ -182,7 +183,7 @@ def _load_problem(path, _modified) -> Optional[str]:
         return f"{path} cannot be loaded: {error}"
     if version != _LIBRARY_VERSION:
         return (
-            f"{path} is of another version of mindlora ({version}, not {_LIBRARY_VERSION}): build it again with "
+            f"{path} is from another version of mindlora ({version}, not {_LIBRARY_VERSION}): build it again with "
             "`python -m mindlora.ops.build`"
         )
     return None

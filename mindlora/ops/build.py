@@ -29,7 +29,7 @@ FLAGS = (
 
 
 def sources() -> List[str]:
-    """Returns the paths of the .cc files; none outside a checkout."""
+    """Returns the paths of the .cc files; an empty list outside a checkout."""
     return sorted(
         glob.glob(os.path.join(SOURCES, "cpu_common", "*.cc")) + glob.glob(os.path.join(SOURCES, "*", "cpu", "*.cc"))
     )
@@ -53,7 +53,7 @@ def build(library: str = LIBRARY) -> str:
         str, the path of the library.
 
     Raises:
-        RuntimeError: There are no sources, no compiler, or the compiler fails; its own words are in the message.
+        RuntimeError: There are no sources or no compiler, or the compiler fails; the message then quotes it.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if platform.system() != "Linux":

@@ -32,7 +32,7 @@ class LoraDelta(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
@@ -79,7 +79,7 @@ def lora_delta(y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Union[float, 
         Tensor [tokens, N] of the dtype of y0.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """

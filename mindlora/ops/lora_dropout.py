@@ -1,4 +1,4 @@
-"""lora_dropout: dropout by a hash of a seed, and lora_delta of the dropped x; the backward keeps the seed, no mask."""
+"""lora_dropout: dropout by a hash of a seed, by itself and before lora_delta. Only the seed is kept, not the mask."""
 
 from typing import Tuple
 
@@ -33,7 +33,7 @@ class LoraDropout(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: rate is out of range (raised by the kernel; the composed path cannot raise).
 
     Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
@@ -75,8 +75,8 @@ class LoraDropout(OperatorCell):
 class LoraDeltaWithDropout(nn.Cell):
     r"""y = y0 + ((dropout(x) A^T) * scale) B^T, with gradients for y0, x, A, B and scale.
 
-    The backward keeps the seed, and neither the mask nor the dropped x. Its equations are LoraDelta's, with dropout(x)
-    for x in dA and dB, and dx = dropout(D A).
+    Only the seed is kept for the backward, not the mask or the dropped x. The gradients are LoraDelta's, with
+    dropout(x) for x in dA and dB, and dx = dropout(D A).
 
     Inputs:
         - **y0**, **x**, **a**, **b**, **scale** - As in LoraDelta; any rank.
@@ -86,7 +86,7 @@ class LoraDeltaWithDropout(nn.Cell):
         Tensor [tokens, N] of the dtype of y0.
 
     Raises:
-        BackendError: As LoraDropout.
+        BackendError: As in LoraDropout.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Srivastava et al., 2014.
     """
@@ -116,7 +116,7 @@ class LoraDeltaWithDropout(nn.Cell):
         out: Tensor,
         dout: Tensor,
     ) -> Tuple[Tensor, ...]:
-        # Without it the compiler would see that the forward computed the same, and keep that result until now.
+        # Without this, the compiler would reuse the dropped x of the forward, and keep it in memory until now.
         seed = self.depend(seed, dout)
         dropped = self.dropout.construct(x, seed, rate)
         d_dropped, da, db, dscale = self.products.low_rank_grad(dout, dropped, a, b, scale)
@@ -141,7 +141,7 @@ def lora_dropout(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
         Tensor [tokens, K] of the dtype of x.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
 
     Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
     """

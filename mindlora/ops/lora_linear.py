@@ -1,4 +1,4 @@
-"""lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for few tokens."""
+"""lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for a few tokens."""
 
 from typing import Optional, Tuple, Union
 
@@ -32,7 +32,7 @@ class LoraLinear(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
@@ -49,7 +49,7 @@ class LoraLinear(OperatorCell):
         if self.path == "cpu":
             return self.kernel(x, w, a, b, scale)
         if self.path == "ascend":
-            # On an NPU ops.Custom cannot leave an input out: a matrix where the bias belongs means that there is none.
+            # On an NPU, ops.Custom cannot omit an input: a matrix in place of the bias tells the kernel to add none.
             return self.kernel(x, w, a, b, scale, b)
         return ops.cast(self.composed(x, w, a, b, scale), x.dtype)
 
@@ -74,6 +74,8 @@ class LoraLinear(OperatorCell):
 
 class LoraLinearWithBias(LoraLinear):
     r"""y = x W^T + bias + ((x A^T) * scale) B^T: LoraLinear with one more input and its gradient.
+
+    Attributes, errors and source are those of LoraLinear.
 
     Inputs:
         - **x**, **w**, **a**, **b**, **scale** - As in LoraLinear.
@@ -105,7 +107,7 @@ def _cell(has_bias):
 def lora_linear(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor], bias: Optional[Tensor] = None
 ) -> Tensor:
-    r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; made for the few tokens of a decode step.
+    r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; meant for the few tokens of a decode step.
 
     Args:
         x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.
@@ -119,7 +121,7 @@ def lora_linear(
         Tensor [tokens, N] of the dtype of x.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """

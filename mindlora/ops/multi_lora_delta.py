@@ -1,4 +1,4 @@
-"""multi_lora_delta: an adapter of its own for each row, from one pool."""
+"""multi_lora_delta: each row of a batch uses an adapter of its own, from one pool."""
 
 from typing import Tuple
 
@@ -17,9 +17,9 @@ class MultiLoraDelta(OperatorCell):
     r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
 
     Row j of a slot of the pool is A_i[j, :] followed by B_i[:, j], so an adapter of rank r is the first r rows of its
-    slot; the rows after them are never used. Rows of x with the same adapter need not be adjacent: the kernel sorts
-    them, so that one operator is both bgmv (an adapter for each row) and sgmv (one for each segment). It is for
-    serving: there is no gradient, and asking for one is an error.
+    slot; the other rows are never used. Rows of x with the same adapter need not be adjacent: the kernel sorts
+    them, so that one operator is both bgmv (an adapter for each row) and sgmv (one for each segment). It is meant for
+    serving: it has no gradient, and asking for one is an error.
 
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
@@ -37,7 +37,7 @@ class MultiLoraDelta(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, a dtype is not supported, or a gradient
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
             is asked for.
         RuntimeError: A shape, rank or index is wrong (raised by MindSpore or by the kernel, which names it).
 
@@ -64,12 +64,12 @@ class MultiLoraDelta(OperatorCell):
         """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
         slots, max_rank, in_channels = pool.shape[0], pool.shape[1], x.shape[1]
         slot = ops.clamp(indices, 0, slots - 1)
-        # Unused elements are replaced and not multiplied by zero, which would let NaN through.
+        # Unused elements are replaced rather than multiplied by zero, which would let NaN through.
         used = ops.expand_dims(ops.arange(0, max_rank, 1, dtype=mstype.int32), 0) < ops.expand_dims(ranks[slot], 1)
         rows = ops.expand_dims(ops.logical_and(used, ops.expand_dims(indices >= 0, 1)), 2)
         blocks = self.wide(pool)[slot]
         blocks = ops.select(ops.broadcast_to(rows, blocks.shape), blocks, ops.zeros_like(blocks))
-        # Not blocks[:, :, :in_channels]: a slice of no rows ends the process on a CPU.
+        # Not blocks[:, :, :in_channels]: slicing a tensor without rows crashes the process on a CPU.
         a = ops.gather(blocks, ops.arange(0, in_channels, 1, dtype=mstype.int32), 2)
         bt = ops.gather(blocks, ops.arange(in_channels, pool.shape[2], 1, dtype=mstype.int32), 2)
         low = self.batch(a, ops.expand_dims(self.wide(x), 2))
@@ -105,7 +105,9 @@ class MultiLoraDelta(OperatorCell):
 @constexpr
 def refuse_gradient() -> None:
     """Raises BackendError. Runs when the backward of a graph is compiled."""
-    raise BackendError("multi_lora_delta has no gradient: it serves adapters that are trained. Train with lora_delta.")
+    raise BackendError(
+        "multi_lora_delta has no gradient: it serves adapters that are trained already. Train with lora_delta."
+    )
 
 
 @constexpr
@@ -120,7 +122,7 @@ def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales:
         y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
         x (Tensor): Shape [tokens, K], dtype of y0.
         pool (Tensor): Shape [slots, max_rank, K + N], dtype of y0: see MultiLoraDelta.
-        ranks (Tensor): Shape [slots], int32: the true ranks.
+        ranks (Tensor): Shape [slots], int32: the rank of each adapter; 0 for an empty slot.
         scales (Tensor): Shape [slots], float32.
         indices (Tensor): Shape [tokens], int32: the slot of each row.
 
@@ -128,7 +130,7 @@ def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales:
         Tensor [tokens, N] of the dtype of y0.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, a dtype is not supported, or a gradient
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
             is asked for.
 
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent

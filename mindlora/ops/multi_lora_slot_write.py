@@ -14,7 +14,7 @@ _NAMES = ("pool", "packed")
 
 
 def pack_adapter(a: Tensor, b: Tensor) -> Tensor:
-    """Returns A and B as one block, row j of which is A[j, :] followed by B[:, j]. Do it once for each adapter.
+    """Returns A and B as one block, whose row j is A[j, :] followed by B[:, j]. Call it once per adapter.
 
     Args:
         a (Tensor): Shape [r, K].
@@ -45,7 +45,7 @@ class MultiLoraSlotWrite(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape, rank or slot is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
@@ -107,7 +107,7 @@ def multi_lora_slot_write(
         Tensor [1], int32: the slot that was written.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
 
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """

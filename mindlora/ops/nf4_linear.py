@@ -24,8 +24,8 @@ class Nf4Linear(OperatorCell):
 
     The cpu path never holds W whole: about 0.3 MB of it at a time in each thread. The ascend path holds it during a
     product, in the dtype of x: Ascend C decodes, MindSpore's MatMul multiplies, and the backward decodes again. The
-    composed path holds it whole during a call, in float32 on a CPU, with indices and halves besides: about 13 bytes
-    per number.
+    composed path holds it whole during a call, in float32 on a CPU, together with indices and intermediate results:
+    about 13 bytes per weight.
 
     Inputs:
         - **x** (Tensor) - Shape [tokens, K]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
@@ -41,7 +41,7 @@ class Nf4Linear(OperatorCell):
         choice (Choice): The path that was picked when the cell was made.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
@@ -54,7 +54,7 @@ class Nf4Linear(OperatorCell):
         self.products = Products()
         if self.path == "cpu":
             self.grad_kernel, self.grad_like_kernel = CpuKernel("Nf4LinearGrad", 5), CpuKernel("Nf4LinearGradLike", 6)
-        # The primitives themselves: their functions cannot be called in a backward in graph mode.
+        # Primitives, because their functional forms cannot be called in a backward in graph mode.
         self.gather, self.concat, self.tile, self.depend = ops.Gather(), ops.Concat(2), ops.Tile(), ops.Depend()
         self.vector = Tensor([0], mstype.float32)
         self.low_values, self.high_values = map(Tensor, BYTE_VALUES)
@@ -75,7 +75,7 @@ class Nf4Linear(OperatorCell):
     def weight(
         self, like: Tensor, after: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor
     ) -> Tensor:
-        """W in the dtype of ``like``, with as many columns, decoded only when ``after`` is computed.
+        """W in the dtype of ``like``, with as many columns, decoded only once ``after`` is computed.
 
         Otherwise the compiler could decode the weights of all layers first, or keep W for the backward.
         """
@@ -98,7 +98,7 @@ class Nf4Linear(OperatorCell):
         return functional.isconstant(x.shape[1]) and x.shape[1] == BLOCK * absmax.shape[1]
 
     def of_blocks(self, of_groups: Tensor, absmax: Tensor) -> Tensor:
-        """The value of its group for each block."""
+        """For each block, the value of its group."""
         repeated = ops.reshape(self.tile(ops.reshape(of_groups, (-1, 1)), (1, GROUP)), (-1,))
         return repeated[: absmax.shape[0] * absmax.shape[1]]
 
@@ -128,6 +128,8 @@ class Nf4Linear(OperatorCell):
 
 class Nf4LinearWithBias(Nf4Linear):
     r"""y = x W^T + bias: Nf4Linear with one more input and its gradient.
+
+    Attributes, errors and source are those of Nf4Linear.
 
     Inputs:
         - **x**, **codes**, **absmax**, **scales**, **offsets** - As in Nf4Linear.
@@ -185,7 +187,7 @@ def nf4_linear(
         Tensor [tokens, N] of the dtype of x.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that cannot be had, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """

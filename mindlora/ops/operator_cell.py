@@ -1,4 +1,4 @@
-"""What the cells of all operators share: their kernel on the path that was picked, and the checks of their inputs."""
+"""What the cells of all operators share: the kernel of the path that was picked, and checks of the inputs."""
 
 import functools
 from typing import Optional, Sequence, Type
@@ -38,7 +38,7 @@ class OperatorCell(nn.Cell):
 
 
 def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Optional[ops.Custom]:
-    """Returns the primitive of an operator on a path, None on the composed one.
+    """Returns the primitive of an operator on a path, or None on the composed one.
 
     Args:
         path (str): ascend, cpu or composed.
@@ -54,14 +54,14 @@ def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Option
 
 
 class CpuKernel(ops.Custom):
-    """A function of the CPU library as a primitive, with one output.
+    """A function of the CPU library, wrapped as a primitive with one output.
 
-    Shapes and types are inferred in C++, and reg_info leaves the types open: dynamic shapes work only that way.
+    Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work.
 
     Args:
         name (str): The function.
         inputs (int): How many tensors it takes.
-        writes (bool): Whether it writes into an input, so that reads of that input keep their order with the kernel.
+        writes (bool): Whether it writes into an input; MindSpore then does not reorder it with reads of that input.
             Default: False.
     """
 
@@ -76,7 +76,7 @@ class CpuKernel(ops.Custom):
             self.add_prim_attr("side_effect_mem", True)
 
     def __deepcopy__(self, memo):
-        # ops.Custom cannot be copied; cells that hold it are.
+        # ops.Custom cannot be copied, but cells that hold one are.
         return type(self)(*self._arguments)
 
 
@@ -96,7 +96,7 @@ def check_dtypes(op: str, path: str, names: Sequence[str], dtypes: Sequence[msty
 def check_fixed_dtypes(
     op: str, path: str, names: Sequence[str], dtypes: Sequence[mstype.Type], needed: Sequence[mstype.Type]
 ) -> None:
-    """Raises BackendError unless each dtype is the one that is needed. Runs when a graph is compiled."""
+    """Raises BackendError unless each dtype is the needed one. Runs when a graph is compiled."""
     for name, dtype, wanted in zip(names, dtypes, needed):
         if dtype != wanted:
             raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}.")
@@ -109,5 +109,5 @@ def current_cell(kind: Type[OperatorCell]) -> OperatorCell:
 
 @functools.lru_cache(maxsize=None)
 def _shared_cell(kind, _path, _device):
-    """Returns one cell of a kind for all callers for whom the same path is picked."""
+    """Returns one cell of a kind, shared by all callers on the same path and device."""
     return kind()

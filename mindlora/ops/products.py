@@ -8,7 +8,7 @@ from mindspore.common import dtype as mstype
 
 
 class Products(nn.Cell):
-    """Products of 2-D tensors. On a CPU results are float32, whatever goes in: it has no bfloat16 MatMul or Mul."""
+    """Products of 2-D tensors. On a CPU, results are always float32, because it has no bfloat16 MatMul or Mul."""
 
     def __init__(self):
         super().__init__()

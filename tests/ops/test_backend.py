@@ -1,4 +1,4 @@
-"""Which path is picked, what the report says of it, and the error where a forced path cannot be had."""
+"""Which path is picked, what the report says about it, and the error if a forced path is not available."""
 
 import os
 
@@ -39,7 +39,7 @@ def test_the_report_in_words(mode):
         assert lines[0] == f"lora_delta              cpu       graph mode on a CPU, {build.LIBRARY}"
     else:
         assert lines[0] == (
-            "lora_delta              composed  in PyNative a call of a custom operator costs more than "
+            "lora_delta              composed  in PyNative a call to a custom operator costs more than "
             "it saves; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 "
             "MatMul or Mul"
         )
@@ -92,7 +92,7 @@ def test_a_library_of_another_version(graph_mode, monkeypatch):
     version = backend._LIBRARY_VERSION
     monkeypatch.setattr(backend, "_LIBRARY_VERSION", -1)
     backend._load_problem.cache_clear()
-    assert_cpu_is_out(monkeypatch, f"is of another version of mindlora ({version}, not -1): build it again with")
+    assert_cpu_is_out(monkeypatch, f"is from another version of mindlora ({version}, not -1): build it again with")
     monkeypatch.undo()
     backend._load_problem.cache_clear()
 
