@@ -172,6 +172,6 @@ def test_what_is_quantized_does_not_train():
         refused_unchanged(
             model,
             UnsupportedCellError,
-            part(f"model.layers.0.attention.wq: The weight is quantized, which {name} does not take"),
+            part(f"model.layers.0.attention.wq: The weight is quantized, which {name} does not support"),
             lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)),
         )

@@ -1,4 +1,4 @@
-"""The cells."""
+"""The cells that carry adapters."""
 
 from mindlora.nn.dense import LoRADense
 

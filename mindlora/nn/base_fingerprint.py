@@ -16,8 +16,8 @@ def base_fingerprint(network: nn.Cell) -> Optional[dict]:
 
     Returns:
         dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
-        elements of each of up to 8 weights (of the codes, where weights are quantized); with "quantization", where
-        they are quantized, "nf4" or "loftq". None while MindSpore has not allocated the weights yet.
+        elements of each of up to 8 weights (of the codes, if weights are quantized); and, if they are quantized,
+        "quantization", which is "nf4" or "loftq". None while MindSpore has not allocated the weights yet.
     """
     cells = dict(lora_cells(network))
     for cell in cells.values():
@@ -41,7 +41,7 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
 
 
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
-    """Returns the shape of a cell's weight; for a quantized one the shape of W and not of the codes."""
+    """Returns the shape of a cell's weight; for a quantized one, the shape of W, not of the codes."""
     if getattr(cell, "quantization", None):
         return cell.out_channels, cell.in_channels
     return tuple(weight_of(cell).shape)

@@ -32,8 +32,8 @@ class LoRACell(nn.Cell):
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
         zero_part (str): The part of the adapter that is zero until it trains; while it is, the adapter adds nothing.
         takes_base_initializers (bool): Whether the cell supports the initializers that need W, or A and B together.
-        initial_pair (InitialPair or None): The initial A and B whose product was taken out of the base (see
-            initialize_adapters); None where nothing was.
+        initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
+            initialize_adapters); None if nothing was subtracted.
         projection_key (int): The key that VeRA's shared projection is drawn from.
         freeze_lora_a (bool): Whether only B trains.
         before_merge (tuple or None): While the adapter is merged (see merge_lora), the values of merge_parameters()
@@ -56,7 +56,7 @@ class LoRACell(nn.Cell):
             cell (nn.Cell): The cell to replace, one that ``check`` accepts.
             config (LoraConfig): Rank, scale, dropout, initializers and dtypes.
             shared (tuple of Parameter): What ``shared_parameters`` returned for all cells of the network. Default:
-                None, what it returns for this cell.
+                None, to use what it returns for just this cell.
 
         Returns:
             LoRACell.
@@ -78,7 +78,7 @@ class LoRACell(nn.Cell):
 
     @classmethod
     def serves(cls, config: LoraConfig) -> bool:
-        """Returns whether this is the kind of adapter that ``config`` asks for."""
+        """Returns whether this class provides the kind of adapter that ``config`` asks for."""
         raise NotImplementedError
 
     @classmethod
@@ -100,11 +100,11 @@ class LoRACell(nn.Cell):
         raise NotImplementedError
 
     def _join(self, shared):
-        """Takes the parameters that ``shared_parameters`` made."""
+        """Takes over the parameters that ``shared_parameters`` created."""
 
     def _describe(self, cell, config):
-        """Takes over what cells of every kind have."""
-        # In a tuple, where MindSpore does not see it: a child would name and save the base's parameters twice.
+        """Takes over what all kinds of cells have in common."""
+        # The tuple hides it from MindSpore, which would name and save the parameters of a child cell a second time.
         self._adopted = (cell,)
         self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
         self.scale = config.scale
@@ -151,11 +151,11 @@ class LoRACell(nn.Cell):
         """Called before the adapter is trained, saved or merged."""
 
     def merge_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters that merging changes: W, the zero_part, then any others of this kind of cell."""
+        """Returns the parameters that merging changes: W, the zero_part, then any others that this kind of cell has."""
         return self.weight, self.parts()[self.zero_part]
 
     def silence(self) -> None:
-        """Switches the adapter off: from then on the cell computes what the plain one does."""
+        """Switches the adapter off: from then on, the cell computes what the plain cell does."""
         fill(self.parts()[self.zero_part], 0)
 
     @property
@@ -179,10 +179,10 @@ class LoRACell(nn.Cell):
         cell.weight, cell.bias = self.weight, self.bias
 
     def add_flags(self, **flags: Any) -> nn.Cell:
-        """Sets flags of the cell as nn.Cell does. A network's set_train calls this, and not set_train, on its cells.
+        """Sets flags as nn.Cell does. A network's set_train calls this on its cells, instead of their set_train.
 
         Raises:
-            MergeError: The flag is training while the adapter is merged.
+            MergeError: Training is switched on while the adapter is merged.
         """
         if flags.get("training") and self.merged:
             raise MergeError(
@@ -194,7 +194,7 @@ class LoRACell(nn.Cell):
 
 def fill(parameter: Parameter, value: float) -> None:
     """Sets every element of a parameter to the same value."""
-    # from_numpy shares the array, where Tensor would copy it.
+    # from_numpy shares the array, whereas Tensor would copy it.
     parameter.set_data(Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
 
 

@@ -15,8 +15,8 @@ class LoRAConv2d(LoRACell):
     """A convolution with a low-rank update: y = conv(x, W) + bias + conv(conv(dropout(x), A) * scale, B).
 
     As in PEFT, A has the kernel, stride and padding of W and no groups; B is 1 x 1 and has the groups of W, which must
-    divide the rank. With one group, merging adds scale B A to W. With several, A reads channels that W's group does
-    not, so that the adapter cannot be merged into W.
+    divide the rank. With one group, merging adds scale B A to W. With several, A reads all channels and each group of W
+    only some, so the adapter cannot be merged into W.
 
     Weights:
         weight [out, in / groups, kh, kw], bias [out], mindpet_delta_lora_a [r, in, kh, kw],
@@ -47,7 +47,7 @@ class LoRAConv2d(LoRACell):
         if cell.data_format != "NCHW" or tuple(cell.dilation) not in ((1, 1), (1, 1, 1, 1)):
             raise UnsupportedCellError(
                 f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
-                "supports convolutions of NCHW without dilation, as PEFT does. Add it to "
+                "supports NCHW convolutions without dilation, as PEFT does. Add it to "
                 "exclude_modules."
             )
         if getattr(cell.conv2d, "in_strategy", None) is not None:
@@ -57,7 +57,7 @@ class LoRAConv2d(LoRACell):
         if config.lora_rank % cell.group:
             raise UnsupportedCellError(
                 f"{kind} has {cell.group} groups, which do not divide lora_rank "
-                f"{config.lora_rank}. Choose a multiple of them (rank_pattern), or add it to "
+                f"{config.lora_rank}. Choose a rank that they divide (rank_pattern), or add it to "
                 "exclude_modules."
             )
         for field in ("use_dora", "use_vera"):

@@ -18,7 +18,7 @@ class LoRADense(LoRACell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
     scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023). It is applied
-    to the rank-sized tensor, the smallest one. W and bias are meant to be frozen (see freeze_base); A and B train. B
+    to the tensor of width r, the smallest one. W and bias are meant to be frozen (see freeze_base); A and B train. B
     is initialized to zero, so that the cell computes what the plain one does until it trains.
 
     Args:
@@ -39,9 +39,9 @@ class LoRADense(LoRACell):
         mindpet_delta_lora_b [out_channels, r].
 
     The low-rank path is a fused operator where that is faster, which it never is in training on a CPU (see
-    mindlora.nn.low_rank). In training on a CPU the backward makes the mask of the dropout again from a seed of four
-    bytes, and keeps neither the mask nor the dropped x. On other devices, and where the cell is sharded, MindSpore's
-    Dropout keeps both.
+    mindlora.nn.low_rank). In training on a CPU, the backward recomputes the dropout mask from a four-byte seed, so
+    neither the mask nor the dropped x is kept. On other devices, and if the cell is sharded, MindSpore's Dropout keeps
+    both.
 
     Attributes:
         choice (Choice): The path that was picked when the cell was made, and why.
@@ -219,7 +219,7 @@ class LoRADense(LoRACell):
 
 
 def refuse_sharded(cell: nn.Cell, option: str) -> None:
-    """Raises UnsupportedCellError where a linear cell is sharded: what ``option`` asks for is not supported there."""
+    """Raises UnsupportedCellError if a linear cell is sharded, because ``option`` is not supported there."""
     if getattr(cell.matmul, "in_strategy", None) is not None:
         raise UnsupportedCellError(
             f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
@@ -228,6 +228,6 @@ def refuse_sharded(cell: nn.Cell, option: str) -> None:
 
 
 def plain_linear_types() -> Tuple[type, ...]:
-    """Returns the classes of linear cells that are not quantized: nn.Dense, and MindFormers' Linear where imported."""
+    """Returns the classes of linear cells that are not quantized: nn.Dense, and MindFormers' Linear if imported."""
     layers = sys.modules.get("mindformers.modules.layers")
     return (nn.Dense, layers.Linear) if layers else (nn.Dense,)

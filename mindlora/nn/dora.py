@@ -13,7 +13,7 @@ from mindlora.nn.cell import MAGNITUDE, fill
 from mindlora.nn.dense import LoRADense, refuse_sharded
 from mindlora.nn.low_rank import composed_low_rank
 
-# This many rows of W, evenly spread, tell whether W has changed since the magnitude was initialized.
+# How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
 _SAMPLED_ROWS = 4
 
 
@@ -23,18 +23,18 @@ class DoRADense(LoRADense):
     .. math::
         g = m / \|W + scale \, B A\|_{row}, \quad y = activation(g (x W^T + ((x A^T) scale) B^T) + bias)
 
-    The norm is a constant in the backward, as in the paper (section 4.3). With dropout in training, x W^T is computed
-    from x and what DoRA adds from the dropped x', as in PEFT: y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T) - x' W^T)
-    + bias, which takes two products with W.
+    The backward treats the norm as a constant, as in the paper (section 4.3). With dropout in training, as in PEFT,
+    x W^T is computed from x, but what DoRA adds to it from the dropped x':
+    y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T) - x' W^T) + bias, which takes two products with W.
 
     The norm of a row is computed from products with A and B, without the matrix scale B A:
     ||W||^2 + 2 scale (W A^T . B) + scale^2 (B (A A^T) . B), in float32. Where W + scale B A is very small compared to
     W, the norm has the rounding error of that difference.
 
     The magnitude m is NaN until it is initialized to the row norms of W + scale B A. That happens when it is first
-    needed (set_train(True), save_lora, merge_lora), so that a base that is loaded after the cell was made counts.
-    Until then g is 1 at inference; in training the loss is NaN. When a base is loaded after m was initialized, m is
-    initialized again, or an error is raised where m has been trained.
+    needed (set_train(True), save_lora, merge_lora), so that a base loaded after the cell was created is taken into
+    account. Until then g is 1 at inference; in training the loss is NaN. If another base is loaded after that, m is
+    initialized again, unless it has been trained, which raises an error.
 
     The arguments are those of LoRADense.
 
@@ -53,7 +53,7 @@ class DoRADense(LoRADense):
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
     """
 
-    # The magnitude's initial values, and rows of the W that they come from. None before, and for a loaded magnitude.
+    # The magnitude's initial values, and rows of the W that they came from. None until then, and after loading one.
     _initial = None
 
     @classmethod
@@ -86,7 +86,7 @@ class DoRADense(LoRADense):
         return composed_low_rank(self.dropout_rate, "DoRA scales what the fused operators add to y")
 
     def _adapted(self, x, a, b, scale):
-        """g (x W^T + ((x A^T) * scale) B^T) + bias, or as the class says with dropout in training."""
+        """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
         weight = self.cast(self.weight, self.dtype)
         gain = self.cast(self._gain(weight, a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
@@ -98,7 +98,7 @@ class DoRADense(LoRADense):
         return self._with_bias(self.mul(gain, y))
 
     def _gain(self, weight, a, b):
-        """Returns m / ||W + scale B A||, float32 [out], where the norm is a constant."""
+        """Returns m / ||W + scale B A||, float32 [out], with the norm as a constant in the backward."""
         magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
         gain = self.div(magnitude, self._norm(self.stop_gradient(weight), self.stop_gradient(a), self.stop_gradient(b)))
         # In training, a magnitude that was never initialized must not go unnoticed.
@@ -108,14 +108,14 @@ class DoRADense(LoRADense):
         scale = self.scale
         on_a = self.cast(self.times_transposed(weight, a), mstype.float32)
         a, b = self.cast(a, mstype.float32), self.cast(b, mstype.float32)
-        # Not from `weight`: squares can be too large for float16.
+        # Not from `weight`, whose squares could overflow float16.
         weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
         on_b = self.times_transposed(b, self.times_transposed(a, a))
         crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
         return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
 
     def prepare(self) -> None:
-        """Initializes the magnitude, also again where W has changed since and the magnitude was not trained.
+        """Initializes the magnitude, or does so again if W has changed since and the magnitude was not trained.
 
         Raises:
             LoraError: W has changed since the magnitude was initialized and trained; or a row of W + scale B A is 0.

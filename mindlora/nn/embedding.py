@@ -1,4 +1,4 @@
-"""LoRAEmbedding: a frozen table of embeddings with a trainable low-rank path beside it."""
+"""LoRAEmbedding: a frozen embedding table with a trainable low-rank path beside it."""
 
 import sys
 from typing import Dict, Tuple
@@ -17,9 +17,9 @@ from mindlora.nn.tree import weight_of
 class LoRAEmbedding(LoRACell):
     """An embedding with a low-rank update: y = W[ids] + ((A^T)[ids] * scale) B^T.
 
-    As in PEFT, A is initialized to zero and B to normal values, so that training starts at the base, and rows that no
-    token reads do not change. Where lora_a_init or lora_b_init is given, both are as in LoRADense. Dropout is not
-    applied, as in PEFT. Where an output head shares the table, the update is added for the embedding only.
+    As in PEFT, A is initialized to zero and B to normal values, so that training starts from the base, and rows of
+    tokens that never occur do not change. If lora_a_init or lora_b_init is given, both are as in LoRADense. As in PEFT,
+    no dropout is applied. If an output head shares the table, only the embedding gets the update.
 
     Weights:
         weight [vocabulary, dim] under its own name, mindpet_delta_lora_a [r, vocabulary],
@@ -51,7 +51,7 @@ class LoRAEmbedding(LoRACell):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAEmbedding would drop.")
         if getattr(cell, "use_one_hot", False):
             raise UnsupportedCellError(
-                f"{kind} multiplies one-hot vectors, which LoRAEmbedding would not. Set use_one_hot: False."
+                f"{kind} multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False."
             )
         if getattr(cell.gather, "in_strategy", None) is not None:
             raise UnsupportedCellError(
@@ -111,7 +111,7 @@ class LoRAEmbedding(LoRACell):
 
 
 def embedding_types() -> Tuple[type, ...]:
-    """Returns the classes that LoRAEmbedding takes: MindSpore's, and MindFormers' where that is imported."""
+    """Returns the classes that LoRAEmbedding can replace: MindSpore's, and MindFormers' if that is imported."""
     layers = sys.modules.get("mindformers.models.llama.llama_layer")
     return (nn.Embedding, layers.LlamaEmbedding) if layers else (nn.Embedding,)
 

@@ -1,4 +1,4 @@
-"""The initial values of A and B, when a cell is made."""
+"""The initial values of A and B when a cell is created."""
 
 import math
 from typing import Any, List, Sequence, Tuple
@@ -16,13 +16,16 @@ from mindlora.numerics import initializers
 def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence[int]) -> Tuple[Tensor, Tensor]:
     """Returns the initial values of A and B.
 
-    An initializer that changes the base gives the plain values here: the weight that it needs is loaded later, and
-    initialize_adapters then applies it.
+    For an initializer that changes the base, these are the default values, because the weight that it needs is loaded
+    later; initialize_adapters then applies it.
 
     Args:
         config (LoraConfig): lora_init, lora_a_init, lora_b_init and param_init_type.
-        a_shape (sequence of int): [r, in_channels], or a convolution's shape of A.
-        b_shape (sequence of int): [out_channels, r], or a convolution's shape of B.
+        a_shape (sequence of int): [r, in_channels], or the shape of a convolution's A.
+        b_shape (sequence of int): [out_channels, r], or the shape of a convolution's B.
+
+    Returns:
+        (A, B), Tensors of dtype param_init_type.
 
     Raises:
         ConfigError: lora_a_init or lora_b_init is not an initializer, or a Tensor of another shape.
@@ -39,7 +42,7 @@ def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence
 
 
 def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -> Tensor:
-    """Returns the initial value of A or B, which stays unallocated where MindSpore delays initialization.
+    """Returns the initial value of A or B, which stays unallocated while MindSpore delays initialization.
 
     Args:
         init (str, Initializer, Tensor, number or None): The initializer; None is kaiming_uniform for A, zeros for B.
@@ -59,4 +62,4 @@ def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -
     try:
         return initializer(init, shape, dtype)
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{field} is {init!r}, which is no MindSpore initializer: {error}") from error
+        raise ConfigError(f"{field} is {init!r}, which is not a MindSpore initializer: {error}") from error

@@ -1,8 +1,8 @@
 """The low-rank path of a linear cell: which operators add ((dropout(x) A^T) * scale) B^T to the base's product.
 
-There is one class for each way to compute it. pick_low_rank picks among them once, when a cell is made. They hold
-operators and no parameters: A, B and the scale come from the cell. The cell calls their methods and not them, so that
-their operators take its scope (recomputation) and PyNative does not pay for the call of another cell.
+There is one class for each way to compute it. pick_low_rank picks among them once, when a cell is created. They hold
+operators and no parameters: A, B and the scale come from the cell. The cell calls their methods, not construct, so
+that their operators belong to its scope (for recomputation) and PyNative does not pay for calling another cell.
 """
 
 from typing import NamedTuple, Optional, Tuple, Union
@@ -17,12 +17,12 @@ from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 
-# Up to this many tokens, one pass over W beats MatMul and lora_delta: measured on a CPU (scripts/bench_ops.py); on
-# Ascend by the bytes that are moved (scripts/report_ascend.py), with MatMul's own counted as the least.
+# Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU (scripts/bench_ops.py);
+# estimated on Ascend by the bytes moved (scripts/report_ascend.py), taking the least possible for MatMul.
 _DECODE_TOKENS = 8
 
 Strategy = Tuple[Tuple[int, int], Tuple[int, int]]
-# A number; VeRA has one for each row of A.
+# One number; with VeRA, one for each row of A.
 Scale = Union[float, Tensor]
 
 
@@ -90,7 +90,7 @@ class FusedLowRank(nn.Cell):
 
 
 class SeededDropoutLowRank(nn.Cell):
-    """y + ((dropout(x) A^T) * scale) B^T in training; the backward makes the mask again from a seed of four bytes.
+    """y + ((dropout(x) A^T) * scale) B^T in training; the backward recomputes the mask from a four-byte seed.
 
     Neither the mask nor the dropped x is kept for the backward.
 
@@ -104,7 +104,7 @@ class SeededDropoutLowRank(nn.Cell):
         self.rate = Tensor([dropout_rate], mstype.float32)
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """y + ((dropout(x) A^T) * scale) B^T, another mask at each call."""
+        """y + ((dropout(x) A^T) * scale) B^T, with a new mask at each call."""
         return self.lora_delta(y, x, a, b, self.cast(scale, mstype.float32), self.draw_seed(), self.rate)
 
 
@@ -131,7 +131,7 @@ class OnePassDecode(nn.Cell):
         self.lora_linear = LoraLinearWithBias() if has_bias else LoraLinear()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x is known, when the forward is compiled, to be a few tokens that nothing trains on."""
+        """Whether the cell is not training, and x is known at compile time to have only a few tokens."""
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= _DECODE_TOKENS
 
     def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
@@ -148,7 +148,8 @@ class LowRankPicks(NamedTuple):
     Attributes:
         choice (Choice): The path of lora_delta, and why.
         low_rank (nn.Cell): What adds the low-rank product: one of the classes above with a method add_to.
-        decode (OnePassDecode or None): What computes all of a decode step's linear cell; None where nothing does.
+        decode (OnePassDecode or None): What computes the whole cell in a decode step, base and low-rank path; None if
+            a decode step uses low_rank too.
     """
 
     choice: Choice
@@ -161,11 +162,11 @@ def pick_low_rank(
 ) -> LowRankPicks:
     """Picks the operators of a cell's low-rank path, from the device, the mode, and what was built.
 
-    A fused operator is picked where it is faster: on a CPU it never is in training, but for dropout.
+    A fused operator is picked where it is faster: in training on a CPU it never is, except for dropout.
 
     Args:
         rank (int): Rank of the adapter.
-        dtype (mindspore.dtype): In which the cell computes.
+        dtype (mindspore.dtype): The dtype in which the cell computes.
         dropout_rate (float): Probability of dropping an element of x in training.
         has_bias (bool): Whether the base adds a bias.
         strategy (tuple or None): ((tokens, in), (out, in)), how the base's product is sharded.
@@ -174,7 +175,7 @@ def pick_low_rank(
         LowRankPicks.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names no path, or one that cannot be had for this cell.
+        BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
     """
     choice = choose_for_cell("lora_delta", rank, dtype, sharded=strategy is not None)
     decode = None if choice.path == "composed" else OnePassDecode(has_bias)
@@ -191,5 +192,5 @@ def pick_low_rank(
 
 
 def composed_low_rank(dropout_rate: float, reason: str) -> LowRankPicks:
-    """Returns the picks for a kind of cell that the fused operators do not serve, for this ``reason``."""
+    """Returns the picks for a kind of cell that the fused operators do not support, for this ``reason``."""
     return LowRankPicks(Choice("lora_delta", "composed", reason), ComposedLowRank(dropout_rate), None)

@@ -1,4 +1,4 @@
-"""Matches an adapter to the cells of a network: paths, joined cells, and checks that it is for these cells."""
+"""Matches an adapter to the cells of a network: paths, joined cells, and checks that the two belong together."""
 
 import logging
 from typing import Dict, List, Optional, Tuple
@@ -28,13 +28,13 @@ _SCALE_TOLERANCE = 1e-12
 
 
 class Match:
-    """An adapter under the paths of a network's cells, with pairs joined or split as the network has them.
+    """An adapter under the paths of a network's cells, with pairs joined or split like the cells of the network.
 
     Args:
         adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
         network (nn.Cell): The network.
-        cells (dict): The network's own adapter path -> the cell of it that can take, or has, an adapter.
-        source (str): Where the adapter is from, for messages.
+        cells (dict): The network's own adapter path -> a cell that has an adapter or can take one.
+        source (str): Where the adapter comes from, for messages.
 
     Attributes:
         adapter, cells, source: As above.
@@ -78,11 +78,11 @@ class Match:
                 )
 
     def check_names(self, expected: List[str], strict: bool) -> None:
-        """Raises UnexpectedTensorsError or MissingTensorsError where adapter and network hold different tensors.
+        """Raises UnexpectedTensorsError or MissingTensorsError if adapter and network hold different tensors.
 
         Args:
             expected (list of str): Paths of cells that must have a pair.
-            strict (bool): With False, differences are only warned of, and pairs without a cell are dropped.
+            strict (bool): With False, differences only give a warning, and pairs without a cell are dropped.
         """
         tensors, problems = self.adapter.tensors, []
         unexpected = [key for key in tensors if key[0] not in self.cells]
@@ -110,7 +110,7 @@ class Match:
             raise MissingTensorsError(f"{self.source} shares no LoRA tensor with the network. {problems[0][1]}")
 
     def check_shapes(self) -> None:
-        """Raises ShapeMismatchError where a tensor does not have the shape that its cell takes."""
+        """Raises ShapeMismatchError if a tensor does not have the shape that its cell needs."""
         wrong, config = [], LoraConfig(use_dora=self.adapter.use_dora, use_vera=self.adapter.use_vera)
         for key, array in self.adapter.tensors.items():
             path, part = key
@@ -130,7 +130,7 @@ class Match:
             )
 
     def check_rank_and_scale(self) -> None:
-        """Raises RankMismatchError or ScaleMismatchError where a LoRADense was built with another rank or scale."""
+        """Raises RankMismatchError or ScaleMismatchError if a LoRADense was built with another rank or scale."""
         adapter, paths = self.adapter, self.adapter.paths
         ranks = {path: (adapter.rank(path), self.cells[path].lora_rank) for path in paths}
         wrong = [path for path in paths if ranks[path][0] != ranks[path][1]]
@@ -155,7 +155,7 @@ class Match:
 
 
 def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> None:
-    """Splits the pairs of joined cells into those of their parts, with the head sizes that the network has there.
+    """Splits the pairs of joined cells into pairs of their parts, by the network's head sizes there.
 
     Args:
         adapter (Adapter): The adapter of ``network``; changed in place.
@@ -169,7 +169,7 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
 
 
 def _head_sizes(network) -> Dict[int, Tuple[Optional[int], Optional[int]]]:
-    """Returns id of a cell -> the number of key-value heads, and their size, of the attention that it is part of."""
+    """Returns id of a cell -> (number of key-value heads, their size) of the attention that the cell belongs to."""
     sizes = {id(network): (None, None)}
     for _, parent in network.cells_and_names():
         found = getattr(parent, "n_kv_head", None), getattr(parent, "head_dim", None)
@@ -178,7 +178,7 @@ def _head_sizes(network) -> Dict[int, Tuple[Optional[int], Optional[int]]]:
 
 
 def _only(wrong, paths, field) -> str:
-    """Names the cells that a message is about, unless it is about all."""
+    """Returns the cells that a message is about as text, or nothing if it is about all of them."""
     return "" if len(wrong) == len(paths) else f" ({field}) for {listed(wrong)}"
 
 

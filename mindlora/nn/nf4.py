@@ -15,14 +15,14 @@ from mindlora.ops.nf4_linear import Nf4Linear
 
 
 class NF4Dense(nn.Cell):
-    r"""A frozen linear cell, as from_dense makes it: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
+    r"""A frozen linear cell, made by from_dense: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
 
-    mindlora.numerics.nf4 defines the codes. W takes 4.13 bits per number. It is never in memory in float between two
-    steps, and on a CPU not within a step either (see Nf4Linear). There is a gradient for x, and none for W.
+    mindlora.numerics.nf4 defines the codes. W takes 4.13 bits per number. It is never held in float between two steps,
+    and on a CPU not within a step either (see Nf4Linear). x gets a gradient, W does not.
 
     Weights:
         weight [out_channels, blocks * 32] uint8, the codes, two in a byte; weight_absmax [out_channels, blocks] uint8;
-        weight_scales and weight_offsets [groups] float32; bias [out_channels] as it was.
+        weight_scales and weight_offsets [groups] float32; bias [out_channels], unchanged.
         blocks = ceil(in_channels / 64), groups = ceil(out_channels * blocks / 256).
 
     Attributes:
@@ -98,7 +98,7 @@ class NF4Dense(nn.Cell):
         self.activation, self.activation_flag = cell.activation, cell.activation_flag
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
         carry_settings(cell, self)
-        # In a tuple, where MindSpore does not see it; without the weight, which would stay in memory.
+        # The tuple hides it from MindSpore. It must lose its weight, which would otherwise stay in memory.
         self._emptied = (cell,)
         del cell.weight
 
@@ -142,7 +142,7 @@ def nf4_array(cell: nn.Cell) -> Nf4Array:
 
 
 def as_float32(parameter: Parameter) -> np.ndarray:
-    """Returns the values of a parameter in NumPy, float32 or float16; it may be a view of them."""
+    """Returns the values of a parameter as a NumPy array of float32 or float16, which may be a view of them."""
     array = parameter.asnumpy()
     return array if array.dtype in (np.float32, np.float16) else array.astype(np.float32)
 

@@ -20,7 +20,7 @@ class QLoRADense(LoRADense):
     W = absmax' * TABLE[codes] is the weight of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a
     gradient. A and B are in float, as in LoRADense.
 
-    The arguments are those of LoRADense, but only from_cell makes such a cell.
+    Only from_cell creates such a cell.
 
     Weights:
         As in NF4Dense, and mindpet_delta_lora_a [r, in_channels], mindpet_delta_lora_b [out_channels, r].
@@ -36,7 +36,7 @@ class QLoRADense(LoRADense):
 
     @property
     def quantization(self) -> str:
-        """How the base is quantized: "loftq" where that took the initialization of A and B into account, else "nf4"."""
+        """How the base is quantized: "loftq" if W was quantized together with the initial A and B, else "nf4"."""
         return "loftq" if initializers.is_loftq(self.lora_init) else NF4Dense.quantization
 
     @classmethod
@@ -54,7 +54,7 @@ class QLoRADense(LoRADense):
         )
         if unserved:
             raise UnsupportedCellError(
-                f"The weight is quantized, which {unserved} does not take: it works on a weight "
+                f"The weight is quantized, which {unserved} does not support: it needs a weight "
                 f"in float. Leave {unserved.split()[0]} or quantize_base out."
             )
 
@@ -64,14 +64,14 @@ class QLoRADense(LoRADense):
             setattr(self, name, getattr(cell, name))
 
     def _pick_low_rank(self, strategy):
-        # The operator for a decode step reads W in float.
+        # The operator for a decode step needs W in float.
         return super()._pick_low_rank(strategy)._replace(decode=None)
 
     def _base_product(self, x):
         return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
 
     def in_float(self) -> LoRADense:
-        """Returns a LoRADense with the same A and B on the plain cell, whose weight is dequantized."""
+        """Returns a LoRADense with the same A and B on the plain cell with the dequantized weight."""
         (quantized,) = self._adopted
         config = LoraConfig(
             lora_rank=self.lora_rank,
@@ -87,11 +87,11 @@ class QLoRADense(LoRADense):
         return lora
 
     def drop_float(self) -> None:
-        """Undoes in_float: frees W in float."""
+        """Undoes in_float: frees the float copy of W."""
         del self._adopted[0].emptied_cell.weight
 
     def sample(self, rows: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns the first rows of W and of scale B A, float32 [rows, in_channels]."""
+        """Returns the first ``rows`` rows of W and of scale B A, float32 [rows, in_channels] each."""
         array = nf4_array(self)
         rows = min(rows, self.out_channels)
         groups = -(-rows * array.absmax.shape[1] // GROUP)

@@ -13,7 +13,7 @@ from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
-# kind_of picks the first one that adapts the base cell and serves the configuration.
+# kind_of picks the first one that can adapt the base cell and serves the configuration.
 KINDS = (
     DoRADense,  # nn.Dense and MindFormers' Linear, with use_dora
     VeRADense,  # the same, with use_vera
@@ -27,7 +27,8 @@ KINDS = (
 def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``.
 
-    For a cell that no class adapts, or an adapter that none serves there, it is a class whose check raises the reason.
+    If no class can adapt the cell, or none provides that adapter for it, the check of the returned class raises the
+    reason.
     """
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
     return next((kind for kind in kinds if kind.serves(config)), kinds[-1])

@@ -9,7 +9,7 @@ _numbers = itertools.count(1)
 
 
 class SeedDraw(nn.Cell):
-    """Draws another seed at each call, in a sequence that mindspore.set_seed fixes.
+    """Draws a new seed at each call, in a sequence that mindspore.set_seed fixes.
 
     Outputs:
         Tensor [1], int32.
@@ -17,9 +17,9 @@ class SeedDraw(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        # Each cell has a sequence of its own. Two zeros ask MindSpore for one that differs from run to run.
+        # Each cell has a sequence of its own. With two zeros, MindSpore picks one that differs from run to run.
         seed = ms.get_seed()
-        # Where the backward recomputes the forward, it must use the same seed.
+        # If the backward recomputes the forward, it must use the same seed.
         self.draw = ops.UniformInt(*((0, 0) if seed is None else (seed, next(_numbers)))).recompute(False)
         self.least, self.end = Tensor(0, ms.int32), Tensor(2**31 - 1, ms.int32)
 

@@ -7,7 +7,7 @@ from mindspore import Parameter, nn
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell
 
-# The name of a cell's weight: of most cells, of MindFormers' embeddings, of MindSpore's embeddings.
+# The name of a cell's weight: in most cells, in MindFormers' embeddings, in MindSpore's embeddings.
 WEIGHTS = ("weight", "embedding_weight", "embedding_table")
 
 
@@ -17,7 +17,7 @@ def weight_of(cell: nn.Cell) -> Parameter:
 
 
 def adapter_path(cell: nn.Cell, path: str) -> str:
-    """Returns the prefix of a cell's parameters: its path, or longer where the network has a prefix of its own."""
+    """Returns the prefix of a cell's parameters: its path, or longer if the network itself has a prefix."""
     prefix, _, name = weight_of(cell).name.rpartition(".")
     return prefix if name in WEIGHTS and (prefix == path or prefix.endswith("." + path)) else path
 
@@ -42,7 +42,7 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
     """
     # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
     for _, parent in list(network.cells_and_names()):
-        # A graph that was compiled before would still run the replaced cells.
+        # A graph compiled before would still run the replaced cells.
         parent.compile_cache.clear()
         hit = False
         for name, child in parent._cells.items():
@@ -50,7 +50,7 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
                 parent._cells[name] = replacements[id(child)]
                 hit = True
         if hit and isinstance(parent, nn.SequentialCell):
-            # Its forward runs over cell_list and not over _cells.
+            # Its forward runs over cell_list, not over _cells.
             parent.cell_list = list(parent._cells.values())
 
 
@@ -65,7 +65,7 @@ def lora_cells(network: nn.Cell) -> Iterator[Tuple[str, LoRACell]]:
 
 
 def mark_saved_module(parameter: Parameter) -> None:
-    """Marks a parameter of the base as one of modules_to_save: it trains, and is saved with the adapter."""
+    """Marks a parameter of the base as belonging to modules_to_save: it trains, and is saved with the adapter."""
     setattr(parameter, _SAVED_MODULE, True)
 
 

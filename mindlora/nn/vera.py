@@ -26,7 +26,7 @@ class VeRADense(LoRADense):
     A and B are the shared projection: the same two parameters in all cells of a network, as wide as its widest adapted
     cell. Each cell takes the first columns of A and the first rows of B (see mindlora.numerics.vera_projection).
     lambda_d is initialized to d_initial and lambda_b to zero, so that the cell computes what the plain one does until
-    it trains. These two train, r + out_channels numbers. The fused operators do not serve this cell.
+    it trains. Only these two train, r + out_channels numbers. The fused operators do not support this cell.
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_lambda_d [r],
@@ -97,7 +97,7 @@ class VeRADense(LoRADense):
         if part not in "AB":
             super().load_part(part, array)
             return
-        # The array is no wider than this cell, and so no wider than the shared projection.
+        # The array is at most as wide as this cell, and so as the shared projection.
         shared, (rows, columns) = self.shared_parts()[part], array.shape
         values = shared.asnumpy().astype(np.float32, copy=False)
         if not np.array_equal(values[:rows, :columns], array):
@@ -109,7 +109,7 @@ class VeRADense(LoRADense):
         # Cast first: a CPU cannot slice every dtype that A and B can be stored in.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
-        # lambda_b scales the rows of B and not y, so that nothing of the size of y is kept for the backward.
+        # lambda_b scales the rows of B, not y, so that nothing of the size of y is kept for the backward.
         lambda_b = self.reshape(self.cast(self.mindpet_delta_lora_lambda_b, self.dtype), (-1, 1))
         return (
             self._first(a, self.lora_rank, self.in_channels),
@@ -118,5 +118,5 @@ class VeRADense(LoRADense):
         )
 
     def _first(self, matrix, rows, columns):
-        """The first rows and columns of a matrix, without a slice where those are all."""
+        """The first rows and columns of a matrix, without a slice if those are all of it."""
         return matrix if matrix.shape == (rows, columns) else self.slice(matrix, (0, 0), (rows, columns))

@@ -11,12 +11,12 @@ from mindlora.numerics.dtypes import ROUNDING
 
 
 def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, untie: str) -> None:
-    """Raises ``error`` where a step would change a weight without values, of another dtype, or of another cell too.
+    """Raises ``error`` if a step would change a weight without values, in an unsupported dtype, or of another cell too.
 
     Args:
         network (nn.Cell): The network that holds ``cells``.
         cells (dict): Path -> cell whose weight the step changes.
-        error (type): The class of error to raise.
+        error (type): The class of the error to raise.
         step (str): What is about to change the weights, for messages.
         untie (str): What to do about a weight that another cell shares, as a sentence.
     """

@@ -241,7 +241,7 @@ def sharded():
             lambda: conv(group=2),
             {"lora_rank": 3},
             "0: Conv2d has 2 groups, which do not divide lora_rank 3. Choose a "
-            "multiple of them (rank_pattern), or add it to exclude_modules.",
+            "rank that they divide (rank_pattern), or add it to exclude_modules.",
         ),
         (
             lambda: conv(dilation=2),

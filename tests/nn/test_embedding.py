@@ -231,7 +231,7 @@ def sharded():
         (
             lambda: nn.Embedding(ROWS, DIM, use_one_hot=True),
             {},
-            "0: Embedding multiplies one-hot vectors, which LoRAEmbedding would not. Set use_one_hot: False.",
+            "0: Embedding multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False.",
         ),
         (lambda: Own(ROWS, DIM), {}, "0: Own has a forward of its own, which LoRAEmbedding would drop."),
         (

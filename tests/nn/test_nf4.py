@@ -294,5 +294,5 @@ def test_adapters_that_need_the_weight_in_float(fields, name):
     refused(
         lambda: QLoRADense.from_cell(nf4, LoraConfig(lora_rank=2, **fields)),
         UnsupportedCellError,
-        f"The weight is quantized, which {name} does not take",
+        f"The weight is quantized, which {name} does not support",
     )

@@ -249,5 +249,5 @@ def test_quantized_cells_are_refused():
 
     network = TinyModel()
     quantize_base(network)
-    with pytest.raises(UnsupportedCellError, match="The weight is quantized, which use_vera does not take"):
+    with pytest.raises(UnsupportedCellError, match="The weight is quantized, which use_vera does not support"):
         apply_lora(network, CONFIG)
