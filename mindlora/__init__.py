@@ -6,7 +6,7 @@ from typing import Any, List
 
 __version__ = "0.1.0"
 
-# Public name -> module, imported at its first use: so `mindlora --help` does not wait for MindSpore.
+# Public name -> module, imported at first use, so that `mindlora --help` does not wait for MindSpore.
 _HOME = {
     "Adapter": "mindlora.adapters.adapter",
     "LoRADense": "mindlora.nn",
@@ -32,7 +32,7 @@ _HOME = {
     "trainable_summary": "mindlora.apply",
     "unmerge_lora": "mindlora.merge",
 }
-# Name of version 0.1 -> its name now. They go in version 0.3.
+# Name in version 0.1 -> current name. The old names will be removed in version 0.3.
 _RENAMED = {"start_adapters": "initialize_adapters"}
 __all__ = sorted(_HOME)
 
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[current]), current)
     if current != name:
         warnings.warn(f"{name} is now {current}. Use the new name.", DeprecationWarning, stacklevel=2)
-        # Found here from now on, so it warns once.
+        # From now on it is found here, so it warns only once.
         globals()[name] = value
     return value
 

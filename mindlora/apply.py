@@ -66,14 +66,14 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     if present:
         raise LoraError(
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
-            "what was trained: build the network anew."
+            "what was trained: build a new network."
         )
     # PEFT's all-linear leaves embeddings and convolutions out as well.
     types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
     linear, others = {}, {}
     for path, cell in network.cells_and_names():
         (linear if path and isinstance(cell, types) else others)[path] = cell
-    # MindSpore lists a cell with two parents once, so put_lora finds the others by identity.
+    # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
     selected = select_targets(
         list(linear),
         config.target_modules,
@@ -132,8 +132,8 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
     Args:
         network (nn.Cell): A network with LoRADense cells.
         config (LoraConfig): Its freeze_exclude names more parameters to train (shell-style patterns on full parameter
-            names), its freeze_include more parameters to freeze. A parameter that matches both is left as it would be
-            without them. Default: None.
+            names), its freeze_include more parameters to freeze. A parameter that matches both is treated as if it
+            matched neither. Default: None.
 
     Raises:
         LoraError: The network holds no LoRADense cell.
@@ -225,7 +225,7 @@ def _check_adaptable(cells, config_of):
 
 
 def _saved_module_parameters(network, modules, selected) -> list:
-    """Returns the parameters of the modules that ``modules`` names, each by the end of its path."""
+    """Returns the parameters of ``modules``, each given as the end of a path."""
     saved = []
     for module in modules or ():
         hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]

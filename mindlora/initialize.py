@@ -1,7 +1,7 @@
-"""Initializations that change the base of a network: carried out, saved with an adapter, and loaded again.
+"""Initializations that change the base of a network: carrying them out, and saving and loading such adapters.
 
-With W' = W - scale B0 A0 in the place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: what is trained on W'
-is a plain LoRA of twice the rank on W. save_lora writes that, and load_lora takes it apart again for a network that was
+With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: what is trained on W' is a
+plain LoRA of twice the rank on W. save_lora writes that LoRA, and load_lora takes it apart again for a network that was
 built with the same lora_init.
 """
 
@@ -28,9 +28,9 @@ logger = logging.getLogger("mindlora")
 
 
 def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
-    """Carries out lora_init "pissa", "pissa_niter_N" and "olora": A and B from W, and W - scale B A in W's place.
+    """Carries out lora_init "pissa", "pissa_niter_N" and "olora": computes A and B from W, and sets W to W - scale B A.
 
-    Call it once the base's weights are loaded, and before training. Cells that are initialized already, or loaded from
+    Call it after the base's weights are loaded and before training. Cells that are initialized already, or loaded from
     an adapter, stay as they are, so a second call does nothing. A network with another lora_init needs no call. Under
     MindFormers, LoraCheckpoint and LoraInitialization call it.
 
@@ -42,7 +42,7 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 
     Raises:
         LoraError: The network holds no LoRADense cell; a weight has no values yet, is shared with another cell, is not
-            a float or holds NaN; or B is not zero, so there is an adapter already.
+            a float or holds NaN; or B is not zero, which means that there is a trained adapter already.
         ConfigError: lora_rank is larger than a side of a weight.
 
     Source: Meng et al., PiSSA, 2024; Buyukakyuz, OLoRA, 2024.
@@ -73,7 +73,7 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
             )
         for part, array in zip("AB", initializers.of_base(cell.lora_init, weight, cell.lora_rank, cell.scale)):
             cell.load_part(part, array)
-        # A and B as the dtypes of the parameters rounded them, so that W' + scale B A is W.
+        # A and B as rounded to the dtypes of their parameters, so that W' + scale B A is W.
         _subtract(cell, InitialPair(*(to_array(cell.parts()[part]).copy() for part in "AB"), fingerprint))
         if cell.training:
             cell.prepare()
@@ -82,11 +82,11 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 
 
 def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
-    """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the base as it was.
+    """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the original base.
 
     Args:
         adapter (Adapter): Changed in place: A becomes [A; A0] and B [B, -B0], at the same scale.
-        cells (dict): Path -> cell, of the pairs of ``adapter``.
+        cells (dict): Path -> cell, for each pair of ``adapter``.
 
     Raises:
         LoraError: An initialization has not been carried out.
@@ -113,15 +113,15 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
     Args:
         adapter (Adapter): Matched to the network; its pairs become those that were trained.
         network (nn.Cell): A network with LoRADense cells; not changed.
-        source (str): What to name in messages.
+        source (str): Where the adapter comes from, for messages.
 
     Returns:
-        dict, path -> initial pair, for each cell whose weight it is still to be subtracted from.
+        dict, path -> initial pair, for each cell from whose weight it has yet to be subtracted.
 
     Raises:
-        RankMismatchError: The adapter's pairs hold initial pairs, and the network was built with lora_rank and without
-            lora_init.
-        BaseMismatchError: Another initial pair than the adapter's has been subtracted from the base.
+        RankMismatchError: The adapter holds initial pairs, and the network was built with its lora_rank but without
+            its lora_init.
+        BaseMismatchError: The initial pair that was subtracted from the base is not the adapter's.
         LoraError: An initial pair cannot be subtracted from a weight.
     """
     cells, initial_pairs = dict(lora_cells(network)), {}
@@ -138,8 +138,8 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
         built = cell.initial_pair and _content(cell.initial_pair)
         if built and built != (path in initial_pairs and _content(initial_pairs[path])):
             raise BaseMismatchError(
-                f"{source} holds for {path or 'the cell'} another initial pair than the one that initialize_adapters "
-                "has subtracted from the base. Load it into a network on which initialize_adapters was not called."
+                f"{source} holds a different initial pair for {path or 'the cell'} than initialize_adapters has "
+                "subtracted from the base. Load it into a network on which initialize_adapters was not called."
             )
         if built:
             del initial_pairs[path]
@@ -148,7 +148,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
 
 
 def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, initial_pairs: Dict[str, InitialPair]) -> None:
-    """Subtracts the initial pairs of a loaded adapter from the base; where it has none, lora_init no longer applies.
+    """Subtracts a loaded adapter's initial pairs from the base; in cells without one, lora_init no longer applies.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
@@ -187,7 +187,7 @@ def _content(initial_pair) -> Tuple[bytes, bytes]:
 
 
 def _check_weights(network, cells):
-    """Raises LoraError where the weight of one of ``cells`` cannot be changed."""
+    """Raises LoraError if the weight of one of ``cells`` cannot be changed."""
     for path, cell in cells.items():
         if tuple(cell.weight.shape) != (cell.out_channels, cell.in_channels):
             raise LoraError(

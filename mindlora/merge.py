@@ -1,4 +1,4 @@
-"""merge_lora, unmerge_lora, merge_and_unload: adapters folded into the base, verified, and out of it again."""
+"""merge_lora, unmerge_lora, merge_and_unload: folding adapters into the base, verified, and taking them out again."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ from mindlora.numerics.nf4 import dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
-# The sample that tells how far quantizing merged weights again would move them.
+# The sample that tells how much quantizing merged weights again would change them.
 _SAMPLED_CELLS, _SAMPLED_ROWS = 8, 256
 
 
@@ -32,7 +32,7 @@ class MergeReport:
         merged (tuple of str): Paths of the cells whose adapters are in the base now.
         cell (str): Path of the cell whose result on a random probe changed most.
         difference (float): By how much, in the largest element.
-        bound (float): By how much rounding can change that element.
+        bound (float): How much rounding can change that element.
         before_merge_bytes (int): Size of the weights before the merge, which unmerge_lora needs, on the host.
         output_difference (float): Largest change of the network's output on the given probe, or None without one.
         output_bound (float): The largest change that was allowed, or None.
@@ -48,7 +48,7 @@ class MergeReport:
 
     @property
     def kept_bytes(self) -> int:
-        """The older name of before_merge_bytes; it goes in version 0.3."""
+        """The older name of before_merge_bytes, which will be removed in version 0.3."""
         old, new = "kept_bytes", "before_merge_bytes"
         warnings.warn(f"{old} is now {new}. Use the new name.", DeprecationWarning, stacklevel=2)
         return self.before_merge_bytes
@@ -74,18 +74,18 @@ def merge_lora(network: nn.Cell, *probe: Tensor) -> MergeReport:
     """Folds the adapter into the base: W' = round(W + scale B A), for each LoRADense, in place and verified.
 
     The sum is formed in float32, whatever the dtypes of W, A and B, and rounded once, to the dtype of W. Copies of W
-    and B stay on the host for unmerge_lora. B is zero while merged, so that graphs compiled before stay right.
+    and B stay on the host for unmerge_lora. B is zero while merged, so that graphs compiled before stay correct.
 
     With DoRA, W' = round(g (W + scale B A)) with g = m / ||W + scale B A|| for each row; the magnitude m is copied too.
 
     For each cell, x W'^T is compared with what the cell computed before, for a few random rows x; the difference must
-    be no more than rounding explains (see mindlora.numerics.folding.probe_weight). On any error, every weight is byte
-    for byte what it was.
+    be no larger than rounding explains (see mindlora.numerics.folding.probe_weight). After any error, every weight is
+    byte for byte what it was.
 
     Args:
         network (nn.Cell): A network with LoRADense cells, not in training mode. W is [out, in], A [r, in] and
             B [out, r], each float32, float16 or bfloat16.
-        *probe (Tensor): Inputs of the network, to compare its own output (the first, where it has several) as well.
+        *probe (Tensor): Inputs of the network, to compare its output (the first, if it has several) as well.
 
     Returns:
         MergeReport.
@@ -97,7 +97,7 @@ def merge_lora(network: nn.Cell, *probe: Tensor) -> MergeReport:
 
     Note:
         Merged cells must not train: set_train(True) raises. A gradient function made by hand (mindspore.value_and_grad)
-        sets no mode, so training by it goes unnoticed until unmerge_lora warns that B has changed.
+        sets no mode, so training with it goes unnoticed until unmerge_lora warns that B has changed.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
@@ -132,7 +132,7 @@ def unmerge_lora(network: nn.Cell) -> None:
     changed = [path for path, cell in cells if cell.parts()[cell.zero_part].asnumpy().astype(np.float32).any()]
     if changed:
         logger.warning(
-            "The adapter was changed while it was merged, at %s, by training or by loading: that is "
+            "The adapter was changed while it was merged, at %s, by training or by loading. The change is "
             "lost: unmerge_lora restores the weights before the merge.",
             listed(changed),
         )
@@ -141,10 +141,10 @@ def unmerge_lora(network: nn.Cell) -> None:
 
 
 def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
-    """Merges as merge_lora does, then puts the plain cells back: the network is as before apply_lora, with W' for W.
+    """Merges like merge_lora, then puts the plain cells back: the network is as before apply_lora, with W' for W.
 
-    Adapted cells of a quantized base first become float cells again, in the dtype they had; quantized cells without an
-    adapter stay as they are.
+    Adapted cells of a quantized base first become float cells again, in the dtype they had before; quantized cells
+    without an adapter stay as they are.
 
     Args:
         network (nn.Cell): A network with LoRADense cells inside.
@@ -154,7 +154,7 @@ def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
         MergeReport.
 
     Raises:
-        LoraError, MergeError: As merge_lora, or the network is itself a LoRADense.
+        LoraError, MergeError: As in merge_lora, or the network is itself a LoRADense.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
@@ -205,7 +205,7 @@ def _check_can_merge(network, cells):
         raise MergeError(
             f"The weights of {listed(path for path, _ in quantized)} are quantized, and merged ones "
             f"would have to be quantized again, with an error of {error:.2g} (root mean square of a sample), "
-            f"where the adapter changes them by {change:.2g}. Use merge_and_unload, which turns them into "
+            f"while the adapter changes them by {change:.2g}. Use merge_and_unload, which turns them into "
             "float cells, or merge the adapter into the base in float (mindlora merge)."
         )
     check_weights(
@@ -214,9 +214,9 @@ def _check_can_merge(network, cells):
 
 
 def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
-    """Returns the change from quantizing merged weights again and the change from the adapter, root mean squares.
+    """Returns the root mean squares of two changes: by quantizing merged weights again, and by the adapter.
 
-    Both are taken over the first rows of up to 8 of the cells, evenly spread.
+    Both are over the first rows of up to 8 cells, evenly spread among the given ones.
     """
     errors, changes = [], []
     for index in sorted({round(i) for i in np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells)))}):
@@ -232,13 +232,13 @@ def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
 def _merge_cell(path, cell) -> Tuple[float, float]:
     """Merges one cell; returns its largest difference on the probe and the bound of that element."""
     cell.prepare()
-    # Copies, because asnumpy may look into the parameter's own memory.
+    # Copies, because asnumpy may return a view of the parameter's own memory.
     cell.before_merge = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
     original, _, *magnitude = cell.before_merge
     weight = original.reshape(len(original), -1)
     b, a = factors(*cell.pair(), cell.embeds)
     merged, gains = fold_weight(weight, b, a, cell.scale, *magnitude)
-    # from_numpy takes the array over, where Tensor would hold a second copy of the weight for a moment.
+    # from_numpy takes over the array, whereas Tensor would briefly hold a second copy of the weight.
     cell.weight.set_data(Tensor.from_numpy(merged.reshape(original.shape)))
     cell.silence()
     difference, bound = probe_weight(weight, cell.weight.asnumpy().reshape(weight.shape), b, a, cell.scale, gains)
@@ -251,7 +251,7 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
         raise MergeError(
             f"{path}: on a random probe the merged cell's result differs by {difference[worst]:.3g}, and "
             f"rounding to {weight.dtype} explains no more than {bound[worst]:.3g}. The merge is undone: "
-            "keep the adapter unmerged, or load the base in a dtype of more range."
+            "keep the adapter unmerged, or load the base in a dtype with more range."
         )
     return float(difference[worst]), float(bound[worst])
 
@@ -272,17 +272,17 @@ def _output(network, probe) -> np.ndarray:
             f"The network's first output on the probe is of type {type(first).__name__}: only a Tensor "
             "can be compared before and after merging."
         )
-    return first.asnumpy().astype(np.float64)  # This copies, too.
+    return first.asnumpy().astype(np.float64)  # astype also copies.
 
 
 def _compare_outputs(before, after, cells) -> Tuple[float, float]:
     """Returns the largest difference of the network's outputs and the largest that is allowed."""
     with np.errstate(invalid="ignore"):
-        # An infinity that masks something is equal to itself, though their difference is NaN.
+        # Infinities that mask something compare equal, although their difference is NaN.
         difference = float(np.max(np.where(before == after, 0, np.abs(after - before)), initial=0))
     # The cells round independently of each other, so their errors grow with the square root of their number; the layers
-    # between them amplify that, for which 8 is allowed. The order of sums in a product can change an output by up to a
-    # thousandth. An update that is left out or counted twice changes it by far more, unless the adapter does nothing.
+    # between them amplify that, and the factor of 8 allows for it. The order of sums in a product can change an output
+    # by up to a thousandth. An update left out or added twice changes it by far more, unless the adapter does nothing.
     unit = max(ROUNDING[str(dtype).lower()][0] for _, cell in cells for dtype in (cell.weight.dtype, cell.dtype))
     share = max(1e-3, 8 * np.sqrt(len(cells)) * unit)
     bound = float(share * np.max(np.abs(before[np.isfinite(before)]), initial=0))
@@ -290,6 +290,6 @@ def _compare_outputs(before, after, cells) -> Tuple[float, float]:
         raise MergeError(
             f"Merged, the network's output on the given probe differs by {difference:.3g}, and rounding "
             f"explains about {bound:.3g}. The merge is undone: keep the adapter unmerged, or leave the "
-            "probe out if the output is random by itself."
+            "probe out if the output is itself random."
         )
     return difference, bound

@@ -1,4 +1,4 @@
-"""quantize_base: the linear cells of a network in 4-bit NormalFloat, in place."""
+"""quantize_base: turns the linear cells of a network into 4-bit NormalFloat, in place."""
 
 import logging
 from typing import Callable, Dict, List, Optional, Tuple
@@ -24,14 +24,14 @@ logger = logging.getLogger("mindlora")
 def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]:
     """Replaces the linear cells of ``network`` by NF4Dense, in place, one after another: 4.13 bits per weight.
 
-    Their weights in float are discarded. Cells that are quantized already stay as they are. Apply LoRA afterwards; with
+    Their float weights are discarded. Cells that are quantized already stay as they are. Apply LoRA afterwards; with
     LoraConfig(quantize_base="nf4") apply_lora does both.
 
     Args:
-        network (nn.Cell): A network of nn.Dense or MindFormers' Linear cells. If its weights have no values yet, load a
-            checkpoint that ``mindlora quantize-base`` wrote into it afterwards.
-        exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), given as
-            target_modules is (see LoraConfig). Default: None.
+        network (nn.Cell): A network of nn.Dense or MindFormers' Linear cells. If its weights have no values yet,
+            afterwards load a checkpoint written by ``mindlora quantize-base``.
+        exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), given in the same way
+            as target_modules (see LoraConfig). Default: None.
 
     Returns:
         tuple of str, the paths of the cells that were quantized.
@@ -39,7 +39,7 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
     Raises:
         TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
         UnsupportedCellError: Cells cannot be quantized; all of them are listed.
-        QuantizationError: A weight holds NaN or infinity. On any error the network is unchanged.
+        QuantizationError: A weight holds NaN or infinity. After any error the network is unchanged.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
@@ -47,7 +47,7 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
 
 
 def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, nn.Cell]:
-    """Returns path -> cell for the linear cells that quantize_base would replace; raises as it does."""
+    """Returns path -> cell for the linear cells that quantize_base would replace; raises the same errors."""
     linear = {
         path: cell
         for path, cell in network.cells_and_names()
@@ -74,13 +74,16 @@ def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, n
 def quantize_cells(
     network: nn.Cell, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Nf4Array]] = None
 ) -> Dict[str, NF4Dense]:
-    """Replaces what cells_to_quantize returned; returns path -> the new cell.
+    """Replaces the cells that cells_to_quantize returned.
 
     Args:
         network (nn.Cell): The network.
         cells (dict): Path -> cell.
         array_of (callable): Takes path and cell and returns the cell's quantized weight, or None for quantize(weight).
             Default: None.
+
+    Returns:
+        dict, path -> NF4Dense.
     """
     quantized = {
         path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
@@ -94,7 +97,7 @@ def quantize_cells(
 def quantize_with_adapters(
     network: nn.Cell, config: LoraConfig, selected: List[str], saved: List[Parameter]
 ) -> Tuple[Dict[str, NF4Dense], Dict[str, Dict[str, np.ndarray]]]:
-    """Quantizes the base as ``config`` says, for apply_lora, before adapters are put on it.
+    """Quantizes the base as ``config`` says, before apply_lora puts adapters on it.
 
     Args:
         network (nn.Cell): The network.
@@ -103,11 +106,11 @@ def quantize_with_adapters(
         saved (list of Parameter): Parameters of the saved modules, which train and so must stay in float.
 
     Returns:
-        (path -> NF4Dense, path -> part -> initial value; the latter with LoftQ as lora_init, and else empty).
+        (path -> NF4Dense, path -> part -> initial value); the second is empty unless lora_init is LoftQ.
 
     Raises:
-        TargetError, UnsupportedCellError, QuantizationError: As quantize_base; or a module of modules_to_save would be
-            quantized. On any error the network is unchanged.
+        TargetError, UnsupportedCellError, QuantizationError: As in quantize_base; or a module of modules_to_save would
+            be quantized. After any error the network is unchanged.
         LoraError, ConfigError: loftq cannot be carried out.
     """
     cells, initial_parts = cells_to_quantize(network, config.quantize_exclude), {}
@@ -140,7 +143,7 @@ def quantize_with_adapters(
 
 
 def _loftq(cell, config) -> Tuple[Nf4Array, Dict[str, np.ndarray]]:
-    """Returns the quantized weight of a cell, and the A and B that make up for the error."""
+    """Returns the quantized weight of a cell, and the A and B that make up for its quantization error."""
     weight = as_float32(cell.weight).astype(np.float32, copy=False)
     iterations = initializers.loftq_iterations(config.lora_init)
     array, a, b = initializers.loftq(weight, config.lora_rank, quantize, dequantize, iterations, config.scale)

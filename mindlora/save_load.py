@@ -1,4 +1,4 @@
-"""save_lora and load_lora: the adapter of a network alone, written atomically, loaded strictly."""
+"""save_lora and load_lora: the adapter of a network without the base, written atomically and loaded strictly."""
 
 import logging
 import warnings
@@ -41,14 +41,14 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
     Args:
         network (nn.Cell): A network with LoRADense cells.
         path (str): Where to write: a folder with format "peft" or "slora", a .ckpt file with "ckpt", a .safetensors
-            file with "mindformers". What is there is replaced.
+            file with "mindformers". Anything already there is replaced.
         format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, which PEFT and vLLM
             load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for the folder that MindFormers
             serves adapters from. Default: "peft".
         base_model (str): Name or path of the base model, written into adapter_config.json. Default: None.
 
     Raises:
-        LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown, or not for such a ``path``.
+        LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown or does not suit ``path``.
         NotFiniteError: A tensor holds NaN or infinity; nothing is written.
     """
     adapter_files.check_adapter_output(str(path), format)
@@ -69,7 +69,7 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
 
 
 def adapter_of(network: nn.Cell) -> Adapter:
-    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base as it was loaded.
+    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base that was loaded.
 
     Raises:
         LoraError: The adapter is merged into the base, or its initialization from the base has not been carried out.
@@ -110,30 +110,29 @@ def adapter_of(network: nn.Cell) -> Adapter:
 def load_lora(
     network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn", allow_pickle: bool = False
 ) -> None:
-    """Reads an adapter into ``network``; on any error nothing of the network has changed.
+    """Reads an adapter into ``network``; after any error the network is unchanged.
 
-    If the network holds LoRADense cells, the adapter must be for cells built as these are. If it holds none, it gets
-    them: on the cells that the adapter names, with its ranks, its scales and its dtypes; call freeze_base to train on.
-    An adapter that was trained from an initialization which changes the base (lora_init "pissa", ...) is saved at twice
-    the rank, for the base as it was; a network built with that lora_init and lora_rank continues from where it was
-    saved.
+    If the network holds LoRADense cells, the adapter must match them. If it holds none, they are created on the cells
+    that the adapter names, with its ranks, scales and dtypes; call freeze_base to train further.
+    An adapter trained from an initialization that changes the base (lora_init "pissa", ...) is saved at twice the rank,
+    for the original base; a network built with that lora_init and lora_rank continues where training was saved.
 
     Args:
         network (nn.Cell): A network of linear cells, under MindFormers' or Hugging Face's names.
         path (str): An adapter that save_lora or PEFT wrote, or any other form that adapter_files.read takes. In a .ckpt
             or .safetensors of MindFormers' own LoRA, tensors of the base and of the optimizer are ignored.
-        strict (bool): With False, missing and unexpected tensors are only warned of and the rest is loaded.
+        strict (bool): With False, missing and unexpected tensors only give a warning, and the rest is loaded.
             Default: True.
         on_base_mismatch (str): What to do if the adapter was trained on another base: "warn", "error" or
             "ignore". Default: "warn".
-        allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read: its tensors alone, and none of its code
-            is run. Default: False.
+        allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read: only its tensors are read, and none of
+            its code is run. Default: False.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
-        MissingTensorsError, UnexpectedTensorsError: With strict, the file and the network differ in tensors.
+        MissingTensorsError, UnexpectedTensorsError: With strict, the file and the network hold different tensors.
         RankMismatchError, ScaleMismatchError, ShapeMismatchError, NotFiniteError: A tensor cannot be used.
-        BaseMismatchError: Another base, with on_base_mismatch "error".
+        BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
         UnsupportedCellError: The adapter is for a cell that LoRA cannot be put on.
         LoraError: The network is merged, on_base_mismatch is unknown, or an initialization needs weights that have no
             values yet.
@@ -148,7 +147,7 @@ def load_lora(
 
 
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
-    """Loads an adapter into the LoRADense cells of a network, which must be built for it."""
+    """Loads an adapter into the LoRADense cells of a network, which must match it."""
     cells = dict(lora_cells(network))
     match = Match(adapter, network, cells, source)
     match.check_kind()
@@ -177,13 +176,13 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
 
 
 def _set_values(network, adapter, saved_modules, initial_pairs):
-    """Gives the cells of a network, and the parameters of its saved modules, the adapter's values."""
+    """Sets the cells of a network, and the parameters of its saved modules, to the adapter's values."""
     cells = dict(lora_cells(network))
     for (path, part), array in adapter.tensors.items():
         cells[path].load_part(part, to_float32(array))
     initialize.subtract_initial_pairs(network, adapter, initial_pairs)
     if (adapter.fingerprint or {}).get("quantization") == "loftq":
-        # Whatever is trained on from here is for LoftQ's base alone, too.
+        # Whatever is trained from here on is also for LoftQ's base only.
         for path in adapter.paths:
             cells[path].lora_init = "loftq" if cells[path].quantization else cells[path].lora_init
     for parameter, array in saved_modules:
@@ -192,12 +191,12 @@ def _set_values(network, adapter, saved_modules, initial_pairs):
 
 
 def _config(adapter, path) -> LoraConfig:
-    """Returns the configuration of one cell of an adapter, in its own dtype."""
-    # Cells do not compute in float64; PEFT has no such adapters.
+    """Returns the configuration of one cell of an adapter, with the adapter's dtype."""
+    # float64 becomes float32, because cells do not compute in it; PEFT writes no such adapters.
     dtype = dtype_name(adapter.tensors[path, "A"].dtype)
     adapter.scale(path)
     with warnings.catch_warnings():
-        # The warning of a small lora_alpha came when the adapter was made.
+        # The warning about a small lora_alpha was given when the adapter was made.
         warnings.simplefilter("ignore")
         return LoraConfig(
             lora_rank=adapter.rank(path),
@@ -212,18 +211,18 @@ def _config(adapter, path) -> LoraConfig:
 
 
 def _selected(match):
-    """Returns the paths that the adapter's own configuration selects, by which a pair that is lost is noticed."""
+    """Returns the paths that the adapter's own configuration selects, so that a lost pair is noticed."""
     adapter, cells = match.adapter, match.cells
     selection = adapter.selection
     if not selection.get("target_modules"):
         return []
-    # As apply_lora.
+    # As in apply_lora.
     types = adaptable_linear_types() if selection["target_modules"] == ALL_LINEAR else adaptable_types()
     plain = [path for path, cell in cells.items() if isinstance(cell, types)]
     try:
         chosen = select_targets(plain, selection["target_modules"], selection.get("exclude_modules"))
     except TargetError:
-        # PEFT accepts names that match nothing beside others that match, so then only the tensors tell.
+        # PEFT accepts names that match nothing if others match, so here only the tensors can tell.
         return []
     layers = selection.get("layers_to_transform")
     if layers is not None:
@@ -242,7 +241,7 @@ def _saved_module_parameters(match, network, strict):
     for name, array in adapter.saved_modules.items():
         parameter = parameters.get(name)
         if parameter is None:
-            # The base's own weight of an adapted output head, which a network with tied embeddings does not have.
+            # The base's own weight of an adapted output head; a network with tied embeddings does not have it.
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
             if strict:
@@ -281,7 +280,7 @@ def _check_not_merged(network):
 
 
 def _check_base(match, fingerprint: Callable[[], Optional[dict]], on_base_mismatch):
-    """Compares the base that the adapter was trained on with the network's, whose fingerprint ``fingerprint`` takes."""
+    """Compares the base that the adapter was trained on with the network's, whose fingerprint ``fingerprint()`` is."""
     adapter, source = match.adapter, match.source
     if match.relaid or adapter.fingerprint is None or on_base_mismatch == "ignore":
         return

@@ -203,7 +203,7 @@ def test_applying_twice_is_an_error_and_resets_nothing():
         on(network, ["wk"])
     assert str(error.value) == (
         "LoRA is on this network already, at model.layers.{0..1}.attention.wq. Applying it "
-        "again would reset what was trained: build the network anew."
+        "again would reset what was trained: build a new network."
     )
     assert snapshot(network) == before
 

@@ -118,9 +118,7 @@ def test_a_plain_adapter_does_not_match_a_changed_base(trained, tmp_path):
     plain = adapted(None)
     networks.randomize(plain.trainable_params())
     save_lora(plain, str(tmp_path / "adapter"))
-    unchanged(
-        trained, tmp_path / "adapter", BaseMismatchError, "another initial pair than the one that initialize_adapters"
-    )
+    unchanged(trained, tmp_path / "adapter", BaseMismatchError, "than initialize_adapters has subtracted from the base")
 
 
 def test_a_plain_adapter_replaces_an_initialization(tmp_path, caplog):

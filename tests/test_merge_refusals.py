@@ -70,7 +70,7 @@ def test_an_output_that_changes_is_undone(change):
         network,
         f"Merged, the network's output on the given probe differs by {change}, and rounding "
         f"explains about {allowed:.3g}. The merge is undone: keep the adapter unmerged, or leave the probe out if "
-        "the output is random by itself.",
+        "the output is itself random.",
         x,
     )
 
