@@ -64,29 +64,29 @@ class LoraConfig:
             target_modules is. Default: None.
         lora_init (str): Initializer of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation
             1 / r), ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"loftq"`` or ``"loftq_iter_N"``
-            (see mindlora.numerics.initializers). pissa and olora change the base, and initialize_adapters carries them
-            out once its weights are loaded; loftq needs quantize_base and takes one iteration, or N. PEFT calls this
-            init_lora_weights. Default: None, as lora_a_init and lora_b_init say.
+            (see mindlora.numerics.initializers). pissa and olora change the base, so initialize_adapters applies them
+            once the base's weights are loaded; loftq needs quantize_base and takes one iteration, or N. PEFT calls this
+            init_lora_weights. Default: None, which leaves it to lora_a_init and lora_b_init.
         lora_a_init (str, Initializer or Tensor): Initial A. Default: None, ``"kaiming_uniform"``: He uniform with
             negative_slope sqrt(5). It may be the name of any MindSpore initializer.
         lora_b_init (str, Initializer or Tensor): Initial B. Default: None, ``"zeros"``, so that training begins at the
             base.
         param_init_type (str): dtype of A and B: float32, float16 or bfloat16. Default: float32.
         compute_dtype (str): dtype of the products. Default: None, the replaced cell's.
-        use_rslora (bool): Scale by lora_alpha / sqrt(lora_rank) and not by lora_alpha / lora_rank, which keeps the
-            size of the update at large ranks (Kalajdzievski, 2023). Default: False.
-        use_dora (bool): Train the size of each row of the weight apart from its direction (Liu et al., DoRA, 2024; see
-            DoRADense). Default: False.
+        use_rslora (bool): Scale by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank, so that the update
+            does not shrink at large ranks (Kalajdzievski, 2023). Default: False.
+        use_dora (bool): Train the norm of each row of the weight separately from its direction (Liu et al., DoRA, 2024;
+            see DoRADense). Default: False.
         use_vera (bool): Train two vectors around random matrices A and B that the network's cells share (Kopiczko et
             al., VeRA, 2024; see VeRADense). It has no lora_alpha: leave it out. Default: False.
         d_initial (float): Initial value of VeRA's vector between A and B; not 0. Default: None, 0.1 with use_vera.
         projection_prng_key (int): Seed of VeRA's A and B, as in PEFT. Default: None, 0 with use_vera.
-        freeze_lora_a (bool): Train B alone: A keeps its initial value, and needs neither gradient nor optimizer state
+        freeze_lora_a (bool): Train only B: A keeps its initial value, and needs neither gradient nor optimizer state
             (Zhang et al., LoRA-FA, 2023). Default: False.
-        rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha for the cells whose path, or
-            an end of it that begins at a dot, it matches; the first that matches counts, as in PEFT. Default: None.
+        rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha of the cells that it matches,
+            by the full path or by its end after a dot. The first match counts, as in PEFT. Default: None.
         layers_to_transform (int or list of int): The only layers whose cells get an adapter. Default: None, all.
-        modules_to_save (list of str): Ends of paths of modules that are trained themselves and saved with the adapter,
+        modules_to_save (list of str): Ends of paths of modules that are trained in full and saved with the adapter,
             such as ``["lm_head", "attention_norm"]``. Default: None.
         freeze_include (list of str): Shell-style patterns of parameter names to freeze besides the base. Default: None.
         freeze_exclude (list of str): Shell-style patterns of base parameters to train too. Default: None.
@@ -270,8 +270,8 @@ class LoraConfig:
             LoraConfig.
 
         Raises:
-            ConfigError: pet_type is neither, a key or a preset is unknown, target_modules is missing, or a field
-                is out of range.
+            ConfigError: pet_type is neither of these, a key or a preset is unknown, target_modules is missing, or a
+                field is out of range.
         """
         given = {key: value for key, value in dict(pet_config).items() if value is not None}
         expand_pet_type(given)
@@ -310,12 +310,12 @@ class LoraConfig:
         return cls(**given)
 
     def to_dict(self) -> dict:
-        """Returns the fields as plain values; they go into YAML or JSON if the initializers are given by name."""
+        """Returns the fields as plain values, fit for YAML or JSON if the initializers are given by name."""
         return dataclasses.asdict(self)
 
 
 def expand_pet_type(pet_config: MutableMapping) -> None:
-    """Expands ``pet_type: qlora`` to what it is short for, in place; leaves any other pet_type alone."""
+    """Expands ``pet_type: qlora`` to what it is short for, in place; any other pet_type is left unchanged."""
     if pet_config.get("pet_type") == "qlora":
         pet_config["pet_type"] = "lora"
         if pet_config.get("quantize_base") is None:

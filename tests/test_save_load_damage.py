@@ -120,9 +120,7 @@ def test_a_safetensors_file_without_lora_tensors(saved):
 def test_a_ckpt_without_lora_tensors(tmp_path):
     path = str(tmp_path / "base.ckpt")
     ms.save_checkpoint(TinyModel(), path)
-    load_refused(
-        network(), path, AdapterFormatError, "PATH holds no LoRA tensor: no name in it is one of an adapter's."
-    )
+    load_refused(network(), path, AdapterFormatError, "PATH holds no LoRA tensor: no name in it belongs to an adapter.")
 
 
 def test_a_file_of_peft_with_foreign_tensors(saved):

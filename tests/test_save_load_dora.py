@@ -188,7 +188,7 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
         ),
         (
             MissingTensorsError,
-            " has a magnitude at some cells and lacks that of model.layers.0.attention.wq.",
+            " has a magnitude at some cells and lacks it at model.layers.0.attention.wq.",
             lambda tensors: tensors.pop(QK.format("q")),
             {},
         ),

@@ -221,7 +221,7 @@ def test_an_adapter_that_does_not_say_its_alpha_needs_a_network_that_does(tmp_pa
         ],
         path,
     )
-    plain_load_refused(path, ScaleMismatchError, "does not say lora_alpha")
+    plain_load_refused(path, ScaleMismatchError, "does not state lora_alpha")
     target = plain()
     apply_lora(target, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "w2"]))
     load_lora(target, path)

@@ -207,7 +207,7 @@ def test_conversion_and_back(tmp_path):
         ),
         (
             MissingTensorsError,
-            " has a lambda_d at some cells and lacks that of model.layers.0.attention.wq.",
+            " has a lambda_d at some cells and lacks it at model.layers.0.attention.wq.",
             lambda tensors: tensors.pop(VECTOR.format(0, "d")),
             {},
         ),

@@ -1,4 +1,4 @@
-"""Adapter: the tensors of an adapter and what is known of them, in NumPy, without a network or a file."""
+"""Adapter: the tensors of an adapter and what is known about them, in NumPy, without a network or a file."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from mindlora.numerics.dtypes import to_float32
 class Adapter:
     """LoRA tensors by cell and part; the weight W of the cell at a path changes by scale B A.
 
-    With DoRA (Liu et al., 2024) each row of W + scale B A then gets the norm that the magnitude m has for it.
+    With DoRA (Liu et al., 2024) each row of W + scale B A is then rescaled to the norm that the magnitude m gives it.
     With VeRA (Kopiczko et al., 2024) W changes by diag(lambda_b) B diag(lambda_d) A, where A and B are the first
     columns and rows of a projection that all cells share.
 
@@ -33,20 +33,20 @@ class Adapter:
             "magnitude" [out], each in its stored dtype (numerics.dtypes.BFLOAT16 for bfloat16).
             If the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1]. With VeRA also
             "lambda_d" [r] and "lambda_b" [out]; A is as wide as the widest cell until ``narrow``.
-        embeddings (set of str): The paths whose weight is a table [in, out] of embeddings, to which the transpose of
+        embeddings (set of str): The paths whose weight is an embedding table [in, out], to which the transpose of
             scale B A is added.
-        alphas (dict): path -> lora_alpha; empty if the file does not say. With VeRA r, so that the scale is 1.
+        alphas (dict): path -> lora_alpha; empty if the file does not state it. With VeRA it is r, so the scale is 1.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r) and not lora_alpha / r (Kalajdzievski, 2023).
-        dropout (float): lora_dropout of the training, for training further.
+        dropout (float): lora_dropout of the training, for further training.
         saved_modules (dict): Parameter name under MindFormers' names -> array, for modules that were trained in full
             (modules_to_save) and replace the base's.
         selection (dict): PEFT's fields that select the adapted modules (target_modules, layers_to_transform, ...) as
-            the file has them; empty if it has none.
+            the file has them; empty if it has none of them.
         base_model (str): Name or path of the base model on Hugging Face, or None.
         fingerprint (dict): Fingerprint of the base that it was trained on, or None.
         initialization (str): lora_init, if the pairs are [A; A0] and [B, -B0], made of the trained pair and the initial
             pair (A0, B0) (see mindlora.initialize); None otherwise.
-        dialect (str): The form that the file had, for messages.
+        dialect (str): The form of the file that it was read from, for messages.
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
     """
 
@@ -99,18 +99,18 @@ class Adapter:
         """Returns lora_alpha / r of the pair at ``path``, or lora_alpha / sqrt(r) with use_rslora.
 
         Raises:
-            ScaleMismatchError: The file does not say lora_alpha.
+            ScaleMismatchError: The file does not state lora_alpha.
         """
         if path not in self.alphas:
             raise ScaleMismatchError(
-                f"The adapter ({self.dialect}) does not say lora_alpha, so the scale of {path} is "
+                f"The adapter ({self.dialect}) does not state lora_alpha, so the scale of {path} is "
                 "not known. Give the lora_alpha that it was trained with."
             )
         rank = self.rank(path)
         return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
 
     def pair(self, path: str) -> Pair:
-        """Returns A and B in float32 such that scale B A is added to the weight; VeRA's vectors are multiplied in."""
+        """Returns A and B in float32, where scale B A is added to the weight; VeRA's vectors are multiplied in."""
         parts = {part: to_float32(array) for part, array in self.parts(path).items()}
         return pair_kinds.kind_of(parts).low_rank_pair(parts)
 
@@ -125,7 +125,7 @@ class Adapter:
             self.tensors[path, "A"] = self.tensors[path, "A"][:, :in_channels]
 
     def stored_tensors(self) -> Dict[PartKey, np.ndarray]:
-        """Returns the tensors as a file holds them: a shared A and B once, the largest, under SHARED."""
+        """Returns the tensors as a file holds them: a shared A and B only once, the largest, under the keys SHARED."""
         shared = self.kind.shared_parts
         stored = {key: array for key, array in self.tensors.items() if key[1] not in shared}
         for half in shared:
@@ -136,7 +136,7 @@ class Adapter:
         """Gives each cell its part of the shared A and B that a file holds: the reverse of stored_tensors.
 
         Raises:
-            MissingTensorsError: There are VeRA's vectors and no A or B.
+            MissingTensorsError: The file holds VeRA's vectors, but not both A and B.
             ShapeMismatchError: B has fewer rows than a cell has.
         """
         found = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
@@ -161,10 +161,11 @@ class Adapter:
             self.alphas[path] = float(len(found["A"]))
 
     def delta(self, path: str) -> np.ndarray:
-        """Returns what is added to the weight of the cell at ``path``, in float32 and in its shape.
+        """Returns scale B A as it is added to the weight of the cell at ``path``: float32, in the weight's shape.
 
         Raises:
             ShapeMismatchError: The cell is a convolution with groups.
+            ScaleMismatchError: The file does not state lora_alpha.
         """
         left, right = pair_kinds.factors(*self.pair(path), path in self.embeddings)
         return ((left * np.float32(self.scale(path))) @ right).reshape(self.weight_shape(path))
@@ -174,10 +175,10 @@ class Adapter:
         return self.layout(path).weight_shape(*(self.tensors[path, half].shape for half in "AB"))
 
     def set_alpha(self, alpha: float) -> None:
-        """Sets lora_alpha for every pair, if the file did not say it.
+        """Sets lora_alpha for every pair, if the file did not state it.
 
         Raises:
-            ScaleMismatchError: The adapter has a lora_alpha, or ``alpha`` is no number above 0.
+            ScaleMismatchError: The adapter has a lora_alpha, or ``alpha`` is not a number above 0.
         """
         if not is_alpha(alpha):
             raise ScaleMismatchError(f"lora_alpha is {alpha!r}, it must be a number above 0.")
@@ -192,12 +193,12 @@ class Adapter:
         """Checks that each A has its B and that their shapes agree with each other and with the declared ranks.
 
         Args:
-            source (str): What to name in messages.
+            source (str): What messages call the adapter.
             declared (dict): path -> rank that the adapter's configuration declares. Default: None.
 
         Raises:
-            MissingTensorsError: Half of a pair is missing, or some cells have a magnitude and others none.
-            UnexpectedTensorsError: There are parts of several kinds of adapter.
+            MissingTensorsError: Half of a pair is missing, or some cells have a magnitude and others do not.
+            UnexpectedTensorsError: There are parts of more than one kind of adapter.
             ShapeMismatchError: A tensor is not a matrix, is empty, or A and B have no rank in common.
             RankMismatchError: The rank is not the declared one.
         """
@@ -224,11 +225,11 @@ class Adapter:
             lacking = [(path, "") for path in paths if (path, part) not in self.tensors]
             if lacking:
                 raise MissingTensorsError(
-                    f"{source} has a {part} at some cells and lacks that of {listed_parts(lacking)}."
+                    f"{source} has a {part} at some cells and lacks it at {listed_parts(lacking)}."
                 )
         if len(kinds) > 1:
             raise UnexpectedTensorsError(
-                f"{source} holds {' and '.join(kind.tensors for kind in kinds)}: an adapter is of one kind."
+                f"{source} holds {' and '.join(kind.tensors for kind in kinds)}: an adapter must be of one kind."
             )
 
     def _shape_problem(self, path: str, declared: Optional[int]) -> Optional[Problem]:
@@ -258,7 +259,7 @@ def is_finite(array: np.ndarray) -> bool:
     """Tells whether no element is NaN or infinite; whole numbers never are."""
     array = to_float32(array)
     # If an element is NaN or infinite, so is the sum: one pass without a mask as large as the array. Large finite
-    # elements can overflow it too, so that a second look decides.
+    # elements can overflow it too, so then a second pass decides.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
@@ -269,5 +270,5 @@ def name_of(key: PartKey) -> str:
 
 
 def listed_parts(keys: Iterable[PartKey]) -> str:
-    """Returns parts of cells as text, with layer numbers put together."""
+    """Returns parts of cells as text, with layer numbers combined."""
     return ", ".join(collapse_numbers([name_of(key) for key in keys]))

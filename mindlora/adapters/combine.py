@@ -50,8 +50,8 @@ def combine_adapters(
     - ``cat``: A = [w_1 A_1; w_2 A_2; ...], B = [B_1, B_2, ...]. Exact: B A is the sum of w_i B_i A_i. The rank is the
       sum of the adapters' ranks; zeros fill up the rank if an adapter lacks a path.
     - ``svd``: the ``svd_rank`` largest singular values of the sum of w_i B_i A_i = U S V^T: A = V^T, B = U S.
-    - ``linear``: A = sum of sign(w_i) sqrt|w_i| A_i, B = sum of sqrt|w_i| B_i. Cheap and approximate: B A also has the
-      products B_i A_j of different adapters.
+    - ``linear``: A = sum of sign(w_i) sqrt|w_i| A_i, B = sum of sqrt|w_i| B_i. Cheap and approximate: B A also contains
+      the products B_i A_j of different adapters.
     - ``magnitude_prune``: linear, with all but the largest elements of each A_i and B_i set to zero first.
     - ``ties``: the same pruning; then each element takes the sign of the adapters' majority, and the mean of w_i A_i
       over those that have this sign (Yadav et al., TIES-Merging, 2023).
@@ -62,7 +62,7 @@ def combine_adapters(
       minutes for each cell of a large model.
 
     Two things differ from PEFT: the result never has use_rslora, whereas PEFT keeps that of the first adapter and so
-    scales the result by sqrt(r); and for one adapter alone the ``method`` is followed, whereas PEFT takes linear.
+    scales the result by sqrt(r); and ``method`` applies even to a single adapter, whereas PEFT then uses linear.
 
     Args:
         adapters (list of Adapter): At least one. A path may be missing in some of them.
@@ -72,19 +72,20 @@ def combine_adapters(
             None, the largest rank of the adapters.
         density (float): Share of the elements that is kept, in (0, 1]; for the methods that prune. Default: None.
         majority_sign (str): ``total``, the sign of the sum of the pruned elements (without the weights), or
-            ``frequency``, the sign that most of them have; for the methods with ties. Default: ``total``.
-        seed (int): Of the random elements of dare. Default: 0.
+            ``frequency``, the sign that most of them have; for the ties methods. Default: ``total``.
+        seed (int): Seed of the random pruning of the dare methods. Default: 0.
 
     Returns:
-        Adapter, float32, with lora_alpha equal to the rank at each path, so a scale of 1. Dropout is the first's.
+        Adapter, float32, with lora_alpha equal to the rank at each path, so the scale is 1. Its dropout is the first
+        adapter's.
 
     Raises:
         ConfigError: An argument is wrong, or is one that the method does not take.
-        AdapterError: An adapter has saved modules, is not a plain LoRA of linear cells and embeddings, adapts no path
-            that another does, or is not finite.
-        RankMismatchError: The ranks at a path differ, and the method needs equal ones.
-        ShapeMismatchError: The cells at a path differ in their shapes.
-        ScaleMismatchError: An adapter does not say lora_alpha.
+        AdapterError: An adapter has saved modules, is not a plain LoRA of linear cells and embeddings, shares no path
+            with any other adapter, or is not finite.
+        RankMismatchError: The ranks at a path differ, but the method needs equal ones.
+        ShapeMismatchError: The cells at a path differ in shape.
+        ScaleMismatchError: An adapter does not state lora_alpha.
     """
     _check_arguments(adapters, weights, method, svd_rank, density, majority_sign)
     _check_adapters(adapters)
@@ -119,7 +120,7 @@ def combine_adapters(
 
 
 def _rule(method: str, density: Optional[float], majority_sign: str, random: np.random.Generator) -> _Rule:
-    """Returns the function (pairs, weights, scales, rank) -> pair that is ``method``."""
+    """Returns the function (pairs, weights, scales, rank) -> pair that carries out ``method``."""
     if method == "cat":
         return _cat
     if method == "svd":
@@ -139,7 +140,7 @@ def _rule(method: str, density: Optional[float], majority_sign: str, random: np.
 
     def of_a_and_b(pairs: List[Pair], weights: List[float], scales: List[float], _: int) -> Pair:
         scaled = [weight * scale for weight, scale in zip(weights, scales)]
-        # The sign goes into one of the two: in both it would cancel in the product.
+        # Only A gets the sign: if both had it, it would cancel in the product.
         return (
             combined([a for a, _ in pairs], [math.copysign(math.sqrt(abs(value)), value) for value in scaled]),
             combined([b for _, b in pairs], [math.sqrt(abs(value)) for value in scaled]),
@@ -189,7 +190,7 @@ def _cat(pairs: List[Pair], weights: List[float], scales: List[float], rank: int
         [a * np.float32(weight) * np.float32(scale) for (a, _), weight, scale in zip(pairs, weights, scales)]
     )
     b = np.concatenate([b for _, b in pairs], axis=1)
-    # One rank for all paths: few servers of adapters know PEFT's rank_pattern.
+    # One rank for all paths: few adapter servers support PEFT's rank_pattern.
     fill = (0, rank - a.shape[0])
     return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
 
@@ -229,7 +230,7 @@ def _check_arguments(
         raise ConfigError(f"{len(adapters)} adapters have {len(weights)} weights: give each adapter one weight.")
     for weight in weights:
         if not math.isfinite(weight):
-            raise ConfigError(f"A weight is {weight}: it must be a number.")
+            raise ConfigError(f"A weight is {weight}: it must be a finite number.")
     prunes = method != "svd" and _RECIPES.get(method.removesuffix("_svd"), ("keep",))[0] != "keep"
     if prunes and density is None:
         raise ConfigError(f"method {method} needs density: the share of elements to keep, above 0 and up to 1.")
@@ -239,8 +240,8 @@ def _check_arguments(
         raise ConfigError(f"density is {density}: it must be above 0 and at most 1.")
     if svd_rank is not None and not method.endswith("svd"):
         raise ConfigError(
-            f"svd_rank is {svd_rank}, but the ranks decide the rank of method {method}: leave svd_rank "
-            "out, or take svd."
+            f"svd_rank is {svd_rank}, but method {method} takes its rank from the adapters: leave svd_rank "
+            "out, or use svd."
         )
     if svd_rank is not None and svd_rank < 1:
         raise ConfigError(f"svd_rank is {svd_rank}: it must be a whole number of at least 1.")
@@ -278,13 +279,13 @@ def _check_adapters(adapters: List[Adapter]) -> None:
             other, known = sizes.setdefault(path, (number, size))
             if size != known:
                 raise ShapeMismatchError(
-                    f"{label} was trained on another base than adapter {other}: the weight of "
-                    f"{path} [out, in] is {size}, and there {known}."
+                    f"{label} was trained on a different base from adapter {other}: the weight of "
+                    f"{path} [out, in] is {size} in one and {known} in the other."
                 )
         others = {path for other in adapters if other is not adapter for path in other.paths}
         if others and not others & set(adapter.paths):
             raise AdapterError(
-                f"{label} has no path in common with another adapter, so nothing would be combined. It "
+                f"{label} has no path in common with any other adapter, so nothing would be combined. It "
                 f"adapts {listed_parts((path, '') for path in adapter.paths)}."
             )
 
@@ -294,6 +295,6 @@ def _check_equal_ranks(adapters: List[Adapter], paths: List[str], method: str) -
         ranks = [adapter.rank(path) for adapter in adapters if (path, "A") in adapter.tensors]
         if len(set(ranks)) > 1:
             raise RankMismatchError(
-                f"method {method} needs adapters of one rank; at {path} they have "
+                f"method {method} needs adapters of equal rank; at {path} the ranks are "
                 f"{', '.join(map(str, ranks))}. Methods cat and svd take any ranks."
             )

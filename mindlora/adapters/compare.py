@@ -25,8 +25,8 @@ class CellDifference:
         equal (bool): Whether A, B, the magnitude and the scale are the same, bit for bit.
         difference_a, difference_b (float): Frobenius norm of the difference; None if the shapes differ, or a tensor is
             not finite.
-        difference_magnitude (float): The same for DoRA's magnitudes; None also if one of the two has none.
-        difference_delta (float): The same for scale B A; None also if a scale is not known.
+        difference_magnitude (float): The same for DoRA's magnitudes; also None if either adapter has none.
+        difference_delta (float): The same for scale B A; also None if a scale is not known.
         relative (float): difference_delta divided by the norm of the first adapter's scale B A; None if that is zero.
     """
 
@@ -57,7 +57,7 @@ class DiffReport:
         first, second (str): Their paths.
         equal (bool): Whether all tensors and scales are the same, bit for bit: both change a base in the same way.
         settings (dict): Settings that differ: name -> (of the first, of the second).
-        only_in_first, only_in_second (tuple of str): Tensors, with layer numbers put together.
+        only_in_first, only_in_second (tuple of str): Tensors, with layer numbers combined.
         saved_modules_changed (tuple of str): Parameters of modules_to_save that both hold, with different values.
         cells (tuple of CellDifference): One for each cell that both adapt.
     """
@@ -73,7 +73,7 @@ class DiffReport:
 
     @property
     def whole_changed(self) -> Tuple[str, ...]:
-        """The name of ``saved_modules_changed`` in version 0.1; it goes in version 0.3."""
+        """The name of ``saved_modules_changed`` in version 0.1; version 0.3 removes it."""
         return self.saved_modules_changed
 
     def __str__(self) -> str:
@@ -108,14 +108,15 @@ def compare_adapters(
 
     Args:
         first, second (str): As for adapter_files.read.
-        alpha (float): lora_alpha of the one that does not say it, or of both. Default: None.
+        alpha (float): lora_alpha of the adapter that does not state it, or of both. Default: None.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
 
     Returns:
         DiffReport.
 
     Raises:
-        As inspect_adapter.
+        AdapterError: There is no usable adapter at ``first`` or ``second``.
+        ScaleMismatchError: ``alpha`` is given, but both files state lora_alpha.
     """
     one, two = adapter_files.read_adapters([first, second], alpha, allow_pickle)
     both = [path for path in one.paths if path in set(two.paths)]
@@ -188,7 +189,7 @@ def _difference(one: Optional[np.ndarray], two: Optional[np.ndarray]) -> Optiona
 
 
 def _settings(adapter: Adapter) -> Dict[str, str]:
-    """Returns what a file says about itself, as texts that can be compared."""
+    """Returns what a file says about itself, as strings that can be compared."""
 
     def over_cells(value: Callable[[str], float]) -> str:
         return numbers(different(value(path) for path in adapter.paths if path in adapter.alphas)) or UNKNOWN

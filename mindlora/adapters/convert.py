@@ -52,7 +52,7 @@ class ConvertAdapterReport:
 
     @property
     def whole(self) -> int:
-        """The name of ``saved_modules`` in version 0.1; it goes in version 0.3."""
+        """The name of ``saved_modules`` in version 0.1; version 0.3 removes it."""
         return self.saved_modules
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def convert_adapter(
         source (str): Any form that adapter_files.read takes.
         output (str): Where to write.
         to (str): "peft", "mindformers", "ckpt" or "slora", as in adapter_files.write.
-        lora_alpha (float): For a source that does not say it. Default: None.
+        lora_alpha (float): For a source that does not state it. Default: None.
         heads (Heads): Needed if w_qkv is split (for "peft") or joined. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
@@ -91,8 +91,8 @@ def convert_adapter(
         ConvertAdapterReport.
 
     Raises:
-        LoraError: ``output`` exists, is ``source``, or is not one for the form ``to``; or what adapter_files.read and
-            write raise.
+        LoraError: ``output`` exists, is ``source``, or does not suit the form ``to``; also what adapter_files.read and
+            adapter_files.write raise.
     """
     check_free(source, output, overwrite)
     adapter_files.check_adapter_output(output, to)
@@ -123,9 +123,7 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
     if os.path.exists(source) and os.path.exists(output) and os.path.samefile(source, output):
         raise LoraError(f"{output} is both the input and the output. Give another path.")
     if os.path.lexists(output) and not overwrite:
-        raise LoraError(
-            f"{output} exists already. Give another path, or allow to replace it with overwrite (--overwrite)."
-        )
+        raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 
 
 def _split(adapter: Adapter, heads: Heads) -> None:
@@ -148,8 +146,8 @@ def _join(adapter: Adapter, heads: Heads) -> None:
         total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
         if total is None:
             raise AdapterError(
-                f"{path} joins {', '.join(members)}, of which the adapter has only "
-                f"{', '.join(rows)}: the number of rows of the others is not known. Give num_heads, "
+                f"{path} joins {', '.join(members)}, but the adapter has only "
+                f"{', '.join(rows)}, so the rows of the others are not known. Give num_heads, "
                 "n_kv_heads and the head size."
             )
         joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)

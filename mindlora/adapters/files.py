@@ -29,13 +29,13 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
     """Reads an adapter in any known form; tensors of the base and of the optimizer are ignored.
 
     Args:
-        path (str): A folder of PEFT's, of MindFormers' slora or of MindFormers 2's; or a .safetensors, .ckpt or .bin
-            file, of PEFT's or of MindFormers'.
+        path (str): A folder of PEFT, of MindFormers' slora or of MindFormers 2; or a .safetensors, .ckpt or .bin file
+            of PEFT or MindFormers.
         allow_pickle (bool): Whether a .bin may be read. It is a pickle; only tensors are taken from it and nothing in
             it is run. Default: False.
 
     Returns:
-        Adapter, its pairs complete and of the declared ranks.
+        Adapter, whose pairs are complete and have the declared ranks.
 
     Raises:
         AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, or its configuration is not
@@ -67,7 +67,7 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
 
 
 def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False) -> List[Adapter]:
-    """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not say lora_alpha.
+    """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not state lora_alpha.
 
     Args:
         paths (list of str): As for ``read``.
@@ -76,7 +76,7 @@ def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle:
 
     Raises:
         AdapterError: There is no usable adapter at one of them.
-        ScaleMismatchError: ``alpha`` is given, and every file says lora_alpha itself.
+        ScaleMismatchError: ``alpha`` is given, but every file states lora_alpha.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
     adapters = [read(path, allow_pickle=allow_pickle) for path in progress]
@@ -90,14 +90,14 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     """Writes an adapter in one atomic step; anything at ``path`` is replaced.
 
     Args:
-        adapter (Adapter): Its pairs complete, its lora_alpha known.
+        adapter (Adapter): With complete pairs and a known lora_alpha.
         path (str): A folder for "peft" and "slora", a file that ends in .safetensors for "mindformers" and in .ckpt
             for "ckpt".
         to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
             MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter. Default: "peft".
 
     Raises:
-        LoraError: ``to`` is unknown or does not agree with ``path``, or the form cannot hold something of the adapter.
+        LoraError: ``to`` is unknown or does not suit ``path``, or the form cannot hold some part of the adapter.
         ScaleMismatchError: lora_alpha is not known.
         NotFiniteError: A tensor holds NaN or infinity.
     """
@@ -182,7 +182,7 @@ def _read_weights(path: str, allow_pickle: bool) -> Adapter:
     if path.endswith(".ckpt"):
         arrays, text = ckpt_file.read(path, mindformers.is_adapter_key)
         if not arrays:
-            raise AdapterFormatError(f"{path} holds no LoRA tensor: no name in it is one of an adapter's.")
+            raise AdapterFormatError(f"{path} holds no LoRA tensor: no name in it belongs to an adapter.")
         metadata = adapter_metadata.parse(text, path)
         if metadata.get("whole"):
             arrays.update(ckpt_file.read(path, metadata["whole"].__contains__)[0])
@@ -206,7 +206,7 @@ def _adapter_from(
     adapter = adapter_metadata.empty_adapter(metadata, dialect)
     for file_key, part_key in part_keys.items():
         array = fetch(file_key)
-        # MindFormers' own form does not mark the embedding that each of its models has.
+        # PEFT's keys mark embeddings; in MindFormers' own form, only the path tells.
         if peft.is_embedding_key(file_key) if dialect == peft.NAME else names.is_embedding(part_key[0]):
             adapter.embeddings.add(part_key[0])
         for key, matrix in (mindformers.split_experts(file_key, array) or {part_key: array}).items():
@@ -257,7 +257,7 @@ def _sort_keys(
 
 
 def _check_tensor(key: str, name: str, array: np.ndarray, path: str) -> None:
-    # Each part of a path must be like a Python name, so that int() can read every part that str.isdigit accepts.
+    # Each part of a path must look like a Python name, so that int() can read every part that str.isdigit accepts.
     if name and not (
         len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
     ):

@@ -1,4 +1,4 @@
-"""A short fingerprint of the base weights under an adapter, to notice when an adapter is loaded onto another base."""
+"""A short fingerprint of the base weights under an adapter, to detect that an adapter is loaded onto another base."""
 
 import hashlib
 from typing import Dict, Iterable, List, Optional, Tuple
@@ -44,7 +44,7 @@ def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.n
 def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
     """Returns how the two bases are quantized ("float": not at all) if their values cannot be compared, or None.
 
-    LoftQ changes the base itself, so that an adapter trained on LoftQ's base is for no other: there, values count.
+    LoftQ changes the base itself, so an adapter trained on LoftQ's base suits no other base; then values are compared.
     """
     forms = stored.get("quantization", "float"), found.get("quantization", "float")
     return None if forms[0] == forms[1] or "loftq" in forms else forms

@@ -25,10 +25,10 @@ class CellNorms:
         path (str): Under MindFormers' names.
         shape (tuple of int): [out, in] of its weight; for a convolution, in counts each element of the kernel.
         rank (int): r of A [r, in] and B [out, r].
-        alpha, scale (float): lora_alpha and the scale that follows from it; None if the file does not say.
+        alpha, scale (float): lora_alpha and the scale that follows from it; None if the file does not state it.
         norm_a, norm_b, norm_delta (float): Frobenius norms of A, B and scale B A; None if they are not finite, or the
-            scale is not known. With VeRA those of diag(lambda_d) A and diag(lambda_b) B, where A is as wide as the
-            widest cell, since the file does not say which cell is narrower.
+            scale is not known. With VeRA, the norms are those of diag(lambda_d) A and diag(lambda_b) B, where A is as
+            wide as the widest cell, since the file does not say which cells are narrower.
     """
 
     path: str
@@ -49,15 +49,15 @@ class InspectReport:
         path (str): Where it is.
         form (str): ``folder``, or the ending of the file.
         dialect (str): Whose form it is in.
-        ranks, alphas, scales (tuple): The different values among the cells.
+        ranks, alphas, scales (tuple): The distinct values among the cells.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
         use_dora (bool): Whether each cell also has a magnitude (DoRA), which sets the norms of the rows of
             W + scale B A; scale B A is then not the whole change.
         use_vera (bool): Whether the cells share A and B and have vectors of their own (VeRA).
         dropout (float): lora_dropout.
-        targets (tuple of str): Paths of the cells, with layer numbers put together.
+        targets (tuple of str): Paths of the cells, with layer numbers combined.
         tensors, parameters (int): How many there are, saved modules included.
-        dtypes (tuple of str): Of the tensors.
+        dtypes (tuple of str): The dtypes of the tensors.
         tensor_bytes, file_bytes (int): Size of the tensors, and of everything at the path.
         base_model (str): As the file names it, or None.
         fingerprint (dict): mindlora's fingerprint of the base, or None.
@@ -90,7 +90,7 @@ class InspectReport:
 
     @property
     def whole(self) -> Tuple[str, ...]:
-        """The name of ``saved_modules`` in version 0.1; it goes in version 0.3."""
+        """The name of ``saved_modules`` in version 0.1; version 0.3 removes it."""
         return self.saved_modules
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: b
 
     Args:
         path (str): As for adapter_files.read.
-        alpha (float): lora_alpha, if the file does not say it. Default: None.
+        alpha (float): lora_alpha, if the file does not state it. Default: None.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
 
     Returns:
@@ -139,7 +139,7 @@ def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: b
 
     Raises:
         AdapterError: There is no usable adapter at ``path``.
-        ScaleMismatchError: ``alpha`` is given, and the file says lora_alpha itself.
+        ScaleMismatchError: ``alpha`` is given, but the file states lora_alpha.
     """
     (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle)
     cells = tuple(
@@ -172,7 +172,7 @@ def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: b
 
 
 def different(values: Iterable) -> tuple:
-    """Returns the different values, sorted; None is left out."""
+    """Returns the distinct values, sorted; None is left out."""
     return tuple(sorted({value for value in values if value is not None}))
 
 
@@ -212,7 +212,7 @@ def _warnings(adapter: Adapter, cells: Sequence[CellNorms]) -> Iterator[str]:
     if idle:
         yield f"A or B is all zero, so the adapter does nothing, as before any training, at {at(idle)}."
     if not adapter.alphas:
-        yield "The file does not say lora_alpha, so the scale is not known. Give it with --alpha."
+        yield "The file does not state lora_alpha, so the scale is not known. Give it with --alpha."
     if wide:
         yield f"The rank is above the smaller side of the weight, so part of it cannot have any effect, at {at(wide)}."
     not_finite = [name for name, array in adapter.saved_modules.items() if not is_finite(array)]

@@ -1,6 +1,6 @@
-"""Pairs of cells that MindFormers joins (qkv_concat): those of wq, wk, wv become one of w_qkv, and back.
+"""Pairs of cells that MindFormers joins (qkv_concat): those of wq, wk, wv become one pair of w_qkv, and back.
 
-models.joined_rows has the order of the rows in a joined cell.
+mindlora.models.joined_rows defines the order of the rows in a joined cell.
 """
 
 import math
@@ -19,9 +19,9 @@ from mindlora.numerics.dtypes import from_float32, to_float32
 def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optional[int] = None) -> None:
     """Replaces the pairs of the members of a joined cell (wq, wk, wv, or w1, w3) in ``adapter`` by one for the cell.
 
-    A = [A_q; A_k; A_v] and B is block-diagonal, with its rows, and DoRA's magnitudes, in the order of the cell's. The
-    scale stays, since lora_alpha grows as the rank does. A member without a pair gets rows of zeros. Members that all
-    share one A, as after split_pairs of a pair that was trained as one, become that pair again, with its rank.
+    A = [A_q; A_k; A_v] and B is block-diagonal. Its rows and DoRA's magnitudes are in the order of the cell's rows. The
+    scale stays the same, since lora_alpha grows with the rank. A member without a pair gets rows of zeros. Members that
+    all share one A, as after split_pairs of a pair that was trained as one, become that pair again, with its rank.
 
     Args:
         adapter (Adapter): Changed in place; it holds a pair for at least one of the members.
@@ -30,9 +30,9 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None.
 
     Raises:
-        ShapeMismatchError: The members do not make up ``out_channels`` rows or take different inputs.
-        AdapterError: kv_heads is needed and missing, or does not divide the rows; a member has no pair, and so no
-            magnitude, where the others have one; or pairs of this kind cannot be joined.
+        ShapeMismatchError: The members do not make up ``out_channels`` rows, or take inputs of different sizes.
+        AdapterError: kv_heads is needed and missing, or does not divide the rows; a member has no pair, and so lacks
+            the magnitude that the others have; or pairs of this kind cannot be joined.
     """
     _check_can_be_joined(adapter, path)
     cell = names.joined_cell(path)
@@ -125,8 +125,8 @@ def _member_rows(
     complete = cell.layout.complete([rows.get(member) for member in cell.paths(path)], out_channels)
     if complete is None:
         raise ShapeMismatchError(
-            f"{path} has {out_channels} rows, which the adapter's "
-            f"{', '.join(f'{member} with {rows[member]}' for member in present)} cannot be parts of."
+            f"{path} has {out_channels} rows and cannot be made of the adapter's "
+            f"{', '.join(f'{member} with {rows[member]}' for member in present)}."
         )
     return dict(zip(cell.paths(path), complete))
 
@@ -135,14 +135,14 @@ def _groups(path: str, cell: JoinedCell, rows: Sequence[int], kv_heads: Optional
     groups = cell.layout.groups(rows, kv_heads)
     if groups is None:
         raise AdapterError(
-            f"{path} keeps its rows by key-value head, and {kv_heads} of them do not divide "
+            f"{path} orders its rows by key-value head, and {kv_heads} of them do not divide "
             f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads."
         )
     return groups
 
 
 def _use_one_dtype(adapter: Adapter, members: List[str]) -> None:
-    """Turns the pairs into float32, which holds each of float16 and bfloat16, if they have several dtypes."""
+    """Converts the pairs to float32, which holds float16 and bfloat16 exactly, if they have more than one dtype."""
     if len({adapter.tensors[member, half].dtype for member in members for half in "AB"}) > 1:
         for member in members:
             for part, array in adapter.parts(member).items():
@@ -150,7 +150,7 @@ def _use_one_dtype(adapter: Adapter, members: List[str]) -> None:
 
 
 def _blocks_by_row(adapter: Adapter, path: str, members: List[str], part: str) -> List[np.ndarray]:
-    """Returns the members' vectors with one element per row, such as DoRA's magnitudes."""
+    """Returns a part of each member that has one element per row, such as DoRA's magnitude."""
     lacking = [member for member in members if (member, part) not in adapter.tensors]
     if lacking:
         kind = adapter.kind

@@ -1,4 +1,4 @@
-"""What mindlora writes beside an adapter's tensors: lora_alpha and more, as one JSON text."""
+"""What mindlora writes beside an adapter's tensors: lora_alpha and more, as one string of JSON."""
 
 import json
 from typing import Any, Callable, Dict, Tuple
@@ -20,7 +20,7 @@ def text_of(adapter: Adapter) -> str:
     content = {
         "alphas": adapter.alphas,
         "use_rslora": adapter.use_rslora,
-        # Always there; kinds that came later are named only where they apply.
+        # Always written; kinds that were added later are written only where they apply.
         "use_dora": False,
         "dropout": adapter.dropout,
         "selection": adapter.selection,
@@ -52,7 +52,7 @@ def parse(text: str, path: str) -> Dict[str, Any]:
     """Returns the known fields of the metadata in the file at ``path``.
 
     Raises:
-        AdapterFormatError: It is not JSON, or a field has a value that it cannot have.
+        AdapterFormatError: It is not a JSON object, or a field has an invalid value.
     """
     if not text:
         return {}
@@ -73,7 +73,7 @@ def parse(text: str, path: str) -> Dict[str, Any]:
 
 
 def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
-    """Returns an adapter of what ``metadata`` says, its tensors and alphas still to come."""
+    """Returns an adapter with the settings in ``metadata``; its tensors and alphas are still to come."""
     return Adapter(
         {},
         dialect=dialect,
@@ -93,7 +93,7 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
 
     Raises:
         MissingTensorsError: The metadata names tensors that the file at ``path`` lacks.
-        AdapterFormatError: lora_alpha is there for some pairs and not for others.
+        AdapterFormatError: The metadata has lora_alpha for some pairs and not for others.
     """
     adapter.alphas.update({path: float(alpha) for path, alpha in metadata.get("alphas", {}).items()})
     for kind in VARIANTS:
@@ -140,9 +140,9 @@ _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "projection_key": (lambda value: type(value) is int and 0 <= value < 2**64, "a whole number from 0 to 2^64 - 1"),
     "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     "selection": (lambda value: isinstance(value, dict), "an object"),
-    "base_model": (_is_text, "a text"),
-    "whole": (_is_list_of_texts, "a list of texts"),
-    "embeddings": (_is_list_of_texts, "a list of texts"),
-    "base_fingerprint": (_is_table_of(_is_text), "texts by name"),
+    "base_model": (_is_text, "a string"),
+    "whole": (_is_list_of_texts, "a list of strings"),
+    "embeddings": (_is_list_of_texts, "a list of strings"),
+    "base_fingerprint": (_is_table_of(_is_text), "strings by name"),
     "start": (lambda value: _is_text(value) and initializers.changes_base(value), "a lora_init that changes the base"),
 }

@@ -56,13 +56,14 @@ class PairKind:
             empty for plain LoRA.
         parts (tuple of Part): What each cell has besides A and B.
         tensors (str): These parts in words.
-        report (str): What inspect_adapter says of such an adapter.
+        report (str): What inspect_adapter says about such an adapter.
         shared_parts (mapping): "A" or "B" -> Part, for matrices that a file holds once for all cells.
-        row_norms (str): The part that gives the norm of each row of W + scale B A; empty where nothing does.
-        low_rank_pair (callable): Part name -> array, to the pair (A, B) of which scale B A is added to the weight.
-        cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty where they can.
-            Parts of size "out" have the rows of the cell, as B does.
-        cannot_combine (str): Why several adapters cannot be combined into one; empty where they can.
+        row_norms (str): The part that gives the norm of each row of W + scale B A; empty if no part does.
+        low_rank_pair (callable): Takes {part name: array}; returns the pair (A, B) whose scale B A is added to the
+            weight.
+        cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty if they can: then
+            parts of size "out" are joined and split by rows, as B is.
+        cannot_combine (str): Why several adapters cannot be combined into one; empty if they can.
         in_slora (bool): Whether MindFormers' slora can serve it.
     """
 
@@ -120,13 +121,13 @@ VERA = PairKind(
     cannot_combine="its cells share A and B, which are as wide as the widest cell",
 )
 
-# The kinds that a field asks for, and all of them.
+# The kinds that a configuration field turns on, and all kinds.
 VARIANTS = (DORA, VERA)
 KINDS = (LORA, *VARIANTS)
 # Every part that a cell can have, in the order in which files hold them.
 PARTS = {part.name: part for part in (A, B, *(part for kind in VARIANTS for part in kind.parts))}
 SHARED_PARTS = {part.name: part for kind in VARIANTS for part in kind.shared_parts.values()}
-# "A" or "B" -> key of the shared projection: it is no cell's own, so its path is empty.
+# "A" or "B" -> key of the shared projection, which belongs to no single cell, so its path is empty.
 SHARED: Dict[str, PartKey] = {half: ("", part.name) for kind in VARIANTS for half, part in kind.shared_parts.items()}
 
 
@@ -137,12 +138,12 @@ def kind_of(parts: Iterable[str]) -> PairKind:
 
 
 class PairLayout:
-    """A and B of a linear cell, and the base of the other layouts: A [r, in], B [out, r], W [out, in].
+    """A and B of a linear cell, and the base class of the other layouts: A [r, in], B [out, r], W [out, in].
 
     Attributes:
         cells (str): What such cells are, for messages.
         dims (int): Number of dimensions of A and of B.
-        peft (dict): "A" and "B" -> how the key ends in PEFT's files.
+        peft (dict): "A" and "B" -> the ending of the key in PEFT's files.
         can_combine (bool): Whether combine_adapters takes such pairs.
         in_slora (bool): Whether MindFormers' slora can serve them.
     """
@@ -219,7 +220,7 @@ def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
 
     Args:
         a (tuple of int): Shape of its A.
-        embeds (bool): Whether it is for an embedding, which the shapes alone do not tell. Default: False.
+        embeds (bool): Whether it is for an embedding, which the shapes do not tell. Default: False.
     """
     return EMBEDDING if embeds else CONVOLUTION if len(a) == CONVOLUTION.dims else LINEAR
 
@@ -257,7 +258,7 @@ def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     """
     if not has_product(a, b):
         raise ShapeMismatchError(
-            f"The convolution has {a.shape[0] // b.shape[1]} groups, and then no change of its weight does what A "
+            f"The convolution has {a.shape[0] // b.shape[1]} groups, so no change of its weight can do what A "
             "and B do. Keep the adapter unmerged."
         )
     return layout_of(a.shape, embeds).factors(a, b)

@@ -300,6 +300,6 @@ def _under_mindformers(name, world) -> str:
 def _need_heads(path, kv_heads):
     if names.joined_cell(path).layout.needs_heads and not kv_heads:
         raise MergeError(
-            f"{path} keeps its rows by key-value head, and the number of heads is not known. Give "
+            f"{path} orders its rows by key-value head, and the number of heads is not known. Give "
             "--kv-heads: n_kv_heads of the model."
         )

@@ -37,7 +37,7 @@ class CombineReport:
 
 def _add_reading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--alpha", type=float, metavar="N", help="lora_alpha that was trained with, if a file does not say it"
+        "--alpha", type=float, metavar="N", help="lora_alpha that was trained with, if a file does not state it"
     )
     parser.add_argument(
         "--allow-pickle",

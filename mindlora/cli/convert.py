@@ -24,7 +24,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder from "
         "which MindFormers serves an adapter",
     )
-    parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, if IN does not say it")
+    parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, if IN does not state it")
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"
     )

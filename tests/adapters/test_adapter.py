@@ -42,7 +42,7 @@ def test_without_alpha_there_is_no_scale_until_it_is_set():
     with pytest.raises(ScaleMismatchError) as error:
         adapter.delta(Q)
     assert str(error.value) == (
-        f"The adapter (MindFormers' LoRA) does not say lora_alpha, so the scale of {Q} is not "
+        f"The adapter (MindFormers' LoRA) does not state lora_alpha, so the scale of {Q} is not "
         "known. Give the lora_alpha that it was trained with."
     )
     adapter.set_alpha(5)

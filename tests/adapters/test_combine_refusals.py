@@ -35,7 +35,7 @@ def three():
         (
             "cat",
             {"svd_rank": 4},
-            "svd_rank is 4, but the ranks decide the rank of method cat: leave svd_rank out, or take svd.",
+            "svd_rank is 4, but method cat takes its rank from the adapters: leave svd_rank out, or use svd.",
         ),
         ("svd", {"svd_rank": 0}, "svd_rank is 0: it must be a whole number of at least 1."),
         (
@@ -56,7 +56,7 @@ def test_wrong_arguments(three, method, options, message):
     [
         (0, [], "There is no adapter to combine: name at least one, with its weight."),
         (3, [1.0], "3 adapters have 1 weights: give each adapter one weight."),
-        (3, [1.0, 1.0, float("nan")], "A weight is nan: it must be a number."),
+        (3, [1.0, 1.0, float("nan")], "A weight is nan: it must be a finite number."),
     ],
 )
 def test_wrong_counts_and_weights(three, adapters, weights, message):
@@ -71,7 +71,7 @@ def test_ranks_must_agree_where_tensors_are_added(method):
     with pytest.raises(RankMismatchError) as error:
         combine_adapters(adapters, [1.0, 1.0], method, **({} if method == "linear" else {"density": 0.5}))
     assert str(error.value) == (
-        f"method {method} needs adapters of one rank; at {WK} they have 2, 4. Methods cat and svd take any ranks."
+        f"method {method} needs adapters of equal rank; at {WK} the ranks are 2, 4. Methods cat and svd take any ranks."
     )
     # The ranks of one adapter may differ among its paths.
     adapters[1] = make(1, {WQ: 3, WK: 2})
@@ -84,13 +84,13 @@ def test_adapters_that_do_not_belong_together(three):
     with pytest.raises(ShapeMismatchError) as error:
         combine_adapters(three, WEIGHTS, "cat")
     assert str(error.value) == (
-        f"Adapter 2 was trained on another base than adapter 1: the weight of {WQ} [out, in] "
-        "is [13, 10], and there [12, 10]."
+        f"Adapter 2 was trained on a different base from adapter 1: the weight of {WQ} [out, in] "
+        "is [13, 10] in one and [12, 10] in the other."
     )
     with pytest.raises(AdapterError) as error:
         combine_adapters([make(0, {WQ: 3}), make(1, {W1: 3})], [1.0, 1.0], "cat")
     assert str(error.value) == (
-        f"Adapter 1 has no path in common with another adapter, so nothing would be combined. It adapts {WQ}."
+        f"Adapter 1 has no path in common with any other adapter, so nothing would be combined. It adapts {WQ}."
     )
 
 
@@ -107,6 +107,6 @@ def test_adapters_that_cannot_be_combined(three):
         combine_adapters(three, WEIGHTS, "svd")
     three[1].tensors[WQ, "A"][0, 0] = 0
     three[0].alphas = {}
-    with pytest.raises(ScaleMismatchError, match="does not say lora_alpha") as error:
+    with pytest.raises(ScaleMismatchError, match="does not state lora_alpha") as error:
         combine_adapters(three, WEIGHTS, "cat")
     assert isinstance(error.value, LoraError)

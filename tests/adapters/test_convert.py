@@ -76,7 +76,7 @@ def test_the_sizes_of_missing_parts_follow_from_the_heads(tmp_path):
     source = written(tmp_path, "peft", leaves=("attention.wq",))
     with pytest.raises(AdapterError) as error:
         convert_adapter(source, joined, "ckpt", heads=Heads(kv_heads=2), concatenate=True)
-    assert "of which the adapter has only model.layers.0.attention.wq" in str(error.value)
+    assert "but the adapter has only model.layers.0.attention.wq" in str(error.value)
     convert_adapter(source, joined, "ckpt", heads=Heads(kv_heads=2, head_dim=2), concatenate=True)
     assert adapter_files.read(joined).tensors["model.layers.0.attention.w_qkv", "B"].shape == (16, 2)
 
@@ -91,7 +91,7 @@ def test_an_alpha_that_the_source_does_not_say_must_be_given(tmp_path):
     with pytest.raises(ScaleMismatchError) as error:
         convert_adapter(source, output, "peft")
     assert str(error.value) == (
-        "The adapter (MindFormers' mcore LoRA) does not say lora_alpha, so the scale of "
+        "The adapter (MindFormers' mcore LoRA) does not state lora_alpha, so the scale of "
         "model.layers.0.feed_forward.w2 is not known. Give the lora_alpha that it was trained with."
     )
     assert not os.path.exists(output)

@@ -106,7 +106,7 @@ def test_the_forms_of_mindformers_cannot_hold_single_experts(tmp_path, form):
 def test_nothing_is_written_without_alpha_or_with_nan(tmp_path, form):
     adapter = make()
     adapter.alphas.pop(K)
-    with pytest.raises(ScaleMismatchError, match="does not say lora_alpha, so the scale of .*wk is"):
+    with pytest.raises(ScaleMismatchError, match="does not state lora_alpha, so the scale of .*wk is"):
         adapter_files.write(adapter, str(tmp_path / NAMES[form]), form)
     adapter = make()
     adapter.tensors[K, "B"][1, 1] = np.nan

@@ -33,7 +33,7 @@ def test_the_weights_of_a_folder_find_their_config(tmp_path):
     found = adapter_files.read(os.path.join(path, WEIGHTS))
     assert_same(found, adapter_files.read(path))
     assert found.alphas == {Q: 5.0, K: 5.0} and found.use_rslora
-    # Alone, it does not say lora_alpha.
+    # Alone, it does not state lora_alpha.
     os.unlink(os.path.join(path, CONFIG))
     alone = adapter_files.read(os.path.join(path, WEIGHTS))
     assert alone.alphas == {} and alone.paths == [Q, K]

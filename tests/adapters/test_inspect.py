@@ -149,7 +149,7 @@ def test_an_unknown_alpha_leaves_the_change_unknown(stored):
     name = stored("a", make(alpha=None))
     report = inspect_adapter(name)
     assert (report.alphas, report.scales) == ((), ())
-    assert report.warnings == ("The file does not say lora_alpha, so the scale is not known. Give it with --alpha.",)
+    assert report.warnings == ("The file does not state lora_alpha, so the scale is not known. Give it with --alpha.",)
     assert {(cell.norm_delta, cell.scale) for cell in report.cells} == {(None, None)}
     assert all(cell.norm_a > 0 for cell in report.cells)
     assert "not known" in str(report)

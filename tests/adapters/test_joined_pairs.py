@@ -274,7 +274,7 @@ def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
     with pytest.raises(AdapterError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
     assert str(error.value) == (
-        f"{QKV} keeps its rows by key-value head, and {kv_heads} of them do not divide 12, 6, "
+        f"{QKV} orders its rows by key-value head, and {kv_heads} of them do not divide 12, 6, "
         "6 rows of q, k, v. Give the model's n_kv_heads."
     )
     assert own.paths == PARTS
@@ -299,7 +299,7 @@ def test_rows_that_the_parts_do_not_make_up(present, rows):
     with pytest.raises(ShapeMismatchError) as error:
         joined_pairs.join_pairs(own, QKV, rows, KV_HEADS)
     found = ", ".join(f"{PARTS[i]} with {ROWS[PARTS[i]]}" for i in present)
-    assert str(error.value) == f"{QKV} has {rows} rows, which the adapter's {found} cannot be parts of."
+    assert str(error.value) == f"{QKV} has {rows} rows and cannot be made of the adapter's {found}."
 
 
 def test_parts_with_inputs_of_different_sizes():
@@ -313,5 +313,5 @@ def test_parts_with_inputs_of_different_sizes():
 def test_a_join_needs_alpha():
     own = adapter(PARTS)
     own.alphas = {}
-    with pytest.raises(ScaleMismatchError, match="does not say lora_alpha"):
+    with pytest.raises(ScaleMismatchError, match="does not state lora_alpha"):
         joined_pairs.join_pairs(own, QKV, TOTAL, KV_HEADS)

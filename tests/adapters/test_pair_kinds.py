@@ -99,7 +99,7 @@ def test_a_vector_that_one_cell_lacks_is_missed(kind):
         del adapter.tensors[K, part.name]
         with pytest.raises(MissingTensorsError) as error:
             adapter.check_pairs("It")
-        assert str(error.value) == f"It has a {part.name} at some cells and lacks that of {K}."
+        assert str(error.value) == f"It has a {part.name} at some cells and lacks it at {K}."
 
 
 def test_one_adapter_is_of_one_kind():
@@ -107,7 +107,7 @@ def test_one_adapter_is_of_one_kind():
     with pytest.raises(UnexpectedTensorsError) as error:
         adapter.check_pairs("It")
     assert str(error.value) == (
-        f"It holds {' and '.join(kind.tensors for kind in VARIANTS)}: an adapter is of one kind."
+        f"It holds {' and '.join(kind.tensors for kind in VARIANTS)}: an adapter must be of one kind."
     )
 
 

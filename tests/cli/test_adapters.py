@@ -130,7 +130,7 @@ def test_the_help_names_every_method(capsys):
         ),
         (
             ["combine", "out", "--method", "linear", "--adapter", "one", "1", "--adapter", "wide", "1"],
-            "method linear needs adapters of one rank; at",
+            "method linear needs adapters of equal rank; at",
         ),
         (["combine", "out", "--method", "ties", "--adapter", "one", "1"], "method ties needs density"),
         (
@@ -170,7 +170,7 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
     )
     words = ["combine", "out", "--method", "cat", "--adapter", "one", "1", "--adapter", "silent", "1"]
     code, _, err = run(capsys, *words)
-    assert code == 1 and "does not say lora_alpha" in err
+    assert code == 1 and "does not state lora_alpha" in err
     assert run(capsys, *words, "--alpha", "6")[0] == 0
     assert silent.scale(WQ) == 3
     np.testing.assert_allclose(read("out").delta(WQ), three["one"].delta(WQ) + silent.delta(WQ), rtol=1e-5, atol=1e-5)

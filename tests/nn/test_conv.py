@@ -185,8 +185,7 @@ def test_groups_are_not_merged(tmp_path):
     network = vision(group=2)
     before = snapshot(network)
     message = (
-        "^The convolution has 2 groups, and then no change of its weight does what A and B do. "
-        "Keep the adapter unmerged.$"
+        "^The convolution has 2 groups, so no change of its weight can do what A and B do. Keep the adapter unmerged.$"
     )
     with pytest.raises(ShapeMismatchError, match=message):
         merge_lora(network)

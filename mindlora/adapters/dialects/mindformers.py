@@ -15,7 +15,7 @@ class Dialect(NamedTuple):
 
     Attributes:
         name (str): For messages.
-        endings (dict): How a key ends -> name of the part; the first one of a part is the one that is written.
+        endings (dict): Ending of a key -> name of the part; the first ending of a part is the one that is written.
         renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' legacy models.
         only (str): Regular expression that at least one key of a file in this form matches. Default: "", any key.
     """
@@ -30,13 +30,13 @@ MINDPET = Dialect(
     "MindFormers' LoRA (mindpet_delta_lora)",
     {
         **{f".{part.parameter}": part.name for part in (*PARTS.values(), *SHARED_PARTS.values())},
-        # MindPet's LoRADense outside of a network saves under capital letters.
+        # Outside a network, MindPet's LoRADense saves its keys with capital letters.
         ".mindpet_delta_lora_A": "A",
         ".mindpet_delta_lora_B": "B",
     },
 )
 TK_DELTA = Dialect(
-    "MindFormers' LoRA of before 2023 (tk_delta_lora)",
+    "MindFormers' LoRA from before 2023 (tk_delta_lora)",
     {".tk_delta_lora_a": "A", ".tk_delta_lora_b": "B", ".tk_delta_lora_A": "A", ".tk_delta_lora_B": "B"},
 )
 MCORE = Dialect(
@@ -98,7 +98,7 @@ def parse_expert_key(key: str) -> Optional[PartKey]:
 
 
 def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
-    """Returns the pairs of single experts in a stacked tensor of MindFormers 2, or {} for any other key.
+    """Returns the single experts' matrices of a stacked tensor of MindFormers 2, or {} for any other key.
 
     Args:
         key (str): For instance decoder.layers.0.mlp.experts.weight1_lora_a.
@@ -109,7 +109,7 @@ def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
         and the two share A.
 
     Raises:
-        ShapeMismatchError: The tensor is no stack of matrices, or B of weight1 has an odd out.
+        ShapeMismatchError: The tensor is not a stack of matrices, or B of weight1 has an odd number of outputs.
     """
     match = _EXPERTS.match(key)
     if not match:

@@ -40,7 +40,7 @@ def parse_key(key: str) -> Optional[PartKey]:
 
 
 def is_embedding_key(key: str) -> bool:
-    """Tells whether a key of PEFT's is of an embedding."""
+    """Tells whether a key of PEFT's belongs to an embedding."""
     return key.endswith(tuple(EMBEDDING.peft.values()))
 
 
@@ -93,7 +93,7 @@ def adapter_config(adapter: Adapter) -> Dict:
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
-        # A cell outside of a network has no path.
+        # A cell outside a network has no path.
         "target_modules": sorted(filter(None, modules.values())),
         "task_type": "CAUSAL_LM",
         "use_dora": adapter.use_dora,
@@ -106,7 +106,7 @@ def adapter_config(adapter: Adapter) -> Dict:
 def is_of_module(name: str, module: str) -> bool:
     """Tells whether a parameter (MindFormers' name) belongs to a module that ``module`` of modules_to_save names.
 
-    PEFT compares the ends of paths and not their parts, so that "norm" also names input_layernorm.
+    PEFT compares the ends of paths as text, not part by part, so "norm" also names input_layernorm.
     """
     return _module_of(name).endswith(module)
 

@@ -15,11 +15,11 @@ from mindlora.models.targets import pattern_value
 
 logger = logging.getLogger("mindlora")
 
-_MAX_BYTES = 10_000_000  # A configuration of 100,000 module names is a tenth of it.
+_MAX_BYTES = 10_000_000  # A configuration with 100,000 module names has a tenth of this.
 
 # Fields that select modules: they are kept as they are.
 _SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-# Fields that say nothing about the tensors, or nothing once they are trained.
+# Fields that say nothing about the tensors, or nothing more once they are trained.
 _NEUTRAL = (
     "auto_mapping",
     "corda_config",
@@ -40,12 +40,12 @@ _NEUTRAL = (
 _UNSUPPORTED = {
     "alora_invocation_tokens": "the adapter then acts on some tokens only",
     "arrow_config": "the adapter is then a mixture of several",
-    "fan_in_fan_out": "the base then keeps its weights transposed",
+    "fan_in_fan_out": "the base then stores its weights transposed",
     "kasa_config": "the update then has singular values of its own",
     "layer_replication": "the base then repeats layers",
     "lora_bias": "B then has a bias",
     "monteclora_config": "the update is then sampled",
-    "target_parameters": "LoRA is then on parameters that are no module's weight",
+    "target_parameters": "LoRA then adapts parameters that are not the weight of a module",
     "trainable_token_indices": "rows of the embedding are then trained too",
     "use_bdlora": "A or B is then block-diagonal",
     "use_qalora": "the input is then pooled",
@@ -71,7 +71,7 @@ _USED = (
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """What an adapter_config.json says, checked.
+    """The checked content of an adapter_config.json.
 
     Attributes:
         rank (int): r.
@@ -82,7 +82,7 @@ class PeftConfig:
         use_vera (bool): VeRA: each module has two vectors, and all share A and B.
         projection_key (int): VeRA's projection_prng_key.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
-        modules_to_save (tuple of str): Modules that are saved whole.
+        modules_to_save (tuple of str): Modules that were trained in full and are saved with the adapter.
         selection (dict): The fields that select modules, as they are.
         base_model (str): base_model_name_or_path, or None.
     """
@@ -209,7 +209,7 @@ def _dropout(value: Any, path: str) -> float:
 
 
 def _flag(content: dict, field: str, path: str) -> bool:
-    # The text "false" is true to Python, and would change every scale.
+    # Python takes the string "false" for true, which would change every scale.
     value = content.get(field)
     if value is not None and not isinstance(value, bool):
         raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be true or false.")
@@ -221,7 +221,7 @@ def _pattern(content: dict, field: str, path: str) -> dict:
     if not isinstance(pattern, dict):
         raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}, it must map regular expressions to numbers.")
     for expression in pattern:
-        # In the form in which pattern_value uses it.
+        # Compiled as pattern_value uses it.
         _check_regex(expression, rf"(.*\.)?({expression})$", field, path)
     return pattern
 

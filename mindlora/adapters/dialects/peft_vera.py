@@ -1,4 +1,4 @@
-"""PEFT's VeRA: an adapter_config.json with other names for what LoRA has too."""
+"""PEFT's VeRA: an adapter_config.json with other names for some of LoRA's fields."""
 
 from typing import Dict
 
@@ -12,7 +12,7 @@ def as_lora(content: Dict, path: str) -> Dict:
     """Returns the content of a VeRA adapter_config.json under LoRA's names, at a scale of 1.
 
     Raises:
-        AdapterFormatError: A and B were not saved; only PyTorch's generator could draw them again.
+        AdapterFormatError: A and B were not saved.
     """
     if content.get("save_projection") is False:
         raise AdapterFormatError(
@@ -36,7 +36,7 @@ def projection_key(content: Dict) -> int:
 
 
 def of_lora(config: Dict, projection_prng_key: int) -> Dict:
-    """Returns the content of a VeRA adapter_config.json, given what that of a LoRA would be."""
+    """Returns the content of a VeRA adapter_config.json, given the content that a LoRA's would have."""
     shared = (
         "base_model_name_or_path",
         "bias",

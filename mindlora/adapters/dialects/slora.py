@@ -19,12 +19,12 @@ WEIGHTS_FILE = "adapter_model.ckpt"
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     """Returns the tensors under slora's keys.
 
-    slora multiplies every B by the one lora_alpha / r of the configuration, whatever the rank of the pair; if the
-    scales differ, the rest of each goes into its B.
+    slora multiplies every B by the configuration's single lora_alpha / r, whatever the rank of the pair. A pair whose
+    scale differs from that gets the remaining factor multiplied into its B.
 
     Raises:
-        AdapterError: There are saved modules, the adapter is not a plain LoRA, or cells are not linear; slora cannot
-            serve these.
+        AdapterError: There are saved modules, the adapter is not a plain LoRA, or some cells are not linear: slora
+            cannot serve these.
     """
     for layout in LAYOUTS:
         refused = [path for path in adapter.paths if adapter.layout(path) is layout and not layout.in_slora]
@@ -85,7 +85,7 @@ def check_rank(adapter: Adapter, config: PeftConfig, source: str) -> None:
 
 
 def alphas(adapter: Adapter, config: PeftConfig) -> Dict[str, float]:
-    """Returns the lora_alpha of each pair that gives all of them the one scale of slora."""
+    """Returns path -> the lora_alpha that gives the pair slora's one scale."""
     growth = {path: adapter.rank(path) / config.rank for path in adapter.paths}
     return {path: config.alpha * (math.sqrt(growth[path]) if config.use_rslora else growth[path]) for path in growth}
 
