@@ -31,7 +31,7 @@ def convert_alpaca(
     """Writes instruction data as MindRecord with the prompt masked out of the loss.
 
     Rows that cannot be used (not an object, a field missing or not a string, an empty output, more than seq_length + 1
-    tokens, ...) are skipped and reported. Everything is checked before the first byte is written.
+    tokens, and so on) are skipped and reported. Everything is checked before the first byte is written.
 
     Args:
         input_path (str): See read_rows.
@@ -89,10 +89,10 @@ def convert_alpaca(
 def encode_row(record: dict, tokenizer: Any, template: Union[str, PromptTemplate] = "alpaca") -> Encoded:
     """Returns bos, prompt, output, eos as tokens; bos and prompt are not learned, output and eos are.
 
-    Prompt and output are tokenized separately, so the prompt has the same tokens as when the model is asked.
+    Prompt and output are tokenized separately, so the prompt has the same tokens as at inference.
 
     Args:
-        record (dict): With the strings "instruction", "input" and "output".
+        record (dict): Holds the strings "instruction", "input" and "output".
         tokenizer: As load_tokenizer returns it.
         template (str or PromptTemplate): See prompt_template.
 
@@ -155,7 +155,7 @@ def _load_or_train(tokenizer, rows, template, vocab_size):
     trained = tokenizers.fit_tokenizer(texts, vocab_size)
     notes = [f"{tokenizer}: a tokenizer of {len(trained)} tokens, trained on these rows"]
     if len(trained) < vocab_size:
-        notes.append(f"it is smaller than the {vocab_size} tokens asked for, as no pair is left that occurs twice")
+        notes.append(f"it is smaller than the {vocab_size} tokens asked for, because no other pair occurs twice")
     return trained, notes
 
 

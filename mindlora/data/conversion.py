@@ -2,11 +2,11 @@
 
 Every row has two columns, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. In training, LlamaForCausalLM
 drops the last of the input_ids and the first of the labels, so that seq_length positions remain and position i predicts
-token i + 1; a label is therefore at the position of its own token. Labels of ignore_token_id do not count in the loss:
-those of the prompt and of the padding. The YAML that belongs to it has ``train_dataset.data_loader.type: MindDataset``
+token i + 1; a label is therefore at the position of its own token. Labels equal to ignore_token_id do not count in the
+loss: those of the prompt and of the padding. A YAML for such data has ``train_dataset.data_loader.type: MindDataset``
 with ``dataset_dir`` naming the file, ``input_columns: ["input_ids", "labels"]``, and ``train_dataset_task.type:
-CausalLanguageModelDataset``. Name the file there and not its folder: MindFormers reads every MindRecord of a folder.
-MindFormers' own evaluation (``do_eval``) drops no token: its rows must have seq_length tokens: convert with one less.
+CausalLanguageModelDataset``. Name the file, not its folder, because MindFormers reads every MindRecord in a folder.
+MindFormers' own evaluation (``do_eval``) drops no token, so its rows need seq_length tokens: convert with one less.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class DataReport:
         trained_tokens (int): Labels that count in the loss.
         longest (int): Tokens in the longest row.
         seq_length (int): seq_length of the model; a row has one token more.
-        vocab_size (int): The least vocab_size that the model must have.
+        vocab_size (int): The smallest vocab_size that the model may have.
         pad_token_id (int): Id of the padding.
         ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What else the user should know.
@@ -106,12 +106,12 @@ class RowFormat(NamedTuple):
     ignore_token_id: int
 
     def columns(self, rows: Iterable[Encoded]) -> Iterator[Dict[str, np.ndarray]]:
-        """Yields the columns of each row; one by one, because padding can take many times the memory of the tokens."""
+        """Yields the columns of one row at a time, because padding can take many times the memory of the tokens."""
         pad = tokenizers.special_ids(self.tokenizer).pad
         return (row.columns(self.seq_length, pad, self.ignore_token_id) for row in rows)
 
     def report(self, encoded: List[Encoded], output: str, notes: Iterable[str] = (), **counts: Any) -> DataReport:
-        """Returns the report of ``encoded``; ``counts`` replaces what it says of rows held out, skipped and cut."""
+        """Returns the report of ``encoded``; ``counts`` overrides its fields about rows held out, skipped and cut."""
         special = tokenizers.special_ids(self.tokenizer)
         given = {"rows": len(encoded), "held_out": None, "held_out_rows": 0, "skipped": {}, "truncated": [], **counts}
         return DataReport(

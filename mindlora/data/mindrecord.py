@@ -41,7 +41,7 @@ def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
     try:
         writer = FileWriter(path, shard_num=1)
         for row in progress(rows, "writing"):
-            # FileWriter itself only warns of a row that does not match the schema, and drops it.
+            # FileWriter itself would only warn about a row that does not match the schema, and drop it.
             found = {name: {"type": str(column.dtype), "shape": list(column.shape)} for name, column in row.items()}
             if schema is None:
                 schema = found

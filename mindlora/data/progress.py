@@ -1,4 +1,4 @@
-"""A progress bar on stderr, for steps that may take long."""
+"""A progress bar on stderr, for steps that may take a long time."""
 
 import sys
 from typing import Iterable, TypeVar

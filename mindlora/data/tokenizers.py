@@ -25,10 +25,10 @@ class SpecialIds(NamedTuple):
     """Ids of the special tokens.
 
     Attributes:
-        bos (int or None): Begin of sequence; None if the tokenizer has none, and then rows have none.
+        bos (int or None): Beginning of sequence; None if the tokenizer has no such token, and rows then have none.
         eos (int): End of sequence.
         pad (int): Padding.
-        notes (tuple of str): What is done in place of a token that the tokenizer lacks.
+        notes (tuple of str): What is done instead if the tokenizer lacks a token.
     """
 
     bos: Optional[int]
@@ -100,7 +100,7 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def special_ids(tokenizer: Any) -> SpecialIds:
-    """Returns the ids that begin, end and pad a row. Without a pad token, eos pads; its labels are ignored there.
+    """Returns the ids that begin, end and pad a row. Without a pad token, eos pads, and its labels there are ignored.
 
     Raises:
         TokenizerError: There is no end-of-sequence token, without which a model could not learn to stop.
@@ -122,10 +122,10 @@ def special_ids(tokenizer: Any) -> SpecialIds:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str, *, overwrite: bool = False
 ) -> "PreTrainedTokenizerFast":
-    """Trains a byte-level BPE tokenizer (Sennrich et al., 2016, on bytes as GPT-2) and saves it as a folder.
+    """Trains a byte-level BPE tokenizer (Sennrich et al., 2016; on bytes, as in GPT-2) and saves it as a folder.
 
     The ids are 0 <unk> (never used: bytes cover every text), 1 <s>, 2 </s>, 3 <pad>, then the 256 bytes, then merges.
-    With few texts, the tokenizer may be smaller than vocab_size: when no pair is left that occurs twice.
+    With few texts, the tokenizer may be smaller than vocab_size, because training ends when no pair occurs twice.
 
     Args:
         texts (iterable of str): What to learn from.
@@ -146,7 +146,7 @@ def train_tokenizer(
 
 
 def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Like train_tokenizer, but saves nothing."""
+    """Like train_tokenizer, but without saving."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -186,7 +186,7 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizer
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", path: str) -> None:
-    """Saves a trained tokenizer atomically; it replaces what check_tokenizer_output allows to replace."""
+    """Saves a trained tokenizer atomically; an earlier one is replaced (see check_tokenizer_output)."""
     with atomic.replace_folder(path) as folder:
         tokenizer.save_pretrained(folder)
 

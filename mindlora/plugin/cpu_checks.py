@@ -7,7 +7,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.errors import ConfigError
 from mindlora.plugin.run_modes import TRAINING_MODES
 
-# What MindFormers' Llama needs there: key -> (value, reason).
+# What MindFormers' Llama needs on a CPU: key -> (value, reason).
 _MODEL = {
     "use_flash_attention": (False, "flash attention has no CPU kernel"),
     "fused_rms_norm": (False, "the fused RmsNorm has no CPU kernel"),
@@ -29,7 +29,7 @@ _LLAMA_DEFAULTS = {
 
 
 def check_cpu(config: MindFormerConfig) -> None:
-    """Raises ConfigError with all that must be set differently, unless the YAML can run on a CPU."""
+    """Raises ConfigError with everything that must be set differently, unless the YAML can run on a CPU."""
     wrong = [*_check_model(config.model.model_config), *_check_prediction(config), *_check_run(config)]
     if wrong:
         raise ConfigError("context.device_target is CPU, where this YAML cannot run. Set: " + "; ".join(wrong) + ".")

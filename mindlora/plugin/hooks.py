@@ -1,4 +1,4 @@
-"""Registers all of mindlora in MindFormers when it is imported; it has nothing to call.
+"""Registers all of mindlora in MindFormers when it is imported; there is nothing to call.
 
 Importing this module enters the pet type, the train step, the callbacks and LoRA+'s schedule in MindFormers' registry,
 so that a YAML can name them. mindlora-run imports it before the Trainer is built, and

@@ -21,7 +21,7 @@ from mindlora.plugin.run_modes import RUN_MODES, TRAINING_MODES
 
 
 def true_or_false(text: str) -> bool:
-    """Reads a flag with MindFormers' str2bool. argparse puts the name of this function into its error message."""
+    """Reads a flag with MindFormers' str2bool. argparse quotes the name of this function in its error message."""
     try:
         return str2bool(text)
     except Exception as error:  # str2bool raises nothing narrower
@@ -81,7 +81,7 @@ _FLAGS = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs one command line; returns the exit code, which is 1, with one line on stderr, for a wrong configuration."""
+    """Runs one command line; returns the exit code: 0, or 1 with one line on stderr if the configuration is wrong."""
     try:
         run(build_config(argv))
     except LoraError as error:
@@ -152,7 +152,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> MindFormerConfig:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line like any other error: one line, exit code 1."""
+    """Reports a wrong command line like any other error: with one line and exit code 1."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See mindlora-run --help.")

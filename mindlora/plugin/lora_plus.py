@@ -17,9 +17,9 @@ class LoraPlusLR(ScaledSchedule):
     """ratio times a schedule of MindFormers or MindSpore, for grouped_lr_schedule.
 
     Args:
-        schedule (str): Type of that schedule, as in lr_schedule.
+        schedule (str): The schedule's type, as in lr_schedule.
         ratio (float): The factor.
-        **keys: The other keys of that schedule.
+        **keys: The schedule's other keys.
     """
 
     def __init__(self, schedule: str, ratio: float, **keys: Any):
@@ -27,7 +27,7 @@ class LoraPlusLR(ScaledSchedule):
 
 
 def set_groups(config: MindFormerConfig, ratio: float) -> None:
-    """Sets grouped_lr_schedule from lr_schedule: ratio times it for B (and DoRA's magnitudes).
+    """Sets grouped_lr_schedule from lr_schedule, with ratio times its rate for B (and DoRA's magnitudes).
 
     Args:
         config (MindFormerConfig): The whole YAML; changed in place.
@@ -38,7 +38,7 @@ def set_groups(config: MindFormerConfig, ratio: float) -> None:
     """
     if config.grouped_lr_schedule:
         raise ConfigError("The YAML has both pet_config.loraplus_lr_ratio and grouped_lr_schedule: keep one of them.")
-    # Where the YAML has no lr_schedule, MindFormers has filled one in.
+    # If the YAML has no lr_schedule, MindFormers has filled one in.
     keys = dict(config.lr_schedule)
     group = {**keys, "params": list(FASTER), "type": LoraPlusLR.__name__, "schedule": keys["type"], "ratio": ratio}
     config.grouped_lr_schedule = MindFormerConfig(default=dict(keys), grouped=[group])

@@ -13,7 +13,7 @@ from mindlora.save_load import load_lora
 
 
 class MindloraModel(LoraModel):
-    """MindFormers' wrapper around a base model, with mindlora's adapters in place of MindFormers' own.
+    """MindFormers' wrapper around a base model, with mindlora's adapters instead of MindFormers' own.
 
     Args:
         config (PetLoraConfig): The pet_config node.
@@ -49,7 +49,7 @@ class MindloraModel(LoraModel):
 
 
 def register() -> None:
-    """Enters mindlora's classes for ``pet_type: lora`` in MindFormers' two maps, and refuses ``qlora`` there."""
+    """Enters mindlora's classes for ``pet_type: lora`` into MindFormers' two maps, and makes ``qlora`` an error."""
     pet_model.PET_TYPE_TO_MODEL_MAPPING[PET_TYPE] = MindloraModel
     pet_model.PET_TYPE_TO_CONFIG_MAPPING[PET_TYPE] = lambda **keys: PetLoraConfig.from_pet_config(keys)
     # For a pet_type in neither map, MindFormers would train the whole network.

@@ -1,6 +1,6 @@
 """The pet_config node of a MindFormers YAML: its pet types and its keys.
 
-Imports no MindFormers, so that ``mindlora doctor`` checks by the same class where MindFormers is not installed.
+Imports no MindFormers, so that ``mindlora doctor`` can use the same checks where MindFormers is not installed.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ KNOWN_PET_TYPES = (*PET_TYPES, *MINDFORMERS_PET_TYPES)
 
 @dataclasses.dataclass
 class PetLoraConfig(LoraConfig):
-    """LoraConfig with the further keys that a pet_config node may have.
+    """LoraConfig with the additional keys that a pet_config node may have.
 
     Args:
         adapter_path (str): An adapter to load when the network is built, in order to train it further, evaluate it or
@@ -30,7 +30,7 @@ class PetLoraConfig(LoraConfig):
         ConfigError: A field is out of range, or loraplus_lr_ratio is combined with use_vera.
     """
 
-    # MindFormers reads it when it generates text.
+    # MindFormers reads this when it generates text.
     pet_type: ClassVar[str] = PET_TYPE
     adapter_path: Optional[str] = None
     loraplus_lr_ratio: Optional[float] = None

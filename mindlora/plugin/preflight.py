@@ -19,7 +19,7 @@ from mindlora.plugin.run_modes import TRAINING_MODES
 
 # Modes in which MindSpore rewrites the graph; in these, optimizer parallelism splits the parameters themselves.
 _GRAPH_PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
-# Callbacks that carry out a lora_init which changes the base. LoraStart is LoraInitialization's name of version 0.1.
+# Callbacks that carry out a lora_init that changes the base. LoraStart was LoraInitialization's name in version 0.1.
 _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization", "LoraStart")
 
 
@@ -30,7 +30,7 @@ def prepare(config: MindFormerConfig) -> None:
         config (MindFormerConfig): The whole YAML with the command line's overrides; changed in place.
 
     Raises:
-        ConfigError: With the key, its value, and what it must be.
+        ConfigError: A setting is wrong; the message gives the key, its value, and what it must be.
     """
     if not config.model or not config.model.model_config:
         raise ConfigError("The YAML has no model.model_config.")
@@ -50,7 +50,7 @@ def prepare(config: MindFormerConfig) -> None:
 
 
 def check_files(config: MindFormerConfig) -> None:
-    """Raises ConfigError, naming the flag that sets it, for a file that the run needs and that does not exist."""
+    """Raises ConfigError if a file that the run needs does not exist, with the flag that sets it."""
     training = config.run_mode in TRAINING_MODES
     if config.load_checkpoint and not os.path.exists(config.load_checkpoint):
         raise ConfigError(f"load_checkpoint: {config.load_checkpoint} does not exist (--load_checkpoint).")
@@ -60,7 +60,7 @@ def check_files(config: MindFormerConfig) -> None:
     if training and not config.load_checkpoint and config.model.model_config.pet_config:
         logger.warning(
             "load_checkpoint is empty: the base under the adapter has random weights. (In training, "
-            "MindFormers takes them from this key alone, not from checkpoint_name_or_path.)"
+            "MindFormers takes them only from this key, not from checkpoint_name_or_path.)"
         )
 
 
@@ -93,7 +93,7 @@ def _check_sharded_adapter(config):
     for key, value, needed in found:
         raise ConfigError(
             f"callbacks has LoraCheckpoint and {key} is {value}: each device then holds only a part of the "
-            f"adapter, and LoraCheckpoint saves complete ones. Set {key.rpartition('.')[2]}: {needed}, or "
+            f"adapter, but LoraCheckpoint saves only complete ones. Set {key.rpartition('.')[2]}: {needed}, or "
             "save with CheckpointMonitor and save_trainable_params: True and merge the parts with "
             "MindFormers' transform_checkpoint."
         )
@@ -107,7 +107,7 @@ def _fill_preset_learning_rate(config):
 
 
 def _add_initialization(config):
-    """Adds LoraInitialization where lora_init changes the base: MindFormers loads the base into the built network."""
+    """Adds LoraInitialization if lora_init changes the base, which MindFormers loads after it builds the network."""
     pet_config = config.model.model_config.pet_config or {}
     if not initializers.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
         return
@@ -127,7 +127,7 @@ def _add_initialization(config):
 
 
 def _check_quantized_base(config):
-    """Checks that load_checkpoint is quantized exactly if quantize_base says so, and sets its load_ckpt_format."""
+    """Checks that load_checkpoint is quantized if and only if quantize_base is set, and sets its load_ckpt_format."""
     pet_config, path = config.model.model_config.pet_config or {}, config.load_checkpoint
     if not path or not os.path.exists(path):
         return

@@ -26,7 +26,7 @@ _BEST_METADATA = "best.json"
 
 
 def checkpoint_directory(directory: Optional[str]) -> str:
-    """Returns where a run saves: ``directory``, or lora_checkpoint in the output folder of the run."""
+    """Returns the folder that a run saves to: ``directory``, or lora_checkpoint in the output folder of the run."""
     return os.path.abspath(directory or os.path.join(get_output_root_path(), "lora_checkpoint"))
 
 
@@ -123,14 +123,14 @@ def save(folder: str, params: "InternalCallbackParam") -> None:
 
 
 def save_best(folder: str, params: "InternalCallbackParam", metric: str, value: float) -> None:
-    """Writes the adapter, and the step and metric that make it the best so far."""
+    """Writes the adapter that is the best so far, with its step and its metric."""
     with atomic.replace_folder(folder) as new:
         save_lora(base_of(params.train_network), new)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
 
 
 def best_value(folder: str, metric: str) -> Optional[float]:
-    """Returns the metric of the best adapter so far, or None if none was saved by this metric."""
+    """Returns the metric of the best adapter so far, or None if none was saved with this metric."""
     return (_read_json(os.path.join(folder, _BEST_METADATA)) or {}).get(metric)
 
 
@@ -138,8 +138,8 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
     """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
 
     Raises:
-        ConfigError: The run was complete; or it had other steps per epoch, another optimizer, loss scale or network;
-            or the dataset does not start at the saved step.
+        ConfigError: The run was complete; it had another number of steps per epoch, or another optimizer, loss scale or
+            network; or the dataset does not start at the saved step.
     """
     metadata = read_metadata(folder)
     if metadata["steps_per_epoch"] != params.batch_num:

@@ -19,7 +19,7 @@ def _count_not_finite(gradient):
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class LoraTrainOneStepCell(MFTrainOneStepCell):
-    """MFTrainOneStepCell for CPUs as well as Ascend.
+    """MFTrainOneStepCell for CPUs as well as for Ascend.
 
     Loss scaling, clipping, global norm and the five outputs (loss, overflow, loss scale, learning rate, global norm)
     are MindFormers' own. MindFormers detects overflow with kernels that only Ascend has. On any other device, this
@@ -35,7 +35,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.no_status = Tensor([0] * 8, mstype.int32)
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Tensor, Any]:
-        """Returns an overflow status that is clear, and ``compute_input``."""
+        """Returns a cleared overflow status, and ``compute_input``."""
         if self.checks_values:
             return self.no_status, compute_input
         return super().start_overflow_check(pre_cond, compute_input)

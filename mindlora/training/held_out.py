@@ -8,7 +8,7 @@ from mindspore.common import dtype as mstype
 
 
 class HeldOutLossCell(nn.Cell):
-    """Sum of the cross entropy of a causal language model over the labels that count, and the number of these labels.
+    """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
 
     Args:
         network (nn.Cell): A MindFormers causal language model. In evaluation mode, called with tokens [batch, N] and

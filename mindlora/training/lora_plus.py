@@ -46,7 +46,7 @@ def lora_plus_groups(
         learning_rate (float, list, Tensor or LearningRateSchedule): The learning rate of A: one number for all steps,
             one for each step (a list, or a Tensor of shape [steps]), or a schedule.
         ratio (float): The learning rate of B divided by that of A; at least 1. Default: 16, which the paper recommends.
-        weight_decay (float): Of both groups. Default: 0.0.
+        weight_decay (float): Weight decay of both groups. Default: 0.0.
 
     Returns:
         list of dict, the first argument of ``mindspore.nn.AdamWeightDecay`` or any other optimizer with groups.

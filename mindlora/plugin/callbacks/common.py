@@ -1,4 +1,4 @@
-"""What the callbacks share: registration in MindFormers, the loss of a step, a check of their arguments."""
+"""What the callbacks share: registration in MindFormers, the loss of a step, and a check of arguments."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,6 @@ def loss_of(params: "InternalCallbackParam") -> float:
 
 def check_count(name: str, value: Any) -> None:
     """Raises ConfigError unless ``value`` is a whole number of at least 1."""
-    # MindFormers puts the callback's class before the message of an error in its constructor.
+    # If the constructor of a callback raises, MindFormers puts the name of its class before the message.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least 1.")

@@ -39,8 +39,8 @@ class HeldOutLoss(Callback):
         self.cell, self.step_before, self.measured = None, 0, []
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Notes the step before the epoch."""
-        # At the beginning of training, a resumed run may not know its step yet.
+        """Records the last step before the epoch."""
+        # Not when training begins: a resumed run may not know its step by then.
         self.step_before = run_context.original_args().cur_step_num
 
     def on_train_step_end(self, run_context: RunContext) -> None:

@@ -22,13 +22,13 @@ from mindlora.plugin.network import base_of
 class LoraCheckpoint(Callback):
     """Saves the adapter without the base while training: every save_steps steps, at the end, and the best one.
 
-    ``directory`` gets step_N (adapter and training state, from which a run resumes) and best (adapter alone). Rank 0
+    ``directory`` gets step_N (adapter and training state, from which a run resumes) and best (only the adapter). Rank 0
     writes them, each atomically. Whatever an earlier run saved there after the step at which this run starts is moved
     into earlier_run_1, earlier_run_2 and so on.
 
     A resumed run continues exactly as if it had never stopped: the same data in the same order, the same learning
-    rates and losses. With lora_dropout above 0 it does not, and a warning in the log says so: MindSpore cannot restore
-    the random state of its dropout kernels, so the resumed run drops other elements.
+    rates and losses. The exception is lora_dropout above 0, which the log warns about: MindSpore cannot restore the
+    random state of its dropout kernels, so the resumed run drops other elements.
 
     Args:
         save_steps (int): Steps between saves. Default: 100.

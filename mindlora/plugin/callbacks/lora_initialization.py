@@ -11,9 +11,9 @@ from mindlora.plugin.network import base_of
 
 @register
 class LoraInitialization(Callback):
-    """Carries out a lora_init that changes the base, such as pissa or olora, when the base has been loaded.
+    """Carries out a lora_init that changes the base, such as pissa or olora, once the base has been loaded.
 
-    LoraCheckpoint does the same, so only a run without it needs this callback. mindlora-run adds it by itself.
+    LoraCheckpoint does the same, so only a run without it needs this callback. mindlora-run adds it automatically.
     """
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -26,4 +26,4 @@ class LoraInitialization(Callback):
 
 @register
 class LoraStart(LoraInitialization):
-    """LoraInitialization under its name of version 0.1, for YAMLs written then; it goes in version 0.3."""
+    """LoraInitialization under its name in version 0.1, for older YAMLs; it will be removed in version 0.3."""

@@ -17,9 +17,9 @@ from mindlora.plugin.log import logger
 
 @register
 class LossCurve(Callback):
-    """Records the loss of every step and what HeldOutLoss measures, in loss_curve.json, and plots both.
+    """Records the loss of every step and what HeldOutLoss measures in loss_curve.json, and plots both.
 
-    The plot is loss_curve.png. Both files are written when training ends.
+    The plot is loss_curve.png. The two files are written when training ends.
 
     Args:
         directory (str): Folder to write to. Default: None, the output folder of the run.
@@ -31,7 +31,7 @@ class LossCurve(Callback):
     def __init__(self, directory: Optional[str] = None):
         super().__init__()
         try:
-            import matplotlib  # noqa: F401  found missing now, not after hours of training
+            import matplotlib  # noqa: F401  if it is missing, this fails now and not after hours of training
         except ImportError as error:
             raise ConfigError(
                 "LossCurve needs matplotlib, which is not installed: pip install "

@@ -23,7 +23,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Opens the bar."""
-        # At the beginning of training, a resumed run may not know its step yet.
+        # Not when training begins: a resumed run may not know its step by then.
         if self.bar is not None:
             return
         params = run_context.original_args()

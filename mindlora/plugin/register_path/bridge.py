@@ -1,7 +1,7 @@
 """What ``auto_register: bridge.LlamaConfig`` imports, to use mindlora under MindFormers' own run_mindformer.py.
 
-The line belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded
-when pet_config is read. MindFormers copies this file elsewhere before it imports it, hence the absolute imports.
+That line belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded
+when pet_config is read. MindFormers copies this file elsewhere before importing it, hence the absolute imports.
 """
 
 from typing import Mapping, Optional
