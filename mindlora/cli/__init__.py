@@ -1,8 +1,8 @@
 """The command ``mindlora VERB``: one module for each group of verbs, each with a table VERBS.
 
-What a verb needs is imported inside its function, so that help and errors on the command line are printed at once. A
-verb returns its report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. If it
-has an ``exit_code``, that is the exit code of the command.
+What a verb needs is imported inside its function, so that help and usage errors are printed at once. A verb returns its
+report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. If the report has an
+``exit_code``, it becomes the exit code of the command.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs one command line; returns the exit code, 0 only if everything was done."""
     arguments = _parser().parse_args(argv)
     try:
-        # Only the report goes to stdout, where MindFormers would log too.
+        # MindFormers logs to stdout, but only the report may go there.
         with contextlib.redirect_stdout(sys.stderr):
             report = arguments.run(arguments)
     except (LoraError, OSError) as error:

@@ -15,10 +15,10 @@ class CombineReport:
 
     Attributes:
         output (str): The folder.
-        method (str): The method.
-        adapters (tuple): (path, weight) of each.
-        ranks (tuple of int): The different ranks of the result.
-        cells (int): How many cells it adapts.
+        method (str): The method of combining.
+        adapters (tuple): (path, weight) of each adapter.
+        ranks (tuple of int): The distinct ranks in the result.
+        cells (int): How many cells the result adapts.
     """
 
     output: str
@@ -61,11 +61,11 @@ def inspect(arguments: argparse.Namespace) -> Any:
 
 def _diff_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The exit code is 0 whenever both could be compared; the report says whether they are equal, under equal "
-        "with --json."
+        " The exit code is 0 whenever both could be compared; the report says whether they are equal (with --json, in "
+        "the field equal)."
     )
     parser.add_argument("first", metavar="A", help=_ADAPTER_HELP)
-    parser.add_argument("second", metavar="B", help="another one, in any form")
+    parser.add_argument("second", metavar="B", help="another one, in any format")
     _add_reading_options(parser)
     add_command(parser, diff)
 
@@ -85,7 +85,7 @@ def _combine_options(parser: argparse.ArgumentParser) -> None:
         "choose; linear, ties, dare_linear, dare_ties and magnitude_prune work on A and on B separately "
         "and need equal ranks; those with _svd do the same on the changes. All are PEFT's."
     )
-    parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's form")
+    parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's format")
     parser.add_argument(
         "--method",
         required=True,
@@ -105,7 +105,7 @@ def _combine_options(parser: argparse.ArgumentParser) -> None:
         "--svd-rank",
         type=int,
         metavar="R",
-        help="rank of the result, for the methods with svd (default: the largest of the adapters)",
+        help="rank of the result, for the methods with svd (default: the largest rank of the adapters)",
     )
     parser.add_argument(
         "--density",
@@ -158,7 +158,7 @@ def _weight(path: str, text: str) -> float:
 
 
 VERBS = (
-    Verb("inspect", "Say what an adapter holds.", _inspect_options),
-    Verb("diff", "Say how two adapters differ.", _diff_options),
+    Verb("inspect", "Show what an adapter holds.", _inspect_options),
+    Verb("diff", "Show how two adapters differ.", _diff_options),
     Verb("combine", "Combine several adapters of one base into one.", _combine_options),
 )

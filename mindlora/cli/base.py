@@ -68,7 +68,7 @@ def _quantize_options(parser):
     loftq = parser.add_argument_group(
         "LoftQ",
         "Also write an adapter that makes up for the quantization error, and the base that belongs to it. Most of the "
-        "time goes into decomposing the weights.",
+        "time is spent on decomposing the weights.",
     )
     loftq.add_argument(
         "--loftq",
@@ -142,7 +142,7 @@ def _merge_options(parser):
     parser.add_argument("--base", required=True, metavar="B", help=f"the base: {_FORMS}")
     parser.add_argument("--adapter", required=True, metavar="A", help="the adapter: a folder or file, in any format")
     parser.add_argument("--output", required=True, metavar="OUT", help=f"{_FORMS}, depending on its ending")
-    parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, if the adapter does not hold it")
+    parser.add_argument("--alpha", type=float, metavar="X", help="lora_alpha, if the adapter does not record it")
     parser.add_argument(
         "--kv-heads",
         type=int,
@@ -160,7 +160,7 @@ def _merge_options(parser):
 
 def merge(arguments: argparse.Namespace) -> Any:
     """Runs mindlora merge."""
-    # Must be set before NumPy is imported: blocks are merged in parallel; if each product used all cores, they would
+    # Must be set before NumPy is imported. Blocks are merged in parallel: if each product used all cores, they would
     # wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mindlora.base.merge import merge_checkpoint

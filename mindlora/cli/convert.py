@@ -1,4 +1,4 @@
-"""mindlora convert: turns an adapter of one form into another."""
+"""mindlora convert: converts an adapter from one format to another."""
 
 import argparse
 from typing import Any
@@ -10,7 +10,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         metavar="IN",
-        help="an adapter of PEFT's, of MindFormers' or of mindlora's: a folder, .safetensors, .ckpt or .bin",
+        help="an adapter in PEFT's, MindFormers' or mindlora's format: a folder, .safetensors, .ckpt or .bin",
     )
     parser.add_argument(
         "output",
@@ -21,8 +21,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         choices=("peft", "mindformers", "ckpt", "slora"),
-        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder from "
-        "which MindFormers serves an adapter",
+        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder that "
+        "MindFormers serves an adapter from",
     )
     parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, if IN does not state it")
     parser.add_argument(
@@ -56,4 +56,4 @@ def convert(arguments: argparse.Namespace) -> Any:
     )
 
 
-VERBS = (Verb("convert", "Turn an adapter into another form.", _options),)
+VERBS = (Verb("convert", "Convert an adapter to another format.", _options),)

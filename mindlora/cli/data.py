@@ -121,7 +121,7 @@ def convert_text(arguments: argparse.Namespace) -> "DataReport":
 
 
 def _quiet_transformers():
-    # It would advise to install PyTorch, which nothing here needs, and to use the tokenizer class of the model.
+    # It would advise installing PyTorch, which nothing here needs, and using the tokenizer class of the model.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
@@ -132,7 +132,7 @@ def _plugin_path_options(parser):
 
 def plugin_path(_: argparse.Namespace) -> PluginPath:
     """Runs mindlora plugin-path."""
-    # Without importing MindFormers, which takes seconds: the answer is for a shell's $( ).
+    # Without importing MindFormers, which takes seconds, because this runs inside a shell's $( ).
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return PluginPath(os.path.join(package, "plugin", "register_path"))
 

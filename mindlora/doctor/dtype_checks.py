@@ -13,7 +13,7 @@ _MODEL = "model.model_config"
 
 
 def check_dtypes(config: dict, lora: LoraConfig) -> Iterator[Finding]:
-    """Yields what is lost to rounding, underflow or overflow in the dtypes that the YAML names."""
+    """Yields a finding for what rounding, underflow or overflow would cost in the dtypes that the YAML names."""
     dtypes = []
     for key in ("param_init_type", "compute_dtype"):
         try:

@@ -9,13 +9,13 @@ from mindlora.doctor.yaml_checks import check_yaml
 
 
 def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
-    """Examines this machine, and YAMLs without building their networks.
+    """Examines this machine, and YAMLs, without building their networks.
 
     Args:
         yaml_paths (sequence of str): Complete MindFormers YAMLs. Default: none.
 
     Returns:
-        DoctorReport; its ``exit_code`` is 1 where the machine or a YAML has an error.
+        DoctorReport; its ``exit_code`` is 1 if the machine or a YAML has an error.
     """
     items, findings = examine_machine()
     operators, problems = examine_operators() if is_installed("MindSpore") else ([], [])

@@ -1,4 +1,4 @@
-"""Checks that the files which a YAML names exist: base, data, adapter, tokenizer."""
+"""Checks that the files that a YAML names exist: base, data, adapter, tokenizer."""
 
 import os
 from typing import Iterator, Optional
@@ -12,7 +12,7 @@ _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
 
 
 def check_files(config: dict, lora: Optional[LoraConfig]) -> Iterator[Finding]:
-    """Yields the files that this run will read and that are missing or not named."""
+    """Yields a finding for each file that this run will read and that is missing or not named."""
     effect = "the base under the adapter has random weights" if lora else ""
     yield from _check_path(config, "load_checkpoint", "--load_checkpoint", effect)
     if config.get("run_mode") in TRAINING_MODES:
@@ -34,7 +34,7 @@ def _check_data(config, kind) -> Iterator[Finding]:
 
 
 def _check_path(config, key, flag="", effect="") -> Iterator[Finding]:
-    """Yields a finding where the path at ``key`` does not exist, or is empty and that has an ``effect``."""
+    """Yields a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
     path = value_at(config, key)
     if not path:
         if effect:

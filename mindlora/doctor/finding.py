@@ -10,11 +10,11 @@ class Finding:
     """One thing that the doctor noticed.
 
     Attributes:
-        severity (str): ``error``: the run fails or does not do what it should; ``warning``: that is likely; ``note``:
+        severity (str): ``error``: the run will fail or not do what it should; ``warning``: that is likely; ``note``:
             good to know.
         key (str): Full path of the key in the YAML, or "".
         found (str): What was found.
-        advice (str): What to do, or "" where ``found`` says it.
+        advice (str): What to do, or "" if ``found`` says it.
     """
 
     severity: str

@@ -16,7 +16,7 @@ def check_with_launcher(path: str) -> Iterator[Finding]:
     if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")):
         return
     # MindFormers' log says nothing about the YAML here. It also goes to a file, by default under the working folder,
-    # and MindSpore writes some of its warnings without Python's streams.
+    # and some warnings of MindSpore bypass Python's streams.
     os.environ.setdefault("GLOG_v", "3")
     with tempfile.TemporaryDirectory(prefix="mindlora-doctor-") as folder, contextlib.redirect_stdout(io.StringIO()):
         os.environ.setdefault("LOG_MF_PATH", folder)

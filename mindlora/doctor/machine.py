@@ -14,12 +14,12 @@ from mindlora import __version__
 from mindlora.doctor.finding import Finding
 from mindlora.doctor.report import Item
 
-# MindSpore -> MindFormers that were tested together; setup.py installs the same pairs.
+# MindSpore version -> MindFormers version that it was tested with; setup.py installs the same pairs.
 TESTED_PAIRS = {"2.9.0": "1.9.0", "2.7.2": "1.8.0"}
 
 _ASCEND = "/usr/local/Ascend"
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-# Where releases of CANN keep their version, below the folder of the toolkit.
+# Where the various releases of CANN keep their version, below the folder of the toolkit.
 _CANN_VERSION_FILES = (
     "*/ascend_toolkit_install.info",
     "ascend_toolkit_install.info",
@@ -33,7 +33,7 @@ NOT_FOUND, NOT_INSTALLED = "not found", "not installed"
 
 
 def examine_machine() -> Tuple[List[Item], List[Finding]]:
-    """Returns the items of this machine, and a finding where MindSpore and MindFormers are not a tested pair."""
+    """Returns the items of this machine, and a finding if MindSpore and MindFormers are not a tested pair."""
     mindspore, mindformers = _package("MindSpore"), _package("MindFormers")
     finding = _check_pair(mindspore.value, mindformers.value)
     if finding is None:
@@ -69,7 +69,7 @@ def _package(name) -> Item:
 
 
 def _check_pair(mindspore, mindformers) -> Optional[Finding]:
-    """Returns what to do unless the two versions were tested together."""
+    """Returns a finding unless the two versions were tested together."""
     pairs = " or ".join(f"MindSpore {first} with MindFormers {second}" for first, second in TESTED_PAIRS.items())
     found = {"MindSpore": mindspore, "MindFormers": mindformers}
     missing = [name for name, version in found.items() if version == NOT_INSTALLED]

@@ -39,7 +39,7 @@ def examine_operators() -> Tuple[List[Item], List[Finding]]:
 
 @contextlib.contextmanager
 def _graph_mode() -> Iterator[None]:
-    """Graph mode, in which MindFormers trains and MindSpore does not start."""
+    """Switches to graph mode for a while: MindFormers trains in it, but it is not MindSpore's default."""
     import mindspore as ms
 
     before = ms.get_context("mode")

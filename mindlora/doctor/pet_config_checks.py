@@ -13,7 +13,7 @@ from mindlora.plugin.pet_config import KNOWN_PET_TYPES, MINDFORMERS_PET_TYPES, P
 
 
 def check_pet_config(config: dict) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
-    """Returns the configuration that pet_config describes, or None where it describes none, and the findings."""
+    """Returns the configuration that pet_config describes, or None if it is not a valid one, and the findings."""
     pet_config = value_at(config, PET)
     if not pet_config:
         return None, [Finding("note", PET, "There is no pet_config: the whole network is trained, without LoRA.")]
@@ -44,7 +44,7 @@ def _check_pet_type(pet_type) -> Optional[Finding]:
 
 
 def _key_of(message, pet_config) -> str:
-    """Returns the full path of the key that a message begins with, or that it calls unknown."""
+    """Returns the full path of the key that a message starts with or calls unknown."""
     unknown = re.search("unknown key '(.*?)'", message)
     key = unknown[1] if unknown else re.match(r"\w+", message)[0]
     return f"{PET}.{key}" if key in pet_config else PET

@@ -46,7 +46,7 @@ class DoctorReport:
 
     Attributes:
         machine (tuple of Item): Versions, CANN, driver, devices, and which operators LoRA would use.
-        findings (tuple of Finding): Those of the machine.
+        findings (tuple of Finding): Findings about the machine.
         yamls (tuple of YamlReport): One for each YAML.
     """
 
@@ -56,7 +56,7 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """1 where the machine or a YAML has an error, else 0."""
+        """1 if the machine or a YAML has an error, else 0."""
         found = [*self.findings, *(finding for report in self.yamls for finding in report.findings)]
         return int(any(finding.severity == "error" for finding in found))
 

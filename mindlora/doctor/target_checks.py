@@ -18,7 +18,7 @@ Sizes = Dict[str, Tuple[int, int]]
 
 
 def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
-    """Returns which cells get an adapter, and what is wrong with the selection; a Llama's cells alone are known."""
+    """Returns which cells get an adapter, and what is wrong with the selection, if mindlora.models knows the cells."""
     architecture = _architecture(config)
     if architecture is None:
         return [_unknown_model(config)]
@@ -82,7 +82,7 @@ def _count_parameters(selected, sizes: Sizes, lora) -> Finding:
 
 
 def _check_ranks(selected, sizes: Sizes, lora) -> Iterator[Finding]:
-    # VeRA's ranks may be larger: it does not train its matrices.
+    # VeRA's rank may be larger, because its matrices are not trained.
     too_high = [path for path in selected if lora.for_cell(path).lora_rank > min(sizes[path]) and not lora.use_vera]
     if too_high:
         smallest = min(min(sizes[path]) for path in too_high)
@@ -91,8 +91,8 @@ def _check_ranks(selected, sizes: Sizes, lora) -> Iterator[Finding]:
             f"{PET}.lora_rank",
             f"The rank exceeds the smaller dimension of {len(too_high)} weights (at least {smallest}): "
             f"{listed(too_high)}.",
-            "The change of a weight cannot have a higher rank than that. Lower lora_rank, or lower it for these cells "
-            "alone with rank_pattern.",
+            "The change of a weight cannot have a higher rank than that. Lower lora_rank, or lower it for just these "
+            "cells with rank_pattern.",
         )
 
 
@@ -110,7 +110,7 @@ def _check_patterns(selected, lora) -> Iterator[Finding]:
 
 @contextlib.contextmanager
 def _warnings_of(logger):
-    """Yields a list that fills with the warnings of ``logger``, which are not shown meanwhile."""
+    """Yields a list that collects the warnings of ``logger``, which are not shown meanwhile."""
     messages = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())

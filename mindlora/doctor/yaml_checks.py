@@ -35,7 +35,7 @@ def check_yaml(path: str) -> List[Finding]:
     findings = [*_check_numbers(config), *_check_run_mode(config)]
     lora, pet_findings = check_pet_config(config)
     findings += pet_findings
-    # What mindlora-run says of a wrong pet_config would repeat these findings.
+    # mindlora-run's errors about a wrong pet_config would repeat these findings.
     ask_launcher = not any(finding.severity == "error" and finding.key.startswith(PET) for finding in findings)
     if lora is not None:
         findings += check_targets(config, lora)
