@@ -1,1 +1,1 @@
-"""Checkpoints of base models: read and written as a stream, converted, merged into."""
+"""Checkpoints of base models: read and written as streams, converted, quantized, merged into."""

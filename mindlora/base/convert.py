@@ -18,7 +18,7 @@ from mindlora.models import names, registry
 
 @dataclasses.dataclass(frozen=True)
 class ConvertBaseReport:
-    """What convert_base did; str() is a report for people.
+    """What convert_base did; str() gives it as text.
 
     Attributes:
         source, output (str): The two checkpoints.
@@ -66,20 +66,19 @@ def convert_base(
 ) -> ConvertBaseReport:
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
 
-    With MindFormers' qkv_concat, q, k, v are one tensor w_qkv, its rows by key-value head [heads of q that share it |
-    k | v], and w1, w3 are one tensor w_gate_hidden, their rows in turn. For Hugging Face, such tensors are always
-    split.
+    With MindFormers' qkv_concat, q, k and v are one tensor w_qkv, whose rows are ordered by key-value head [heads of q
+    that share it | k | v], and w1 and w3 are one tensor w_gate_hidden, in which their rows alternate. For Hugging Face,
+    such tensors are always split.
 
     With tied embeddings, a Hugging Face checkpoint has no lm_head.weight. MindFormers' Llama looks for one unless its
     YAML says ``tie_word_embeddings: True``, so a copy of the embedding is written, which loads either way.
 
-    Safetensors are read and written as a stream, and a .ckpt is written as one; reading a .ckpt takes it into memory
-    as a whole.
+    Safetensors are read and written as a stream. A .ckpt is written as a stream too, but read into memory as a whole.
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
         output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
-        from_ (str): "hf" or "mindformers", which is checked against the names; None takes the world of the names.
+        from_ (str): "hf" or "mindformers", which is checked against the names; None detects it from the names.
         to (str): "hf" or "mindformers".
         concat (bool): Whether to join w_qkv and w_gate_hidden, for MindFormers. Default: False.
         tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
@@ -92,8 +91,8 @@ def convert_base(
         ConvertBaseReport.
 
     Raises:
-        CheckpointError: The source cannot be read or holds a name that is not known, the heads are needed and not
-            known, or ``output`` cannot be written.
+        CheckpointError: The source cannot be read or holds a name that is not known, the numbers of heads are needed
+            but not known, or ``output`` cannot be written.
         TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
     """
     started = time.perf_counter()
@@ -161,7 +160,7 @@ class _Plan:
         if unknown:
             raise CheckpointError(
                 f"{base.path} holds tensors for which {WORLDS[to]} name is not known: {examples(unknown)}. "
-                f"Known are the parameters of {registry.titles()}, without LoRA, quantization and the state of an "
+                f"Known parameters are those of {registry.titles()}, without LoRA, quantization and the state of an "
                 "optimizer."
             )
         # New name -> old name, where tensors are to be joined.
@@ -194,7 +193,7 @@ class _Plan:
                 f"{self.base.path} holds {self.separate[target]} and nothing for "
                 f"{', '.join(missing)}, so {joined} cannot be made. Copy the model again, or leave --concat out."
             )
-        # The joined tensor comes where its first part was.
+        # The joined tensor goes where its first part was.
         if target != parts[0]:
             return []
         return [join(self.base, joined, [self.separate[part] for part in parts], self.kv_heads)]
@@ -209,14 +208,14 @@ def _settle_head(base, plan, to, tied) -> List[str]:
         _check_tied(base, head)
         for shard in plan.shards:
             shard.tensors[:] = [tensor for tensor in shard.tensors if tensor.name != written_head]
-        return [f"{written_head} is the embedding and was left out; the model must say tie_word_embeddings: true."]
+        return [f"{written_head} is the embedding and was left out; the model must set tie_word_embeddings: true."]
     if base.config.get("tie_word_embeddings") is False:
         raise CheckpointError(
             f"{base.path} lacks {head}, and its config.json says that the embeddings are not tied. "
             "Copy the model again."
         )
     if tied or to == "hf":
-        return [f"The checkpoint has no {head}; the model must say tie_word_embeddings: true."]
+        return [f"The checkpoint has no {head}; the model must set tie_word_embeddings: true."]
     table = base.architecture.embedding_table(to)
     for shard in plan.shards:
         shard.tensors.extend([tensor._replace(name=written_head) for tensor in shard.tensors if tensor.name == table])
@@ -231,7 +230,7 @@ def _check_tied(base, head):
     first, second = base.tensors.get(embedding), base.tensors[head]
     step = max(2**21 // max(second.size // second.shape[0], 1), 1)
     blocks = [(begin, min(begin + step, second.shape[0])) for begin in range(0, second.shape[0], step)]
-    # As bytes: NaN equals itself here.
+    # Compared as bytes, so that NaN equals itself.
     if (
         first is None
         or first[:2] != second[:2]

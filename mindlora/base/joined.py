@@ -1,6 +1,6 @@
-"""Joined tensors (MindFormers' qkv_concat) out of a base checkpoint's separate ones, and the reverse.
+"""Makes joined tensors (MindFormers' qkv_concat) from a base checkpoint's separate ones, and the reverse.
 
-Both read a range of rows at a time: whole groups, as mindlora.models.joined_rows defines them.
+Both directions read a range of rows at a time: whole groups, as mindlora.models.joined_rows defines them.
 """
 
 import functools
@@ -23,7 +23,7 @@ def parts_of(name: str) -> List[str]:
 
 
 def joined_name(name: str) -> Optional[str]:
-    """Returns the joined parameter of which ``name`` is a part, or None; both under MindFormers' names."""
+    """Returns the joined parameter that ``name`` is a part of, or None; both under MindFormers' names."""
     path, _, leaf = name.rpartition(".")
     parent = path.rpartition(".")[0]
     candidates = (f"{parent}.{cell.name}.{leaf}" for cell in names.joined_cells())
@@ -34,7 +34,7 @@ def join(base: BaseCheckpoint, joined: str, parts: List[str], kv_heads: Optional
     """Returns the tensor ``joined`` made of the tensors ``parts`` of ``base``.
 
     Raises:
-        CheckpointError: The parts do not go together, or the number of key-value heads is wrong or not known.
+        CheckpointError: The parts cannot be joined, or the number of key-value heads is wrong or not known.
     """
     infos = [base.tensors[part] for part in parts]
     if len({(info.dtype, info.shape[1:]) for info in infos}) > 1:
@@ -69,7 +69,7 @@ def split(
     """Returns the tensors ``targets`` that the tensor ``joined`` of ``base`` is divided into.
 
     Raises:
-        CheckpointError: The rows are not those of so many heads, or the number of heads is not known.
+        CheckpointError: The rows do not match the numbers of heads, or these are needed but not known.
     """
     info = base.tensors[joined]
     sizes = _group_sizes(joined, info.shape[0], heads, kv_heads)

@@ -1,4 +1,4 @@
-"""LoftQ while a checkpoint is quantized: an adapter that compensates, cell by cell, for the quantization error."""
+"""LoftQ for a checkpoint: while it is quantized, an adapter is made that compensates for the error, cell by cell."""
 
 import os
 from typing import Dict, List
@@ -20,19 +20,19 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 
 class LoftqInitializer:
-    """Makes an adapter while a checkpoint is quantized, with one weight in float at a time.
+    """Makes an adapter while a checkpoint is quantized, with one float weight in memory at a time.
 
     Args:
         weights (dict): Path -> weight of each linear cell, under MindFormers' names.
-        quantized (list of str): The paths whose weights become 4-bit. Others that target_modules selects get a plain
-            initial pair: A uniform after He, B zero.
+        quantized (list of str): The paths whose weights become 4-bit. Other cells that target_modules selects get a
+            plain initial pair: A is He-uniform, B is zero.
         config (LoraConfig): With lora_init "loftq" or "loftq_iter_N", and target_modules.
 
     Attributes:
         paths (list of str): The cells whose pairs LoftQ initializes.
 
     Raises:
-        ConfigError: Another lora_init, or lora_rank is larger than a side of a weight.
+        ConfigError: lora_init is not one of LoftQ's, or lora_rank is larger than a side of a weight.
         TargetError: target_modules or exclude_modules selects nothing.
         CheckpointError: A selected cell is a joined one.
 
@@ -77,7 +77,7 @@ class LoftqInitializer:
         return array
 
     def adapter(self) -> Adapter:
-        """Returns the adapter, once ``quantize`` was called for all paths."""
+        """Returns the adapter, once ``quantize`` has been called for all paths."""
         rng = np.random.default_rng(0)
         for path in self._selected:
             if path not in self.paths:
@@ -108,7 +108,7 @@ def check_loftq_output(folder: str, source: str, output: str, overwrite: bool) -
     paths = [os.path.realpath(path) for path in (folder, output)]
     if os.path.commonpath(paths) in paths:
         raise CheckpointError(
-            f"Of the adapter's folder {folder} and the quantized base {output}, one contains the other, so writing "
+            f"The adapter's folder {folder} and the quantized base {output} are one inside the other, so writing "
             "one would remove the other. Write one of them elsewhere."
         )
 

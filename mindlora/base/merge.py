@@ -1,4 +1,4 @@
-"""merge_checkpoint: an adapter folded into a base checkpoint, block by block and verified, without a network."""
+"""merge_checkpoint: folds an adapter into a base checkpoint, block by block and verified, without a network."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ class MergeCheckpointReport:
 
     Attributes:
         base, adapter, output (str): The base, the adapter and the merged checkpoint.
-        files (tuple of str): The files written that hold tensors.
+        files (tuple of str): The written files that hold tensors.
         merged (int): Number of tensors that an adapter was added to.
-        replaced (int): Number of tensors that saved modules (modules_to_save) took the place of.
+        replaced (int): Number of tensors that saved modules (modules_to_save) replaced.
         unchanged (int): Number of tensors copied as they are.
         bytes (int): Size of all tensors.
-        tensor (str): The tensor whose result on a random probe changed most by rounding.
-        difference (float): By how much, in the largest element.
-        bound (float): By how much rounding can change that element.
+        tensor (str): The tensor whose result on a random probe differs most from the exact one.
+        difference (float): That difference, in the largest element.
+        bound (float): How much rounding can change that element.
         seconds (float): How long it took.
     """
 
@@ -76,35 +76,35 @@ def merge_checkpoint(
     overwrite: bool = False,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> MergeCheckpointReport:
-    """Writes the base with the adapter in it, under the base's own names: W' = round(W + scale B A), with DoRA
+    """Writes the base with the adapter merged, under the base's own names: W' = round(W + scale B A), with DoRA
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
 
     The sum is formed in float32 and rounded once, to the dtype that W is stored in. Each merged tensor is checked on a
     random probe (see mindlora.numerics.folding.fold_and_probe). Saved modules replace the base's tensors, and all other
-    tensors are copied as they are. The adapter's pairs are joined or split as the base has it: an adapter of wq, wk, wv
-    goes onto a base with w_qkv, and the reverse.
+    tensors are copied as they are. The adapter's pairs are joined or split as the base requires: an adapter of wq, wk
+    and wv goes onto a base with w_qkv, and the reverse.
 
-    A folder of safetensors passes through as a stream and its configuration and tokenizer are copied along; a .ckpt on
-    either side is in memory as a whole. Several threads merge blocks, so NumPy's products should use one thread each:
+    A folder of safetensors passes through as a stream, and its configuration and tokenizer are copied along. A base in
+    a .ckpt is held in memory as a whole. Several threads merge blocks, so NumPy's products should use one thread each:
     set OPENBLAS_NUM_THREADS=1.
 
     Args:
         base (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
         adapter (str): Any form that adapter_files.read knows.
         output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file.
-        lora_alpha (float): What the adapter was trained with, where its files do not hold it. Default: None.
+        lora_alpha (float): What the adapter was trained with, if its files do not state it. Default: None.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
             the base.
         allow_pickle (bool): Whether an adapter_model.bin may be read. Default: False.
         overwrite (bool): Whether to replace what is at ``output``. Default: False.
-        progress (callable): Called after each block with its bytes and those of all blocks. Default: None.
+        progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
 
     Returns:
         MergeCheckpointReport.
 
     Raises:
-        AdapterError: The adapter cannot be read, holds NaN or infinity, has no lora_alpha, names what the base lacks
-            (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
+        AdapterError: The adapter cannot be read, holds NaN or infinity, has no lora_alpha, is for tensors that the base
+            lacks (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
         CheckpointError: The base cannot be read, or something is at ``output`` already.
         MergeError: A tensor cannot be merged into, or its result differs by more than rounding explains.
     """
@@ -148,7 +148,7 @@ class _Merging:
 
     def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: Optional[int]):
         self.base, self.adapter, self.source = base, adapter, source
-        # Name under MindFormers, as in the adapter -> the base's own.
+        # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
         self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
@@ -167,13 +167,13 @@ class _Merging:
         return next((name for name in named if name in self._own), f"{path}.weight")
 
     def tensor(self, name: str) -> OutputTensor:
-        """Returns the tensor that is written in the place of one of the base's."""
+        """Returns the tensor that is written instead of the base's tensor ``name``."""
         info = self.base.tensors[name]
         rows = functools.partial(self.base.read_rows, name)
         if name in self._saved_modules:
             rows = functools.partial(self._replaced, name)
         if name in self._pairs:
-            # Added to the saved module where the adapter holds one of the same cell, as PEFT does for output heads.
+            # Added to the saved module if the adapter also holds one of the same cell, as PEFT does for output heads.
             rows = functools.partial(self._merged, name, rows)
         return OutputTensor(name, info.dtype, info.shape, rows)
 
@@ -211,7 +211,7 @@ class _Merging:
         if not is_finite(rows):
             raise MergeError(
                 f"{name} of {self.source} is too large for {dtype_name(dtype)}, the dtype that the base stores it in. "
-                "Nothing was written. Convert the base to a dtype of more range first."
+                "Nothing was written. Convert the base to a dtype with more range first."
             )
         return rows
 

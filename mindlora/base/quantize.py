@@ -1,4 +1,4 @@
-"""quantize_checkpoint: the linear weights of a base checkpoint to 4-bit NormalFloat, as a stream."""
+"""quantize_checkpoint: quantizes the linear weights of a base checkpoint to 4-bit NormalFloat, as a stream."""
 
 import contextlib
 import dataclasses
@@ -26,18 +26,18 @@ from mindlora.numerics.dtypes import FLOATS, dtype_name, to_float32
 from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
 
 _WEIGHT = ".weight"
-# Numbers that are read at a time.
+# How many numbers are read at a time.
 _AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeReport:
-    """What quantize_checkpoint did; str() is a report for people.
+    """What quantize_checkpoint did; str() gives it as text.
 
     Attributes:
         source, output (str): The two checkpoints.
-        quantized (tuple of str): Paths of the cells whose weights are 4-bit now.
-        bytes_before, bytes (int): Size of all tensors, before and now.
+        quantized (tuple of str): Paths of the cells whose weights are now 4-bit.
+        bytes_before, bytes (int): Size of all tensors before and after.
         notes (tuple of str): What was left out, and what was decided about tied embeddings.
         seconds (float): How long it took.
         adapter (str): Folder of LoftQ's adapter, or None.
@@ -79,16 +79,16 @@ def quantize_checkpoint(
     adapter: Optional[str] = None,
     config: Optional[LoraConfig] = None,
 ) -> QuantizeReport:
-    """Writes a base checkpoint under MindFormers' names whose linear weights are 4-bit, in one atomic step.
+    """Writes a base checkpoint with 4-bit linear weights, under MindFormers' names, in one atomic step.
 
     The weights are those that quantize_base quantizes in a network, and they get the same bytes. All other tensors keep
-    their bytes and their dtype; the state of an optimizer is left out. Of safetensors, a million numbers are in memory
-    at a time; a .ckpt is read into memory as a whole.
+    their bytes and their dtype; the state of an optimizer is left out. Safetensors are read a million numbers at a
+    time; a .ckpt is read into memory as a whole.
 
     With ``adapter`` and ``config``, LoftQ makes an adapter too: for each weight that target_modules selects, it
     determines the 4-bit weight and the pair in turn, so that both together are near the weight in float (see
-    mindlora.numerics.initializers.loftq). The adapter is written as a PEFT folder for pet_config.adapter_path. Then one
-    weight in float, its decomposition and the adapter are in memory. After an error, neither of the two is written.
+    mindlora.numerics.initializers.loftq). The adapter is written as a PEFT folder for pet_config.adapter_path. LoftQ
+    keeps one float weight, its decomposition and the adapter in memory. After an error, neither output is written.
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file, under Hugging
@@ -125,7 +125,7 @@ def quantize_checkpoint(
         loftq = LoftqInitializer(weights, chosen, config) if config is not None else None
         entries = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in entries)
-        # Each replaces what was there only when both are complete.
+        # Each output replaces what was there only when both are complete.
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(atomic.replace_folder(adapter)) if adapter is not None else ""
             path = stack.enter_context(atomic.replace_file(output))

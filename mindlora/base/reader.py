@@ -1,6 +1,6 @@
 """Base models' checkpoints, tensor by tensor: a folder of safetensors with or without an index, or a single file.
 
-Of safetensors, only the rows that are asked for are in memory. A .ckpt is read into memory as a whole.
+Safetensors are read row by row as requested. A .ckpt is read into memory as a whole.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class BaseCheckpoint:
         tensors (dict): Name of a tensor -> TensorInfo, file by file in the order of the bytes.
         world (str): Whose names the tensors have: "hf" or "mindformers".
         architecture (Architecture): The record that knows their names.
-        config (dict): Content of the config.json beside the tensors; empty where there is none.
+        config (dict): Content of the config.json beside the tensors; empty if there is none.
 
     Raises:
         CheckpointError: Nothing at ``path`` can be read, the index is wrong, or the names are not known.
@@ -133,13 +133,13 @@ class CkptFile:
         metadata (dict): Empty: a .ckpt has no header.
 
     Raises:
-        TruncatedAdapterError, AdapterFormatError: The file is damaged or no checkpoint.
+        TruncatedAdapterError, AdapterFormatError: The file is damaged or is not a checkpoint.
     """
 
     metadata: Dict[str, str] = {}
 
     def __init__(self, path: str):
-        # MindSpore stores the progress of a training, such as epoch_num, under names without a dot.
+        # MindSpore stores the progress of training, such as epoch_num, under names without a dot.
         self._arrays, _ = ckpt_file.read(path, lambda name: "." in name)
         self.tensors = {
             name: TensorInfo(array.dtype, array.shape, 0, array.nbytes) for name, array in self._arrays.items()
@@ -204,7 +204,7 @@ def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:
 
 
 def _read_index(path: str) -> Optional[Dict[str, str]]:
-    """Returns tensor -> file, or None where there is no index."""
+    """Returns tensor -> file, or None if there is no index."""
     index = os.path.join(path, INDEX)
     if not os.path.isfile(index):
         return None

@@ -31,7 +31,7 @@ class OutputTensor(NamedTuple):
         dtype (numpy.dtype): The dtype of its elements.
         shape (tuple of int): Its shape.
         rows (callable): (begin, end) -> array of those rows in ``dtype``; several threads call it at once.
-        unit (int): ``rows`` is called for multiples of so many rows. Default: 1.
+        unit (int): ``rows`` is called for multiples of this many rows. Default: 1.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Shard(NamedTuple):
 
     Attributes:
         tensors (list of OutputTensor): What it holds.
-        metadata (dict): Texts for the file's header.
+        metadata (dict): Strings for the file's header.
     """
 
     tensors: List[OutputTensor]
@@ -64,7 +64,7 @@ class Shard(NamedTuple):
 
 
 def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) -> None:
-    """Raises CheckpointError where writing to ``output`` would destroy a source, or other files without permission."""
+    """Raises CheckpointError if writing to ``output`` would destroy a source, or other files without permission."""
     path = os.path.realpath(output)
     for source in map(os.path.realpath, sources):
         if os.path.commonpath([path, source]) in (path, source) and os.path.exists(source):
@@ -97,7 +97,7 @@ def write(
         shards (list of Shard): The content of each file in a folder; a single file holds all of them.
         world (str): "hf" or "mindformers".
         companions (list of str): Files to copy into a folder. Default: ().
-        progress (callable): Takes the bytes of each block that is written, and of all blocks. Default: None.
+        progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
 
     Returns:
         list of str, the written files that hold tensors.
@@ -161,8 +161,8 @@ def _write_shard(path, shard, world, tick):
 
 
 def _keep_freed_memory():
-    # glibc returns the memory of each block to the system, which clears it for the next block: half of the time of a
-    # merge. After an array of this size was freed, glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD).
+    # glibc returns the memory of each block to the system, which clears it for the next block. That takes half of the
+    # time of a merge. Once an array of this size is freed, glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD).
     np.empty(2**25 - 2**16, np.uint8)
 
 
@@ -192,7 +192,7 @@ def _write_block(handle, tensor, offset, begin, end) -> int:
         raise AssertionError(f"{tensor.name} [{begin}:{end}] was computed as {rows.dtype} {rows.shape}.")
     _write_at(handle, memoryview(rows.reshape(-1).view(np.uint8)), offset)
     if hasattr(os, "posix_fadvise"):
-        # Starts writing the block to the disk now, while the next ones are computed.
+        # Starts to write the block to the disk now, while the next ones are computed.
         os.posix_fadvise(handle, offset, rows.nbytes, os.POSIX_FADV_DONTNEED)
     return int(rows.nbytes)
 

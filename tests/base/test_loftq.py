@@ -279,7 +279,9 @@ def test_outputs_and_sources(tmp_path):
     check(CheckpointError, "mine holds no checkpoint, so --overwrite does not", tmp_path / "mine", overwrite=True)
     check(LoraError, "where there is a file", tmp_path / "file")
     check(LoraError, "format 'peft' writes a folder", tmp_path / "adapter.safetensors")
-    check(CheckpointError, "one contains the other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors"))
+    check(
+        CheckpointError, "are one inside the other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors")
+    )
     check(CheckpointError, "which is read", tmp_path)
     weight = np.eye(8, dtype=np.float32)
     weight[2, 3] = np.nan
