@@ -23,7 +23,7 @@ def weighted_sum(adapters, path, weights=None):
 
 
 def in_factors(adapters, path, rule):
-    """Applies ``rule(stack, weights)`` to the A and to the B of those that hold ``path``; PEFT's square roots."""
+    """Applies ``rule(stack, weights)`` to A and to B of the adapters that hold ``path``, with PEFT's square roots."""
     held = holders(adapters, path)
     scaled = [weight * adapter.scale(path) for adapter, weight in held]
     roots = {"A": [math.sqrt(abs(v)) * (1 if v >= 0 else -1) for v in scaled], "B": [math.sqrt(abs(v)) for v in scaled]}
@@ -35,7 +35,7 @@ def added(stack, weights):
 
 
 def elected(stack, weights, majority_sign):
-    """TIES after its trimming, one element at a time."""
+    """TIES after its pruning, one element at a time."""
     result = np.zeros(stack[0].shape)
     for index in np.ndindex(*stack[0].shape):
         values = [float(tensor[index]) for tensor in stack]
@@ -120,7 +120,7 @@ def test_dare_keeps_the_share_and_the_expectation():
     draws = np.mean([keep_random(tensor, 0.3, np.random.default_rng(seed)) for seed in range(40)], axis=0)
     assert abs(np.corrcoef(draws.ravel(), tensor.ravel())[0, 1]) > 0.95
     assert abs((draws * tensor).sum() / (tensor * tensor).sum() - 1) < 0.01
-    # Rows and columns are hit alike.
+    # Rows and columns are affected alike.
     assert there.mean(axis=0).min() > 0.15 and there.mean(axis=1).max() < 0.45
 
 
@@ -138,7 +138,7 @@ def test_dare_draws_anew_for_each_tensor_and_by_the_seed():
     )
     assert_same(again, first)
     assert any((other.tensors[key] != first.tensors[key]).any() for key in first.tensors)
-    # Two adapters with one mask would give 0 or 2/density; with two masks the half of it as well.
+    # Two adapters with the same mask would give 0 or 2 / density; with two masks, half of that as well.
     root = math.sqrt(ones.scale(WQ))
     assert {round(float(value / root), 3) for value in first.tensors[WQ, "A"].ravel()} == {0.0, 2.0, 4.0}
 
@@ -196,7 +196,7 @@ def test_one_adapter_comes_back_with_its_weight(method):
     adapter = make(0, {WQ: 3})
     pruning = {"density": 1.0} if "prune" in method or "ties" in method or "dare" in method else {}
     result = combine_adapters([adapter], [-2.0], method, **pruning)
-    # TIES elects the sign without the weight, so a negative weight passes too.
+    # TIES elects the sign without the weight, so this holds for a negative weight too.
     assert_near(result.delta(WQ), -2 * adapter.delta(WQ))
 
 
@@ -228,7 +228,7 @@ def test_signs_are_elected_without_the_weights():
     first.tensors[WQ, "A"][:], second.tensors[WQ, "A"][:] = 2.0, -3.0
     result = combine_adapters([first, second], [100.0, 1.0], "ties", density=1.0)
     np.testing.assert_allclose(result.tensors[WQ, "A"], -3.0)
-    # With one vote each the positive sign has it.
+    # With one vote each, the positive sign wins.
     result = combine_adapters([first, second], [100.0, 1.0], "ties", density=1.0, majority_sign="frequency")
     np.testing.assert_allclose(result.tensors[WQ, "A"], 20.0)
 

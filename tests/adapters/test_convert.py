@@ -63,7 +63,7 @@ def test_pairs_are_joined_for_qkv_concat_and_split_again_for_peft(tmp_path, to):
         for layer in range(2)
         for leaf in ("attention.w_qkv", "feed_forward.w_gate_hidden")
     }
-    # By hand: two heads of q, then one of k and of v, for each of the two key-value heads; w1 and w3 in turn.
+    # By hand: two heads of q, then one of k and one of v, for each of the two key-value heads; w1 and w3 alternate.
     order = [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
     separate = np.concatenate([make_adapter().delta(f"model.layers.1.attention.{leaf}") for leaf in ("wq", "wk", "wv")])
     np.testing.assert_allclose(found.delta("model.layers.1.attention.w_qkv"), separate[order], rtol=1e-5, atol=1e-6)

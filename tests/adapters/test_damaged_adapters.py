@@ -1,4 +1,4 @@
-"""A damaged adapter is refused: one error of ours, of the right class, that says what is wrong, and nothing more."""
+"""A damaged adapter is refused with one of our errors, of the right class, that says what is wrong and nothing more."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.support.damaged_adapters import CASES
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
-    """Returns what happened, by the name of the case."""
+    """Returns what happened in each case, by name."""
     root = tmp_path_factory.mktemp("damaged")
     run = subprocess.run(
         [sys.executable, try_damaged_adapters.__file__, str(root)],
@@ -25,7 +25,7 @@ def tried(tmp_path_factory):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
-    # A program in a .bin would have written beside the cases.
+    # A program in a .bin would have written a file beside the cases.
     assert not (root / "marker").exists()
     return {found["name"]: found for found in map(json.loads, run.stdout.splitlines())}
 
@@ -36,11 +36,11 @@ def test_a_damaged_adapter(tried, name):
     found = tried[name]
     results = [found["loads"][0]] + ([found["read"], found["loads"][1]] if refused_by_read else [])
     for result in results:
-        assert result is not None, "it was taken"
+        assert result is not None, "it was accepted"
         kind, ours, message = result
         assert ours and kind == error, result
         assert all(word in message for word in words), message
-        # It says what file or tensor, without a megabyte of it; and reading and loading say the same.
+        # It names the file or tensor without quoting a megabyte of it, and reading and loading say the same.
         assert os.path.basename(found["path"]) in message or "model.layers" in message
         assert len(message) < 3000 and plain(message) == plain(results[0][2])
         assert not any(ord(letter) < 32 for letter in message.replace(str(found["path"]), "").replace("\n", ""))
@@ -52,7 +52,7 @@ def test_a_damaged_adapter(tried, name):
 
 
 def plain(message):
-    """Without the tensor that the library names of several that are wrong: it takes any."""
+    """Removes the tensor name: of several wrong tensors, the library may name any."""
     return re.sub("`.*`", "", message)
 
 

@@ -1,4 +1,4 @@
-"""adapter_files.read and write: each form makes the round trip bit for bit, with all that is known of the adapter."""
+"""adapter_files.read and write: each form makes the round trip bit for bit, with all the adapter's metadata."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_every_form_keeps_every_bit_and_all_metadata(tmp_path, form, dtype):
     adapter_files.write(rich(np.dtype(dtype)), path, form)
     found = adapter_files.read(path)
     assert_same(found, rich(np.dtype(dtype)))
-    # And from there into each of the others.
+    # And from there to each of the other forms.
     for other in ("peft", "mindformers", "ckpt"):
         adapter_files.write(found, str(tmp_path / ("again" + NAMES[other])), other)
         assert_same(adapter_files.read(str(tmp_path / ("again" + NAMES[other]))), rich(np.dtype(dtype)))

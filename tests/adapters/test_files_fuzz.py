@@ -1,4 +1,4 @@
-"""Adapters damaged at random: what is read is what another reader reads, or an error of ours; never another."""
+"""Adapters damaged at random: we read what another reader reads, or raise one of our errors, and never any other."""
 
 import json
 import os
@@ -45,7 +45,7 @@ settings.register_profile(
 )
 FUZZ = settings.get_profile("fuzz")
 
-# (where as a share of the length, what is done there, the byte or bytes).
+# (where, as a fraction of the length; what is done there; the byte or bytes).
 DAMAGES = st.lists(
     st.tuples(
         st.floats(0, 1),
@@ -77,18 +77,18 @@ def damaged(content, damages):
 
 
 def read(path, **arguments):
-    """Returns the adapter, or None where an error of ours is raised; any other comes through and fails the test."""
+    """Returns the adapter, or None if one of our errors is raised; any other error comes through and fails the test."""
     try:
         return adapter_files.read(str(path), **arguments)
     except LoraError as error:
-        # Asserts that an error never comes without words, or with those of another library alone.
+        # An error never comes without a message, or with only that of another library.
         assert len(str(error)) > 20 and len(str(error)) < 5000
         return None
 
 
 @pytest.fixture(scope="module")
 def adapter_folder(tmp_path_factory):
-    """An adapter folder that is written anew for each example."""
+    """An adapter folder that is rewritten for each example."""
     return tmp_path_factory.mktemp("fuzz") / "adapter"
 
 
@@ -97,7 +97,7 @@ HEADER = 8 + int.from_bytes(SOUND[:8], "little")
 
 
 def check_safetensors(adapter_folder, content):
-    """Asserts that what TensorFile takes the library takes too, and that both read the same bytes."""
+    """Asserts that the library accepts whatever TensorFile accepts, and that both read the same bytes."""
     path = adapter_folder / WEIGHTS
     path.write_bytes(content)
     try:
@@ -141,7 +141,7 @@ def test_safetensors(adapter_folder, damages):
 @settings(FUZZ, max_examples=500)
 @given(DAMAGES)
 def test_the_header_of_safetensors(adapter_folder, damages):
-    """Damage in its text alone, with the right length, so that the text is read."""
+    """Damages only its text and keeps the length right, so that the text is read."""
     folder(adapter_folder, weights=SOUND)
     check_safetensors(adapter_folder, safetensors(damaged(SOUND[8:HEADER], damages), SOUND[HEADER:]))
 
@@ -175,7 +175,7 @@ def test_values_in_the_header_of_safetensors(adapter_folder, name, field, value)
     else:
         header[name] = value
     folder(adapter_folder, weights=SOUND)
-    # JSON may hold lone surrogates, which are no UTF-8: json.dumps escapes them.
+    # JSON may hold lone surrogates, which are not valid UTF-8: json.dumps escapes them.
     adapter = check_safetensors(adapter_folder, safetensors(header, content))
     if adapter is not None and field in ("dtype", None):
         assert_same(adapter, adapter_files.read(folder(adapter_folder, weights=SOUND)))
@@ -190,7 +190,7 @@ def test_bytes_of_the_config(adapter_folder, damages):
     adapter = read(adapter_folder)
     if adapter is not None:
         content = json.loads((adapter_folder / CONFIG).read_bytes())
-        # Damage may leave another sound configuration; the adapter is then what that one says.
+        # Damage may leave another valid configuration; then the adapter must agree with that one.
         assert all(adapter.alphas[path] > 0 and adapter.rank(path) == 2 for path in adapter.paths)
         assert adapter.use_rslora is bool(content.get("use_rslora"))
         assert content["r"] == 2 and adapter.alphas[Q] == content["lora_alpha"]
@@ -212,12 +212,12 @@ def test_values_in_the_config(adapter_folder, fields):
         assert {array.tobytes() for array in adapter.tensors.values()} == {
             file.read(name).tobytes() for name in file.tensors
         }
-    # What was taken had a meaning: it can be written, and read again as the same.
+    # What was accepted makes sense: it can be written, and reads back the same.
     assert all(0 < adapter.scale(path) < float("inf") for path in adapter.paths) and 0 <= adapter.dropout < 1
     assert isinstance(adapter.use_rslora, bool)
     again = adapter_folder.parent / "again"
     adapter_files.write(adapter, str(again))
-    # Where no modules are named, those of the tensors are.
+    # If the configuration names no modules, those of the tensors are written.
     adapter.selection.setdefault("target_modules", sorted(names.to_hugging_face(path) for path in adapter.paths))
     assert_same(adapter_files.read(str(again)), adapter)
 
@@ -272,7 +272,7 @@ def test_ckpt(adapter_folder, damages):
     st.binary(max_size=60),
 )
 def test_records_of_a_ckpt(adapter_folder, dims, dtype, content):
-    """A record is read where its bytes are as many as its shape and its dtype take, and only there."""
+    """A record is read if and only if it has as many bytes as its shape and dtype take."""
     path = adapter_folder.parent / "a.ckpt"
     path.write_bytes(record(("x", dtype, dims, content)))
     shape = [] if dims == [0] else dims
@@ -329,11 +329,11 @@ def test_bin(adapter_folder, sound_bin, damages):
 @settings(FUZZ, max_examples=600)
 @given(DAMAGES)
 def test_programs_of_a_bin(adapter_folder, damages):
-    """Damage in the program alone, with the right checksum, so that it is run."""
+    """Damages only the program and keeps the checksum right, so that the program is run."""
     tensors = peft_tensors(make())
     value = torch_zip.items((key, torch_zip.tensor(array, str(i))) for i, (key, array) in enumerate(tensors.items()))
     path = adapter_folder.parent / "b.bin"
-    # Without its header and its end, which torch_zip puts around.
+    # Without its header and its end, which torch_zip adds.
     torch_zip.write(
         path, damaged(value, damages), {str(i): array.tobytes() for i, array in enumerate(tensors.values())}
     )
@@ -344,7 +344,7 @@ def test_programs_of_a_bin(adapter_folder, damages):
 
 
 def test_the_damage_changes_something():
-    """So that the properties above do not hold for want of damage."""
+    """Otherwise the properties above could hold just because nothing was damaged."""
     assert damaged(b"abcdef", [(0.5, "set", b"XY")]) == b"abcXYf" and damaged(b"ab", [(1.0, "cut", b"x")]) == b"a"
     assert damaged(b"abc", [(0.0, "insert", b"X")]) == b"Xabc" and damaged(b"abc", [(0.4, "delete", b"xx")]) == b"a"
     assert damaged(b"abc", [(0.0, "flip", b"\0")]) == b"`bc" and damaged(b"abc", [(0.0, "double", b"x")]) == b"abcabc"

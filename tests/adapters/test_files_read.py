@@ -1,4 +1,4 @@
-"""adapter_files.read: every form of folder and file, and what in them is refused."""
+"""adapter_files.read: every form of folder and file, and which contents are refused."""
 
 import json
 import os
@@ -33,11 +33,11 @@ def test_the_weights_of_a_folder_find_their_config(tmp_path):
     found = adapter_files.read(os.path.join(path, WEIGHTS))
     assert_same(found, adapter_files.read(path))
     assert found.alphas == {Q: 5.0, K: 5.0} and found.use_rslora
-    # Alone, it does not state lora_alpha.
+    # Without the config, the file does not state lora_alpha.
     os.unlink(os.path.join(path, CONFIG))
     alone = adapter_files.read(os.path.join(path, WEIGHTS))
     assert alone.alphas == {} and alone.paths == [Q, K]
-    # Under another name, a config beside it is another adapter's.
+    # If the file has another name, the config beside it belongs to another adapter.
     path = pathlib.Path(folder(tmp_path / "b", peft_tensors(make())))
     (path / WEIGHTS).rename(path / "other.safetensors")
     assert adapter_files.read(str(path / "other.safetensors")).alphas == {}

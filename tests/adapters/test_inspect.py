@@ -35,7 +35,7 @@ def make(seed=0, rank=3, alpha=6.0, layers=2, dtype=np.float32, **fields):
 
 @pytest.fixture
 def stored(monkeypatch):
-    """Returns a function that puts an adapter at a name, with the reader of files left out."""
+    """Returns a function that stores an adapter under a name, without reading a file."""
     held = {}
     monkeypatch.setattr(adapter_files, "read", lambda path, allow_pickle=False: held[path])
 
@@ -49,7 +49,7 @@ def stored(monkeypatch):
 
 
 def plain(report):
-    """Returns the report as JSON gives it back; NaN, which is no JSON, is an error."""
+    """Returns the report after a round trip through JSON; NaN, which is not JSON, is an error."""
     return json.loads(json.dumps(dataclasses.asdict(report), allow_nan=False))
 
 

@@ -164,7 +164,7 @@ def test_parts_of_different_dtypes_become_float32():
 )
 def test_split_gives_back_what_was_joined_bit_for_bit(ranks, dtype, rslora, gate, seed):
     parts, path = (GATE_PARTS, GATE) if gate else (PARTS, QKV)
-    # One scale for all: else it is put into B, which rounds.
+    # One scale for all; otherwise it goes into B, which is rounded.
     alphas = [3 * (math.sqrt(rank) if rslora else rank) for rank in ranks]
     own, before = (adapter(parts, ranks, alphas, rslora, np.dtype(dtype), seed) for _ in range(2))
     joined_pairs.join_pairs(own, path, *((14,) if gate else (TOTAL, KV_HEADS)))

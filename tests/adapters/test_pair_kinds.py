@@ -1,4 +1,4 @@
-"""The table of pair kinds: each entry goes through all that is done with adapters, and nothing else knows a kind."""
+"""The table of pair kinds: each entry goes through everything done with adapters, and no other module knows a kind."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: lay
 
 
 def of_kind(kind, seed=0):
-    """An adapter of wq, wk and wv with the parts that the table gives the kind."""
+    """An adapter of wq, wk and wv with the parts that the table lists for the kind."""
     random, tensors = np.random.default_rng(seed), {}
     a, b = random.normal(size=(RANK, IN)), random.normal(size=(max(ROWS.values()), RANK))
     for path, rows in ROWS.items():

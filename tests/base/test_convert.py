@@ -1,4 +1,4 @@
-"""convert_base: names as MindFormers converts them, bytes as they were, qkv_concat and tied embeddings."""
+"""convert_base: names as MindFormers converts them, bytes unchanged, qkv_concat and tied embeddings."""
 
 import os
 
@@ -99,7 +99,7 @@ def theirs(source, biases):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("shards", [1, 4])
 def test_joined_as_mindformers_joins_and_split_again(tmp_path, mindformers, monkeypatch, biases, shards):
-    # Blocks of single groups, so that their borders count.
+    # Blocks of single groups, so that block borders are tested.
     monkeypatch.setattr("mindlora.base.writer._BLOCK", 1)
     source = llama(biases=biases, dtype=np.dtype("<f4"))
     save_base(tmp_path / "hf", source, shards=shards, **CONFIG)

@@ -1,4 +1,4 @@
-"""LoftQ while a checkpoint is quantized: the base and the adapter of apply_lora, both or neither; what is refused."""
+"""LoftQ while a checkpoint is quantized: apply_lora's base and adapter, both or neither; and what is refused."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_base_and_adapter_are_those_that_apply_lora_makes(fields, tmp_path):
         if "lora" not in name:
             np.testing.assert_array_equal(stored.pop(name), parameter.asnumpy())
     assert not stored
-    # Loaded onto the base that was written, and under the mark that a network gives it.
+    # Loaded onto the base that was written, whose fingerprint is the one that a network computes.
     found, _ = base_of(tmp_path)
     quantize_base(found)
     ms.load_param_into_net(found, ms.load_checkpoint(report.output, format="safetensors"), strict_load=True)
@@ -208,7 +208,7 @@ for source in sys.argv[1:]:
 
 def test_one_weight_is_in_memory_at_a_time(tmp_path):
     weight, sources = np.random.default_rng(0).normal(size=(128, 8192)).astype(np.float32), []
-    for count in (1, 1, 6):  # the first warms up
+    for count in (1, 1, 6):  # the first one is a warm-up
         sources.append(str(tmp_path / f"{len(sources)}.safetensors"))
         write_arrays(sources[-1], {f"model.layers.{i}.attention.wq.weight": weight for i in range(count)})
     process = subprocess.run(

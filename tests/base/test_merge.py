@@ -1,4 +1,4 @@
-"""merge_checkpoint: base + scale B A for every form of base and adapter, verified, or nothing at all."""
+"""merge_checkpoint: base + scale B A, verified, for every form of base and adapter, or nothing at all."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ from tests.support.merged_checkpoints import ALPHA, DTYPES, LINEARS, RANK, Q, as
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world", ["hf", "mindformers"])
 def test_what_is_written(tmp_path, monkeypatch, dtype, world):
-    # Blocks of single rows, so that their borders count.
+    # Blocks of single rows, so that block borders are tested.
     monkeypatch.setattr("mindlora.base.writer._BLOCK", 1)
     source, found = llama(DTYPES[dtype]), pairs()
     base = save_base(tmp_path / "base", source, shards=3)

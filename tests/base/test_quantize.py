@@ -1,4 +1,4 @@
-"""quantize_checkpoint: the bytes of quantize, whatever the pieces; a stream; and what is refused."""
+"""quantize_checkpoint: the same bytes as quantize whatever the size of the pieces, as a stream; and what is refused."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ FLOAT16, FLOAT32 = np.dtype("<f2"), np.dtype("<f4")
 
 
 def expected(tensors, exclude=()):
-    """Returns what is written of a Hugging Face Llama's parameters."""
+    """Returns what is to be written for a Hugging Face Llama's parameters."""
     result = {}
     for name, array in tensors.items():
         name = names.parameter_to_mindformers(name)

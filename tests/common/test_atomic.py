@@ -1,4 +1,4 @@
-"""Replacing files and folders: the old one or the new one, whatever happens between."""
+"""Replacing files and folders: the old one or the new one is there, whatever happens in between."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "c": "new"}
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing after the place where it is raised is run."""
+    """Simulates a kill: nothing after the point where it is raised is run."""
 
 
 def fill(folder, content):
@@ -34,7 +34,7 @@ def replace(folder, content):
 
 @pytest.fixture(params=["exchange", "two renames"])
 def swap(request, monkeypatch):
-    """Runs a test with the exchange of Linux, and where the file system refuses it."""
+    """Runs a test with Linux's exchange, and again on a file system that refuses it."""
     if request.param == "two renames":
         refuse(monkeypatch, errno.EINVAL)
     return request.param
@@ -148,7 +148,7 @@ def test_the_exchange_swaps_in_one_step(tmp_path):
 
 
 def kill_between_renames(path, monkeypatch):
-    """Leaves what a kill leaves after the first rename: nothing at ``path``, the old folder aside, the new one."""
+    """Leaves what a kill after the first rename leaves: nothing at ``path``, the old folder aside, and the new one."""
     refuse(monkeypatch, errno.EINVAL)
     rename, remove = os.rename, atomic.shutil.rmtree
 

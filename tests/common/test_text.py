@@ -41,7 +41,7 @@ def test_a_combined_line_claims_no_path_too_many(paths, lines):
 
 
 def _expand(line):
-    """Returns all paths that a line of collapse_numbers means."""
+    """Returns all paths that a line of collapse_numbers stands for."""
     choices = []
     for part in line.split("{"):
         inside, closed, rest = part.partition("}")

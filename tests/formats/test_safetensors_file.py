@@ -39,7 +39,7 @@ def sample(dtype, shape, seed=0):
 
 
 def test_every_dtype_and_shape_that_the_library_writes_is_read(tmp_path):
-    # The library writes bfloat16 for PyTorch alone: tests/peers has that.
+    # The library writes bfloat16 only for PyTorch; tests/peers covers that.
     arrays = {
         f"{file}{list(shape)}": sample(dtype, shape, i)
         for i, (file, _, dtype) in enumerate(DTYPES)
@@ -68,7 +68,7 @@ def test_every_dtype_and_shape_that_is_written_the_library_reads(tmp_path):
         assert bytes(found[key]["data"]) == array.tobytes()
     with safe_open(tmp_path / "a.safetensors", "np") as file:
         assert file.metadata() == {"who": "mindlora"}
-    assert int.from_bytes(raw[:8], "little") % 8 == 0  # The format asks for tensors on 8 bytes' boundaries.
+    assert int.from_bytes(raw[:8], "little") % 8 == 0  # The format asks for tensors on 8-byte boundaries.
 
 
 def test_arrays_in_any_order_of_memory_are_written_by_their_values(tmp_path):

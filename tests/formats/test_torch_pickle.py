@@ -1,4 +1,4 @@
-"""PyTorch's .bin: what torch.save writes is read, and nothing else that a pickle can say is done."""
+"""PyTorch's .bin: what torch.save writes is read, and nothing else that a pickle can ask for is done."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ from mindlora.numerics.dtypes import BFLOAT16
 from tests.support import torch_zip as tz
 
 # data.pkl of torch.save({"x": a, "t": a.t(), "s": a[1:]}) with a = torch.arange(6.).reshape(2, 3), as PyTorch 2.13
-# wrote it: the three share one storage, and what comes again is taken from the memo.
+# wrote it: the three share one storage, and repeated objects come from the memo.
 MEMOIZED = (
     b"\x80\x02}q\x00(X\x01\x00\x00\x00xq\x01ctorch._utils\n_rebuild_tensor_v2\nq\x02((X\x07\x00\x00\x00storage"
     b"q\x03ctorch\nFloatStorage\nq\x04X\x01\x00\x00\x000q\x05X\x03\x00\x00\x00cpuq\x06K\x06tq\x07QK\x00K\x02"
@@ -166,7 +166,7 @@ def test_nothing_is_run(tmp_path, function, name, nested, protocol):
     content = pickle.dumps({"x": [call]} if nested else call, protocol)
     with zipfile.ZipFile(tmp_path / "a.bin", "w") as archive:
         archive.writestr("archive/data.pkl", content)
-    # Where the call is deep inside, an instruction of the list around it is refused before.
+    # If the call is nested deeply, an instruction of the list around it is refused first.
     refused(
         tmp_path / "a.bin", ", which no dict of tensors needs: it may be meant to run something. Nothing in it was run."
     )
@@ -176,7 +176,7 @@ def test_nothing_is_run(tmp_path, function, name, nested, protocol):
 
 
 def test_the_marker_would_be_made_by_pickle(tmp_path):
-    # So that the test above cannot pass for want of a working attack.
+    # Otherwise the test above could pass because the attack does not work.
     pickle.loads(pickle.dumps(Calls(os.system, f"touch {tmp_path / 'marker'}")))
     assert (tmp_path / "marker").exists()
 
@@ -204,7 +204,7 @@ def test_other_names_and_instructions_are_refused(tmp_path, value, what):
 
 
 def test_the_shared_dtype_cannot_be_changed(tmp_path):
-    # Python's own machine would call numpy.dtype.__setstate__ on the one that all of mindlora compares with.
+    # Python's own machine would call numpy.dtype.__setstate__ on the object that all of mindlora compares with.
     before = str(BFLOAT16)
     state = tz.group(tz.number(3), tz.text("<"), b"N", b"N", b"N", tz.number(2), tz.number(1), tz.number(0))
     tz.write(tmp_path / "a.bin", tz.named("torch", "BFloat16Storage") + state + b"b")
@@ -216,7 +216,7 @@ STORED = tz.storage("FloatStorage", "0", 6)
 
 
 def bomb(depth=26):
-    """A tuple of two of a tuple of two of ...: 2 ** depth to whoever looks at each: seconds, not for ever."""
+    """A tuple of two tuples of two tuples ...: visiting all takes 2 ** depth steps, which is seconds, not forever."""
     return b")" + b"".join(bytes([*b"q", i, *b"h", i, 0x86]) for i in range(depth))
 
 
@@ -284,7 +284,7 @@ def test_programs_that_fail(tmp_path, value, message):
 
 
 def test_a_memo_index_of_two_billion_takes_no_memory(tmp_path):
-    # Python's own machine makes a table of that length.
+    # Python's own machine would allocate a table of that length.
     found = read_program(
         tmp_path, b"}r\xff\xff\xff\x7f" + tz.text("x") + tz.tensor(FLOATS, "0") + b"s", {"0": FLOATS.tobytes()}
     )

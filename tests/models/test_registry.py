@@ -55,7 +55,7 @@ def test_names():
     assert names.parameter_to_mindformers("net.0.mixer.l_proj.bias") == "net.0.mix.left.bias"
     assert names.aliases("net.0.mix.left") == ("net.0.mix.left", "net.0.mixer.l_proj")
     assert names.belongs_to("net.words.table", "wte") and not names.belongs_to("net.words.table", "mixer")
-    # The first architecture is as it was.
+    # The first architecture is unchanged.
     assert names.to_hugging_face("model.layers.0.attention.wq") == "model.layers.0.self_attn.q_proj"
     assert registry.titles() == "Llama and Qwen2, Toy"
 
@@ -102,7 +102,7 @@ def test_a_base_checkpoint(tmp_path):
     assert report.skipped == ("net.0.mask",)
     with BaseCheckpoint(there) as base:
         assert base.architecture is TOY
-        # The embeddings are tied, so that the head is a copy.
+        # The embeddings are tied, so the head is a copy.
         assert set(base.tensors) == {"net.words.table", "net.0.norm.gamma", "net.0.mix.both.weight", "net.out.weight"}
         np.testing.assert_array_equal(
             base.read_rows("net.0.mix.both.weight", 0, 6)[::2], arrays["net.0.mixer.l_proj.weight"]

@@ -66,7 +66,7 @@ def refusal(*arguments):
         ),
         (r"lm_head", ["lm_head"]),
         (r".*", LLAMA),
-        # A regular expression as MindFormers has it, which matches bare names from their beginning.
+        # A regular expression as in MindFormers, which matches module names from their beginning.
         (".*wq|.*wk|.*wv|.*wo", paths("attention.wq", "attention.wk", "attention.wv", "attention.wo")),
         ("wq|w2", paths("attention.wq", "feed_forward.w2")),
         ("w", LAYERS),
@@ -75,7 +75,7 @@ def refusal(*arguments):
         (["attention.wv", "w2"], paths("attention.wv", "feed_forward.w2")),
         (["model.layers.1.attention.wo", "lm_head"], paths("attention.wo", layers=[1]) + ["lm_head"]),
         (("wq", "wk"), paths("attention.wq", "attention.wk")),
-        # All linear cells but the output head.
+        # All linear cells except the output head.
         ("all-linear", LAYERS),
         # Hugging Face's names.
         ("q_proj", paths("attention.wq")),

@@ -7,7 +7,7 @@ from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_floa
 
 
 def nearest_bfloat16(bits):
-    """Returns the bfloat16 number nearest to a float32 by its distance in float64, the even one of two as near.
+    """Returns the bfloat16 number nearest to a float32, by distance in float64; of two equally near, the even one.
 
     Infinity counts as 2 ** 128, the number after the largest.
     """

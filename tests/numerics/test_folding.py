@@ -21,7 +21,7 @@ def test_rounding_is_within_the_bound(dtype, size):
     weight, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((64, 2000), (8, 2000), (64, 8)))
     rows, difference, bound = fold_and_probe(weight * np.float32(size), b, a * np.float32(size), DTYPES[dtype])
     assert rows.dtype == DTYPES[dtype] and (difference <= bound).all()
-    # Rounding errors are random, so their sum is far below the bound; in float32 they hardly show.
+    # Rounding errors are random, so their sum is far below the bound; in float32 they barely show.
     assert (difference < bound / 3).all()
     # And no looser than half a step of each element, with a millionth for float32's sums.
     half_a_step = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}[dtype]

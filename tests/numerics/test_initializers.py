@@ -15,7 +15,7 @@ def weight(request):
 
 
 def decaying(shape, seed=0):
-    """Returns a matrix whose singular values fall by a tenth from one to the next, as those of trained weights do."""
+    """Returns a matrix with singular values that each fall by a tenth from the last, much as in trained weights."""
     rng = np.random.default_rng(seed)
     u, v = (np.linalg.qr(rng.normal(size=(side, min(shape))))[0] for side in shape)
     return ((u * 0.9 ** np.arange(min(shape))) @ v.T).astype(np.float32)
@@ -69,7 +69,7 @@ def test_pissa_is_the_best_approximation_shared_evenly(weight, rank):
     np.testing.assert_allclose(SCALE * b @ a, (u[:, :rank] * s[:rank]) @ vt[:rank], atol=1e-5)
     # Each direction has the same length in A and in B.
     np.testing.assert_allclose(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=0), rtol=1e-4)
-    # What is left has the other singular values.
+    # The residual has the other singular values.
     left = np.linalg.svd(initializers.residual(weight, a, b, SCALE), compute_uv=False)
     np.testing.assert_allclose(left[: len(s) - rank], s[rank:], atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_olora_is_orthonormal_and_takes_the_first_rows_of_r(weight):
     a, b = initializers.olora(weight, 5, SCALE)
     np.testing.assert_allclose(b.T @ b, np.eye(5), atol=1e-5)
     np.testing.assert_allclose(np.tril(a[:, :5], -1), 0, atol=1e-6)
-    # The first columns of W are made of the first columns of Q alone.
+    # The first columns of W depend only on the first columns of Q.
     np.testing.assert_allclose((b @ a)[:, :5], weight[:, :5], atol=1e-5)
     with pytest.raises(ConfigError, match="^lora_init is 'olora' and lora_rank 17"):
         initializers.olora(weight[:16], 17, SCALE)
@@ -165,7 +165,7 @@ def test_loftq_is_nearer_to_the_base_than_quantizing_alone(scale):
 
 
 def test_loftqs_iterations():
-    """Against two turns written out, with rounding to whole numbers as the quantizer."""
+    """Compared with two iterations written out, with rounding to whole numbers as the quantizer."""
     weight = 3 * np.random.default_rng(5).normal(size=(12, 9)).astype(np.float32)
 
     def best(matrix):

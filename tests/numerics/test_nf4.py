@@ -10,7 +10,7 @@ from mindlora.numerics import nf4
 from mindlora.numerics.nf4 import TABLE, dequantize, quantize
 from tests.support.native import normal
 
-# Half of the largest gap between two values of the table: it is the first, from -1 to -0.696.
+# Half of the largest gap between two neighbors in the table, which is the first, from -1 to -0.696.
 HALF_GAP = 0.15190360
 OPERATOR = "nf4_linear"
 SHAPES = [(1, 1), (3, 63), (2, 64), (5, 65), (7, 130), (300, 64), (130, 1000)]
@@ -95,7 +95,7 @@ def test_every_number_gets_the_nearest_value_and_the_error_is_bounded(rows, colu
     values = largest[:, :, None, None] * TABLE.astype(np.float64)
     nearest = np.abs(blocked[..., None] - values).min(axis=3)
     assert (error <= nearest + 1e-6 * largest[:, :, None]).all()
-    # What 8 bits cost the absmax is half a step between the least and the largest of its group.
+    # Storing the absmax in 8 bits costs up to half a step, with 255 steps between the group's least and largest.
     exact = np.abs(blocked).max(axis=2)
     step = array.scales.astype(np.float64)[(np.arange(exact.size) // 256).reshape(exact.shape)]
     assert (np.abs(exact - largest) <= 0.5001 * step + 1e-6 * exact).all()
@@ -112,7 +112,7 @@ def test_an_outlier_affects_only_its_block():
     weight = normal(8, 640)
     weight[3, 70] = 100
     error = np.delete((dequantize(quantize(weight)) - weight).reshape(8, 10, 64), 3, axis=0)
-    # The steps of the absmax in its group grow from 0.01 to 0.4: the error from 9.2 % to this.
+    # The absmax's step in its group grows from 0.01 to 0.4, and so the error from 9.2 % to this.
     assert np.sqrt(np.mean(error**2)) < 0.11
 
 

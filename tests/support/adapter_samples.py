@@ -1,4 +1,4 @@
-"""Adapters as arrays, and files put together byte by byte, for the tests of what reads and writes them."""
+"""Adapters as arrays, and files assembled byte by byte, for the tests of the code that reads and writes them."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def make(ranks=None, alphas=None, dtype=FLOAT32, seed=0, rows=None, **fields):
 
 
 def assert_same(found, expected):
-    """Asserts that two adapters hold the same bits and say the same."""
+    """Asserts that two adapters hold the same bits and the same metadata."""
     for mine, other in ((found.tensors, expected.tensors), (found.saved_modules, expected.saved_modules)):
         assert mine.keys() == other.keys()
         for key, array in other.items():
@@ -47,7 +47,7 @@ def assert_same(found, expected):
 
 
 def key(path, half):
-    """PEFT's key."""
+    """Returns PEFT's key of a tensor."""
     renamed = path.replace("attention.wq", "self_attn.q_proj").replace("attention.wk", "self_attn.k_proj")
     return f"base_model.model.{renamed}.lora_{half}.weight"
 
@@ -70,13 +70,13 @@ def header_of(tensors):
 
 
 def safetensors(header, content=b"", length=None):
-    """A safetensors file from a header, a dict or bytes, whatever they say."""
+    """A safetensors file with a header, given as a dict or bytes, that may be invalid."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + content
 
 
 def folder(path, tensors=None, weights=None, **fields):
-    """Writes an adapter folder of PEFT's: ``weights`` as it is, or a file of ``tensors``; a config with ``fields``."""
+    """Writes PEFT's adapter folder: ``weights`` unchanged, or a file of ``tensors``; and a config with ``fields``."""
     path = pathlib.Path(path)
     path.mkdir(parents=True, exist_ok=True)
     (path / WEIGHTS).write_bytes(safetensors(*header_of(tensors)) if weights is None else weights)
@@ -86,7 +86,7 @@ def folder(path, tensors=None, weights=None, **fields):
 
 
 def record(*values):
-    """A .ckpt of (name, dtype, dims, bytes), whatever they say."""
+    """A .ckpt of (name, dtype, dims, bytes) records, which may be invalid."""
     from mindspore.train.checkpoint_pb2 import Checkpoint
 
     checkpoint = Checkpoint()
@@ -106,7 +106,7 @@ def ckpt_records(adapter):
 
 
 def text(value):
-    """A text as a .ckpt keeps it: NumPy's array of one text."""
+    """A string as a .ckpt stores it: NumPy's array of one string."""
     return ("str", (1,), np.array(value).tobytes() if value else b"\0" * 4)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 
 DTYPES = ("float32", "float16", "bfloat16")
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-# What rounding a result once may cost: half a unit in the last place, relative to it, or half of the least step between
-# two numbers.
+# The largest error of rounding a result once: half a unit in the last place, relative to the result, or half of the
+# smallest step between two numbers.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 

@@ -1,4 +1,4 @@
-"""Adapters of one base for the tests of combine_adapters."""
+"""Adapters of the same base, for the tests of combine_adapters."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The corpus of damaged adapters, to which the damaged_*.py add their cases, and what several of them use."""
+"""The corpus of damaged adapters, to which the damaged_*.py files add their cases, and what several of them share."""
 
 from tests.support.adapter_samples import K, Q, folder, header_of, key, make, peft_tensors
 

@@ -1,4 +1,4 @@
-"""Damaged .ckpt and .bin files, and damaged metadata of mindlora's."""
+"""Damaged .ckpt and .bin files, and damaged mindlora metadata."""
 
 import json
 import struct
@@ -58,7 +58,7 @@ add(
     "its last record is",
 )
 add("ckpt: a zip", ckpt(b"PK\x03\x04" + bytes(40)), TRUNCATED, "a.ckpt is truncated or not a MindSpore checkpoint")
-# What MindSpore would write past the end of its memory for, and what it would make up.
+# On these, MindSpore would write past the end of its memory, or make up values.
 add("ckpt: more bytes than its shape takes", lying((2, 1)), TRUNCATED, f"{K}.mindpet_delta_lora_b is Float32 [2, 1]")
 add("ckpt: fewer bytes than its shape takes", lying((40, 2)), TRUNCATED, f"{K}.mindpet_delta_lora_b is Float32 [40, 2]")
 add("ckpt: a huge shape", lying((2**40,)), TRUNCATED, "is Float32 [1099511627776] in 32 bytes")
@@ -84,7 +84,7 @@ add(
 
 
 def damaged_metadata(value):
-    """A .safetensors under MindFormers' names with ``value`` as mindlora's metadata, as JSON unless it is a text."""
+    """A .safetensors under MindFormers' names with ``value`` as mindlora's metadata, as JSON unless it is a string."""
 
     def make_it(path):
         header, content = header_of(

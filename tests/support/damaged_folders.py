@@ -1,4 +1,4 @@
-"""Damaged adapter folders: configurations, and files that are missing or are something else."""
+"""Damaged adapter folders: invalid configurations, and files that are missing or are not files."""
 
 import os
 
@@ -67,7 +67,7 @@ def changed(change):
 
 
 def replaced(name, how):
-    """In place of a file, what ``how`` makes."""
+    """Replaces a file with what ``how`` makes."""
 
     def change(path):
         (path / name).unlink()

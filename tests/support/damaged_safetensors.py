@@ -1,4 +1,4 @@
-"""Damaged .safetensors files: cuts, headers, shapes and dtypes, and tensors that are no pairs."""
+"""Damaged .safetensors files: cuts, headers, shapes and dtypes, and tensors that are not pairs."""
 
 import json
 
@@ -56,7 +56,7 @@ for name, header in (
     ("null", b"null"),
     ("latin-1", b'{"\xe9": 1}'),
     ("UTF-16", '{"a": 1}'.encode("utf-16")),
-    ("an entry that is a text", b'{"a": "F32"}'),
+    ("an entry that is a string", b'{"a": "F32"}'),
     ("an entry without shape", b'{"a": {"dtype": "F32", "data_offsets": [0, 4]}}'),
     ("deep nesting", b'{"a":' * 100_000),
     ("NaN", b'{"a": NaN}'),
@@ -77,7 +77,7 @@ add("header: nothing in it", with_weights(safetensors(b"{}")), FORMAT, "holds no
 
 
 def edited(change, at=QB):
-    """A file in whose header the entry of a tensor was changed."""
+    """A file with a tensor's entry in its header changed."""
 
     def content():
         header, rest = sound()

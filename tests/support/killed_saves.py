@@ -2,8 +2,8 @@
 
     python killed_saves.py FOLDER {peft,ckpt,fallback} KILLS
 
-fallback is peft on a file system that refuses to exchange two folders in one step. Every tenth writer starts with
-nothing at the path. Prints how many kills left a half-written adapter beside it.
+fallback is peft on a file system that cannot exchange two folders in one step. Every tenth writer starts with nothing
+at the path. Prints how many kills left a half-written adapter beside it.
 """
 
 import errno
@@ -38,7 +38,7 @@ def network(version):
 
 
 def read(path, form):
-    """Returns the versions that the tensors and the description of the adapter at ``path`` are of, or None."""
+    """Returns the versions of the tensors and of the description of the adapter at ``path``, or None."""
     if form == "fallback":
         atomic.finish_interrupted_swap(path)
     if not os.path.lexists(path):

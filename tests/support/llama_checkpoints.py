@@ -38,7 +38,7 @@ def llama(dtype=BFLOAT16, tied=False, biases=False):
 
 
 def save_base(folder, tensors, shards=1, **config):
-    """Writes a folder as Hugging Face's are, with a config.json where there is one; returns its path."""
+    """Writes a folder like Hugging Face's, with a config.json if one is given; returns its path."""
     os.makedirs(folder)
     keys, weight_map = sorted(tensors), {}
     for number in range(shards):

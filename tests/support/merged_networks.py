@@ -45,7 +45,7 @@ def pair_forward(network, x, first, second):
 
 
 class Answering(Pair):
-    """Answers with ``answer`` while merged, as a graph with the weight as a constant in it would."""
+    """Returns ``answer`` while merged, as a graph would that has the weight built in as a constant."""
 
     def __call__(self, x):
         return self.answer if self.first.merged else self.construct(x), x

@@ -1,6 +1,6 @@
 """Runs MindFormers' own LoRA, as a script in its own process: mindlora's pet_type is never registered here.
 
-In the folder given it finds config.yaml (which loads initial.ckpt), base.ckpt, ours.ckpt and probe.npy. It writes
+It reads config.yaml (which loads initial.ckpt), base.ckpt, ours.ckpt and probe.npy from the given folder. It writes
 initial.ckpt, the output of a training run, and logits.npz: of the trained network, and of the base with ours.ckpt.
 """
 

@@ -1,4 +1,4 @@
-"""Calls the functions of the CPU library as MindSpore does but without it, with guards around every tensor."""
+"""Calls the CPU library's functions the way MindSpore does, but without MindSpore, with guards around every tensor."""
 
 import ctypes
 
@@ -43,7 +43,7 @@ def _decode(stored, dtype):
 
 
 def _guarded(stored, dtype):
-    """Returns (whole, inner): a copy of ``stored`` between elements that would spoil any sum that reads them."""
+    """Returns (whole, inner): a copy of ``stored`` between elements that would spoil any sum that included them."""
     largest = {"int32": 2**30, "uint8": 255}
     poison = np.full(_GUARD, largest[dtype], dtype) if dtype in largest else _encode(np.full(_GUARD, np.nan), dtype)
     whole = np.concatenate([poison, stored.reshape(-1), poison])
@@ -58,10 +58,10 @@ def call(name, inputs, out_shape, out_dtype, in_place=0):
         inputs (list): (array, dtype) of each input.
         out_shape (tuple): Shape of the output.
         out_dtype (str): dtype of the output.
-        in_place (int): How many inputs, from the first, the function writes. Default: 0.
+        in_place (int): How many of the first inputs the function writes to. Default: 0.
 
     Returns:
-        ndarray, the output as float32 (as int32 where it is that); with in_place a list: the inputs, then the output.
+        ndarray, the output as float32 (int32 stays int32); with in_place a list: the inputs, then the output.
     """
     start = np.zeros(out_shape, np.int32) if out_dtype == "int32" else np.full(out_shape, np.nan, np.float32)
     tensors, dtypes = [*inputs, (start, out_dtype)], [dtype for _, dtype in inputs] + [out_dtype]

@@ -1,4 +1,4 @@
-"""Shared by many tests: the NumPy oracle, small networks, and questions about a network's parameters."""
+"""Shared by many tests: the NumPy oracle, small networks, and functions that look at a network's parameters."""
 
 import mindspore as ms
 import numpy as np
@@ -49,7 +49,7 @@ def gradients(cell, x, weights):
 
 
 def refused(kind, message, call, *arguments, **keys):
-    """Asserts that a call raises an error of a kind, with this message and no other."""
+    """Asserts that a call raises an error of this class with exactly this message."""
     with pytest.raises(kind) as error:
         call(*arguments, **keys)
     assert str(error.value) == message

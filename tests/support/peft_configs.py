@@ -1,4 +1,4 @@
-"""An adapter_config.json, written and read."""
+"""Writes an adapter_config.json and reads it."""
 
 import json
 

@@ -31,7 +31,7 @@ def pair(rng, leaf, rank):
 
 
 def make_adapter(leaves=("wq", "w2"), ranks=(2,), alphas=(3.0,), layers=(0, 1), seed=1, **fields):
-    """Returns an Adapter with a pair for each leaf in each layer; ranks and alphas go round."""
+    """Returns an Adapter with a pair for each leaf in each layer; ranks and alphas take turns."""
     rng, tensors, alpha_of = np.random.default_rng(seed), {}, {}
     for index, (layer, leaf) in enumerate((layer, leaf) for layer in layers for leaf in leaves):
         path = f"model.layers.{layer}.{'feed_forward' if leaf in ('w1', 'w2', 'w3') else 'attention'}.{leaf}"
@@ -41,7 +41,7 @@ def make_adapter(leaves=("wq", "w2"), ranks=(2,), alphas=(3.0,), layers=(0, 1), 
 
 
 def folder(tmp_path, adapter, **config):
-    """Writes PEFT's folder, with other fields in its configuration."""
+    """Writes PEFT's folder, with some fields of its configuration changed."""
     path = str(tmp_path / "adapter")
     adapter_files.write(adapter, path)
     file = os.path.join(path, CONFIG)
@@ -74,5 +74,5 @@ def lora_on(network):
 
 
 def plain_load_refused(path, error, message, cell=TinyModel, **arguments):
-    """Asserts what load_refused does, for a network without adapters."""
+    """Does what load_refused does, for a network without adapters."""
     load_refused(plain(cell), path, error, message, **arguments)

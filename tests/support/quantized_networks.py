@@ -20,7 +20,7 @@ def plain(seed=1):
 
 
 def network(config=QLORA, seed=1, adapter=2):
-    """Returns a quantized network whose base and adapters are normal, told by their seeds."""
+    """Returns a quantized network whose base and adapters have normal values from their seeds."""
     result = plain(seed)
     apply_lora(result, config)
     freeze_base(result)

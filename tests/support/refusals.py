@@ -8,7 +8,7 @@ from tests.support.networks import snapshot
 
 
 def part(words):
-    """Returns what ``refused`` takes as a message that holds ``words`` somewhere."""
+    """Returns a pattern for ``refused`` that matches any message with ``words`` in it."""
     return re.compile(".*" + re.escape(words), re.DOTALL)
 
 
@@ -30,7 +30,7 @@ def refused(kind, message, call, *arguments, **keys):
 
 
 def refused_unchanged(network, kind, message, call, *arguments, **keys):
-    """Asserts what ``refused`` does, and that no cell of the network, and no byte of a parameter, has changed."""
+    """Does what ``refused`` does, and asserts that no cell of the network and no byte of a parameter has changed."""
     before, cells = snapshot(network), _cells(network)
     refused(kind, message, call, *arguments, **keys)
     assert snapshot(network) == before

@@ -93,7 +93,7 @@ def launch_refused(folder, *launches, config=LORA_YAML):
 
 
 def succeeded(run):
-    """Asserts that a process ended well and returns its output."""
+    """Asserts that a process succeeded and returns its output."""
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout
 

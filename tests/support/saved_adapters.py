@@ -1,4 +1,4 @@
-"""Networks with adapters, and adapter files of them edited by hand, for the tests of save_lora and load_lora."""
+"""Networks with adapters, and their adapter files edited by hand, for the tests of save_lora and load_lora."""
 
 import json
 import os
@@ -24,14 +24,14 @@ def network(target_modules=("wq", "wk"), seed=1, base=5, cell=TinyModel, **field
 
 
 def key(layer, leaf, half):
-    """Returns PEFT's name of a tensor."""
+    """Returns PEFT's key of a tensor."""
     return f"base_model.model.model.layers.{layer}.self_attn.{leaf}.lora_{half}.weight"
 
 
 def load_refused(target, path, error, message, **arguments):
     """Asserts that load_lora raises an error of this class and leaves the network as it was.
 
-    The error is a LoraError with ``message`` in it, where PATH means ``path``.
+    The error is a LoraError with ``message`` in it, where PATH stands for ``path``.
     """
     assert issubclass(error, LoraError)
     refused_unchanged(target, error, part(message.replace("PATH", str(path))), load_lora, target, path, **arguments)

@@ -13,7 +13,7 @@ STEPS_PER_EPOCH = 5
 
 
 class Model(nn.Cell):
-    """In place of a MindFormers model: a linear cell with an adapter, and a configuration."""
+    """Replaces a MindFormers model: a linear cell with an adapter, and a configuration."""
 
     def __init__(self, dropout=0.0, weight=0.5):
         super().__init__()

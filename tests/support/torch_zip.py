@@ -1,4 +1,4 @@
-"""Writes what torch.save writes, without torch: the zip archive, and its pickle put together by instruction."""
+"""Writes what torch.save writes, without torch: the zip archive, and its pickle built instruction by instruction."""
 
 import struct
 import zipfile
@@ -67,7 +67,7 @@ def rebuilt(stored, shape, strides, offset=0):
 
 
 def tensor(array, key):
-    """The program of one contiguous tensor with a storage of its own."""
+    """The program of one contiguous tensor with its own storage."""
     kind = "BFloat16Storage" if array.dtype == BFLOAT16 else STORAGES[array.dtype.str]
     strides = [stride // array.itemsize for stride in np.empty(array.shape, array.dtype).strides]
     return rebuilt(storage(kind, key, array.size), array.shape, strides)
@@ -88,7 +88,7 @@ def write(path, value, storages=(), folder="archive", compressed=()):
 
 
 def save(path, arrays):
-    """What torch.save writes of a dict of tensors that share nothing."""
+    """What torch.save writes for a dict of tensors that share no storage."""
     write(
         path,
         items((key, tensor(array, str(i))) for i, (key, array) in enumerate(arrays.items())),

@@ -1,7 +1,7 @@
 """Tries each case of damaged_adapters.py and prints what happened as JSON: python try_damaged_adapters.py FOLDER.
 
-It is a process of its own, so that one that dies or grows does not take the tests with it, and one process for all
-cases, as MindSpore takes seconds to import.
+It is a separate process, so that a case that crashes or uses up memory does not end the tests, and one process for all
+cases, since MindSpore takes seconds to import.
 """
 
 import json
@@ -27,7 +27,7 @@ def main(root):
         randomize(network.get_parameters())
     apply_lora(built, LoraConfig(lora_rank=2, lora_alpha=3, target_modules=["wq", "wk"]))
     randomize(adapters(built).values(), 1)
-    # So that the memory of the libraries is not counted for the first case.
+    # So that the memory of the libraries does not count for the first case.
     for name in ("ckpt: half a pair", "bin: cut"):
         attempt(lambda path: adapter_files.read(path), make(name, pathlib.Path(root, "warm-up", name)))
     for number, name in enumerate(CASES):
@@ -91,7 +91,7 @@ def peak():
 
 
 def content_of(root):
-    """Everything below a folder: names, kinds, sizes and times of change."""
+    """Everything below a folder: names, kinds, sizes and modification times."""
     found = {}
     for folder, folders, names in os.walk(root):
         for name in folders + names:

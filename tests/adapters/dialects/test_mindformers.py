@@ -1,4 +1,4 @@
-"""MindFormers' own names of LoRA tensors, in checkpoints with and without the rest of the training."""
+"""MindFormers' own names of LoRA tensors, in checkpoints with and without the rest of the training state."""
 
 import numpy as np
 import pytest
@@ -146,7 +146,7 @@ KEY = "decoder.layers.7.mlp.experts.weight{}_lora_{}"
 
 
 def stacks(weight, seed=0):
-    """A and B of all experts as MindFormers 2 keeps them for its grouped matmul."""
+    """A and B of all experts as MindFormers 2 stores them for its grouped matmul."""
     rng = np.random.default_rng(seed)
     inner, out = (IN, 2 * HIDDEN) if weight == 1 else (HIDDEN, IN)
     return (

@@ -24,7 +24,7 @@ PATHS = st.sampled_from(
 
 
 def adapter(ranks=None, alphas=None, **fields):
-    """An adapter of zeros; ``ranks`` and ``alphas`` are by path, 2 and 3 for wq of layer 0 by default."""
+    """An adapter of zeros; ``ranks`` and ``alphas`` map paths to values, by default 2 and 3 for wq of layer 0."""
     ranks = ranks or {"model.layers.0.attention.wq": 2}
     tensors = {
         (path, half): np.zeros((rank, 6) if half == "A" else (6, rank), np.float32)
@@ -195,7 +195,7 @@ def test_a_selection_is_written_as_it_is(selection):
             "lm_head",
             ["model.layers.0.self_attn.k_proj"],
         ),
-        # The base's own weight of an adapted module is no module that was trained.
+        # The base's own weight of an adapted module does not count as a trained module.
         (["lm_head.weight", "score.weight"], "lm_head", ["score"]),
         (["lm_head.weight"], "lm_head", None),
         ([], "", None),

@@ -70,7 +70,7 @@ def test_patterns_are_matched_as_peft_does(tmp_path):
         8,
     ]
     assert all(type(config.rank_of(path)) is int for path in (Q, K.replace("0", "5")))
-    # Of several that match, the first.
+    # If several match, the first one wins.
     assert [config.alpha_of(path) for path in (Q, K, "k_proj")] == [16.0, 1.0, 7.0]
     assert read(tmp_path, rank_pattern=None, alpha_pattern=None).rank_of(Q) == 8
 

@@ -1,4 +1,4 @@
-"""adapter_config.json: invalid fields, and files that are no configuration."""
+"""adapter_config.json: invalid fields, and files that are not a configuration."""
 
 import pytest
 
@@ -144,7 +144,7 @@ def test_invalid_layers(tmp_path, value):
         ("(", "missing ), unterminated subpattern at position"),
         ("*", "nothing to repeat"),
         ("[", "unterminated character"),
-        # Sound alone, but not inside of the expression that PEFT puts around.
+        # Valid by itself, but not inside the expression that PEFT puts around it.
         ("(?i)q_proj", "global flags not at the start of the expression"),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_value_nested_too_deeply_to_show_is_described():
         value = [value]
     assert shown(value) == "a deeply nested list"
     while value:
-        value = value.pop()  # Piece by piece, as freeing it at once can need as much of the stack.
+        value = value.pop()  # Freed piece by piece, since freeing it at once can need just as much of the stack.
 
 
 def test_a_long_value_is_cut(tmp_path):

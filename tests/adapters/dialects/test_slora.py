@@ -1,4 +1,4 @@
-"""The folder that MindFormers' slora serves from: one lora_alpha / r for all pairs, whatever their own."""
+"""The folder that MindFormers' slora serves from: one lora_alpha / r for all pairs, whatever their own ones are."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def adapter(ranks=(2, 2), alphas=(4, 4), dtype=np.float32, **fields):
 
 
 def served(tensors, config):
-    """What slora adds to W by path: (lora_alpha / r) B A, in float64; it knows nothing of rslora and of patterns."""
+    """What slora adds to W, by path: (lora_alpha / r) B A, in float64; it knows neither rslora nor patterns."""
     return {
         path: config["lora_alpha"]
         / config["r"]
@@ -84,7 +84,7 @@ def test_config_is_what_slora_takes():
         "target_modules": ["wq", "wv"],
         "task_type": "CAUSAL_LM",
     }
-    # slora checks the types: a whole lora_alpha, a dropout that is not.
+    # slora checks the types: an int for lora_alpha, a float for the dropout.
     assert type(config["lora_alpha"]) is int and type(config["lora_dropout"]) is float
     # With rslora the scale is lora_alpha / 2 at rank 4, so the lora_alpha of a plain scale is twice as large.
     assert slora.config(adapter((4, 4), (16, 16), use_rslora=True))["lora_alpha"] == 32

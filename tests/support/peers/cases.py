@@ -4,7 +4,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 VOCABULARY = 64
 WEIGHTS = "adapter_model.safetensors"
 
-# Weights large enough for scores and logits of about 1, so that a wrong rotation or scale is visible.
+# Weights large enough for scores and logits of about 1, so that a wrong rotation or scale shows.
 _SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -81,8 +81,8 @@ ADAPTERS = {
     "bfloat16": _case("plain", "bfloat16", target_modules=ATTENTION),
     "bfloat16-whole": _case("plain", "bfloat16", target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "float16": _case("grouped", "float16", target_modules=ATTENTION),
-    # PEFT also saves the base's own weight of an adapted output head; and, where it is told to or where the vocabulary
-    # grew, those of the embedding and the head, without mentioning them in the configuration.
+    # PEFT also saves the base's own weight of an adapted output head. If it is told to, or if the vocabulary grew, it
+    # also saves those of the embedding and the head, without mentioning them in the configuration.
     "lm_head": _case("plain", target_modules=["q_proj", "lm_head"]),
     "embeddings": _case("plain", embeddings=True, target_modules=["q_proj"]),
     "dora": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], use_dora=True),

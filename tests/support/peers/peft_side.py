@@ -1,7 +1,7 @@
-"""PEFT and transformers, as a process of their own in their own environment.
+"""PEFT and transformers, in their own process and environment.
 
-It reads requests from stdin, one JSON object in each line ({"verb": name, ...arguments}), and answers each with a line
-of JSON: {"result": ...} or {"error": traceback}. One process answers all tests, since its imports take seconds.
+It reads requests from stdin, one JSON object per line ({"verb": name, ...arguments}), and answers each with a line of
+JSON: {"result": ...} or {"error": traceback}. One process serves all tests, since its imports take seconds.
 """
 
 import json
@@ -31,7 +31,7 @@ def make_model(folder, seed, shard_size, **config):
     """Saves a Llama with random weights."""
     seed_all(seed)
     model = LlamaForCausalLM(LlamaConfig(**config))
-    # transformers initializes all norms to one, which would hide that two of them are exchanged.
+    # transformers initializes all norms to one, which would hide it if two of them were exchanged.
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -58,7 +58,7 @@ def logits(model, ids, path, adapter=None):
 
 
 def gradients(model, adapter, ids, path):
-    """Saves the gradients of all that trains, by their keys in the adapter's file, and returns the loss. No dropout."""
+    """Saves the gradients of all trainable tensors by their keys in the adapter file; returns the loss. No dropout."""
     adapted = load_adapted(model, adapter, trainable=True)
     loss = adapted(torch.tensor(ids), labels=torch.tensor(ids)).loss
     loss.backward()
@@ -187,7 +187,7 @@ def load_stored(adapter):
 
 
 def seed_all(seed):
-    """Makes what follows reproducible."""
+    """Seeds every random generator, so that what follows is reproducible."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
