@@ -1,4 +1,4 @@
-"""The fingerprint of a base: the same for the same weights, another for others, whatever the adapters are."""
+"""The fingerprint of a base: equal for equal weights, different for others, whatever the adapters are."""
 
 import mindspore as ms
 import pytest

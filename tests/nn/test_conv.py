@@ -1,4 +1,4 @@
-"""LoRAConv2d against MindSpore's convolution with W + scale B A, in numbers, files and merging."""
+"""LoRAConv2d against MindSpore's convolution with W + scale B A: values, files and merging."""
 
 import mindspore as ms
 import numpy as np
@@ -75,7 +75,7 @@ def test_gradients(mode):
 
 
 def test_groups(mode):
-    """A sees all channels, and each group of B its share of the ranks."""
+    """A reads all channels, and each group of B reads its share of the rank."""
     lora, x = adapted(conv(group=2), LoraConfig(lora_rank=4, lora_alpha=4)), Tensor(normal(2, IN, 5, 5))
     a, b = lora.lora_parameters()
     assert a.shape == (4, IN, 3, 3) and b.shape == (OUT, 2, 1, 1)
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_merged(tmp_path):
 
 
 def write_base(network, path):
-    """Writes the base's weights, and one by which mindlora knows that the names are a Llama's."""
+    """Writes the base's weights, and one more that tells mindlora that the names are a Llama's."""
     from safetensors.numpy import save_file
 
     weights = {p.name: p.asnumpy() for p in network.get_parameters() if "lora" not in p.name}

@@ -16,7 +16,7 @@ TARGETS = ["down", "middle.0", "up", "time", "out"]
 
 
 class UNet(nn.Cell):
-    """A small U-Net that denoises: down, a convolution, up and joined to the input, and the time through Dense."""
+    """A small U-Net that denoises: down, a convolution, up, joined with the input; a Dense takes the time."""
 
     def __init__(self):
         super().__init__()

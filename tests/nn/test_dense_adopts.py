@@ -1,4 +1,4 @@
-"""What LoRADense takes over from the cell that it replaces, what it leaves, and which cells it refuses."""
+"""What LoRADense takes over from the cell that it replaces, what it leaves alone, and which cells it refuses."""
 
 import mindspore as ms
 import numpy as np
@@ -84,7 +84,7 @@ def test_no_second_weight_is_allocated_even_for_a_moment():
         pytest.skip("the peak of memory cannot be reset here")
     dense = nn.Dense(4096, 4096, weight_init="zeros", has_bias=False)
     dense.weight.asnumpy()
-    LoRADense.from_dense(nn.Dense(8, 8), CONFIG)  # what is loaded once is not what is measured
+    LoRADense.from_dense(nn.Dense(8, 8), CONFIG)  # what is loaded once, at first use, must not be measured
     _reset_peak_memory()
     before = _memory("VmRSS")
     LoRADense.from_dense(dense, CONFIG)

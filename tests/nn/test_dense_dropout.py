@@ -1,4 +1,4 @@
-"""The dropout of LoRADense: where it is on, what it drops, and that the backward drops the same."""
+"""The dropout of LoRADense: when it is on, what it drops, and that the backward drops the same elements."""
 
 import mindspore as ms
 import numpy as np

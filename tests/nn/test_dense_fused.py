@@ -1,4 +1,4 @@
-"""LoRADense on the fused operators: which path it takes, and that each is the equation."""
+"""LoRADense on the fused operators: which path it takes, and that each path computes the equation."""
 
 import dataclasses
 

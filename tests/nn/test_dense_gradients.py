@@ -59,7 +59,7 @@ def test_gradients_are_the_differences_of_the_cell_itself(mode):
 
 
 def _differences(loss, place, step):
-    """Returns the central differences of ``loss`` in each element of ``place``, an array that it reads."""
+    """Returns the central differences of ``loss`` in each element of ``place``, an array that ``loss`` reads."""
     result = np.empty(place.shape)
     for index in np.ndindex(place.shape):
         kept = place[index]

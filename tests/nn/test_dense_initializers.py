@@ -51,7 +51,7 @@ def test_the_initializer_that_is_named_is_the_one_used(name, std):
     dense = nn.Dense(400, 400)
     a = LoRADense.from_dense(dense, LoraConfig(lora_rank=64, lora_a_init=name)).mindpet_delta_lora_a.asnumpy()
     assert abs(a.std() / std - 1) < 0.05 and abs(a.mean()) < 0.05 * std
-    if name != "kaiming_uniform":  # for B that means its own fan-in, the rank
+    if name != "kaiming_uniform":  # for B, the fan-in is the rank
         b = LoRADense.from_dense(nn.Dense(64, 64), LoraConfig(lora_rank=400, lora_b_init=name)).mindpet_delta_lora_b
         assert abs(b.asnumpy().std() / std - 1) < 0.05
 

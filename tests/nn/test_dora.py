@@ -100,7 +100,7 @@ def test_gradients_hold_the_norm_constant(mode, plain):
 
 
 def test_dropout_is_peft_s(mode):
-    """y = x W^T + (g - 1) x' W^T + g scale x' A^T B^T, of which W = 1 and A = 0 show the dropped x'."""
+    """y = x W^T + (g - 1) x' W^T + g scale x' A^T B^T; with W = 1 and A = 0 it shows the dropped x'."""
     dora = DoRADense(64, 64, 2, 4, 0.25, has_bias=False)
     dora.weight.set_data(Tensor(np.eye(64, dtype=np.float32)))
     dora.mindpet_delta_lora_magnitude.set_data(Tensor(np.full(64, 3, np.float32)))
@@ -176,7 +176,7 @@ def test_the_magnitude_is_initialized_when_it_is_needed():
     dora.set_train()
     np.testing.assert_allclose(magnitude(dora), directions(dora)[1], rtol=1e-6)
     trains = small_dense().set_train()
-    dora = DoRADense.from_dense(trains, CONFIG)  # which gets no set_train of its own
+    dora = DoRADense.from_dense(trains, CONFIG)  # whose set_train is not called
     np.testing.assert_allclose(magnitude(dora), directions(dora)[1], rtol=1e-6)
 
 
@@ -207,13 +207,13 @@ def test_what_was_trained_is_kept():
     dora = DoRADense.from_dense(small_dense(), CONFIG).set_train()
     dora.weight.requires_grad = False
     started = magnitude(dora)
-    randomize(dora.lora_parameters()[:2], seed=8)  # as where freeze_include keeps the magnitude
+    randomize(dora.lora_parameters()[:2], seed=8)  # as if freeze_include froze the magnitude
     dora.set_train()
     np.testing.assert_array_equal(magnitude(dora), started)
     dora.mindpet_delta_lora_magnitude.set_data(Tensor(normal(OUT)))
     dora.set_train()
     load(dora, 6)
-    dora.set_train()  # The base was the right one when training began.
+    dora.set_train()  # the base was correct when training began
     np.testing.assert_array_equal(magnitude(dora), normal(OUT))
 
 

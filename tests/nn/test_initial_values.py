@@ -23,7 +23,7 @@ def pair(**fields):
 
 @pytest.mark.parametrize("name", [None, "kaiming", "pissa", "pissa_niter_4", "olora"])
 def test_the_plain_initialization(name):
-    """Initializers that need the base begin with it."""
+    """Initializers that need the base start from the default values."""
     a, b = pair(lora_init=name)
     bound = 1 / np.sqrt(IN)
     assert 0.99 * bound < np.abs(a).max() <= bound
@@ -34,7 +34,7 @@ def test_the_plain_initialization(name):
 def test_gaussian():
     a, b = pair(lora_init="gaussian")
     np.testing.assert_allclose([a.mean(), a.std()], [0, 1 / RANK], atol=0.01)
-    # A tenth of a normal distribution lies beyond 1.645 deviations; of a uniform one of that deviation, a twentieth.
+    # A tenth of a normal distribution lies beyond 1.645 standard deviations, but only a twentieth of a uniform one.
     assert abs((np.abs(a) > 1.645 / RANK).mean() - 0.1) < 0.02
     assert not b.any()
 

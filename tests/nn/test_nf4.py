@@ -1,4 +1,4 @@
-"""NF4Dense and QLoRADense against numpy on the dequantized weight: equation, gradients, memory, what they take over."""
+"""NF4Dense and QLoRADense against numpy on the dequantized weight: equation, gradients, memory, inherited settings."""
 
 import functools
 import os
@@ -82,7 +82,7 @@ def test_it_computes_in_the_dtype_of_the_plain_cell(mode, dtype):
     nf4 = NF4Dense.from_dense(cell)
     lora = QLoRADense.from_cell(nf4, CONFIG)
     randomize(lora.lora_parameters(), seed=2)
-    # Of 16-bit types a CPU has no product of A and B in bfloat16, but for the fused one in graph mode.
+    # A CPU has no bfloat16 product with A and B, except for the fused one in graph mode.
     for made in (nf4, lora) if dtype == "float16" or mode == ms.GRAPH_MODE else (nf4,):
         y = made(Tensor(x, getattr(ms, dtype)))
         assert str(y.dtype).lower() == dtype == str(made.dtype).lower()
@@ -200,7 +200,7 @@ def test_where_weights_are_still_to_be_loaded_so_are_the_quantized_ones():
         assert all(p.has_init for p in nf4.get_parameters())
     source = NF4Dense.from_dense(dense(has_bias=False), "wq")
     unset = nf4(Tensor(normal(2, IN))).asnumpy()
-    assert np.isnan(unset).all()  # nobody mistakes it for a base
+    assert np.isnan(unset).all()  # so that it is not mistaken for a base
     ms.load_param_into_net(nf4, {p.name: p for p in source.get_parameters()}, strict_load=True)
     x = Tensor(normal(2, IN))
     np.testing.assert_array_equal(nf4(x).asnumpy(), source(x).asnumpy())

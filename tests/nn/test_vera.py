@@ -1,4 +1,4 @@
-"""VeRADense against numpy: the equation, gradients of its vectors alone, what cells share, merging, what is refused."""
+"""VeRADense against numpy: the equation, gradients of only its vectors, what cells share, merging, refusals."""
 
 import mindspore as ms
 import numpy as np

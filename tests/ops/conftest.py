@@ -7,7 +7,7 @@ from tests.support.op_paths import PATHS
 
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch, library):
-    """Forces each path that can be had on this machine."""
+    """Forces each path that is available on this machine."""
     monkeypatch.setenv("MINDLORA_BACKEND", request.param)
     return request.param
 

@@ -1,6 +1,6 @@
-"""When the Ascend kernels are picked, on made-up operator packages, and how MindSpore is told to call them.
+"""When the Ascend kernels are picked, with fake operator packages, and how MindSpore is told to call them.
 
-Nothing is computed: this needs no NPU and shows nothing of one.
+Nothing is computed: this needs no NPU and proves nothing about one.
 """
 
 import copy
@@ -30,7 +30,7 @@ FOLDERS = {
 
 
 class Context:
-    """A stand-in for MindSpore's context, which knows the NPU."""
+    """A substitute for MindSpore's context, which knows the NPU."""
 
     soc = "ascend910b"
 
@@ -45,7 +45,7 @@ class Context:
 
 @pytest.fixture(autouse=True)
 def npu(library, monkeypatch, tmp_path):
-    """A machine with an Atlas A2 in name, and a CANN without any operator package."""
+    """A machine that claims to have an Atlas A2, and a CANN without any operator package."""
     real = ms.get_context
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
     monkeypatch.setattr(ascend, "MSContext", Context)
@@ -59,7 +59,7 @@ def npu(library, monkeypatch, tmp_path):
 
 
 def make_package(folder, soc="ascend910b", op_types=tuple(ascend.SIGNATURES)):
-    """What CANN's installer leaves of a package, as far as anything is looked at."""
+    """What CANN's installer leaves of a package, as far as mindlora looks at it."""
     config = folder / "op_impl/ai_core/tbe/config" / soc
     config.mkdir(parents=True)
     (config / f"aic-{soc}-ops-info.json").write_text(json.dumps({op_type: {} for op_type in op_types}))
@@ -73,7 +73,7 @@ def paths():
 
 
 def assert_out(monkeypatch, reason, ops=KERNELS):
-    """The reason is in the report; where the path is forced, in the error."""
+    """Asserts that the reason is in the report and, if the path is forced, in the error."""
     found = {choice.op: choice for choice in backend_report().choices}
     for op in ops:
         assert found[op].path == "composed" and reason in found[op].reason, str(found[op])
@@ -175,7 +175,7 @@ def test_what_mindspore_needs_besides(monkeypatch, npu):
 
 @pytest.fixture
 def made(monkeypatch, npu):
-    """Lets cells with kernels be made: ops.Custom asks for the device and compiles its call against CANN's headers."""
+    """Allows creating cells with kernels: ops.Custom asks for the device and compiles against CANN's headers."""
     real = custom_ops.context.get_context
     monkeypatch.setattr(
         custom_ops.context, "get_context", lambda key: "Ascend" if key == "device_target" else real(key)

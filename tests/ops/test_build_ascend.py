@@ -1,4 +1,4 @@
-"""scripts/build_ascend.sh where CANN is missing, too old or made up: what it says, and what it asks of CANN's CMake."""
+"""scripts/build_ascend.sh with CANN missing, too old or faked: its messages, and its calls of CANN's CMake."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 
 SCRIPT = os.path.join(ROOT, "scripts", "build_ascend.sh")
-# Writes down how the functions of CANN's CMake are called, and makes a package that installs one file.
+# Records how the functions of CANN's CMake are called, and makes a package that installs one file.
 CMAKE = r"""
 foreach(NAME npu_op_package npu_op_code_gen npu_op_library npu_op_kernel_sources npu_op_kernel_options
         npu_op_kernel_library npu_op_package_add)

@@ -18,7 +18,7 @@ ODD = [(1, 1), (37, 53), (70, 129)]
 
 
 def arrays(tokens, k, n, rank, dtype="float32"):
-    """y0, x, A and B whose delta is of size 1."""
+    """y0, x, A and B whose delta has elements of about 1."""
     b = normal(n, rank, seed=4, dtype=dtype)
     return [
         normal(tokens, n, seed=1, dtype=dtype),
@@ -40,7 +40,7 @@ def terms(x, a):
 
 
 class Net(nn.Cell):
-    """lora_delta as a user writes it into a network."""
+    """lora_delta as a user would call it in a network."""
 
     def __init__(self, scale):
         super().__init__()
@@ -99,7 +99,7 @@ def test_a_scale_in_a_tensor(mode, path, reference):
 
 
 class WithScale(nn.Cell):
-    """sum(lora_delta * dy), of which a gradient for every input can be asked."""
+    """sum(lora_delta * dy), for gradients with respect to every input."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class WithScale(nn.Cell):
 def test_gradients_are_those_of_the_reference(mode, path, reference, dtype, tokens, rank):
     y0, x, a, b = arrays(tokens, 7, 9, rank, dtype)
     dy = normal(tokens, 9, seed=5, dtype=dtype)
-    # As the sensitivity: a CPU has no bfloat16 product with dy.
+    # dy is the sensitivity, because a CPU has no bfloat16 product with dy.
     grads = ms.ops.GradOperation(get_all=True, sens_param=True)(LoraDelta())(
         *[tensor(array, dtype) for array in (y0, x, a, b)], Tensor([0.5], ms.float32), tensor(dy, dtype)
     )
@@ -144,7 +144,7 @@ def test_gradients_by_finite_differences(mode, path, reference):
 
 
 class Layer(nn.Cell):
-    """A frozen weight, and A and B to train, as LoRADense has them."""
+    """A frozen weight, and A and B to train, as in LoRADense."""
 
     def __init__(self, k, n, rank):
         super().__init__()

@@ -1,4 +1,4 @@
-"""lora_dropout on every path against its reference, and lora_delta over it: values, statistics, gradients, dtypes."""
+"""lora_dropout on every path against its reference, and lora_delta with it: values, statistics, gradients, dtypes."""
 
 import mindspore as ms
 import numpy as np
@@ -26,7 +26,7 @@ def inputs(seed, rate):
 
 
 class Net(nn.Cell):
-    """lora_dropout as a user writes it into a network."""
+    """lora_dropout as a user would call it in a network."""
 
     def construct(self, x, seed, rate):
         return lora_dropout(x, seed, rate)

@@ -33,7 +33,7 @@ def terms(x, a):
 
 
 class Net(nn.Cell):
-    """lora_linear as a user writes it into a network."""
+    """lora_linear as a user would call it in a network."""
 
     def construct(self, x, w, a, b, bias):
         return lora_linear(x, w, a, b, SCALE), lora_linear(x, w, a, b, SCALE, bias)

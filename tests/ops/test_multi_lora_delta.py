@@ -67,7 +67,7 @@ TERMS = MAX_RANK * K**0.5
 
 
 class Net(nn.Cell):
-    """multi_lora_delta as a user writes it into a network."""
+    """multi_lora_delta as a user would call it in a network."""
 
     def construct(self, y0, x, pool, ranks, scales, indices):
         return multi_lora_delta(y0, x, pool, ranks, scales, indices)
@@ -101,7 +101,7 @@ def test_every_pattern_through_mindspore(mode, path, reference, dtype):
         Tensor(shape=[None], dtype=ms.int32),
     )
     for kind in KINDS:
-        # No rows at all: MindSpore's own operators, once they met them, give wrong sums for the shapes that follow.
+        # Without 0 tokens there: after them, MindSpore's own operators give wrong sums for the shapes that follow.
         for tokens in (1, 3, 31) if (path, mode) == ("composed", ms.GRAPH_MODE) else (0, 1, 3, 31):
             inputs = case(tokens, kind, dtype)
             y = net(*tensors(dtype, inputs))
@@ -121,7 +121,7 @@ def test_rows_without_an_adapter_stay_bit_for_bit(mode, path):
     empty = ~skipped & (TRUE_RANKS[np.maximum(inputs[5], 0)] == 0)
     assert skipped.any() and empty.any()
     np.testing.assert_array_equal(y[skipped | empty], inputs[0][skipped | empty])
-    # Every other adapter has a scale that is not zero, and must change its rows.
+    # Every other adapter has a nonzero scale, so it must change its rows.
     assert (y != inputs[0])[~(skipped | empty)].any(axis=1).all()
 
 

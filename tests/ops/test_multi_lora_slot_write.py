@@ -1,4 +1,4 @@
-"""multi_lora_slot_write on every path against its reference, and with the operator that reads the pool."""
+"""multi_lora_slot_write on every path against its reference, and together with the operator that reads the pool."""
 
 import mindspore as ms
 import numpy as np
@@ -48,7 +48,7 @@ def slot(number):
 
 
 def assert_state(pool, expected):
-    """Compares the pool without the rows beyond the true ranks, which have no meaning."""
+    """Compares the pool except for the rows beyond the true ranks, which are never read."""
     state = pool.state()
     np.testing.assert_array_equal(state[1], expected[1])
     np.testing.assert_array_equal(state[2], expected[2])

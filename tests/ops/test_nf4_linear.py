@@ -10,7 +10,7 @@ from mindlora.ops import Nf4Linear, Nf4LinearWithBias, nf4_linear, quantize
 from tests.support.native import DTYPES, assert_near, call, normal, tensor, values
 from tests.support.op_paths import PATHS
 
-# Up to 8 tokens are one kernel, above it another; 16 and 32 are where its vectors of tokens end, 512 and 513 its turns.
+# Up to 8 tokens take one kernel, more take another, with vectors of 16 and 32 tokens and passes of 512.
 TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33, 512, 513)
 SHAPES = [(1, 1), (37, 53), (64, 64), (70, 129), (200, 9)]
 
@@ -31,7 +31,7 @@ def tensors(dtype, x, parts, *more):
 
 
 class Net(nn.Cell):
-    """nf4_linear as a user writes it into a network."""
+    """nf4_linear as a user would call it in a network."""
 
     def construct(self, x, codes, absmax, scales, offsets, bias):
         return nf4_linear(x, codes, absmax, scales, offsets), nf4_linear(x, codes, absmax, scales, offsets, bias)
@@ -88,7 +88,7 @@ def test_the_kernel_where_several_threads_and_tiles_share_the_weight(isa, refere
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_every_code_and_every_absmax_is_read(isa, reference, tokens):
-    # All bytes, all values of absmax, two groups and more: nothing that quantize would only make by chance.
+    # All bytes, all values of absmax, two groups and more, which quantize would produce only by chance.
     codes = np.random.default_rng(0).permutation(np.arange(24 * 512) % 256).astype(np.uint8).reshape(24, 512)
     absmax = (np.arange(24 * 16) * 7 % 256).astype(np.uint8).reshape(24, 16)
     parts = [codes, absmax, np.array([0.01, 0.003], np.float32), np.array([0.1, 2.0], np.float32)]

@@ -1,6 +1,6 @@
-"""nf4_linear on the ascend path, with a stand-in for the kernel: the inputs it gets, and the use of its W.
+"""nf4_linear on the ascend path, with a substitute for the kernel: the inputs that it gets, and how its W is used.
 
-Nothing here runs on an NPU. The kernel itself: tests/ops/ascendc/test_nf4_dequantize.py.
+Nothing here runs on an NPU. The kernel itself is tested in tests/ops/ascendc/test_nf4_dequantize.py.
 """
 
 import glob
@@ -42,7 +42,7 @@ class Decode(nn.Cell):
 
 @pytest.fixture(autouse=True)
 def _kernel(library, monkeypatch):
-    """Cells that are made now take the ascend path."""
+    """Makes cells created from now on take the ascend path."""
     monkeypatch.setenv("MINDLORA_BACKEND", "composed")
     kernel = Decode()
     monkeypatch.setattr(operator_cell, "choose", lambda op: backend.Choice(op, "ascend", "a stand-in"))
@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_reference(mode, reference, dtype,
     assert not any(values(grad).any() for grad in grads[1:5])
     if given:
         assert_near(values(grads[5]), dbias, dtype, tokens)
-    # x is asked for its shape, and so kept for the backward, only where the blocks do not say it.
+    # The kernel gets x for its shape, so that x is kept for the backward, only if the blocks do not determine K.
     assert set(ASKED) == {(1 if k % 64 == 0 else 2, ms.float32)}
 
 
@@ -173,7 +173,7 @@ class Step(nn.Cell):
 
 @pytest.mark.parametrize("k", [64, 70])
 def test_the_backward_decodes_again_and_keeps_no_weight(tmp_path, k):
-    """The compiler merges what is computed twice from the same inputs: two decodings must still be two."""
+    """The compiler merges what is computed twice from the same inputs; the two decodings must not be merged."""
     ms.set_context(mode=ms.GRAPH_MODE, save_graphs=2, save_graphs_path=str(tmp_path))
     try:
         Step(k)(Tensor(normal(3, k)))
@@ -181,7 +181,7 @@ def test_the_backward_decodes_again_and_keeps_no_weight(tmp_path, k):
         ms.set_context(save_graphs=0)
     (graph,) = glob.glob(f"{tmp_path}/**/*_validate_*.ir", recursive=True)
     with open(graph, encoding="utf-8") as file:
-        # Each decoding looks up low and high halves.
+        # Each decoding looks up the low and the high halves.
         assert len(re.findall(r"= \w*Gather\(", file.read())) == 4
 
 

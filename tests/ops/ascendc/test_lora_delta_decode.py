@@ -1,4 +1,4 @@
-"""lora_delta for few tokens, on the vector cores in the simulator."""
+"""lora_delta for a few tokens, on the vector cores in the simulator."""
 
 import itertools
 
@@ -105,7 +105,7 @@ def test_the_same_bits_twice(run, dtype, sizes):
 
 
 def test_passes_together_and_alone(kernels):
-    """The sizes of test_many_tokens_in_float32 take both ways."""
+    """The sizes of test_many_tokens_in_float32 cover both."""
 
     def together(tokens, k, n, rank, cores):
         return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), *cores)[0].workspace > 0
@@ -115,7 +115,7 @@ def test_passes_together_and_alone(kernels):
 
 
 def test_cores_exchange_sums_only_where_it_pays(kernels, run):
-    """Little work takes no exchange; more takes one, of no more than the sums of the shrinking cores."""
+    """A little work needs no exchange; more needs one, of at most the sums of the cores that shrink."""
     assert kernels.plan("lora_delta", "float16", (1, 257, 130, 8))[0].workspace == 0
     made, _ = kernels.plan("lora_delta", "float16", (1, 2051, 1283, 16))
     assert 0 < made.workspace < made.blocks * 16 * 4

@@ -73,7 +73,7 @@ def test_any_width(run, reference, k, n):
 
 
 def test_more_parts_than_cores(run, reference):
-    """A and B of rank 256 do not fit the L1 of one core, which takes their slices one after the other."""
+    """A and B of rank 256 do not fit into the L1 of one core, which loads their slices one after another."""
     arrays = arrays_of("bfloat16", 17, 1700, 1000, 256)
     y, _ = run("bfloat16", arrays, 0.125, 1, 2)
     assert_near(reference, "bfloat16", y, arrays, 0.125)
@@ -114,7 +114,7 @@ def test_adapter_and_scale_matter(run):
     [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.34), (5120, 64, 1.3)],
 )
 def test_bytes_moved(run, size, rank, most):
-    """Near the least (each input once, y once) with all cube cores busy; at rank 64 the exchange weighs more."""
+    """Near the minimum (each input once, y once) with all cube cores busy; at rank 64 the exchange weighs more."""
     tokens = 512
     arrays = normal(0, "float16", (tokens, size), (tokens, size), (rank, size), (size, rank))
     _, report = run("float16", arrays, 1.0)

@@ -11,7 +11,7 @@ RANKS = (1, 8, 13, 16, 64, 128, 256)
 # K, N: less than a data block, ragged, and a multiple of 16 x cores.
 SIZES = ((1, 1), (100, 31), (257, 130), (515, 801), (256, 768))
 CORES = ((24, 48), (20, 40), (1, 2))
-# Some tokens that are not the cube cores' work.
+# Numbers of tokens that the vector cores compute, not the cube cores.
 SOME = {"float32": 3, "float16": 17, "bfloat16": 17}
 VECTOR = 1
 

@@ -7,7 +7,7 @@ from tests.support.ascend_arrays import LEAST, ROUNDING, empty, moved, normal, s
 
 DTYPES = ("float16", "bfloat16")
 RANKS = (1, 8, 13, 16, 64, 128, 256)
-# Two rows are the fewest that are no vector, 16 fill a row of fractals.
+# Two rows are the fewest that do not make a vector; 16 fill a row of fractals.
 TOKENS = (2, 3, 8, 15, 16)
 CORES = ((24, 48), (20, 40), (1, 2))
 VECTOR, CUBE = 1, 2
@@ -70,7 +70,7 @@ def test_equals_the_oracle(check, dtype, rank, tokens):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cores", [(1, 2), (2, 4), (7, 14), (20, 40), (24, 48), (24, 40)])
 def test_any_number_of_cores(check, dtype, cores):
-    """N is a multiple of 16 x cores, and one more."""
+    """N is a multiple of 16 x cores, or one more."""
     check(dtype, arrays_of(dtype, 5, 16 * 24, 16 * 24, 13), 2.0, cores)
     check(dtype, arrays_of(dtype, 5, 16 * 24 + 1, 16 * 24 + 1, 13), 2.0, cores)
 
@@ -90,7 +90,7 @@ def test_scale(check, dtype, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_passes_unchanged(run, dtype):
-    """Where all else is zero, every bit of the bias passes through the cube, infinities too."""
+    """If all else is zero, every bit of the bias passes through the cube, infinities included."""
     x, w, a, b, bias = arrays_of(dtype, 6, 48, 77, 8)
     largest = 6e4 if dtype == "float16" else 1e38
     bias = store(widen(bias, dtype) * np.geomspace(2.0**-10, largest / 5, bias.size), dtype)
@@ -125,7 +125,7 @@ def test_little_more_than_the_least_bytes_are_moved(run, d, rank):
     assert least <= moved(report) <= 1.05 * least
     assert report["gm"]["w"]["read"] == 2 * d * d
     assert report["gm"]["a"]["read"] == report["gm"]["b"]["read"] == 2 * d * rank
-    # Each cube core has its share of W, to a fractal.
+    # The cube cores have equal shares of W, to within a fractal.
     rows = [core["gm"]["w"]["read"] // (2 * d) for core in report["cores"] if core["name"].startswith("AIC")]
     assert len(rows) == 24 and max(rows) - min(rows) <= 16 and min(rows) > 0
 

@@ -1,4 +1,4 @@
-"""multi_lora_delta for few tokens, on the vector cores in the simulator (not CANN and not an NPU)."""
+"""multi_lora_delta for a few tokens, on the vector cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -131,7 +131,7 @@ def test_rows_without_an_adapter_stay_bit_for_bit(run, dtype):
     inputs[0][skipped] = everything[skipped]
     y, _ = run(dtype, inputs)
     assert y[skipped].tobytes() == inputs[0][skipped].tobytes()
-    # All other adapters have a scale other than zero, and must change their rows.
+    # All other adapters have a nonzero scale, so they must change their rows.
     assert (y != inputs[0])[~skipped].any(axis=1).all()
 
 
@@ -182,7 +182,7 @@ def ones(tokens, adapters, rank, size):
 
 
 def over_least(report, inputs):
-    """Bytes moved over the least: the true ranks once, x, y0 and y once, the indices once."""
+    """Bytes moved, divided by the minimum: the true ranks, x, y0, y and the indices once each."""
     least = read_of_pool(inputs) + inputs[1].nbytes + 2 * inputs[0].nbytes + inputs[5].nbytes
     return moved(report) / least
 

@@ -9,7 +9,7 @@ DTYPES = ("float16", "bfloat16")
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")
 RANKS = (1, 8, 13, 16, 64, 0, 33)
 PREFILL = 2
-KINDS = {  # who is asked for, by t tokens of 7 slots
+KINDS = {  # which of 7 slots each of t tokens uses
     "identical": lambda t: np.full(t, 4),
     "segments": lambda t: np.arange(t) * 7 // t,
     "interleaved": lambda t: np.arange(t) % 7,
@@ -116,7 +116,7 @@ def test_same_bits_whatever_the_other_rows(run):
 
 
 def test_bytes_moved(run):
-    """Four segments of 128 tokens: near the least, and all cube cores are busy."""
+    """Four segments of 128 tokens: near the minimum, with all cube cores busy."""
     tokens, size, rank = 512, 2048, 16
     inputs = case("float16", np.arange(tokens) // 128, (rank,) * 4, size, size)
     _, report = run("float16", inputs)

@@ -13,7 +13,7 @@ def run(kernels):
 
     def run_kernel(dtype, parts, columns, cores=48):
         w = empty(dtype, len(parts[0]), columns)
-        # Only its shape is of interest: no byte of it may be read.
+        # Only its shape matters: no byte of it may be read.
         like = np.zeros((1, columns), STORED[dtype])
         inputs = [("like", like), *zip(("codes", "absmax", "scales", "offsets"), parts)]
         report = kernels.run("nf4_dequantize", dtype, inputs, [("w", w, "out")], w.shape, cores // 2, cores)
@@ -74,7 +74,7 @@ def test_any_number_of_cores_writes_the_same_bits_twice(run, dtype, cores, rows,
     for _ in range(2):
         w, report = run(dtype, parts, columns, cores)
         assert_same_bits(w, want, dtype)
-    # Less than 32 blocks are not worth another core.
+    # Fewer than 32 blocks are not worth another core.
     assert report["cores_that_worked"] == min(cores, -(-parts[1].size // 32))
 
 
@@ -109,7 +109,7 @@ def test_each_byte_is_moved_once_and_the_cores_have_equal_loads(run, dtype, rows
     w, report = run(dtype, parts, columns)
     assert report["gm"]["codes"]["read"] == parts[0].nbytes and report["gm"]["absmax"]["read"] == parts[1].nbytes
     assert report["gm"]["w"] == {"read": 0, "written": w.nbytes}
-    # Besides, the kernel reads a scale and an offset for each tile.
+    # In addition, the kernel reads a scale and an offset for each tile.
     assert moved(report) <= 1.002 * (sum(part.nbytes for part in parts) + w.nbytes)
     written = [core["gm"]["w"]["written"] for core in report["cores"]]
     assert len(written) == 48 and max(written) <= 1.05 * np.mean(written) + 2048 * w.itemsize

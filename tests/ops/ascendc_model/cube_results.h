@@ -72,7 +72,7 @@ void Product(GM_ADDR a, GM_ADDR b, GM_ADDR c, GM_ADDR tiling)
             turn.repeatTimes = n16;
             turn.srcStride = k16;
             for (uint32_t row = 0; row < k16; ++row) {
-                if (row % 2 == 0) {  // two calls that do the same
+                if (row % 2 == 0) {  // two calls with the same effect
                     LoadData(b2[row * n16 * 256], b1[row * 256], LoadData2DParams(0, n16, k16, 0, 0, true, 0));
                 } else {
                     LoadDataWithTranspose(b2[row * n16 * 256], b1[row * 256], turn);

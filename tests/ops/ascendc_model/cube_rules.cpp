@@ -1,4 +1,4 @@
-// A product on the cube with explicit flags, broken in one way at a time: kNothing is right, the others are named
+// A product on the cube with explicit flags, broken in one way at a time: kNothing is correct, the others are named
 // below.
 #include "kernel_operator.h"
 #include "model/python_entry.h"

@@ -88,7 +88,7 @@ RULE(chain)
     env.Order<HardEvent::V_MTE3>();
     DataCopy(env.y, a, 64);
 }
-// That one pipe may read says nothing about another pipe.
+// If one pipe may read, that says nothing about another pipe.
 RULE(second_reader)
 {
     const auto a = env.Fresh<float>(64), b = env.Fresh<float>(64);

@@ -1,4 +1,4 @@
-// One kernel for each rule: `bad` breaks that rule and no other; without `bad` the kernel is right.
+// One kernel for each rule: `bad` breaks that rule and no other; without `bad` the kernel is correct.
 #pragma once
 
 #include "kernel_operator.h"

@@ -1,4 +1,4 @@
-"""For each rule: a kernel that breaks it is refused, with the reason; the same kernel without the break runs."""
+"""For each rule: a kernel that breaks it is rejected, with the reason; the same kernel runs without the break."""
 
 import struct
 
