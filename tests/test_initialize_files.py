@@ -1,4 +1,4 @@
-"""Adapters of initializations that change the base, saved and loaded: plain ones for the base as it was."""
+"""Adapters of initializations that change the base: saved as plain adapters for the original base, and loaded."""
 
 import logging
 import warnings
@@ -67,7 +67,7 @@ def test_with_rslora_and_patterns(tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_network_with_the_same_lora_init_goes_on_where_it_was_saved(trained, form, tmp_path):
-    """All of it bit for bit, the corrected base included; and saved again, the same file."""
+    """Everything bit for bit, the corrected base included; saved again, it gives the same file."""
     save_lora(trained, str(tmp_path / FORMS[form]), form)
     network = adapted(next(cell.lora_init for _, cell in tree.lora_cells(trained)))
     load_lora(network, str(tmp_path / FORMS[form]), on_base_mismatch="error")
@@ -160,7 +160,7 @@ def test_metadata_with_an_unknown_initialization(trained, tmp_path):
     (tmp_path / "adapter.safetensors").write_bytes(
         content.replace(b'\\"' + init + b'\\"', b'\\"' + b"x" * len(init) + b'\\"')
     )
-    with pytest.raises(LoraError, match="start is 'x+', it must be a lora_init that changes the base"):
+    with pytest.raises(LoraError, match="start is 'x+'; it must be a lora_init that changes the base"):
         adapter_files.read(str(tmp_path / "adapter.safetensors"))
 
 
@@ -172,7 +172,7 @@ def test_merged(trained):
 
 @pytest.mark.parametrize("same_init", [True, False])
 def test_on_joined_cells(make_llama, tmp_path, same_init):
-    """Saved for PEFT as q, k, v, which share A; joined again, it has the halves of the joined pair."""
+    """It is saved for PEFT as q, k, v, which share A; joined again, it has the halves of the joined pair."""
 
     def build():
         network = make_llama(qkv_concat=True)

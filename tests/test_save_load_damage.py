@@ -1,4 +1,4 @@
-"""load_lora on files that are cut, foreign or lack something: refused, and the network is as it was."""
+"""load_lora on files that are cut, foreign or incomplete: refused, with the network unchanged."""
 
 import os
 import pathlib
@@ -37,7 +37,7 @@ def test_a_cut_anywhere_in_a_ckpt_is_noticed(tmp_path):
     save_lora(target, file, format="ckpt")
     content = file.read_bytes()
     messages = set()
-    # Every one of its bytes, as a cut between two records leaves what MindSpore takes for a complete file.
+    # At every byte, because a cut between two records leaves what MindSpore takes for a complete file.
     for cut in range(len(content)):
         file.write_bytes(content[:cut])
         load_refused(target, file, TruncatedAdapterError, "PATH is truncated")
@@ -94,7 +94,7 @@ def test_a_folder_without_a_config(saved):
         ('{"r": 2', f"{CONFIG} is not JSON: "),
         ("", f"{CONFIG} is not JSON: "),
         ("[2, 3]", f"{CONFIG} holds a list and not a JSON object."),
-        ('{"lora_alpha": 3}', f"{CONFIG}: r is None, it must be a whole number of at least 1."),
+        ('{"lora_alpha": 3}', f"{CONFIG}: r is None; it must be a whole number of at least 1."),
         ('{"r": 2, "lora_alpha": 3, "use_bdlora": true}', f"{CONFIG}: use_bdlora is True, which is not supported"),
     ],
 )

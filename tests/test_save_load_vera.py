@@ -1,4 +1,4 @@
-"""VeRA's vectors and matrices on their way through files, forms, fitting, merging and comparing."""
+"""VeRA's vectors and matrices: in files of every format, matched to networks, merged and compared."""
 
 import json
 
@@ -118,7 +118,7 @@ def test_peft_s_keys_and_configuration(tmp_path):
     for key in ((Q, "lambda_d"), (Q, "lambda_b"), ("", "shared A"), ("", "shared B")):
         assert peft.parse_key(peft.tensor_key(*key)) == key
         assert mindformers.parse_key(mindformers.tensor_key(*key)) == key
-    # A whole network that MindSpore saves may call it by its first cell.
+    # If MindSpore saves the whole network, it may name the shared parameter after its first cell.
     assert mindformers.parse_key(f"{Q}.mindpet_delta_lora_vera_a") == ("", "shared A")
 
 
@@ -137,7 +137,7 @@ def test_vera_and_lora_are_told_apart(trained, tmp_path):
 
 
 def test_wider_matrices_than_the_network_s_are_cut(tmp_path):
-    """With strict False, what is loaded of an adapter of more cells is what its own cells take."""
+    """With strict=False, a network takes from an adapter of more cells what its own cells need."""
     path, network = saved(tmp_path / "a"), model(targets=["wq"], seed=2, key=9)
     load_lora(network, path, strict=False)
     expected = model()
@@ -197,7 +197,7 @@ def test_conversion_and_back(tmp_path):
             None,
             {"save_projection": False},
         ),
-        (AdapterFormatError, "/adapter_config.json: r is 0, it must be a whole number of at least 1.", None, {"r": 0}),
+        (AdapterFormatError, "/adapter_config.json: r is 0; it must be a whole number of at least 1.", None, {"r": 0}),
         (
             MissingTensorsError,
             "/adapter_model.safetensors holds VeRA's vectors and lacks A, the matrices between them. "

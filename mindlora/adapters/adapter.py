@@ -181,7 +181,7 @@ class Adapter:
             ScaleMismatchError: The adapter has a lora_alpha, or ``alpha`` is not a number above 0.
         """
         if not is_alpha(alpha):
-            raise ScaleMismatchError(f"lora_alpha is {alpha!r}, it must be a number above 0.")
+            raise ScaleMismatchError(f"lora_alpha is {alpha!r}; it must be a number above 0.")
         if self.alphas:
             raise ScaleMismatchError(
                 f"lora_alpha is {alpha:g}, but the adapter has its own: "

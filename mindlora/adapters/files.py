@@ -305,7 +305,7 @@ def _manifest_alpha(path: str) -> float:
     lora_config = peft_config.json_object(path).get("lora_config")
     alpha: Any = lora_config.get("lora_alpha") if isinstance(lora_config, dict) else None
     if not is_alpha(alpha):
-        raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}, it must be a number above 0.")
+        raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}; it must be a number above 0.")
     return float(alpha)
 
 

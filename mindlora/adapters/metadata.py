@@ -67,7 +67,7 @@ def parse(text: str, path: str) -> Dict[str, Any]:
     for field, value in metadata.items():
         is_valid, wanted = _FIELDS[field]
         if not is_valid(value):
-            raise AdapterFormatError(f"{source} is damaged: {field} is {shown(value)}, it must be {wanted}.")
+            raise AdapterFormatError(f"{source} is damaged: {field} is {shown(value)}; it must be {wanted}.")
     metadata["selection"] = peft_config.selection(metadata.get("selection", {}), source)
     return metadata
 

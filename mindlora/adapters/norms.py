@@ -1,4 +1,4 @@
-"""Frobenius norms of pairs, from A and B alone.
+"""Frobenius norms of pairs, computed from A and B only.
 
 The change of a weight, scale B A, is [out, in] and is never formed: two [r, r] matrices give its Frobenius norm,
 ||B A||_F^2 = trace((A A^T) (B^T B)).

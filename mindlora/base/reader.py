@@ -211,7 +211,7 @@ def _read_index(path: str) -> Optional[Dict[str, str]]:
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{index} has no weight_map, the table of which file holds which tensor. Copy the model again."
+            f"{index} has no weight_map, the table that says which file holds which tensor. Copy the model again."
         )
     for name, file in weight_map.items():
         # Whoever wrote the index must not choose which files outside the folder are read.

@@ -96,7 +96,7 @@ class Architecture:
         return next((cell for cell in self.joined if cell.name == leaf), None)
 
     def is_linear(self, path: str) -> bool:
-        """Tells whether ``path`` (MindFormers' name) is that of a linear cell."""
+        """Tells whether the cell at ``path`` (MindFormers' name) is linear."""
         ends = [cell.mindformers for cell in (*self.cells, self.output_head)]
         return any(_ends(path, end) for end in ends) or self.joined_cell(path) is not None
 

@@ -67,17 +67,17 @@ def joined_parts(path: str) -> List[str]:
 
 
 def is_linear(path: str) -> bool:
-    """Tells whether ``path`` (MindFormers' name) is that of a linear cell of a known model."""
+    """Tells whether the cell at ``path`` (MindFormers' name) is a linear cell of a known model."""
     return any(architecture.is_linear(path) for architecture in registry.ARCHITECTURES)
 
 
 def is_output_head(path: str) -> bool:
-    """Tells whether ``path`` is that of an output head, or ends in its name, under either world's names."""
+    """Tells whether ``path`` is, or ends in the name of, an output head, under either world's names."""
     return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.output_head}
 
 
 def is_embedding(path: str) -> bool:
-    """Tells whether ``path`` is that of an input embedding, or ends in its name, under either world's names."""
+    """Tells whether ``path`` is, or ends in the name of, an input embedding, under either world's names."""
     return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.embedding}
 
 

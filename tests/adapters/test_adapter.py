@@ -58,7 +58,7 @@ def test_an_invalid_alpha_is_refused(alpha):
     adapter.alphas = {}
     with pytest.raises(ScaleMismatchError) as error:
         adapter.set_alpha(alpha)
-    assert str(error.value) == f"lora_alpha is {alpha!r}, it must be a number above 0." and adapter.alphas == {}
+    assert str(error.value) == f"lora_alpha is {alpha!r}; it must be a number above 0." and adapter.alphas == {}
 
 
 # Pairs ----------------------------------------------------------------------------------------------------------

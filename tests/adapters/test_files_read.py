@@ -73,7 +73,7 @@ def test_mindformers_2_s_folder_with_its_manifest(tmp_path):
         manifest.write_text(json.dumps(content))
         with pytest.raises(AdapterFormatError) as error:
             adapter_files.read(str(path))
-        assert str(error.value) == f"{manifest}: lora_config.lora_alpha is {shown}, it must be a number above 0."
+        assert str(error.value) == f"{manifest}: lora_config.lora_alpha is {shown}; it must be a number above 0."
     (path / "model-1.safetensors").write_bytes(b"")
     with pytest.raises(AdapterFormatError) as error:
         adapter_files.read(str(path))

@@ -74,7 +74,7 @@ add(
 )
 add("ckpt: half a pair", ckpt(lambda: record(*ckpt_records(make())[1:])), MISSING, "lacks half of 1 pairs", f"{Q} B")
 add(
-    "ckpt: a record that is no text",
+    "ckpt: a record that is not text",
     ckpt(lambda: record(*ckpt_records(make()), ("mindlora", "str", (1,), b"\xff" * 8))),
     TRUNCATED,
     "its last record is not text",

@@ -80,7 +80,7 @@ with open("ended.json", "w") as file:
 def launch_refused(folder, *launches, config=LORA_YAML):
     """Runs mindlora-run with each of several lists of flags, which it must refuse before it builds anything.
 
-    All run in one process, because nearly all of the time of such a launch is imports. Their outputs are in
+    All run in one process, because such a launch spends nearly all of its time on imports. Their outputs are in
     ``folder``/0, ``folder``/1 and so on.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The forms of LoRA in MindFormers' own files: a table of key endings for each, and one pair of functions for all."""
+"""The forms of LoRA in MindFormers' own files: a table of key endings for each, and the same functions for all."""
 
 import re
 from typing import Dict, List, NamedTuple, Optional, Tuple
@@ -16,7 +16,7 @@ class Dialect(NamedTuple):
     Attributes:
         name (str): For messages.
         endings (dict): Ending of a key -> name of the part; the first ending of a part is the one that is written.
-        renamed (tuple): (pattern, replacement) pairs from the dialect's paths to those of MindFormers' legacy models.
+        renamed (tuple): (pattern, replacement) pairs that turn the dialect's paths into MindFormers' legacy models'.
         only (str): Regular expression that at least one key of a file in this form matches. Default: "", any key.
     """
 

@@ -17,7 +17,7 @@ logger = logging.getLogger("mindlora")
 
 _MAX_BYTES = 10_000_000  # A configuration with 100,000 module names has a tenth of this.
 
-# Fields that select modules: they are kept as they are.
+# Fields that select modules: they are passed on unchanged.
 _SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 # Fields that say nothing about the tensors, or nothing more once they are trained.
 _NEUTRAL = (
@@ -171,7 +171,7 @@ def json_object(path: str) -> dict:
 def _refuse_unsupported(content: dict, path: str) -> None:
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}, it must be 'LORA' or 'VERA'.")
+        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}; it must be 'LORA' or 'VERA'.")
     if content.get("bias", "none") != "none":
         raise AdapterFormatError(
             f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
@@ -191,20 +191,20 @@ def _refuse_unsupported(content: dict, path: str) -> None:
 
 def _integer(value: Any, field: str, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
-        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a whole number of at least 1.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be a whole number of at least 1.")
     return int(value)
 
 
 def _positive(value: Any, field: str, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a number above 0.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be a number above 0.")
     return float(value)
 
 
 def _dropout(value: Any, path: str) -> float:
     value = 0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise AdapterFormatError(f"{path}: lora_dropout is {shown(value)}, it must be a number in [0, 1).")
+        raise AdapterFormatError(f"{path}: lora_dropout is {shown(value)}; it must be a number in [0, 1).")
     return float(value)
 
 
@@ -212,14 +212,14 @@ def _flag(content: dict, field: str, path: str) -> bool:
     # Python takes the string "false" for true, which would change every scale.
     value = content.get(field)
     if value is not None and not isinstance(value, bool):
-        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be true or false.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be true or false.")
     return bool(value)
 
 
 def _pattern(content: dict, field: str, path: str) -> dict:
     pattern = content.get(field) or {}
     if not isinstance(pattern, dict):
-        raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}, it must map regular expressions to numbers.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}; it must map regular expressions to numbers.")
     for expression in pattern:
         # Compiled as pattern_value uses it.
         _check_regex(expression, rf"(.*\.)?({expression})$", field, path)
@@ -237,7 +237,7 @@ def _check_regex(expression: str, used: str, field: str, path: str) -> None:
 
 def _names(value: Any, field: str, path: str) -> List[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-        raise AdapterFormatError(f"{path}: {field} is {shown(value)}, it must be a list of module names.")
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be a list of module names.")
     return value
 
 
@@ -257,12 +257,12 @@ def selection(content: dict, path: str) -> dict:
     layers = found.get("layers_to_transform", [])
     if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
         raise AdapterFormatError(
-            f"{path}: layers_to_transform is {shown(layers)}, it must be a layer number or a list of them."
+            f"{path}: layers_to_transform is {shown(layers)}; it must be a layer number or a list of them."
         )
     return found
 
 
 def _text(value: Any, path: str) -> Optional[str]:
     if value is not None and not isinstance(value, str):
-        raise AdapterFormatError(f"{path}: base_model_name_or_path is {shown(value)}, it must be a name or a path.")
+        raise AdapterFormatError(f"{path}: base_model_name_or_path is {shown(value)}; it must be a name or a path.")
     return value or None

@@ -32,7 +32,7 @@ def refused(path, message):
     ],
 )
 def test_invalid_ranks(tmp_path, field, value, shown):
-    message = f" is {shown}, it must be a whole number of at least 1."
+    message = f" is {shown}; it must be a whole number of at least 1."
     refused(written(tmp_path, {**PLAIN, field: value}), f": r{message}")
     refused(written(tmp_path, {**PLAIN, "rank_pattern": {"q_proj": value}}), f": rank_pattern['q_proj']{message}")
 
@@ -53,7 +53,7 @@ def test_invalid_ranks(tmp_path, field, value, shown):
     ],
 )
 def test_invalid_alphas(tmp_path, value, shown):
-    message = f" is {shown}, it must be a number above 0."
+    message = f" is {shown}; it must be a number above 0."
     refused(written(tmp_path, {**PLAIN, "lora_alpha": value}), f": lora_alpha{message}")
     refused(written(tmp_path, {**PLAIN, "alpha_pattern": {"q_proj": value}}), f": alpha_pattern['q_proj']{message}")
 
@@ -62,14 +62,14 @@ def test_invalid_alphas(tmp_path, value, shown):
 def test_invalid_dropouts(tmp_path, value):
     refused(
         written(tmp_path, {**PLAIN, "lora_dropout": value}),
-        f": lora_dropout is {value!r}, it must be a number in [0, 1).",
+        f": lora_dropout is {value!r}; it must be a number in [0, 1).",
     )
 
 
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, [], "", {}])
 def test_flags_must_be_true_or_false(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "use_rslora": value}), f": use_rslora is {value!r}, it must be true or false.")
-    refused(written(tmp_path, {**PLAIN, "use_dora": value}), f": use_dora is {value!r}, it must be true or false.")
+    refused(written(tmp_path, {**PLAIN, "use_rslora": value}), f": use_rslora is {value!r}; it must be true or false.")
+    refused(written(tmp_path, {**PLAIN, "use_dora": value}), f": use_dora is {value!r}; it must be true or false.")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_biases_are_refused(tmp_path, value):
 
 @pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
 def test_another_kind_of_adapter_is_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}, it must be 'LORA' or 'VERA'.")
+    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}; it must be 'LORA' or 'VERA'.")
 
 
 @pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])
@@ -127,14 +127,14 @@ def test_initializers_that_change_the_base_are_refused(tmp_path, value):
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern", "modules_to_save"])
 @pytest.mark.parametrize("value", [5, True, ["q_proj", 5], [""], {"q_proj": 1}, [["q_proj"]]])
 def test_invalid_module_names(tmp_path, field, value):
-    refused(written(tmp_path, {**PLAIN, field: value}), f": {field} is {value!r}, it must be a list of module names.")
+    refused(written(tmp_path, {**PLAIN, field: value}), f": {field} is {value!r}; it must be a list of module names.")
 
 
 @pytest.mark.parametrize("value", ["0", [0, "1"], {"0": 1}, 1.5, True, [True]])
 def test_invalid_layers(tmp_path, value):
     refused(
         written(tmp_path, {**PLAIN, "layers_to_transform": value}),
-        f": layers_to_transform is {value!r}, it must be a layer number or a list of them.",
+        f": layers_to_transform is {value!r}; it must be a layer number or a list of them.",
     )
 
 
@@ -169,7 +169,7 @@ def test_expressions_that_cannot_be_compiled(tmp_path, expression):
 def test_patterns_must_be_tables(tmp_path, field, value):
     refused(
         written(tmp_path, {**PLAIN, field: value}),
-        f": {field} is {value!r}, it must map regular expressions to numbers.",
+        f": {field} is {value!r}; it must map regular expressions to numbers.",
     )
 
 
@@ -177,7 +177,7 @@ def test_patterns_must_be_tables(tmp_path, field, value):
 def test_the_base_model_must_be_a_text(tmp_path, value):
     refused(
         written(tmp_path, {**PLAIN, "base_model_name_or_path": value}),
-        f": base_model_name_or_path is {value!r}, it must be a name or a path.",
+        f": base_model_name_or_path is {value!r}; it must be a name or a path.",
     )
 
 
@@ -192,15 +192,15 @@ def test_the_base_model_must_be_a_text(tmp_path, value):
         (b"[8, 16]", " holds a list and not a JSON object."),
         (b"8", " holds a int and not a JSON object."),
         (b"null", " holds a NoneType and not a JSON object."),
-        (b"{}", ": r is None, it must be a whole number of at least 1."),
+        (b"{}", ": r is None; it must be a whole number of at least 1."),
         (b'{"r": 8, "r": 4}', " has r twice, so it is unclear which one counts. Remove one."),
         (
             b'{"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 1, "a": 2, "b": 1, "b": 1}}',
             " has a, b twice, so it is unclear which one counts. Remove one.",
         ),
-        (b'{"r": 8, "lora_alpha": Infinity}', ": lora_alpha is inf, it must be a number above 0."),
-        (b'{"r": 1e400, "lora_alpha": 1}', ": r is inf, it must be a whole number of at least 1."),
-        (b'{"r": NaN, "lora_alpha": 1}', ": r is nan, it must be a whole number of at least 1."),
+        (b'{"r": 8, "lora_alpha": Infinity}', ": lora_alpha is inf; it must be a number above 0."),
+        (b'{"r": 1e400, "lora_alpha": 1}', ": r is inf; it must be a whole number of at least 1."),
+        (b'{"r": NaN, "lora_alpha": 1}', ": r is nan; it must be a whole number of at least 1."),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, message):
@@ -255,5 +255,5 @@ def test_a_value_nested_too_deeply_to_show_is_described():
 def test_a_long_value_is_cut(tmp_path):
     refused(
         written(tmp_path, {**PLAIN, "r": "x" * 1_000_000}),
-        f": r is '{'x' * 199}..., it must be a whole number of at least 1.",
+        f": r is '{'x' * 199}...; it must be a whole number of at least 1.",
     )
