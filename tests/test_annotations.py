@@ -1,4 +1,4 @@
-"""Every public function of mindlora says what it takes and what it returns."""
+"""Every public function of mindlora is annotated: its arguments and what it returns."""
 
 import ast
 import os
@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-# MindSpore calls these two and reads their source; its tensors have no types that would say more.
+# MindSpore calls these two and reads their source; there are no types that would tell more about its tensors.
 CALLED_BY_MINDSPORE = ("construct", "bprop")
 
 
@@ -24,7 +24,7 @@ def public_functions(tree, owner=""):
 
 
 def unannotated(source):
-    """Returns what lacks an annotation in a module, in words."""
+    """Returns what lacks an annotation in a module, as text."""
     found = []
     for name, function, is_method in public_functions(ast.parse(source)):
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]

@@ -1,4 +1,4 @@
-"""apply_lora: the cells it replaces, their names, what the network then computes, and what it refuses."""
+"""apply_lora: which cells it replaces, their names, what the network then computes, and what is refused."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.support.networks import TinyModel, adapters, as_array, assert_close, 
 ATTENTION = ["wq", "wk", "wv", "wo"]
 
 
-# The report and what is where -----------------------------------------------------------------------------------
+# The report and the new cells -----------------------------------------------------------------------------------
 
 
 def test_the_report_has_the_paths_and_the_numbers():

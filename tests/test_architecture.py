@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the house as it is: each module of mindlora in its tree, and no module too many."""
+"""docs/architecture.md shows the package as it is: its tree has every module of mindlora and no others."""
 
 import os
 import re

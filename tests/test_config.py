@@ -1,4 +1,4 @@
-"""LoraConfig: the values it takes, its defaults, its scale, and its settings for single cells."""
+"""LoraConfig: the values that it accepts, its defaults, its scale, and its settings for single cells."""
 
 import dataclasses
 import warnings
@@ -159,7 +159,7 @@ def test_patterns_match_a_path_from_a_dot_onwards(path, rank, alpha):
 def test_vera_fills_in_its_initial_values_and_its_seed():
     config = LoraConfig(lora_rank=256, use_vera=True)
     assert (config.d_initial, config.projection_prng_key, config.scale) == (0.1, 0, 1)
-    # As a copy of it is made, for a cell or a saved adapter.
+    # Copies like this one are made for a cell or a saved adapter.
     assert dataclasses.replace(config, lora_rank=256) == config
     config = LoraConfig(lora_rank=4, use_vera=True, d_initial=-1, projection_prng_key=7)
     assert (config.d_initial, config.projection_prng_key) == (-1, 7)

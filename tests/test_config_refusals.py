@@ -1,4 +1,4 @@
-"""Fields of LoraConfig that are refused, each with its name, its value and what it must be."""
+"""Values of LoraConfig that are refused: each error has the field's name, its value and what it must be."""
 
 import mindspore as ms
 import pytest

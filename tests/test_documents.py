@@ -1,4 +1,4 @@
-"""What the documents name exists: paths, names of the package, commands with their options, and tools' versions."""
+"""Whatever the documents mention exists: paths, names in the package, commands and options, versions of tools."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ DOCUMENTS = sorted(
     os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern))
 )
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
-# From the top of the checkout; <...> and * are where a name varies.
+# Relative to the top of the checkout; <...> and * mark where a name varies.
 FOLDERS = "mindlora|ops|configs|scripts|tests|docs|examples"
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./<>*-]*[\w>*/]|(?<![\w/])\.(?:ci|github)/\w[\w./-]*")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 NAME = re.compile(r"(?<![\w./-])mindlora(?:\.[A-Za-z_]\w*)+")
 COMMAND = re.compile(r"(?:^|\$\()mindlora ([a-z][\w-]*)([^|#\n]*)", re.M)
-# Verbs whose next word is a verb too.
+# Verbs that are followed by another verb.
 GROUPS = ("data",)
-# What a build makes, and a folder of another repository.
+# What a build creates, and a folder of another repository.
 NOT_IN_THE_TREE = ("mindlora/ops/lib/", "docs/zh/api")
 
 

@@ -1,4 +1,4 @@
-"""freeze_base and trainable_summary: which parameters train, and which ones training changes."""
+"""freeze_base and trainable_summary: which parameters train, and which of them training changes."""
 
 import logging
 import re

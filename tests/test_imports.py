@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-# Lowest first. A module imports its own package and packages on lower floors; those on one floor know nothing of each
-# other. A name is a folder or a module of mindlora.
+# Lowest first. A module imports only its own package and packages on lower floors, so packages on the same floor do not
+# import each other. A name is a folder or a module of mindlora.
 FLOORS = (
     ("errors",),
     ("common",),
@@ -30,7 +30,7 @@ FLOORS = (
     ("cli",),
 )
 FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
-# They work on files alone.
+# They work only on files.
 WITHOUT_MINDSPORE = ("errors", "common", "numerics", "formats", "models", "config", "adapters", "base")
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
 IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.launcher_check")
@@ -71,7 +71,7 @@ def test_what_works_on_files_needs_no_mindspore(tmp_path):
 
 def test_imports_go_down():
     modules = imports(ROOT)
-    assert len(modules) > 80  # It has looked at the right folder.
+    assert len(modules) > 80  # The check did look at the right folder.
     assert not broken_rules(modules)
 
 
@@ -146,7 +146,7 @@ def _imports_of(path, files):
 
 
 def broken_rules(modules):
-    """Returns a sentence for each import that breaks a rule, or, where there is none, for each circle."""
+    """Returns a sentence for each import that breaks a rule or, if there is no such import, for each cycle."""
     broken = []
     for module, imported in modules.items():
         package = _package(module)
@@ -178,7 +178,7 @@ def _may_import(package, target):
 
 
 def _circles(modules):
-    """Returns a sentence for the first circle among the modules, in functions or not."""
+    """Returns a sentence for the first cycle among the modules, counting imports in functions."""
     done, path = set(), []
 
     def visit(module):

@@ -1,4 +1,4 @@
-"""initialize_adapters: initializations that change the base and not the forward, and what is refused."""
+"""initialize_adapters: initializations that change the base but not the output, and what is refused."""
 
 import mindspore as ms
 import numpy as np
@@ -17,7 +17,7 @@ from tests.support.refusals import part, refused_unchanged
 pytestmark = pytest.mark.usefixtures("pynative_mode")
 
 
-# Starting
+# Initializing
 
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "rslora"])
@@ -77,7 +77,7 @@ def test_before_initialization_the_network_computes_as_the_base():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_and_b_in_half_precision(dtype):
-    """The base makes up for A and B as they were rounded."""
+    """The base makes up for A and B after their rounding."""
     network, plain = adapted(param_init_type=dtype, compute_dtype="float32"), base()
     initialize_adapters(network)
     np.testing.assert_allclose(outputs(network), outputs(plain), atol=2e-5)

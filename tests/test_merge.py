@@ -36,7 +36,7 @@ def test_the_merged_weight_is_the_rounded_sum_and_unmerging_restores_every_byte(
         np.testing.assert_allclose(as_array(cell.weight), weight, rtol=1.01 * unit, atol=1e-6)  # rounded to nearest
         assert not as_array(cell.mindpet_delta_lora_b).any() and as_array(cell.mindpet_delta_lora_a).any()
     largest = max(np.abs(weight).sum(1).max() for weight in expected)
-    assert 0 < report.difference <= report.bound < 16 * unit * largest  # which is worth something
+    assert 0 < report.difference <= report.bound < 16 * unit * largest  # a bound tight enough to mean something
     unmerge_lora(network)
     assert snapshot(network) == before and not network.first.merged and not network.second.merged
 
@@ -58,7 +58,7 @@ def test_the_scale_is_each_cell_s_own(keys, first, second):
 
 
 def test_every_block_of_a_weight_is_merged():
-    cell = LoRADense(1100, 1201, 2, 4, has_bias=False)  # more than 2^20 elements, and no whole number of blocks
+    cell = LoRADense(1100, 1201, 2, 4, has_bias=False)  # more than 2^20 elements, and not a whole number of blocks
     randomize(cell.get_parameters())
     expected = folded(cell, 2.0)
     assert merge_lora(cell).merged == ("LoRADense",)
@@ -79,7 +79,7 @@ def test_a_network_that_ran_before_is_right_merged_and_unmerged_again(mode, froz
         assert_close(runs(Tensor(x)), expected)
         unmerge_lora(network)
         np.testing.assert_array_equal(runs(Tensor(x)).asnumpy(), before)
-    # Later values of A and B count from the base again, and not from what was merged.
+    # Later values of A and B are again relative to the base, not to what was merged.
     randomize([network.first.mindpet_delta_lora_b], seed=8)
     assert_close(runs(Tensor(x)), pair_forward(network, x, folded(network.first), folded(network.second)))
 

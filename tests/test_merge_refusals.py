@@ -1,4 +1,4 @@
-"""What merge_lora, unmerge_lora and merge_and_unload refuse or undo, with every byte as it was."""
+"""What merge_lora, unmerge_lora and merge_and_unload refuse or undo, leaving every byte as it was."""
 
 import re
 

@@ -22,7 +22,7 @@ def test_unloading_brings_the_plain_cells_back(mode, tmp_path):
     plain = {path: (type(cell), repr(cell)) for path, cell in network.cells_and_names()}
     names = [p.name for p in network.get_parameters()]
     adapted(network)
-    # The plain cells that the adapters keep are seen nowhere until then.
+    # Until then, the plain cells that the adapters keep are not visible anywhere.
     assert not any(isinstance(cell, nn.Dense) for _, cell in network.cells_and_names())
     ms.save_checkpoint(network, str(tmp_path / "all.ckpt"))
     assert len(ms.load_checkpoint(str(tmp_path / "all.ckpt"))) == len(list(network.get_parameters())) == len(names) + 4
@@ -33,10 +33,10 @@ def test_unloading_brings_the_plain_cells_back(mode, tmp_path):
     assert {path: (type(cell), repr(cell)) for path, cell in network.cells_and_names()} == plain
     assert [p.name for p in network.get_parameters()] == names
     assert report.merged == ("first", "second") and report.output_difference is not None
-    assert report.before_merge_bytes == 0 and cell.before_merge is None  # which would hold the memory of another base
+    assert report.before_merge_bytes == 0 and cell.before_merge is None  # which would keep another base in memory
     assert_close(network(Tensor(x)), expected)
     network.set_train()
-    apply_lora(network, CONFIG)  # and anew
+    apply_lora(network, CONFIG)  # and again
 
 
 class Shared(nn.Cell):

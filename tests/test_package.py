@@ -36,7 +36,7 @@ def test_every_public_name_is_there():
         <= set(mindlora.__all__)
         <= set(dir(mindlora))
     )
-    # Once more after all are imported: a module of the same name would hide a function.
+    # Once more after all are imported, because a module of the same name would hide a function.
     assert all(callable(getattr(mindlora, name)) for _ in range(2) for name in mindlora.__all__)
     assert all(getattr(mindlora, name).__module__.startswith("mindlora.") for name in mindlora.__all__)
     with pytest.raises(AttributeError, match="module 'mindlora' has no attribute 'aply_lora'"):
@@ -62,7 +62,7 @@ def test_import_is_cheap_and_leaves_mindformers_out():
     mindspore_seconds, mindlora_seconds = map(float, output[-2].split())
     print(f"import mindspore {mindspore_seconds:.2f} s, all of mindlora's names {mindlora_seconds:.3f} s more")
     assert output[-1] == "set()"
-    assert mindlora_seconds < 1  # a busy machine takes its time; the strict figure is the benchmark's
+    assert mindlora_seconds < 1  # the machine may be busy; the benchmark has the strict limit
 
 
 def test_the_older_name_of_initialize_adapters_warns_once(monkeypatch):

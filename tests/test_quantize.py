@@ -24,7 +24,7 @@ def test_all_linear_cells_but_the_head_adapted_or_not(mode):
     for path, cell in model.cells_and_names():
         if isinstance(cell, (NF4Dense, QLoRADense)):
             np.testing.assert_array_equal(dequantize(nf4_array(cell)), dequantize(quantize(weights[f"{path}.weight"])))
-    # In the same network in float, with these weights, the same comes out.
+    # The same network in float, with the dequantized weights, gives the same output.
     twin = plain()
     for path, cell in twin.cells_and_names():
         if isinstance(cell, nn.Dense) and path != "lm_head":

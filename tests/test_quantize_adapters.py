@@ -60,7 +60,7 @@ def test_base_and_adapter_in_one_checkpoint_load_again(tmp_path):
     ms.load_param_into_net(target, ms.load_checkpoint(str(tmp_path / "all.ckpt")), strict_load=True)
     assert snapshot(target) == snapshot(source)
     in_float = plain()
-    with pytest.raises(RuntimeError):  # and never into a network that is not quantized
+    with pytest.raises(RuntimeError):  # but not into a network that is not quantized
         ms.load_param_into_net(in_float, ms.load_checkpoint(str(tmp_path / "all.ckpt")))
 
 

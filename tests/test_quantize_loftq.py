@@ -25,7 +25,7 @@ def test_loftq_comes_nearer_to_the_base_in_float():
         weight, (a, b) = weights[f"{path}.weight"], cell.lora_parameters()
         residual = weight - dequantize(quantize(weight))
         np.testing.assert_array_equal(cell.weight.asnumpy(), quantize(weight).codes)
-        # One iteration: the adapter is the error of quantizing, at its rank.
+        # With one iteration, the adapter is the quantization error, reduced to its rank.
         u, s, vt = np.linalg.svd(residual, full_matrices=False)
         rank = cell.lora_rank
         assert rank == (3 if path.endswith("w1") else 2)

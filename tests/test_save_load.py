@@ -1,4 +1,4 @@
-"""save_lora and load_lora: what is saved is loaded, by us, by MindSpore, and from MindFormers' own LoRA."""
+"""save_lora and load_lora: what is saved can be loaded, by mindlora and MindSpore; adapters of MindFormers load too."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ from tests.support.saved_adapters import FORMS, load_refused, network
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, form, name, param_init_type):
     source = network("all-linear", seed=2, param_init_type=param_init_type)
     target = network("all-linear", seed=3, param_init_type=param_init_type)
-    path = tmp_path / "deeper" / name  # any kind of path will do
+    path = tmp_path / "deeper" / name  # paths of any type work
     save_lora(source, path, format=form)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

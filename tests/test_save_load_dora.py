@@ -1,4 +1,4 @@
-"""DoRA's magnitudes in files and forms, matched to networks, merged and compared."""
+"""DoRA's magnitudes: in files of every format, matched to networks, merged and compared."""
 
 import json
 
@@ -246,7 +246,7 @@ def test_combining_is_refused():
     )
 
 
-# Concatenated cells ---------------------------------------------------------------------------------------------
+# Joined cells ---------------------------------------------------------------------------------------------
 
 
 def test_rows_of_joined_cells_keep_their_magnitudes():

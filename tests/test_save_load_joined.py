@@ -1,4 +1,4 @@
-"""load_lora where q, k, v or gate and up are one cell in the network or in the adapter, and not in the other."""
+"""load_lora where q, k, v or gate and up are one cell in the network but not in the adapter, or the reverse."""
 
 import warnings
 

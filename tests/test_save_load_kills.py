@@ -1,4 +1,4 @@
-"""save_lora killed at any time: there is one complete adapter."""
+"""save_lora killed at any time leaves one complete adapter."""
 
 import os
 import shutil
@@ -24,8 +24,8 @@ def test_after_each_of_fifty_kills_there_is_one_complete_adapter(tmp_path, form)
     assert run.returncode == 0, run.stdout + run.stderr
     half_written = int(run.stdout.splitlines()[-1])
     print(f"{half_written} of 50 kills left half an adapter beside the complete one")
-    assert half_written > 5  # else the kills came at the wrong time, and nothing was tested
-    # What they left does no harm to the next reader and the next writer.
+    assert half_written > 5  # otherwise the kills came at the wrong time, and nothing was tested
+    # What they leave behind does not disturb the next reader or the next writer.
     path = str(tmp_path / ("adapter.ckpt" if form == "ckpt" else "adapter"))
     target = killed_saves.network(1)
     target[0].mindpet_delta_lora_a.set_data(target[0].mindpet_delta_lora_a * 0)

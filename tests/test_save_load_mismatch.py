@@ -1,4 +1,4 @@
-"""load_lora where adapter and network differ: tensors, ranks, scales, the base; and what strict=False accepts."""
+"""load_lora if adapter and network differ: tensors, ranks, scales, the base; and what strict=False accepts."""
 
 import logging
 import warnings

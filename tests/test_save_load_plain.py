@@ -1,4 +1,4 @@
-"""load_lora on a network without adapters: it puts them there, with saved modules."""
+"""load_lora on a network without adapters: it adds them, and saved modules too."""
 
 import json
 import logging

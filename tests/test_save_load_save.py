@@ -1,4 +1,4 @@
-"""save_lora: what is written, what is refused, and that the old adapter stays where the new one fails."""
+"""save_lora: what is written, what is refused, and that the old adapter survives if saving fails."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has a row for every message that mindlora raises or warns of, and no row too many."""
+"""docs/troubleshooting.md has a row for every message that mindlora raises or warns with, and no others."""
 
 import ast
 import builtins
@@ -8,7 +8,7 @@ import re
 from tests.conftest import ROOT
 
 WARNERS = ("warnings.warn", "logger.warning", "logger.error", "parser.error")
-# So many words tell messages apart and keep the rows short. What a message fills in is … there.
+# This many words tell messages apart and keep the rows short. Values that a message fills in become ….
 WORDS = 8
 
 
@@ -30,7 +30,7 @@ def rows():
 
 
 def messages():
-    """Returns ("file:line", first words) of every text that is raised or warned of."""
+    """Returns ("file:line", first words) of every text that is raised or given as a warning."""
     found = []
     for folder, _, names in os.walk(os.path.join(ROOT, "mindlora")):
         for path in sorted(os.path.join(folder, name) for name in names if name.endswith(".py")):
@@ -53,7 +53,7 @@ def raised_or_warned(tree):
 
 
 def indirect(tree, function):
-    """Returns the sentences in ``function`` and in calls of it: one of them is what its variable holds."""
+    """Returns the sentences in ``function`` and in calls to it, one of which is the value of its variable."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function.name]
     return [found for part in [*function.body, *calls] for found in sentences(part)]
 
@@ -71,7 +71,7 @@ def words(node):
 
 
 def text(node):
-    """Returns what a string expression says, with … for what it fills in."""
+    """Returns the text of a string expression, with … for the values that it fills in."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub("%[a-z]", "…", node.value)
     parts = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "values", [])

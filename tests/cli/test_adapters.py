@@ -1,4 +1,4 @@
-"""mindlora inspect, diff and combine, as they are typed."""
+"""mindlora inspect, diff and combine, as a user types them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The command line itself: verbs, help and plugin-path; each group of verbs has a file of its own."""
+"""The command line itself: verbs, help and plugin-path. Each group of verbs has a test file of its own."""
 
 import json
 import os

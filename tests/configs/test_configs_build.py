@@ -103,7 +103,7 @@ def test_the_products_of_an_adapter_are_split_by_rows_over_8_npus(path, monkeypa
 
 @pytest.mark.parametrize("path", ON_8)
 def test_a_hugging_face_folder_loads_under_the_adapters(path, tmp_path):
-    """With the calls that MindFormers makes on several devices, but for the strategies of a graph compiled for them."""
+    """With the calls that MindFormers makes on several devices, but without strategies of a graph compiled for them."""
     import mindspore as ms
     from mindformers.utils.safetensors.convert_safetensors import _convert_index_json
     from safetensors.numpy import save_file
@@ -156,7 +156,7 @@ def build(config):
     from mindformers.models import build_network
 
     build_parallel_config(config)
-    # MindFormers changes what it builds from.
+    # MindFormers changes the configuration that it builds from.
     node = type(config)(**{"model": config.model.to_dict()}).model
     return build_network(
         node, default_args={"parallel_config": config.parallel_config, "moe_config": config.moe_config}
@@ -180,7 +180,7 @@ def train_step(config, network):
 
 
 def callbacks(config, step):
-    """Returns the callbacks that MindFormers builds from a YAML; its own need the arguments that its Trainer gives."""
+    """Returns the callbacks that MindFormers builds from a YAML, its own with the arguments that its Trainer gives."""
     from mindformers.core import build_callback
 
     given = {"MFLossMonitor": {"learning_rate": step.optimizer.learning_rate, "origin_epochs": 1, "dataset_size": 10}}

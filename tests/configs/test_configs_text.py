@@ -1,4 +1,4 @@
-"""Every YAML in configs/: its keys are known, the figures above it follow from its sizes, its commands exist."""
+"""Every YAML in configs/: its keys are known, the figures in its header match its sizes, its commands exist."""
 
 import inspect
 import os
@@ -60,7 +60,7 @@ def test_the_official_launcher_finds_mindlora_by_one_line(path):
     assert os.path.exists(os.path.join(ROOT, "mindlora", "plugin", "register_path", "bridge.py"))
 
 
-# The comment above a YAML
+# The header comment of a YAML
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -147,14 +147,14 @@ def test_the_commands_are_ones_that_we_have(path, monkeypatch):
 
 
 def merged(path):
-    """Returns what the YAML and those under it say, without what MindFormers fills in."""
+    """Returns the content of a YAML and its base_config, without what MindFormers fills in."""
     from mindformers.tools.register import MindFormerConfig
 
     return MindFormerConfig._file2dict(os.path.join(ROOT, path))
 
 
 def arguments(cls, method="__init__"):
-    """Returns the names of what a class takes, and ``type``, by which a YAML names the class."""
+    """Returns the names of a class's arguments, and ``type``, with which a YAML names the class."""
     return {"type"} | {
         name
         for name, parameter in inspect.signature(getattr(cls, method)).parameters.items()
@@ -163,7 +163,7 @@ def arguments(cls, method="__init__"):
 
 
 def commands(path):
-    """Yields the words of each command in the comment above a YAML."""
+    """Yields the words of each command in the header comment of a YAML."""
     above = read(path).partition("\nseed:")[0].partition("\nbase_config:")[0]
     comment = "\n".join(line[1:].strip() for line in above.splitlines())
     for line in comment.replace("\\\n", " ").splitlines():

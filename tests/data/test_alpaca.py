@@ -1,4 +1,4 @@
-"""From instruction triples to MindRecord: what is learned, which rows are skipped, and how many are held out."""
+"""Converting instruction rows to MindRecord: what is learned, which rows are skipped, and how many are held out."""
 
 import os
 import pathlib

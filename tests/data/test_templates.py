@@ -1,4 +1,4 @@
-"""The templates that make prompts of instructions."""
+"""The templates that turn instructions into prompts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A YAML without faults, to change one thing in."""
+"""A YAML without faults, in which tests change one thing."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""mindlora doctor on YAMLs: what is wrong is found once, what is right is left alone."""
+"""mindlora doctor on YAMLs: each mistake is found once, and correct YAMLs have no findings."""
 
 import pytest
 import yaml

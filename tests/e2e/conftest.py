@@ -14,7 +14,7 @@ TRAINING = ("--batch_size", "4", "--epochs", "2")
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """MindRecords of counting rows: ``base`` by threes, ``train`` by fives, ``eval`` as MindFormers evaluates."""
+    """MindRecords of counting rows: ``base`` by threes, ``train`` by fives, ``eval`` for MindFormers' evaluation."""
     folder = tmp_path_factory.mktemp("data")
     paths = types.SimpleNamespace(
         base=folder / "base.mindrecord", train=folder / "train.mindrecord", eval=folder / "eval.mindrecord"
@@ -28,7 +28,7 @@ def data(tmp_path_factory):
 def made_once(tmp_path_factory, name, make):
     """Returns a folder that ``make(folder)`` has filled, once for all processes of pytest-xdist."""
     root = tmp_path_factory.getbasetemp()
-    # Each process of pytest-xdist has a folder of its own in a common one.
+    # Each process of pytest-xdist has its own folder inside a shared one.
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     folder, finished = root / name, root / f"{name}.finished"
     with open(root / f"{name}.lock", "w") as lock:

@@ -1,4 +1,4 @@
-"""mindlora-run in real processes: trains, evaluates and predicts by a YAML; what is wrong stops it with one line."""
+"""mindlora-run in real processes: trains, evaluates and predicts with a YAML; a mistake stops it with one line."""
 
 import re
 
@@ -55,7 +55,7 @@ def test_the_adapter_loads_into_a_fresh_network(trained, data, fresh_network):
     before = held_out_loss(cell, str(data.train), 8)
     load_lora(network, str(trained.adapter), on_base_mismatch="error")
     after = held_out_loss(cell, str(data.train), 8)
-    # The base alone has the loss that training began with, base and adapter the one that it ended with.
+    # The base by itself has the loss that training began with; with the adapter, the loss that it ended with.
     losses = step_losses(trained.stdout)
     assert abs(before - np.mean(losses[:2])) < 0.2
     assert after < losses[-1] + 0.1 and after < before - 0.3
@@ -170,7 +170,7 @@ def test_predict_goes_on_with_a_text(tmp_path):
         assert text.startswith(start) and len(text) > len(start)
 
 
-# What is wrong stops with one line
+# Mistakes stop it with one line
 
 WRONG = {
     "a misspelt pet_type": (
@@ -205,7 +205,7 @@ def right(data, base):
 
 @pytest.fixture(scope="module")
 def refused(data, base, tmp_path_factory):
-    """What became of each of WRONG: its folder, exit code and stderr; and what the process printed."""
+    """The result of each of WRONG: its folder, exit code and stderr; and what the process printed."""
     folder = tmp_path_factory.mktemp("wrong")
     ended, stdout = launch_refused(folder, *([*right(data, base), *flags] for flags, _ in WRONG.values()))
     return {name: (folder / str(number), *ended[number]) for number, name in enumerate(WRONG)}, stdout

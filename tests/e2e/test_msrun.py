@@ -14,7 +14,7 @@ from tests.support.runs import LAUNCHER, LORA_YAML, ROOT, ROWS, SIZE_FLAGS, envi
 
 SCRIPT, ENTRY = ROOT / "scripts" / "msrun_launcher.sh", ROOT / "scripts" / "run_mindformer.py"
 BATCH_SIZE = 4
-# Adam divides by the size of the gradient, which would hide a gradient that is twice too large; a large eps does not.
+# Adam divides by the size of the gradient, which would hide a gradient twice as large; with a large eps it does not.
 TRAINING = [
     "--config",
     LORA_YAML,
@@ -98,7 +98,7 @@ def one(data, tmp_path_factory):
 
 
 def test_two_processes_see_the_rows_that_one_sees_in_each_batch(data):
-    """MindDataset deals the rows out in turn, so a batch of each of two processes makes one of a single process."""
+    """MindDataset deals out the rows in turn, so the batches of two processes make one batch of a single process."""
     import mindspore.dataset as ds
 
     def batches(size, **shard):

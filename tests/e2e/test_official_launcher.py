@@ -1,4 +1,4 @@
-"""MindFormers' own launcher, which knows nothing of mindlora: one line in the YAML and --register_path load it."""
+"""MindFormers' own launcher, which does not know mindlora: one line in the YAML and --register_path load it."""
 
 import pytest
 import yaml
@@ -32,7 +32,7 @@ trainer.train()
 
 @pytest.fixture
 def official(tmp_path, data, base, monkeypatch):
-    """Returns a function that launches the tiny LoRA YAML officially; its arguments change pet_config."""
+    """Returns a function that runs the tiny LoRA YAML with MindFormers' launcher; its arguments change pet_config."""
     # MindFormers copies bridge.py into this folder.
     monkeypatch.setenv("OM_MODULES_CACHE", str(tmp_path / "modules"))
 

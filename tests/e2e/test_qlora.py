@@ -1,4 +1,4 @@
-"""QLoRA from a YAML: the base quantized by the command, a fine-tuning on it, and what is refused before training."""
+"""QLoRA from a YAML: the base quantized by the command, fine-tuning on it, and what is refused before training."""
 
 import re
 
@@ -29,7 +29,7 @@ def quantized(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(data, quantized, tmp_path_factory):
-    """A fine-tuning on it: the folder of its adapter, and what it printed."""
+    """A fine-tuning run on it: the folder of its adapter, and what it printed."""
     folder = tmp_path_factory.mktemp("qlora")
     return folder / "output" / "lora_checkpoint" / "best", succeeded(
         launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", quantized, *SHORT, *TRAINING)

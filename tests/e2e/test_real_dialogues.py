@@ -39,7 +39,7 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
         "--json",
     )
     report = json.loads(converted.stdout)
-    # The few rows that are longer than the tiny model's window are left out and counted.
+    # The few rows that exceed the tiny model's window are left out and counted.
     assert report["rows"] + report["held_out_rows"] + sum(map(len, report["skipped"].values())) == ROWS
     assert report["rows"] > 0.8 * ROWS
 
@@ -62,7 +62,7 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
         VOCABULARY,
         "--model.model_config.num_layers",
         2,
-        # With the head, since a random base has nothing else through which frequent tokens could be told.
+        # With the head, because a random base can learn frequent tokens in no other way.
         "--model.model_config.pet_config.target_modules",
         json.dumps(["wq", "wv", "w2", "lm_head"]),
         "--callbacks",

@@ -1,4 +1,4 @@
-"""Variants of LoRA by one more line of a YAML: the trained adapter is what the base and that line ask for."""
+"""Variants of LoRA by one more line in a YAML: the trained adapter is what the base and that line call for."""
 
 import re
 
@@ -76,7 +76,7 @@ def test_lora_plus_with_a_gaussian_initialization_in_one_layer_alone(data, base,
     adapter = adapter_files.read(str(folder))
     assert {path.split(".")[2] for path in adapter.paths} == {"1"} and len(adapter.paths) == 7
     assert "LoRA+: B learns at 4 times the rate of lr_schedule." in stdout
-    # A began with a deviation of 1 / r. Adam moves a number of A by about 0.01 in each of 16 steps, one of B by 0.04.
+    # A began with a deviation of 1 / r. In each of 16 steps, Adam moves an element of A by about 0.01, of B by 0.04.
     deviations = [adapter.tensors[path, "A"].std() for path in adapter.paths]
     np.testing.assert_allclose(deviations, 1 / 16, rtol=0.5)
     assert 0.1 < max(np.abs(adapter.tensors[path, "B"]).max() for path in adapter.paths) < 0.64
@@ -87,7 +87,7 @@ def test_b_alone_trains_from_an_orthogonal_initialization(data, base, tmp_path):
     adapter = adapter_files.read(str(folder))
     for path in adapter.paths:
         a, b = adapter.parts(path).values()
-        # A is still its initial value, in half of r-space; B has left its half.
+        # A still has its initial values, in half of the r-dimensional space; B has left its half.
         assert np.linalg.matrix_rank(a) == 8 and np.linalg.matrix_rank(b) > 8
         np.testing.assert_allclose(a.std(), 0.1 * np.sqrt(0.5), rtol=0.3)
         assert np.abs(b @ a).max() > 1e-3
@@ -115,7 +115,7 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_original_one(data
     assert abs(held_out_loss(cell, str(data.base), 8) - held_out) > 0.1
     load_lora(network, str(folder), on_base_mismatch="error")
     assert abs(held_out_loss(cell, str(data.base), 8) - held_out) < 1e-4
-    # The same by a YAML.
+    # The same with a YAML.
     pet = "--model.model_config.pet_config"
     stdout = succeeded(
         launch(

@@ -12,7 +12,7 @@ from tests.e2e.conftest import TRAINING
 from tests.support.runs import launch, loss_of, step_losses, succeeded
 
 PET = "--model.model_config.pet_config."
-# Ten times LoRA's learning rate, as the paper has it.
+# Ten times LoRA's learning rate, as in the paper.
 VERA = (
     PET + "use_vera",
     "True",
@@ -37,7 +37,7 @@ def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_pa
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["projection_prng_key"]) == ("VERA", 32, 5)
     adapter = adapter_files.read(str(folder))
-    # Each path has a part of A, which is as wide as w2 needs, and of B, which is as high as w1 and w3 need.
+    # Each path uses a part of A, which is as wide as w2 needs, and of B, which has as many rows as w1 and w3 need.
     a, b = (max((adapter.tensors[path, half] for path in adapter.paths), key=np.size) for half in "AB")
     for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):
         np.testing.assert_array_equal(array, expected)

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as its first lines say, and prints what it claims to show."""
+"""Every program in examples/ runs in the way its first lines describe, and prints what it claims to show."""
 
 import glob
 import os

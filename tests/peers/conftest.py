@@ -1,6 +1,6 @@
-"""Fixtures: PEFT's process, models and adapters that PEFT made, and MindFormers' networks of them.
+"""Fixtures: PEFT's process, models and adapters made by PEFT, and MindFormers' networks for these models.
 
-Without an environment that has PEFT the tests are skipped; on CI they fail instead, so that no run passes unchecked.
+Without an environment that has PEFT, the tests are skipped; on CI they fail instead, so that no run passes unchecked.
 """
 
 import os
@@ -36,7 +36,7 @@ def peer(tmp_path_factory):
 def made(peer, tmp_path_factory):
     """PEFT's models and adapters: ``models`` and ``adapters`` are name -> folder, ``ids`` are tokens [1, TOKENS].
 
-    ``safetensors`` is ``adapters``, except that PEFT saved those in .bin again as safetensors.
+    ``safetensors`` is like ``adapters``, but with those in .bin saved again by PEFT as safetensors.
     """
     folder = tmp_path_factory.mktemp("made")
     ids = np.random.default_rng(0).integers(3, cases.VOCABULARY, (1, TOKENS)).astype(np.int32)

@@ -9,7 +9,7 @@ from mindlora.adapters.combine import combine_adapters
 from mindlora.adapters.dialects import peft
 from tests.support.peers.peer import arrays
 
-# Equal ranks with different alphas and targets; then one of another rank.
+# Two with equal ranks but different alphas and targets; then one of another rank.
 SAME_RANK = ["combine-1", "combine-2"]
 ANY_RANK = [*SAME_RANK, "combine-3"]
 
@@ -52,7 +52,7 @@ def label(value):
 
 @pytest.fixture
 def both(peer, made, tmp_path):
-    """Returns a function that returns mindlora's and PEFT's combination, each as key -> tensor."""
+    """Returns a function that returns mindlora's combination and PEFT's, each as key -> tensor."""
 
     def combine(adapters, weights, options):
         combined = combine_adapters(
@@ -70,7 +70,7 @@ def both(peer, made, tmp_path):
         )
         theirs = arrays(tmp_path / "combined" / "tensors.safetensors")
         # If the first adapter is rsLoRA, PEFT scales its result by sqrt(r), which the combined adapters do not justify:
-        # a slip that mindlora does not repeat. The tensors are compared without it.
+        # a bug that mindlora does not repeat. The tensors are compared without that factor.
         rank = max(tensor.shape[0] for key, tensor in theirs.items() if "lora_A" in key)
         assert scalings == [pytest.approx(rank**0.5 if adapters[0] == "rslora" else 1)]
         ours = {peft.tensor_key(*place): tensor for place, tensor in combined.tensors.items()}
@@ -102,7 +102,7 @@ def test_same_products(adapters, weights, options, both):
 
 @pytest.mark.parametrize("method", ["cat", "svd"])
 def test_peft_loads_the_combination(method, made, make_network, logits_of, peft_logits, tmp_path):
-    """Written in PEFT's form, it gives the same logits there and here: those of the three adapters together."""
+    """Written in PEFT's format, it gives the same logits there and here: those of the three adapters together."""
     adapters = [adapter_files.read(str(made.adapters[name])) for name in ANY_RANK]
     # The ranks are 4, 4 and 6, so svd loses nothing at rank 14.
     rank = {"svd_rank": 14} if method == "svd" else {}

@@ -1,4 +1,4 @@
-"""Files alone: PEFT's adapters to other forms and back, bit for bit, and PEFT loads the result."""
+"""Without networks: PEFT's adapters converted to other formats and back, bit for bit; PEFT loads the result."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def assert_peft_has_the_same(written, name, peer, made):
 
 
 def test_read_as_peft_means_it(name, peer, made):
-    """Each cell has the rank, alpha and scale that PEFT resolves from the same configuration."""
+    """Each cell has the rank, alpha and scale that PEFT derives from the same configuration."""
     adapter = read(name, made)
     described = peer.describe(model=made.models[cases.ADAPTERS[name]["model"]], adapter=made.adapters[name])
     assert {

@@ -97,7 +97,7 @@ def test_the_same_pairs_and_bases(initializer, kind, make_network, peft_layers):
 
 @pytest.mark.parametrize("iterations", [0, 2, 16])
 def test_the_randomized_decomposition_takes_as_much_of_the_base(iterations, make_network, peft_layers):
-    """Both look at random directions, ours at a few more; the exact decomposition takes the most that is possible."""
+    """Both use random directions, ours a few more; the exact decomposition takes as much as is possible."""
     ours, theirs, exact = (
         layers(initialized(make_network, f"pissa_niter_{iterations}", "plain")),
         peft_layers(f"pissa_niter_{iterations}"),
@@ -161,7 +161,7 @@ DORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_pr
 
 @pytest.mark.parametrize("initializer", [*INITIALIZERS[:2], "gaussian", "orthogonal"])
 def test_dora_with_another_initializer(initializer, peer, made, make_network, logits_of, peft_logits, tmp_path):
-    """The magnitudes are the norms of the original base, and what was trained is a DoRA on that base."""
+    """The magnitudes are the norms of the original base, and the trained adapter is a DoRA on that base."""
     network = make_network(MODEL)
     apply_lora(
         network,
@@ -199,7 +199,7 @@ def test_dora_with_another_initializer(initializer, peer, made, make_network, lo
 
 @pytest.mark.parametrize("initializer", INITIALIZERS)
 def test_a_dora_that_peft_converted_lacks_its_magnitudes(initializer, peer, made, make_network, tmp_path):
-    """PEFT's conversion drops them, so that no reader can know the norms of the rows: an error, not a guess."""
+    """PEFT's conversion drops them, so no reader can know the norms of the rows: this must be an error, not a guess."""
     peer.train_initialized(
         model=made.models[MODEL],
         config={**DORA, "init_lora_weights": initializer},

@@ -32,7 +32,7 @@ def test_base_gives_the_same_logits(model, qkv_concat, make_network, logits_of, 
 
 
 def test_tied_model_gives_the_same_logits_with_a_separate_head(make_network, logits_of, peft_logits):
-    """Where the network's configuration does not tie the embeddings, convert_base copies the embedding to the head."""
+    """If the network's configuration does not tie the embeddings, convert_base copies the embedding to the head."""
     assert_same(logits_of(make_network("tied", tied=False)), peft_logits("tied"))
 
 
@@ -75,7 +75,7 @@ def test_adapter_gives_the_same_logits_in_graph_mode(made, make_network, logits_
 def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp_path):
     """PEFT -> load_lora -> save_lora -> PEFT: the same keys, dtypes and bits, and the same scale of each module.
 
-    What was trained whole takes the dtype of the base, in whose place it stands.
+    Saved modules take the dtype of the base's weights, which they replace.
     """
     model = cases.ADAPTERS[name]["model"]
     network = make_network(model)

@@ -1,4 +1,4 @@
-"""Adapters of a base in NF4, both ways, where PEFT has the dequantized base; and LoftQ by PEFT's decomposition."""
+"""Adapters of an NF4 base in both directions, with the dequantized base in PEFT; and LoftQ by PEFT's decomposition."""
 
 import shutil
 
@@ -96,7 +96,7 @@ def test_in_peft_loftqs_adapter_is_nearer_to_the_float_base_than_nf4_alone(made,
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("shape", [(48, 96), (128, 64)], ids=str)
 def test_loftq_by_turns_with_pefts_decomposition(shape, turns, peer, tmp_path):
-    """As PEFT's loftq_init, except for its quantization, which needs CUDA: ours takes its place."""
+    """Like PEFT's loftq_init, but with our quantization, because PEFT's needs CUDA."""
     weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     rest = weight
     for _ in range(turns):
@@ -106,7 +106,7 @@ def test_loftq_by_turns_with_pefts_decomposition(shape, turns, peer, tmp_path):
         halves = arrays(tmp_path / "halves")
         rest = weight - halves["L"] @ halves["R"]
     found, a, b = initializers.loftq(weight, 6, quantize, dequantize, turns)
-    # Numbers halfway between two codes may go either way.
+    # Numbers halfway between two codes may be rounded either way.
     assert np.mean(found.codes != quantized.codes) < 1e-3
     np.testing.assert_allclose(b @ a, halves["L"] @ halves["R"], rtol=0, atol=1e-4)
     signs = np.sign((a * halves["R"]).sum(axis=1))

@@ -1,4 +1,4 @@
-"""Adapters trained on MindFormers' networks, loaded by PEFT as they were written: the same logits and no warning.
+"""Adapters trained on MindFormers' networks and loaded by PEFT unchanged: the same logits and no warning.
 
 peft_side.py checks for every adapter that PEFT does not warn and holds exactly the tensors of the file.
 """

@@ -1,12 +1,12 @@
 """Folders that save_lora wrote, against the rules of vLLM's adapter loader.
 
-vLLM itself is not run here: these are its rules as read in its source (vllm/lora/peft_helper.py, lora_model.py and
-utils.py, read in 2026), restated. What they say:
+vLLM itself is not run here. These are its rules, restated from its source (vllm/lora/peft_helper.py, lora_model.py and
+utils.py, read in 2026):
 
-- adapter_config.json has r, lora_alpha and target_modules; other fields are passed over, except that modules_to_save,
+- adapter_config.json has r, lora_alpha and target_modules; other fields are ignored, except that modules_to_save,
   use_dora and a bias other than "none" are refused, and that r must not exceed max_lora_rank.
-- Each tensor is base_model.model.<module>.lora_A.weight or lora_B.weight; a weight of the base's embeddings is passed
-  over.
+- Each tensor is base_model.model.<module>.lora_A.weight or lora_B.weight; a weight of the base's embeddings is
+  ignored.
 - The last component of <module> is one of the linear modules that the model serves.
 - One scale for the whole adapter: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.
 """
@@ -77,6 +77,6 @@ def test_adapter_is_accepted(name, saved):
 
 
 def test_saved_modules_are_declared(saved):
-    """vLLM can refuse them only where the configuration names them."""
+    """vLLM can refuse them only if the configuration names them."""
     config, keys, _ = saved("whole")
     assert refusal(config, keys) == "trains more than A and B"

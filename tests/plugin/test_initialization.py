@@ -1,4 +1,4 @@
-"""lora_init from a YAML: carried out on the loaded base, saved for the base before it, resumed, evaluated; LoRA-FA."""
+"""lora_init from a YAML: carried out on the loaded base, saved for the original base, resumed, evaluated; LoRA-FA."""
 
 import types
 
@@ -20,7 +20,7 @@ PATHS = ["lm_head", "model.layers.0.attention.wq", "model.layers.0.feed_forward.
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns a function: runs a YAML with these keys of pet_config and callbacks."""
+    """Returns a function that runs a YAML with these keys of pet_config and these callbacks."""
     folder = tmp_path_factory.mktemp("initialization")
     tiny_runs.write_data(folder / "rows.mindrecord", ROWS)
 
@@ -48,7 +48,7 @@ def pissa(run):
 
 @pytest.fixture(scope="module")
 def frozen_a(run):
-    """A run initialized by OLoRA, without LoraCheckpoint, in which B alone trains."""
+    """A run initialized by OLoRA, without LoraCheckpoint, in which only B trains."""
     process, output = run(
         "frozen",
         {"lora_init": "olora", "freeze_lora_a": True},
@@ -99,7 +99,7 @@ def test_without_lora_checkpoint_they_start_too(frozen_a):
     assert frozen_a.process.stdout.count("Adapters initialized from the base by lora_init: 3") == 1
     for path in PATHS:
         a = frozen_a.tensors[f"{path}.mindpet_delta_lora_a"].asnumpy()
-        # The first rows of R, upper triangular, and nothing has changed them since.
+        # The first rows of R, upper triangular and unchanged since.
         np.testing.assert_allclose(np.tril(a[:, :8], -1), 0, atol=1e-6)
         assert a.any()
 
@@ -172,7 +172,7 @@ def test_each_start_of_a_pet_config_that_needs_the_base_is_used(make_llama, init
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_same_yaml_evaluates_what_it_trained(make_llama, tmp_path, rslora, pynative_mode):
-    """With adapter_path the network is built for the plain LoRA that was saved, whatever the start was."""
+    """With adapter_path, the network is built for the plain LoRA that was saved, whatever the initialization was."""
     trained = pet_model(make_llama)
     apply_lora(
         trained,

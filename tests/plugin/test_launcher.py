@@ -1,4 +1,4 @@
-"""mindlora-run in this process: where each flag goes in the configuration, and what it refuses before it starts."""
+"""mindlora-run in this process: where each flag ends up in the configuration, and what is refused before a start."""
 
 import os
 import re

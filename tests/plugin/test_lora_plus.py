@@ -15,7 +15,7 @@ RATIO = 16
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run with the plain rates and one with LoRA+: ratio -> its process, and its adapter after each of two steps."""
+    """A run with the plain rates and one with LoRA+: ratio -> (process, adapter after each of two steps)."""
     folder = tmp_path_factory.mktemp("plus")
     tiny_runs.write_data(folder / "rows.mindrecord", 2 * tiny_runs.BATCH_SIZE)
     found = {}

@@ -1,4 +1,4 @@
-"""Against MindFormers' own LoRA: the same losses, and each loads the other's checkpoints and gives the same logits."""
+"""Compared with MindFormers' own LoRA: the same losses; each loads the other's checkpoints and gives equal logits."""
 
 import types
 

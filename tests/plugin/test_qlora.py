@@ -1,4 +1,4 @@
-"""A QLoRA YAML before anything is built: pet_type qlora is expanded, an adapter compared with the quantized base."""
+"""A QLoRA YAML before anything is built: pet_type qlora is expanded, and an adapter compared with its base."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_where_nobody_writes_it_out_it_is_refused_at_once():
 def test_an_adapter_is_held_against_the_quantized_base(base, adapter, warned, files, tmp_path, caplog):
     path = files["adapter"]
     if adapter != "adapter":
-        # PEFT's own, or one of a base in float, which load_lora speaks of.
+        # PEFT's own adapter, or one of a float base, which load_lora warns about.
         given = adapter_files.read(path)
         given.fingerprint = {"shapes": "0", "values": "0"} if adapter == "of float" else None
         path = str(tmp_path / "other")

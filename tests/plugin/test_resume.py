@@ -22,7 +22,7 @@ class Run:
         self.epochs, self.scale_sense, self.checkpoint = epochs, scale_sense, checkpoint
 
     def start(self, name, script=None, **checkpoint):
-        """Runs it in a process of its own; returns (process, output folder)."""
+        """Runs the configuration in a process of its own; returns (process, output folder)."""
         callbacks = [
             {"type": "ProgressBar"},
             {"type": "LossCurve"},
@@ -118,7 +118,7 @@ def test_best_is_that_of_the_whole_run(graph_runs):
 
 
 def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
-    # With all that makes cells differ, and saved modules.
+    # With every setting that makes cells differ, and with saved modules.
     run = Run(
         tmp_path_factory.mktemp("pynative"),
         rows=12,

@@ -1,4 +1,4 @@
-"""LoraTrainOneStepCell: its five outputs and the step it takes against numpy, and what it does on overflow."""
+"""LoraTrainOneStepCell: its five outputs and its step against numpy, and what it does on overflow."""
 
 import json
 import os

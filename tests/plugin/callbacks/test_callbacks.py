@@ -80,7 +80,7 @@ def test_held_out_loss_of_masked_labels(mode, held_out, sliced):
     path, input_ids, labels = held_out
     inputs, targets = input_ids, labels
     if sliced:
-        # The label beside each token is that of the next one.
+        # The label at each token is that of the next token.
         inputs = np.concatenate([input_ids, input_ids[:, :1]], 1)
         targets = np.concatenate([labels[:, :1], labels], 1)
     logits = np.random.default_rng(2).normal(size=(ROWS, inputs.shape[1] - 1, tiny_runs.VOCABULARY)).astype(np.float32)
@@ -90,7 +90,7 @@ def test_held_out_loss_of_masked_labels(mode, held_out, sliced):
 
 
 def test_measuring_does_not_change_training(network, held_out, graph_mode):
-    """Two steps with a measurement after each are the same as without; and every cell keeps its mode."""
+    """Two steps with a measurement after each give the same as without it, and every cell keeps its mode."""
     path, input_ids, labels = held_out
     batch = Tensor(input_ids[:BATCH_SIZE]), Tensor(labels[:BATCH_SIZE])
     switch_dropout_off(network)  # Its masks differ from run to run.
