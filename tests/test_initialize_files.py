@@ -111,7 +111,7 @@ def test_other_initial_pairs_do_not_match_a_changed_base(trained, tmp_path):
     freeze_base(other)
     initialize_adapters(other)
     save_lora(other, str(tmp_path / "adapter"))
-    unchanged(trained, tmp_path / "adapter", BaseMismatchError, "holds for model.layers.0.")
+    unchanged(trained, tmp_path / "adapter", BaseMismatchError, "initial pair for model.layers.0.")
 
 
 def test_a_plain_adapter_does_not_match_a_changed_base(trained, tmp_path):
