@@ -120,7 +120,12 @@ class Adapter:
         return parts.get(pair_kinds.kind_of(parts).row_norms)
 
     def narrow(self, path: str, in_channels: Optional[int]) -> None:
-        """Cuts a shared A to the columns of the cell at ``path``; does nothing if the cell has an A of its own."""
+        """Cuts a shared A to the columns of the cell at ``path``; does nothing if the cell has an A of its own.
+
+        Args:
+            path (str): Path of the cell.
+            in_channels (int): Number of columns; None keeps all.
+        """
         if "A" in pair_kinds.kind_of(self.parts(path)).shared_parts:
             self.tensors[path, "A"] = self.tensors[path, "A"][:, :in_channels]
 

@@ -44,6 +44,10 @@ def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.n
 def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
     """Returns how the two bases are quantized ("float": not at all) if their values cannot be compared, or None.
 
+    Args:
+        stored (dict): Fingerprint in an adapter.
+        found (dict): Fingerprint of the base at hand.
+
     LoftQ changes the base itself, so an adapter trained on LoftQ's base suits no other base; then values are compared.
     """
     forms = stored.get("quantization", "float"), found.get("quantization", "float")
@@ -51,7 +55,12 @@ def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
 
 
 def base_difference(stored: dict, found: dict) -> str:
-    """Returns in words how two fingerprints differ, or "" if they agree."""
+    """Returns in words how two fingerprints differ, or "" if they agree.
+
+    Args:
+        stored (dict): Fingerprint in an adapter.
+        found (dict): Fingerprint of the base at hand.
+    """
     if stored.get("shapes") != found["shapes"]:
         return "the adapted weights have other paths or shapes"
     if stored.get("values") != found["values"]:

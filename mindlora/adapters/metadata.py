@@ -91,6 +91,11 @@ def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
 def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
     """Puts lora_alpha into ``adapter``, which has its tensors by now, and checks that none of them is missing.
 
+    Args:
+        adapter (Adapter): Changed in place.
+        metadata (dict): As parse returns it.
+        path (str): The file, for messages.
+
     Raises:
         MissingTensorsError: The metadata names tensors that the file at ``path`` lacks.
         AdapterFormatError: The metadata has lora_alpha for some pairs and not for others.

@@ -155,7 +155,12 @@ class PairLayout:
     in_slora = True
 
     def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
-        """Returns what is wrong with the shapes of A and B for this rank, or None."""
+        """Returns what is wrong with the shapes of A and B for this rank, or None.
+
+        Args:
+            a, b (tuple of int): The shapes, with ``dims`` sizes above 0.
+            rank (int): The rank that they should have.
+        """
         if a[0] == rank and b[1] == rank:
             return None
         if a[1] == rank and b[0] == rank:
@@ -169,7 +174,7 @@ class PairLayout:
         return ShapeMismatchError, "A [r, in] and B [out, r] have no rank r in common"
 
     def weight_shape(self, a: Shape, b: Shape) -> Shape:
-        """Returns the shape of the weight that the pair is for."""
+        """Returns the shape of the weight that a pair with A of shape ``a`` and B of shape ``b`` is for."""
         return b[0], a[1]
 
     def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:

@@ -33,6 +33,12 @@ def joined_name(name: str) -> Optional[str]:
 def join(base: BaseCheckpoint, joined: str, parts: List[str], kv_heads: Optional[int]) -> OutputTensor:
     """Returns the tensor ``joined`` made of the tensors ``parts`` of ``base``.
 
+    Args:
+        base (BaseCheckpoint): The checkpoint, open until the tensor is written.
+        joined (str): Name of the joined tensor, under MindFormers' names.
+        parts (list of str): Names of its parts in ``base``, in the order of their rows.
+        kv_heads (int): Number of key-value heads, for w_qkv; None if not known.
+
     Raises:
         CheckpointError: The parts cannot be joined, or the number of key-value heads is wrong or not known.
     """
@@ -67,6 +73,12 @@ def split(
     base: BaseCheckpoint, joined: str, targets: List[str], heads: Optional[int], kv_heads: Optional[int]
 ) -> List[OutputTensor]:
     """Returns the tensors ``targets`` that the tensor ``joined`` of ``base`` is divided into.
+
+    Args:
+        base (BaseCheckpoint): The checkpoint, open until the tensors are written.
+        joined (str): Name of the joined tensor in ``base``.
+        targets (list of str): Names of the new tensors, in the order of their rows.
+        heads, kv_heads (int): Numbers of attention and of key-value heads, for w_qkv; None if not known.
 
     Raises:
         CheckpointError: The rows do not match the numbers of heads, or these are needed but not known.

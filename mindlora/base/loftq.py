@@ -63,7 +63,7 @@ class LoftqInitializer:
         self._samples: Dict[str, np.ndarray] = {}
 
     def quantize(self, path: str, name: str) -> Nf4Array:
-        """Returns the 4-bit weight of the cell at ``path`` and keeps its A and B; errors call the weight ``name``."""
+        """Returns the 4-bit weight of the cell at ``path`` and stores its A and B; errors call the weight ``name``."""
         own, weight = self._config.for_cell(path), _in_float(self._weights[path])
         array, a, b = initializers.loftq(
             weight,

@@ -160,6 +160,10 @@ class CkptFile:
 def detect_world(path: str, tensor_names: Iterable[str]) -> str:
     """Returns "hf" or "mindformers": whose names these are.
 
+    Args:
+        path (str): The checkpoint, for messages.
+        tensor_names (iterable of str): The names of its tensors.
+
     Raises:
         CheckpointError: They are of neither world, or of both.
     """

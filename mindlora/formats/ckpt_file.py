@@ -77,7 +77,13 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
 
 
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
-    """Writes arrays, and ``metadata`` as text, to one .ckpt in one atomic step."""
+    """Writes a .ckpt in one atomic step.
+
+    Args:
+        path (str): The file; an existing one is replaced.
+        tensors (dict): Name -> array.
+        metadata (str): Text to store with them, which read returns.
+    """
     with atomic.replace_file(path) as written, open(written, "wb") as file:
         file.write(_record(_FIRST, "Int32", (), np.int32(1).tobytes()))
         _write_arrays(file, tensors.items())

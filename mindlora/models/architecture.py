@@ -78,11 +78,21 @@ class Architecture:
     linear_sizes: Callable[[dict], Dict[str, Tuple[int, int]]]
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
-        """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known."""
+        """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known.
+
+        Args:
+            path (str): Path of a cell, or an end of one.
+            source, target (str): "hf" or "mindformers".
+        """
         return _renamed(path, (*self._renamed_cells, self.output_head), source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
-        """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known."""
+        """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known.
+
+        Args:
+            name (str): Name of a parameter, or an end of one.
+            source, target (str): "hf" or "mindformers".
+        """
         found = _renamed(name, self._renamed_parameters, source, target)
         if found is not None:
             return found

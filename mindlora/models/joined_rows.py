@@ -46,7 +46,12 @@ class RowLayout:
     needs_heads: bool
 
     def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        """Returns the number of groups in the joined weight of parts with these ``rows``, or None if none exists."""
+        """Returns the number of groups in the joined weight, or None if the parts cannot be joined.
+
+        Args:
+            rows (list of int): Rows of each part.
+            kv_heads (int): Number of key-value heads, or None.
+        """
         raise NotImplementedError
 
     def sizes(

@@ -33,7 +33,12 @@ def aliases(path: str) -> Tuple[str, ...]:
 
 
 def belongs_to(name: str, module: str) -> bool:
-    """Tells whether the module of a parameter is, or ends in, the path ``module``, under either world's names."""
+    """Tells whether a parameter is of ``module``, under either world's names.
+
+    Args:
+        name (str): Name of the parameter.
+        module (str): Path of a module, or its end after a dot.
+    """
     aliases_of_name = {name, parameter_to_hugging_face(name) or name}
     return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases_of_name)
 

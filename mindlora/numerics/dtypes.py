@@ -25,7 +25,12 @@ def from_float32(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns float32 ``array`` rounded to ``dtype``, to the nearest, ties to even; and the same values as float32."""
+    """Returns ``array`` rounded to ``dtype``, to the nearest, ties to even; and the same values as float32.
+
+    Args:
+        array (array): float32.
+        dtype (dtype): One of FLOATS.
+    """
     if dtype != BFLOAT16:
         stored = array.astype(dtype, copy=False)
         return stored, to_float32(stored)
