@@ -47,7 +47,18 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
 
 
 def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, nn.Cell]:
-    """Returns path -> cell for the linear cells that quantize_base would replace; raises the same errors."""
+    """Returns the linear cells that quantize_base would replace.
+
+    Args:
+        network (nn.Cell): The network; not changed.
+        exclude (str or list of str): As in quantize_base. Default: None.
+
+    Returns:
+        dict, path -> cell.
+
+    Raises:
+        TargetError, UnsupportedCellError, QuantizationError: As in quantize_base.
+    """
     linear = {
         path: cell
         for path, cell in network.cells_and_names()

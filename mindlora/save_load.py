@@ -71,8 +71,15 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
 def adapter_of(network: nn.Cell) -> Adapter:
     """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base that was loaded.
 
+    Args:
+        network (nn.Cell): A network with LoRADense cells.
+
+    Returns:
+        Adapter, whose paths are the network's own.
+
     Raises:
-        LoraError: The adapter is merged into the base, or its initialization from the base has not been carried out.
+        LoraError: The adapter is merged into the base, its initialization from the base has not been carried out, or
+            its cells differ in use_rslora.
     """
     cells = dict(lora_cells(network))
     _check_not_merged(network)

@@ -19,7 +19,11 @@ _GROUPS = (data, convert, adapters, base, doctor)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs one command line; returns the exit code, 0 only if everything was done."""
+    """Runs one command line; returns the exit code, which is 0 only if everything was done.
+
+    Args:
+        argv (sequence of str): The arguments. Default: None, those of this process.
+    """
     arguments = _parser().parse_args(argv)
     try:
         # MindFormers logs to stdout, but only the report may go there.

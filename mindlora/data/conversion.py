@@ -84,7 +84,13 @@ class Encoded(NamedTuple):
     def columns(
         self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
     ) -> Dict[str, np.ndarray]:
-        """Returns input_ids and labels, int32 [seq_length + 1] each, padded at the end."""
+        """Returns input_ids and labels, int32 [seq_length + 1] each, padded at the end.
+
+        Args:
+            seq_length (int): seq_length of the model; the row must have at most one token more.
+            pad_token_id (int): Id of the padding in input_ids.
+            ignore_token_id (int): Label of the prompt and of the padding. Default: -100.
+        """
         input_ids = np.full(seq_length + 1, pad_token_id, np.int32)
         labels = np.full(seq_length + 1, ignore_token_id, np.int32)
         input_ids[: len(self.tokens)] = self.tokens

@@ -33,7 +33,18 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
 
 
 def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
-    """Like write_mindrecord, but writes directly to ``path``; a failure leaves an incomplete file there."""
+    """Like write_mindrecord, but writes directly to ``path``; a failure leaves an incomplete file there.
+
+    Args:
+        rows (iterable of dict): As in write_mindrecord.
+        path (str): The file to write.
+
+    Returns:
+        int, the number of rows.
+
+    Raises:
+        DataError: There is no row, the rows differ, or the file cannot be written.
+    """
     from mindspore.mindrecord import FileWriter
     from mindspore.mindrecord.common.exceptions import MindRecordException
 

@@ -146,7 +146,18 @@ def train_tokenizer(
 
 
 def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Like train_tokenizer, but without saving."""
+    """Like train_tokenizer, but without saving.
+
+    Args:
+        texts (iterable of str): What to learn from.
+        vocab_size (int): Number of ids, the special ones included; at least 260.
+
+    Returns:
+        transformers.PreTrainedTokenizerFast.
+
+    Raises:
+        TokenizerError: vocab_size is too small, or the texts are empty.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -18,7 +18,15 @@ Sizes = Dict[str, Tuple[int, int]]
 
 
 def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
-    """Returns which cells get an adapter, and what is wrong with the selection, if mindlora.models knows the cells."""
+    """Checks target_modules and what depends on it, if mindlora.models knows the model's cells.
+
+    Args:
+        config (dict): The YAML.
+        lora (LoraConfig): Its pet_config.
+
+    Returns:
+        list of Finding: which cells get an adapter, and what is wrong with the selection.
+    """
     architecture = _architecture(config)
     if architecture is None:
         return [_unknown_model(config)]

@@ -27,7 +27,14 @@ def base_fingerprint(network: nn.Cell) -> Optional[dict]:
 
 
 def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
-    """Returns the fingerprint of the weights of cells, given by path, as they are now."""
+    """Returns the fingerprint of the weights of cells as they are now.
+
+    Args:
+        cells (dict): Path -> cell.
+
+    Returns:
+        dict or None, as from base_fingerprint.
+    """
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
     fingerprint = fingerprint_from(

@@ -88,7 +88,15 @@ class LoRACell(nn.Cell):
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        """Returns the shape of each part of an adapter of this kind for ``cell``, adapted or not."""
+        """Returns the shape of each part of an adapter of this kind.
+
+        Args:
+            cell (nn.Cell): The cell to put it on, or one that has it already.
+            rank (int): Rank r.
+
+        Returns:
+            dict, part -> shape, such as {"A": (r, in_channels), "B": (out_channels, r)}.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -143,7 +151,12 @@ class LoRACell(nn.Cell):
         return initializers.changes_base(self.lora_init) and self.initial_pair is None
 
     def load_part(self, part: str, array: np.ndarray) -> None:
-        """Sets one part of the adapter to values from a file."""
+        """Sets one part of the adapter to values from a file.
+
+        Args:
+            part (str): One of PART_NAMES.
+            array (numpy.ndarray): Its values, in the shape that part_shapes gives; cast to the parameter's dtype.
+        """
         parameter = self.parts()[part]
         parameter.set_data(Tensor(np.ascontiguousarray(array), parameter.dtype))
 

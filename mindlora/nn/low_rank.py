@@ -55,7 +55,18 @@ class ComposedLowRank(nn.Cell):
         self.sum.shard(((tokens, out_parts), (tokens, out_parts)))
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """y + ((dropout(x) A^T) * scale) B^T."""
+        """y + ((dropout(x) A^T) * scale) B^T.
+
+        Args:
+            y (Tensor): The base's product, shape [tokens, out].
+            x (Tensor): Shape [tokens, in], dtype of y.
+            a (Tensor): Shape [r, in], dtype of y.
+            b (Tensor): Shape [out, r], dtype of y.
+            scale (float or Tensor): One number, or shape [r].
+
+        Returns:
+            Tensor [tokens, out] of the dtype of y.
+        """
         return self.add_without_dropout(y, self.drop(x), a, b, scale)
 
     def drop(self, x: Tensor) -> Tensor:
@@ -135,7 +146,19 @@ class OnePassDecode(nn.Cell):
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= _DECODE_TOKENS
 
     def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """x W^T + bias + ((x A^T) * scale) B^T."""
+        """x W^T + bias + ((x A^T) * scale) B^T.
+
+        Args:
+            x (Tensor): Shape [tokens, in].
+            weight (Tensor): W, shape [out, in], dtype of x.
+            bias (Tensor or None): Shape [out], dtype of x; None if the cell has no bias.
+            a (Tensor): Shape [r, in], dtype of x.
+            b (Tensor): Shape [out, r], dtype of x.
+            scale (float or Tensor): One number.
+
+        Returns:
+            Tensor [tokens, out] of the dtype of x.
+        """
         scale = self.cast(scale, mstype.float32)
         if self.has_bias:
             return self.lora_linear(x, weight, a, b, scale, bias)

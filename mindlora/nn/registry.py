@@ -25,7 +25,7 @@ KINDS = (
 
 
 def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
-    """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``.
+    """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``, a cell of the base.
 
     If no class can adapt the cell, or none provides that adapter for it, the check of the returned class raises the
     reason.

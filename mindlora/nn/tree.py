@@ -23,7 +23,15 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
 
 
 def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:
-    """Returns "path: reason" for each of the cells for which ``check`` raises UnsupportedCellError."""
+    """Returns why cells are refused.
+
+    Args:
+        cells (dict): Path -> cell.
+        check (callable): Takes path and cell, and raises UnsupportedCellError for a cell that it refuses.
+
+    Returns:
+        list of str, "path: reason" for each refused cell.
+    """
     found = []
     for path, cell in cells.items():
         try:

@@ -54,12 +54,12 @@ class LoraLinear(OperatorCell):
         return ops.cast(self.composed(x, w, a, b, scale), x.dtype)
 
     def composed(self, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-        """The equation in plain operators, in the dtype in which products are computed."""
+        """The equation in plain operators, [tokens, N], in the dtype in which products are computed."""
         low = self.products.scaled(self.products.times_transposed(x, a), scale)
         return self.products.times_transposed(x, w) + self.products.times_transposed(low, b)
 
     def grad(self, dout: Tensor, x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tuple[Tensor, ...]:
-        """The gradients for x, w, a, b and scale."""
+        """The gradients for x, w (all zero), a, b and scale, from the gradient ``dout`` [tokens, N] of y."""
         dx, da, db, dscale = self.products.low_rank_grad(dout, x, a, b, scale)
         dx = self.products.sum_as(dx, self.products.times(dout, w))
         # MindSpore 2.7 has no bfloat16 ZerosLike on a CPU.

@@ -78,6 +78,14 @@ class Nf4Linear(OperatorCell):
         """W in the dtype of ``like``, with as many columns, decoded only once ``after`` is computed.
 
         Otherwise the compiler could decode the weights of all layers first, or keep W for the backward.
+
+        Args:
+            like (Tensor): Shape [_, K], in the dtype that W should have.
+            after (Tensor): A tensor of any shape.
+            codes, absmax, scales, offsets (Tensor): As in the inputs of this cell.
+
+        Returns:
+            Tensor [N, K].
         """
         codes = self.depend(codes, after)
         if self.path == "ascend":

@@ -41,13 +41,24 @@ class Products(nn.Cell):
         return ops.cast(self.wide(x) + y, x.dtype)
 
     def bias_grad(self, dy: Tensor, bias: Tensor) -> Tensor:
-        """The gradient of sum(dy * (y + bias)) with respect to bias, in its dtype."""
+        """The gradient of sum(dy * (y + bias)) with respect to bias [N], in its dtype; dy is [tokens, N]."""
         return ops.cast(self.wide(dy).sum(axis=0), bias.dtype)
 
     def low_rank_grad(
         self, dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor
     ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of sum(dy * (((x A^T) * scale) B^T)) with respect to x, A, B and scale, in their dtypes."""
+        """The gradients of sum(dy * (((x A^T) * scale) B^T)) with respect to x, A, B and scale, in their dtypes.
+
+        Args:
+            dy (Tensor): Shape [tokens, N].
+            x (Tensor): Shape [tokens, K].
+            a (Tensor): Shape [r, K].
+            b (Tensor): Shape [N, r].
+            scale (Tensor): One number, float32.
+
+        Returns:
+            (dx, dA, dB, dscale), Tensors with the shapes and dtypes of x, A, B and scale.
+        """
         low, d_low = self.times_transposed(x, a), self.times(dy, b)
         d_scaled = self.scaled(d_low, scale)
         dx, da = self.times(d_scaled, a), self.transposed_times(d_scaled, x)

@@ -24,7 +24,18 @@ class MindloraModel(LoraModel):
         """Does nothing: PetLoraConfig has been validated already."""
 
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
-        """Puts LoRA on ``base_model``, freezes the rest, and loads adapter_path if there is one; returns base_model."""
+        """Puts LoRA on ``base_model``, freezes the rest, and loads adapter_path if there is one.
+
+        Args:
+            base_model (nn.Cell): The model, changed in place.
+
+        Returns:
+            nn.Cell, base_model.
+
+        Raises:
+            ConfigError: loraplus_lr_ratio is set, which only mindlora-run can carry out.
+            LoraError: As in apply_lora, freeze_base and load_lora.
+        """
         config = self.config.pet_config
         if config.loraplus_lr_ratio is not None:
             raise ConfigError(

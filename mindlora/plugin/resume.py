@@ -83,7 +83,14 @@ def set_aside(directory: str, step: int) -> Optional[str]:
 
 
 def resume_folder(directory: str, resume: Union[bool, str]) -> str:
-    """Returns the step folder to resume from: ``resume`` itself if it is a path, else the newest in ``directory``.
+    """Returns the step folder to resume from.
+
+    Args:
+        directory (str): Where the run saves.
+        resume (bool or str): A step folder, or True for the newest one in ``directory``.
+
+    Returns:
+        str, the path of the step folder.
 
     Raises:
         ConfigError: There is no such folder, or it holds no training state.
@@ -112,7 +119,12 @@ def read_metadata(folder: str) -> dict:
 
 
 def save(folder: str, params: "InternalCallbackParam") -> None:
-    """Writes a step folder: adapter, optimizer moments, loss scale, step, and the base parameters that are trained."""
+    """Writes a step folder: adapter, optimizer moments, loss scale, step, and the base parameters that are trained.
+
+    Args:
+        folder (str): The folder to write, atomically.
+        params (InternalCallbackParam): MindSpore's callback parameters.
+    """
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in _state_parameters(params.train_network)}
     metadata = {"step": params.cur_step_num, "steps_per_epoch": params.batch_num}
@@ -123,7 +135,14 @@ def save(folder: str, params: "InternalCallbackParam") -> None:
 
 
 def save_best(folder: str, params: "InternalCallbackParam", metric: str, value: float) -> None:
-    """Writes the adapter that is the best so far, with its step and its metric."""
+    """Writes the adapter that is the best so far, with its step and its metric.
+
+    Args:
+        folder (str): The folder to write, atomically.
+        params (InternalCallbackParam): MindSpore's callback parameters.
+        metric (str): The name of the metric.
+        value (float): The value of the metric.
+    """
     with atomic.replace_folder(folder) as new:
         save_lora(base_of(params.train_network), new)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
@@ -136,6 +155,10 @@ def best_value(folder: str, metric: str) -> Optional[float]:
 
 def restore(folder: str, params: "InternalCallbackParam") -> None:
     """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
+
+    Args:
+        folder (str): The step folder.
+        params (InternalCallbackParam): MindSpore's callback parameters; the step count in them is set.
 
     Raises:
         ConfigError: The run was complete; it had another number of steps per epoch, or another optimizer, loss scale or
