@@ -119,7 +119,7 @@ def test_dora_and_lora_are_told_apart(trained, tmp_path):
     save_lora(model(trained), path)
     refused(
         MissingTensorsError if not trained else UnexpectedTensorsError,
-        f"{path} was trained with use_dora {trained}, the network was built with {not trained}, at "
+        f"{path} was trained with use_dora {trained}, but the network was built with {not trained}, at "
         "model.layers.{0..1}.feed_forward.w2, model.layers.{0..1}.attention.wq: set use_dora to "
         f"{trained}.",
         load_lora,
@@ -178,17 +178,17 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
 @pytest.mark.parametrize(
     "kind, message, change, fields",
     [
-        (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": False}),
-        (UnexpectedTensorsError, ": use_dora is False, and there are DoRA magnitudes.", None, {"use_dora": None}),
+        (UnexpectedTensorsError, ": use_dora is False, but the adapter has DoRA magnitudes.", None, {"use_dora": False}),
+        (UnexpectedTensorsError, ": use_dora is False, but the adapter has DoRA magnitudes.", None, {"use_dora": None}),
         (
             MissingTensorsError,
-            ": use_dora is True, and there are no DoRA magnitudes.",
+            ": use_dora is True, but the adapter has no DoRA magnitudes.",
             lambda tensors: [tensors.pop(QK.format(cell)) for cell in "qk"],
             {},
         ),
         (
             MissingTensorsError,
-            " has a magnitude at some cells and lacks it at model.layers.0.attention.wq.",
+            " has a magnitude at some cells but none at model.layers.0.attention.wq.",
             lambda tensors: tensors.pop(QK.format("q")),
             {},
         ),

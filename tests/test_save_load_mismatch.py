@@ -93,7 +93,7 @@ def test_a_wrong_rank_says_which_to_set(tmp_path, form, name):
         network(["wq"]),
         path,
         RankMismatchError,
-        "PATH has rank 4, the network was built with lora_rank 2: set lora_rank to 4.",
+        "PATH has rank 4, but the network was built with lora_rank 2: set lora_rank to 4.",
     )
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_alpha_says_which_to_set(tmp_path, form, name):
         network(),
         path,
         ScaleMismatchError,
-        "PATH was trained with lora_alpha 4.5, the network was built with 3: set lora_alpha to 4.5, or its effect "
+        "PATH was trained with lora_alpha 4.5, but the network was built with 3: set lora_alpha to 4.5, or its effect "
         "is scaled wrongly.",
     )
 

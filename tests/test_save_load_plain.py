@@ -250,7 +250,7 @@ def test_a_network_that_was_built_with_other_ranks_for_some_cells(tmp_path):
     with pytest.raises(RankMismatchError) as error:
         load_lora(target, path)
     assert str(error.value) == (
-        f"{path} has rank 3, the network was built with lora_rank 2: set lora_rank to 3 "
+        f"{path} has rank 3, but the network was built with lora_rank 2: set lora_rank to 3 "
         "(rank_pattern) for model.layers.{0..1}.attention.wk."
     )
     target = plain()
@@ -258,8 +258,8 @@ def test_a_network_that_was_built_with_other_ranks_for_some_cells(tmp_path):
     with pytest.raises(ScaleMismatchError) as error:
         load_lora(target, path)
     assert str(error.value) == (
-        f"{path} was trained with lora_alpha 5, the network was built with 3: set lora_alpha to 5 (alpha_pattern) for "
-        "model.layers.{0..1}.attention.wk, or its effect is scaled wrongly."
+        f"{path} was trained with lora_alpha 5, but the network was built with 3: set lora_alpha to 5 (alpha_pattern) "
+        "for model.layers.{0..1}.attention.wk, or its effect is scaled wrongly."
     )
     target = plain()
     apply_lora(
@@ -282,7 +282,7 @@ def test_a_network_that_scales_by_the_root_where_the_adapter_does_not(tmp_path):
     with pytest.raises(ScaleMismatchError) as error:
         load_lora(target, path)
     assert str(error.value) == (
-        f"{path} was trained with use_rslora False, the network was built with True: set "
+        f"{path} was trained with use_rslora False, but the network was built with True: set "
         "use_rslora to False, or its effect is scaled wrongly."
     )
 
@@ -359,5 +359,5 @@ def test_a_saved_module_of_another_shape_or_name(tmp_path):
             modules_to_save=["lm_head", "embed_tokens"],
         ),
         MissingTensorsError,
-        "modules_to_save names 'embed_tokens', and no tensor belongs to it.",
+        "modules_to_save names 'embed_tokens', but the file holds no tensor of it.",
     )

@@ -127,7 +127,7 @@ def test_vera_and_lora_are_told_apart(trained, tmp_path):
     path = saved(tmp_path / "a", use_vera=trained)
     refused(
         UnexpectedTensorsError if trained else MissingTensorsError,
-        f"{path} was trained with use_vera {trained}, the network was built with {not trained}, at "
+        f"{path} was trained with use_vera {trained}, but the network was built with {not trained}, at "
         "model.layers.{0..1}.feed_forward.w2, model.layers.{0..1}.attention.wq: set use_vera to "
         f"{trained}.",
         load_lora,
@@ -186,7 +186,7 @@ def test_conversion_and_back(tmp_path):
     [
         (
             UnexpectedTensorsError,
-            ": use_vera is False, and there are VeRA vectors.",
+            ": use_vera is False, but the adapter has VeRA vectors.",
             None,
             {"peft_type": "LORA", "lora_alpha": 2},
         ),
@@ -200,14 +200,14 @@ def test_conversion_and_back(tmp_path):
         (AdapterFormatError, "/adapter_config.json: r is 0; it must be a whole number of at least 1.", None, {"r": 0}),
         (
             MissingTensorsError,
-            "/adapter_model.safetensors holds VeRA's vectors and lacks A, the matrices between them. "
+            "/adapter_model.safetensors holds VeRA's vectors but lacks A of the shared projection. "
             "Save it with them (save_projection: true).",
             lambda tensors: tensors.pop("base_model.vera_A"),
             {},
         ),
         (
             MissingTensorsError,
-            " has a lambda_d at some cells and lacks it at model.layers.0.attention.wq.",
+            " has a lambda_d at some cells but none at model.layers.0.attention.wq.",
             lambda tensors: tensors.pop(VECTOR.format(0, "d")),
             {},
         ),

@@ -73,8 +73,8 @@ class Match:
             wrong = [path for path in paths if (part in self.cells[path].parts()) != trained]
             if wrong:
                 raise (UnexpectedTensorsError if trained else MissingTensorsError)(
-                    f"{self.source} was trained with {field} {trained}, the network was built with {not trained}, at "
-                    f"{listed(wrong)}: set {field} to {trained}."
+                    f"{self.source} was trained with {field} {trained}, but the network was built with {not trained}, "
+                    f"at {listed(wrong)}: set {field} to {trained}."
                 )
 
     def check_names(self, expected: List[str], strict: bool) -> None:
@@ -137,7 +137,7 @@ class Match:
         if wrong:
             found, built = ranks[wrong[0]]
             raise RankMismatchError(
-                f"{self.source} has rank {found}, the network was built with lora_rank {built}: set "
+                f"{self.source} has rank {found}, but the network was built with lora_rank {built}: set "
                 f"lora_rank to {found}{_only(wrong, paths, 'rank_pattern')}."
             )
         scales = {path: (adapter.scale(path), self.cells[path].scale) for path in paths if path in adapter.alphas}
@@ -148,7 +148,7 @@ class Match:
             if adapter.use_rslora != cell.use_rslora:
                 name, found, built = "use_rslora", str(adapter.use_rslora), str(cell.use_rslora)
             raise ScaleMismatchError(
-                f"{self.source} was trained with {name} {found}, the network was built with {built}: "
+                f"{self.source} was trained with {name} {found}, but the network was built with {built}: "
                 f"set {name} to {found}{_only(wrong, paths, 'alpha_pattern')}, or its effect is "
                 "scaled wrongly."
             )
