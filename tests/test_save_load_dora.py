@@ -178,7 +178,12 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
 @pytest.mark.parametrize(
     "kind, message, change, fields",
     [
-        (UnexpectedTensorsError, ": use_dora is False, but the adapter has DoRA magnitudes.", None, {"use_dora": False}),
+        (
+            UnexpectedTensorsError,
+            ": use_dora is False, but the adapter has DoRA magnitudes.",
+            None,
+            {"use_dora": False},
+        ),
         (UnexpectedTensorsError, ": use_dora is False, but the adapter has DoRA magnitudes.", None, {"use_dora": None}),
         (
             MissingTensorsError,
