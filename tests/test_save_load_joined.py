@@ -15,7 +15,7 @@ from tests.support.networks import randomize
 from tests.support.plain_networks import folder, lora_on, plain, plain_load_refused
 
 
-class ConcatenatedAttention(nn.Cell):
+class JoinedAttention(nn.Cell):
     """w_qkv with 2 key-value heads of size 2 and 4 heads, as MindFormers' LLamaAttention knows them."""
 
     def __init__(self):
@@ -27,12 +27,12 @@ class ConcatenatedAttention(nn.Cell):
         return self.w_qkv(x)
 
 
-class ConcatenatedLayer(nn.Cell):
+class JoinedLayer(nn.Cell):
     """A layer of a model that was built with qkv_concat."""
 
     def __init__(self):
         super().__init__()
-        self.attention = ConcatenatedAttention()
+        self.attention = JoinedAttention()
         self.feed_forward = nn.Cell()
         self.feed_forward.w_gate_hidden = nn.Dense(6, 10, has_bias=False)
 
@@ -55,7 +55,7 @@ def separate_adapter(leaves=("wq", "wk", "wv", "w1", "w3"), **fields):
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_separate_pairs_go_onto_joined_cells(tmp_path, leaves, use_rslora):
     adapter = separate_adapter(leaves, use_rslora=use_rslora)
-    path, target = folder(tmp_path, adapter), plain(ConcatenatedLayer)
+    path, target = folder(tmp_path, adapter), plain(JoinedLayer)
     load_lora(target, path)
     x = np.random.default_rng(4).normal(size=(3, 6)).astype(np.float32)
     for holder, joined_leaf, parts, order in [
@@ -75,7 +75,7 @@ def test_separate_pairs_go_onto_joined_cells(tmp_path, leaves, use_rslora):
 def test_they_come_back_from_them_as_they_were(tmp_path):
     adapter = separate_adapter(("wq", "wv", "w1", "w3"))
     adapter.alphas = dict.fromkeys(adapter.alphas, 4.0)
-    target = plain(ConcatenatedLayer)
+    target = plain(JoinedLayer)
     load_lora(target, folder(tmp_path, adapter))
     save_lora(target, str(tmp_path / "again"))
     again = adapter_files.read(str(tmp_path / "again"))
@@ -85,7 +85,7 @@ def test_they_come_back_from_them_as_they_were(tmp_path):
 
 
 def test_a_pair_that_was_trained_as_one_comes_back_with_its_rank(tmp_path):
-    source, target = plain(ConcatenatedLayer), plain(ConcatenatedLayer)
+    source, target = plain(JoinedLayer), plain(JoinedLayer)
     for network, seed in ((source, 1), (target, 2)):
         apply_lora(network, LoraConfig(lora_rank=3, lora_alpha=4, target_modules=["w_qkv", "w_gate_hidden"]))
         randomize([p for p in network.get_parameters() if "lora" in p.name], seed)
@@ -100,7 +100,7 @@ def test_parts_that_share_one_a_and_differ_in_scale_are_not_one_pair(tmp_path):
     adapter = separate_adapter(("w1", "w3"))
     adapter.tensors["feed_forward.w3", "A"] = adapter.tensors["feed_forward.w1", "A"]
     adapter.alphas = {"feed_forward.w1": 4.0, "feed_forward.w3": 6.0}
-    target = plain(ConcatenatedLayer)
+    target = plain(JoinedLayer)
     before = target.feed_forward.w_gate_hidden.weight.asnumpy()
     delta = np.stack([adapter.delta(f"feed_forward.{leaf}") for leaf in ("w1", "w3")], axis=1).reshape(10, 6)
     load_lora(target, folder(tmp_path, adapter))
@@ -155,7 +155,7 @@ def test_an_adapter_with_a_joined_pair_and_its_parts_is_refused(tmp_path):
         str(tmp_path / "a.ckpt"),
         UnexpectedTensorsError,
         "PATH holds 2 LoRA tensors that the network has no place for: attention.wq A, attention.wq B.",
-        ConcatenatedLayer,
+        JoinedLayer,
     )
 
 
@@ -165,11 +165,11 @@ def test_a_base_with_the_same_weights_in_another_form_gets_no_warning(tmp_path):
     save_lora(source, str(tmp_path / "adapter"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_lora(plain(ConcatenatedLayer), str(tmp_path / "adapter"), on_base_mismatch="error")
+        load_lora(plain(JoinedLayer), str(tmp_path / "adapter"), on_base_mismatch="error")
 
 
 def test_without_head_counts_the_message_names_them(tmp_path):
-    path, target = folder(tmp_path, separate_adapter()), plain(ConcatenatedLayer)
+    path, target = folder(tmp_path, separate_adapter()), plain(JoinedLayer)
     target.attention.n_kv_head = None
     with pytest.raises(AdapterError) as error:
         load_lora(target, path)

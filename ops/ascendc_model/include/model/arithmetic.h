@@ -45,7 +45,7 @@ void CheckMulAddTypes(const char* api)
     const bool supported =
         (std::is_same_v<T, U> && kIsOneOf<T, half, float>) || (std::is_same_v<T, float> && std::is_same_v<U, half>);
     if (!supported) {
-        Refuse(api, "dst of type ", kTypeName<T>, " and src of type ", kTypeName<U>, " is no supported pair");
+        Refuse(api, "dst of type ", kTypeName<T>, " and src of type ", kTypeName<U>, " is not a supported pair");
     }
 }
 

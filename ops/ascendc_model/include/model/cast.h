@@ -99,7 +99,7 @@ void CheckRoundMode(AscendC::RoundMode mode)
     using AscendC::RoundMode;
     constexpr int supported = SupportedModes<T, U>();
     if (supported == kNoMode) {
-        Refuse("Cast", kTypeName<U>, " to ", kTypeName<T>, " is no supported pair");
+        Refuse("Cast", kTypeName<U>, " to ", kTypeName<T>, " is not a supported pair");
     }
     const int wanted = mode == RoundMode::CAST_NONE ? kNone : mode == RoundMode::CAST_ODD ? kOdd : kDirected;
     if ((supported & wanted) == 0) {

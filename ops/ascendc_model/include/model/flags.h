@@ -70,7 +70,7 @@ inline bool IsLegalPair(bool cube, pipe_t source, pipe_t target)
 inline EventBank& BankOf(const char* api, const EventInfo& info)
 {
     if (!IsLegalPair(Me().cube, info.source, info.target)) {
-        Refuse(api, "HardEvent::", info.name, " is no documented event of this kind of core");
+        Refuse(api, "HardEvent::", info.name, " is not a documented event of this kind of core");
     }
     return Me().events[{info.source, info.target}];
 }

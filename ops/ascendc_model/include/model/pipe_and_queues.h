@@ -170,7 +170,7 @@ private:
                 return i;
             }
         }
-        Refuse(api, state_->name, ": the tensor is none that this queue allocated");
+        Refuse(api, state_->name, ": this queue did not allocate the tensor");
     }
 
     static void Revoke(ascendc_model::QueueBuffer& buffer, const char* api)
