@@ -93,7 +93,7 @@ def test_a_folder_without_a_config(saved):
     [
         ('{"r": 2', f"{CONFIG} is not JSON: "),
         ("", f"{CONFIG} is not JSON: "),
-        ("[2, 3]", f"{CONFIG} holds a list and not a JSON object."),
+        ("[2, 3]", f"{CONFIG} holds a list instead of a JSON object."),
         ('{"lora_alpha": 3}', f"{CONFIG}: r is None; it must be a whole number of at least 1."),
         ('{"r": 2, "lora_alpha": 3, "use_bdlora": true}', f"{CONFIG}: use_bdlora is True, which is not supported"),
     ],

@@ -129,14 +129,13 @@ def test_a_folder_does_not_replace_a_file_nor_a_file_a_folder(tmp_path):
     with pytest.raises(LoraError) as error:
         save_lora(network(), "adapter")
     assert str(error.value) == (
-        "path is 'adapter', where there is a file, which an adapter with format 'peft' cannot "
-        "replace. Remove it, or give another path."
+        "path is 'adapter', where there is a file, but format 'peft' writes a folder. Remove it, or give another path."
     )
     with pytest.raises(LoraError) as error:
         save_lora(network(), "adapter.ckpt", format="ckpt")
     assert str(error.value) == (
-        "path is 'adapter.ckpt', where there is a folder, which an adapter with format 'ckpt' "
-        "cannot replace. Remove it, or give another path."
+        "path is 'adapter.ckpt', where there is a folder, but format 'ckpt' writes a file. "
+        "Remove it, or give another path."
     )
     assert (tmp_path / "adapter").read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["adapter", "adapter.ckpt"]
 

@@ -201,7 +201,7 @@ def test_conversion_and_back(tmp_path):
         (
             MissingTensorsError,
             "/adapter_model.safetensors holds VeRA's vectors but lacks A of the shared projection. "
-            "Save it with them (save_projection: true).",
+            "Save the adapter with it (save_projection: true).",
             lambda tensors: tensors.pop("base_model.vera_A"),
             {},
         ),

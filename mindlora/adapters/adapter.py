@@ -151,8 +151,8 @@ class Adapter:
         lost = [half for half in kind.shared_parts if half not in found]
         if lost:
             raise MissingTensorsError(
-                f"{source} holds {kind.name}'s vectors and lacks {' and '.join(lost)}, the matrices "
-                "between them. Save it with them (save_projection: true)."
+                f"{source} holds {kind.name}'s vectors but lacks {' and '.join(lost)} of the shared "
+                "projection. Save the adapter with it (save_projection: true)."
             )
         (by_row,) = kind.row_parts
         for path in [path for path, part in self.tensors if part == by_row]:
@@ -229,9 +229,7 @@ class Adapter:
         for part in [part.name for kind in kinds for part in kind.parts]:
             lacking = [(path, "") for path in paths if (path, part) not in self.tensors]
             if lacking:
-                raise MissingTensorsError(
-                    f"{source} has a {part} at some cells and lacks it at {listed_parts(lacking)}."
-                )
+                raise MissingTensorsError(f"{source} has a {part} at some cells but none at {listed_parts(lacking)}.")
         if len(kinds) > 1:
             raise UnexpectedTensorsError(
                 f"{source} holds {' and '.join(kind.tensors for kind in kinds)}: an adapter must be of one kind."

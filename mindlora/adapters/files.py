@@ -148,8 +148,8 @@ def check_adapter_output(path: str, to: str) -> None:
         raise LoraError(f"path is {path!r}: format {to!r} writes a {form}.")
     if os.path.isfile(path) if folder else os.path.isdir(path):
         raise LoraError(
-            f"path is {path!r}, where there is a {'file' if folder else 'folder'}, which an adapter with "
-            f"format {to!r} cannot replace. Remove it, or give another path."
+            f"path is {path!r}, where there is a {'file' if folder else 'folder'}, but format {to!r} writes a "
+            f"{'folder' if folder else 'file'}. Remove it, or give another path."
         )
 
 
@@ -250,8 +250,8 @@ def _sort_keys(
     unknown = sorted(key for key in set(keys) - set(part_keys) if mindformers.is_adapter_key(key))
     if unknown:
         raise UnexpectedTensorsError(
-            f"{path} holds LoRA tensors in more than one form: those of {dialect.name}, and {_listed(unknown)}. Keep "
-            "one form in a file."
+            f"{path} holds LoRA tensors of {dialect.name}, and others in another form: {_listed(unknown)}. "
+            "Keep one form in a file."
         )
     return dialect.name, part_keys, {name: name for name in saved_modules if name in keys}
 
@@ -261,7 +261,7 @@ def _check_tensor(key: str, name: str, array: np.ndarray, path: str) -> None:
     if name and not (
         len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
     ):
-        raise AdapterFormatError(f"{path} names a tensor {shown(key)}, which is not a path of a cell.")
+        raise AdapterFormatError(f"{path} holds a tensor named {shown(key)}, which is not the path of a cell.")
     if array.dtype not in FLOATS:
         raise AdapterFormatError(
             f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 or bfloat16."
@@ -275,7 +275,7 @@ def _apply_config(adapter: Adapter, config: peft_config.PeftConfig, path: str) -
         declared = getattr(config, kind.field)
         if declared != (adapter.kind is kind):
             error, found = (MissingTensorsError, "no ") if declared else (UnexpectedTensorsError, "")
-            raise error(f"{path}: {kind.field} is {declared}, and there are {found}{kind.tensors}.")
+            raise error(f"{path}: {kind.field} is {declared}, but the adapter has {found}{kind.tensors}.")
     adapter.projection_key = config.projection_key
     if adapter.dialect != peft.NAME:
         adapter.check_pairs(path)
@@ -287,7 +287,7 @@ def _apply_config(adapter: Adapter, config: peft_config.PeftConfig, path: str) -
     adapter.selection = dict(config.selection)
     for module in config.modules_to_save:
         if not any(peft.is_of_module(name, module) for name in adapter.saved_modules):
-            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, and no tensor belongs to it.")
+            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, but the file holds no tensor of it.")
     kept = {*adapter.paths, *names.embeddings(), *names.output_heads()}
     unknown = sorted(
         name

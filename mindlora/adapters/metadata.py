@@ -62,7 +62,7 @@ def parse(text: str, path: str) -> Dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise AdapterFormatError(f"{source} is not JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise AdapterFormatError(f"{source} holds a {type(content).__name__} and not a JSON object.")
+        raise AdapterFormatError(f"{source} holds a {type(content).__name__} instead of a JSON object.")
     metadata = {field: value for field, value in content.items() if field in _FIELDS and value is not None}
     for field, value in metadata.items():
         is_valid, wanted = _FIELDS[field]

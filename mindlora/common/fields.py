@@ -43,7 +43,7 @@ def check_names(value: Any, field: str) -> None:
     if value is None:
         return
     if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(f"{field} is {value!r}: it must be a list of names that is not empty.")
+        raise ConfigError(f"{field} is {value!r}: it must be a non-empty list of names.")
     for item in value:
         if not isinstance(item, str) or not item:
             raise ConfigError(f"{field} holds {item!r}: each item must be a name.")

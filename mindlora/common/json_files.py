@@ -34,7 +34,7 @@ def parse_object(text: Union[str, bytes], source: str, error: Type[LoraError]) -
     except (ValueError, RecursionError) as problem:
         raise error(f"{source} is not JSON: {problem}.") from problem
     if not isinstance(content, dict):
-        raise error(f"{source} holds a {type(content).__name__} and not a JSON object.")
+        raise error(f"{source} holds a {type(content).__name__} instead of a JSON object.")
     return content
 
 

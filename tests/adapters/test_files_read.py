@@ -139,8 +139,8 @@ def test_two_forms_in_one_file_are_refused(tmp_path):
     with pytest.raises(UnexpectedTensorsError) as error:
         adapter_files.read(str(tmp_path / "a.safetensors"))
     assert str(error.value) == (
-        f"{tmp_path / 'a.safetensors'} holds LoRA tensors in more than one form: those of "
-        f"MindFormers' LoRA (mindpet_delta_lora), and {K}.tk_delta_lora_a. Keep one form in a file."
+        f"{tmp_path / 'a.safetensors'} holds LoRA tensors of MindFormers' LoRA "
+        f"(mindpet_delta_lora), and others in another form: {K}.tk_delta_lora_a. Keep one form in a file."
     )
 
 
@@ -173,7 +173,7 @@ def test_modules_to_save_without_tensors(tmp_path):
     path = folder(tmp_path / "a", peft_tensors(make()), modules_to_save=["lm_head"])
     with pytest.raises(MissingTensorsError) as error:
         adapter_files.read(path)
-    assert str(error.value) == f"{path}: modules_to_save names 'lm_head', and no tensor belongs to it."
+    assert str(error.value) == f"{path}: modules_to_save names 'lm_head', but the file holds no tensor of it."
 
 
 def test_an_adapted_head_may_come_with_the_weight_of_its_base(tmp_path):

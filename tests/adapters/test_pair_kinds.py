@@ -99,7 +99,7 @@ def test_a_vector_that_one_cell_lacks_is_missed(kind):
         del adapter.tensors[K, part.name]
         with pytest.raises(MissingTensorsError) as error:
             adapter.check_pairs("It")
-        assert str(error.value) == f"It has a {part.name} at some cells and lacks it at {K}."
+        assert str(error.value) == f"It has a {part.name} at some cells but none at {K}."
 
 
 def test_one_adapter_is_of_one_kind():

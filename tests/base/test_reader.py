@@ -164,7 +164,7 @@ def test_an_index_that_leaves_a_tensor_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, said", [("{", "is not JSON"), ("[]", "holds a list and not a JSON object"), ("\xff", "is not JSON")]
+    "text, said", [("{", "is not JSON"), ("[]", "holds a list instead of a JSON object"), ("\xff", "is not JSON")]
 )
 def test_an_index_that_is_not_an_object(tmp_path, text, said):
     sharded(tmp_path / "base", arrays(HF))

@@ -19,7 +19,7 @@ def test_keys_are_sorted(tmp_path):
         (b"", "a.json is not JSON: Expecting value"),
         ('{"x": ' + "[" * 50_000, "a.json is not JSON: "),
         (b'{"x": "\xff"}', "a.json is not JSON: 'utf-8' codec"),
-        ("[1]", "a.json holds a list and not a JSON object."),
+        ("[1]", "a.json holds a list instead of a JSON object."),
         ('{"a": {"x": 1, "y": 2, "x": 3, "y": 4}}', "a.json has x, y twice, so it is unclear which one counts."),
     ],
 )

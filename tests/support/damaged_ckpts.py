@@ -100,7 +100,7 @@ def damaged_metadata(value):
 METADATA = "mindlora's metadata in "
 for value, words in (
     ("{", "is not JSON"),
-    ("[]", "holds a list and not a JSON object"),
+    ("[]", "holds a list instead of a JSON object"),
     ("5", "holds a int"),
     ("[" * 50_000, "is not JSON"),
     ('{"dropout": ' + "1" * 5000 + "}", "is not JSON"),

@@ -38,7 +38,7 @@ for field, value in (
 ):
     add(f"{field} {value!r}", with_tensors(lambda _: None, **{field: value}), FORMAT, CONFIG, f": {field} ")
 for name, content, words in (
-    ("a list", b"[2, 3]", "holds a list and not a JSON object"),
+    ("a list", b"[2, 3]", "holds a list instead of a JSON object"),
     ("empty", b"", "is not JSON"),
     ("not UTF-8", b'{"r": 2, "lora_alpha": 3, "x": "\xe9"}', "is not JSON: 'utf-8' codec"),
     ("cut", b'{"r": 2, "lora_al', "is not JSON"),

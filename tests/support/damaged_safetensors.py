@@ -216,8 +216,8 @@ for name, part in (
         with_tensors(renamed(f"base_model.model.{part}.lora_A.weight")),
         FORMAT,
         WEIGHTS,
-        "names a tensor ",
-        "which is not a path of a cell",
+        "holds a tensor named ",
+        "which is not the path of a cell",
     )
 add(
     "a foreign tensor with a control character",

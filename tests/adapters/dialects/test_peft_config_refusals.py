@@ -189,9 +189,9 @@ def test_the_base_model_must_be_a_text(tmp_path, value):
     [
         (b"", " is not JSON: Expecting value: line 1 column 1 (char 0)."),
         (b'{"r": 8, "lora_alpha": 16', " is not JSON: Expecting ',' delimiter: line 1 column 26 (char 25)."),
-        (b"[8, 16]", " holds a list and not a JSON object."),
-        (b"8", " holds a int and not a JSON object."),
-        (b"null", " holds a NoneType and not a JSON object."),
+        (b"[8, 16]", " holds a list instead of a JSON object."),
+        (b"8", " holds a int instead of a JSON object."),
+        (b"null", " holds a NoneType instead of a JSON object."),
         (b"{}", ": r is None; it must be a whole number of at least 1."),
         (b'{"r": 8, "r": 4}', " has r twice, so it is unclear which one counts. Remove one."),
         (
