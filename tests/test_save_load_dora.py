@@ -272,8 +272,8 @@ def test_rows_of_joined_cells_keep_their_magnitudes():
         del adapter.tensors[K, part]
     refused(
         AdapterError,
-        f"{path} joins {Q}, {K}, {V}, and the DoRA adapter has no pair for {K}: only the base tells the DoRA "
-        "magnitudes of their rows. Build the model with qkv_concat: False.",
+        f"{path} joins {Q}, {K}, {V}, but the DoRA adapter has no pair for {K}: the DoRA magnitudes "
+        "of those rows are known only from the base. Build the model with qkv_concat: False.",
         joined_pairs.join_pairs,
         adapter,
         path,

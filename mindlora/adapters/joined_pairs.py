@@ -88,8 +88,8 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, hea
     group = cell.layout.sizes(len(b), kv_heads, head_dim)
     if group is None:
         raise AdapterError(
-            f"{path} joins {', '.join(members)} in {len(b)} rows, which {kv_heads} key-value heads "
-            f"of size {head_dim} do not divide. Give the model's n_kv_heads and head size."
+            f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match {kv_heads} key-value heads "
+            f"of size {head_dim}. Give the model's n_kv_heads and head size."
         )
     blocks = dict(zip(members, split_rows(b, group)))
     by_row = {
@@ -135,8 +135,8 @@ def _groups(path: str, cell: JoinedCell, rows: Sequence[int], kv_heads: Optional
     groups = cell.layout.groups(rows, kv_heads)
     if groups is None:
         raise AdapterError(
-            f"{path} orders its rows by key-value head, and {kv_heads} of them do not divide "
-            f"{', '.join(map(str, rows))} rows of q, k, v. Give the model's n_kv_heads."
+            f"{path} orders its rows by key-value head, but {kv_heads} heads do not divide the "
+            f"{', '.join(map(str, rows))} rows of q, k, v evenly. Give the model's n_kv_heads."
         )
     return groups
 
@@ -155,8 +155,8 @@ def _blocks_by_row(adapter: Adapter, path: str, members: List[str], part: str) -
     if lacking:
         kind = adapter.kind
         raise AdapterError(
-            f"{path} joins {', '.join(members)}, and the {kind.name} adapter has no pair for {', '.join(lacking)}: "
-            f"only the base tells the {kind.tensors} of their rows. Build the model with qkv_concat: False."
+            f"{path} joins {', '.join(members)}, but the {kind.name} adapter has no pair for {', '.join(lacking)}: "
+            f"the {kind.tensors} of those rows are known only from the base. Build the model with qkv_concat: False."
         )
     return [adapter.tensors[member, part] for member in members]
 

@@ -202,7 +202,7 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
             )
         if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
             # An empty tensor can declare any size along its other axes.
-            raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, a shape that no array can have.")
+            raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, which is not a valid array shape.")
         begin, end = entry["data_offsets"]
         tensors[key] = TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors, metadata

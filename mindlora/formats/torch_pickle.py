@@ -65,7 +65,9 @@ class _Machine:
     def __init__(self, archive: zipfile.ZipFile, path: str):
         entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
         if len(entries) != 1:
-            raise AdapterFormatError(f"{path} is a zip archive without the one data.pkl that torch.save puts there.")
+            raise AdapterFormatError(
+                f"{path} is a zip archive that does not hold one data.pkl, as torch.save writes it."
+            )
         self._archive, self._path = archive, path
         self._folder = entries[0].filename[: -len("data.pkl")]
         self._program = self._stored(entries[0].filename)
@@ -139,8 +141,8 @@ class _Machine:
 
     def _refuse(self, what: str) -> NoReturn:
         raise AdapterFormatError(
-            f"{self._path} asks for {what}, which no dict of tensors needs: it may be "
-            "meant to run something. Nothing in it was run."
+            f"{self._path} asks for {what}, which no dict of tensors needs: the file may "
+            "be an attempt to run code. Nothing in it was run."
         )
 
     def _storage(self, kind: Any, dtype: Any, key: Any, count: Any) -> np.ndarray:

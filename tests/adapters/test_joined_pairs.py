@@ -274,8 +274,8 @@ def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
     with pytest.raises(AdapterError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
     assert str(error.value) == (
-        f"{QKV} orders its rows by key-value head, and {kv_heads} of them do not divide 12, 6, "
-        "6 rows of q, k, v. Give the model's n_kv_heads."
+        f"{QKV} orders its rows by key-value head, but {kv_heads} heads do not divide the 12, 6, "
+        "6 rows of q, k, v evenly. Give the model's n_kv_heads."
     )
     assert own.paths == PARTS
 
@@ -287,8 +287,8 @@ def test_heads_that_do_not_divide_the_rows_to_split(kv_heads, head_dim):
     with pytest.raises(AdapterError) as error:
         joined_pairs.split_pairs(own, QKV, kv_heads, head_dim)
     assert str(error.value) == (
-        f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which {kv_heads} key-value "
-        f"heads of size {head_dim} do not divide. Give the model's n_kv_heads and head size."
+        f"{QKV} joins {', '.join(PARTS)} in {TOTAL} rows, which do not match {kv_heads} key-value "
+        f"heads of size {head_dim}. Give the model's n_kv_heads and head size."
     )
     assert own.paths == [QKV]
 

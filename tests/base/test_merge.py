@@ -118,7 +118,7 @@ def test_an_adapter_of_parts_on_a_joined_base(tmp_path, names):
     assert_merged(load(tmp_path / "back"), source, found)
     with pytest.raises(MergeError, match="--kv-heads"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"))
-    with pytest.raises(AdapterError, match="5 of them do not divide 32, 16, 16 rows of q, k, v"):
+    with pytest.raises(AdapterError, match="5 heads do not divide the 32, 16, 16 rows of q, k, v"):
         merge_checkpoint(str(tmp_path / "joined"), adapter, str(tmp_path / "out2"), kv_heads=5)
     assert not (tmp_path / "out2").exists()
 

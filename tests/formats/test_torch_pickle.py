@@ -168,7 +168,8 @@ def test_nothing_is_run(tmp_path, function, name, nested, protocol):
         archive.writestr("archive/data.pkl", content)
     # If the call is nested deeply, an instruction of the list around it is refused first.
     refused(
-        tmp_path / "a.bin", ", which no dict of tensors needs: it may be meant to run something. Nothing in it was run."
+        tmp_path / "a.bin",
+        ", which no dict of tensors needs: the file may be an attempt to run code. Nothing in it was run.",
     )
     assert not marker.exists()
     if not nested and protocol > 1:
@@ -338,7 +339,7 @@ def test_other_archives_are_refused(tmp_path):
         with zipfile.ZipFile(tmp_path / "a.bin", "w") as archive:
             for name in names:
                 archive.writestr(name, b"x")
-        refused(tmp_path / "a.bin", "is a zip archive without the one data.pkl that torch.save puts there.")
+        refused(tmp_path / "a.bin", "is a zip archive that does not hold one data.pkl, as torch.save writes it.")
 
 
 def test_other_files_are_refused(tmp_path):

@@ -118,9 +118,9 @@ for shape in ([0, 2**62], [2**40, 0, 2**40]):
         ),
         FORMAT,
         WEIGHTS,
-        "a shape that no array can have",
+        "which is not a valid array shape",
     )
-add("shape of 40 axes", edited({"shape": [1] * 38 + [6, 2]}), FORMAT, WEIGHTS, "a shape that no array can have")
+add("shape of 40 axes", edited({"shape": [1] * 38 + [6, 2]}), FORMAT, WEIGHTS, "which is not a valid array shape")
 add(
     "a key twice",
     with_weights(

@@ -118,8 +118,8 @@ def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
     matrices = unstack_experts(array)
     if matrices is None or match[2] + half == "1B" and len(matrices[0]) % 2:
         raise ShapeMismatchError(
-            f"{key} is {list(array.shape)}: A of all experts is [experts, in, r], B [experts, r, "
-            "out], and weight1's out is twice that of gate_proj."
+            f"{key} is {list(array.shape)}: A of all experts must be [experts, in, r] and B [experts, r, "
+            "out], where out of weight1 is twice that of gate_proj."
         )
     pairs = {}
     for expert, matrix in enumerate(matrices):

@@ -62,7 +62,7 @@ def config(adapter: Adapter) -> Dict:
     alpha = _scale(adapter) * rank
     if abs(alpha - round(alpha)) > 1e-9 * alpha:
         raise AdapterError(
-            f"slora takes an integer lora_alpha, and at rank {rank} this adapter's is {alpha:g}. Write another format."
+            f"slora takes an integer lora_alpha, but at rank {rank} it is {alpha:g} here. Write another format."
         )
     return {
         "base_model_name_or_path": adapter.base_model,

@@ -217,6 +217,6 @@ def test_stacks_of_another_shape_are_refused(weight, half, shape):
     with pytest.raises(ShapeMismatchError) as error:
         mindformers.split_experts(KEY.format(weight, half), np.zeros(shape, np.float32))
     assert str(error.value) == (
-        f"{KEY.format(weight, half)} is {list(shape)}: A of all experts is [experts, in, r], B "
-        "[experts, r, out], and weight1's out is twice that of gate_proj."
+        f"{KEY.format(weight, half)} is {list(shape)}: A of all experts must be [experts, in, r] and B "
+        "[experts, r, out], where out of weight1 is twice that of gate_proj."
     )

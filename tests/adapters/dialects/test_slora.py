@@ -93,10 +93,7 @@ def test_config_is_what_slora_takes():
 def test_an_alpha_that_is_not_an_integer_is_refused():
     with pytest.raises(AdapterError) as error:
         slora.config(adapter(alphas=(2.5, 2.5)))
-    assert (
-        str(error.value)
-        == "slora takes an integer lora_alpha, and at rank 2 this adapter's is 2.5. Write another format."
-    )
+    assert str(error.value) == "slora takes an integer lora_alpha, but at rank 2 it is 2.5 here. Write another format."
 
 
 def test_saved_modules_are_refused():
