@@ -154,8 +154,8 @@ class LoraConfig:
             )
         if self.freeze_lora_a and _is_zero(self.lora_a_init):
             raise ConfigError(
-                "freeze_lora_a is True and lora_a_init zeros: an A that stays zero lets no gradient "
-                "reach B. Leave lora_a_init at its default."
+                "freeze_lora_a is True and lora_a_init is zeros: if A stays zero, B gets no "
+                "gradient. Leave lora_a_init at its default."
             )
 
     def _check_quantization(self):

@@ -110,7 +110,7 @@ from mindlora.errors import ConfigError
         ({"freeze_lora_a": "True"}, "freeze_lora_a is 'True': it must be True or False."),
         (
             {"freeze_lora_a": True, "lora_a_init": "zeros", "lora_b_init": "ones"},
-            "freeze_lora_a is True and lora_a_init zeros: an A that stays zero lets no gradient reach B. Leave "
+            "freeze_lora_a is True and lora_a_init is zeros: if A stays zero, B gets no gradient. Leave "
             "lora_a_init at its default.",
         ),
     ],

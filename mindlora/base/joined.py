@@ -55,7 +55,7 @@ def join(base: BaseCheckpoint, joined: str, parts: List[str], kv_heads: Optional
     groups = layout.groups(counts, kv_heads)
     if groups is None:
         raise CheckpointError(
-            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} do not make up {joined}"
+            f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} cannot be joined into {joined}"
             + (f" with {kv_heads} key-value heads." if layout.needs_heads else ".")
         )
     sizes = [count // groups for count in counts]
@@ -111,7 +111,7 @@ def _group_sizes(joined, count, heads, kv_heads) -> Tuple[int, ...]:
         )
     if sizes is None:
         raise CheckpointError(
-            f"{joined} has {count} rows, which cannot be those of {' and '.join(cell.parts)} in turn."
+            f"{joined} has {count} rows, which cannot be split into those of {' and '.join(cell.parts)}."
         )
     return sizes
 

@@ -42,7 +42,7 @@ class LoftqInitializer:
     def __init__(self, weights: Dict[str, OutputTensor], quantized: List[str], config: LoraConfig):
         if not initializers.is_loftq(config.lora_init):
             raise ConfigError(
-                f"lora_init is {config.lora_init!r}, which a quantized checkpoint cannot be made with. "
+                f"lora_init is {config.lora_init!r}, which quantize_checkpoint does not support. "
                 "Set lora_init to 'loftq' or 'loftq_iter_N'."
             )
         self._weights, self._config = weights, config

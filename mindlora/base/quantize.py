@@ -197,8 +197,7 @@ def _check_output(
 ) -> None:
     if not str(output).endswith(".safetensors"):
         raise CheckpointError(
-            f"The output {output} does not end in .safetensors, and a quantized base is written in no other form. "
-            "Give another output."
+            f"The output {output} does not end in .safetensors, the only form of a quantized base. Give another output."
         )
     check_checkpoint_output(output, [source], overwrite)
     if (adapter is None) != (config is None):

@@ -69,7 +69,7 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
     for source in map(os.path.realpath, sources):
         if os.path.commonpath([path, source]) in (path, source) and os.path.exists(source):
             raise CheckpointError(
-                f"The output {output} is, contains or is inside {source}, which is read. Give another output."
+                f"The output {output} is, contains or is inside the input {source}. Give another output."
             )
     if not os.path.lexists(path):
         return
@@ -77,7 +77,7 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
         raise CheckpointError(f"{output} exists. Give another output, or --overwrite to replace it.")
     if os.path.isdir(path) == _is_file_name(output):
         found, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
-        raise CheckpointError(f"{output} is a {found}, and a {written} would be written. Give another output.")
+        raise CheckpointError(f"{output} is a {found}, but the output must be a {written}. Give another output.")
     # Replacing a folder removes all files in it.
     if os.path.isdir(path) and os.listdir(path) and not any(map(_is_safetensors, os.listdir(path))):
         raise CheckpointError(f"{output} holds no checkpoint, so --overwrite does not replace it. Give another output.")

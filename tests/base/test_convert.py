@@ -146,7 +146,7 @@ def test_heads_that_are_missing_or_wrong(tmp_path, keys, said):
             lambda tensors: tensors.update(
                 {"model.layers.0.mlp.up_proj.weight": np.zeros((FFN - 1, HIDDEN), BFLOAT16)}
             ),
-            "48 and 47 rows .*do not make up .*w_gate_hidden",
+            "48 and 47 rows .*cannot be joined into .*w_gate_hidden",
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.self_attn.v_proj.weight": np.zeros((8, HIDDEN), BFLOAT16)}),

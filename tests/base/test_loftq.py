@@ -242,9 +242,9 @@ def refused(folder, error, message, call):
         (
             {"lora_init": "gaussian"},
             ConfigError,
-            "lora_init is 'gaussian', which a quantized checkpoint cannot be made ",
+            "lora_init is 'gaussian', which quantize_checkpoint does not support.",
         ),
-        ({"lora_init": None}, ConfigError, "lora_init is None, which a quantized checkpoint cannot be made with."),
+        ({"lora_init": None}, ConfigError, "lora_init is None, which quantize_checkpoint does not support."),
         ({"lora_rank": 7}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side of a weight"),
         ({"rank_pattern": {"w1": 7}}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side"),
         ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
@@ -282,7 +282,7 @@ def test_outputs_and_sources(tmp_path):
     check(
         CheckpointError, "are one inside the other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors")
     )
-    check(CheckpointError, "which is read", tmp_path)
+    check(CheckpointError, "is inside the input", tmp_path)
     weight = np.eye(8, dtype=np.float32)
     weight[2, 3] = np.nan
     bad = str(tmp_path / "bad.safetensors")

@@ -301,7 +301,7 @@ def test_what_an_output_must_not_be(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.ckpt").mkdir()
     for output in ("file", "folder.ckpt"):
-        with pytest.raises(CheckpointError, match="would be written"):
+        with pytest.raises(CheckpointError, match="but the output must be a"):
             base_writer.check_checkpoint_output(str(tmp_path / output), [str(base)], True)
     (tmp_path / "empty").mkdir()
     sharded(tmp_path / "other", arrays(HF))
