@@ -179,7 +179,7 @@ class LoraConfig:
         for field, unserved in (("use_dora", self.use_dora), ("lora_init", initializers.changes_base(self.lora_init))):
             if unserved:
                 raise ConfigError(
-                    f"quantize_base is {self.quantize_base!r} and {field} {getattr(self, field)!r}, "
+                    f"quantize_base is {self.quantize_base!r} and {field} is {getattr(self, field)!r}, "
                     "which needs the base's weights in float. Leave one of them out; for a quantized base there "
                     "is lora_init: loftq."
                 )
@@ -196,12 +196,12 @@ class LoraConfig:
         for field in _NOT_WITH_VERA:
             if getattr(self, field):
                 raise ConfigError(
-                    f"use_vera is True and {field} {getattr(self, field)!r}, which VeRA does not have. "
+                    f"use_vera is True and {field} is {getattr(self, field)!r}, which VeRA does not have. "
                     "Leave one of them out."
                 )
         if self.lora_alpha not in (LoraConfig.lora_alpha, self.lora_rank):
             raise ConfigError(
-                f"use_vera is True and lora_alpha {self.lora_alpha!r}: VeRA's trained vectors are its "
+                f"use_vera is True and lora_alpha is {self.lora_alpha!r}: VeRA's trained vectors are its "
                 "scale. Leave lora_alpha out."
             )
         # A scale of 1.
@@ -362,7 +362,7 @@ def _check_initialization(lora_init, a_init, b_init):
     for field, value in (("lora_a_init", a_init), ("lora_b_init", b_init)):
         if value is not None and not agrees[field]:
             raise ConfigError(
-                f"lora_init is {lora_init!r} and {field} {value!r}: both set the initial values. Keep one of them."
+                f"lora_init is {lora_init!r} and {field} is {value!r}: both set the initial values. Keep one of them."
             )
 
 

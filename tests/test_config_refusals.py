@@ -97,15 +97,15 @@ from mindlora.errors import ConfigError
         ),
         (
             {"lora_init": "gaussian", "lora_a_init": "normal"},
-            "lora_init is 'gaussian' and lora_a_init 'normal': both set the initial values. Keep one of them.",
+            "lora_init is 'gaussian' and lora_a_init is 'normal': both set the initial values. Keep one of them.",
         ),
         (
             {"lora_init": "kaiming", "lora_b_init": "ones"},
-            "lora_init is 'kaiming' and lora_b_init 'ones': both set the initial values. Keep one of them.",
+            "lora_init is 'kaiming' and lora_b_init is 'ones': both set the initial values. Keep one of them.",
         ),
         (
             {"lora_init": "pissa", "lora_b_init": "zeros"},
-            "lora_init is 'pissa' and lora_b_init 'zeros': both set the initial values. Keep one of them.",
+            "lora_init is 'pissa' and lora_b_init is 'zeros': both set the initial values. Keep one of them.",
         ),
         ({"freeze_lora_a": "True"}, "freeze_lora_a is 'True': it must be True or False."),
         (
@@ -158,17 +158,23 @@ def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
         ({"use_vera": 1}, "use_vera is 1: it must be True or False."),
         (
             {"use_vera": True, "use_dora": True},
-            "use_vera is True and use_dora True, which VeRA does not have. Leave one of them out.",
+            "use_vera is True and use_dora is True, which VeRA does not have. Leave one of them out.",
         ),
         (
             {"use_vera": True, "rank_pattern": {"wq": 2}},
-            "use_vera is True and rank_pattern {'wq': 2}, which VeRA does not",
+            "use_vera is True and rank_pattern is {'wq': 2}, which VeRA does not",
         ),
-        ({"use_vera": True, "lora_a_init": "normal"}, "use_vera is True and lora_a_init 'normal', which VeRA does not"),
-        ({"use_vera": True, "quantize_base": "nf4"}, "use_vera is True and quantize_base 'nf4', which VeRA does not"),
+        (
+            {"use_vera": True, "lora_a_init": "normal"},
+            "use_vera is True and lora_a_init is 'normal', which VeRA does not",
+        ),
+        (
+            {"use_vera": True, "quantize_base": "nf4"},
+            "use_vera is True and quantize_base is 'nf4', which VeRA does not",
+        ),
         (
             {"use_vera": True, "lora_alpha": 32},
-            "use_vera is True and lora_alpha 32: VeRA's trained vectors are its scale. Leave lora_alpha out.",
+            "use_vera is True and lora_alpha is 32: VeRA's trained vectors are its scale. Leave lora_alpha out.",
         ),
         (
             {"use_vera": True, "d_initial": 0},
@@ -200,11 +206,11 @@ def test_vera_refuses_by_name(fields, message):
         ),
         (
             {"quantize_base": "nf4", "use_dora": True},
-            "quantize_base is 'nf4' and use_dora True, which needs the base's weights in float.",
+            "quantize_base is 'nf4' and use_dora is True, which needs the base's weights in float.",
         ),
         (
             {"quantize_base": "nf4", "lora_init": "pissa"},
-            "quantize_base is 'nf4' and lora_init 'pissa', which needs the "
+            "quantize_base is 'nf4' and lora_init is 'pissa', which needs the "
             "base's weights in float. Leave one of them out; for a quantized base there is lora_init: loftq.",
         ),
         (

@@ -106,7 +106,7 @@ def test_counts_are_of_weights_and_not_of_bytes():
         (
             {"lora_init": "loftq", "lora_rank": 7},
             ConfigError,
-            "lora_init is 'loftq' and lora_rank 7, more than the smaller side of a weight [6, 6]",
+            "lora_init is 'loftq' and lora_rank is 7, more than the smaller side of a weight [6, 6]",
         ),
         ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
     ],

@@ -93,8 +93,8 @@ def orthogonal(
     """
     if rank % 2:
         raise ConfigError(
-            f"lora_init is 'orthogonal' and lora_rank {rank}: this initializer needs an even rank. Set lora_rank to an "
-            "even number."
+            f"lora_init is 'orthogonal' and lora_rank is {rank}: this initializer needs an even rank. "
+            "Set lora_rank to an even number."
         )
     q = np.linalg.qr(rng.standard_normal((rank, rank)))[0]
     a = q[0::2].T @ rng.standard_normal((rank // 2, in_channels)) / 10
@@ -247,6 +247,6 @@ def check_rank(rank: int, weight: Shaped, name: str) -> None:
     """Raises ConfigError if ``rank`` is larger than a side of ``weight``, for the initializer ``name``."""
     if rank > min(weight.shape):
         raise ConfigError(
-            f"lora_init is {name!r} and lora_rank {rank}, more than the smaller side of a weight "
+            f"lora_init is {name!r} and lora_rank is {rank}, more than the smaller side of a weight "
             f"{list(weight.shape)}. Lower lora_rank."
         )

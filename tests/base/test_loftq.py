@@ -245,8 +245,16 @@ def refused(folder, error, message, call):
             "lora_init is 'gaussian', which quantize_checkpoint does not support.",
         ),
         ({"lora_init": None}, ConfigError, "lora_init is None, which quantize_checkpoint does not support."),
-        ({"lora_rank": 7}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side of a weight"),
-        ({"rank_pattern": {"w1": 7}}, ConfigError, "lora_init is 'loftq' and lora_rank 7, more than the smaller side"),
+        (
+            {"lora_rank": 7},
+            ConfigError,
+            "lora_init is 'loftq' and lora_rank is 7, more than the smaller side of a weight",
+        ),
+        (
+            {"rank_pattern": {"w1": 7}},
+            ConfigError,
+            "lora_init is 'loftq' and lora_rank is 7, more than the smaller side",
+        ),
         ({"target_modules": ["nothing"]}, TargetError, "target_modules ['nothing'] matches no linear cell"),
         ({"layers_to_transform": 5}, TargetError, "layers_to_transform names 5"),
     ],

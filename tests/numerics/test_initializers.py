@@ -102,7 +102,7 @@ def test_pissa_at_full_rank(weight, iterations):
     np.testing.assert_allclose(SCALE * b @ a, weight, atol=1e-5)
     with pytest.raises(
         ConfigError,
-        match=rf"^lora_init is 'pissa' and lora_rank {rank + 1}, more than the smaller "
+        match=rf"^lora_init is 'pissa' and lora_rank is {rank + 1}, more than the smaller "
         r"side of a weight \[",
     ):
         initializers.pissa(weight, rank + 1, SCALE, iterations)
@@ -114,7 +114,7 @@ def test_olora_is_orthonormal_and_takes_the_first_rows_of_r(weight):
     np.testing.assert_allclose(np.tril(a[:, :5], -1), 0, atol=1e-6)
     # The first columns of W depend only on the first columns of Q.
     np.testing.assert_allclose((b @ a)[:, :5], weight[:, :5], atol=1e-5)
-    with pytest.raises(ConfigError, match="^lora_init is 'olora' and lora_rank 17"):
+    with pytest.raises(ConfigError, match="^lora_init is 'olora' and lora_rank is 17"):
         initializers.olora(weight[:16], 17, SCALE)
 
 
@@ -148,7 +148,7 @@ def test_the_product_of_an_orthogonal_pair_is_zero():
     assert np.linalg.matrix_rank(a) == np.linalg.matrix_rank(b) == 4
     # Half of r directions of deviation 1/10 each.
     np.testing.assert_allclose([a.std(), b.std()], 0.1 * np.sqrt(0.5), rtol=0.1)
-    with pytest.raises(ConfigError, match="^lora_init is 'orthogonal' and lora_rank 7: .* needs an even rank"):
+    with pytest.raises(ConfigError, match="^lora_init is 'orthogonal' and lora_rank is 7: .* needs an even rank"):
         initializers.orthogonal(7, 30, 50, np.random.default_rng(3))
 
 
