@@ -76,8 +76,8 @@ def convert_adapter(
 ) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
-    The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in form
-    "slora": their B are rescaled and rounded to their dtype.
+    The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in
+    form "slora": their B are rescaled and rounded to their dtype.
 
     Args:
         source (str): Any form that adapter_files.read takes.
