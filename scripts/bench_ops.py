@@ -99,6 +99,11 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
 
 def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields the tables of many adapters: one or many in a batch, few or many registered, and switching."""
+    yield from (table(quick, rounds) for table in (one_or_many, few_or_many_registered, switching))
+
+
+def one_or_many(quick: bool, rounds: int) -> Dict[str, Any]:
+    """Returns the table of a batch with one adapter and of a batch with many."""
     width, tokens = (256, 32) if quick else (4096, 32)
     ranks = np.linspace(4, 64, tokens).round().astype(np.int32)
     pool = Pool(tokens, 64, width)
@@ -113,7 +118,7 @@ def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
         "no adapter": Served(base, pool, np.full(tokens, -1, np.int32)),
         "without the operator": base,
     }
-    yield compare(
+    return compare(
         f"base + multi_lora_delta, {tokens} rows, width {width}; base: one adapter of rank "
         f"{ranks[tokens // 2]}; 32 adapters: ranks 4 to 64",
         sides,
@@ -122,6 +127,9 @@ def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
         "goal of 32 adapters: 1.08",
     )
 
+
+def few_or_many_registered(quick: bool, rounds: int) -> Dict[str, Any]:
+    """Returns the table of a batch of 10 adapters while few or many are registered."""
     width = 128 if quick else 1024
     sides, rng = {}, np.random.default_rng(0)
     # On an NPU the kernel finds an adapter's rows with a table on the chip, which has no room for 10,000.
@@ -129,7 +137,7 @@ def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), (f"{most:,} registered", most)):
         pool = Pool(slots, 8, width)
         sides[name] = Served(Layers(Base, width, 1), pool, np.resize(rng.permutation(slots)[:10], 32).astype(np.int32))
-    yield compare(
+    return compare(
         f"base + multi_lora_delta, 32 rows of 10 adapters, width {width}, rank 8; base: 10 registered",
         sides,
         (normal(32, width),),
@@ -137,18 +145,22 @@ def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
         "goal: 1.05",
     )
 
+
+def switching(quick: bool, rounds: int) -> Dict[str, Any]:
+    """Returns the table of making another adapter the active one."""
     width = 256 if quick else 4096
     pool = Pool(4, 64, width)
     write, packed = MultiLoraSlotWrite(), normal(RANK, 2 * width)
     slot, scale = Tensor([1], ms.int32), Tensor(1.0, ms.float32)
+    indices = np.full(32, 16, np.int32)
     timings = {
-        "new indices (the adapter is resident)": lambda: Tensor(one),
+        "new indices (the adapter is resident)": lambda: Tensor(indices),
         "slot write (the adapter is in host memory)": lambda: write(
             pool.pool, pool.ranks, pool.scales, slot, packed, scale
         ).asnumpy(),
         "memcpy of as many bytes": functools.partial(np.copyto, packed.asnumpy().copy(), packed.asnumpy()),
     }
-    yield compare(
+    return compare(
         f"making an adapter of rank {RANK} the active one, width {width}",
         timings,
         (),

@@ -21,6 +21,7 @@ from mindlora.numerics.dtypes import BFLOAT16, to_float32
 from mindlora.numerics.nf4 import TENSOR_NAMES, quantize
 from tests.conftest import ROOT
 from tests.support.llama_checkpoints import CONFIG, assert_same, llama, load, save_base
+from tests.support.refusals import part, refused_unwritten
 
 FLOAT16, FLOAT32 = np.dtype("<f2"), np.dtype("<f4")
 
@@ -145,13 +146,8 @@ def test_only_a_part_of_a_weight_is_in_memory(tmp_path):
 
 
 def refused(source, output, error, message, **arguments):
-    """Asserts class and message of an error, and that nothing was written."""
-    folder = os.path.dirname(output)
-    before = sorted(os.listdir(folder))
-    with pytest.raises(error) as caught:
-        quantize_checkpoint(source, output, **arguments)
-    assert isinstance(caught.value, LoraError) and message in str(caught.value), str(caught.value)
-    assert sorted(os.listdir(folder)) == before
+    """Asserts class and message of an error of quantize_checkpoint, and that nothing was written."""
+    refused_unwritten(os.path.dirname(output), error, part(message), quantize_checkpoint, source, output, **arguments)
 
 
 def test_sources_and_outputs_that_are_refused(tmp_path):

@@ -27,6 +27,7 @@ from tests.support.networks import (
     normal_dense,
     randomize,
 )
+from tests.support.refusals import part, refused
 
 IN, OUT, RANK, ALPHA = 70, 5, 3, 4.5
 SCALE = ALPHA / RANK
@@ -261,12 +262,6 @@ class Own(nn.Dense):
         return x
 
 
-def refused(make, error, message):
-    with pytest.raises(error) as caught:
-        make()
-    assert message in str(caught.value)
-
-
 def test_cells_that_cannot_be_quantized(mindformers):
     linear = mindformers.modules.layers.Linear
     sharded = linear(IN, OUT)
@@ -282,7 +277,7 @@ def test_cells_that_cannot_be_quantized(mindformers):
         (LoRADense.from_dense(dense(), CONFIG), UnsupportedCellError, "adapters do not stack"),
         (nan, QuantizationError, "The weight of the cell holds infinity, NaN"),
     ):
-        refused(lambda cell=cell: NF4Dense.from_dense(cell), error, message)
+        refused(error, part(message), NF4Dense.from_dense, cell)
         assert not hasattr(cell, "out_channels") or hasattr(cell, "weight")
 
 
@@ -291,8 +286,5 @@ def test_cells_that_cannot_be_quantized(mindformers):
 )
 def test_adapters_that_need_the_weight_in_float(fields, name):
     nf4 = NF4Dense.from_dense(dense())
-    refused(
-        lambda: QLoRADense.from_cell(nf4, LoraConfig(lora_rank=2, **fields)),
-        UnsupportedCellError,
-        f"The weight is quantized, which {name} does not support",
-    )
+    message = part(f"The weight is quantized, which {name} does not support")
+    refused(UnsupportedCellError, message, QLoRADense.from_cell, nf4, LoraConfig(lora_rank=2, **fields))

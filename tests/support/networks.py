@@ -2,7 +2,6 @@
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, nn
 
 # How far a result may be from the float64 oracle, relative to the largest element of the oracle.
@@ -46,13 +45,6 @@ def gradients(cell, x, weights):
     """Returns d sum(cell(x) * weights) / d x, then / d each tensor of the adapter, as MindSpore computes them."""
     of_x, of_adapter = ms.grad(WeightedSum(cell), 0, cell.lora_parameters())(Tensor(x), Tensor(weights))
     return (of_x, *of_adapter)
-
-
-def refused(kind, message, call, *arguments, **keys):
-    """Asserts that a call raises an error of this class with exactly this message."""
-    with pytest.raises(kind) as error:
-        call(*arguments, **keys)
-    assert str(error.value) == message
 
 
 def adapters(network):

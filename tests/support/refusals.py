@@ -1,5 +1,6 @@
-"""Asserts that a call is refused: with the right class of error, the right words, and the network as it was."""
+"""Asserts that a call is refused: the right class of error, the right words, and network or folder as they were."""
 
+import os
 import re
 
 import pytest
@@ -35,6 +36,13 @@ def refused_unchanged(network, kind, message, call, *arguments, **keys):
     refused(kind, message, call, *arguments, **keys)
     assert snapshot(network) == before
     assert _cells(network) == cells
+
+
+def refused_unwritten(folder, kind, message, call, *arguments, **keys):
+    """Does what ``refused`` does, and asserts that ``folder`` holds the same files and folders as before."""
+    before = sorted(os.listdir(folder))
+    refused(kind, message, call, *arguments, **keys)
+    assert sorted(os.listdir(folder)) == before
 
 
 def _cells(network):
