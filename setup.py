@@ -64,7 +64,6 @@ setup(
         "ms27": _pair("2.7.2"),
         "plot": ["matplotlib"],
         "data": ["tokenizers", "transformers"],
-        "docs": ["mkdocs>=1.6,<2", "mkdocstrings[python]>=1,<2"],
         "test": ["pytest", "pytest-xdist", "matplotlib", "tokenizers", "transformers", "hypothesis"],
     },
     entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},

@@ -85,9 +85,8 @@ def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
         metadata (str): Text to store with them, which read returns.
     """
     with atomic.replace_file(path) as written, open(written, "wb") as file:
-        file.write(_record(_FIRST, "Int32", (), np.int32(1).tobytes()))
-        _write_arrays(file, tensors.items())
-        file.write(_record(_METADATA, "str", (0,), np.array(metadata).tobytes()))
+        _write_arrays(file, [(_FIRST, np.array(1, "<i4")), *tensors.items()])
+        _write_record(file, _METADATA, "str", (0,), np.array(metadata))
 
 
 def write_arrays(path: str, arrays: Iterable[Tuple[str, np.ndarray]]) -> None:
@@ -102,13 +101,16 @@ def _write_arrays(file: BinaryIO, arrays: Iterable[Tuple[str, np.ndarray]]) -> N
             np.array_split(array, math.ceil(array.nbytes / _PIECE_BYTES)) if array.nbytes > _PIECE_BYTES else [array]
         )
         for piece in pieces:
-            file.write(_record(name, _NAMES[array.dtype], array.shape, piece.tobytes()))
+            _write_record(file, name, _NAMES[array.dtype], array.shape, piece)
 
 
-def _record(name: str, dtype: str, shape: Tuple[int, ...], content: bytes) -> bytes:
+def _write_record(file: BinaryIO, name: str, dtype: str, shape: Tuple[int, ...], array: np.ndarray) -> None:
+    # Each message begins with its size, so what comes before the elements is made first, and they are never copied.
     dims = b"".join(protobuf.number(_DIMS, size) for size in shape)
-    tensor = dims + protobuf.content(_TYPE, dtype.encode()) + protobuf.content(_CONTENT, content)
-    return protobuf.content(_VALUE, protobuf.content(_TAG, name.encode()) + protobuf.content(_TENSOR, tensor))
+    tensor = dims + protobuf.content(_TYPE, dtype.encode()) + protobuf.head(_CONTENT, array.nbytes)
+    value = protobuf.content(_TAG, name.encode()) + protobuf.head(_TENSOR, len(tensor) + array.nbytes) + tensor
+    file.write(protobuf.head(_VALUE, len(value) + array.nbytes) + value)
+    file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
 def _records(path: str, wanted: Callable[[str], bool]) -> Dict[str, List[_Tensor]]:

@@ -60,7 +60,12 @@ def number(field: int, value: int) -> bytes:
 
 def content(field: int, value: bytes) -> bytes:
     """Returns the bytes of a field that is a string, bytes or a message."""
-    return _encoded(field << 3 | CONTENT) + _encoded(len(value)) + value
+    return head(field, len(value)) + value
+
+
+def head(field: int, size: int) -> bytes:
+    """Returns the bytes that come before the ``size`` bytes of a string, bytes or a message."""
+    return _encoded(field << 3 | CONTENT) + _encoded(size)
 
 
 def _varint(message: memoryview, at: int) -> Tuple[int, int]:

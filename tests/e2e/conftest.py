@@ -1,7 +1,5 @@
 """Made once for all end-to-end tests: data, a base checkpoint, and an adapter trained on it through the tiny YAML."""
 
-import fcntl
-import os
 import shutil
 import types
 
@@ -25,47 +23,23 @@ def data(tmp_path_factory):
     return paths
 
 
-def made_once(tmp_path_factory, name, make):
-    """Returns a folder that ``make(folder)`` has filled, once for all processes of pytest-xdist."""
-    root = tmp_path_factory.getbasetemp()
-    # Each process of pytest-xdist has its own folder inside a shared one.
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    folder, finished = root / name, root / f"{name}.finished"
-    with open(root / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not finished.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            make(folder)
-            finished.touch()
-    return folder
-
-
 @pytest.fixture(scope="session")
 def base(data, tmp_path_factory):
     """A checkpoint of a tiny Llama that counts by threes."""
-
-    def make(folder):
-        flags = ("--train_dataset_dir", data.base, "--batch_size", "4", "--epochs", "8")
-        succeeded(launch(folder, *flags, config=BASE_YAML))
-        (written,) = (folder / "output" / "checkpoint" / "rank_0").glob("*.ckpt")
-        shutil.copy(written, folder / "base.ckpt")
-
-    return made_once(tmp_path_factory, "base", make) / "base.ckpt"
+    folder = tmp_path_factory.mktemp("base")
+    flags = ("--train_dataset_dir", data.base, "--batch_size", "4", "--epochs", "8")
+    succeeded(launch(folder, *flags, config=BASE_YAML))
+    (written,) = (folder / "output" / "checkpoint" / "rank_0").glob("*.ckpt")
+    return shutil.copy(written, folder / "base.ckpt")
 
 
 @pytest.fixture(scope="session")
 def trained(data, base, tmp_path_factory):
     """A run of mindlora-run that teaches the base to count by fives: its folder, output and adapter."""
-
-    def make(folder):
-        stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING))
-        (folder / "stdout.txt").write_text(stdout, encoding="utf-8")
-
-    folder = made_once(tmp_path_factory, "trained", make)
+    folder = tmp_path_factory.mktemp("trained")
+    stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING))
     return types.SimpleNamespace(
-        stdout=(folder / "stdout.txt").read_text(encoding="utf-8"),
-        output=folder / "output",
-        adapter=folder / "output" / "lora_checkpoint" / "best",
+        stdout=stdout, output=folder / "output", adapter=folder / "output" / "lora_checkpoint" / "best"
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.formats import ckpt_file, protobuf
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from tests.support.adapter_samples import record
 
 DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8"]
 DTYPES += ["uint64", "uint32", "uint16", "uint8", "bool"]
@@ -128,14 +129,14 @@ def test_only_wanted_tensors_are_returned(tmp_path):
             "has a twice",
         ),
         ([("a", "Int8", (2,), b"1")], TruncatedAdapterError, r"a is Int8 \[2\] in 1 bytes"),
-        ([("a", "Int8", (2**64 - 1,), b"1")], TruncatedAdapterError, r"a is Int8 \[-1\] in 1 bytes"),
+        ([("a", "Int8", (-1,), b"1")], TruncatedAdapterError, r"a is Int8 \[-1\] in 1 bytes"),
         ([("a", "Int8", (1,) * 33, b"1")], TruncatedAdapterError, "a is Int8 .* in 1 bytes"),
         ([("mindlora_begin", "Int32", (), b"1234")], TruncatedAdapterError, "its last record is missing"),
         ([("mindlora", "str", (0,), b"1234")], TruncatedAdapterError, "its last record is not text"),
     ],
 )
 def test_damaged_records(tmp_path, records, error, message):
-    (tmp_path / "a.ckpt").write_bytes(b"".join(ckpt_file._record(*record) for record in records))
+    (tmp_path / "a.ckpt").write_bytes(record(*records))
     with pytest.raises(error, match=message):
         read(tmp_path / "a.ckpt")
 
