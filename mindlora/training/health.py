@@ -1,0 +1,100 @@
+"""What AdapterHealth reports about each adapter, and how its numbers follow from A and B."""
+
+import dataclasses
+import math
+from typing import Any, Dict, List, Optional
+
+
+@dataclasses.dataclass(frozen=True)
+class PartHealth:
+    """One tensor of a cell's adapter: A, B, a magnitude of DoRA or a vector of VeRA.
+
+    Attributes:
+        size (int): Number of elements.
+        norm (float): Frobenius norm.
+        zeros (float): Share of elements that are exactly zero.
+        gradient_norm (float or None): Norm of its gradient in the last step, before clipping; None if it is not known.
+        update (float or None): |P_t - P_(t-1)| / |P_(t-1)| of the last step; None if it does not train, was zero or was
+            not seen before the step, or if the step was skipped.
+    """
+
+    size: int
+    norm: float
+    zeros: float
+    gradient_norm: Optional[float] = None
+    update: Optional[float] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CellHealth:
+    """The adapter of one cell.
+
+    D is what the adapter has changed in the weight: scale B A, or scale (B A - B0 A0) where the initial pair was
+    subtracted from the base (PiSSA, OLoRA). The last three are None for VeRA and for convolutions with groups, and the
+    effective rank also where D is zero.
+
+    Attributes:
+        rank (int): Rank r; 2 r where an initial pair was subtracted, as D can have that rank then.
+        zero_part (str): The part that is zero until it trains: usually "B".
+        parts (dict): Name of the part -> PartHealth.
+        effective_rank (float or None): exp(entropy of the singular values of D over their sum), from 1 to ``rank``.
+        change_norm (float or None): |D|.
+        change (float or None): |D| / |W|; None also if |W| is not known.
+    """
+
+    rank: int
+    zero_part: str
+    parts: Dict[str, PartHealth]
+    effective_rank: Optional[float] = None
+    change_norm: Optional[float] = None
+    change: Optional[float] = None
+
+    @property
+    def gradient_norm(self) -> Optional[float]:
+        """The norm of the gradients of all parts together, or None if none is known."""
+        known = [part.gradient_norm for part in self.parts.values() if part.gradient_norm is not None]
+        return math.hypot(*known) if known else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a rule found at one cell, one layer, or (with an empty path) in the whole run.
+
+    Attributes:
+        rule (str): Name of the rule, as in docs/health.md.
+        path (str): Path of the cell or of the layer.
+        message (str): What is wrong, with its figures.
+        advice (str): What to change.
+    """
+
+    rule: str
+    path: str
+    message: str
+    advice: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthReport:
+    """All adapters after one step.
+
+    Attributes:
+        step (int): The step.
+        cells (dict): Path of the cell -> CellHealth, in the order of the network.
+        findings (list of Finding): Every rule that holds at this step, also those that held before.
+    """
+
+    step: int
+    cells: Dict[str, CellHealth]
+    findings: List[Finding] = dataclasses.field(default_factory=list)
+
+    def to_json(self) -> Dict[str, Any]:
+        """Returns the report as JSON values; a number that is not finite becomes None."""
+        return _json_value(dataclasses.asdict(self))
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
