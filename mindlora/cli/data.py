@@ -36,23 +36,7 @@ def _data_options(parser):
         default="alpaca",
         help=r"prompt template: alpaca (default), plain, or a text with {instruction}, {input} and \n for a new line",
     )
-    alpaca.add_argument(
-        "--holdout",
-        type=float,
-        default=0.0,
-        metavar="FRACTION",
-        help="share of the rows, the last ones, to write to X-heldout.mindrecord instead (default: 0)",
-    )
-    alpaca.add_argument(
-        "--truncate", action="store_true", help="cut outputs that are too long instead of skipping their rows"
-    )
-    alpaca.add_argument("--strict", action="store_true", help="write nothing and fail if any row cannot be used")
-    alpaca.add_argument(
-        "--train-tokenizer",
-        type=int,
-        metavar="VOCAB_SIZE",
-        help="first train a byte-level BPE tokenizer of this size on the input and save it in the folder T",
-    )
+    _add_example_options(alpaca)
     add_command(alpaca, convert_alpaca)
     text = kinds.add_parser("text", help="plain text to pretrain on, packed into full rows")
     _add_conversion_options(text, "FILE.txt")
@@ -84,6 +68,38 @@ def _add_conversion_options(parser, input_kind):
     parser.add_argument("--overwrite", action="store_true", help="replace existing output files")
 
 
+def _add_example_options(parser):
+    """Adds what alpaca and chat have in common; _example_settings reads it."""
+    parser.add_argument(
+        "--holdout",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="share of the rows, drawn by --seed, to write to X-heldout.mindrecord instead (default: 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="what is drawn depends on it (default: 0)")
+    parser.add_argument("--truncate", action="store_true", help="cut rows that are too long instead of skipping them")
+    parser.add_argument("--strict", action="store_true", help="write nothing and fail if any row cannot be used")
+    parser.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="first train a byte-level BPE tokenizer of this size on the input and save it in the folder T",
+    )
+
+
+def _example_settings(arguments):
+    return {
+        "holdout": arguments.holdout,
+        "seed": arguments.seed,
+        "truncate": arguments.truncate,
+        "strict": arguments.strict,
+        "train_vocab_size": arguments.train_tokenizer,
+        "ignore_token_id": arguments.ignore_token_id,
+        "overwrite": arguments.overwrite,
+    }
+
+
 def convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
     """Runs mindlora data alpaca."""
     _quiet_transformers()
@@ -95,12 +111,7 @@ def convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
         arguments.tokenizer,
         arguments.seq_length,
         template=arguments.template.replace("\\n", "\n"),
-        holdout=arguments.holdout,
-        truncate=arguments.truncate,
-        strict=arguments.strict,
-        train_vocab_size=arguments.train_tokenizer,
-        ignore_token_id=arguments.ignore_token_id,
-        overwrite=arguments.overwrite,
+        **_example_settings(arguments),
     )
 
 

@@ -1,9 +1,9 @@
-"""What every conversion to MindRecord shares: encoded rows, their two columns, and the report.
+"""What every conversion to MindRecord shares: examples as tokens, rows of two columns, and the report.
 
 Every row has two columns, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. In training, LlamaForCausalLM
 drops the last of the input_ids and the first of the labels, so that seq_length positions remain and position i predicts
 token i + 1; a label is therefore at the position of its own token. Labels equal to ignore_token_id do not count in the
-loss: those of the prompt and of the padding. A YAML for such data has ``train_dataset.data_loader.type: MindDataset``
+loss: those of prompts and of the padding. A YAML for such data has ``train_dataset.data_loader.type: MindDataset``
 with ``dataset_dir`` naming the file, ``input_columns: ["input_ids", "labels"]``, and ``train_dataset_task.type:
 CausalLanguageModelDataset``. Name the file, not its folder, because MindFormers reads every MindRecord in a folder.
 MindFormers' own evaluation (``do_eval``) drops no token, so its rows need seq_length tokens: convert with one less.
@@ -76,10 +76,15 @@ class DataReport:
 
 
 class Encoded(NamedTuple):
-    """The tokens of one row, int32 [n], and how many of them, from the start, are the prompt, which is not learned."""
+    """One example as tokens.
+
+    Attributes:
+        tokens (numpy.ndarray): int32 [n].
+        learned (numpy.ndarray): bool [n], True where the token counts in the loss.
+    """
 
     tokens: np.ndarray
-    prompt_length: int
+    learned: np.ndarray
 
     def columns(
         self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
@@ -87,19 +92,19 @@ class Encoded(NamedTuple):
         """Returns input_ids and labels, int32 [seq_length + 1] each, padded at the end.
 
         Args:
-            seq_length (int): seq_length of the model; the row must have at most one token more.
+            seq_length (int): seq_length of the model; the example must have at most one token more.
             pad_token_id (int): Id of the padding in input_ids.
-            ignore_token_id (int): Label of the prompt and of the padding. Default: -100.
+            ignore_token_id (int): Label of the padding and of what is not learned. Default: -100.
         """
         input_ids = np.full(seq_length + 1, pad_token_id, np.int32)
         labels = np.full(seq_length + 1, ignore_token_id, np.int32)
         input_ids[: len(self.tokens)] = self.tokens
-        labels[self.prompt_length : len(self.tokens)] = self.tokens[self.prompt_length :]
+        labels[: len(self.tokens)][self.learned] = self.tokens[self.learned]
         return {"input_ids": input_ids, "labels": labels}
 
 
 class RowFormat(NamedTuple):
-    """What turns encoded rows into columns.
+    """What turns examples into rows of columns.
 
     Attributes:
         tokenizer: As load_tokenizer returns it.
@@ -111,10 +116,13 @@ class RowFormat(NamedTuple):
     seq_length: int
     ignore_token_id: int
 
-    def columns(self, rows: Iterable[Encoded]) -> Iterator[Dict[str, np.ndarray]]:
-        """Yields the columns of one row at a time, because padding can take many times the memory of the tokens."""
+    def columns(self, examples: Iterable[Encoded]) -> Iterator[Dict[str, np.ndarray]]:
+        """Makes rows of examples, of alpaca, chat and text alike; here each example becomes a row of its own.
+
+        Yields the columns of one row at a time, because padding can take many times the memory of the tokens.
+        """
         pad = tokenizers.special_ids(self.tokenizer).pad
-        return (row.columns(self.seq_length, pad, self.ignore_token_id) for row in rows)
+        return (example.columns(self.seq_length, pad, self.ignore_token_id) for example in examples)
 
     def report(self, encoded: List[Encoded], output: str, notes: Iterable[str] = (), **counts: Any) -> DataReport:
         """Returns the report of ``encoded``; ``counts`` overrides its fields about rows held out, skipped and cut."""
@@ -124,7 +132,7 @@ class RowFormat(NamedTuple):
             output=output,
             tokens=sum(len(row.tokens) for row in encoded),
             # No position predicts the first token of a row.
-            trained_tokens=sum(len(row.tokens) - max(row.prompt_length, 1) for row in encoded),
+            trained_tokens=sum(int(row.learned[1:].sum()) for row in encoded),
             longest=max(len(row.tokens) for row in encoded),
             seq_length=self.seq_length,
             vocab_size=tokenizers.vocabulary_size(self.tokenizer),

@@ -52,9 +52,9 @@ def convert_text(
     tokens = np.concatenate(
         [part for document in progress(documents, "tokenizing") for part in _encode(document, tokenizer)]
     )
-    encoded = [Encoded(tokens[start : start + seq_length + 1], 0) for start in range(0, len(tokens), seq_length + 1)]
-    if len(encoded[-1].tokens) == 1:
-        encoded.pop()  # a single token has nothing to predict
+    rows = [tokens[start : start + seq_length + 1] for start in range(0, len(tokens), seq_length + 1)]
+    # A single token that is left over has nothing to predict.
+    encoded = [Encoded(row, np.ones(len(row), bool)) for row in rows if len(row) > 1]
     row_format = RowFormat(tokenizer, seq_length, ignore_token_id)
     write_mindrecord(row_format.columns(encoded), output_path, overwrite=overwrite)
     return row_format.report(encoded, output_path)

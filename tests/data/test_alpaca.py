@@ -41,7 +41,7 @@ def test_only_the_output_and_eos_are_learned(tmp_path, tokenizer, record, templa
 
 
 def test_columns_pad_and_mask_exactly():
-    encoded = Encoded(np.array([1, 10, 11, 20, 2], np.int32), 3)
+    encoded = Encoded(np.array([1, 10, 11, 20, 2], np.int32), np.array([0, 0, 0, 1, 1], bool))
     columns = encoded.columns(6, pad_token_id=9, ignore_token_id=-1)
     assert columns["input_ids"].tolist() == [1, 10, 11, 20, 2, 9, 9]
     assert columns["labels"].tolist() == [-1, -1, -1, 20, 2, -1, -1]
@@ -156,7 +156,7 @@ def test_truncate_cuts_the_output_but_never_the_prompt(tmp_path, tokenizer):
     assert len(cut["input_ids"]) == 101 and EOS not in cut["input_ids"] and cut["labels"][-1] == cut["input_ids"][-1]
     assert long_output["output"].startswith(learned(cut, tokenizer))
     # The shortest row that can be learned from: all of the prompt and one token of the output.
-    shortest = encode_row(ENGLISH, tokenizer, "plain").prompt_length
+    shortest = int((~encode_row(ENGLISH, tokenizer, "plain").learned).sum())
     source = as_json(tmp_path / "one.json", [ENGLISH])
     report = convert_alpaca(
         source, str(tmp_path / "y.mindrecord"), tokenizer, shortest, template="plain", truncate=True
@@ -175,13 +175,21 @@ def test_an_input_that_the_template_cannot_take_is_not_dropped_silently(tmp_path
 # Whole files
 
 
-def test_holdout_takes_the_last_rows(tmp_path, tokenizer):
+def test_holdout_draws_rows_by_seed(tmp_path, tokenizer):
     records = [{"instruction": "i", "input": "", "output": f"answer {number}"} for number in range(10)]
     source = as_json(tmp_path / "in.json", records)
     report = convert_alpaca(source, str(tmp_path / "x.mindrecord"), tokenizer, 200, holdout=0.2)
     assert (report.rows, report.held_out_rows, report.held_out) == (8, 2, str(tmp_path / "x-heldout.mindrecord"))
-    outputs = [learned(row, tokenizer) for row in read_back(report.output) + read_back(report.held_out)]
-    assert outputs == [record["output"] + "</s>" for record in records]
+    kept, held_out = ([learned(row, tokenizer) for row in read_back(path)] for path in (report.output, report.held_out))
+    # Nothing is lost or doubled, and the order is kept.
+    assert sorted(kept + held_out) == [record["output"] + "</s>" for record in records]
+    assert kept == sorted(kept) and held_out == sorted(held_out) and held_out != ["answer 8</s>", "answer 9</s>"]
+    again = [
+        convert_alpaca(source, report.output, tokenizer, 200, holdout=0.2, seed=seed, overwrite=True)
+        and [learned(row, tokenizer) for row in read_back(report.held_out)]
+        for seed in (0, 1)
+    ]
+    assert again[0] == held_out != again[1]
     os.unlink(report.output)
     with pytest.raises(DataError, match="x-heldout.mindrecord exists already"):
         convert_alpaca(source, report.output, tokenizer, 200, holdout=0.2)

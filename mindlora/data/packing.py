@@ -1,0 +1,150 @@
+"""Packing: rows that hold many whole examples, which the model must keep apart (mindlora.training.segment_mask).
+
+An example begins at each boundary token. Every row of a packed MindRecord names that token in the column ``boundary``,
+int32 [1], so that a run can tell that its data is packed; MindFormers reads only the columns in input_columns.
+"""
+
+import bisect
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence
+
+import numpy as np
+
+from mindlora.data.conversion import Encoded
+from mindlora.errors import DataError
+
+
+class Boundary(NamedTuple):
+    """The token at which an example of a packed row begins.
+
+    Attributes:
+        token (int): Its id.
+        is_padding (bool): It is padding put before each example but the first of a row. Otherwise every example, also
+            the first, begins with it anyway.
+    """
+
+    token: int
+    is_padding: bool
+
+    def size(self, length: int) -> int:
+        """Returns the tokens that an example of ``length`` tokens takes in a row of ``capacity`` tokens."""
+        return length + self.is_padding
+
+    def capacity(self, seq_length: int) -> int:
+        """Returns the sum of sizes that a row can hold: of its seq_length + 1 tokens, the first needs no padding."""
+        return seq_length + 1 + self.is_padding
+
+
+def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> Boundary:
+    """Returns bos if every example begins with it and has it nowhere else, and otherwise padding.
+
+    Args:
+        examples (sequence of Encoded): All examples that are to be packed, in whatever files.
+        bos (int or None): Beginning-of-sequence token of the tokenizer.
+        pad (int): Padding token of the tokenizer.
+
+    Raises:
+        DataError: Padding is needed and an example has it before its last token, so it cannot mark a boundary.
+    """
+    if bos is not None and all(row.tokens[0] == bos and not (row.tokens[1:] == bos).any() for row in examples):
+        return Boundary(bos, is_padding=False)
+    # As the last token it does no harm: it then marks the boundary one token early, and nothing after it is learned.
+    padded = sum((row.tokens[:-1] == pad).any() for row in examples)
+    if padded:
+        raise DataError(
+            f"Packing needs a token that separates examples, and the padding token (id {pad}) occurs inside {padded} of "
+            f"the {len(examples)} examples. Give the tokenizer a padding token of its own (pad_token in its "
+            "tokenizer_config.json), or convert without --pack."
+        )
+    return Boundary(pad, is_padding=True)
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> List[List[int]]:
+    """Puts items into as few bins as it can: best-fit decreasing, at most 11/9 of the fewest bins, plus 1.
+
+    From the largest item to the smallest, each goes into the fullest bin that still has room for it (Johnson et al.,
+    1974).
+
+    Args:
+        sizes (sequence of int): Sizes, at least 1 and at most ``capacity``.
+        capacity (int): What the sizes in one bin may add up to.
+
+    Returns:
+        list of list of int, the positions in ``sizes`` of the items in each bin.
+    """
+    bins: List[List[int]] = []
+    free: List[tuple] = []  # (room, bin) of each bin that is not full, sorted
+    for item in np.argsort(-np.asarray(sizes), kind="stable").tolist():
+        found = bisect.bisect_left(free, (sizes[item],))
+        if found < len(free):
+            room, number = free.pop(found)
+        else:
+            room, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        if room > sizes[item]:
+            bisect.insort(free, (room - sizes[item], number))
+    return bins
+
+
+def pack(examples: Sequence[Encoded], boundary: Boundary, seq_length: int, seed: int = 0) -> List[Encoded]:
+    """Returns rows of at most seq_length + 1 tokens that hold all examples, none of them split.
+
+    Nothing learns the first token of an example, because the token before it belongs to another one.
+
+    Args:
+        examples (sequence of Encoded): Of at most seq_length + 1 tokens each.
+        boundary (Boundary): As find_boundary returns it.
+        seq_length (int): seq_length of the model.
+        seed (int): Of the order of the rows. Default: 0.
+    """
+    sizes = [boundary.size(len(row.tokens)) for row in examples]
+    rows = best_fit(sizes, boundary.capacity(seq_length))
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return [_join([examples[item] for item in rows[number]], boundary) for number in order]
+
+
+def _join(examples, boundary):
+    """Returns one row of some examples."""
+    gap = np.full(int(boundary.is_padding), boundary.token, np.int32)
+    tokens, learned = [], []
+    for number, row in enumerate(examples):
+        before = gap if number else gap[:0]
+        tokens += [before, row.tokens]
+        learned += [np.zeros(len(before) + 1, bool), row.learned[1:]]
+    return Encoded(np.concatenate(tokens), np.concatenate(learned))
+
+
+def example_ends(row: Encoded, boundary: Boundary, seq_length: int) -> np.ndarray:
+    """Returns where the examples of a packed row end among the seq_length tokens that the model sees: int32 [examples].
+
+    The ends grow, and the last one is seq_length: the padding after the last example counts as part of it, as does the
+    padding between two examples as part of the first. This is what MindFormers calls actual_seq_len.
+    """
+    starts = np.flatnonzero(row.tokens == boundary.token)
+    ends = starts + 1 if boundary.is_padding else starts[1:]
+    return np.append(ends[ends < seq_length], seq_length).astype(np.int32)
+
+
+def packed_columns(
+    rows: Sequence[Encoded],
+    columns: Iterable[Dict[str, np.ndarray]],
+    boundary: Boundary,
+    actual_seq_len: Optional[int] = None,
+) -> Iterator[Dict[str, np.ndarray]]:
+    """Yields the columns of packed rows with those that say how they are packed.
+
+    Args:
+        rows (sequence of Encoded): As pack returns them.
+        columns (iterable of dict): Their columns input_ids and labels.
+        boundary (Boundary): The column ``boundary``, int32 [1], is its token.
+        actual_seq_len (int, optional): seq_length of the model, to add the column ``actual_seq_len``: the ends of the
+            examples (see example_ends), of one length in all rows, filled up with seq_length. Default: None, no column.
+    """
+    ends = [] if actual_seq_len is None else [example_ends(row, boundary, actual_seq_len) for row in rows]
+    longest = max(map(len, ends), default=0)
+    for number, row in enumerate(columns):
+        row = {**row, "boundary": np.array([boundary.token], np.int32)}
+        if ends:
+            filling = (0, longest - len(ends[number]))
+            row["actual_seq_len"] = np.pad(ends[number], filling, constant_values=actual_seq_len)
+        yield row
