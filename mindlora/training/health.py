@@ -1,4 +1,4 @@
-"""What AdapterHealth reports about each adapter, and how its numbers follow from A and B."""
+"""The form of what AdapterHealth reports: parts, cells, findings."""
 
 import dataclasses
 import math
