@@ -81,6 +81,24 @@ def _add_example_options(parser):
     parser.add_argument("--truncate", action="store_true", help="cut rows that are too long instead of skipping them")
     parser.add_argument("--strict", action="store_true", help="write nothing and fail if any row cannot be used")
     parser.add_argument(
+        "--pack",
+        action="store_true",
+        help="put many examples into a row, which LoraTrainOneStepCell keeps apart: little padding, the same loss",
+    )
+    parser.add_argument(
+        "--actual-seq-len",
+        action="store_true",
+        help="with --pack: add the column actual_seq_len, for use_eod_attn_mask_compression on Ascend",
+    )
+    parser.add_argument(
+        "--stats",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="PNG",
+        help="print the lengths of the examples and the share of padding; with a file, draw a histogram too",
+    )
+    parser.add_argument(
         "--train-tokenizer",
         type=int,
         metavar="VOCAB_SIZE",
@@ -96,6 +114,9 @@ def _example_settings(arguments):
         "strict": arguments.strict,
         "train_vocab_size": arguments.train_tokenizer,
         "ignore_token_id": arguments.ignore_token_id,
+        "pack": arguments.pack,
+        "actual_seq_len": arguments.actual_seq_len,
+        "stats": arguments.stats,
         "overwrite": arguments.overwrite,
     }
 

@@ -34,12 +34,14 @@ class DataReport:
         truncated (list of str): Locations of the rows whose output was cut.
         tokens (int): Tokens in all rows, padding not counted.
         trained_tokens (int): Labels that count in the loss.
-        longest (int): Tokens in the longest row.
+        longest (int): Tokens in the longest example.
         seq_length (int): seq_length of the model; a row has one token more.
         vocab_size (int): The smallest vocab_size that the model may have.
         pad_token_id (int): Id of the padding.
         ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What else the user should know.
+        packed (bool): A row holds many examples.
+        statistics (LengthStatistics or None): Of the lengths of the examples, where it was asked for.
     """
 
     output: str
@@ -56,17 +58,21 @@ class DataReport:
     pad_token_id: int
     ignore_token_id: int
     notes: List[str]
+    packed: bool = False
+    statistics: Optional[object] = None
 
     def __str__(self):
-        lines = [f"{self.output}: {self.rows} rows of {self.seq_length + 1} tokens"]
+        kind = "packed rows" if self.packed else "rows"
+        lines = [f"{self.output}: {self.rows} {kind} of {self.seq_length + 1} tokens"]
         if self.held_out:
-            lines.append(f"{self.held_out}: {self.held_out_rows} rows, held out")
+            lines.append(f"{self.held_out}: {self.held_out_rows} {kind}, held out")
         lines += [f"skipped, {line}" for line in describe_skipped(self.skipped)]
         if self.truncated:
             lines.append(f"output cut at the end: {_first(self.truncated)}")
         lines.append(
-            f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest row has {self.longest}"
+            f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest example has {self.longest}"
         )
+        lines += [str(self.statistics)] if self.statistics else []
         lines += [f"note: {note}" for note in self.notes]
         lines.append(
             f"model_config: seq_length: {self.seq_length}, vocab_size: {self.vocab_size} or more, "

@@ -51,9 +51,9 @@ def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> 
     padded = sum((row.tokens[:-1] == pad).any() for row in examples)
     if padded:
         raise DataError(
-            f"Packing needs a token that separates examples, and the padding token (id {pad}) occurs inside {padded} of "
-            f"the {len(examples)} examples. Give the tokenizer a padding token of its own (pad_token in its "
-            "tokenizer_config.json), or convert without --pack."
+            f"The examples cannot be packed: padding (id {pad}) would separate them, and {padded} of {len(examples)} "
+            "have it inside. Give the tokenizer a padding token of its own (pad_token in its tokenizer_config.json), "
+            "or convert without --pack."
         )
     return Boundary(pad, is_padding=True)
 

@@ -3,15 +3,18 @@
 import abc
 import contextlib
 import dataclasses
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 
-from mindlora.data import tokenizers
+from mindlora.common import atomic
+from mindlora.data import histogram, tokenizers
 from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length, describe_skipped
 from mindlora.data.instruction_rows import Row
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
+from mindlora.data.packing import find_boundary, pack, packed_columns
 from mindlora.data.progress import progress
+from mindlora.data.statistics import length_statistics
 from mindlora.errors import DataError
 
 
@@ -22,12 +25,15 @@ class Settings:
     Attributes:
         seq_length (int): seq_length of the model; an example has at most one token more.
         holdout (float): Share of the usable examples to write to X-heldout.mindrecord instead, drawn by ``seed``.
-        seed (int): What is drawn depends on it and on the number of examples alone.
+        seed (int): What is drawn depends on it and on the number of examples alone. It also orders packed rows.
         truncate (bool): Cut what is too long (see Examples.cut) instead of skipping it.
         strict (bool): Fail if any row cannot be used.
         train_vocab_size (int, optional): Train a tokenizer of this size on the usable rows (see train_tokenizer) and
             save it at ``tokenizer``, which must then be a path.
         ignore_token_id (int): ignore_token_id of the model.
+        pack (bool): Put many examples into a row (see mindlora.data.packing).
+        actual_seq_len (bool): Add the column actual_seq_len to packed rows, for flash attention on Ascend.
+        stats (bool or str): Report on the lengths of the examples; a path also draws their histogram, as a PNG.
         overwrite (bool): Replace what exists at the output paths.
     """
 
@@ -38,6 +44,9 @@ class Settings:
     strict: bool = False
     train_vocab_size: Optional[int] = None
     ignore_token_id: int = IGNORE_TOKEN_ID
+    pack: bool = False
+    actual_seq_len: bool = False
+    stats: Union[bool, str] = False
     overwrite: bool = False
 
     def check(self) -> None:
@@ -47,6 +56,10 @@ class Settings:
             raise DataError(f"holdout is {self.holdout}: it must be a share of the rows, at least 0 and below 1.")
         if not isinstance(self.seed, int) or self.seed < 0:
             raise DataError(f"seed is {self.seed!r}: it must be a whole number of at least 0.")
+        if self.actual_seq_len and not self.pack:
+            raise DataError("actual_seq_len is set and pack is not: it says where the examples of a packed row end.")
+        if isinstance(self.stats, str):
+            histogram.check_output(self.stats)
 
 
 class Examples(abc.ABC):
@@ -117,13 +130,15 @@ def convert_examples(
     tokenized = _tokenize(good, examples, loaded, settings)
     skipped.update(tokenized.skipped)
     _check_usable(source, tokenized.encoded, skipped, settings.strict)
-    kept, held_out = hold_out(tokenized.encoded, settings.holdout, settings.seed)
     row_format = RowFormat(loaded, settings.seq_length, settings.ignore_token_id)
+    columns = _row_maker(tokenized.encoded, row_format, settings)
+    statistics = _statistics(tokenized.encoded, loaded, settings)
+    kept, held_out = hold_out(tokenized.encoded, settings.holdout, settings.seed)
     held_out_path = held_out_name(output_path) if held_out else None
     # What is entered first is moved into place last: the output exists only when everything else does.
     with contextlib.ExitStack() as outputs:
         counts = [
-            write_rows(row_format.columns(part), outputs.enter_context(replace_mindrecord(path))) if path else 0
+            write_rows(columns(part), outputs.enter_context(replace_mindrecord(path))) if path else 0
             for path, part in ((output_path, kept), (held_out_path, held_out))
         ]
         if settings.train_vocab_size is not None:
@@ -137,7 +152,39 @@ def convert_examples(
         held_out_rows=counts[1],
         skipped=skipped,
         truncated=tokenized.truncated,
+        packed=settings.pack,
+        statistics=statistics,
     )
+
+
+def _row_maker(examples, row_format, settings):
+    """Returns what makes the columns of rows from some of the examples: one in each row, or packed."""
+    if not settings.pack:
+        return row_format.columns
+    special = tokenizers.special_ids(row_format.tokenizer)
+    boundary = find_boundary(examples, special.bos, special.pad)
+
+    def packed(part):
+        rows = pack(part, boundary, settings.seq_length, settings.seed)
+        return packed_columns(
+            rows, row_format.columns(rows), boundary, settings.seq_length if settings.actual_seq_len else None
+        )
+
+    return packed
+
+
+def _statistics(examples, tokenizer, settings):
+    """Returns the statistics of the examples and draws their histogram, as the settings ask for them."""
+    if not settings.stats:
+        return None
+    special, boundary = tokenizers.special_ids(tokenizer), None
+    with contextlib.suppress(DataError):
+        boundary = find_boundary(examples, special.bos, special.pad)
+    statistics = length_statistics(examples, settings.seq_length, boundary)
+    if isinstance(settings.stats, str):
+        with atomic.replace_file(settings.stats) as path:
+            histogram.draw_lengths(statistics, path)
+    return statistics
 
 
 def check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> None:

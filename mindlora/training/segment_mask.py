@@ -1,0 +1,38 @@
+"""The attention mask of packed rows: no example of a row sees another one."""
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+
+class SegmentMask(nn.Cell):
+    """Adds to a causal mask that tokens of different examples do not see each other.
+
+    Every boundary token begins an example, so the number of an example within its row is the count of boundary tokens
+    up to a position, ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``, and position i sees position j only if the
+    causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions need not
+    be counted anew in each example where only their difference matters, as with rotary embeddings.
+
+    Args:
+        causal_mask (nn.Cell): MindFormers' LowerTriangularMaskWithDynamic, or any cell that makes a mask
+            [batch, 1, N, N] from tokens [batch, N]. In uint8, 1 masks and 0 does not (flash attention); in any other
+            dtype the mask is added to the scores, and -10000 masks.
+        boundary (int): Token that begins an example.
+
+    Inputs:
+        - **tokens** (Tensor) - int32 [batch, N].
+
+    Outputs:
+        Tensor [batch, 1, N, N] of the causal mask's dtype.
+    """
+
+    def __init__(self, causal_mask: nn.Cell, boundary: int):
+        super().__init__(auto_prefix=False)
+        self.causal_mask, self.boundary = causal_mask, boundary
+        self.count = ops.CumSum()  # mint's has no CPU kernel
+
+    def construct(self, tokens: Tensor) -> Tensor:
+        mask = self.causal_mask(tokens)
+        segment = self.count((tokens == self.boundary).astype(mstype.int32), 1)
+        different = (segment.expand_dims(2) != segment.expand_dims(1)).expand_dims(1)
+        masked = 1 if mask.dtype == mstype.uint8 else -10000.0
+        return ops.where(different, Tensor(masked, mask.dtype), mask)
