@@ -5,62 +5,60 @@ from typing import AbstractSet, List, Sequence, Tuple
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+Span = Tuple[int, int]
+
 
 class FlatLayout:
-    """Where each parameter's gradient lies in the flat vector; those of ``last`` lie at its end.
+    """Where each parameter's gradient lies in the flat vector: one after the other, in the parameters' order.
 
     Args:
         parameters (Sequence[Parameter]): The trained parameters, in the order in which their gradients come.
-        last (set of str): Names of the parameters to put at the end. Default: none.
 
     Attributes:
-        names (list of str): The parameters' names in the order of the flat vector.
-        shapes (list of tuple): Their shapes.
-        offsets (list of int): Where each one begins.
+        names (list of str): The parameters' names.
+        sizes (list of int): How many elements each has.
+        offsets (list of int): Where each begins in the flat vector.
         size (int): How many elements there are in all.
-        last_size (int): How many of these belong to ``last``.
+        flatten (Cell): A tuple of gradients -> the flat vector, float32 [size].
+        unflatten (Cell): The flat vector -> a tuple of float32 gradients in the shapes of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], last: AbstractSet[str] = frozenset()):
-        self.order: List[int] = sorted(range(len(parameters)), key=lambda i: parameters[i].name in last)
-        ordered = [parameters[i] for i in self.order]
-        self.names = [parameter.name for parameter in ordered]
-        self.shapes = [tuple(parameter.shape) for parameter in ordered]
-        sizes = [parameter.size for parameter in ordered]
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.size = sum(sizes)
-        self.last_size = sum(size for name, size in zip(self.names, sizes) if name in last)
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.names = [parameter.name for parameter in parameters]
+        self.sizes = [parameter.size for parameter in parameters]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.size = sum(self.sizes)
+        self.flatten = _Flatten()
+        self.unflatten = _Unflatten(self, [tuple(parameter.shape) for parameter in parameters])
 
-    def flatten(self) -> nn.Cell:
-        """Returns a cell: a tuple of gradients, in the parameters' order -> the flat vector, float32 [size]."""
-        return _Flatten(self)
-
-    def unflatten(self) -> nn.Cell:
-        """Returns a cell: the flat vector [size] -> a tuple of gradients in the parameters' order and shapes."""
-        return _Unflatten(self)
+    def spans(self, names: AbstractSet[str]) -> List[Span]:
+        """Returns the parts (start, end) of the flat vector that belong to ``names``; neighbours are joined."""
+        spans: List[Span] = []
+        for name, start, size in zip(self.names, self.offsets, self.sizes):
+            if name in names:
+                begin = spans.pop()[0] if spans and spans[-1][1] == start else start
+                spans.append((begin, start + size))
+        return spans
 
 
 class _Flatten(nn.Cell):
-    def __init__(self, layout):
+    def __init__(self):
         super().__init__(auto_prefix=False)
-        self.order = tuple(layout.order)
 
     def construct(self, gradients: Tuple[Tensor, ...]) -> Tensor:
         parts = ()
-        for i in self.order:
-            parts += (gradients[i].astype(mstype.float32).reshape(-1),)
+        for gradient in gradients:
+            parts += (gradient.astype(mstype.float32).reshape(-1),)
         return ops.cat(parts)
 
 
 class _Unflatten(nn.Cell):
-    def __init__(self, layout):
+    def __init__(self, layout, shapes):
         super().__init__(auto_prefix=False)
-        ends = layout.offsets[1:] + [layout.size]
-        # In the order in which the gradients came.
-        self.places = tuple(place for _, place in sorted(zip(layout.order, zip(layout.offsets, ends, layout.shapes))))
+        self.places = tuple(zip(layout.offsets, layout.sizes, shapes))
 
     def construct(self, flat: Tensor) -> Tuple[Tensor, ...]:
         gradients = ()
-        for start, end, shape in self.places:
-            gradients += (flat[start:end].reshape(shape),)
+        for start, size, shape in self.places:
+            gradients += (flat[start : start + size].reshape(shape),)
         return gradients
