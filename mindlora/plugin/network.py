@@ -1,5 +1,8 @@
-"""Finds the model inside the cells that MindFormers and MindSpore wrap around it for training."""
+"""Finds the train step, and the model, inside the cells that MindFormers and MindSpore wrap around them."""
 
+from typing import Optional
+
+from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import nn
 
 
@@ -13,10 +16,37 @@ def base_of(train_network: nn.Cell) -> nn.Cell:
     Raises:
         TypeError: There is no MindFormers model inside.
     """
-    network = train_network
-    while not hasattr(network, "config"):
-        inner = getattr(network, "network", None)
-        if not isinstance(inner, nn.Cell):
-            raise TypeError(f"{type(train_network).__name__} contains no MindFormers model.")
-        network = inner
+    network = _innermost(train_network, lambda cell: hasattr(cell, "config"))
+    if network is None:
+        raise TypeError(f"{type(train_network).__name__} contains no MindFormers model.")
     return network
+
+
+def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the LoraTrainOneStepCell in the network that mindspore.Model trains, or None if there is none."""
+    return _innermost(train_network, lambda cell: hasattr(cell, "set_rate_factor"))
+
+
+def count_tokens_in_loss(train_network: nn.Cell) -> bool:
+    """Makes a model of MindFormers return the sum of its losses and the number of counted tokens, not their quotient.
+
+    Args:
+        train_network (nn.Cell): The model, or cells around it; the loss of the model is changed in place.
+
+    Returns:
+        bool, False if there is no model inside whose loss counts tokens.
+    """
+    model = _innermost(train_network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+    if model is None:
+        return False
+    model.loss.calculate_per_token_loss = True
+    return True
+
+
+def _innermost(cell, found):
+    """Returns the first cell that ``found`` accepts, from outside in, or None."""
+    while isinstance(cell, nn.Cell):
+        if found(cell):
+            return cell
+        cell = getattr(cell, "network", None)
+    return None

@@ -13,8 +13,10 @@ from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.common.text import listed
 from mindlora.errors import ConfigError
+from mindlora.plugin.log import logger
 from mindlora.plugin.network import base_of
 from mindlora.save_load import load_lora, save_lora
+from mindlora.training.rate_factor import TRANSIENT
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam
@@ -119,7 +121,7 @@ def read_metadata(folder: str) -> dict:
 
 
 def save(folder: str, params: "InternalCallbackParam") -> None:
-    """Writes a step folder: adapter, optimizer moments, loss scale, step, and the base parameters that are trained.
+    """Writes a step folder: adapter, optimizer moments, loss scale, step, trained base parameters, callbacks' state.
 
     Args:
         folder (str): The folder to write, atomically.
@@ -127,7 +129,11 @@ def save(folder: str, params: "InternalCallbackParam") -> None:
     """
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in _state_parameters(params.train_network)}
-    metadata = {"step": params.cur_step_num, "steps_per_epoch": params.batch_num}
+    metadata = {
+        "step": params.cur_step_num,
+        "steps_per_epoch": params.batch_num,
+        "callbacks": {type(callback).__name__: callback.training_state() for callback in _with_state(params)},
+    }
     with atomic.replace_folder(folder) as new:
         save_lora(base_of(params.train_network), new)
         save_file(tensors, os.path.join(new, _STATE_TENSORS))
@@ -204,6 +210,18 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
     params.cur_step_num = metadata["step"]
+    states = metadata.get("callbacks") or {}
+    for callback in _with_state(params):
+        name = type(callback).__name__
+        if name in states:
+            callback.restore_training_state(states[name])
+        else:
+            logger.warning("%s has no state of %s, which starts anew.", folder, name)
+
+
+def _with_state(params):
+    """Returns the callbacks of a run that have a state to save."""
+    return [callback for callback in params.list_callback if hasattr(callback, "training_state")]
 
 
 def _state_parameters(train_network):
@@ -211,7 +229,8 @@ def _state_parameters(train_network):
     network = base_of(train_network)
     in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
     frozen = {p.name for p in network.get_parameters() if not p.requires_grad}
-    return [p for p in train_network.get_parameters() if p.name not in in_adapter | frozen]
+    others = in_adapter | frozen
+    return [p for p in train_network.get_parameters() if p.name not in others and TRANSIENT not in p.name]
 
 
 def _read_json(path):

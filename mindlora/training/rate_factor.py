@@ -1,0 +1,71 @@
+"""A factor of the learning rate that changes while training, without compiling anything again."""
+
+from typing import Dict
+
+from mindspore import Parameter, Tensor, nn
+from mindspore.common import dtype as mstype
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+# In the names of parameters that describe a step or are set anew when a run is resumed: no state of the run.
+TRANSIENT = "transient_"
+
+_NAME = f"{TRANSIENT}learning_rate_factor"
+
+
+class FactoredSchedule(LearningRateSchedule):
+    """A schedule times a factor that is a parameter: rate(step) = schedule(step) factor.
+
+    Args:
+        schedule (Cell): The schedule.
+        factor (Parameter): float32 [].
+    """
+
+    def __init__(self, schedule: nn.Cell, factor: Parameter):
+        super().__init__()
+        self.schedule, self.factor = schedule, factor
+
+    def construct(self, global_step: Tensor) -> Tensor:
+        return self.schedule(global_step) * self.factor
+
+
+class RateFactor:
+    """Multiplies all learning rates of an optimizer by one factor: the product of what several sources ask for.
+
+    Args:
+        optimizer (Optimizer): Any optimizer of MindSpore or MindFormers; its schedules are replaced by factored ones.
+    """
+
+    def __init__(self, optimizer: nn.Optimizer):
+        self.factors: Dict[str, float] = {}
+        self._parameter = Parameter(Tensor(1, mstype.float32), name=_NAME, requires_grad=False)
+        self._fixed = []
+        if not optimizer.dynamic_lr:
+            rates = optimizer.learning_rate if optimizer.is_group_lr else [optimizer.learning_rate]
+            self._fixed = [(rate, float(rate.asnumpy())) for rate in {id(rate): rate for rate in rates}.values()]
+        elif optimizer.is_group_lr:
+            # Many parameters share a schedule; they share the factored one too.
+            factored = {id(rate): FactoredSchedule(rate, self._parameter) for rate in optimizer.learning_rate}
+            schedules = [factored[id(rate)] for rate in optimizer.learning_rate]
+            optimizer.learning_rate = nn.CellList(schedules, auto_prefix=False)
+        else:
+            optimizer.learning_rate = FactoredSchedule(optimizer.learning_rate, self._parameter)
+
+    @property
+    def parameter(self) -> Parameter:
+        """The product of all factors: float32 []."""
+        return self._parameter
+
+    def set(self, source: str, value: float) -> None:
+        """Sets the factor that ``source`` asks for; all rates become schedule(step) times the product of all factors.
+
+        Args:
+            source (str): Who asks.
+            value (float): At least 0.
+        """
+        self.factors[source] = float(value)
+        product = 1.0
+        for factor in self.factors.values():
+            product *= factor
+        self._parameter.set_data(Tensor(product, mstype.float32))
+        for rate, value_at_start in self._fixed:
+            rate.set_data(Tensor(value_at_start * product, mstype.float32))

@@ -1,0 +1,94 @@
+"""Gradients of a batch that is processed in micro-batches, where every counted token weighs the same."""
+
+from typing import Tuple
+
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import constexpr
+
+from mindlora.errors import ConfigError
+
+_add_float32 = ops.MultitypeFuncGraph("add_float32")
+
+
+@_add_float32.register("Tensor", "Tensor")
+def _add_in_float32(total, part):
+    return total + part.astype(mstype.float32)
+
+
+@constexpr
+def _rows_of_micro_batch(rows, micro_batches):
+    if rows % micro_batches:
+        raise ConfigError(
+            f"A batch has {rows} rows, which cannot be split into {micro_batches} micro-batches of equal size. Set "
+            "train_dataset.drop_remainder: True, and a batch size that gradient accumulation divides."
+        )
+    return rows // micro_batches
+
+
+class TokenGradients(nn.Cell):
+    """The sum of the losses of all counted tokens of a batch, their number, and the gradients of the sum.
+
+    With micro-batches x_1 ... x_K, where network(x_i) = (s_i, n_i): s = s_1 + ... + s_K, n = n_1 + ... + n_K, and
+    ds/dw = ds_1/dw + ... + ds_K/dw. So s / n is the mean over the counted tokens of the batch, whatever K is, while
+    the mean of the means s_i / n_i would give a token more weight the fewer of them its micro-batch has.
+
+    Args:
+        network (Cell): Returns the sum of the losses and the number of counted tokens, float32 [] or [1] each; or, if
+            it knows no tokens, a loss alone, which then counts as one token.
+        weights (ParameterTuple): What to differentiate with respect to.
+        micro_batches (int): K; the first dimension of every input must be a multiple of it.
+
+    Inputs:
+        - **scale** (Tensor) - Factor of the gradients, which keeps those of a float16 network from underflowing.
+        - **\\*inputs** (Tensor) - The batch.
+
+    Outputs:
+        Tuple (s, n, gradients): float32 [], float32 [], and a tuple of scale ds/dw in the shapes of the weights, in
+        float32 if there are several micro-batches, otherwise in the dtypes of the weights.
+    """
+
+    def __init__(self, network: nn.Cell, weights: tuple, micro_batches: int = 1):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.weights = weights
+        self.micro_batches = micro_batches
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.map = ops.HyperMap()
+        self.zero, self.one = Tensor(0, mstype.float32), Tensor(1, mstype.float32)
+        self.first = Tensor(0, mstype.int32)
+
+    def construct(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
+        if self.micro_batches == 1:
+            return self.of_micro_batch(scale, *inputs)
+        micro_batches = ()
+        for x in inputs:
+            rows = _rows_of_micro_batch(x.shape[0], self.micro_batches)
+            micro_batches += (x.reshape((self.micro_batches, rows) + x.shape[1:]),)
+        total, count, gradients = self.zero, self.zero, ()
+        for weight in self.weights:
+            gradients += (ops.zeros(weight.shape, mstype.float32),)
+        index = self.first
+        # A loop in the graph, and not K copies of the network: it compiles as fast as one micro-batch, and the
+        # activations of only one are in memory.
+        while index < self.micro_batches:
+            part = ()
+            for x in micro_batches:
+                part += (ops.gather(x, index, 0),)
+            part_total, part_count, part_gradients = self.of_micro_batch(scale, *part)
+            total, count = total + part_total, count + part_count
+            gradients = self.map(_add_float32, gradients, part_gradients)
+            index = index + 1
+        return total, count, gradients
+
+    def of_micro_batch(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
+        """Returns what construct does, for one micro-batch."""
+        outputs = self.network(*inputs)
+        if isinstance(outputs, tuple):
+            total, count = outputs
+            sens = (ops.ones_like(total) * scale.astype(total.dtype), ops.zeros_like(count))
+        else:
+            total, count = outputs, self.one
+            sens = ops.ones_like(total) * scale.astype(total.dtype)
+        gradients = self.grad(self.network, self.weights)(*inputs, sens)
+        return total.astype(mstype.float32).reshape(()), count.astype(mstype.float32).reshape(()), gradients
