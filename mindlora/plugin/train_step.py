@@ -1,6 +1,6 @@
 """The train step: accumulates micro-batches, exchanges gradients, skips bad steps, and works on every device."""
 
-from typing import Any, Dict, Mapping, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 import mindspore as ms
 import numpy as np
@@ -12,8 +12,10 @@ from mindspore.communication import get_group_size
 
 from mindlora.errors import ConfigError
 from mindlora.plugin.exchange import build_exchange
-from mindlora.plugin.network import count_tokens_in_loss
+from mindlora.plugin.network import base_of, count_tokens_in_loss
+from mindlora.plugin.packing import install_segment_mask
 from mindlora.plugin.step_record import StepRecord
+from mindlora.training.exchange import FlatLayout
 from mindlora.training.rate_factor import TRANSIENT, RateFactor
 from mindlora.training.token_gradients import TokenGradients
 
@@ -59,6 +61,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         gradient_exchange (str or dict): How data-parallel processes exchange gradients: see docs/exchange.md.
             Default: "dense".
         record_gradient_norms (bool): Whether gradient_norms() is available. Default: False.
+        packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another
+            one. mindlora-run sets it from the data. Default: None, the rows are not packed.
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
@@ -75,6 +79,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         micro_batches: int = 1,
         gradient_exchange: Union[str, Mapping] = "dense",
         record_gradient_norms: bool = False,
+        packed_boundary: Optional[int] = None,
         **kwargs: Any,
     ):
         rate = RateFactor(optimizer)
@@ -96,13 +101,15 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             raise ConfigError(f"micro_batches is {micro_batches!r}, but it must be a whole number of at least 1.")
         if self.is_mindformers_step:
             _refuse(mode, micro_batches=micro_batches > 1, gradient_exchange=gradient_exchange != "dense")
+        if packed_boundary is not None:
+            install_segment_mask(base_of(network), packed_boundary)
         self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
         self.micro_batches = micro_batches
         self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
         self.token_gradients = TokenGradients(self.network, self.weights, micro_batches)
         self.exchange = None
         if self.is_distributed_step and not self.is_mindformers_step:
-            self.exchange = build_exchange(gradient_exchange, self.weights)
+            self.exchange = build_exchange(gradient_exchange, FlatLayout(self.weights))
             self.flatten, self.unflatten = self.exchange.layout.flatten(), self.exchange.layout.unflatten()
             self.sum_over_ranks = ops.AllReduce()
         # What callbacks set and read between two steps.
