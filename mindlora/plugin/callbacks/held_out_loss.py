@@ -10,6 +10,7 @@ from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, register
 from mindlora.plugin.log import logger
 from mindlora.plugin.network import base_of
+from mindlora.plugin.packing import check_held_out
 from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 
 
@@ -37,6 +38,10 @@ class HeldOutLoss(Callback):
             raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
         self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size
         self.cell, self.step_before, self.measured = None, 0, []
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Checks that the network keeps the examples of packed rows apart."""
+        check_held_out(run_context.original_args().train_network, self.dataset_dir)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Records the last step before the epoch."""
