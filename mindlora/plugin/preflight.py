@@ -11,7 +11,7 @@ from mindlora.config import PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics import initializers
-from mindlora.plugin import accumulation, callback_order, lora_plus, resume
+from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume
 from mindlora.plugin.cpu_checks import check_cpu
 from mindlora.plugin.log import logger
 from mindlora.plugin.pet_config import check_pet_config
@@ -45,8 +45,10 @@ def prepare(config: MindFormerConfig) -> None:
         _fill_preset_learning_rate(config)
         _fill_resume(config)
         _add_initialization(config)
+        packing.set_boundary(config)
         accumulation.set_micro_batches(config)
         callback_order.arrange(config)
+    packing.check_eval_data(config)
     _move_lora_plus(config)
     _check_quantized_base(config)
 
