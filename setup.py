@@ -63,7 +63,7 @@ setup(
         "ms29": _pair("2.9.0"),
         "ms27": _pair("2.7.2"),
         "plot": ["matplotlib"],
-        "data": ["tokenizers", "transformers"],
+        "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
         "test": ["pytest", "pytest-xdist", "matplotlib", "tokenizers", "transformers", "hypothesis"],
     },
     entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},

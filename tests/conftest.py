@@ -10,6 +10,8 @@ import tempfile
 # Before MindSpore is imported: no spinning worker threads on few cores, and errors alone in its log.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
+# Before Hugging Face's libraries are: no test asks the network for anything.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Side by side, each process has one of the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from mindlora.cli.verb import Verb, add_command
+from mindlora.errors import DataError
 
 if TYPE_CHECKING:
     from mindlora.data.conversion import DataReport
@@ -30,7 +31,8 @@ def _data_options(parser):
     alpaca = kinds.add_parser(
         "alpaca", help="rows of instruction, input and output; the prompt is masked out of the loss"
     )
-    _add_conversion_options(alpaca, "FILE.json|.jsonl")
+    _add_inputs(alpaca, "instruction, input, output")
+    _add_conversion_options(alpaca)
     alpaca.add_argument(
         "--template",
         default="alpaca",
@@ -38,16 +40,54 @@ def _data_options(parser):
     )
     _add_example_options(alpaca)
     add_command(alpaca, convert_alpaca)
+    chat = kinds.add_parser(
+        "chat", help="conversations (ShareGPT, OpenAI); only what the assistant says counts in the loss"
+    )
+    _add_inputs(chat, "messages, system, tools")
+    _add_conversion_options(chat)
+    chat.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="chat template in Jinja, for a tokenizer that has none, or instead of its own",
+    )
+    _add_example_options(chat)
+    add_command(chat, convert_chat)
     text = kinds.add_parser("text", help="plain text to pretrain on, packed into full rows")
-    _add_conversion_options(text, "FILE.txt")
+    text.add_argument("--input", required=True, metavar="FILE.txt", help="the file to convert")
+    _add_conversion_options(text)
     text.add_argument(
         "--paragraphs", action="store_true", help="make each paragraph a document, with bos and eos around it"
     )
     add_command(text, convert_text)
 
 
-def _add_conversion_options(parser, input_kind):
-    parser.add_argument("--input", required=True, metavar=input_kind, help="the file to convert")
+def _add_inputs(parser, fields):
+    """Adds what alpaca and chat are told about their inputs; _example_settings reads all but --input."""
+    parser.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="JSON, JSON Lines, CSV or Parquet, also as .gz or .zst; a folder of such files; a dataset of save_to_disk",
+    )
+    parser.add_argument(
+        "--columns",
+        action="append",
+        default=[],
+        metavar="FIELD=COLUMN,...",
+        help=f"columns of the input that have another name than their field ({fields}); give it once for all inputs, "
+        "or once for each",
+    )
+    parser.add_argument("--split", metavar="NAME", help="which split of a dataset of save_to_disk to read")
+    parser.add_argument(
+        "--weights",
+        metavar="W,W,...",
+        help="shares of the rows to draw from several inputs, such as 0.7,0.3; no row is repeated (default: all rows)",
+    )
+
+
+def _add_conversion_options(parser):
     parser.add_argument("--output", required=True, metavar="X.mindrecord", help="the MindRecord to write")
     parser.add_argument(
         "--tokenizer",
@@ -108,6 +148,9 @@ def _add_example_options(parser):
 
 def _example_settings(arguments):
     return {
+        "columns": [_parse_columns(text) for text in arguments.columns],
+        "split": arguments.split,
+        "weights": _parse_weights(arguments.weights),
         "holdout": arguments.holdout,
         "seed": arguments.seed,
         "truncate": arguments.truncate,
@@ -121,6 +164,21 @@ def _example_settings(arguments):
     }
 
 
+def _parse_columns(text):
+    """Returns {field: column} of ``field=column,...``; an empty text keeps all names."""
+    pairs = [part.split("=", 1) for part in text.split(",")] if text else []
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise DataError(f"--columns {text}: write FIELD=COLUMN, and a comma between two of them.")
+    return dict(pairs)
+
+
+def _parse_weights(text):
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise DataError(f"--weights {text}: write numbers with commas between them, such as 0.7,0.3.") from error
+
+
 def convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
     """Runs mindlora data alpaca."""
     _quiet_transformers()
@@ -132,6 +190,21 @@ def convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
         arguments.tokenizer,
         arguments.seq_length,
         template=arguments.template.replace("\\n", "\n"),
+        **_example_settings(arguments),
+    )
+
+
+def convert_chat(arguments: argparse.Namespace) -> "DataReport":
+    """Runs mindlora data chat."""
+    _quiet_transformers()
+    from mindlora.data import chat
+
+    return chat.convert_chat(
+        arguments.input,
+        arguments.output,
+        arguments.tokenizer,
+        arguments.seq_length,
+        chat_template=arguments.chat_template,
         **_example_settings(arguments),
     )
 

@@ -1,19 +1,27 @@
 """Instruction data in Alpaca's format to MindRecord: the prompt is masked out of the loss, the output is learned."""
 
-from typing import Any, Optional, Union
+from typing import Any, Sequence, Union
 
 import numpy as np
 
 from mindlora.data import tokenizers
 from mindlora.data.conversion import DataReport, Encoded
-from mindlora.data.instruction_rows import read_rows, row_problem
-from mindlora.data.pipeline import Examples, Settings, UnusableRow, check_arguments, convert_examples
+from mindlora.data.examples import Examples, UnusableRow
+from mindlora.data.instruction_rows import LAYOUT, row_problem
+from mindlora.data.pipeline import convert_examples
+from mindlora.data.settings import Settings
 from mindlora.data.templates import PromptTemplate, prompt_template
 from mindlora.errors import DataError
 
 
 def convert_alpaca(
-    input_path: str, output_path: str, tokenizer: Any, seq_length: int, *, template: str = "alpaca", **settings: Any
+    inputs: Union[str, Sequence[str]],
+    output_path: str,
+    tokenizer: Any,
+    seq_length: int,
+    *,
+    template: str = "alpaca",
+    **settings: Any,
 ) -> DataReport:
     """Writes instruction data as MindRecord with the prompt masked out of the loss.
 
@@ -21,7 +29,8 @@ def convert_alpaca(
     tokens, and so on) are skipped and reported. Everything is checked before the first byte is written.
 
     Args:
-        input_path (str): See read_rows.
+        inputs (str or sequence of str): See mindlora.data.sources.read_inputs. A record is {"instruction", "input",
+            "output"}, or, as in Alpaca's seed tasks, {"instruction", "instances": [{"input", "output"}, ...]}.
         output_path (str): Must end in .mindrecord; an index is written beside it, as NAME.mindrecord.db.
         tokenizer (str or tokenizer): A path for load_tokenizer, or a tokenizer that it returned.
         seq_length (int): seq_length of the model.
@@ -36,10 +45,8 @@ def convert_alpaca(
             and a row is not usable.
         TokenizerError: The tokenizer cannot be loaded, used or trained.
     """
-    checked = Settings(seq_length, **settings)
-    check_arguments(output_path, tokenizer, checked)
     examples = AlpacaExamples(prompt_template(template))
-    return convert_examples(examples, read_rows(input_path), input_path, output_path, tokenizer, checked)
+    return convert_examples(examples, inputs, output_path, tokenizer, Settings(seq_length, **settings))
 
 
 def encode_row(record: dict, tokenizer: Any, template: Union[str, PromptTemplate] = "alpaca") -> Encoded:
@@ -60,10 +67,10 @@ def encode_row(record: dict, tokenizer: Any, template: Union[str, PromptTemplate
         TokenizerError: The tokenizer has no end-of-sequence token.
     """
     examples = AlpacaExamples(prompt_template(template) if isinstance(template, str) else template)
-    problem = examples.problem(record)
-    if problem:
-        raise DataError(f"This record cannot be encoded: {problem}.")
-    return examples.encode(record, tokenizer)
+    try:
+        return examples.encode(examples.parse(record), tokenizer)
+    except UnusableRow as problem:
+        raise DataError(f"This record cannot be encoded: {problem}.") from problem
 
 
 class AlpacaExamples(Examples):
@@ -73,23 +80,28 @@ class AlpacaExamples(Examples):
         template (PromptTemplate): Makes the prompt.
     """
 
+    layout = LAYOUT
+
     def __init__(self, template: PromptTemplate):
         self.template = template
 
-    def problem(self, record: Any) -> Optional[str]:
+    def parse(self, record: Any) -> Any:
         """See Examples."""
-        return row_problem(record) or self.template.problem(record)
+        problem = row_problem(record) or self.template.problem(record)
+        if problem:
+            raise UnusableRow(problem)
+        return record
 
-    def text(self, record: Any) -> str:
+    def text(self, parsed: Any) -> str:
         """See Examples."""
-        return self.template.prompt(record) + record["output"]
+        return self.template.prompt(parsed) + parsed["output"]
 
-    def encode(self, record: Any, tokenizer: Any) -> Encoded:
+    def encode(self, parsed: Any, tokenizer: Any) -> Encoded:
         """See Examples, and encode_row."""
         special = tokenizers.special_ids(tokenizer)
         bos = [] if special.bos is None else [special.bos]
-        prompt = bos + tokenizers.encode(tokenizer, self.template.prompt(record))
-        tokens = prompt + tokenizers.encode(tokenizer, record["output"]) + [special.eos]
+        prompt = bos + tokenizers.encode(tokenizer, self.template.prompt(parsed))
+        tokens = prompt + tokenizers.encode(tokenizer, parsed["output"]) + [special.eos]
         return Encoded(np.array(tokens, np.int32), np.arange(len(tokens)) >= len(prompt))
 
     def cut(self, encoded: Encoded, limit: int) -> Encoded:

@@ -31,7 +31,7 @@ class DataReport:
         held_out (str or None): The MindRecord of the rows held out.
         held_out_rows (int): Rows in it.
         skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
-        truncated (list of str): Locations of the rows whose output was cut.
+        truncated (list of str): Locations of the rows whose end was cut off.
         tokens (int): Tokens in all rows, padding not counted.
         trained_tokens (int): Labels that count in the loss.
         longest (int): Tokens in the longest example.
@@ -40,6 +40,7 @@ class DataReport:
         pad_token_id (int): Id of the padding.
         ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What else the user should know.
+        inputs (dict): Input -> [rows of it that were used, rows of it that could be used].
         packed (bool): A row holds many examples.
         statistics (LengthStatistics or None): Of the lengths of the examples, where it was asked for.
     """
@@ -58,6 +59,7 @@ class DataReport:
     pad_token_id: int
     ignore_token_id: int
     notes: List[str]
+    inputs: Dict[str, List[int]] = dataclasses.field(default_factory=dict)
     packed: bool = False
     statistics: Optional[object] = None
 
@@ -66,9 +68,11 @@ class DataReport:
         lines = [f"{self.output}: {self.rows} {kind} of {self.seq_length + 1} tokens"]
         if self.held_out:
             lines.append(f"{self.held_out}: {self.held_out_rows} {kind}, held out")
+        if len(self.inputs) > 1:
+            lines += [f"{path}: {used} of {usable} usable rows" for path, (used, usable) in self.inputs.items()]
         lines += [f"skipped, {line}" for line in describe_skipped(self.skipped)]
         if self.truncated:
-            lines.append(f"output cut at the end: {_first(self.truncated)}")
+            lines.append(f"cut at the end: {_first(self.truncated)}")
         lines.append(
             f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest example has {self.longest}"
         )

@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.data import tokenizers
 from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length
-from mindlora.data.instruction_rows import read_text
+from mindlora.data.files import read_text
 from mindlora.data.mindrecord import check_mindrecord_output, write_mindrecord
 from mindlora.data.progress import progress
 from mindlora.errors import DataError

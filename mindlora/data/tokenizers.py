@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Their positions in this tuple are their ids in a trained tokenizer: the ids of Llama 2, followed by <pad>.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
-_TRAINED_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+_TRAINED_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
 _ACCEPTED = (
     "Give Hugging Face's tokenizer.json with its tokenizer_config.json, a sentencepiece .model file, or a folder with "
     "tokenizer.json or tokenizer.model in it."

@@ -9,7 +9,8 @@ import pytest
 from mindlora.data import tokenizers
 from mindlora.data.alpaca import convert_alpaca, encode_row
 from mindlora.data.conversion import IGNORE_TOKEN_ID, Encoded
-from mindlora.data.instruction_rows import read_rows
+from mindlora.data.instruction_rows import LAYOUT
+from mindlora.data.sources import read_inputs
 from mindlora.data.templates import prompt_template
 from mindlora.errors import DataError
 from tests.support.instruction_rows import CHINESE, ENGLISH, EOS, PAD, as_json, as_jsonl, learned, names, read_back
@@ -208,7 +209,7 @@ def test_real_files(tmp_path, name, length, count):
     report = convert_alpaca(
         str(REAL / name), str(tmp_path / "x.mindrecord"), str(tmp_path / "t"), length, train_vocab_size=1000
     )
-    rows = read_rows(str(REAL / name))
+    rows = read_inputs(str(REAL / name), LAYOUT)[0].rows
     assert report.rows + sum(map(len, report.skipped.values())) == len(rows) == count
     tokenizer = tokenizers.load_tokenizer(str(tmp_path / "t"))
     skipped = {location for locations in report.skipped.values() for location in locations}

@@ -1,53 +1,58 @@
-"""Reading rows of instructions in every layout."""
+"""Rows of instructions: seed tasks, and columns of other names."""
 
 import pytest
 
-from mindlora.data.instruction_rows import read_rows, row_problem
+from mindlora.data.instruction_rows import LAYOUT, row_problem
+from mindlora.data.sources import read_inputs
 from mindlora.errors import DataError
 from tests.support.instruction_rows import as_jsonl
 
 
-def test_lines_of_every_layout(tmp_path):
-    listed = tmp_path / "a.json"
-    listed.write_text('\n[{"instruction": "a\\n[,{"},\n\n  {"x":\n1}, 3\n,"]"]\n')
-    assert [row.location for row in read_rows(str(listed))] == [
-        "row 1 at line 2",
-        "row 2 at line 4",
-        "row 3 at line 5",
-        "row 4 at line 6",
-    ]
-    lines = tmp_path / "a.jsonl"
-    # U+2028 ends a line for str.splitlines, but not in JSON.
-    lines.write_text('\ufeff{"instruction": "a\u2028b"}\r\n\n7\n', encoding="utf-8")
-    assert read_rows(str(lines)) == [("line 1", {"instruction": "a\u2028b"}), ("line 3", 7)]
+def test_a_seed_task_gives_a_row_for_each_instance(tmp_path):
     seeds = as_jsonl(
         tmp_path / "s.jsonl",
         [{"id": 1, "instruction": "i", "instances": [{"input": "1", "output": "a"}, {"input": "2", "output": "b"}, 5]}],
     )
-    assert [(row.location, row_problem(row.record)) for row in read_rows(seeds)] == [
+    (source,) = read_inputs(seeds, LAYOUT)
+    assert [(row.location, row_problem(row.record)) for row in source.rows] == [
         ("line 1 (instance 1)", None),
         ("line 1 (instance 2)", None),
         ("line 1 (instance 3)", "not an object"),
     ]
-    assert read_rows(seeds)[1].record == {"id": 1, "instruction": "i", "input": "2", "output": "b"}
+    assert source.rows[1].record == {"id": 1, "instruction": "i", "input": "2", "output": "b"}
+
+
+def test_columns_of_other_names(tmp_path):
+    path = as_jsonl(
+        tmp_path / "qa.jsonl",
+        [{"question": "q", "answer": "a", "output": "old"}, {"question": "r", "output": "old"}, 5],
+    )
+    (source,) = read_inputs(path, LAYOUT, [{"instruction": "question", "output": "answer"}])
+    # No row has an input, so all inputs are empty; a row without an answer does not get what is in another column.
+    assert [row.record for row in source.rows] == [
+        {"question": "q", "answer": "a", "instruction": "q", "output": "a", "input": ""},
+        {"question": "r", "instruction": "r", "input": ""},
+        5,
+    ]
+    other = as_jsonl(tmp_path / "io.jsonl", [{"instruction": "i", "input": "x", "output": "o"}])
+    named = [{"instruction": "question", "output": "answer"}, {}]
+    first, second = read_inputs([path, other], LAYOUT, named)
+    assert first.rows[0].location == f"{path}: line 1"
+    assert second.rows[0] == (f"{other}: line 1", {"instruction": "i", "input": "x", "output": "o"})
 
 
 @pytest.mark.parametrize(
-    "name, content, message",
+    "columns, message",
     [
-        ("a.json", b'[{"a": 1},\n {"b" 2}]', "not valid JSON at line 2, column 7"),
-        ("a.jsonl", b'{"a": 1}\n\n{"b" 2}\n', "not valid JSON at line 3, column 6"),
-        ("a.json", b'{"a": 1}', "holds a JSON dict, not a list"),
-        ("a.json", b"[]", "holds no rows"),
-        ("a.jsonl", b"\n", "holds no rows"),
-        ("a.json", b"[\xff]", "not UTF-8: byte 1"),
-        ("a.csv", b"a,b", r"must be a \.json file .* or a \.jsonl"),
-        ("a.json", None, "There is no file"),
+        ([], r"has no column 'instruction'\. Known: answer, question\. Name yours with --columns instruction=COLUMN"),
+        ([{"instruction": "questoin"}], r"no column 'questoin'\. Did you mean 'question'\? Known: answer, question\."),
+        ([{"instruction": "question"}], "has no column 'output'"),
+        ([{"instruction": "question", "output": "answer", "input": "context"}], "has no column 'context'"),
+        ([{"instructions": "question"}], r"no field 'instructions'\. Did you mean 'instruction'\?"),
+        ([{}, {}], "columns is given 2 times for 1 inputs"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        read_rows(str(tmp_path / name))
-    assert str(tmp_path / name) in str(caught.value)
+def test_columns_that_are_not_there(tmp_path, columns, message):
+    path = as_jsonl(tmp_path / "qa.jsonl", [5, {"question": "q", "answer": "a"}])
+    with pytest.raises(DataError, match=message):
+        read_inputs(path, LAYOUT, columns)

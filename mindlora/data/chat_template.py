@@ -1,0 +1,160 @@
+"""Chat templates: a conversation as the text that a model sees, and which of it the assistant says.
+
+A template is a Jinja program that comes with the tokenizer. Some mark what the assistant says (``{% generation %}``).
+For all others, the turns are found by rendering the beginnings of the conversation. An assistant's turn begins where
+the text of the messages before it ends, with the prompt that lets the assistant speak (add_generation_prompt), and ends
+where the text of the messages up to it ends. Both texts must be beginnings of the whole text.
+"""
+
+import json
+import re
+from typing import Any, List, Optional, Tuple
+
+from mindlora.data.conversations import Conversation
+from mindlora.data.examples import UnusableRow
+from mindlora.data.files import read_text
+from mindlora.data.spans import Span
+from mindlora.errors import DataError, TokenizerError
+
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def read_template(path: str) -> str:
+    """Returns the chat template in a file.
+
+    Raises:
+        DataError: There is no file, or it holds no chat template.
+    """
+    text = read_text(path)
+    if "messages" not in text or "{" not in text:
+        raise DataError(f"{path} is not a chat template: it must be a Jinja template that goes through messages.")
+    return text
+
+
+class ChatTemplate:
+    """A chat template, applied by a tokenizer.
+
+    Args:
+        tokenizer: As load_tokenizer returns it.
+        given (str, optional): The template. Default: None, the tokenizer's own.
+
+    Raises:
+        TokenizerError: The tokenizer has no chat template, it is not valid, or the tokenizer is not Hugging Face's.
+    """
+
+    def __init__(self, tokenizer: Any, given: Optional[str] = None):
+        if not getattr(tokenizer, "is_fast", False):
+            raise TokenizerError(
+                "Chat data needs a tokenizer.json of Hugging Face, and this tokenizer is of another kind: save it with "
+                "transformers' LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
+            )
+        if given is None and not tokenizer.chat_template:
+            raise TokenizerError(
+                "The tokenizer has no chat template: give one with --chat-template FILE, such as chat_template.jinja "
+                "of a model with the same tokens."
+            )
+        self.tokenizer = tokenizer
+        self.given = given
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = tuple({*added, *map(str, tokenizer.all_special_tokens)})
+        self._check()
+
+    def _check(self):
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self.tokenizer.get_chat_template(self.given)
+        except ValueError as error:  # several templates, and none is the default
+            raise TokenizerError(f"The tokenizer has no chat template that can be used: {error}") from error
+        try:
+            self.render(Conversation([{"role": "user", "content": "x"}], None))
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"The chat template is not valid at line {error.lineno}: {error.message}.") from error
+        except Exception:  # it may well refuse this conversation, and each row will tell
+            return
+
+    def render(self, conversation: Conversation, prompt: bool = False) -> str:
+        """Returns the text of a conversation, with the beginning of an assistant's turn behind it if ``prompt``."""
+        # As a batch of one, because a conversation on its own must not be empty.
+        return self.tokenizer.apply_chat_template(
+            [conversation.messages],
+            tools=conversation.tools,
+            chat_template=self.given,
+            tokenize=False,
+            add_generation_prompt=prompt,
+        )[0]
+
+    def spans(self, conversation: Conversation) -> Tuple[str, List[Span]]:
+        """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
+
+        Raises:
+            UnusableRow: The template refuses the conversation, or does not tell where the assistant speaks.
+        """
+        try:
+            template = self.tokenizer.get_chat_template(self.given, conversation.tools)
+            text, spans = (self._marked if _MARK.search(template) else self._turns)(conversation, template)
+        except UnusableRow:
+            raise
+        except Exception as error:  # a template is a program, which fails in its own ways
+            raise UnusableRow(f"the chat template refuses it ({str(error)[:100]})") from error
+        spans = [(begin, end) for begin, end in spans if text[begin:end].strip()]
+        if not spans:
+            raise UnusableRow("the chat template shows nothing that the assistant says")
+        return text, spans
+
+    def _marked(self, conversation, template):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if any(message.get("weight") == 0 for message in conversation.messages):
+            raise UnusableRow('a "weight" of 0, which a chat template with generation marks cannot take')
+        texts, marks = render_jinja_template(
+            conversations=[conversation.messages],
+            tools=conversation.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        text, eos = texts[0], self.tokenizer.eos_token
+        # Some templates end the mark before the token that ends the turn, but a model must learn to stop.
+        return text, [(begin, end + len(eos) * bool(eos and text.startswith(eos, end))) for begin, end in marks[0]]
+
+    def _turns(self, conversation, _):
+        messages, tools = conversation
+        text, spans = self.render(conversation), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight") == 0:
+                continue
+            before = self.render(Conversation(messages[:number], tools), prompt=True)
+            until = self.render(Conversation(messages[: number + 1], tools))
+            if not text.startswith(until):
+                raise UnusableRow("the chat template renders earlier turns differently once the conversation goes on")
+            if not until.startswith(before):
+                raise UnusableRow("the chat template's prompt for the assistant is not how the assistant's turn begins")
+            spans.append((len(before), len(before) + self._turn_length(until[len(before) :])))
+        return text, spans
+
+    def _turn_length(self, turn):
+        """Returns the length of a turn without the white space behind its last special token."""
+        stripped = turn.rstrip()
+        return len(stripped) if stripped.endswith(self.special) else len(turn)
+
+    def is_ended(self, turn: str) -> bool:
+        """Tells whether a turn ends in a special token, at which generation can stop."""
+        return turn.endswith(self.special)
+
+
+def left_out(conversation: Conversation, text: str) -> List[str]:
+    """Returns what of a conversation the text of it does not show."""
+
+    def shown(content):
+        # Some templates write the answers of tools as JSON.
+        return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
+
+    messages, tools = conversation
+    others = [message for message in messages if message["role"] != "assistant"]
+    missing = {f"{message['role']} messages" for message in others if not shown(message["content"])}
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    for name, functions in (("calls of tools", calls), ("tools", tools or [])):
+        if not all(shown(str(function["function"].get("name"))) for function in functions):
+            missing.add(name)
+    return sorted(missing)

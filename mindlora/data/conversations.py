@@ -1,0 +1,143 @@
+"""Conversations as people store them, ShareGPT's and OpenAI's layout, to the messages that chat templates take."""
+
+import json
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from mindlora.data.examples import UnusableRow
+from mindlora.data.rows import Layout
+
+# ShareGPT's names of the speakers, and OpenAI's, some of them old, to the roles that chat templates know.
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "function_response"), "tool"),
+}
+LAYOUT = Layout(
+    fields=("messages", "system", "tools"), defaults={"system": "", "tools": []}, aliases={"messages": "conversations"}
+)
+
+
+class Conversation(NamedTuple):
+    """Messages for a chat template.
+
+    Attributes:
+        messages (list of dict): Each with "role" (system, user, assistant or tool), "content", a string, and what else
+            the message had; calls of tools are in "tool_calls", with their arguments as an object.
+        tools (list of dict or None): The functions that the assistant may call, as JSON schemas.
+    """
+
+    messages: List[Dict[str, Any]]
+    tools: Optional[List[Dict[str, Any]]]
+
+
+def read_conversation(record: Any) -> Conversation:
+    """Returns the conversation in a row.
+
+    Args:
+        record (dict): With "messages": a list of {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT), or the
+            same as a JSON string; and perhaps "system", a prompt, and "tools", a list of functions.
+
+    Raises:
+        UnusableRow: The row holds no conversation with an assistant.
+    """
+    if not isinstance(record, dict):
+        raise UnusableRow("not an object")
+    if "messages" not in record:
+        raise UnusableRow('no "messages"')
+    given = _parsed(record["messages"])
+    if not isinstance(given, list) or not given:
+        raise UnusableRow('"messages" is not a list with entries')
+    messages = _system_prompt(record.get("system")) + [_message(entry) for entry in given]
+    if [message["role"] for message in messages[:2]] == ["system", "system"]:
+        raise UnusableRow('a "system" beside a system message')
+    if all(message["role"] != "assistant" for message in messages):
+        raise UnusableRow("no assistant's turn")
+    conversation = Conversation(messages, _tools(record.get("tools")))
+    try:
+        json.dumps(conversation, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UnusableRow("not valid Unicode") from None
+    return conversation
+
+
+def texts_of(conversation: Conversation) -> str:
+    """Returns what is said in a conversation, for training a tokenizer."""
+    return "\n".join(message["content"] for message in conversation.messages)
+
+
+def _parsed(value):
+    """Returns what a JSON string stands for, as tables hold lists; a string that is not JSON is returned as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        return value
+
+
+def _system_prompt(text):
+    if not isinstance(text, (str, type(None))):
+        raise UnusableRow('"system" is not a string')
+    return [{"role": "system", "content": text}] if text and text.strip() else []
+
+
+def _message(entry):
+    if not isinstance(entry, dict):
+        raise UnusableRow("a message is not an object")
+    names = ("from", "value") if "from" in entry and "role" not in entry else ("role", "content")
+    speaker, content = (entry.get(name) for name in names)
+    if not isinstance(speaker, str) or speaker.lower() not in _ROLES:
+        raise UnusableRow(f'a message whose "{names[0]}" is {json.dumps(speaker, ensure_ascii=False)[:40]}')
+    rest = {key: value for key, value in entry.items() if key not in names and value is not None}
+    message = {**rest, "role": _ROLES[speaker.lower()], "content": _text(content, names[1])}
+    if speaker.lower() == "function_call":
+        message.update(content="", tool_calls=_called(message["content"]))
+    elif "function_call" in rest:
+        message["tool_calls"] = _calls([message.pop("function_call")])
+    elif message.pop("tool_calls", None):
+        message["tool_calls"] = _calls(rest["tool_calls"])
+    if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
+        raise UnusableRow("an empty assistant's turn")
+    return message
+
+
+def _text(content, name):
+    """Returns a message's text; OpenAI's may be null, beside calls of tools, or a list of parts."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, (str, type(None))):
+        raise UnusableRow(f'a message whose "{name}" is not text')
+    return content or ""
+
+
+def _called(text):
+    """Returns the calls in the text of ShareGPT's function_call: one object or a list of them, as JSON."""
+    parsed = _parsed(text)
+    return _calls(parsed if isinstance(parsed, list) else [parsed])
+
+
+def _calls(given):
+    if not isinstance(given, list):
+        raise UnusableRow("a call of a tool that cannot be read")
+    calls = []
+    for call in given:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        arguments = _parsed(function.get("arguments", {})) if isinstance(function, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            raise UnusableRow("a call of a tool that cannot be read")
+        outer = {} if function is call else call
+        calls.append({**outer, "type": "function", "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def _tools(given):
+    given = _parsed(given) if given else None
+    if not given:
+        return None
+    # Some list the functions without what OpenAI puts around them.
+    tools = given if isinstance(given, list) else [None]
+    bare = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+    if not all(isinstance(function, dict) and "name" in function for function in bare):
+        raise UnusableRow('"tools" is not a list of functions with names')
+    return [{"type": "function", "function": function} for function in bare]

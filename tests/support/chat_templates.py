@@ -1,0 +1,64 @@
+"""Small chat templates after well-known models, tokenizers that have their tokens, and conversations."""
+
+from mindlora.data import tokenizers
+
+# As Qwen's: a new line behind the token that ends a turn.
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As Llama 3's: bos once, contents trimmed, tools listed in the system turn, calls and answers as JSON.
+LLAMA3 = """{{- bos_token }}
+{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + (tools | tojson) + '<|eot_id|>' }}{% endif %}
+{%- for message in messages %}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' }}
+    {%- elif role == 'ipython' %}
+        {{- (message.content | tojson) + '<|eot_id|>' }}
+    {%- else %}
+        {{- (message.content | trim) + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+# As Mistral's: no prompt for the assistant, the turns must alternate, and eos ends the assistant's alone.
+MISTRAL = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('Alternate') }}{% endif %}
+    {%- if message.role == 'user' %}
+        {{- '[INST] ' + message.content + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+# As Qwen3's: what the assistant thought is left out of all turns but the last.
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{{ message.content if loop.last else message.content.split('</think>')[-1] }}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# THINKING with marks, which leave out the token that ends the turn.
+MARKED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content if loop.last else message.content.split('</think>')[-1] }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+DIALOGUE = [
+    {"role": "user", "content": "How many cats are there?"},
+    {"role": "assistant", "content": "There are 2 cats, 温太医."},
+    {"role": "user", "content": "And dogs?\n"},
+    {"role": "assistant", "content": "None."},
+]
+
+
+def chat_tokenizer(template, **special):
+    """Returns a byte-level tokenizer that joins new lines and spaces, as large ones do, and has a chat template."""
+    texts = ["\n\n there are cats and dogs\n\n[INST] x [/INST] \n\n\n<think> x </think>  \n"] * 3
+    tokenizer = tokenizers.fit_tokenizer(texts, 340)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, **special})
+    tokenizer.chat_template = template
+    return tokenizer
