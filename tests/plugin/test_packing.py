@@ -1,9 +1,12 @@
 """Packed rows in a Llama and in a run: examples compute what they compute alone, and what cannot be is refused."""
 
+import json
+import os
+
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from mindlora.data.conversion import Encoded
 from mindlora.data.mindrecord import write_mindrecord
@@ -12,7 +15,7 @@ from mindlora.errors import ConfigError
 from tests.support import tiny_runs
 
 BOS, EOS, PAD = 1, 2, 3
-LENGTH = 32
+LENGTH, SEQUENCE = 32, tiny_runs.SEQUENCE
 BOUNDARIES = {"bos": Boundary(BOS, is_padding=False), "padding": Boundary(PAD, is_padding=True)}
 
 
@@ -78,3 +81,168 @@ def test_an_example_has_the_logits_that_it_has_alone(mode, make_llama, kind):
 def difference(found, expected):
     # In a full row, the logits of the last token are missing.
     return max(np.abs(found[key] - expected[key][: len(found[key])]).max() for key in expected)
+
+
+# A run
+
+
+def mean_loss(network, rows):
+    """The oracle in float64: the mean over the labels that count of rows that are not packed."""
+    input_ids, labels = (np.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    logits = network(Tensor(input_ids[:, :-1]))[0].asnumpy().astype(np.float64)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    counted = labels[:, 1:] != tiny_runs.IGNORED
+    return -log_probabilities[counted, labels[:, 1:][counted]].mean()
+
+
+def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama, pynative_mode):
+    boundary = BOUNDARIES["padding"]
+    network = make_llama(seq_length=SEQUENCE, num_layers=1, pad_token_id=PAD, rms_norm_eps=1e-5)
+    network.set_train(False)
+    ms.save_checkpoint(network, str(tmp_path / "base.ckpt"))
+    files, expected, counts = {}, {}, {}
+    for seed, name in enumerate(("train", "held_out")):
+        examples = examples_of(boundary, count=30, longest=SEQUENCE + 1, seed=seed)
+        files[name], rows = str(tmp_path / f"{name}.mindrecord"), packed_rows(examples, boundary, SEQUENCE)
+        write_mindrecord(rows, files[name])
+        expected[name], counts[name] = mean_loss(network, single_rows(examples, SEQUENCE)), len(rows)
+    assert counts["train"] % 3 == 0
+    config = tiny_runs.tiny_config(
+        files["train"],
+        1,
+        [{"type": "LossCurve"}, {"type": "HeldOutLoss", "dataset_dir": files["held_out"], "batch_size": 3}],
+        load_checkpoint=str(tmp_path / "base.ckpt"),
+    )
+    # All rows in one step of three micro-batches, which changes nothing that the held-out loss could see.
+    config["runner_config"].update(batch_size=counts["train"] // 3, gradient_accumulation_steps=3)
+    config["lr_schedule"].update(learning_rate=1e-12, lr_end=1e-12)
+    output = tmp_path / "output"
+    process = tiny_runs.launch(config, output)
+    assert process.returncode == 0, process.stderr[-3000:]
+    with open(output / "loss_curve.json", encoding="utf-8") as file:
+        measured = json.load(file)
+    for name in ("train", "held_out"):
+        ((_, loss),) = measured[name]
+        assert loss == pytest.approx(expected[name], rel=2e-6)
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """MindRecords packed by bos and by padding, and one that is not packed."""
+    folder = tmp_path_factory.mktemp("packed")
+    rows = {kind: packed_rows(examples_of(boundary), boundary) for kind, boundary in BOUNDARIES.items()}
+    rows["single"] = single_rows(examples_of(BOUNDARIES["bos"]))
+    for kind, columns in rows.items():
+        write_mindrecord(columns, str(folder / f"{kind}.mindrecord"))
+    return {kind: str(folder / f"{kind}.mindrecord") for kind in rows}
+
+
+def prepared(data, model=None, eval_data="", **changes):
+    """Returns the YAML as mindlora-run prepares it."""
+    from mindformers.tools.register import MindFormerConfig
+
+    from mindlora.plugin import preflight
+
+    config = tiny_runs.tiny_config(data, 1, [], **changes)
+    config["model"]["model_config"].update(model or {})
+    config["eval_dataset"]["data_loader"]["dataset_dir"] = eval_data
+    config = MindFormerConfig(**config)
+    preflight.prepare(config)
+    return config
+
+
+def test_boundary_of_files_and_folders(files, tmp_path):
+    from mindlora.plugin.packing import boundary_of
+
+    assert {kind: boundary_of(path) for kind, path in files.items()} == {"bos": BOS, "padding": PAD, "single": None}
+    assert boundary_of([files["bos"], files["bos"]]) == BOS
+    assert boundary_of(str(tmp_path)) is None
+    folder = os.path.dirname(files["bos"])
+    with pytest.raises(
+        ConfigError, match=r"bos\.mindrecord is packed .*, and .*padding\.mindrecord is packed"
+    ):
+        boundary_of(folder)
+    with pytest.raises(ConfigError, match=r"single\.mindrecord is not packed, and .*bos\.mindrecord is packed"):
+        boundary_of([files["single"], files["bos"]])
+    (tmp_path / "x.mindrecord").write_text("text")
+    with pytest.raises(ConfigError, match=r"x\.mindrecord cannot be read as a MindRecord"):
+        boundary_of(str(tmp_path))
+
+
+def test_preflight_takes_the_boundary_from_the_data(files):
+    found = {kind: prepared(path).runner_wrapper.get("packed_boundary") for kind, path in files.items()}
+    assert found == {"bos": BOS, "padding": PAD, "single": None}
+    wrapper = {"type": "LoraTrainOneStepCell", "packed_boundary": PAD}
+    assert prepared(files["padding"], runner_wrapper=wrapper).runner_wrapper.packed_boundary == PAD
+    with pytest.raises(ConfigError, match="packed_boundary is 3, and train_dataset is packed .token 1 begins"):
+        prepared(files["bos"], runner_wrapper=wrapper)
+    context = {"mode": 0, "device_target": "Ascend"}
+    with pytest.raises(ConfigError, match="runner_wrapper.type is MFTrainOneStepCell, which does not keep"):
+        prepared(files["bos"], runner_wrapper={"type": "MFTrainOneStepCell"}, context=context)
+    # Padding that the model does not know would be seen.
+    with pytest.raises(ConfigError, match="pad_token_id is 0, and the padding in train_dataset is 3"):
+        prepared(files["padding"], {"pad_token_id": 0})
+    assert prepared(files["bos"], {"pad_token_id": 0}).runner_wrapper.packed_boundary == BOS
+
+
+def test_preflight_refuses_to_evaluate_packed_data_without_a_mask(files):
+    message = "eval_dataset is packed .token 3 begins an example., and MindFormers' evaluation would"
+    for keys in ({"data": files["padding"], "run_mode": "eval"}, {"data": files["bos"], "do_eval": True}):
+        with pytest.raises(ConfigError, match=message):
+            prepared(eval_data=files["padding"], **keys)
+    prepared(files["padding"], eval_data=files["padding"], do_eval=True)
+    prepared(files["single"], eval_data=files["padding"])  # nothing is evaluated
+
+
+def test_preflight_checks_what_flash_attention_is_told(files):
+    model = {"use_eod_attn_mask_compression": True}
+    with pytest.raises(ConfigError, match="input_columns lacks actual_seq_len"):
+        prepared(files["bos"], model)
+    dataset = {
+        "data_loader": {"type": "MindDataset", "dataset_dir": files["bos"]},
+        "input_columns": ["input_ids", "labels", "actual_seq_len"],
+        "drop_remainder": True,
+    }
+    with pytest.raises(ConfigError, match="runner_config.batch_size is 4: ends in actual_seq_len count"):
+        prepared(files["bos"], model, train_dataset=dataset)
+    runner = {"epochs": 1, "batch_size": 1, "gradient_accumulation_steps": 8}
+    config = prepared(files["bos"], model, train_dataset=dataset, runner_config=runner)
+    assert config.runner_wrapper.get("packed_boundary") is None
+
+
+def test_models_that_make_no_mask_of_their_tokens(make_llama):
+    from mindlora.plugin.packing import install_segment_mask
+
+    network = make_llama(num_layers=1)
+    network.config.use_ring_attention = network.config.use_attn_mask_compression = True
+    with pytest.raises(ConfigError, match="sets use_attn_mask_compression, use_ring_attention: then no mask"):
+        install_segment_mask(network, BOS)
+    network.config.use_ring_attention = network.config.use_attn_mask_compression = False
+    network.model.seq_split_num = 2
+    with pytest.raises(ConfigError, match="sets parallel_config.seq_split_num: then"):
+        install_segment_mask(network, BOS)
+    other = Other()
+    other.network = Other()
+    with pytest.raises(ConfigError, match="the model is a Other: only MindFormers' LlamaForCausalLM"):
+        install_segment_mask(other, BOS)
+
+
+class Other(nn.Cell):
+    """A model that is no Llama."""
+
+
+def test_held_out_data_must_be_packed_as_the_training_data(files, make_llama):
+    from mindlora.plugin.packing import check_held_out, install_segment_mask
+
+    network = make_llama(num_layers=1)
+    check_held_out(network, files["single"])
+    with pytest.raises(ConfigError, match=r"bos\.mindrecord is packed .*, and the training data is not packed so"):
+        check_held_out(network, files["bos"])
+    install_segment_mask(network, BOS)
+    check_held_out(network, files["bos"])
+    check_held_out(network, files["single"])
+    with pytest.raises(ConfigError, match=r"padding\.mindrecord is packed .*, and the training data is not packed so"):
+        check_held_out(network, files["padding"])
