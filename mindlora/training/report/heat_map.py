@@ -1,0 +1,141 @@
+"""Heat maps of the adapter's health: one row for each kind of cell, one column for each layer."""
+
+import dataclasses
+import math
+import re
+from typing import Callable, Dict, List, Optional, Tuple
+
+# The picture, in the units of its viewBox.
+WIDTH, LEFT, TOP, ROW = 560, 132, 8, 22
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Square:
+    """One cell of the network on the picture.
+
+    Attributes:
+        x (float): Left edge.
+        y (float): Top edge.
+        shade (float or None): From 0, the smallest value on the map, to 1, the largest; None if the value is not known.
+        title (str): What the page shows under the mouse.
+        found (bool): Whether a rule found something here.
+    """
+
+    x: float
+    y: float
+    shade: Optional[float]
+    title: str
+    found: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class HeatMap:
+    """What the page draws for one quantity.
+
+    Attributes:
+        title (str): The quantity.
+        low (str): The smallest value.
+        high (str): The largest value.
+        height (float): Height of the viewBox.
+        square (float): Width of a square.
+        rows (list): (position, name) of each kind of cell.
+        columns (list): (position, label) of the layers that have a label.
+        squares (list of Square): The cells.
+    """
+
+    title: str
+    low: str
+    high: str
+    height: float
+    square: float
+    rows: List[Tuple[float, str]]
+    columns: List[Tuple[float, str]]
+    squares: List[Square]
+
+
+def draw_health(health: dict) -> List[HeatMap]:
+    """Returns a map for each quantity that is known of at least one cell.
+
+    Args:
+        health (dict): HealthReport.to_json().
+    """
+    found = [finding["path"] for finding in health["findings"] if finding["path"]]
+    maps = {}
+    for title, value_of in _QUANTITIES:
+        values = {path: value_of(cell) for path, cell in health["cells"].items()}
+        known = [value for value in values.values() if value is not None]
+        if known:
+            maps[title] = _draw(title, values, min(known), max(known), found)
+    if _CHANGE in maps:
+        maps.pop(_CHANGE_NORM, None)
+    return list(maps.values())
+
+
+def _draw(title: str, values: Dict[str, Optional[float]], low: float, high: float, found: List[str]) -> HeatMap:
+    places = {path: _place(path) for path in values}
+    layers = sorted({layer for layer, _ in places.values()})
+    names = list(dict.fromkeys(name for _, name in places.values()))
+    width = min(30.0, (WIDTH - LEFT - 4) / len(layers))
+    squares = []
+    for path, value in values.items():
+        layer, name = places[path]
+        shown = "not known" if value is None else f"{value:.4g}"
+        is_found = any(path == place or path.startswith(place + ".") for place in found)
+        squares.append(
+            Square(
+                LEFT + layers.index(layer) * width,
+                TOP + names.index(name) * ROW,
+                None if value is None else _shade(value, low, high),
+                f"{path}: {shown}",
+                is_found,
+            )
+        )
+    every = math.ceil(26 / width) if len(layers) > 1 else 1
+    return HeatMap(
+        title=title,
+        low=f"{low:.3g}",
+        high=f"{high:.3g}",
+        height=TOP + len(names) * ROW + 34,
+        square=width,
+        rows=[(TOP + (index + 0.5) * ROW, name) for index, name in enumerate(names)],
+        columns=[
+            (LEFT + (index + 0.5) * width, "other" if layer < 0 else str(layer))
+            for index, layer in enumerate(layers)
+            if index % every == 0
+        ],
+        squares=squares,
+    )
+
+
+def _place(path: str) -> Tuple[int, str]:
+    """Returns (layer, name of the cell in its layer); the layer is -1 if the path has no number."""
+    number = _LAYER.search(path)
+    return (int(number.group(1)), path[number.end() :]) if number else (-1, path)
+
+
+def _shade(value: float, low: float, high: float) -> float:
+    return 0.5 if high <= low else (value - low) / (high - low)
+
+
+def _gradient_norm(cell: dict) -> Optional[float]:
+    known = [part["gradient_norm"] for part in cell["parts"].values() if part["gradient_norm"] is not None]
+    return math.hypot(*known) if known else None
+
+
+def _update(cell: dict) -> Optional[float]:
+    return max((part["update"] for part in cell["parts"].values() if part["update"] is not None), default=None)
+
+
+def _used_rank(cell: dict) -> Optional[float]:
+    return None if cell["effective_rank"] is None else cell["effective_rank"] / cell["rank"]
+
+
+_CHANGE, _CHANGE_NORM = "Change of the weight, |D| / |W|", "Norm of the change, |D|"
+_QUANTITIES: Tuple[Tuple[str, Callable[[dict], Optional[float]]], ...] = (
+    (_CHANGE, lambda cell: cell["change"]),
+    (_CHANGE_NORM, lambda cell: cell["change_norm"]),
+    ("Effective rank / rank", _used_rank),
+    ("Norm of the gradient", _gradient_norm),
+    ("Largest relative update in a step", _update),
+)
