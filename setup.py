@@ -46,7 +46,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindlora", "mindlora.*"]),
-    package_data={"mindlora": ["py.typed"], "mindlora.plugin": ["register_path/*.py"], "mindlora.ops": ["lib/*.so"]},
+    package_data={
+        "mindlora": ["py.typed"],
+        "mindlora.plugin": ["register_path/*.py"],
+        "mindlora.ops": ["lib/*.so"],
+        "mindlora.training.report": ["page.*"],
+    },
     cmdclass={"build_py": BuildPy},
     distclass=PlatformDistribution,
     python_requires=">=3.9,<3.13",
@@ -63,8 +68,13 @@ setup(
         "ms29": _pair("2.9.0"),
         "ms27": _pair("2.7.2"),
         "plot": ["matplotlib"],
+        # MindFormers needs it too; named for a machine that only looks at runs.
+        "report": ["jinja2"],
         "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
-        "test": ["pytest", "pytest-xdist", "matplotlib", "tokenizers", "transformers", "hypothesis"],
+        "test": [
+            *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),
+            *("datasets", "jinja2", "pyarrow", "tokenizers", "transformers"),
+        ],
     },
     entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},
 )
