@@ -11,7 +11,7 @@ from mindlora.config import PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics import initializers
-from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume
+from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume, run_description
 from mindlora.plugin.cpu_checks import check_cpu
 from mindlora.plugin.log import logger
 from mindlora.plugin.pet_config import check_pet_config
@@ -51,6 +51,7 @@ def prepare(config: MindFormerConfig) -> None:
     packing.check_eval_data(config)
     _move_lora_plus(config)
     _check_quantized_base(config)
+    run_description.remember_configuration(config)
 
 
 def check_files(config: MindFormerConfig) -> None:
