@@ -5,5 +5,6 @@ from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.lora_initialization import LoraInitialization, LoraStart
 from mindlora.plugin.callbacks.loss_curve import LossCurve
 from mindlora.plugin.callbacks.progress_bar import ProgressBar
+from mindlora.plugin.callbacks.run_report import RunReport
 
-__all__ = ["HeldOutLoss", "LoraCheckpoint", "LoraInitialization", "LoraStart", "LossCurve", "ProgressBar"]
+__all__ = ["HeldOutLoss", "LoraCheckpoint", "LoraInitialization", "LoraStart", "LossCurve", "ProgressBar", "RunReport"]
