@@ -41,7 +41,7 @@ class DataReport:
         ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What else the user should know.
         inputs (dict): Input -> [rows of it that were used, rows of it that could be used].
-        packed (bool): A row holds many examples.
+        packed_boundary (int or None): Token that begins an example of a row; None if a row holds one example.
         statistics (LengthStatistics or None): Of the lengths of the examples, where it was asked for.
     """
 
@@ -60,11 +60,11 @@ class DataReport:
     ignore_token_id: int
     notes: List[str]
     inputs: Dict[str, List[int]] = dataclasses.field(default_factory=dict)
-    packed: bool = False
+    packed_boundary: Optional[int] = None
     statistics: Optional[object] = None
 
     def __str__(self):
-        kind = "packed rows" if self.packed else "rows"
+        kind = "rows" if self.packed_boundary is None else "packed rows"
         lines = [f"{self.output}: {self.rows} {kind} of {self.seq_length + 1} tokens"]
         if self.held_out:
             lines.append(f"{self.held_out}: {self.held_out_rows} {kind}, held out")
@@ -82,6 +82,8 @@ class DataReport:
             f"model_config: seq_length: {self.seq_length}, vocab_size: {self.vocab_size} or more, "
             f"pad_token_id: {self.pad_token_id}, ignore_token_id: {self.ignore_token_id}"
         )
+        if self.packed_boundary is not None:
+            lines.append(f"runner_wrapper: packed_boundary: {self.packed_boundary} (mindlora-run sets it itself)")
         return "\n".join(lines)
 
 

@@ -47,7 +47,8 @@ def convert_examples(
     mixed = mix(tokenized.inputs, settings.weights, settings.seed)
     encoded = [example for part in mixed for example in part]
     row_format = RowFormat(loaded, settings.seq_length, settings.ignore_token_id)
-    columns = _row_maker(encoded, row_format, settings)
+    boundary = _boundary(encoded, loaded) if settings.pack else None
+    columns = _row_maker(row_format, boundary, settings)
     statistics = _statistics(encoded, loaded, settings)
     kept, held_out = hold_out(encoded, settings.holdout, settings.seed)
     held_out_path = held_out_name(output_path) if held_out else None
@@ -69,17 +70,20 @@ def convert_examples(
         skipped=tokenized.skipped,
         truncated=tokenized.truncated,
         inputs={path: [len(used), len(usable)] for path, used, usable in zip(inputs, mixed, tokenized.inputs)},
-        packed=settings.pack,
+        packed_boundary=boundary and boundary.token,
         statistics=statistics,
     )
 
 
-def _row_maker(examples, row_format, settings):
+def _boundary(examples, tokenizer):
+    special = tokenizers.special_ids(tokenizer)
+    return find_boundary(examples, special.bos, special.pad)
+
+
+def _row_maker(row_format, boundary, settings):
     """Returns what makes the columns of rows from some of the examples: one in each row, or packed."""
-    if not settings.pack:
+    if boundary is None:
         return row_format.columns
-    special = tokenizers.special_ids(row_format.tokenizer)
-    boundary = find_boundary(examples, special.bos, special.pad)
 
     def packed(part):
         rows = pack(part, boundary, settings.seq_length, settings.seed)
@@ -94,9 +98,9 @@ def _statistics(examples, tokenizer, settings):
     """Returns the statistics of the examples and draws their histogram, as the settings ask for them."""
     if not settings.stats:
         return None
-    special, boundary = tokenizers.special_ids(tokenizer), None
+    boundary = None
     with contextlib.suppress(DataError):
-        boundary = find_boundary(examples, special.bos, special.pad)
+        boundary = _boundary(examples, tokenizer)
     statistics = length_statistics(examples, settings.seq_length, boundary)
     if isinstance(settings.stats, str):
         with atomic.replace_file(settings.stats) as path:

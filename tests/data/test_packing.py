@@ -168,6 +168,8 @@ def test_a_file_says_that_it_is_packed(tmp_path, tokenizer):
     plain = convert_alpaca(source, str(tmp_path / "y.mindrecord"), tokenizer, 64, template="plain", holdout=0.3)
     assert report.rows < plain.rows / 2 and report.held_out_rows < plain.held_out_rows / 2
     assert f"{report.rows} packed rows of 65 tokens" in str(report)
+    assert report.packed_boundary == BOS and f"packed_boundary: {BOS}" in str(report)
+    assert plain.packed_boundary is None and "pack" not in str(plain)
     assert (report.tokens, report.trained_tokens, report.longest) == (plain.tokens, plain.trained_tokens, plain.longest)
     for packed, single in ((report.output, plain.output), (report.held_out, plain.held_out)):
         rows, examples = read(packed), read(single)
