@@ -55,6 +55,11 @@ class CellHealth:
         known = [part.gradient_norm for part in self.parts.values() if part.gradient_norm is not None]
         return math.hypot(*known) if known else None
 
+    @property
+    def gradient_size(self) -> int:
+        """The number of elements of the parts whose gradients are known."""
+        return sum(part.size for part in self.parts.values() if part.gradient_norm is not None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

@@ -110,15 +110,15 @@ def not_finite(situation: Situation) -> Iterator[Finding]:
 
 
 def still_zero(situation: Situation) -> Iterator[Finding]:
-    """The part that starts at zero is still zero, so that the adapter adds nothing."""
+    """A part, usually the one that starts at zero, is zero, so that the adapter adds nothing."""
     step = situation.report.step
     for path, cell in situation.report.cells.items():
-        part = cell.parts.get(cell.zero_part)
-        if step >= _STEPS_OF_ZERO and part is not None and part.zeros == 1:
+        zero = [name for name, part in cell.parts.items() if part.zeros == 1]
+        if step >= _STEPS_OF_ZERO and zero:
             yield Finding(
                 "still_zero",
                 path,
-                f"{cell.zero_part} is still zero after {step} steps, so the adapter adds nothing.",
+                f"{zero[0]} is still zero after {step} steps, so the adapter adds nothing.",
                 "Check that the loss depends on this cell, that freeze_include does not name its parameters, that "
                 "steps are not skipped for overflow, and that the learning rate is above 0.",
             )
@@ -127,12 +127,12 @@ def still_zero(situation: Situation) -> Iterator[Finding]:
 def vanishing_gradient(situation: Situation) -> Iterator[Finding]:
     """The elements of a cell's gradient are smaller than what Adam adds to its denominator."""
     for path, cell in situation.report.cells.items():
-        size = sum(part.size for part in cell.parts.values() if part.gradient_norm is not None)
-        if size and cell.gradient_norm / math.sqrt(size) < _ADAM_EPSILON:
+        norm, size = cell.gradient_norm, cell.gradient_size
+        if norm is not None and norm / math.sqrt(size) < _ADAM_EPSILON:
             yield Finding(
                 "vanishing_gradient",
                 path,
-                f"The gradient has a norm of {cell.gradient_norm:.1e} over {size} elements.",
+                f"The gradient has a norm of {norm:.1e} over {size} elements.",
                 "Adam no longer makes up for gradients below 1e-8 per element. Check that the loss depends on this "
                 "cell and that labels count in it; with a float16 model, raise the loss scale (scale_sense).",
             )
@@ -164,15 +164,15 @@ def saturated(situation: Situation) -> Iterator[Finding]:
     typical = statistics.median(known)
     for path, update in updates.items():
         cell = situation.report.cells[path]
-        size = sum(part.size for part in cell.parts.values())
-        if update is None or update >= min(_SATURATED * typical, _SLOW_UPDATE) or cell.gradient_norm is None:
+        norm = cell.gradient_norm
+        if update is None or update >= min(_SATURATED * typical, _SLOW_UPDATE) or norm is None:
             continue
-        if cell.gradient_norm / math.sqrt(size) >= _ADAM_EPSILON:
+        if norm / math.sqrt(cell.gradient_size) >= _ADAM_EPSILON:
             yield Finding(
                 "saturated",
                 path,
                 f"A step changes it by {update:.1e} of its norm ({typical:.1e} is typical), although its gradient has "
-                f"a norm of {cell.gradient_norm:.1e}.",
+                f"a norm of {norm:.1e}.",
                 "Its values are too large for the learning rate or too coarse for small steps: set param_init_type: "
                 "float32, and check the scale of an adapter that was loaded.",
             )
@@ -233,9 +233,9 @@ def one_layer(situation: Situation) -> Iterator[Finding]:
     """Nearly all of what the adapters change is in one of several layers."""
     squares: Dict[str, float] = {}
     for path, cell in situation.report.cells.items():
-        layer = _LAYER.match(path)
-        if layer and cell.change_norm is not None:
-            squares[layer[0]] = squares.get(layer[0], 0.0) + cell.change_norm**2
+        in_layer = _LAYER.match(path)
+        if in_layer and cell.change_norm is not None:
+            squares[in_layer[0]] = squares.get(in_layer[0], 0.0) + cell.change_norm**2
     total = sum(squares.values())
     if situation.report.step < _STEPS_BEFORE_RANK or len(squares) < _LEAST_LAYERS or not total:
         return

@@ -1,0 +1,125 @@
+"""AdapterHealth: norms, updates and effective ranks of the adapters while they train, and what is wrong with them."""
+
+import itertools
+from typing import TYPE_CHECKING, Any, Dict, Optional
+
+import numpy as np
+from mindformers.tools.utils import get_real_rank
+from mindspore import Callback, nn
+from mindspore.train import RunContext
+
+from mindlora.errors import ConfigError
+from mindlora.nn.cell import LoRACell
+from mindlora.nn.tree import lora_cells
+from mindlora.plugin import resume as training_state
+from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
+from mindlora.plugin.log import logger
+from mindlora.plugin.network import train_step_of
+from mindlora.training.health_cells import cell_values, float_parts, weight_norm
+from mindlora.training.health_measures import measure
+from mindlora.training.health_rules import HealthRules
+from mindlora.training.health_text import event_message, summary, table
+
+if TYPE_CHECKING:
+    from mindspore.train.callback._callback import InternalCallbackParam
+
+
+@register
+class AdapterHealth(Callback):
+    """Measures each adapter while it trains, and says in the log what is wrong and what to change.
+
+    Every ``every_steps`` steps and at the last one, rank 0 puts a HealthReport (mindlora.training.health) into
+    ``adapter_health`` of MindSpore's callback parameters, logs a line, and reports each new finding of
+    mindlora.training.health_rules as an event of the run. Norms of gradients are known only if the wrapper has
+    record_gradient_norms; mindlora-run sets it. The update of a step is known unless data sinking hides single steps.
+
+    Args:
+        every_steps (int): Steps between measurements. Default: 10.
+
+    Raises:
+        ConfigError: every_steps is out of range, or the network has no adapters.
+    """
+
+    def __init__(self, every_steps: int = 10):
+        super().__init__()
+        check_count("every_steps", every_steps)
+        self.every_steps, self.step_before = every_steps, 0
+        self.rules = HealthRules()
+        self.cells: Dict[str, LoRACell] = {}
+        self.weight_norms: Dict[str, Optional[float]] = {}
+        # The values before the step that is measured next: path -> part -> array.
+        self.kept: Dict[str, Dict[str, np.ndarray]] = {}
+
+    def training_state(self) -> Dict[str, Any]:
+        """Returns what a resumed run needs, as JSON values."""
+        return self.rules.state()
+
+    def restore_training_state(self, state: Dict[str, Any]) -> None:
+        """Takes over what ``training_state`` returned."""
+        self.rules.restore(state)
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Finds the adapters."""
+        params = run_context.original_args()
+        self.cells = dict(lora_cells(params.train_network))
+        if not self.cells:
+            raise ConfigError(
+                "AdapterHealth: the network has no adapters. Set pet_config in the YAML, or remove AdapterHealth from "
+                "callbacks."
+            )
+        if get_real_rank() == 0 and _recording_step(params) is None:
+            logger.warning(
+                "AdapterHealth: the train step records no gradient norms, so nothing is said about gradients. Set "
+                "runner_wrapper to type: LoraTrainOneStepCell with record_gradient_norms: True."
+            )
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Records the last step before the epoch."""
+        # Not when training begins: a resumed run may not know its step by then.
+        self.step_before = run_context.original_args().cur_step_num
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Keeps the values before a step that will be measured."""
+        params = run_context.original_args()
+        # With data sinking, more than one step may come now.
+        if params.cur_step_num == self.step_before + 1 and self._is_due(params):
+            parts = {path: float_parts(cell, trained=True) for path, cell in self.cells.items()}
+            self.kept = {path: {name: part.copy() for name, part in own.items()} for path, own in parts.items()}
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Measures if it is due."""
+        params = run_context.original_args()
+        params.pop("adapter_health", None)
+        if self._is_due(params):
+            self._measure(params)
+        self.step_before, self.kept = params.cur_step_num, {}
+
+    def _is_due(self, params) -> bool:
+        step = params.cur_step_num
+        last = step >= training_state.total_steps(params)
+        return (last or training_state.passed(self.every_steps, self.step_before, step)) and get_real_rank() == 0
+
+    def _measure(self, params):
+        record, step, recording = step_record(params), params.cur_step_num, _recording_step(params)
+        if not self.weight_norms:
+            self.weight_norms = {path: weight_norm(cell) for path, cell in self.cells.items()}
+        # A step that was skipped has changed nothing, and its gradients may have overflowed.
+        before = {} if record.skipped else self.kept
+        norms = {} if record.skipped or recording is None else recording.gradient_norms()
+        values = {
+            path: cell_values(cell, self.weight_norms[path], before.get(path, {}), norms)
+            for path, cell in self.cells.items()
+        }
+        report, new = self.rules.judge(measure(step, values), record.learning_rate)
+        params["adapter_health"] = report
+        logger.info("step %d: %s", step, summary(report))
+        for _, same in itertools.groupby(new, key=lambda finding: finding.rule):
+            report_event(params, "adapter_health", event_message(list(same)))
+        if any(finding.path in report.cells for finding in new):
+            logger.info("The adapters with new findings:\n%s", table(report, new))
+
+
+def _recording_step(params: "InternalCallbackParam") -> Optional[nn.Cell]:
+    """Returns the train step if it records norms of gradients, or else None."""
+    step = train_step_of(params.train_network)
+    return step if step is not None and step.records_norms and not step.is_mindformers_step else None
