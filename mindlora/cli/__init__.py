@@ -12,10 +12,10 @@ import json
 import sys
 from typing import Optional, Sequence
 
-from mindlora.cli import adapters, base, convert, data, doctor
+from mindlora.cli import adapters, base, convert, data, doctor, report
 from mindlora.errors import LoraError
 
-_GROUPS = (data, convert, adapters, base, doctor)
+_GROUPS = (data, convert, adapters, base, report, doctor)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
