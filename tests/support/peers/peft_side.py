@@ -232,6 +232,29 @@ def low_rank(path, rank, output):
     save_file({name: found[name].contiguous() for name in "LR"}, output)
 
 
+def plateau_rates(metrics, rate, settings):
+    """Returns the learning rate of torch's ReduceLROnPlateau after each measurement."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], rate)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **settings)
+    rates = []
+    for metric in metrics:
+        scheduler.step(metric)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def warm_up_rates(count, steps, start):
+    """Returns the learning rates of torch's LinearLR, which rise to 1 in so many steps."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start, 1.0, steps)
+    rates = []
+    for _ in range(count):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
 VERBS = {
     verb.__name__: verb
     for verb in (
@@ -247,6 +270,8 @@ VERBS = {
         initial_layers,
         train_initialized,
         low_rank,
+        plateau_rates,
+        warm_up_rates,
     )
 }
 

@@ -1,0 +1,101 @@
+"""A learning rate that follows the gradient norm: up slowly while it is steady, down on a spike, and back up after it."""
+
+import collections
+import math
+from typing import Deque
+
+import numpy as np
+
+from mindlora.common.fields import check_number
+
+
+class GradientNormRate:
+    """The factor f of the learning rate, from the gradient norm g of one step after another.
+
+    m is the median of the last ``window`` norms before g, h the factor at the last spike (h = 0 before the first).
+    Until ``window`` norms are known, f stays 1. Then, after each step,
+
+        g > spike m:               f' = max(cut f, min_factor),  h' = f             (a spike)
+        g <= steady m and f < h:   f' = min(f cut^(-1 / recovery_steps), h)         (recovery: cut is undone in so many)
+        g <= steady m otherwise:   f' = min(f (1 + growth), max_factor)             (growth)
+        otherwise:                 f' = f
+
+    A spike during the recovery lowers h, so a rate that causes spikes again and again is not returned to. The spike
+    joins the window like any other norm: what lasts for more than half a window is the new normal. A norm that is not
+    finite is not looked at; such a step is skipped anyway.
+
+    Args:
+        window (int): Norms that the median is taken of; at least 4. Default: 32.
+        spike (float): A norm of more than so many medians is a spike; above ``steady``. Default: 4.0.
+        steady (float): A norm of up to so many medians is steady; at least 1. Default: 1.5.
+        cut (float): Factor of a cut, above 0 and below 1. Default: 0.5.
+        recovery_steps (int): Steady steps that undo one cut; at least 1. Default: 50.
+        growth (float): By what part the rate grows at a steady step; at least 0. Default: 0.001, twice in 694 steps.
+        min_factor (float): The lowest factor; above 0 and at most 1. Default: 0.05.
+        max_factor (float): The highest factor; at least 1. Default: 2.0.
+
+    Attributes:
+        factor (float): f for the next step.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        window: int = 32,
+        spike: float = 4.0,
+        steady: float = 1.5,
+        cut: float = 0.5,
+        recovery_steps: int = 50,
+        growth: float = 0.001,
+        min_factor: float = 0.05,
+        max_factor: float = 2.0,
+    ):
+        numbers = (int, float)
+        check_number(window, "window", int, lambda v: v >= 4, "a whole number of at least 4")
+        check_number(steady, "steady", numbers, lambda v: 1 <= v < math.inf, "a number of at least 1")
+        check_number(spike, "spike", numbers, lambda v: steady < v < math.inf, f"a number above steady, {steady}")
+        check_number(cut, "cut", float, lambda v: 0 < v < 1, "a number above 0 and below 1")
+        check_number(recovery_steps, "recovery_steps", int, lambda v: v >= 1, "a whole number of at least 1")
+        check_number(growth, "growth", numbers, lambda v: 0 <= v < math.inf, "a number of at least 0")
+        check_number(min_factor, "min_factor", numbers, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+        check_number(max_factor, "max_factor", numbers, lambda v: 1 <= v < math.inf, "a number of at least 1")
+        self.spike, self.steady, self.cut, self.recovery_steps = spike, steady, cut, recovery_steps
+        self.growth, self.min_factor, self.max_factor = growth, min_factor, max_factor
+        self.factor, self._at_spike = 1.0, 0.0
+        self._norms: Deque[float] = collections.deque(maxlen=window)
+
+    def step(self, norm: float) -> str:
+        """Looks at the gradient norm of a step; returns "cut", "recovered", "highest" or "" if none of these happened.
+
+        Args:
+            norm (float): The gradient norm before clipping.
+        """
+        if not math.isfinite(norm):
+            return ""
+        median = float(np.median(self._norms)) if len(self._norms) == self._norms.maxlen else 0.0
+        self._norms.append(norm)
+        if median == 0:
+            return ""
+        before = self.factor
+        if norm > self.spike * median:
+            self.factor, self._at_spike = max(before * self.cut, self.min_factor), before
+            return "cut" if self.factor < before else ""
+        if norm > self.steady * median:
+            return ""
+        if before < self._at_spike:
+            self.factor = min(before * self.cut ** (-1.0 / self.recovery_steps), self._at_spike)
+            return "recovered" if self.factor == self._at_spike else ""
+        self.factor = min(before * (1.0 + self.growth), self.max_factor)
+        return "highest" if before < self.factor == self.max_factor else ""
+
+    def state(self) -> dict:
+        """Returns what a resumed run needs, as JSON values."""
+        return {"factor": self.factor, "at_spike": self._at_spike, "norms": list(self._norms)}
+
+    def restore(self, state: dict) -> None:
+        """Takes over what ``state`` returned."""
+        self.factor, self._at_spike = state["factor"], state["at_spike"]
+        self._norms.clear()
+        self._norms.extend(state["norms"])
