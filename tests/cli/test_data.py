@@ -3,10 +3,12 @@
 import json
 import os
 
+import datasets
 import pytest
 
 from mindlora import cli
 from mindlora.data import tokenizers
+from tests.support.chat_templates import CHATML, DIALOGUE, chat_tokenizer
 from tests.support.instruction_rows import CHINESE, ENGLISH, as_json, as_jsonl, read_back
 
 
@@ -68,6 +70,31 @@ def test_the_command_converts_text_and_prints_a_report(tmp_path, capsys, tokeniz
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "x.mindrecord: 1 rows of 33 tokens" in out and "pad_token_id: 3" in out
+
+
+def test_the_command_converts_conversations(tmp_path, capsys):
+    rows = [{"dialogue": DIALOGUE}] * 6
+    jsonl, folder = as_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "d"
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"messages": DIALOGUE}] * 20)}).save_to_disk(str(folder))
+    (tmp_path / "t.jinja").write_text(CHATML)
+    chat_tokenizer(None).save_pretrained(str(tmp_path / "t"))
+    command = ["data", "chat", "--input", jsonl, "--input", str(folder), "--output", str(tmp_path / "x.mindrecord")]
+    command += ["--tokenizer", str(tmp_path / "t"), "--seq-length", "120", "--json"]
+    command += ["--columns", "messages=dialogue", "--columns", "", "--split", "train"]
+    assert cli.main(command) == 1
+    assert "The tokenizer has no chat template: give one with --chat-template FILE" in capsys.readouterr().err
+    command += ["--chat-template", str(tmp_path / "t.jinja"), "--weights", "0.6,0.4", "--holdout", "0.5", "--seed", "3"]
+    assert cli.main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["inputs"] == {jsonl: [6, 6], str(folder): [4, 20]}
+    assert (report["rows"], report["held_out_rows"]) == (5, 5)
+    for wrong, message in (
+        (["--weights", "0.6;0.4"], "--weights 0.6;0.4: write numbers with commas between them, such as 0.7,0.3."),
+        (["--columns", "messages"], "--columns messages: write FIELD=COLUMN, and a comma between two of them."),
+        (["--seed", "-1"], "seed is -1: it must be a whole number of at least 0."),
+    ):
+        assert cli.main(command + wrong + ["--overwrite"]) == 1
+        assert capsys.readouterr() == ("", f"mindlora: error: {message}\n")
 
 
 def test_errors_of_the_command_are_one_line(tmp_path, capsys, tokenizer_path):

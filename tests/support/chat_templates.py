@@ -1,5 +1,9 @@
 """Small chat templates after well-known models, tokenizers that have their tokens, and conversations."""
 
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
 from mindlora.data import tokenizers
 
 # As Qwen's: a new line behind the token that ends a turn.
@@ -61,4 +65,34 @@ def chat_tokenizer(template, **special):
     tokenizer = tokenizers.fit_tokenizer(texts, 340)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, **special})
     tokenizer.chat_template = template
+    # As Llama 3's: the range of a token leaves out its spaces.
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return tokenizer
+
+
+def word_tokenizer(template, words):
+    """Returns a tokenizer of the sentencepiece kind, as Llama 2's: a space belongs to the word after it."""
+    specials = ["<unk>", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    alphabet = specials + [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(words.split() * 2, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+    )
+
+
+def runs(encoded, tokenizer):
+    """Returns the text of each run of learned tokens."""
+    edges = np.flatnonzero(np.diff(encoded.learned.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer.decode(encoded.tokens[start:end]) for start, end in edges]
