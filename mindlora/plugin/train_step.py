@@ -109,8 +109,9 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.token_gradients = TokenGradients(self.network, self.weights, micro_batches)
         self.exchange = None
         if self.is_distributed_step and not self.is_mindformers_step:
-            self.exchange = build_exchange(gradient_exchange, FlatLayout(self.weights))
-            self.flatten, self.unflatten = self.exchange.layout.flatten(), self.exchange.layout.unflatten()
+            layout = FlatLayout(self.weights)
+            self.flatten, self.unflatten = layout.flatten, layout.unflatten
+            self.exchange = build_exchange(gradient_exchange, layout)
             self.sum_over_ranks = ops.AllReduce()
         # What callbacks set and read between two steps.
         self.record = _transient("record", np.zeros(6))
