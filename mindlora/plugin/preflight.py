@@ -13,6 +13,7 @@ from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics import initializers
 from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume, run_description
 from mindlora.plugin.cpu_checks import check_cpu
+from mindlora.plugin.exchange import prepare_exchange
 from mindlora.plugin.log import logger
 from mindlora.plugin.pet_config import check_pet_config
 from mindlora.plugin.run_modes import TRAINING_MODES
@@ -47,7 +48,9 @@ def prepare(config: MindFormerConfig) -> None:
         _add_initialization(config)
         packing.set_boundary(config)
         accumulation.set_micro_batches(config)
+        prepare_exchange(config)
         callback_order.arrange(config)
+        _record_gradient_norms(config)
     packing.check_eval_data(config)
     _move_lora_plus(config)
     _check_quantized_base(config)
@@ -129,6 +132,17 @@ def _add_initialization(config):
     callbacks = config.callbacks or []
     if not any(callback.get("type") in _INITIALIZING_CALLBACKS for callback in callbacks):
         config.callbacks = [MindFormerConfig(type="LoraInitialization"), *callbacks]
+
+
+def _record_gradient_norms(config):
+    """Has mindlora's train step record the norms of gradients that AdapterHealth reports."""
+    wrapper = config.runner_wrapper or {}
+    if (
+        any(callback.get("type") == "AdapterHealth" for callback in config.callbacks or [])
+        and wrapper.get("type") == accumulation.WRAPPER
+        and accumulation.accumulates_here(config)
+    ):
+        wrapper.setdefault("record_gradient_norms", True)
 
 
 def _check_quantized_base(config):

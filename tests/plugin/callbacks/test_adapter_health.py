@@ -5,16 +5,19 @@ import json
 import mindspore as ms
 import numpy as np
 import pytest
+from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.errors import ConfigError
 from mindlora.nn.tree import lora_cells
+from mindlora.plugin import preflight
 from mindlora.plugin.callbacks import adapter_health
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
 from mindlora.plugin.train_step import LoraTrainOneStepCell
 from mindlora.training.health_cells import float_parts
 from tests.conftest import in_mode
+from tests.support import tiny_runs
 from tests.support.networks import normal, randomize
 
 WIDTH, ROWS, EVERY, STEPS = 6, 4, 5, 12
@@ -207,3 +210,22 @@ def test_refusals(graph_mode):
     plain = nn.TrainOneStepCell(net, nn.SGD(net.trainable_params(), RATE))
     with pytest.raises(ConfigError, match="the network has no adapters"):
         train([AdapterHealth()], (plain, {p.name: p.asnumpy() for p in plain.get_parameters()}))
+
+
+@pytest.mark.parametrize(
+    "callbacks, wrapper, recorded",
+    [
+        (["AdapterHealth"], {"type": "LoraTrainOneStepCell"}, True),
+        ([], {"type": "LoraTrainOneStepCell"}, None),
+        (["AdapterHealth"], {"type": "MFTrainOneStepCell"}, None),
+        (["AdapterHealth"], {"type": "LoraTrainOneStepCell", "record_gradient_norms": False}, False),
+    ],
+)
+def test_mindlora_run_has_gradient_norms_recorded(callbacks, wrapper, recorded):
+    config = MindFormerConfig(tiny_runs.LORA_YAML)
+    config.callbacks = [MindFormerConfig(type=name) for name in callbacks]
+    config.runner_wrapper = MindFormerConfig(**wrapper)
+    # A CPU needs mindlora's train step.
+    config.context.device_target = "Ascend"
+    preflight.prepare(config)
+    assert config.runner_wrapper.get("record_gradient_norms") is recorded
