@@ -79,3 +79,20 @@ class DataError(LoraError):
 
 class TokenizerError(LoraError):
     """A tokenizer cannot be read, trained, saved or used for training data."""
+
+
+class DivergenceError(LoraError):
+    """A training run went wrong again and again, and TrainingGuard has ended it."""
+
+
+class RunStopped(LoraError):
+    """A training run was asked to stop before its end, and has saved its state.
+
+    Args:
+        message (str): Where the state is, and how to go on.
+        exit_code (int): That of mindlora-run: 128 + the number of the signal.
+    """
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code

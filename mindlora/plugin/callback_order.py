@@ -20,7 +20,7 @@ ORDER = (
     "RunReport",
 )
 # What every training run gets.
-ADDED = ("RunReport",)
+ADDED = ("GracefulStop", "RunReport")
 
 
 def arrange(config: MindFormerConfig) -> None:

@@ -7,6 +7,9 @@ from typing import NoReturn, Optional, Sequence
 
 # On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# On a terminal, MindSpore's warnings would break the progress bar into pieces.
+if sys.stdout.isatty() and "--verbose" not in sys.argv:
+    os.environ.setdefault("GLOG_v", "3")
 
 import yaml
 from mindformers.core.context import build_context
@@ -16,7 +19,7 @@ from mindformers.trainer import Trainer
 from mindformers.utils.file_utils import set_output_path
 
 from mindlora.common.text import suggestion
-from mindlora.errors import ConfigError, LoraError
+from mindlora.errors import ConfigError, LoraError, RunStopped
 from mindlora.plugin.run_modes import RUN_MODES, TRAINING_MODES
 
 
@@ -81,20 +84,34 @@ _FLAGS = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs one command line; returns the exit code: 0, or 1 with one line on stderr if the configuration is wrong."""
+    """Runs one command line; returns the exit code.
+
+    0, or with one line on stderr: 1 if the configuration is wrong or the run has failed, 130 or 143 if SIGINT (Ctrl-C)
+    or SIGTERM has stopped it.
+    """
     try:
-        run(build_config(argv))
+        run(build_config(argv), "--verbose" in (sys.argv if argv is None else argv) or not sys.stdout.isatty())
+    except RunStopped as stopped:
+        print(f"mindlora-run: {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except LoraError as error:
         print(f"mindlora-run: error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(config: MindFormerConfig) -> None:
-    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
-    set_output_path(config.output_dir)
-    from mindlora.plugin import hooks, preflight  # noqa: F401  importing hooks registers mindlora
+def run(config: MindFormerConfig, verbose: bool = True) -> None:
+    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available.
 
+    Args:
+        config (MindFormerConfig): The whole YAML.
+        verbose (bool): Whether MindFormers prints its log; otherwise training shows a progress bar. Default: True.
+    """
+    set_output_path(config.output_dir)
+    from mindlora.plugin import hooks, preflight, screen  # noqa: F401  importing hooks registers mindlora
+
+    if not verbose and config.run_mode in TRAINING_MODES:
+        screen.show_progress(config)
     preflight.prepare(config)
     preflight.check_files(config)
     build_context(config)
@@ -202,6 +219,7 @@ def _parser():
     )
     parser.add_argument("--modal_type", nargs="+", help="kind of each value of --predict_data: text, image or video")
     parser.add_argument("--adapter_id", nargs="+", help="adapters to predict with, for pet_type slora")
+    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on a terminal too")
     parser.add_argument("--options", nargs="+", action=_Options, help="overrides in the form key=value")
     return parser
 

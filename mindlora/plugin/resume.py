@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, List, Optional, Union
 
 from mindformers.tools.utils import get_output_root_path
-from mindspore import Tensor
+from mindspore import Parameter, Tensor, nn
 from safetensors.numpy import load_file, save_file
 
 from mindlora.common import atomic
@@ -128,7 +128,7 @@ def save(folder: str, params: "InternalCallbackParam") -> None:
         params (InternalCallbackParam): MindSpore's callback parameters.
     """
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
-    tensors = {p.name: p.asnumpy().copy() for p in _state_parameters(params.train_network)}
+    tensors = {p.name: p.asnumpy().copy() for p in state_parameters(params.train_network)}
     metadata = {
         "step": params.cur_step_num,
         "steps_per_epoch": params.batch_num,
@@ -188,7 +188,7 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
             f"data_skip_steps: {metadata['step']} in the YAML (mindlora-run does so itself)."
         )
     tensors = load_file(os.path.join(folder, _STATE_TENSORS))
-    parameters = {p.name: p for p in _state_parameters(params.train_network)}
+    parameters = {p.name: p for p in state_parameters(params.train_network)}
     differing = sorted(
         name for name in set(tensors) & set(parameters) if tensors[name].shape != tuple(parameters[name].shape)
     )
@@ -224,7 +224,7 @@ def _with_state(params):
     return [callback for callback in params.list_callback if hasattr(callback, "training_state")]
 
 
-def _state_parameters(train_network):
+def state_parameters(train_network: nn.Cell) -> List[Parameter]:
     """Returns what a run needs besides the adapter: moments, step, loss scale and the base parameters it trains."""
     network = base_of(train_network)
     in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}

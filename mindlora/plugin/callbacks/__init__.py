@@ -1,20 +1,34 @@
 """The callbacks that a YAML can name, one file each; importing this package registers them all in MindFormers."""
 
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
+from mindlora.plugin.callbacks.early_stopping import EarlyStopping
+from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
+from mindlora.plugin.callbacks.graceful_stop import GracefulStop
+from mindlora.plugin.callbacks.gradient_norm_rate import GradientNormRate
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLoss
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.lora_initialization import LoraInitialization, LoraStart
 from mindlora.plugin.callbacks.loss_curve import LossCurve
 from mindlora.plugin.callbacks.progress_bar import ProgressBar
+from mindlora.plugin.callbacks.reduce_on_plateau import ReduceOnPlateau
 from mindlora.plugin.callbacks.run_report import RunReport
+from mindlora.plugin.callbacks.training_guard import TrainingGuard
+from mindlora.plugin.callbacks.warm_up import WarmUp
 
 __all__ = [
     "AdapterHealth",
+    "EarlyStopping",
+    "ExchangeCheck",
+    "GracefulStop",
+    "GradientNormRate",
     "HeldOutLoss",
     "LoraCheckpoint",
     "LoraInitialization",
     "LoraStart",
     "LossCurve",
     "ProgressBar",
+    "ReduceOnPlateau",
     "RunReport",
+    "TrainingGuard",
+    "WarmUp",
 ]

@@ -11,6 +11,7 @@ from mindlora.plugin.callbacks.common import check_count, register
 from mindlora.plugin.log import logger
 from mindlora.plugin.network import base_of
 from mindlora.plugin.packing import check_held_out
+from mindlora.plugin.ranks import mean_over_ranks
 from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 
 
@@ -58,7 +59,8 @@ class HeldOutLoss(Callback):
             if self.cell is None:
                 network = base_of(params.train_network)
                 self.cell = HeldOutLossCell(network, network.config.ignore_token_id)
-            loss = held_out_loss(self.cell, self.dataset_dir, self.batch_size)
+            # What the ranks decide by it must be the same on all of them.
+            loss = mean_over_ranks(held_out_loss(self.cell, self.dataset_dir, self.batch_size))
             params.train_network.set_train(True)
             logger.info("step %d: held_out_loss %.6f", step, loss)
             results["held_out_loss"] = loss
