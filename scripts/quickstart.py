@@ -102,9 +102,12 @@ def prepare_data(paths: Paths) -> None:
         for _ in range(COPIES):
             file.write("\n\n".join(shuffle.sample(paragraphs, len(paragraphs))) + "\n\n")
     text.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
-    alpaca.convert_alpaca(
-        dialogues, paths.dialogues, tokenizer, SEQUENCE, template=TEMPLATE, holdout=HELD_OUT, strict=True
-    )
+    # The last dialogues are held out, not drawn, because the tokenizer must not have seen them either.
+    for output, part in ((paths.dialogues, seen), (paths.held_out, rows[len(seen) :])):
+        source = os.path.splitext(output)[0] + ".json"
+        with open(source, "w", encoding="utf-8") as file:
+            json.dump(part, file)
+        alpaca.convert_alpaca(source, output, tokenizer, SEQUENCE, template=TEMPLATE, strict=True)
 
 
 def train_base(paths: Paths, short: bool) -> None:
