@@ -12,6 +12,7 @@ from mindlora.common import atomic
 from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.tree import lora_cells
+from mindlora.plugin import exchange_state
 from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, loss_of, register
 from mindlora.plugin.log import logger
@@ -72,6 +73,7 @@ class LoraCheckpoint(Callback):
         if self.resume:
             folder = training_state.resume_folder(self.directory, self.resume)
             training_state.restore(folder, params)
+            exchange_state.restore_unsent(folder, params.cur_step_num, params.train_network)
             self.last_saved = params.cur_step_num
             logger.info("Resumed from %s.", folder)
             if any(cell.dropout_rate > 0 for _, cell in lora_cells(params.train_network)):
@@ -124,6 +126,7 @@ class LoraCheckpoint(Callback):
         """Writes the step folder, and also best if ``value`` is the best so far; it is None if not measured."""
         step = params.cur_step_num
         self.losses, self.last_saved = [], step
+        exchange_state.save_unsent(self.directory, step, params.train_network, self.keep_last)
         if get_real_rank() != 0:
             return
         folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")

@@ -2,44 +2,28 @@
 
 from typing import Tuple
 
-from mindspore import Tensor, nn
-from mindspore.common import dtype as mstype
+from mindspore import Tensor
 
-from mindlora.training.exchange.layout import FlatLayout
+from mindlora.training.exchange.exchange import Exchange
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.traffic import FLOAT32, all_reduce
 
 
-class DenseExchange(nn.Cell):
-    """Sums the flat gradients of all ranks in one AllReduce. Every other exchange has the same methods.
+class DenseExchange(Exchange):
+    """Sums the whole vector in one AllReduce, and not each parameter in one of its own.
 
     Args:
-        layout (FlatLayout): The layout of the flat vector.
-        ranks (Ranks): This rank and the group that it exchanges with.
+        size (int): Elements of the flat vector.
+        ranks (Ranks): The group of this rank.
     """
 
-    def __init__(self, layout: FlatLayout, ranks: Ranks):
-        super().__init__(auto_prefix=False)
-        self.layout, self.ranks = layout, ranks
+    def __init__(self, size: int, ranks: Ranks):
+        super().__init__()
+        self.size, self.ranks = size, ranks
         self.all_reduce = ranks.all_reduce()
-        self.nothing = Tensor([0.0], mstype.float32)
 
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns the sum over the ranks, and what this rank has not sent; it changes nothing.
-
-        Args:
-            flat (Tensor): This rank's gradients, float32 [layout.size].
-
-        Returns:
-            tuple of Tensor: the sum, float32 [layout.size], the same on every rank; and the residual for keep, here
-            empty of meaning, since all is sent.
-        """
         return self.all_reduce(flat), self.nothing
 
-    def keep(self, residual: Tensor) -> Tensor:
-        """Keeps the residual of a step that was done, to be sent with later ones; not called for a skipped step."""
-        return residual
-
-    def bytes_per_step(self, step: int) -> int:
-        """Returns how many bytes this rank sends in step ``step``, which counts the steps done from 0."""
-        return all_reduce(self.layout.size * FLOAT32, self.ranks)
+    def bytes_at(self, step: int) -> int:
+        return all_reduce(FLOAT32 * self.size, self.ranks)

@@ -1,0 +1,58 @@
+"""The exchange over machines: dense inside of each, where links are fast, and any other exchange between them."""
+
+from typing import Optional, Tuple
+
+from mindspore import Parameter, Tensor, ops
+
+from mindlora.training.exchange.exchange import Exchange
+from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.traffic import FLOAT32, all_reduce
+
+
+class TwoLevelExchange(Exchange):
+    """Sums over the ranks of a machine, then over the machines.
+
+    Every rank of a machine sums one part of the vector, as many as the machine has ranks, with the ranks of the same
+    number on the other machines; then the machine's ranks put the parts together.
+
+    Args:
+        size (int): Elements of the flat vector.
+        within (Ranks): The ranks of this machine.
+        between (Exchange): The exchange of this rank's part, of part_size(size, within) elements, with other machines.
+    """
+
+    def __init__(self, size: int, within: Ranks, between: Exchange):
+        super().__init__()
+        self.size, self.within, self.between = size, within, between
+        self.part = part_size(size, within)
+        self.start = within.rank * self.part
+        self.padded = self.part * within.count
+        self.sum_machine, self.put_together = within.all_reduce(), within.all_reduce()
+
+    def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
+        machine = self.sum_machine(flat)
+        padded = ops.pad(machine, (0, self.padded - self.size))
+        total, residual = self.between.reduce(padded[self.start : self.start + self.part])
+        parts = self.put_together(ops.pad(total, (self.start, self.padded - self.start - self.part)))
+        return parts[: self.size], residual
+
+    def keep(self, residual: Tensor) -> Tensor:
+        return self.between.keep(residual)
+
+    def bytes_at(self, step: int) -> int:
+        inside = all_reduce(FLOAT32 * self.size, self.within) + all_reduce(FLOAT32 * self.padded, self.within)
+        return inside + self.between.bytes_at(step)
+
+    def bytes_between_machines_at(self, step: int) -> int:
+        return self.between.bytes_at(step)
+
+    def steps_done(self) -> int:
+        return self.between.steps_done()
+
+    def unsent(self) -> Optional[Parameter]:
+        return self.between.unsent()
+
+
+def part_size(size: int, within: Ranks) -> int:
+    """Returns how many elements of the vector each rank of a machine exchanges with other machines."""
+    return -(-size // within.count)

@@ -1,0 +1,138 @@
+"""One rank of the tests of gradient exchange: runs every scenario, in both modes, and writes what came out.
+
+Started by msrun; the first argument is the folder for rank_R_MODE.npz, the others are scenarios. The tests import what
+all ranks and the oracle share.
+"""
+
+import os
+import sys
+import time
+
+import numpy as np
+
+MODES = ("graph", "pynative")
+STEPS, SKIPPED = 8, 3
+# Seconds after which the receipts of all messages have been sent.
+SETTLE = 0.2
+# Like the adapters of four layers, one of them wider; with a module of modules_to_save.
+SHAPES = {
+    **{
+        f"model.layers.{layer}.attention.wq.mindpet_delta_lora_{part}": shape
+        for layer in range(4)
+        for part, shape in (("a", (8, 1200 + layer)), ("b", (1100, 7)))
+    },
+    "lm_head.weight": (33, 21),
+}
+TOP_K = {"type": "top_k", "density": 0.1, "warmup_steps": 3, "local_size": 1}
+SCENARIOS = {
+    "dense": {"type": "dense", "local_size": 1},
+    "float16": {"type": "float16", "local_size": 1},
+    "whole": {**TOP_K, "density": 1.0},
+    "top_k": TOP_K,
+    "open": {**TOP_K, "protect": []},
+    "machines dense": {"type": "dense", "local_size": 2},
+    "machines float16": {"type": "float16", "local_size": 2},
+    "machines top_k": {**TOP_K, "local_size": 2},
+}
+
+
+def gradient(rank, step):
+    """Returns a rank's gradients in a step, of sizes as after the division by the tokens; some are -0.0."""
+    rng = np.random.default_rng(1000 * step + rank)
+    flat = (rng.normal(size=sum(map(np.prod, SHAPES.values()))) * 1e-6).astype(np.float32)
+    flat[rng.random(flat.size) < 0.01] = -0.0
+    # All ranks have a zero here, of which only dense and density 1 keep the sign.
+    flat[100:110] = -0.0
+    if step == SKIPPED and rank == 0:
+        flat[5] = np.nan
+    return flat
+
+
+def main():
+    import mindspore as ms
+    from mindspore.communication import get_group_size, get_rank, init
+
+    ms.set_context(device_target="CPU")
+    init()
+    ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=False, device_num=get_group_size())
+    for number, mode in enumerate(MODES):
+        ms.set_context(mode=number)
+        found = {}
+        for name in sys.argv[2:]:
+            found.update({f"{name}/{key}": value for key, value in run(SCENARIOS[name]).items()})
+        found["agreement"] = disagree()
+        np.savez(os.path.join(sys.argv[1], f"rank_{get_rank()}_{mode}.npz"), **found)
+
+
+def run(setting):
+    """Returns what the steps of an exchange gave, and the bytes that it counted and that were sent."""
+    import mindspore as ms
+    from mindspore.communication import get_group_size, get_local_rank_size, get_rank
+
+    from mindlora.training.exchange import FlatLayout, Ranks, exchange_settings
+    from mindlora.training.exchange.make import make_exchange
+    from tests.support.exchange_step import Step
+
+    parameters = [ms.Parameter(ms.Tensor(np.zeros(shape, np.float32)), name=name) for name, shape in SHAPES.items()]
+    ranks = Ranks(get_rank(), get_group_size())
+    exchange = make_exchange(exchange_settings(setting), FlatLayout(parameters), ranks, get_local_rank_size())
+    step_cell = Step(exchange)
+    totals, residuals, unsent, counted, between = [], [], [], [], []
+    time.sleep(SETTLE)
+    before = np.array(sent_bytes())
+    for step in range(STEPS):
+        done = step - (step > SKIPPED)
+        counted.append(exchange.bytes_at(done))
+        between.append(exchange.bytes_between_machines_at(done))
+        total, residual = step_cell(ms.Tensor(gradient(get_rank(), step)), ms.Tensor(float(step == SKIPPED)))
+        totals.append(total.asnumpy())
+        residuals.append(residual.asnumpy())
+        kept = exchange.unsent()
+        unsent.append(np.zeros(1, np.float32) if kept is None else kept.asnumpy())
+    time.sleep(SETTLE)
+    sent = np.array(sent_bytes()) - before
+    return {
+        "totals": np.stack(totals),
+        "residuals": np.stack(residuals),
+        "unsent": np.stack(unsent),
+        "counted": np.array(counted),
+        "between": np.array(between),
+        "last": np.array(exchange.bytes_per_step),
+        "sent": sent,
+    }
+
+
+def disagree():
+    """Returns what check_agreement raises: at first nothing, and then with one bit changed on rank 1."""
+    import mindspore as ms
+    from mindspore.communication import get_rank
+
+    from mindlora.errors import LoraError
+    from mindlora.training.exchange.agreement import check_agreement
+
+    values = np.arange(6, dtype=np.float32)
+    parameter = ms.Parameter(ms.Tensor(values), name="a")
+    check_agreement([parameter], 100)
+    if get_rank() == 1:
+        values[3] = np.nextafter(values[3], np.float32(9))
+        parameter.set_data(ms.Tensor(values))
+    try:
+        check_agreement([parameter], 200)
+    except LoraError as error:
+        return np.array(str(error))
+    return np.array("")
+
+
+def sent_bytes():
+    """Returns how many bytes this process has written so far, and how many the loopback device has sent.
+
+    What a process writes is hardly more than what it sends; the device counts for all ranks.
+    """
+    with open("/proc/self/io", encoding="utf-8") as file:
+        written = next(int(line.split()[1]) for line in file if line.startswith("wchar"))
+    with open("/proc/net/dev", encoding="utf-8") as file:
+        return written, next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
+
+
+if __name__ == "__main__":
+    main()
