@@ -1,6 +1,7 @@
 """mindlora-run: MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import NoReturn, Optional, Sequence
@@ -21,6 +22,7 @@ from mindformers.utils.file_utils import set_output_path
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError, LoraError, RunStopped
 from mindlora.plugin.run_modes import RUN_MODES, TRAINING_MODES
+from mindlora.plugin.screen import progress_only
 
 
 def true_or_false(text: str) -> bool:
@@ -90,7 +92,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     or SIGTERM has stopped it.
     """
     try:
-        run(build_config(argv), "--verbose" in (sys.argv if argv is None else argv) or not sys.stdout.isatty())
+        config = build_config(argv)
+        quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
+        with progress_only(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
+            run(config)
     except RunStopped as stopped:
         print(f"mindlora-run: {stopped}", file=sys.stderr)
         return stopped.exit_code
@@ -100,18 +105,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def run(config: MindFormerConfig, verbose: bool = True) -> None:
-    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available.
-
-    Args:
-        config (MindFormerConfig): The whole YAML.
-        verbose (bool): Whether MindFormers prints its log; otherwise training shows a progress bar. Default: True.
-    """
+def run(config: MindFormerConfig) -> None:
+    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
     set_output_path(config.output_dir)
-    from mindlora.plugin import hooks, preflight, screen  # noqa: F401  importing hooks registers mindlora
+    from mindlora.plugin import hooks, preflight  # noqa: F401  importing hooks registers mindlora
 
-    if not verbose and config.run_mode in TRAINING_MODES:
-        screen.show_progress(config)
     preflight.prepare(config)
     preflight.check_files(config)
     build_context(config)

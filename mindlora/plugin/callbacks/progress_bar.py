@@ -1,4 +1,4 @@
-"""ProgressBar: steps, loss and remaining time on stderr."""
+"""ProgressBar: steps, losses, tokens per second and remaining time on stderr."""
 
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
@@ -6,12 +6,12 @@ from mindspore.train import RunContext
 from tqdm import tqdm
 
 from mindlora.plugin import resume as training_state
-from mindlora.plugin.callbacks.common import loss_of, register
+from mindlora.plugin.callbacks.common import register, step_record
 
 
 @register
 class ProgressBar(Callback):
-    """Shows steps, loss and remaining time on stderr while training, on rank 0.
+    """Shows steps, remaining time, loss, held-out loss and tokens per second on stderr while training, on rank 0.
 
     Args:
         label (str): Text before the bar. Default: "training".
@@ -19,7 +19,7 @@ class ProgressBar(Callback):
 
     def __init__(self, label: str = "training"):
         super().__init__()
-        self.label, self.bar = label, None
+        self.label, self.bar, self.held_out_loss = label, None, None
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Opens the bar."""
@@ -38,9 +38,17 @@ class ProgressBar(Callback):
         )
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Moves the bar to the step and shows its loss."""
+        """Moves the bar to the step and shows what it measured."""
         params = run_context.original_args()
-        self.bar.set_postfix_str(f"loss {loss_of(params):.3f}", refresh=False)
+        record = step_record(params)
+        self.held_out_loss = (params.get("eval_results") or {}).get("held_out_loss", self.held_out_loss)
+        shown = [f"loss {record.loss:.3f}"]
+        if self.held_out_loss is not None:
+            shown.append(f"held-out {self.held_out_loss:.3f}")
+        steps_per_second = self.bar.format_dict["rate"]
+        if record.tokens is not None and steps_per_second:
+            shown.append(f"{record.tokens * steps_per_second:,.0f} tokens/s")
+        self.bar.set_postfix_str(", ".join(shown), refresh=False)
         self.bar.update(params.cur_step_num - self.bar.n)
 
     def on_train_end(self, run_context: RunContext) -> None:
