@@ -3,7 +3,8 @@
 All sides run in one process and take turns step by step, on the same data, from the same values, with the same train
 step, optimizer and threads, in float32 and graph mode on a CPU. Beside the time on the clock is the time that the
 process computed, which other work on the machine disturbs less. MindFormers' LoRA takes part twice: no ratio can be
-trusted further than the ratio of these two is from 1.
+trusted further than the ratio of these two is from 1. Then mindlora's train step with AdapterHealth takes turns with
+the same step without it, ten steps at a time.
     python scripts/bench_train.py --json figures.json
     python scripts/bench_train.py --quick
 """
@@ -13,10 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from typing import Any, Dict, List, Tuple
+import time
+from typing import Any, Callable, Dict, List, Tuple
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
-from bench_common import ROOT, machine, machine_line, spread, take_turns
+from bench_common import ROOT, machine, machine_line, spread, take_turns, wait
 
 FULL_SIZE = {
     "hidden_size": 1024,
@@ -50,6 +52,7 @@ PARITY_SIZE = {
 }
 OURS, THEIRS, AGAIN, FULL = "mindlora LoRA", "MindFormers LoRA", "MindFormers LoRA, again", "full fine-tuning"
 PARITY_STEPS, WARM_UP = 50, 6
+WITHOUT, HEALTH, PERIOD = "ten steps", "ten steps with AdapterHealth", 10
 
 
 def main() -> None:
@@ -65,7 +68,7 @@ def main() -> None:
         # MindFormers logs to stdout and writes output/ in the working folder.
         os.chdir(folder)
         with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            step_figures, parity = measure_training(size, steps)
+            step_figures, parity, health = measure_training(size, steps)
     figures = {
         "machine": machine("mindspore", "mindformers"),
         "size": size,
@@ -73,6 +76,7 @@ def main() -> None:
         "train_step": step_figures,
         "ratio": ratios(step_figures),
         "loss_parity": parity,
+        "health": health,
         "import": import_figures,
     }
     print(table(figures))
@@ -103,8 +107,8 @@ def measure_import(processes: int) -> Dict[str, Any]:
     return {"mindspore": spread(mindspore), "mindlora": spread(mindlora)}
 
 
-def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Returns ({side: {"wall", "cpu": spread}}, loss parity).
+def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], Dict[str, Any], Dict[str, Any]]:
+    """Returns ({side: {"wall", "cpu": spread}}, loss parity, cost of AdapterHealth).
 
     MindFormers' own networks are built before mindlora takes over pet_type lora.
     """
@@ -126,7 +130,63 @@ def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], 
     inputs = batches(size, 1)[0]
     calls = {side: lambda cell=cell: cell(*inputs)[0] for side, cell in cells.items()}
     seconds = take_turns(calls, steps, WARM_UP)
-    return {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}, parity
+    health = measure_health(timed[OURS], inputs, max(2, steps // 3))
+    return {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}, parity, health
+
+
+def measure_health(network: Any, inputs: Tuple[Any, ...], rounds: int) -> Dict[str, Any]:
+    """Returns the seconds of ten steps without and with AdapterHealth, their ratio, and the callback's own seconds."""
+    plain, watched = train_step(network, 1e-4), train_step(network, 1e-4, record_gradient_norms=True)
+
+    def without() -> None:
+        for _ in range(PERIOD):
+            wait(plain(*inputs))
+
+    own: List[float] = []
+    seconds = take_turns({WITHOUT: without, HEALTH: watched_steps(watched, inputs, own)}, rounds, warm_up=1)
+    figures = {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}
+    own_seconds = spread(own[1:])
+    return {
+        "seconds": figures,
+        "ratio": {
+            clock: figures[HEALTH][clock]["median"] / figures[WITHOUT][clock]["median"] for clock in ("wall", "cpu")
+        },
+        "callback": own_seconds,
+        "callback_share": own_seconds["median"] / figures[WITHOUT]["wall"]["median"],
+    }
+
+
+def watched_steps(cell: Any, inputs: Tuple[Any, ...], own: List[float]) -> Callable[[], None]:
+    """Returns a function that does ten steps with AdapterHealth, as MindSpore's loop calls it.
+
+    Each call appends the seconds that the callback took to ``own``.
+    """
+    from mindspore.train.callback import RunContext
+    from mindspore.train.callback._callback import InternalCallbackParam
+
+    from mindlora.plugin.callbacks import AdapterHealth
+
+    params = InternalCallbackParam()
+    params.update(train_network=cell, cur_step_num=0, epoch_num=1, batch_num=sys.maxsize)
+    context, health = RunContext(params), AdapterHealth(every_steps=PERIOD)
+    health.on_train_begin(context)
+    health.on_train_epoch_begin(context)
+
+    def steps() -> None:
+        total = 0.0
+        for _ in range(PERIOD):
+            params.cur_step_num += 1
+            start = time.perf_counter()
+            health.on_train_step_begin(context)
+            total += time.perf_counter() - start
+            params.net_outputs = cell(*inputs)
+            wait(params.net_outputs)
+            start = time.perf_counter()
+            health.on_train_step_end(context)
+            total += time.perf_counter() - start
+        own.append(total)
+
+    return steps
 
 
 def build(size: Dict[str, int], lora: bool) -> Any:
@@ -191,7 +251,7 @@ def copy_values(source: Any, target: Any) -> None:
         parameter.init_data().set_data(ms.Tensor(values[parameter.name].copy()))
 
 
-def train_step(network: Any, learning_rate: float) -> Any:
+def train_step(network: Any, learning_rate: float, **wrapper: Any) -> Any:
     """Returns the train step of every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
@@ -204,6 +264,7 @@ def train_step(network: Any, learning_rate: float) -> Any:
         use_clip_grad=True,
         max_grad_norm=1.0,
         scale_sense=1.0,
+        **wrapper,
     )
     cell.set_train()
     return cell
@@ -283,6 +344,14 @@ def table(figures: Dict[str, Any]) -> str:
         f"loss, mindlora against MindFormers over {parity['steps']} steps from {parity['first_loss']:.3f} to "
         f"{parity['last_loss']:.3f}: largest relative difference {parity['max_relative_difference']:.1e} "
         "(goal: 1e-4)",
+        "",
+        "AdapterHealth every 10 steps: {:.3f} of the time without it, {:.3f} of the CPU time (goal: at most 1.02); the "
+        "callback itself {:.1f} ms, {:.2%} of ten steps".format(
+            figures["health"]["ratio"]["wall"],
+            figures["health"]["ratio"]["cpu"],
+            1e3 * figures["health"]["callback"]["median"],
+            figures["health"]["callback_share"],
+        ),
     ]
     return "\n".join(lines)
 
