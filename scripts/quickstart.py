@@ -1,6 +1,7 @@
 """The quickstart: prepares data, trains a tiny base, fine-tunes it with LoRA through a YAML, and shows what changed."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -55,7 +56,7 @@ def main() -> None:
     if args.short:
         print("\n     (--short trains for seconds: it shows that everything works, not what LoRA can do.)")
     print(
-        f"\nadapter     {adapter}\nloss curve  {os.path.join(paths.lora_run, 'loss_curve.png')}"
+        f"\nadapter     {adapter}\nreport      {os.path.join(paths.lora_run, 'report.html')} (open it in a browser)"
         f"\nlogs        {paths.output}/*.log\ndone in {time.time() - started:.0f} s"
     )
 
@@ -154,7 +155,7 @@ def run(command: List[str], log: str, keep_stdout: bool = False) -> None:
 
 
 def evaluate(paths: Paths, adapter: str) -> None:
-    """Prints the held-out loss and three answers, of the base alone and with the adapter."""
+    """Prints held-out loss and three answers, of the base alone and with the adapter, and adds them to the report."""
     log = open("evaluate.log", "w", encoding="utf-8")  # noqa: SIM115  MindFormers logs to it until the process ends
     screen, sys.stdout = sys.stdout, log
     import mindspore as ms
@@ -165,6 +166,8 @@ def evaluate(paths: Paths, adapter: str) -> None:
     from mindlora.data.tokenizers import load_tokenizer
     from mindlora.plugin import hooks  # noqa: F401
     from mindlora.training.held_out import HeldOutLossCell, held_out_loss
+    from mindlora.training.history import HistoryWriter
+    from mindlora.training.report import write_report
 
     config = MindFormerConfig(LORA_YAML)
     ms.set_context(mode=config.context.mode, device_target=config.context.device_target)
@@ -178,6 +181,13 @@ def evaluate(paths: Paths, adapter: str) -> None:
     before = held_out_loss(loss_cell, paths.held_out, 16), answers(network, tokenizer, prompts)
     load_lora(network, adapter, on_base_mismatch="error")
     after = held_out_loss(loss_cell, paths.held_out, 16), answers(network, tokenizer, prompts)
+    with open(os.path.join(adapter, "best.json"), encoding="utf-8") as file:
+        step = json.load(file)["step"]
+    with contextlib.closing(HistoryWriter(paths.lora_run, None)) as history:
+        for at, (loss, given) in ((0, before), (step, after)):
+            history.append(at, held_out_loss=loss)
+            history.append(at, answers=[{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, given)])
+    write_report([paths.lora_run], os.path.join(paths.lora_run, "report.html"))
     sys.stdout = screen
     print("     " + trainable_summary(network).splitlines()[-1])
     print(f"     held-out loss  before {before[0]:.3f}   after {after[0]:.3f}   (nats per token, 48 dialogues)")

@@ -93,11 +93,17 @@ class History:
     answers: List[dict]
 
     def series(self, name: str) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns the steps [n], int64, and the values [n], float64, of a field of the training steps or of
-        ``held_out_loss``, where it is known."""
+        """Returns the steps [n], int64, in order, and the values [n], float64, of a field, where it is known.
+
+        Args:
+            name (str): One of STEP_FIELDS, or ``held_out_loss``.
+        """
         records = self.held_out if name == "held_out_loss" else self.steps
-        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-        return np.array([step for step, _ in points], np.int64), np.array([value for _, value in points], np.float64)
+        known = sorted(
+            (record for record in records if record.get(name) is not None), key=lambda record: record["step"]
+        )
+        steps, values = [record["step"] for record in known], [record[name] for record in known]
+        return np.array(steps, np.int64), np.array(values, np.float64)
 
 
 def read_history(directory: str) -> History:
