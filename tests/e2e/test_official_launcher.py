@@ -31,10 +31,8 @@ trainer.train()
 
 
 @pytest.fixture
-def official(tmp_path, data, base, monkeypatch):
+def official(tmp_path, data, base):
     """Returns a function that runs the tiny LoRA YAML with MindFormers' launcher; its arguments change pet_config."""
-    # MindFormers copies bridge.py into this folder.
-    monkeypatch.setenv("OM_MODULES_CACHE", str(tmp_path / "modules"))
 
     def launch(**pet_config):
         (tmp_path / "official.py").write_text(OFFICIAL)

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.support.runs import LORA_YAML, python, succeeded
+
 DIALOGUES = os.path.join(os.environ.get("MINDLORA_TEST_DATA", ""), "huanhuan.json")
 ROWS, VOCABULARY, SEQUENCE = 320, 1500, 96
 
@@ -38,7 +37,7 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
         0.1,
         "--json",
     )
-    report = json.loads(converted.stdout)
+    report = json.loads(converted)
     # The few rows that exceed the tiny model's window are left out and counted.
     assert report["rows"] + report["held_out_rows"] + sum(map(len, report["skipped"].values())) == ROWS
     assert report["rows"] > 0.8 * ROWS
@@ -47,7 +46,7 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
         tmp_path,
         "mindlora.plugin.launcher",
         "--config",
-        os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml"),
+        LORA_YAML,
         "--output_dir",
         "run",
         "--train_dataset_dir",
@@ -75,22 +74,14 @@ def test_the_loss_on_held_out_dialogues_falls(tmp_path):
         ),
     )
     with open(tmp_path / "run" / "loss_curve.json", encoding="utf-8") as file:
-        held_out = [loss for _, loss in json.load(file)["held_out"]]
+        curve = json.load(file)
+    untrained, held_out = curve["train"][0][1], [loss for _, loss in curve["held_out"]]
     # The base is random, so an adapter can only learn which tokens are frequent; ln(1500) is 7.3.
-    assert held_out[0] < 7.6 and held_out[-1] < held_out[0] - 0.3
+    assert 7.0 < untrained < 7.6 and held_out[-1] < held_out[0] - 0.2 and held_out[-1] < untrained - 0.9
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(
         os.listdir(tmp_path / "run" / "lora_checkpoint" / "best")
     )
 
 
 def _run(folder, module, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, words)],
-        cwd=folder,
-        text=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": ROOT},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+    return succeeded(python(["-m", module, *words], folder))

@@ -1,9 +1,6 @@
 """LoraTrainOneStepCell: its five outputs and its step against numpy, and what it does on overflow."""
 
 import json
-import os
-import subprocess
-import sys
 
 import mindspore as ms
 import numpy as np
@@ -11,7 +8,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from mindlora.plugin.train_step import LoraTrainOneStepCell
-from tests.support.tiny_runs import ROOT
+from tests.support import tiny_runs
 
 LEARNING_RATE, DECAY_STEPS = 0.5, 10
 
@@ -165,14 +162,7 @@ json.dump({"changed": sorted(key for key in before if after.get(key) is not befo
            "pet": sorted(key for key, now in pet_model.PET_TYPE_TO_MODEL_MAPPING.items() if maps.get(key) is not now),
            "compared": sorted(before)}, open("members.json", "w"))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = tiny_runs.python(["-c", script], tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     with open(tmp_path / "members.json", encoding="utf-8") as file:
         found = json.load(file)

@@ -4,11 +4,12 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import numpy as np
 import yaml
+
+from tests.support import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny"
@@ -21,17 +22,22 @@ SIZES = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 2, "vocab_size
 SIZE_FLAGS = [word for key, value in SIZES.items() for word in (f"--model.model_config.{key}", str(value))]
 
 
-def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0):
-    """Writes rows that count upwards by ``step`` from random starts as MindRecord; every label counts in the loss."""
+def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0, counted=1.0):
+    """Writes rows that count upwards by ``step`` from random starts as MindRecord.
+
+    ``counted`` is the share of the labels that count in the loss: of all rows, or of each one.
+    """
     from mindspore.mindrecord import FileWriter
 
     starts = np.random.default_rng(seed).integers(0, 60, rows)
     tokens = ((starts[:, None] + step * np.arange(length)) % 60 + 4).astype(np.int32)
+    first_ignored = np.round(np.broadcast_to(counted, rows) * length)[:, None]
+    labels = np.where(np.arange(length) < first_ignored, tokens, -100).astype(np.int32)
     writer = FileWriter(str(path), 1, overwrite=True)
     writer.set_page_size(1 << 15)
     column = {"type": "int32", "shape": [length]}
     writer.add_schema({"input_ids": column, "labels": column}, "counting")
-    writer.write_raw_data([{"input_ids": row, "labels": row} for row in tokens])
+    writer.write_raw_data([{"input_ids": ids, "labels": row} for ids, row in zip(tokens, labels)])
     writer.commit()
     return tokens
 
@@ -44,18 +50,9 @@ def environment(installed=True):
     return {**values, "PYTHONPATH": str(ROOT)} if installed else values
 
 
-def python(arguments, folder, **more):
+def python(arguments, folder):
     """Runs Python on ``arguments`` in ``folder``; returns the completed process, its output as text."""
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        **more,
-    )
+    return forked.run(arguments, folder, environment())
 
 
 def launch(folder, *flags, config=LORA_YAML):

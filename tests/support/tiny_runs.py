@@ -3,14 +3,13 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import yaml
 from safetensors.numpy import load_file
 
 from tests.conftest import ROOT
+from tests.support import forked
 
 LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 SEQUENCE, VOCABULARY, PAD, IGNORED = 16, 64, 3, -100
@@ -77,10 +76,7 @@ def launch(config, output, script=None):
 
 def python(arguments, folder):
     """Runs Python in ``folder`` with mindlora importable, and returns the completed process."""
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return forked.run(arguments, folder, {**os.environ, "PYTHONPATH": ROOT})
 
 
 def losses(output, directory="."):

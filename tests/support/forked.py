@@ -1,0 +1,115 @@
+"""Python processes that begin with MindFormers imported: forked from one that has done nothing else.
+
+The import takes four seconds of a core, which is half of a tiny run. What is forked is a process of its own, with its
+own arguments, folder, environment, output and exit code, and has yet to import mindlora. Only what MindSpore and
+MindFormers read from the environment while they are imported is the same for all.
+"""
+
+import atexit
+import gc
+import importlib
+import inspect
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+
+# What nearly every run imports sooner or later, and none of it knows mindlora.
+IMPORTED = ("mindformers", "mindformers.trainer", "mindformers.pet", "matplotlib.pyplot", "mindspore.mindrecord")
+TIMEOUT = 300  # seconds, after which a process is ended by SIGALRM
+
+
+# In the process of the tests
+
+_server = None
+
+
+def run(arguments, folder, environment):
+    """Does what ``subprocess.run([sys.executable, *arguments], ...)`` does, and returns the completed process."""
+    words = [str(word) for word in arguments]
+    with tempfile.NamedTemporaryFile("w+") as stdout, tempfile.NamedTemporaryFile("w+") as stderr:
+        request = {"arguments": words, "folder": str(folder), "environment": environment}
+        server = _running_server()
+        server.stdin.write(json.dumps({**request, "stdout": stdout.name, "stderr": stderr.name}) + "\n")
+        server.stdin.flush()
+        code = server.stdout.readline()
+        assert code, f"the process that forks ended with exit code {server.wait()}"
+        return subprocess.CompletedProcess([sys.executable, *words], int(code), stdout.read(), stderr.read())
+
+
+def _running_server():
+    """Returns the process that forks, which begins with the first call and ends with this process."""
+    global _server
+    if _server is None:
+        folder = tempfile.mkdtemp(prefix="mindlora-test-forked-")
+        environment = {**os.environ, "OM_MODULES_CACHE": os.path.join(folder, "modules")}
+        command = [sys.executable, os.path.abspath(__file__)]
+        pipe = subprocess.PIPE
+        _server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment)
+        atexit.register(_server.communicate)
+    return _server
+
+
+# In the process that forks, and in those that it forks
+
+
+def _next_request():
+    """Forks a process for each line of stdin and answers with its exit code; in the forked one, returns the line."""
+    # What is imported may print.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    given = dict(os.environ)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    # Fills the tables of every module's file, which MindSpore's parser asks inspect for.
+    inspect.getmodule(_run.__code__)
+    set_meanwhile = {name: value for name, value in os.environ.items() if given.get(name) != value}
+    sys.stdout.flush()
+    gc.freeze()
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            os.close(answers)
+            request = json.loads(line)
+            return {**request, "environment": {**set_meanwhile, **request["environment"]}}
+        _, status = os.waitpid(child, 0)
+        os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
+    return None
+
+
+def _become(request):
+    """Makes this process what Python would have started: folder, environment, streams."""
+    import numpy as np
+
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
+        os.dup2(os.open(path, os.O_RDWR), number)
+    np.random.seed()
+    signal.alarm(TIMEOUT)
+
+
+def _run(first, *words):
+    """Runs what Python's command line names: a module after -m, a program after -c, a file."""
+    if first == "-m":
+        sys.argv, sys.path[0] = list(words), os.getcwd()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[1:]], ""
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv, sys.path[0] = [first, *words], os.path.dirname(os.path.abspath(first))
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    asked = _next_request()
+    if asked:
+        _become(asked)
+        _run(*asked["arguments"])
