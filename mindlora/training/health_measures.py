@@ -86,7 +86,7 @@ def singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Returns the singular values of products from the Gram matrices of their factors, without forming a product.
 
     The matrices G = L^T L and H = R R^T have roots with G = P^T P and H = Q^T Q, and L R has the singular values of
-    P Q^T. Values below about 1e-8 of the largest are lost; the rounding of float32 factors is larger than that.
+    P Q^T. Values below about 1e-7 of the largest are lost; the rounding of float32 factors has changed them already.
 
     Args:
         left (numpy.ndarray): G of each product, float64 [cells, r, r].

@@ -23,7 +23,8 @@ def summary(report: HealthReport) -> str:
         found = [value for value in values if value is not None]
         if found:
             known.append(f"{name} {statistics.median(found):.2g}")
-    return f"{', '.join(known)} (medians); {len(report.findings) or 'no'} findings"
+    count = len(report.findings)
+    return f"{', '.join(known)} (medians); {count or 'no'} finding{'' if count == 1 else 's'}"
 
 
 def event_message(findings: List[Finding]) -> str:
