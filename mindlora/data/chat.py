@@ -90,7 +90,9 @@ class ChatExamples(Examples):
 
     def notes(self) -> List[str]:
         """See Examples."""
-        notes = [f"the chat template does not show the {what} of {rows} rows" for what, rows in self.left_out.items()]
+        notes = [
+            f"the chat template does not show all of the {what} of {rows} rows" for what, rows in self.left_out.items()
+        ]
         if self.endless:
             notes.append(
                 f"in {self.endless} rows, a turn of the assistant ends without a special token: a model may not learn "

@@ -121,17 +121,26 @@ class ChatTemplate:
     def _turns(self, conversation, _):
         messages, tools = conversation
         text, spans = self.render(conversation), []
+        closing = self._closing(conversation, text)
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             before = self.render(Conversation(messages[:number], tools), prompt=True)
-            until = self.render(Conversation(messages[: number + 1], tools))
+            until = self.render(Conversation(messages[: number + 1], tools)).removesuffix(closing)
             if not text.startswith(until):
                 raise UnusableRow("the chat template renders earlier turns differently once the conversation goes on")
             if not until.startswith(before):
                 raise UnusableRow("the chat template's prompt for the assistant is not how the assistant's turn begins")
             spans.append((len(before), len(before) + self._turn_length(until[len(before) :])))
         return text, spans
+
+    def _closing(self, conversation, text):
+        """Returns the eos that some templates write behind a conversation, unless the assistant is to speak next."""
+        eos = self.tokenizer.eos_token
+        if not eos or not text.endswith(eos):
+            return ""
+        prompted = self.render(conversation, prompt=True)
+        return eos if prompted.startswith(text[: -len(eos)]) and not prompted.startswith(text) else ""
 
     def _turn_length(self, turn):
         """Returns the length of a turn without the white space behind its last special token."""
@@ -144,17 +153,21 @@ class ChatTemplate:
 
 
 def left_out(conversation: Conversation, text: str) -> List[str]:
-    """Returns what of a conversation the text of it does not show."""
+    """Returns what of a conversation the text of it does not show, or not all of.
+
+    Raises:
+        UnusableRow: It is a call of a tool, in whose place something else would be learned.
+    """
 
     def shown(content):
         # Some templates write the answers of tools as JSON.
         return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
     messages, tools = conversation
-    others = [message for message in messages if message["role"] != "assistant"]
-    missing = {f"{message['role']} messages" for message in others if not shown(message["content"])}
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    for name, functions in (("calls of tools", calls), ("tools", tools or [])):
-        if not all(shown(str(function["function"].get("name"))) for function in functions):
-            missing.add(name)
+    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
+    if not all(map(shown, calls)):
+        raise UnusableRow("the chat template does not show a call of a tool")
+    missing = {f"{message['role']} messages" for message in messages if not shown(message["content"] or "")}
+    if not all(shown(str(tool["function"]["name"])) for tool in tools or []):
+        missing.add("tools")
     return sorted(missing)

@@ -23,7 +23,8 @@ class Conversation(NamedTuple):
 
     Attributes:
         messages (list of dict): Each with "role" (system, user, assistant or tool), "content", a string, and what else
-            the message had; calls of tools are in "tool_calls", with their arguments as an object.
+            the message had; calls of tools are in "tool_calls", with their arguments as an object, and the content of
+            such a message may be None.
         tools (list of dict or None): The functions that the assistant may call, as JSON schemas.
     """
 
@@ -63,7 +64,7 @@ def read_conversation(record: Any) -> Conversation:
 
 def texts_of(conversation: Conversation) -> str:
     """Returns what is said in a conversation, for training a tokenizer."""
-    return "\n".join(message["content"] for message in conversation.messages)
+    return "\n".join(message["content"] or "" for message in conversation.messages)
 
 
 def _parsed(value):
@@ -92,13 +93,15 @@ def _message(entry):
     rest = {key: value for key, value in entry.items() if key not in names and value is not None}
     message = {**rest, "role": _ROLES[speaker.lower()], "content": _text(content, names[1])}
     if speaker.lower() == "function_call":
-        message.update(content="", tool_calls=_called(message["content"]))
+        message.update(content=None, tool_calls=_called(message["content"]))
     elif "function_call" in rest:
         message["tool_calls"] = _calls([message.pop("function_call")])
     elif message.pop("tool_calls", None):
         message["tool_calls"] = _calls(rest["tool_calls"])
-    if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-        raise UnusableRow("an empty assistant's turn")
+    if not message.get("tool_calls"):
+        message["content"] = message["content"] or ""
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise UnusableRow("an empty assistant's turn")
     return message
 
 
@@ -108,7 +111,7 @@ def _text(content, name):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, (str, type(None))):
         raise UnusableRow(f'a message whose "{name}" is not text')
-    return content or ""
+    return content
 
 
 def _called(text):

@@ -14,6 +14,7 @@ from tests.support.chat_templates import (
     LLAMA3,
     MARKED,
     MISTRAL,
+    PHI,
     THINKING,
     chat_tokenizer,
     runs,
@@ -35,6 +36,7 @@ def encode(tokenizer, messages, **record):
     "template, start, end, make",
     [
         (CHATML, "", "<|im_end|>", chat_tokenizer),
+        (PHI, "", "<|im_end|>", chat_tokenizer),
         (LLAMA3, "", "<|eot_id|>", chat_tokenizer),
         (MISTRAL, " ", "</s>", chat_tokenizer),
         (MISTRAL, "", "</s>", lambda template: word_tokenizer(template, WORDS)),
@@ -63,7 +65,8 @@ def test_marks_are_taken_as_transformers_takes_them():
     assert encoded.tokens.tolist() == expected["input_ids"]
     assert encoded.learned.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
     last = "<think>x</think>None.<|im_end|>"
-    assert runs(encoded, tokenizer) == ["There are 2 cats, 温太医.<|im_end|>", last] and notes == []
+    assert runs(encoded, tokenizer) == ["There are 2 cats, 温太医.<|im_end|>", last]
+    assert notes == ["the chat template does not show all of the assistant messages of 1 rows"]
     # A mark that leaves out the end of the turn, which is not eos here, is no longer silent.
     _, notes = encode(chat_tokenizer(MARKED), DIALOGUE)
     assert notes[0].startswith("in 1 rows, a turn of the assistant ends without a special token")
@@ -102,18 +105,17 @@ def test_tools_and_turns_without_end():
         "2 cats.<|eot_id|>",
     ]
     assert notes == []
-    plain = "{% for message in messages if message.role != 'tool' %}{{ message.role + ': ' + message.content + '\n' }}"
+    plain = "{% for message in messages if message.role != 'tool' %}{{ message.role + ': ' }}{{ message.content }}\n"
     plain += "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    with pytest.raises(UnusableRow, match="does not show a call of a tool"):
+        encode(chat_tokenizer(plain), messages, tools=tools)
     tokenizer = chat_tokenizer(plain)
-    encoded, notes = encode(tokenizer, messages, tools=tools)
-    # Of a turn that shows as white space, nothing is learned.
+    encoded, notes = encode(tokenizer, messages[:1] + messages[2:], tools=tools)
     assert runs(encoded, tokenizer) == ["2 cats.\n"]
-    assert [note.split(" of 1 rows")[0] for note in notes[:3]] == [
-        "the chat template does not show the calls of tools",
-        "the chat template does not show the tool messages",
-        "the chat template does not show the tools",
+    assert notes[:2] == [
+        f"the chat template does not show all of the {what} of 1 rows" for what in ("tool messages", "tools")
     ]
-    assert "in 1 rows, a turn of the assistant ends without a special token" in notes[3]
+    assert "in 1 rows, a turn of the assistant ends without a special token" in notes[2]
 
 
 def test_a_weight_of_0_is_not_learned():

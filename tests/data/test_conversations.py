@@ -31,7 +31,7 @@ SHAREGPT = [
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
     {"role": "tool", "content": "2"},
     {"role": "assistant", "content": "It is 2."},
 ]
@@ -61,7 +61,7 @@ def test_what_else_a_message_has_is_kept():
     answer = {"role": "function", "name": "add", "content": "2"}
     found = read_conversation({"messages": [old, answer], "tools": ""})
     assert found.messages == [
-        {"role": "assistant", "content": "", "tool_calls": CALLS},
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
         {"role": "tool", "content": "2", "name": "add"},
     ]
     assert found.tools is None

@@ -37,6 +37,8 @@ MISTRAL = """{{- bos_token }}
         {{- ' ' + message.content + eos_token }}
     {%- endif %}
 {%- endfor %}"""
+# As Phi 3.5's: eos behind the conversation, and another token behind each turn.
+PHI = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 # As Qwen3's: what the assistant thought is left out of all turns but the last.
 THINKING = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
@@ -65,8 +67,10 @@ def chat_tokenizer(template, **special):
     tokenizer = tokenizers.fit_tokenizer(texts, 340)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, **special})
     tokenizer.chat_template = template
-    # As Llama 3's: the range of a token leaves out its spaces.
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    # As Llama 3's: the range of a token leaves out its spaces, and bos is added where that is not switched off.
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=True), processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])]
+    )
     return tokenizer
 
 
