@@ -99,9 +99,8 @@ class History:
             name (str): One of STEP_FIELDS, or ``held_out_loss``.
         """
         records = self.held_out if name == "held_out_loss" else self.steps
-        known = sorted(
-            (record for record in records if record.get(name) is not None), key=lambda record: record["step"]
-        )
+        known = [record for record in records if record.get(name) is not None]
+        known.sort(key=lambda record: record["step"])
         steps, values = [record["step"] for record in known], [record[name] for record in known]
         return np.array(steps, np.int64), np.array(values, np.float64)
 

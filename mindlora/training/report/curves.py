@@ -13,6 +13,8 @@ WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 40
 # Points of all lines of a chart together, so that a page of a long run, or of many runs, stays small.
 _POINTS = 2400
+# Events that are nearer to each other than this share a mark.
+_MARK = 4
 
 
 class Line(NamedTuple):
@@ -157,14 +159,16 @@ def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]
 
 
 def _marks(events: Sequence[Tuple[int, int, str]], axis: Axis) -> List[Tuple[float, int, str]]:
-    """Returns (position, color, text) of the events, those that fall on the same place of the picture joined."""
-    places: Dict[Tuple[float, int], List[str]] = {}
+    """Returns (position, color, text) of the events, those that are near each other joined at the first of them."""
+    places: Dict[Tuple[int, int], Tuple[float, List[str]]] = {}
     for step, color, text in events:
         if axis.low <= step <= axis.high:
-            places.setdefault((round(float(_x(axis, step))), color), []).append(f"step {step:,}: {text}")
+            x = float(_x(axis, step))
+            _, texts = places.setdefault((round(x / _MARK), color), (round(x, 1), []))
+            texts.append(f"step {step:,}: {text}")
     return [
-        (x, color, "\n".join(texts[:5] + ([f"and {len(texts) - 5} more"] if len(texts) > 5 else [])))
-        for (x, color), texts in places.items()
+        (x, color, "\n".join(texts[:3] + ([f"and {len(texts) - 3} more"] if len(texts) > 3 else [])))
+        for (_, color), (x, texts) in places.items()
     ]
 
 

@@ -87,7 +87,7 @@ def run_names(directories: Sequence[str]) -> List[str]:
     if len(set(paths)) < len(paths) or len(paths) == 1:
         return [os.path.basename(path) for path in paths]
     parts = [path.split(os.sep) for path in paths]
-    while len({part[0] for part in parts}) == 1:
+    while len({part[0] for part in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [part[1:] for part in parts]
     while len({part[-1] for part in parts}) == 1 and min(map(len, parts)) > 1:
         parts = [part[:-1] for part in parts]
