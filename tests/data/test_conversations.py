@@ -65,7 +65,7 @@ def test_what_else_a_message_has_is_kept():
         {"role": "tool", "content": "2", "name": "add"},
     ]
     assert found.tools is None
-    thinking = {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": []}
+    thinking = {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": [], "name": None}
     assert read_conversation({"messages": [thinking]}).messages == [
         {"role": "assistant", "content": "a", "reasoning_content": "b"}
     ]
