@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor, nn
+from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.errors import ConfigError
@@ -201,6 +203,22 @@ def test_a_resumed_run_does_not_repeat_events(step, graph_mode):
     resumed.restore_training_state(json.loads(json.dumps(callback.training_state())))
     watch = train([resumed], step)
     assert watch.reports[5].findings and not watch.events
+
+
+def test_several_steps_at_once_have_no_update(step):
+    """With data sinking, MindSpore calls callbacks once for several steps."""
+    params = InternalCallbackParam(train_network=step[0], cur_step_num=0, epoch_num=1, batch_num=100)
+    context, callback = RunContext(params), AdapterHealth(every_steps=EVERY)
+    callback.on_train_begin(context)
+    callback.on_train_epoch_begin(context)
+    seen = []
+    for params.cur_step_num in (4, 8, 12, 13, 14, 15):
+        callback.on_train_step_begin(context)
+        callback.on_train_step_end(context)
+        if "adapter_health" in params:
+            report = params["adapter_health"]
+            seen.append((report.step, report.cells["first"].parts["A"].update))
+    assert seen == [(8, None), (12, None), (15, 0.0)]
 
 
 def test_refusals(graph_mode):
