@@ -8,16 +8,17 @@ import numpy as np
 
 from mindlora.common.fields import check_number
 
-# The median of so many losses is the smoothed loss; it is known from the first few on.
-SMOOTHED, FIRST = 16, 4
+# The median of so many losses, or of all while there are fewer, is the smoothed loss.
+SMOOTHED = 16
 # So many values make limits.
 ENOUGH = 8
-# The spread of a logarithm is taken to be at least this, so that a very steady run is not cut off at small changes.
-LEAST_SPREAD = 0.1
+# The spreads of log(loss) and log(norm) are taken to be at least this, so that a steady run is not stopped by small
+# changes. With LoRA the norm grows while B does.
+LEAST_SPREAD, LEAST_NORM_SPREAD = 0.1, 0.3
 # A loss that lies less than this above what is usual, in nats per token, is never a fault.
 MARGIN = 1.0
-# The smoothed loss may rise by so many times the noise of one step.
-NOISES = 4.0
+# The smoothed loss may rise by so many times the noise of one step, which is at least FIRST_NOISE while little is known.
+NOISES, FIRST_NOISE = 4.0, 0.25
 # A normal distribution's standard deviation, divided by its median absolute deviation.
 _DEVIATION = 1.4826
 _TINY = 1e-12
@@ -29,12 +30,15 @@ class RunGuard:
     All is computed with logarithms, so that it is the same at every scale. From the last ``window`` values x of the loss
     or of the gradient norm, NaN and infinity left out:
 
-        limit = exp(median(log x) + spike max(1.4826 MAD(log x), 0.1)),  for the loss at least median(x) + 1
+        loss limit = max(exp(median(log x) + spike max(1.4826 MAD(log x), 0.1)), median(x) + 1)
+        norm limit = exp(median(log x) + spike max(1.4826 MAD(log x), 0.3))
 
     A step above a limit should be skipped. A loss that climbs steadily takes its limit along. So the smoothed loss
     s = median(last 16 losses) is compared with b, the smallest s so far:
 
         ceiling = max(climb b, b exp(4 noise), b + 1),  noise = 1.4826 / sqrt(2) median(|log x_i - log x_(i-1)|)
+
+    where noise is at least 0.25 while fewer than 8 losses are known.
 
     Args:
         spike (float): How many deviations above the median are a spike; at least 3. Default: 6.0.
@@ -74,9 +78,9 @@ class RunGuard:
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped >= self.max_skipped:
             return f"{self.skipped} steps in a row were skipped"
-        smoothed = self._smoothed()
-        if smoothed is None or skipped:
+        if skipped:
             return None
+        smoothed = self._smoothed()
         self._best = min(self._best, smoothed)
         if smoothed > self._ceiling():
             return f"the loss climbed from {self._best:.4g} to {smoothed:.4g} (medians of up to {SMOOTHED} steps)"
@@ -86,14 +90,14 @@ class RunGuard:
     def limits(self) -> Tuple[float, float]:
         """The loss and the gradient norm above which the next step should be skipped; infinity while too little is
         known."""
-        loss, norm = self._limit(self._losses), self._limit(self._norms)
-        return (max(loss, float(np.median(self._losses)) + MARGIN) if loss < math.inf else loss), norm
+        loss, norm = _limit(self._losses, self.spike, LEAST_SPREAD), _limit(self._norms, self.spike, LEAST_NORM_SPREAD)
+        return max(loss, float(np.median(self._losses or [0.0])) + MARGIN), norm
 
     @property
     def is_healthy(self) -> bool:
         """Whether the last step was done and the smoothed loss is nearer to its best than to the ceiling."""
-        smoothed = self._smoothed()
-        return smoothed is not None and not self.skipped and smoothed <= math.sqrt(self._best * self._ceiling())
+        known = len(self._losses) >= ENOUGH and not self.skipped
+        return known and self._smoothed() <= math.sqrt(self._best * self._ceiling())
 
     def forget(self) -> None:
         """Starts anew, after a return to an earlier state or a change of the data."""
@@ -115,20 +119,24 @@ class RunGuard:
         self.skipped = state["skipped"]
 
     def _smoothed(self):
-        losses = list(self._losses)[-SMOOTHED:]
-        return float(np.median(losses)) if len(losses) >= FIRST else None
+        return float(np.median(list(self._losses)[-SMOOTHED:]))
 
     def _ceiling(self):
-        noise = _DEVIATION / math.sqrt(2) * float(np.median(np.abs(np.diff(_logarithms(self._losses)))))
+        steps = np.abs(np.diff(_logarithms(self._losses)))
+        noise = _DEVIATION / math.sqrt(2) * float(np.median(steps)) if len(steps) else 0.0
+        if len(self._losses) < ENOUGH:
+            noise = max(noise, FIRST_NOISE)
         return max(self.climb * self._best, self._best * math.exp(NOISES * noise), self._best + MARGIN)
 
-    def _limit(self, values):
-        if len(values) < ENOUGH:
-            return math.inf
-        logarithms = _logarithms(values)
-        median = np.median(logarithms)
-        spread = max(_DEVIATION * float(np.median(np.abs(logarithms - median))), LEAST_SPREAD)
-        return math.exp(min(median + self.spike * spread, 700.0))
+
+def _limit(values, spike, least):
+    """Returns ``spike`` spreads above the median of positive values, infinity while there are too few."""
+    if len(values) < ENOUGH:
+        return math.inf
+    logarithms = _logarithms(values)
+    median = np.median(logarithms)
+    spread = max(_DEVIATION * float(np.median(np.abs(logarithms - median))), least)
+    return math.exp(min(median + spike * spread, 700.0))
 
 
 def _logarithms(values):

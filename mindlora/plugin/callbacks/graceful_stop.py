@@ -75,7 +75,9 @@ class GracefulStop(Callback):
         if self.received is None:
             self.received, self.since = number, now
             # print() may not be called while it is running.
-            os.write(2, b"\nmindlora: the step is finished and saved, then the run ends. A second signal ends it now.\n")
+            os.write(
+                2, b"\nmindlora: the step is finished and saved, then the run ends. A second signal ends it now.\n"
+            )
         elif now - self.since >= _SAME_REQUEST_SECONDS:
             self._restore()
             os.kill(os.getpid(), number)
