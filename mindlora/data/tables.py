@@ -22,7 +22,8 @@ def read_csv(path: str, text: str) -> Table:
     """
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    columns, rows, start = [], [], 1
+    columns: List[str] = []
+    rows, start = [], 1
     try:
         for cells in reader:
             if not columns:

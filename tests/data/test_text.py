@@ -1,5 +1,7 @@
 """Plain text to MindRecord: packed without gaps, or by paragraphs."""
 
+import gzip
+
 import numpy as np
 import pytest
 
@@ -28,8 +30,8 @@ def test_text_is_packed_without_gaps(tmp_path, tokenizer, monkeypatch):
 
 
 def test_each_paragraph_is_a_document(tmp_path, tokenizer):
-    (tmp_path / "in.txt").write_text("the cat\nsat\n\n \nthe mat\n")
-    report = convert_text(str(tmp_path / "in.txt"), str(tmp_path / "x.mindrecord"), tokenizer, 63, paragraphs=True)
+    (tmp_path / "in.txt.gz").write_bytes(gzip.compress(b"the cat\r\nsat\n\n \nthe mat\n"))
+    report = convert_text(str(tmp_path / "in.txt.gz"), str(tmp_path / "x.mindrecord"), tokenizer, 63, paragraphs=True)
     ids = np.concatenate([row["input_ids"] for row in read_back(report.output)])
     assert tokenizer.decode(ids[ids != PAD].tolist()) == "<s>the cat\nsat</s><s>the mat</s>"
 
