@@ -34,6 +34,8 @@ class Run:
         config["model"]["model_config"]["pet_config"].update(self.pet)
         config["runner_wrapper"]["scale_sense"] = self.scale_sense
         config["lr_schedule"]["warmup_ratio"] = 0.3
+        # Each step has two micro-batches.
+        config["runner_config"].update(batch_size=tiny_runs.BATCH_SIZE // 2, gradient_accumulation_steps=2)
         return tiny_runs.launch(config, self.folder / name, script), self.folder / name
 
 
