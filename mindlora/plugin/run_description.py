@@ -91,10 +91,14 @@ def _arguments_of(kind: MindFormerModuleType, node: Mapping[str, Any]) -> Dict[s
         cls = MindFormerRegister.get_cls(kind, node.get("type"))
     except ValueError:
         return {}
-    constructors = [vars(base).get("__init__") for base in reversed(cls.__mro__)]
-    signatures = [inspect.signature(constructor) for constructor in constructors if inspect.isfunction(constructor)]
-    parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+    defaults = {}
+    for base in reversed(cls.__mro__):
+        for name in ("__new__", "__init__"):
+            constructor = inspect.unwrap(getattr(vars(base).get(name), "__func__", vars(base).get(name)))
+            if inspect.isfunction(constructor):
+                parameters = inspect.signature(constructor).parameters.values()
+                defaults.update({known.name: known.default for known in parameters if known.default is not known.empty})
+    return defaults
 
 
 def _node(configuration: Mapping[str, Any], path: str) -> Mapping[str, Any]:

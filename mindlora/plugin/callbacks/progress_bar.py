@@ -39,17 +39,23 @@ class ProgressBar(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Moves the bar to the step and shows what it measured."""
+        if self.bar.disable:
+            return
         params = run_context.original_args()
         record = step_record(params)
         self.held_out_loss = (params.get("eval_results") or {}).get("held_out_loss", self.held_out_loss)
         shown = [f"loss {record.loss:.3f}"]
         if self.held_out_loss is not None:
             shown.append(f"held-out {self.held_out_loss:.3f}")
-        steps_per_second = self.bar.format_dict["rate"]
-        if record.tokens is not None and steps_per_second:
-            shown.append(f"{record.tokens * steps_per_second:,.0f} tokens/s")
+        shown += self._speed(record.tokens)
         self.bar.set_postfix_str(", ".join(shown), refresh=False)
         self.bar.update(params.cur_step_num - self.bar.n)
+
+    def _speed(self, tokens):
+        """Returns the tokens per second as the bar measures time, once a step has been timed."""
+        timed = self.bar.format_dict
+        steps_per_second = timed["rate"] or (timed["n"] - timed["initial"]) / timed["elapsed"]
+        return [] if tokens is None or not steps_per_second else [f"{tokens * steps_per_second:,.0f} tokens/s"]
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Closes the bar."""

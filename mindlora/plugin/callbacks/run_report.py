@@ -61,8 +61,8 @@ class RunReport(Callback):
         self.step_before, self.time_before = params.cur_step_num, time.time()
         self.history = HistoryWriter(self.directory, self.step_before)
         if self.history.moved:
-            logger.info(
-                "%s held %d records of an earlier run after step %d; they have been moved to %s.",
+            logger.warning(
+                "%s held %d records of an earlier run after step %d; they are now in %s.",
                 self.history.path,
                 self.history.moved,
                 self.step_before,
