@@ -18,8 +18,8 @@ class Float16Exchange(Exchange):
 
     s is a power of two, the same on all ranks. It follows from m, the sum over the ranks of their largest absolute
     values, which is a first AllReduce of one number: s m is in [2 ** 14, 2 ** 15). No partial sum of any element
-    exceeds m, so neither the cast nor the sum can overflow, and small gradients do not vanish. If a gradient is not
-    finite, neither is m, and every element of the sum is NaN on all ranks.
+    exceeds m, so neither the cast nor the sum can overflow, and small gradients do not vanish. Where the gradient of a
+    rank is not finite, the sum is not finite on any rank.
 
     Args:
         size (int): Elements of the flat vector.

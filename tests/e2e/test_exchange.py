@@ -1,0 +1,121 @@
+"""gradient_exchange in a YAML: two processes train with top_k, and resume it; what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora.errors import ConfigError
+from tests.support.ranks import run_ranks
+from tests.support.runs import LORA_YAML, SIZES, read_yaml, write_rows, write_yaml
+
+STEPS, SAVED = 8, 4
+EXCHANGE = {"type": "top_k", "density": 0.1, "warmup_steps": 3, "protect": [], "check_every": 3}
+# Runs mindlora-run several times in one process, which is mostly imports.
+SEVERAL = """
+import json, sys
+from mindlora.plugin import launcher
+codes = [launcher.main(arguments) for arguments in json.loads(sys.argv[1])]
+print("ended with", codes)
+sys.exit(any(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of 8 steps, and one that resumes it from step 4."""
+    folder = tmp_path_factory.mktemp("exchange")
+    write_rows(folder / "data.mindrecord", rows=2 * 4 * STEPS, step=5)
+    saved = folder / "whole" / "lora_checkpoint"
+    arguments = [launch(folder, "whole"), launch(folder, "resumed", resume=str(saved / f"step_{SAVED}"))]
+    (folder / "several.py").write_text(SEVERAL)
+    logs = run_ranks(2, folder, folder / "several.py", json.dumps(arguments))
+    return folder, logs
+
+
+def launch(folder, name, **checkpoint):
+    """Writes the YAML of a run, and returns the arguments for mindlora-run."""
+    config = read_yaml(LORA_YAML)
+    config["model"]["model_config"].update(SIZES)
+    config["model"]["model_config"]["pet_config"].update(lora_rank=4, target_modules=".*wq|.*w2")
+    config.update(use_parallel=True, parallel_config={"data_parallel": 2})
+    config["runner_config"].update(epochs=1, batch_size=4)
+    config["runner_wrapper"]["gradient_exchange"] = EXCHANGE
+    config["train_dataset"]["data_loader"]["dataset_dir"] = str(folder / "data.mindrecord")
+    config["callbacks"] = [{"type": "LoraCheckpoint", "save_steps": SAVED, **checkpoint}]
+    (folder / name).mkdir()
+    return ["--config", write_yaml(folder / name, config), "--output_dir", str(folder / name)]
+
+
+def unsent(folder, rank):
+    path = folder / "lora_checkpoint" / "unsent_gradients" / f"step_{STEPS}.rank_{rank}.safetensors"
+    return load_file(path)["unsent"]
+
+
+def test_a_resumed_run_ends_with_the_same_bits(runs):
+    folder, logs = runs
+    for name in ("adapter_model.safetensors", "training_state.safetensors"):
+        one, two = (
+            load_file(folder / run / "lora_checkpoint" / f"step_{STEPS}" / name) for run in ("whole", "resumed")
+        )
+        assert one.keys() == two.keys()
+        assert all((one[key] == two[key]).all() for key in one)
+    for rank in range(2):
+        values = unsent(folder / "whole", rank)
+        assert np.abs(values).max() > 0
+        assert values.tobytes() == unsent(folder / "resumed", rank).tobytes()
+        assert "were not sent start at zero" not in logs[rank]
+    assert (unsent(folder / "whole", 0) != unsent(folder / "whole", 1)).any()
+
+
+def test_every_step_is_recorded_with_its_bytes(runs):
+    folder, logs = runs
+    records = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+    counts = [record["bytes_exchanged"] for record in records if "bytes_exchanged" in record]
+    assert len(counts) == STEPS
+    # Two stages of the warm-up, and the density that was asked for.
+    assert counts[0] == counts[1] > counts[2] > counts[3] == counts[-1]
+    assert counts[-1] < 0.2 * counts[0]
+    assert f"sends {counts[0]:,} at first and {counts[-1]:,} after the warm-up bytes per step" in logs[0]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"parallel_config": {"model_parallel": 2}}, "parallel_config.model_parallel is 2"),
+        ({"parallel_config": {"pipeline_stage": 2}}, "parallel_config.pipeline_stage is 2"),
+        ({"parallel": {"enable_parallel_optimizer": True}}, "parallel.enable_parallel_optimizer is True"),
+        ({"parallel": {"parallel_mode": 1}}, "parallel.parallel_mode is 1"),
+    ],
+)
+def test_a_split_adapter_is_refused_by_name(mindformers, changes, message):
+    with pytest.raises(ConfigError, match=f"^gradient_exchange is top_k, and {message}: gradients are compressed only"):
+        prepared(use_parallel=True, **changes)
+
+
+def test_another_train_step_is_refused(mindformers):
+    wrapper = {"type": "MFTrainOneStepCell", "gradient_exchange": "float16"}
+    with pytest.raises(ConfigError, match="^gradient_exchange is an argument of LoraTrainOneStepCell, and .*'MFTrain"):
+        prepared(runner_wrapper=wrapper)
+
+
+def test_ranks_are_compared_in_data_parallel_alone(mindformers):
+    assert [dict(callback) for callback in prepared(use_parallel=True, parallel={"parallel_mode": 0})] == [
+        {"type": "ExchangeCheck", "check_every": 3}
+    ]
+    assert prepared(use_parallel=False) == []
+    never = {"type": "LoraTrainOneStepCell", "gradient_exchange": {"type": "dense", "check_every": 0}}
+    assert prepared(use_parallel=True, runner_wrapper=never) == []
+
+
+def prepared(**changes):
+    """Returns the callbacks of a YAML after prepare_exchange."""
+    from mindformers.tools.register import MindFormerConfig
+
+    from mindlora.plugin.exchange import prepare_exchange
+
+    wrapper = {"type": "LoraTrainOneStepCell", "gradient_exchange": EXCHANGE}
+    config = MindFormerConfig(**{"runner_wrapper": wrapper, "callbacks": [], **changes})
+    prepare_exchange(config)
+    return config.callbacks

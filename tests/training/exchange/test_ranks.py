@@ -1,0 +1,216 @@
+"""Every exchange between real processes, against NumPy: two ranks, and four on two machines in name."""
+
+import numpy as np
+import pytest
+
+from mindlora.training.exchange.stages import density_stages
+from mindlora.training.exchange.traffic import CPU_RECEIPTS
+from tests.support.exchange_ranks import MODES, SCENARIOS, SHAPES, SKIPPED, STEPS, TOP_K, gradient
+from tests.support.ranks import own_network, run_ranks
+
+SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
+SCRIPT = "tests/support/exchange_ranks.py"
+TWO = ("dense", "float16", "whole", "top_k", "open")
+FOUR = ("open@graph", "machines dense@graph", "machines float16@graph", "machines top_k")
+KEPT = [step for step in range(STEPS) if step != SKIPPED]
+
+
+def ranks_of(count, folder, scenarios):
+    """Returns {mode: [what each rank found]}."""
+    from tests.conftest import ROOT
+
+    run_ranks(count, folder, f"{ROOT}/{SCRIPT}", folder, *scenarios)
+    return {mode: [np.load(folder / f"rank_{rank}_{mode}.npz") for rank in range(count)] for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return ranks_of(2, tmp_path_factory.mktemp("two"), TWO)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return ranks_of(4, tmp_path_factory.mktemp("four"), FOUR)
+
+
+@pytest.fixture(params=MODES)
+def two(request, two_ranks):
+    """What each of two ranks found, in one mode."""
+    return two_ranks[request.param]
+
+
+def runs(two_ranks, four_ranks):
+    """Yields (scenario, what each rank found) of all sessions and modes."""
+    for session in (two_ranks, four_ranks):
+        for found in session.values():
+            for name in SCENARIOS:
+                if f"{name}/totals" in found[0]:
+                    yield name, [{key: rank[f"{name}/{key}"] for key in KEYS} for rank in found]
+
+
+KEYS = ("totals", "residuals", "unsent", "counted", "between", "last", "sent")
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.int32)
+
+
+def test_all_ranks_get_the_same_bits(two_ranks, four_ranks):
+    seen = set()
+    for name, ranks in runs(two_ranks, four_ranks):
+        seen.add(name)
+        for rank in ranks[1:]:
+            assert (bits(rank["totals"]) == bits(ranks[0]["totals"])).all(), name
+    assert seen == set(SCENARIOS)
+
+
+def test_dense_is_the_sum(two):
+    for step in KEPT:
+        assert (bits(two[0]["dense/totals"][step]) == bits(gradient(0, step) + gradient(1, step))).all()
+
+
+def test_dense_between_machines_is_the_sum(four_ranks):
+    for step in KEPT:
+        expected = np.sum([gradient(rank, step) for rank in range(4)], 0, np.float64)
+        np.testing.assert_allclose(four_ranks["graph"][0]["machines dense/totals"][step], expected, rtol=0, atol=2e-12)
+
+
+def test_density_1_gives_the_bits_of_dense(two):
+    assert np.signbit(two[0]["dense/totals"][0][100:110]).all()
+    assert (bits(two[0]["whole/totals"][KEPT]) == bits(two[0]["dense/totals"][KEPT])).all()
+
+
+def test_float16_is_close_however_small_the_gradients(two_ranks, four_ranks):
+    """The gradients are near 1e-6, where float16 without a scale would keep 4 bits."""
+    for name, ranks in runs(two_ranks, four_ranks):
+        if name.endswith("float16"):
+            for step in KEPT:
+                expected = np.sum([gradient(rank, step) for rank in range(len(ranks))], 0, np.float64)
+                error = np.abs(ranks[0]["totals"][step] - expected).max() / np.abs(expected).max()
+                assert 1e-6 < error < 1e-3
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_all_in_float16(two_ranks, four_ranks):
+    for name, ranks in runs(two_ranks, four_ranks):
+        if name == "float16":
+            assert all(np.isnan(rank["totals"][SKIPPED][5]) for rank in ranks)
+
+
+def oracle(count, protected, feedback_step):
+    """Yields (step, positions, sum, residuals) of top_k for ranks that see gradient(rank, step)."""
+    stages = density_stages(TOP_K["density"], TOP_K["warmup_steps"])
+    is_open = ~protected
+    residuals, done = np.full((count, is_open.sum()), -0.0, np.float32), 0
+    for step in range(STEPS):
+        flats = np.stack([gradient(rank, step) for rank in range(count)])
+        if step == feedback_step:
+            continue
+        density = max((start, share) for start, share in stages if start <= done)[1]
+        k = round(density * is_open.sum())
+        corrected = flats[:, is_open] + residuals
+        chosen = np.sort(np.argsort(-np.abs(corrected[done % count]), kind="stable")[:k])
+        total = np.zeros(SIZE)
+        total[protected] = flats[:, protected].sum(0, np.float64)
+        total[np.nonzero(is_open)[0][chosen]] = corrected[:, chosen].sum(0, np.float64)
+        residuals = corrected.copy()
+        residuals[:, chosen] = 0
+        done += 1
+        yield step, chosen, total, residuals
+
+
+def protected_mask(name):
+    """Returns which elements are protected by default: the layers 0 and 3 and lm_head; in "open", none."""
+    parts = [np.full(int(np.prod(s)), name != "open" and not ("s.1." in n or "s.2." in n)) for n, s in SHAPES.items()]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", ["top_k", "open"])
+def test_top_k_is_what_numpy_says(name, two_ranks, four_ranks):
+    """Positions by the rank whose turn it is, sums, and residuals to the last bit; a skipped step changes nothing."""
+    sessions = 0
+    for found, ranks in runs(two_ranks, four_ranks):
+        if found != name:
+            continue
+        sessions += 1
+        for step, _, total, residuals in oracle(len(ranks), protected_mask(name), SKIPPED):
+            np.testing.assert_allclose(ranks[0]["totals"][step], total, rtol=1e-6, atol=2e-12)
+            assert ((ranks[0]["totals"][step] != 0) == (total.astype(np.float32) != 0)).all()
+            for rank, residual in zip(ranks, residuals):
+                assert (rank["residuals"][step] == residual).all() and (rank["unsent"][step] == residual).all()
+    assert sessions == (3 if name == "open" else 2)
+
+
+def test_sent_and_kept_back_are_the_gradient(two):
+    """With two ranks and the other's share known, what a rank has sent follows from the sum."""
+    is_open = ~protected_mask("top_k")
+    before = np.zeros((2, is_open.sum()), np.float32)
+    for step in KEPT:
+        corrected = [gradient(rank, step)[is_open] + before[rank] for rank in range(2)]
+        kept = [two[rank]["top_k/residuals"][step] for rank in range(2)]
+        total = two[0]["top_k/totals"][step][is_open]
+        sent = total != 0
+        for rank in range(2):
+            assert (kept[rank][~sent] == corrected[rank][~sent]).all() and (kept[rank][sent] == 0).all()
+        assert (bits(total[sent]) == bits(corrected[0][sent] + corrected[1][sent])).all()
+        before = kept
+
+
+def test_a_skipped_step_keeps_nothing(two):
+    for rank in two:
+        assert (bits(rank["top_k/unsent"][SKIPPED]) == bits(rank["top_k/unsent"][SKIPPED - 1])).all()
+
+
+def test_machines_send_what_a_machine_has_summed(four_ranks):
+    """Each rank exchanges half of the vector, and chooses among what both ranks of its machine have summed."""
+    protected = protected_mask("machines top_k")
+    half = SIZE // 2 + SIZE % 2
+    for ranks in four_ranks.values():
+        totals = ranks[0]["machines top_k/totals"]
+        for step in KEPT[-3:]:
+            expected = np.sum([gradient(rank, step) for rank in range(4)], 0, np.float64)
+            np.testing.assert_allclose(totals[step][protected], expected[protected], rtol=1e-6, atol=2e-12)
+            for part in (slice(0, half), slice(half, SIZE)):
+                share = (totals[step][part] != 0)[~protected[part]].mean()
+                assert share == pytest.approx(TOP_K["density"], abs=1e-3)
+        # Ranks 0 and 2 hold the residual of the first half, 1 and 3 of the second.
+        sent = sum(ranks[rank]["machines top_k/unsent"][-1].astype(np.float64).sum() for rank in range(4))
+        sent += totals[KEPT][:, ~protected].sum(dtype=np.float64)
+        given = sum(gradient(rank, step)[~protected].sum(dtype=np.float64) for rank in range(4) for step in KEPT)
+        assert sent == pytest.approx(given, abs=1e-8)
+
+
+def test_bytes_counted_are_bytes_sent(two_ranks, four_ranks):
+    for name, ranks in runs(two_ranks, four_ranks):
+        counted = CPU_RECEIPTS * sum(rank["counted"].sum() for rank in ranks)
+        before, after = np.array([rank["sent"] for rank in ranks]).swapaxes(0, 1)
+        written = (after - before)[:, 0].sum()
+        assert written == pytest.approx(counted, rel=0.03), name
+        if own_network():
+            # Some ranks begin while others still read the counter.
+            device = after[:, 1].max() - before[:, 1].min()
+            assert device == pytest.approx(counted, rel=0.03), name
+
+
+def test_bytes_of_a_step(two):
+    dense = 4 * SIZE
+    assert set(two[0]["dense/counted"]) == {dense}
+    assert two[0]["float16/last"] == dense // 2 + 4
+    assert two[0]["open/counted"][0] == dense
+    k, words = round(0.1 * SIZE), -(-SIZE // 24)
+    assert two[0]["open/last"] == two[0]["open/counted"][-1] == 4 * (k + 1 + words)
+    assert two[0]["open/last"] < 0.3 * dense
+
+
+def test_bytes_between_machines(four_ranks):
+    for rank in four_ranks["graph"]:
+        half = -(-SIZE // 2)
+        assert set(rank["machines dense/between"]) == {4 * half}
+        assert set(rank["machines dense/counted"]) == {4 * half + 4 * SIZE + 8 * half}
+
+
+def test_ranks_that_differ_are_named_on_every_rank(two_ranks, four_ranks):
+    for session in (two_ranks, four_ranks):
+        for found in session.values():
+            for rank in found:
+                start = "After step 200, the trained parameters of rank 1 differ from those of rank 0, so"
+                assert str(rank["agreement"]).startswith(start)
