@@ -132,7 +132,8 @@ def test_tables_of_conversations(tmp_path):
         (source,) = read_inputs(
             written(tmp_path / name, [{"dialogue": messages, "id": 1}]), CHAT, [{"messages": "dialogue"}]
         )
-        assert [row.record["messages"] for row in source.rows] == [messages]
+        # Columns that nothing asks for are not read.
+        assert [row.record for row in source.rows] == [{"messages": messages, "system": "", "tools": []}]
     both = as_jsonl(tmp_path / "both.jsonl", [{"messages": messages, "conversations": messages}])
     with pytest.raises(DataError, match=r"both\.jsonl has the columns messages and conversations: choose"):
         read_inputs(both, CHAT)
