@@ -125,3 +125,15 @@ def test_only_what_mindformers_train_step_has_is_state_of_the_run():
 def test_a_wrong_number_of_micro_batches_is_refused(value):
     with pytest.raises(ConfigError, match="micro_batches is .*, but it must be a whole number of at least 1"):
         train_step(micro_batches=value)
+
+
+def test_mindformers_own_step_runs_where_the_parallel_mode_asks_for_it(mode, batch):
+    """The semi-automatic modes do not run on a CPU; their path through the cell does."""
+    cell = train_step()
+    cell.is_mindformers_step = True
+    before = values(cell)
+    outputs = cell(*map(Tensor, batch))
+    loss, of_weight, of_bias = gradients(*batch)
+    np.testing.assert_allclose(outputs[0].asnumpy(), loss, rtol=1e-5)
+    np.testing.assert_allclose(values(cell), before - RATE * np.append(of_weight, of_bias), rtol=1e-5)
+    assert cell.last_record().loss == 0  # Nothing is recorded.
