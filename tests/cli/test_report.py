@@ -1,0 +1,35 @@
+"""mindlora report: where the page goes, several runs, and a folder that holds no run."""
+
+import json
+
+from mindlora import cli
+from tests.support.histories import write_history
+
+
+def test_the_page_of_a_run_is_in_its_folder(tmp_path, capsys):
+    write_history(tmp_path / "run", steps=20)
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    page = tmp_path / "run" / "report.html"
+    assert capsys.readouterr().out == f"{page}: {tmp_path / 'run'}\n" and page.read_text("utf-8").endswith("</html>")
+
+
+def test_several_runs_are_compared(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        write_history(tmp_path / name, steps=20, seed=len(name))
+    assert cli.main(["report", "first", "second"]) == 0
+    assert "Settings that differ" in (tmp_path / "comparison.html").read_text("utf-8")
+    assert cli.main(["report", "first", "second", "--output", "pages/both.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "output": "pages/both.html",
+        "runs": ["first", "second"],
+    }
+    assert (tmp_path / "pages" / "both.html").is_file()
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
+    write_history(tmp_path / "run", steps=2)
+    assert cli.main(["report", str(tmp_path / "run"), str(tmp_path), "--output", str(tmp_path / "x.html")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"mindlora: error: {tmp_path} has no metrics.jsonl: name the output folder")
+    assert not (tmp_path / "x.html").exists()
