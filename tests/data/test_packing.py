@@ -60,8 +60,8 @@ def test_best_fit_needs_hardly_more_bins_than_the_fewest(case):
 def test_an_item_goes_into_the_fullest_bin_with_room():
     # After 6 and 5, bins have room for 4 and 5; the 4 belongs into the first, so that the last 5 finds room.
     assert best_fit([5, 4, 6, 5], 10) == [[2, 1], [0, 3]]
-    # The first bin that it fits into would be the wrong one.
-    assert best_fit([5, 6, 3, 4], 10) == [[1, 3], [0, 2]]
+    # The 2 has room in both bins, more in the first; the second is the fuller one.
+    assert best_fit([2, 6, 10, 7], 15) == [[2], [3, 1, 0]]
 
 
 def test_best_fit_against_trying_every_bin(n=400, capacity=64):

@@ -35,6 +35,11 @@ def test_figures():
     ]
 
 
+def test_the_first_token_of_an_example_never_counts():
+    learned_whole = Encoded(np.arange(4, dtype=np.int32), np.ones(4, bool))
+    assert length_statistics([learned_whole] * 2, 9, None).counted == 6
+
+
 def test_padding_between_examples_takes_room():
     assert length_statistics(examples(5, 5), 9, Boundary(0, is_padding=False)).packed_rows == 1
     assert length_statistics(examples(5, 5), 9, Boundary(0, is_padding=True)).packed_rows == 2
