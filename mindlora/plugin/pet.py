@@ -6,6 +6,7 @@ from mindspore import nn
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.errors import ConfigError
+from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import saved_module_parameters
 from mindlora.plugin.log import logger
 from mindlora.plugin.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
@@ -52,6 +53,8 @@ class MindloraModel(LoraModel):
         if config.adapter_path:
             load_lora(base_model, config.adapter_path)
             logger.info("Adapter loaded from %s.", config.adapter_path)
+        if config.neftune_alpha is not None:
+            add_embedding_noise(base_model, config.neftune_alpha)
         logger.info("LoRA by mindlora:\n%s", trainable_summary(base_model))
         return base_model
 

@@ -4,8 +4,10 @@ Imports no MindFormers, so that ``mindlora doctor`` can use the same checks wher
 """
 
 import dataclasses
+import math
 from typing import ClassVar, Mapping, Optional
 
+from mindlora.common.fields import check_number
 from mindlora.common.text import suggestion
 from mindlora.config import PET_TYPES, LoraConfig, check_ratio
 from mindlora.errors import ConfigError
@@ -25,6 +27,8 @@ class PetLoraConfig(LoraConfig):
             predict with it. It replaces lora_init. Default: None.
         loraplus_lr_ratio (float): The learning rate of B divided by that of A (Hayou et al., LoRA+, 2024); at least 1.
             mindlora-run turns it into grouped learning rates. Default: None, B learns at the rate of A.
+        neftune_alpha (float): Strength of the noise that is added to the embedding's output in training (Jain et al.,
+            NEFTune, 2023); above 0. Default: None, no noise.
 
     Raises:
         ConfigError: A field is out of range, or loraplus_lr_ratio is combined with use_vera.
@@ -34,9 +38,14 @@ class PetLoraConfig(LoraConfig):
     pet_type: ClassVar[str] = PET_TYPE
     adapter_path: Optional[str] = None
     loraplus_lr_ratio: Optional[float] = None
+    neftune_alpha: Optional[float] = None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.neftune_alpha is not None:
+            check_number(
+                self.neftune_alpha, "neftune_alpha", (int, float), lambda v: 0 < v < math.inf, "a number above 0"
+            )
         if self.loraplus_lr_ratio is None:
             return
         check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")

@@ -9,6 +9,7 @@ import yaml
 from mindspore import nn
 
 from mindlora.errors import BaseMismatchError, ConfigError
+from mindlora.nn.noisy_embedding import NoisyEmbedding
 from mindlora.plugin import resume
 from mindlora.plugin.callbacks import LoraCheckpoint
 from tests.support import tiny_runs
@@ -96,6 +97,13 @@ def test_dropout_gives_a_warning(stopped, warnings):
     shutil.rmtree("resumed")
     resume_from(stopped, step=ScriptedStep(Model(dropout=0.1)))
     assert len(warnings) == 1 and "lora_dropout is above 0: the resumed run drops other elements" in warnings[0]
+
+
+def test_noise_on_the_embedding_gives_a_warning(stopped, warnings):
+    model = Model()
+    model.noise = NoisyEmbedding(nn.ReLU(), 5)
+    resume_from(stopped, step=ScriptedStep(model))
+    assert len(warnings) == 1 and "neftune_alpha is set: the resumed run adds other noise" in warnings[0]
 
 
 def test_preflight_refuses_to_resume_a_complete_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import mindspore as ms
 import pytest
+from mindspore import nn
 
 from mindlora import LoraConfig, LoRADense
 from tests.support.networks import as_array, lora_forward, randomize
@@ -31,3 +32,17 @@ def oracle(lora, x, activation=None):
         None if lora.bias is None else as_array(lora.bias),
         activation,
     )
+
+
+class Each(nn.Cell):
+    """Calls a cell on each of several inputs, in one graph, which compiles faster than several."""
+
+    def __init__(self, cell):
+        super().__init__(auto_prefix=False)
+        self.cell = cell
+
+    def construct(self, *inputs):
+        outputs = ()
+        for x in inputs:
+            outputs += (self.cell(x),)
+        return outputs

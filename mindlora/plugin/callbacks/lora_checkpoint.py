@@ -11,6 +11,7 @@ from mindspore.train import RunContext
 from mindlora.common import atomic
 from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
+from mindlora.nn.noisy_embedding import NoisyEmbedding
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin import exchange_state
 from mindlora.plugin import resume as training_state
@@ -28,8 +29,8 @@ class LoraCheckpoint(Callback):
     into earlier_run_1, earlier_run_2 and so on.
 
     A resumed run continues exactly as if it had never stopped: the same data in the same order, the same learning
-    rates and losses. The exception is lora_dropout above 0, which the log warns about: MindSpore cannot restore the
-    random state of its dropout kernels, so the resumed run drops other elements.
+    rates and losses. The exceptions are lora_dropout above 0 and neftune_alpha, which the log warns about: MindSpore
+    cannot restore the random state of its kernels, so the resumed run drops other elements and adds other noise.
 
     Args:
         save_steps (int): Steps between saves. Default: 100.
@@ -80,6 +81,11 @@ class LoraCheckpoint(Callback):
                 logger.warning(
                     "lora_dropout is above 0: the resumed run drops other elements than an uninterrupted run would, "
                     "so its losses differ a little from now on."
+                )
+            if any(isinstance(cell, NoisyEmbedding) for _, cell in params.train_network.cells_and_names()):
+                logger.warning(
+                    "neftune_alpha is set: the resumed run adds other noise than an uninterrupted run would, so its "
+                    "losses differ a little from now on."
                 )
         else:
             initialize_adapters(base_of(params.train_network))
