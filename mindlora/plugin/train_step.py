@@ -221,11 +221,11 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
 
     def set_limits(self, loss: float, gradient_norm: float) -> None:
         """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
-        self.limits.set_data(Tensor(np.array([loss, gradient_norm], np.float32)))
+        ops.assign(self.limits, Tensor(np.array([loss, gradient_norm], np.float32)))
 
     def request_stop(self) -> None:
         """Asks all ranks to stop: the record of the next step has ``stop`` set on each of them."""
-        self.stop_request.set_data(Tensor(1, mstype.float32))
+        ops.assign(self.stop_request, Tensor(1, mstype.float32))
 
     def last_record(self) -> StepRecord:
         """Returns what the last step measured, the same on every rank."""

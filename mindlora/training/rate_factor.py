@@ -2,7 +2,7 @@
 
 from typing import Dict
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
@@ -66,6 +66,7 @@ class RateFactor:
         product = 1.0
         for factor in self.factors.values():
             product *= factor
-        self._parameter.set_data(Tensor(product, mstype.float32))
+        # Not set_data: what a compiled graph uses in a branch alone would keep the old value.
+        ops.assign(self._parameter, Tensor(product, mstype.float32))
         for rate, value_at_start in self._fixed:
-            rate.set_data(Tensor(value_at_start * product, mstype.float32))
+            ops.assign(rate, Tensor(value_at_start * product, mstype.float32))

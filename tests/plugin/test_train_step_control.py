@@ -102,6 +102,16 @@ def test_the_factor_applies_to_the_next_step_and_is_in_what_is_reported(mode, ba
     assert cell.rate_factors == {"guard": 0.5, "plateau": 0.1}
 
 
+def test_the_factor_changes_between_two_steps(mode, batch):
+    """A compiled graph must see it also where the rate is used, in the branch of steps that are not skipped."""
+    cell = train_step()
+    cell(*map(Tensor, batch))
+    cell.set_rate_factor("guard", 0.0)
+    before = values(cell)
+    assert cell(*map(Tensor, batch))[3].asnumpy() == 0
+    np.testing.assert_array_equal(values(cell), before)
+
+
 def test_a_stop_request_is_in_the_next_record(mode, batch):
     cell = train_step()
     cell(*map(Tensor, batch))

@@ -4,7 +4,7 @@ import math
 from typing import Any, Dict
 
 import numpy as np
-from mindspore import Callback, Parameter, Tensor
+from mindspore import Callback, Parameter, Tensor, ops
 from mindspore.train import RunContext
 
 from mindlora.common.fields import check_number
@@ -111,7 +111,8 @@ class TrainingGuard(Callback):
         params = run_context.original_args()
         origin, arrays = self.snapshots.go_back(params.cur_step_num)
         for parameter in _state(step):
-            parameter.set_data(Tensor(arrays[parameter.name], parameter.dtype))
+            # Not set_data: the graph would keep the moments, which it uses only in the branch of steps that count.
+            ops.assign(parameter, Tensor(arrays[parameter.name], parameter.dtype))
         self.guard.forget()
         self.rollbacks += 1
         if self.rollbacks > self.max_rollbacks:
