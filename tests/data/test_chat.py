@@ -38,6 +38,14 @@ def test_conversations_become_rows(tmp_path, chatml):
     assert report.longest == (first["input_ids"] != report.pad_token_id).sum()
 
 
+def test_what_a_template_does_not_show_is_reported(tmp_path, chatml):
+    source = as_jsonl(tmp_path / "in.jsonl", [{"messages": DIALOGUE, "system": "Be brief."}] * 2)
+    template = tmp_path / "t.jinja"
+    template.write_text(CHATML.replace("in messages", "in messages if message.role != 'system'"))
+    report = convert_chat(source, str(tmp_path / "x.mindrecord"), chatml, 200, chat_template=str(template))
+    assert "the chat template does not show all of the system messages of 2 rows" in report.notes
+
+
 def test_rows_that_cannot_be_used_are_named(tmp_path, chatml):
     long = [DIALOGUE[0], {"role": "assistant", "content": "cats " * 100}]
     thinking = [{"role": "assistant", "content": "<think>x</think>y"}, *DIALOGUE]

@@ -133,7 +133,7 @@ def test_tables_of_conversations(tmp_path):
             written(tmp_path / name, [{"dialogue": messages, "id": 1}]), CHAT, [{"messages": "dialogue"}]
         )
         # Columns that nothing asks for are not read.
-        assert [row.record for row in source.rows] == [{"messages": messages, "system": "", "tools": []}]
+        assert [row.record["messages"] for row in source.rows] == [messages] and "id" not in source.rows[0].record
     both = as_jsonl(tmp_path / "both.jsonl", [{"messages": messages, "conversations": messages}])
     with pytest.raises(DataError, match=r"both\.jsonl has the columns messages and conversations: choose"):
         read_inputs(both, CHAT)
