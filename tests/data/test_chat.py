@@ -75,7 +75,8 @@ def test_truncate_cuts_at_the_end_of_a_turn(tmp_path, chatml):
     whole = np.array(chatml.apply_chat_template(DIALOGUE))
     ends = np.flatnonzero(whole == chatml.convert_tokens_to_ids("<|im_end|>")) + 1
     kept = {}
-    for length in range(ends[1] - 2, len(whole) + 2):
+    for length in (ends[1] - 2, ends[1] - 1, ends[3] - 2, ends[3] - 1, len(whole) - 1):
+        length = int(length)
         output = str(tmp_path / f"{length}.mindrecord")
         if length + 1 < ends[1]:
             with pytest.raises(
@@ -89,7 +90,7 @@ def test_truncate_cuts_at_the_end_of_a_turn(tmp_path, chatml):
     # Up to the end of the first answer, up to that of the second, and with the new line behind it.
     first, both = said(DIALOGUE[:2]), said(DIALOGUE)
     assert list(kept) == [(ends[1], first), (ends[3], both), (len(whole), both)]
-    assert [lengths[0] for lengths in kept.values()] == [ends[1], ends[3], len(whole)]
+    assert list(kept.values()) == [[ends[1], ends[3] - 1], [ends[3]], [len(whole)]]
 
 
 def test_a_tokenizer_is_trained_and_keeps_the_template(tmp_path):
