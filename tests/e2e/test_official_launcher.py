@@ -42,6 +42,7 @@ def official(tmp_path, data, base):
         config["model"]["model_config"]["pet_config"].update(pet_config)
         config["runner_config"].update(zip(("batch_size", "epochs"), map(int, TRAINING[1::2])))
         config["train_dataset"]["data_loader"]["dataset_dir"] = str(data.train)
+        config["callbacks"].append({"type": "RunReport"})  # mindlora-run adds it
         config.update(load_checkpoint=str(base), output_dir=str(tmp_path / "output"))
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         return python(["official.py", "config.yaml", REGISTER_PATH], tmp_path)
