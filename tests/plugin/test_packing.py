@@ -161,9 +161,7 @@ def test_boundary_of_files_and_folders(files, tmp_path):
     assert boundary_of([files["bos"], files["bos"]]) == BOS
     assert boundary_of(str(tmp_path)) is None
     folder = os.path.dirname(files["bos"])
-    with pytest.raises(
-        ConfigError, match=r"bos\.mindrecord is packed .*, and .*padding\.mindrecord is packed"
-    ):
+    with pytest.raises(ConfigError, match=r"bos\.mindrecord is packed .*, and .*padding\.mindrecord is packed"):
         boundary_of(folder)
     with pytest.raises(ConfigError, match=r"single\.mindrecord is not packed, and .*bos\.mindrecord is packed"):
         boundary_of([files["single"], files["bos"]])
