@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoRADense
 from mindlora.errors import BackendError
-from tests.support.lora_dense import CONFIG, IN, IN_GRAPH_MODE, OUT, adapted, oracle
+from tests.support.lora_dense import CONFIG, IN, IN_GRAPH_MODE, OUT, Each, adapted, oracle
 from tests.support.networks import assert_close, normal
 
 
@@ -20,9 +20,9 @@ def test_few_and_many_tokens_on_each_path(mode, plain, monkeypatch, library, pat
     cell, activation = plain
     lora = adapted(cell, dataclasses.replace(CONFIG, compute_dtype=dtype)).set_train(training)
     assert lora.choice.path == path
-    for tokens in (1, 8, 9):
-        x = normal(tokens, IN)
-        assert_close(lora(Tensor(x)), oracle(lora, x, activation), dtype=dtype)
+    inputs = [normal(tokens, IN) for tokens in (1, 8, 9)]
+    for x, y in zip(inputs, Each(lora)(*map(Tensor, inputs))):
+        assert_close(y, oracle(lora, x, activation), dtype=dtype)
 
 
 @IN_GRAPH_MODE
