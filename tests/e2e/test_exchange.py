@@ -56,9 +56,8 @@ def unsent(folder, rank):
 def test_a_resumed_run_ends_with_the_same_bits(runs):
     folder, logs = runs
     for name in ("adapter_model.safetensors", "training_state.safetensors"):
-        one, two = (
-            load_file(folder / run / "lora_checkpoint" / f"step_{STEPS}" / name) for run in ("whole", "resumed")
-        )
+        paths = [folder / run / "lora_checkpoint" / f"step_{STEPS}" / name for run in ("whole", "resumed")]
+        one, two = map(load_file, paths)
         assert one.keys() == two.keys()
         assert all((one[key] == two[key]).all() for key in one)
     for rank in range(2):
@@ -75,7 +74,7 @@ def test_every_step_is_recorded_with_its_bytes(runs):
     counts = [record["bytes_exchanged"] for record in records if "bytes_exchanged" in record]
     assert len(counts) == STEPS
     # Two stages of the warm-up, and the density that was asked for.
-    assert counts[0] == counts[1] > counts[2] > counts[3] == counts[-1]
+    assert counts[0] > counts[1] == counts[2] > counts[3] == counts[-1]
     assert counts[-1] < 0.2 * counts[0]
     assert f"sends {counts[0]:,} at first and {counts[-1]:,} after the warm-up bytes per step" in logs[0]
 
