@@ -1,4 +1,4 @@
-"""Training runs in this process whose losses and gradient norms are given, with a step that obeys as mindlora's does."""
+"""Training runs in this process with given losses and gradient norms, and a step that obeys as mindlora's does."""
 
 import math
 
