@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from mindlora.training.history import read_history
 from tests.support.runs import (
     LAUNCHER,
     LORA_YAML,
@@ -150,6 +151,9 @@ def test_rank_0_alone_writes(two):
     logs = [(two / "log" / f"worker_{rank}.log").read_text() for rank in range(2)]
     assert ["Adapter of step" in log for log in logs] == [True, False]
     assert ["Loss curve written" in log for log in logs] == [True, False]
+    history = read_history(str(two / "output"))
+    assert history.series("loss")[0].tolist() == list(range(1, STEPS + 1))
+    assert (history.series("bytes_exchanged")[1] > 0).all() and history.runs[0]["run"]["machine"]["processes"] == 2
     assert {name.split("/")[1] for name in files(two / "output") if name.startswith("lora_checkpoint")} == {
         "best",
         f"step_{STEPS}",
