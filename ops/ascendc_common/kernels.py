@@ -43,7 +43,7 @@ def build(op: str, dtype: str) -> Tuple[Any, Callable]:
     folder = tempfile.mkdtemp(prefix=f"mindlora_{op}_")
     target = f"{folder}/{op}_{dtype}.so"
     library = model.build(
-        OPS / op / "ascendc" / "model.cpp", target, ("-O2", f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}")
+        OPS / op / "ascendc" / "model.cpp", target, ("-O1", f"-I{OPS}", f"-DMINDLORA_ELEMENT={ELEMENTS[dtype]}")
     )
     return library, ctypes.CDLL(target).mindlora_plan
 
