@@ -200,6 +200,21 @@ def test_a_logarithmic_axis_where_values_differ_much():
     assert not value_axis(np.array([1.0, 99]), may_be_logarithmic=True).logarithmic
 
 
+def test_rare_spikes_are_cut_off():
+    values = np.linspace(4, 1, 1000)
+    values[500:503] = 900, 1e9, math.inf
+    axis = value_axis(values, may_be_logarithmic=True, cuts_spikes=True)
+    assert (axis.low, axis.high, axis.logarithmic, axis.is_cut) == (1, 4, False, True)
+    line = Line("loss", 0, "line", np.arange(1000), values)
+    chart = draw("Loss", "nats", [line], step_axis(0, 999), [], may_be_logarithmic=True, cuts_spikes=True)
+    assert chart.title == "Loss (nats, spikes cut off)"
+    assert chart.data["lines"][0]["values"][500:503] == [900, 1e9, "inf"]
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", chart.paths[0][2])]
+    assert len(heights) == 999 and heights[500] == min(heights) == dict(map(reversed, chart.y_ticks))["4"]
+    values[600:] = 900  # no spikes
+    assert value_axis(values, may_be_logarithmic=True, cuts_spikes=True).logarithmic
+
+
 def test_axes_of_steps_have_whole_steps():
     for first, last in ((1, 1), (1, 3), (1, 27), (500, 700), (1, 100_000)):
         axis = step_axis(first, last)

@@ -52,7 +52,7 @@ def _loss_of_one(history: History, timeline: _Timeline):
     steps, held_out = history.series("held_out_loss")
     if len(steps):
         lines.append(Line("held-out", 1, "marked", steps, held_out))
-    return draw("Loss", _LOSS_UNIT, lines, *timeline, may_be_logarithmic=True) if lines else None
+    return draw("Loss", _LOSS_UNIT, lines, *timeline, may_be_logarithmic=True, cuts_spikes=True) if lines else None
 
 
 def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timeline):
@@ -60,7 +60,7 @@ def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timel
     training = [line._replace(values=smoothed(line.values)) for line in _lines(histories, names, "loss")]
     held_out = [line._replace(style="marked") for line in _lines(histories, names, "held_out_loss")]
     return [
-        draw(title, _LOSS_UNIT, lines, *timeline, may_be_logarithmic=True)
+        draw(title, _LOSS_UNIT, lines, *timeline, may_be_logarithmic=True, cuts_spikes=True)
         for title, lines in (("Training loss, mean of the steps around", training), ("Held-out loss", held_out))
         if lines
     ]

@@ -68,6 +68,7 @@ def draw(
     events: Sequence[Tuple[int, int, str]],
     from_zero: bool = False,
     may_be_logarithmic: bool = False,
+    cuts_spikes: bool = False,
 ) -> Chart:
     """Returns the chart of ``lines``, of which at least one has a point.
 
@@ -79,10 +80,12 @@ def draw(
         events (sequence): (step, color, text) of what is marked on the time line.
         from_zero (bool): Whether the axis of values begins at 0 at the latest. Default: False.
         may_be_logarithmic (bool): Whether that axis may be logarithmic. Default: False.
+        cuts_spikes (bool): Whether it leaves rare spikes out, which then end at the upper edge. Default: False.
     """
-    y_axis = value_axis(np.concatenate([line.values for line in lines]), from_zero, may_be_logarithmic)
+    y_axis = value_axis(np.concatenate([line.values for line in lines]), from_zero, may_be_logarithmic, cuts_spikes)
     thinned = [thin(line, max(100, _POINTS // len(lines))) for line in lines]
-    units = ", ".join(filter(None, (unit, "logarithmic" if y_axis.logarithmic else "")))
+    notes = [note for note, holds in (("logarithmic", y_axis.logarithmic), ("spikes cut off", y_axis.is_cut)) if holds]
+    units = ", ".join(([unit] if unit else []) + notes)
     not_finite = np.concatenate([line.steps[~np.isfinite(line.values)] for line in lines])
     return Chart(
         title=f"{title} ({units})" if units else title,
@@ -137,7 +140,7 @@ def _x(axis: Axis, steps) -> np.ndarray:
 
 
 def _y(axis: Axis, values) -> np.ndarray:
-    return HEIGHT - BOTTOM - axis.fraction(values) * (HEIGHT - TOP - BOTTOM)
+    return HEIGHT - BOTTOM - np.minimum(axis.fraction(values), 1) * (HEIGHT - TOP - BOTTOM)
 
 
 def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]:

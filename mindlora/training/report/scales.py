@@ -8,6 +8,8 @@ import numpy as np
 
 # A range of more than this ratio is shown on a logarithmic axis, where the quantity allows it.
 _LOGARITHMIC_ABOVE = 100.0
+# Values of more than this times the 99th percentile are spikes.
+_SPIKE = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +21,14 @@ class Axis:
         high (float): The value at its end.
         ticks (list): (value, label) of each tick.
         logarithmic (bool): Whether equal distances are equal ratios.
+        is_cut (bool): Whether some values lie beyond its end.
     """
 
     low: float
     high: float
     ticks: List[Tuple[float, str]]
     logarithmic: bool = False
+    is_cut: bool = False
 
     def fraction(self, values: np.ndarray) -> np.ndarray:
         """Returns where values lie on the axis, 0 at its beginning and 1 at its end; NaN where they have no place."""
@@ -44,16 +48,22 @@ def step_axis(first: int, last: int) -> Axis:
     return Axis(low, high, [(tick, f"{tick:,.0f}") for tick in _multiples(low, high, distance)])
 
 
-def value_axis(values: np.ndarray, from_zero: bool = False, may_be_logarithmic: bool = False) -> Axis:
-    """Returns an axis that holds all finite ``values``.
+def value_axis(
+    values: np.ndarray, from_zero: bool = False, may_be_logarithmic: bool = False, cuts_spikes: bool = False
+) -> Axis:
+    """Returns an axis that holds all finite ``values``, or all but rare spikes.
 
     Args:
         values (numpy.ndarray): The values [n]; NaN and infinity are left out.
         from_zero (bool): Whether it begins at 0 at the latest. Default: False.
         may_be_logarithmic (bool): Whether it is logarithmic if the values differ by more than a factor of 100.
             Default: False.
+        cuts_spikes (bool): Whether values above three times the 99th percentile are left out. Default: False.
     """
     values = values[np.isfinite(values)]
+    if cuts_spikes and len(values) and values.max() > _SPIKE * np.percentile(values, 99) > 0:
+        low_values = values[values <= _SPIKE * np.percentile(values, 99)]
+        return dataclasses.replace(value_axis(low_values, from_zero, may_be_logarithmic), is_cut=True)
     positive = values[values > 0]
     if may_be_logarithmic and len(positive) and positive.max() > _LOGARITHMIC_ABOVE * positive.min():
         return _logarithmic(positive.min(), positive.max())
