@@ -1,4 +1,4 @@
-"""A learning rate that follows the gradient norm: up slowly while it is steady, down on a spike, and back up after it."""
+"""A learning rate that follows the gradient norm: up slowly while it is steady, down on a spike, back up after it."""
 
 import collections
 import math

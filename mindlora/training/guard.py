@@ -17,7 +17,7 @@ ENOUGH = 8
 LEAST_SPREAD, LEAST_NORM_SPREAD = 0.1, 0.3
 # A loss that lies less than this above what is usual, in nats per token, is never a fault.
 MARGIN = 1.0
-# The smoothed loss may rise by so many times the noise of one step, which is at least FIRST_NOISE while little is known.
+# The smoothed loss may rise by so many times the noise of one step; that is FIRST_NOISE at least while little is known.
 NOISES, FIRST_NOISE = 4.0, 0.25
 # A normal distribution's standard deviation, divided by its median absolute deviation.
 _DEVIATION = 1.4826
@@ -27,8 +27,8 @@ _TINY = 1e-12
 class RunGuard:
     """Watches loss and gradient norm; sees spikes, steps skipped in a row, and a loss that climbs steadily.
 
-    All is computed with logarithms, so that it is the same at every scale. From the last ``window`` values x of the loss
-    or of the gradient norm, NaN and infinity left out:
+    All is computed with logarithms, so that it is the same at every scale. From the last ``window`` values x of the
+    loss or of the gradient norm, NaN and infinity left out:
 
         loss limit = max(exp(median(log x) + spike max(1.4826 MAD(log x), 0.1)), median(x) + 1)
         norm limit = exp(median(log x) + spike max(1.4826 MAD(log x), 0.3))
@@ -150,7 +150,7 @@ class Snapshots:
 
     Args:
         every (int): Steps between copies; at least 1.
-        proven_after (int): Steps after which a copy counts as good. Default: 16, as the smoothed loss of RunGuard needs.
+        proven_after (int): Steps after which a copy counts as good. Default: 16, for the smoothed loss of RunGuard.
 
     Raises:
         ConfigError: ``every`` is out of range.

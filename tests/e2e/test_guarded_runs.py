@@ -1,4 +1,4 @@
-"""mindlora-run with guards: faults end near the clean run's loss, and a stopped run goes on as if it never had stopped."""
+"""mindlora-run with guards: faults end near the clean run's loss, and a stopped run goes on as if it never had."""
 
 import json
 import re
@@ -92,7 +92,7 @@ def test_a_rate_100_times_too_high_ends_near_the_clean_run(runs, clean):
 
 
 def test_poisoned_batches_end_near_the_clean_run(runs, clean):
-    factors = {20: NAN, 30: 50.0, **{step: NAN for step in range(40, 44)}}
+    factors = {20: NAN, 30: 50.0, **dict.fromkeys(range(40, 44), NAN)}
     poison = {"type": "Poison", "factors": factors}
     run = runs.start("poisoned", {"type": "TrainingGuard"}, poison, script=POISONED, wrapper="PoisonedStep")
     assert run.process.returncode == 0, run.process.stderr[-2000:]

@@ -25,10 +25,10 @@ _SAME_REQUEST_SECONDS = 1.0
 class GracefulStop(Callback):
     """Lets SIGINT (Ctrl-C) and SIGTERM finish the step, save the run with LoraCheckpoint, and end it.
 
-    The run ends with RunStopped, which names the step folder and says how to resume; mindlora-run then has the exit code
-    130 (SIGINT) or 143 (SIGTERM), as for any program that these signals end: a stopped run is not a finished one. A
-    second signal, one second later or more, ends the process at once. Under msrun one worker must get the signal; all
-    stop at the same step. mindlora-run adds this callback to every training run.
+    The run ends with RunStopped, which names the step folder and says how to resume; mindlora-run then has the exit
+    code 130 (SIGINT) or 143 (SIGTERM), as for any program that these signals end: a stopped run is not a finished one.
+    A second signal, one second later or more, ends the process at once. Under msrun one worker must get the signal;
+    all stop at the same step. mindlora-run adds this callback to every training run.
 
     Signals are handled only where Python allows it, in the main thread, and as they were before once training ends.
     """

@@ -117,6 +117,8 @@ class LoraCheckpoint(Callback):
                     "LoraCheckpoint, and let it measure at every step that is saved."
                 )
             self._save(params, float(reported[self.best_metric]))
+        elif self.best_metric in (params.get("eval_results") or {}):
+            self._keep_if_best(params, float(params["eval_results"][self.best_metric]))
         if last:
             run_context.request_stop()
 
@@ -144,16 +146,19 @@ class LoraCheckpoint(Callback):
             self.best_metric,
             "not measured" if value is None else f"{value:.6g}",
         )
-        best = os.path.join(self.directory, "best")
-        best_value = training_state.best_value(best, self.best_metric)
-        if (
-            value is not None
-            and np.isfinite(value)
-            and (best_value is None or (value < best_value if self.best_mode == "min" else value > best_value))
-        ):
-            training_state.save_best(best, params, self.best_metric, value)
+        if value is not None:
+            self._keep_if_best(params, value)
         for old in training_state.step_folders(self.directory)[: -self.keep_last]:
             atomic.remove_folder(old)
+
+    def _keep_if_best(self, params, value):
+        """Writes best, on rank 0, if ``value`` is the best so far."""
+        if get_real_rank() != 0 or not np.isfinite(value):
+            return
+        folder = os.path.join(self.directory, "best")
+        before = training_state.best_value(folder, self.best_metric)
+        if before is None or (value < before if self.best_mode == "min" else value > before):
+            training_state.save_best(folder, params, self.best_metric, value)
 
     def _reported(self, params):
         """Returns {metric: value} of this step."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class ReduceOnPlateau(RateCallback):
     """Cuts the learning rate when a metric has stopped improving, as PyTorch's ReduceLROnPlateau does.
 
-    One measurement is one call of PyTorch's ``step``; where the schedule is constant, the rates are the same. A schedule
-    that falls goes on falling, times the cuts. Of several groups, as with LoRA+, the reported rate is compared with
-    min_lr and eps, and all groups are cut alike.
+    One measurement is one call of PyTorch's ``step``; where the schedule is constant, the rates are the same. A
+    schedule that falls goes on falling, times the cuts. Of several groups, as with LoRA+, the reported rate is compared
+    with min_lr and eps, and all groups are cut alike.
 
     Args:
         metric (str): ``held_out_loss``, another metric that a callback reports, or ``loss``, the mean training loss of

@@ -78,6 +78,12 @@ def test_best_by_a_reported_metric(mode, step):
         assert json.load(file) == {"step": step, "held_out_loss": report.values[step]}
 
 
+def test_the_best_may_be_measured_between_two_saves():
+    report = Report("held_out_loss", {1: 0.9, 2: 0.5, 3: 0.2, 4: 0.4, 5: 0.6})
+    train([report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss")], [1] * 5)
+    assert folders("saved") == ["best", "step_2", "step_4", "step_5"] and marked_step("saved/best") == 3
+
+
 def test_the_last_step_can_be_the_best_by_a_reported_metric():
     report = Report("held_out_loss", {2: 0.9, 4: 0.8, 5: 0.1})
     train([report, LoraCheckpoint(save_steps=2, directory="saved", best_metric="held_out_loss")], [1] * 5)
