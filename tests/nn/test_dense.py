@@ -8,22 +8,23 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoRADense
-from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
+from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, Each, adapted, oracle
 from tests.support.networks import as_array, assert_close, gradients, normal, normal_dense, randomize
 
 # The equation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, IN), (1, 3, IN), (2, 1, 3, IN)], ids=str)
-def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain):
     cell, activation = plain
     lora = LoRADense.from_dense(cell, CONFIG)
-    x = normal(*shape)
-    lora.set_train()
-    np.testing.assert_array_equal(lora(Tensor(x)).asnumpy(), cell(Tensor(x)).asnumpy())  # B is zero
-    lora.set_train(False)
+    inputs = [normal(*shape) for shape in ((3, IN), (1, 3, IN), (2, 1, 3, IN))]
+    tensors = [Tensor(x) for x in inputs]
+    for new, base in zip(Each(lora).set_train()(*tensors), Each(cell).set_train()(*tensors)):
+        np.testing.assert_array_equal(new.asnumpy(), base.asnumpy())  # B is zero
     randomize(lora.lora_parameters(), seed=2)
-    assert_close(lora(Tensor(x)), oracle(lora, x, activation))
+    for x, y in zip(inputs, Each(lora).set_train(False)(*tensors)):
+        assert y.shape == (*x.shape[:-1], OUT)
+        assert_close(y, oracle(lora, x, activation))
 
 
 @pytest.mark.parametrize("in_channels, out_channels, rank", [(1, 1, 1), (1, 5, 3), (13, 1, 2), (8, 8, 8), (3, 4, 17)])
