@@ -38,13 +38,14 @@ class RunGuard:
 
         ceiling = max(climb b, b exp(4 noise), b + 1),  noise = 1.4826 / sqrt(2) median(|log x_i - log x_(i-1)|)
 
-    where noise is at least 0.25 while fewer than 8 losses are known.
+    Of the first 16 losses, s is the median of all so far, and noise at least 0.25; then b starts anew with s, as one of
+    the first may have been small by chance.
 
     Args:
         spike (float): How many deviations above the median are a spike; at least 3. Default: 6.0.
         climb (float): How many times its best the smoothed loss may be; above 1. Default: 1.5.
         max_skipped (int): So many steps skipped in a row are too many; at least 2. Default: 4.
-        window (int): Steps that limits are made from; at least 16. Default: 32.
+        window (int): Steps that limits are made from; above 16. Default: 32.
 
     Attributes:
         skipped (int): Steps skipped in a row.
@@ -57,7 +58,7 @@ class RunGuard:
         check_number(spike, "spike", (int, float), lambda v: 3 <= v < math.inf, "a number of at least 3")
         check_number(climb, "climb", (int, float), lambda v: 1 < v < math.inf, "a number above 1")
         check_number(max_skipped, "max_skipped", int, lambda v: v >= 2, "a whole number of at least 2")
-        check_number(window, "window", int, lambda v: v >= SMOOTHED, f"a whole number of at least {SMOOTHED}")
+        check_number(window, "window", int, lambda v: v > SMOOTHED, f"a whole number above {SMOOTHED}")
         self.spike, self.climb, self.max_skipped = spike, climb, max_skipped
         self._losses: Deque[float] = collections.deque(maxlen=window)
         self._norms: Deque[float] = collections.deque(maxlen=window)
@@ -84,6 +85,8 @@ class RunGuard:
         self._best = min(self._best, smoothed)
         if smoothed > self._ceiling():
             return f"the loss climbed from {self._best:.4g} to {smoothed:.4g} (medians of up to {SMOOTHED} steps)"
+        if len(self._losses) == SMOOTHED:
+            self._best = smoothed
         return None
 
     @property
@@ -124,7 +127,7 @@ class RunGuard:
     def _ceiling(self):
         steps = np.abs(np.diff(_logarithms(self._losses)))
         noise = _DEVIATION / math.sqrt(2) * float(np.median(steps)) if len(steps) else 0.0
-        if len(self._losses) < ENOUGH:
+        if len(self._losses) <= SMOOTHED:
             noise = max(noise, FIRST_NOISE)
         return max(self.climb * self._best, self._best * math.exp(NOISES * noise), self._best + MARGIN)
 

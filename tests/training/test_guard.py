@@ -105,6 +105,13 @@ def test_a_single_good_loss_is_enough_to_see_that_the_next_ones_are_not():
     assert list(watched.back) == [3]
 
 
+def test_a_first_loss_that_is_small_by_chance_is_no_measure():
+    usual = 2.0 * np.exp(0.05 * np.random.default_rng(4).normal(size=200))
+    assert not Watched([0.8, *usual]).back
+    # What is twice as high as usual is seen all the same.
+    assert Watched([0.8, *usual, *(2 * usual)], spike=99).back
+
+
 def test_other_data_cost_one_return_at_most():
     """A loss that jumps because the data changed is the new normal after one return."""
     losses = np.concatenate([falling(0.05, steps=300), 6 + falling(0.05, steps=600)])
@@ -184,7 +191,7 @@ def test_early_stop_counts_measurements_without_an_improvement(mode, metrics, st
         (lambda: RunGuard(spike=2), "spike is 2: it must be a number of at least 3"),
         (lambda: RunGuard(climb=1.0), "climb is 1.0: it must be a number above 1"),
         (lambda: RunGuard(max_skipped=1), "max_skipped is 1: it must be a whole number of at least 2"),
-        (lambda: RunGuard(window=8), "window is 8: it must be a whole number of at least 16"),
+        (lambda: RunGuard(window=16), "window is 16: it must be a whole number above 16"),
         (lambda: Snapshots(0), "snapshot_steps is 0: it must be a whole number of at least 1"),
         (lambda: EarlyStop(0), "patience is 0: it must be a whole number of at least 1"),
         (lambda: EarlyStop(1, min_delta=-1), "min_delta is -1: it must be a number of at least 0"),
