@@ -21,6 +21,7 @@ from mindlora.nn.tree import (
     lora_cells,
     mark_saved_module,
     refusals,
+    renew_recomputed_parameters,
     replace_children,
     saved_module_parameters,
 )
@@ -123,6 +124,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
             parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted
     replace_children(network, replacements)
+    renew_recomputed_parameters(network)
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
 
 
@@ -166,6 +168,7 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
         )
     for parameter in parameters:
         parameter.requires_grad = trains[parameter.name]
+    renew_recomputed_parameters(network)
     extra = sorted(p.name for p in parameters if p.requires_grad and id(p) not in adapters)
     if extra:
         logger.warning(

@@ -62,6 +62,17 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
             parent.cell_list = list(parent._cells.values())
 
 
+def renew_recomputed_parameters(network: nn.Cell) -> None:
+    """Tells cells that are recomputed in PyNative mode which of their parameters train now.
+
+    MindSpore lists them when ``recompute`` is called, and gives parameters that come later a gradient of zero.
+    """
+    for _, cell in network.cells_and_names():
+        recomputation = getattr(cell, "_recompute_cell", None)
+        if hasattr(recomputation, "internal_params"):
+            recomputation.internal_params = cell.trainable_params()
+
+
 _SAVED_MODULE = "mindlora_saved_module"
 
 
