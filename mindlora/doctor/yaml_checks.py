@@ -8,6 +8,7 @@ from mindlora.doctor.dtype_checks import check_dtypes
 from mindlora.doctor.file_checks import check_files
 from mindlora.doctor.finding import SEVERITIES, Finding
 from mindlora.doctor.launcher_check import check_with_launcher
+from mindlora.doctor.memory_checks import check_memory_options
 from mindlora.doctor.pet_config_checks import check_pet_config
 from mindlora.doctor.target_checks import check_targets
 from mindlora.doctor.yaml_file import PET, read_yaml
@@ -40,6 +41,7 @@ def check_yaml(path: str) -> List[Finding]:
     if lora is not None:
         findings += check_targets(config, lora)
         findings += check_dtypes(config, lora)
+    findings += check_memory_options(config)
     findings += check_files(config, lora)
     if ask_launcher:
         findings += check_with_launcher(path)
