@@ -57,7 +57,7 @@ class HistoryWriter:
     def __init__(self, directory: str, step: Optional[int]):
         os.makedirs(directory, exist_ok=True)
         self.path = os.path.join(directory, FILE_NAME)
-        self.moved = 0 if step is None else _set_aside(self.path, step)
+        self.moved = _set_aside(self.path, math.inf if step is None else step)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run goes on
 
     def append(self, step: int, **record: Any) -> None:
@@ -137,7 +137,7 @@ def read_history(directory: str) -> History:
     )
 
 
-def _set_aside(path: str, step: int) -> int:
+def _set_aside(path: str, step: float) -> int:
     """Moves what an earlier run wrote after ``step`` (all of it, if this run is new); returns how many records."""
     kept, later = [], []
     if os.path.isfile(path):

@@ -86,11 +86,15 @@ def test_a_new_run_begins_a_new_file(tmp_path):
 
 def test_what_is_added_after_the_end_is_in_order(tmp_path):
     write(tmp_path, [1, 2]).close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "los')  # by a kill
     writer = HistoryWriter(str(tmp_path), None)
     writer.append(2, held_out_loss=1.0)
     writer.append(0, held_out_loss=3.0)
     writer.close()
-    np.testing.assert_array_equal(read_history(str(tmp_path)).series("held_out_loss"), [[0, 2], [3, 1]])
+    history = read_history(str(tmp_path))
+    np.testing.assert_array_equal(history.series("held_out_loss"), [[0, 2], [3, 1]])
+    assert writer.moved == 0 and history.series("loss")[0].tolist() == [1, 2]
 
 
 def test_a_folder_without_a_history_is_named(tmp_path):
