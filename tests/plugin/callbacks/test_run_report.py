@@ -6,9 +6,12 @@ import math
 import types
 
 import mindspore as ms
+import numpy as np
 import pytest
 import yaml
 from mindformers.tools.register import MindFormerConfig
+from mindformers.utils import tensorboard
+from tensorboardX.proto import event_pb2
 
 from mindlora.plugin import hooks, run_description  # noqa: F401
 from mindlora.plugin.callback_order import arrange
@@ -158,12 +161,30 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
 
 
 def test_tensorboard_gets_what_mflossmonitor_leaves_out(tmp_path, monkeypatch):
-    scalars = []
-    writer = types.SimpleNamespace(add_scalar=lambda tag, value, global_step: scalars.append((tag, global_step)))
-    monkeypatch.setattr(run_report, "get_tensorboard_writer", lambda: writer)
-    train([Report("held_out_loss", {2: 1.0}), RunReport(str(tmp_path))], LOSSES[:2], step=MeasuredStep(Model()))
+    """Through the writer that MindFormers makes where a YAML has tensorboard.tensorboard_dir."""
+    monkeypatch.setattr(tensorboard, "_GLOBAL_TENSORBOARD_WRITER", None)
+    tensorboard._set_tensorboard_writer(types.SimpleNamespace(tensorboard_dir=str(tmp_path / "board")))
+    callbacks = [Report("held_out_loss", {2: 1.0}), RunReport(str(tmp_path))]
+    train(callbacks, LOSSES[:2], step=MeasuredStep(Model()))
+    tensorboard.get_tensorboard_writer().close()
+    scalars = scalars_of(tmp_path / "board")
     each = ["tokens-per-second", "bytes-exchanged", "memory-bytes"]
-    assert scalars == [*((tag, 1) for tag in each), *((tag, 2) for tag in each), ("held-out-loss", 2)]
+    assert scalars.keys() == {*((tag, step) for tag in each for step in (1, 2)), ("held-out-loss", 2)}
+    assert scalars["held-out-loss", 2] == 1
+    for record in read_history(str(tmp_path)).steps:
+        np.testing.assert_allclose(scalars["memory-bytes", record["step"]], record["memory_bytes"], rtol=1e-6)
+
+
+def scalars_of(folder):
+    """Returns {(tag, step): value} from an event file: records of a length, its checksum, an event, its checksum."""
+    (path,) = folder.iterdir()
+    content, position, found = path.read_bytes(), 0, {}
+    while position < len(content):
+        length = int.from_bytes(content[position : position + 8], "little")
+        event = event_pb2.Event.FromString(content[position + 12 : position + 12 + length])
+        found.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
+        position += 12 + length + 4
+    return found
 
 
 def test_the_configuration_comes_with_what_is_known_of_defaults(tmp_path):
