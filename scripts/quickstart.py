@@ -196,33 +196,15 @@ def evaluate(paths: Paths, adapter: str) -> None:
 
 
 def answers(network: Any, tokenizer: Any, prompts: List[str]) -> List[str]:
-    """Returns the greedy answer to each prompt. The whole window runs for each token, as a CPU has no KV cache."""
-    import mindspore as ms
-    import numpy as np
+    """Returns the first line of the greedy answer to each prompt."""
+    from mindlora.training.answers import greedy_answers
 
-    network.set_train(False)
     rows = [
         [tokenizer.bos_token_id] + tokenizer.encode(TEMPLATE.format(instruction=prompt), add_special_tokens=False)
         for prompt in prompts
     ]
-    starts = [len(row) for row in rows]
-    finished = [False] * len(rows)
-    while not all(finished):
-        window = np.full((len(rows), SEQUENCE), tokenizer.pad_token_id, np.int32)
-        for index, row in enumerate(rows):
-            window[index, : len(row)] = row
-        logits = network(ms.Tensor(window))[0].asnumpy()
-        for index, row in enumerate(rows):
-            if finished[index]:
-                continue
-            token = int(logits[index, len(row) - 1].argmax())
-            row.append(token)
-            text = tokenizer.decode(row[starts[index] :], skip_special_tokens=True)
-            finished[index] = token == tokenizer.eos_token_id or "\n" in text or len(row) == SEQUENCE
-    return [
-        tokenizer.decode(row[start:], skip_special_tokens=True).split("\n")[0].strip()
-        for row, start in zip(rows, starts)
-    ]
+    found = greedy_answers(network, rows, SEQUENCE, tokenizer.pad_token_id, tokenizer.eos_token_id, SEQUENCE)
+    return [tokenizer.decode(tokens, skip_special_tokens=True).split("\n")[0].strip() for tokens in found]
 
 
 def say(text: str) -> None:

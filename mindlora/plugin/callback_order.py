@@ -15,6 +15,7 @@ ORDER = (
     "EarlyStopping",
     "GracefulStop",
     "LoraCheckpoint",
+    "SampleAnswers",
     "LossCurve",
     "ProgressBar",
     "RunReport",

@@ -12,6 +12,7 @@ from mindlora.plugin.callbacks.loss_curve import LossCurve
 from mindlora.plugin.callbacks.progress_bar import ProgressBar
 from mindlora.plugin.callbacks.reduce_on_plateau import ReduceOnPlateau
 from mindlora.plugin.callbacks.run_report import RunReport
+from mindlora.plugin.callbacks.sample_answers import SampleAnswers
 from mindlora.plugin.callbacks.training_guard import TrainingGuard
 from mindlora.plugin.callbacks.warm_up import WarmUp
 
@@ -29,6 +30,7 @@ __all__ = [
     "ProgressBar",
     "ReduceOnPlateau",
     "RunReport",
+    "SampleAnswers",
     "TrainingGuard",
     "WarmUp",
 ]

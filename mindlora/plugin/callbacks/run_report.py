@@ -43,7 +43,8 @@ class RunReport(Callback):
         super().__init__()
         self.directory = os.path.abspath(directory or get_output_root_path())
         self.history, self.tensorboard = None, None
-        self.step_before, self.time_before, self.events_written = 0, 0.0, 0
+        self.step_before, self.time_before = 0, 0.0
+        self.events_written = self.answers_written = 0
         self.next_report = 0.0
         self.writes_page = get_real_rank() == 0 and importlib.util.find_spec("jinja2") is not None
         if get_real_rank() == 0 and not self.writes_page:
@@ -84,7 +85,7 @@ class RunReport(Callback):
         health = params.get("adapter_health")
         if health is not None and health.step == step:
             self._record(step, health=health.to_json())
-        self._record_events(params)
+        self._record_rest(params)
         self.step_before, self.time_before = step, now
         checkpoints = [callback for callback in params.list_callback if isinstance(callback, LoraCheckpoint)]
         if any(callback.last_saved == step for callback in checkpoints) and now >= self.next_report:
@@ -94,7 +95,7 @@ class RunReport(Callback):
         """Writes the report."""
         if self.history is None:
             return
-        self._record_events(run_context.original_args())
+        self._record_rest(run_context.original_args())
         self.history.close()
         self._write_page()
         logger.info("The run is in %s.", os.path.join(self.directory, REPORT_NAME if self.writes_page else ""))
@@ -123,11 +124,14 @@ class RunReport(Callback):
             if self.tensorboard is not None and record.get(name) is not None:
                 self.tensorboard.add_scalar(name.replace("_", "-"), record[name], global_step=step)
 
-    def _record_events(self, params):
-        events = params.get("training_events") or []
+    def _record_rest(self, params):
+        """Records the events and the answers that are new."""
+        events, answers = params.get("training_events") or [], params.get("training_answers") or []
         for event in events[self.events_written :]:
             self._record(event["step"], event=event["kind"], message=event["message"])
-        self.events_written = len(events)
+        for given in answers[self.answers_written :]:
+            self._record(given["step"], answers=given["answers"])
+        self.events_written, self.answers_written = len(events), len(answers)
 
     def _write_page(self):
         if not self.writes_page:

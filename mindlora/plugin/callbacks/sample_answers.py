@@ -1,0 +1,82 @@
+"""SampleAnswers: answers to given prompts before and after training."""
+
+from typing import List
+
+from mindspore import Callback
+from mindspore.train import RunContext
+
+from mindlora.data import tokenizers
+from mindlora.data.templates import prompt_template
+from mindlora.errors import ConfigError
+from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.plugin.log import logger
+from mindlora.plugin.network import base_of
+from mindlora.training.answers import greedy_answers
+
+
+@register
+class SampleAnswers(Callback):
+    """Answers prompts before the first step and after the last one, greedily, for the log and the report of the run.
+
+    Each token takes a pass over the whole window of seq_length tokens, since a network in training has no KV cache.
+
+    Args:
+        prompts (list of str): The instructions to answer.
+        tokenizer (str): The tokenizer of the training data: a folder or file, as for ``mindlora data``.
+        template (str): The prompt template of the training data, as for ``mindlora data alpaca``. Default: "alpaca".
+        max_tokens (int): Tokens in an answer at most. Default: 64.
+
+    Raises:
+        ConfigError: There is no prompt, one is too long for the model, or max_tokens is out of range.
+        DataError: The template is wrong.
+        TokenizerError: The tokenizer cannot be loaded.
+    """
+
+    def __init__(self, prompts: List[str], tokenizer: str, template: str = "alpaca", max_tokens: int = 64):
+        super().__init__()
+        if not isinstance(prompts, list) or not prompts or not all(isinstance(text, str) for text in prompts):
+            raise ConfigError(f"prompts is {prompts!r}, but it must be a list of texts.")
+        check_count("max_tokens", max_tokens)
+        self.prompts, self.max_tokens = prompts, max_tokens
+        self.tokenizer = tokenizers.load_tokenizer(tokenizer)
+        self.special = tokenizers.special_ids(self.tokenizer)
+        self.template, self.answered = prompt_template(template), False
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Answers before the first step of a run that is not resumed."""
+        # Not when training begins: a resumed run may not know its step by then.
+        params = run_context.original_args()
+        if not self.answered and params.cur_step_num == 0:
+            self._answer(params)
+        self.answered = True
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """Answers after the last step."""
+        self._answer(run_context.original_args())
+
+    def _answer(self, params):
+        """Puts the answers into ``training_answers`` of MindSpore's callback parameters, and into the log."""
+        network = base_of(params.train_network)
+        length = network.config.seq_length
+        rows = [self._encode(prompt) for prompt in self.prompts]
+        for prompt, row in zip(self.prompts, rows):
+            if len(row) >= length:
+                raise ConfigError(
+                    f"SampleAnswers: the prompt {prompt!r} has {len(row)} tokens with its template, and seq_length is "
+                    f"{length}, which leaves no room for an answer. Shorten it."
+                )
+        found = greedy_answers(network, rows, length, self.special.pad, self.special.eos, self.max_tokens)
+        answers = [self.tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in found]
+        for prompt, answer in zip(self.prompts, answers):
+            logger.info("step %d: %s -> %s", params.cur_step_num, prompt, answer)
+        given = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(self.prompts, answers)]
+        params["training_answers"] = [
+            *(params.get("training_answers") or []),
+            {"step": params.cur_step_num, "answers": given},
+        ]
+        params.train_network.set_train(True)
+
+    def _encode(self, prompt):
+        record = {"instruction": prompt, "input": ""}
+        start = [] if self.special.bos is None else [self.special.bos]
+        return start + tokenizers.encode(self.tokenizer, self.template.prompt(record))
