@@ -26,6 +26,7 @@ class ControlledStep(ScriptedStep):
     is_mindformers_step = False
     loss_scaling_manager = None
     scale_sense = 1.0
+    exchange = None
 
     def __init__(self, norms=None, stopped_elsewhere=None, start=0):
         super().__init__(Model())

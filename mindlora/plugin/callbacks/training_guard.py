@@ -113,6 +113,10 @@ class TrainingGuard(Callback):
         for parameter in _state(step):
             # Not set_data: the graph would keep the moments, which it uses only in the branch of steps that count.
             ops.assign(parameter, Tensor(arrays[parameter.name], parameter.dtype))
+        unsent = step.exchange.unsent() if step.exchange is not None else None
+        if unsent is not None:
+            # What this rank has not sent yet is from the steps that are undone. -0.0, since x + -0.0 is x for every x.
+            ops.assign(unsent, Tensor(np.full(unsent.shape, -0.0, np.float32)))
         self.guard.forget()
         self.rollbacks += 1
         if self.rollbacks > self.max_rollbacks:

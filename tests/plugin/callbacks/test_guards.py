@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import types
 
 import mindspore as ms
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from mindlora.errors import ConfigError, DivergenceError, RunStopped
 from mindlora.plugin import resume
 from mindlora.plugin.callbacks import EarlyStopping, GracefulStop, LoraCheckpoint, TrainingGuard
-from tests.support.controlled_runs import RATE, play
+from tests.support.controlled_runs import RATE, ControlledStep, play
 from tests.support.scripted_runs import Report, folders, marked_step
 
 pytestmark = pytest.mark.usefixtures("pynative_mode")
@@ -66,6 +67,15 @@ def test_moments_go_back_too():
 
     step, _, _ = play([TrainingGuard(snapshot_steps=20), MarkMoments()], [1.0] * 50 + [NAN] * 4)
     assert {float(moment.asnumpy().max()) for moment in step.optimizer.moments1} == {20.0}
+
+
+def test_gradients_that_were_not_sent_are_dropped(monkeypatch):
+    unsent = ms.Parameter(ms.Tensor([3.0, -2.0], ms.float32))
+    monkeypatch.setattr(ControlledStep, "exchange", types.SimpleNamespace(unsent=lambda: unsent))
+    play([TrainingGuard()], [1.0] * 20)
+    assert unsent.asnumpy().tolist() == [3.0, -2.0]
+    play([TrainingGuard()], [1.0] * 20 + [NAN] * 4)
+    assert unsent.asnumpy().tobytes() == np.array([-0.0, -0.0], np.float32).tobytes()
 
 
 def test_a_climbing_loss_is_taken_back_though_no_step_is_a_spike():
