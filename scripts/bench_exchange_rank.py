@@ -18,7 +18,8 @@ from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings
 from mindlora.training.exchange.make import make_exchange
 
-SETTLE = 0.3
+# Seconds after which the receipts of all messages have been sent.
+SETTLE = 0.6
 WIDTH, BATCH, RATE = 128, 32, 1e-2
 
 
