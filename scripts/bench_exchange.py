@@ -1,7 +1,7 @@
 """Benchmark: bytes, losses and seconds of compressed gradient exchange against the dense one, between real processes.
 
 Bytes: what two and four ranks send in a step, by formula and by the counter of the loopback device; for eight ranks by
-formula alone. Losses: a small LoRA fine-tuning (regression) on two ranks for each seed, with a control that drops what
+formula alone. Losses: LoRA fine-tunings of a small Llama on two ranks, for each seed, with a control that drops what
 it does not send. Seconds: an exchange between two network namespaces, whose link a token bucket limits to 100 Mbit/s
 and 1 Gbit/s; where the machine does not allow that, seconds follow from the bytes by formula, and the table says so. On
 CPUs a receiver sends every message back as its receipt, so the device counts twice the bytes of the formula.
@@ -31,15 +31,19 @@ from mindlora.training.exchange.traffic import CPU_RECEIPTS
 
 RANK_SCRIPT = os.path.join(ROOT, "scripts", "bench_exchange_rank.py")
 TOP_K = {"type": "top_k", "density": 0.05, "protect": [], "local_size": 1}
+MORE = {**TOP_K, "density": 0.2}
 METHODS = {
     "dense": {"type": "dense", "local_size": 1},
     "float16": {"type": "float16", "local_size": 1},
-    "top_k": {**TOP_K, "warmup_steps": 0},
+    "top_k 0.2": {**MORE, "warmup_steps": 0},
+    "top_k 0.05": {**TOP_K, "warmup_steps": 0},
 }
 TRAINED = {
     "dense": METHODS["dense"],
-    "top_k": {**TOP_K, "warmup_steps": 50},
-    "top_k without feedback": {**TOP_K, "warmup_steps": 50, "feedback": False},
+    "float16": METHODS["float16"],
+    "top_k 0.2": {**MORE, "warmup_steps": 50},
+    "top_k 0.05": {**TOP_K, "warmup_steps": 50},
+    "top_k 0.05, no feedback": {**TOP_K, "warmup_steps": 50, "feedback": False},
 }
 RANKS, BY_FORMULA = (2, 4), 8
 LINKS = {"100 Mbit/s": (1e8, "100mbit"), "1 Gbit/s": (1e9, "1gbit")}
@@ -91,8 +95,9 @@ def by_formula(name: str, size: int, count: int) -> int:
 
 
 def measure_losses(args: argparse.Namespace) -> Dict[str, List[float]]:
-    """Returns {method: share of the held-out loss that is left, for each seed}."""
-    settings = {"methods": TRAINED, "seeds": args.seeds, "steps": 100 if args.quick else 800}
+    """Returns {method: held-out loss of each seed}, and the loss before training as "before"."""
+    steps, base_steps = (60, 60) if args.quick else (300, 400)
+    settings = {"methods": TRAINED, "seeds": args.seeds, "steps": steps, "base_steps": base_steps}
     return run_ranks(2, "loss", settings, False)
 
 
@@ -223,16 +228,19 @@ def bytes_table(found: Dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def loss_table(found: Dict[str, List[float]]) -> str:
+def loss_table(found: Dict[str, Any]) -> str:
     """Returns the losses as a table."""
-    count = len(found["dense"])
+    dense = found["dense"]
     lines = [
-        f"\nshare of the held-out loss that is left after a LoRA fine-tuning on 2 ranks; density {TOP_K['density']}, "
-        f"seeds: {count}"
+        "\nheld-out loss (nats per byte) after LoRA fine-tunings of a Llama on 2 ranks; before: "
+        f"{found['before']:.4f}; dense over {len(dense)} seeds: {min(dense):.4f} to {max(dense):.4f}",
+        f"{'method':<26}{'median':>8}{'- dense':>10}   each seed",
     ]
-    lines.append(f"{'method':<24}{'median':>9}   each seed")
-    for name, losses in found.items():
-        lines.append(f"{name:<24}{statistics.median(losses):>9.5f}   {' '.join(f'{loss:.5f}' for loss in losses)}")
+    middle = statistics.median(dense)
+    for name in TRAINED:
+        losses = found[name]
+        median, each = statistics.median(losses), " ".join(f"{loss:.4f}" for loss in losses)
+        lines.append(f"{name:<26}{median:>8.4f}{median - middle:>+10.4f}   {each}")
     return "\n".join(lines)
 
 
@@ -242,11 +250,11 @@ def seconds_table(found: Dict[str, Any]) -> str:
     lines = [
         f"\nmilliseconds of an exchange between 2 ranks, {found['elements']:,} gradients, receipts included; {how}"
     ]
-    lines.append(f"{'link':<12}" + "".join(f"{name:>12}" for name in METHODS) + f"{'dense / top_k':>16}")
+    lines.append(f"{'link':<12}" + "".join(f"{name:>12}" for name in METHODS) + f"{'dense / top_k 0.05':>20}")
     for link in LINKS:
         row = found[link]
         times = "".join(f"{1e3 * row[name]:>12.1f}" for name in METHODS)
-        lines.append(f"{link:<12}{times}{row['dense'] / row['top_k']:>15.1f}x")
+        lines.append(f"{link:<12}{times}{row['dense'] / row['top_k 0.05']:>19.1f}x")
     return "\n".join(lines)
 
 

@@ -4,9 +4,10 @@ The first argument is "exchange" or "loss", the second a JSON object with the se
 """
 
 import json
+import os
 import sys
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 import bench_common  # noqa: F401  first: it sets what must be set before MindSpore is imported
 import mindspore as ms
@@ -20,7 +21,23 @@ from mindlora.training.exchange.make import make_exchange
 
 # Seconds after which the receipts of all messages have been sent.
 SETTLE = 0.6
-WIDTH, BATCH, RATE = 128, 32, 1e-2
+TEXTS = os.path.join(bench_common.ROOT, "scripts", "quickstart_data")
+# A Llama of bytes; each rank trains on ROWS rows in a step.
+LLAMA = {
+    "seq_length": 64,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "vocab_size": 256,
+    "intermediate_size": 256,
+    "pad_token_id": 0,
+    "disable_lazy_inline": True,
+    "use_rope_slice": True,
+    "fused_rms_norm": False,
+    **dict.fromkeys(("compute_dtype", "layernorm_compute_type", "softmax_compute_type"), "float32"),
+    **dict.fromkeys(("rotary_dtype", "param_init_type"), "float32"),
+}
+ROWS, RATE, BASE_RATE = 8, 5e-3, 2e-3
 
 
 class ExchangeStep(nn.Cell):
@@ -35,31 +52,20 @@ class ExchangeStep(nn.Cell):
         return ops.depend(total, self.exchange.keep(residual))
 
 
-class Base(nn.Cell):
-    """Two frozen layers that get adapters; the mean squared error of their output."""
-
-    def __init__(self, w1: np.ndarray, w2: np.ndarray):
-        super().__init__()
-        self.w1 = nn.Dense(WIDTH, WIDTH, weight_init=Tensor(w1), has_bias=False)
-        self.w2 = nn.Dense(WIDTH, WIDTH, weight_init=Tensor(w2), has_bias=False)
-
-    def construct(self, x, targets):
-        difference = self.w2(ops.relu(self.w1(x))) - targets
-        return (difference * difference).mean()
-
-
 class TrainStep(nn.Cell):
-    """A step of Adam on the mean of the ranks' gradients."""
+    """A step of Adam on the mean of the ranks' gradients, or without an exchange on this rank's."""
 
-    def __init__(self, network: nn.Cell, rates: List[float], exchange: Exchange, layout: FlatLayout, ranks: int):
+    def __init__(self, network: nn.Cell, rates: List[float], exchange: Optional[Exchange], layout: FlatLayout):
         super().__init__(auto_prefix=False)
         self.optimizer = nn.Adam(network.trainable_params(), learning_rate=rates)
         self.gradients = ops.value_and_grad(network, None, self.optimizer.parameters)
-        self.exchange, self.ranks = exchange, ranks
+        self.exchange, self.ranks = exchange, get_group_size()
         self.flatten, self.unflatten = layout.flatten, layout.unflatten
 
-    def construct(self, x, targets):
-        loss, gradients = self.gradients(x, targets)
+    def construct(self, tokens):
+        loss, gradients = self.gradients(tokens)
+        if self.exchange is None:
+            return ops.depend(loss, self.optimizer(gradients))
         total, residual = self.exchange.reduce(self.flatten(gradients) / self.ranks)
         loss = ops.depend(loss, self.optimizer(self.unflatten(total)))
         return ops.depend(loss, self.exchange.keep(residual))
@@ -112,48 +118,85 @@ def sent_bytes() -> List[int]:
         return [written, sum(int(line.split()[9]) for line in file if ":" in line)]
 
 
-def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int) -> Dict[str, Any]:
-    """Returns {method: [share of the held-out loss that is left, for each seed]}.
+def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_steps: int) -> Dict[str, Any]:
+    """Returns {method: [held-out loss of each seed]}, and the loss before training as "before".
 
-    The adapters, of rank 8, learn a change of rank 4 in both layers of a random base, from fresh rows in each step.
+    A Llama that has learned a text of bytes gets adapters of rank 8 on its linear cells, which learn dialogues of
+    another kind. The seeds draw A and the rows. Each method compiles one network, which all seeds use.
     """
-    found: Dict[str, List[float]] = {name: [] for name in methods}
-    for seed in seeds:
-        rng = np.random.default_rng(seed)
-        base = [_normal(rng, WIDTH, WIDTH) / WIDTH**0.5 for _ in range(2)]
-        changed = [w + _normal(rng, WIDTH, 4) @ _normal(rng, 4, WIDTH) / (2 * WIDTH**0.5) for w in base]
-        start = [_normal(rng, 8, WIDTH) / WIDTH**0.5 for _ in range(2)]
-        held_out = rows(rng, changed, 1024)
-        for name, setting in methods.items():
-            network = Base(*base)
-            apply_lora(network, LoraConfig(lora_rank=8, lora_alpha=8, target_modules=["w1", "w2"]))
-            freeze_base(network)
-            for cell, a in zip((network.w1, network.w2), start):
-                cell.mindpet_delta_lora_a.set_data(Tensor(a))
-            before = float(network(*held_out).asnumpy())
-            train(network, setting, changed, seed, steps)
-            found[name].append(float(network(*held_out).asnumpy()) / before)
+    base_text, dialogues = texts()
+    train_text, held_out_text = np.split(dialogues, [len(dialogues) * 9 // 10])
+    held_out = Tensor(held_out_text[: len(held_out_text) // 65 * 65].reshape(-1, 65))
+    base = {p.name: p.asnumpy() for p in pretrained(base_text, base_steps).get_parameters()}
+    found: Dict[str, Any] = {"before": None}
+    for name, setting in methods.items():
+        network = llama(base)
+        apply_lora(network, LoraConfig(lora_rank=8, lora_alpha=16, target_modules="all-linear"))
+        freeze_base(network)
+        layout = FlatLayout(network.trainable_params())
+        rates = [RATE * (1 - step / steps) for step in range(steps)]
+        step = TrainStep(network, rates, build(setting, layout), layout).set_train()
+        # The values that moments and counts have at first; in data parallel they have none before a compilation.
+        initial = {p.name: p.init_data().asnumpy().copy() for p in step.get_parameters() if p.name not in base}
+        found["before"] = held_out_loss(network, held_out)
+        found[name] = []
+        for seed in seeds:
+            rng = np.random.default_rng(seed)
+            for parameter in step.get_parameters():
+                if parameter.name in initial:
+                    values = initial[parameter.name]
+                    if parameter.requires_grad and parameter.name.endswith("delta_lora_a"):
+                        values = rng.normal(size=values.shape).astype(np.float32) / values.shape[1] ** 0.5
+                    # Not set_data: a graph keeps what it uses in one of its branches alone.
+                    ops.assign(parameter, Tensor(values))
+            rng = np.random.default_rng((seed, get_rank()))
+            for _ in range(steps):
+                step(rows(rng, train_text))
+            found[name].append(held_out_loss(network, held_out))
     return found
 
 
-def rows(rng: np.random.Generator, weights: List[np.ndarray], count: int) -> List[Tensor]:
-    """Returns inputs, and what layers with ``weights`` make of them."""
-    x = _normal(rng, count, WIDTH)
-    return [Tensor(x), Tensor(np.maximum(x @ weights[0].T, 0) @ weights[1].T)]
+def texts() -> List[np.ndarray]:
+    """Returns the bytes of two bundled texts: what the base learns, and the dialogues that the adapters learn."""
+    with open(os.path.join(TEXTS, "base.txt"), "rb") as file:
+        base = file.read()
+    with open(os.path.join(TEXTS, "dialogues.json"), encoding="utf-8") as file:
+        dialogues = "\n".join(f"{row['instruction']}\n{row['output']}" for row in json.load(file)).encode()
+    return [np.frombuffer(text, np.uint8).astype(np.int32) for text in (base, dialogues)]
 
 
-def train(network: nn.Cell, setting: Dict[str, Any], weights: List[np.ndarray], seed: int, steps: int) -> None:
-    """Trains on rows of this rank's own, with a rate that falls to 0."""
+def llama(values: Optional[Dict[str, np.ndarray]] = None) -> nn.Cell:
+    """Returns the network, in training, with given weights."""
+    from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+    ms.set_seed(1)
+    network = LlamaForCausalLM(config=LlamaConfig(**LLAMA))
+    for parameter in network.get_parameters():
+        if values is not None:
+            parameter.set_data(Tensor(values[parameter.name]))
+    return network.set_train()
+
+
+def pretrained(text: np.ndarray, steps: int) -> nn.Cell:
+    """Returns a network that has learned the text; each rank trains the same one by itself."""
+    network = llama()
     layout = FlatLayout(network.trainable_params())
-    rates = [RATE * (1 - step / steps) for step in range(steps)]
-    step = TrainStep(network, rates, build(setting, layout), layout, get_group_size())
-    rng = np.random.default_rng((seed, get_rank()))
+    step = TrainStep(network, [BASE_RATE * (1 - i / steps) for i in range(steps)], None, layout).set_train()
+    rng = np.random.default_rng(0)
     for _ in range(steps):
-        step(*rows(rng, weights, BATCH))
+        step(rows(rng, text))
+    return network
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.normal(size=shape).astype(np.float32)
+def rows(rng: np.random.Generator, text: np.ndarray) -> Tensor:
+    """Returns rows of seq_length + 1 bytes from random places of a text."""
+    starts = rng.integers(0, len(text) - 65, ROWS)
+    return Tensor(text[starts[:, None] + np.arange(65)])
+
+
+def held_out_loss(network: nn.Cell, tokens: Tensor) -> float:
+    """Returns the mean loss of a byte."""
+    return float(np.mean([float(network(part).asnumpy()) for part in tokens.split(8) if len(part) == 8]))
 
 
 if __name__ == "__main__":

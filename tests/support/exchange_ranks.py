@@ -12,8 +12,9 @@ import numpy as np
 
 MODES = ("graph", "pynative")
 STEPS, SKIPPED = 7, 3
-# Seconds after which the receipts of all messages have been sent. TCP tries again after 0.2 where a reader was slow.
-SETTLE = 0.6
+# All receipts have been sent when nothing more than heartbeats has gone out for so many seconds. TCP tries again after
+# 0.2 where a reader was slow, and a busy machine makes slow readers.
+QUIET, HEARTBEATS, PATIENCE = 0.6, 2000, 20
 # Like the adapters of four layers, one of them wider; with a module of modules_to_save.
 SHAPES = {
     **{
@@ -88,8 +89,7 @@ def run(setting):
         residuals.append(residual.asnumpy())
         kept = exchange.unsent()
         unsent.append(np.zeros(1, np.float32) if kept is None else kept.asnumpy().copy())
-    time.sleep(SETTLE)
-    after = sent_bytes()
+    after = settled()
     return {
         "totals": np.stack(totals),
         "residuals": np.stack(residuals),
@@ -120,6 +120,18 @@ def disagree():
     except LoraError as error:
         return np.array(str(error))
     return np.array("")
+
+
+def settled():
+    """Returns what sent_bytes does once it hardly changes any more."""
+    now, end = sent_bytes(), time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        before = now
+        time.sleep(QUIET)
+        now = sent_bytes()
+        if now[1] - before[1] < HEARTBEATS:
+            break
+    return now
 
 
 def sent_bytes():

@@ -30,7 +30,8 @@ class GracefulStop(Callback):
     A second signal, one second later or more, ends the process at once. Under msrun one worker must get the signal;
     all stop at the same step. mindlora-run adds this callback to every training run.
 
-    Signals are handled only where Python allows it, in the main thread, and as they were before once training ends.
+    Signals are handled only where Python allows it, in the main thread, and as they were before once training ends. A
+    signal that the process ignores, as SIGINT in the background of a shell, stays ignored.
     """
 
     def __init__(self):
@@ -42,7 +43,9 @@ class GracefulStop(Callback):
         step = train_step_of(run_context.original_args().train_network)
         can_tell_others = step is not None and not step.is_mindformers_step
         if threading.current_thread() is threading.main_thread() and (can_tell_others or rank_count() == 1):
-            self.before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+            # A shell lets programs in the background ignore SIGINT, so that Ctrl-C reaches only the one in front.
+            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self.before = {number: signal.signal(number, self._receive) for number in handled}
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Tells the other ranks of a signal."""

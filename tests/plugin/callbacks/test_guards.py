@@ -15,9 +15,17 @@ from mindlora.plugin.callbacks import EarlyStopping, GracefulStop, LoraCheckpoin
 from tests.support.controlled_runs import RATE, ControlledStep, play
 from tests.support.scripted_runs import Report, folders, marked_step
 
-pytestmark = pytest.mark.usefixtures("pynative_mode")
+pytestmark = pytest.mark.usefixtures("pynative_mode", "interruptible")
 
 NAN = float("nan")
+
+
+@pytest.fixture
+def interruptible():
+    """Lets SIGINT interrupt; in the background of a shell, these tests would begin with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class NoteAdapter(ms.Callback):
@@ -241,6 +249,13 @@ def play_interrupted(callbacks):
         return play(callbacks, [1.0] * 6)
     except KeyboardInterrupt as interrupt:
         return None, None, interrupt
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    step, _, error = play([GracefulStop(), Signal(signal.SIGINT, 3)], [1.0] * 6)
+    assert error is None and step.number == 6
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_in_another_thread_signals_are_left_alone():
