@@ -96,7 +96,7 @@ def by_formula(name: str, size: int, count: int) -> int:
 
 def measure_losses(args: argparse.Namespace) -> Dict[str, List[float]]:
     """Returns {method: held-out loss of each seed}, and the loss before training as "before"."""
-    steps, base_steps = (60, 60) if args.quick else (300, 400)
+    steps, base_steps = (60, 60) if args.quick else (200, 300)
     settings = {"methods": TRAINED, "seeds": args.seeds, "steps": steps, "base_steps": base_steps}
     return run_ranks(2, "loss", settings, False)
 

@@ -26,7 +26,7 @@ TEXTS = os.path.join(bench_common.ROOT, "scripts", "quickstart_data")
 LLAMA = {
     "seq_length": 64,
     "hidden_size": 128,
-    "num_layers": 4,
+    "num_layers": 2,
     "num_heads": 4,
     "vocab_size": 256,
     "intermediate_size": 256,
@@ -145,7 +145,7 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
             for parameter in step.get_parameters():
                 if parameter.name in initial:
                     values = initial[parameter.name]
-                    if parameter.requires_grad and parameter.name.endswith("delta_lora_a"):
+                    if parameter.name in layout.names and parameter.name.endswith("lora_a"):
                         values = rng.normal(size=values.shape).astype(np.float32) / values.shape[1] ** 0.5
                     # Not set_data: a graph keeps what it uses in one of its branches alone.
                     ops.assign(parameter, Tensor(values))
