@@ -35,12 +35,15 @@ MORE = {**TOP_K, "density": 0.2}
 METHODS = {
     "dense": {"type": "dense", "local_size": 1},
     "float16": {"type": "float16", "local_size": 1},
+    "quantized": {"type": "quantized", "local_size": 1},
     "top_k 0.2": {**MORE, "warmup_steps": 0},
     "top_k 0.05": {**TOP_K, "warmup_steps": 0},
 }
 TRAINED = {
     "dense": METHODS["dense"],
     "float16": METHODS["float16"],
+    "quantized": METHODS["quantized"],
+    "quantized, no feedback": {**METHODS["quantized"], "feedback": False},
     "top_k 0.2": {**MORE, "warmup_steps": 50},
     "top_k 0.05": {**TOP_K, "warmup_steps": 50},
     "top_k 0.05, no feedback": {**TOP_K, "warmup_steps": 50, "feedback": False},
@@ -216,7 +219,7 @@ def free_port() -> int:
 def bytes_table(found: Dict[str, Any]) -> str:
     """Returns the bytes as a table."""
     lines = [
-        f"\nbytes that a rank sends in a step, {found['elements']:,} gradients (goal: top_k saves at least "
+        f"\nbytes that a rank sends in a step, {found['elements']:,} gradients (goal: quantized and top_k save at least "
         f"{GOALS['saving']:.0%})",
         f"{'ranks':>5}  {'method':<10}{'formula':>12}{'saving':>9}{'device / (2 x formula)':>25}",
     ]

@@ -28,6 +28,9 @@ TOP_K = {"type": "top_k", "density": 0.1, "warmup_steps": 3, "local_size": 1}
 SCENARIOS = {
     "dense": {"type": "dense", "local_size": 1},
     "float16": {"type": "float16", "local_size": 1},
+    "quantized": {"type": "quantized", "bits": 6, "local_size": 1},
+    "quantized 4": {"type": "quantized", "bits": 4, "local_size": 1},
+    "quantized 8": {"type": "quantized", "bits": 8, "local_size": 1},
     "whole": {**TOP_K, "density": 1.0},
     "top_k": TOP_K,
     "open": {**TOP_K, "protect": []},
@@ -90,6 +93,8 @@ def run(setting):
         kept = exchange.unsent()
         unsent.append(np.zeros(1, np.float32) if kept is None else kept.asnumpy().copy())
     after = settled()
+    # No rank begins to send again while another one still reads.
+    ms.ops.AllReduce()(ms.Tensor([1.0], ms.float32)).asnumpy()
     return {
         "totals": np.stack(totals),
         "residuals": np.stack(residuals),

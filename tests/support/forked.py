@@ -88,6 +88,8 @@ def _become(request):
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
     for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
         os.dup2(os.open(path, os.O_RDWR), number)
     np.random.seed()

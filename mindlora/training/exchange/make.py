@@ -10,6 +10,7 @@ from mindlora.training.exchange.exchange import Exchange
 from mindlora.training.exchange.float16 import Float16Exchange
 from mindlora.training.exchange.layout import FlatLayout, Span
 from mindlora.training.exchange.protection import protected_names
+from mindlora.training.exchange.quantized import QuantizedExchange, fits
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.settings import ExchangeSettings
 from mindlora.training.exchange.stages import density_stages
@@ -77,4 +78,11 @@ def clipped(spans: List[Span], start: int, size: int) -> List[Span]:
 def _one_level(settings, size, ranks, protected):
     if settings.type == "top_k":
         return TopKExchange(size, ranks, density_stages(settings.density, settings.warmup_steps), protected)
+    if settings.type == "quantized":
+        if not fits(settings.bits, ranks.count):
+            raise ConfigError(
+                f"gradient_exchange: {ranks.count} ranks cannot add up numbers of {settings.bits} bits. Set bits to 6 "
+                "or 8, or local_size to the ranks of a machine, so that fewer exchange with each other."
+            )
+        return QuantizedExchange(size, ranks, settings.bits)
     return {"dense": DenseExchange, "float16": Float16Exchange}[settings.type](size, ranks)

@@ -5,8 +5,10 @@ from typing import Any, Mapping, Optional, Sequence, Union
 
 from mindlora.errors import ConfigError
 
-TYPES = ("dense", "float16", "top_k")
-_TOP_K_ONLY = ("density", "warmup_steps", "protect")
+TYPES = ("dense", "float16", "quantized", "top_k")
+# Keys that one type alone takes.
+_ONLY = {**dict.fromkeys(("density", "warmup_steps", "protect"), "top_k"), "bits": "quantized"}
+_BITS = (4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class ExchangeSettings:
     """How data-parallel processes exchange gradients.
 
     Args:
-        type (str): "dense" (float32, whole), "float16", or "top_k" (the largest elements alone). Default: "dense".
+        type (str): "dense" (all elements in float32), "float16", "quantized" (whole numbers of few bits), or "top_k"
+            (the largest elements alone). Default: "dense".
         density (float): With top_k, the share of the elements that is sent, in (0, 1]. Default: 0.05.
         warmup_steps (int): With top_k, steps in which the density falls from 1 to ``density``. Default: 50.
         protect (list of str): With top_k, regular expressions for the whole names of parameters that are always sent.
@@ -22,6 +25,7 @@ class ExchangeSettings:
         local_size (int): Ranks of each machine; 1 compresses between all ranks. Default: None, as many as run on this
             machine, or 1 if all of them do.
         check_every (int): Steps between two comparisons of the ranks' adapters; 0 for none. Default: 100.
+        bits (int): With quantized, the bits of a number: 4, 6 or 8. Default: 6.
 
     Raises:
         ConfigError: A value is out of range.
@@ -33,10 +37,13 @@ class ExchangeSettings:
     protect: Optional[Sequence[str]] = None
     local_size: Optional[int] = None
     check_every: int = 100
+    bits: int = 6
 
     def __post_init__(self):
         if self.type not in TYPES:
             raise ConfigError(f"gradient_exchange is of type {self.type!r}, but it must be one of {', '.join(TYPES)}.")
+        if self.bits not in _BITS:
+            raise ConfigError(f"gradient_exchange: bits is {self.bits!r}, but it must be 4, 6 or 8.")
         if not _is_number(self.density) or not 0 < self.density <= 1:
             raise ConfigError(
                 f"gradient_exchange: density is {self.density!r}, but it must be a number above 0 and up to 1."
@@ -73,9 +80,9 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
     for key in setting:
         if key not in known:
             raise ConfigError(f"gradient_exchange has no key {key!r}; it has {', '.join(known)}.")
-        if key in _TOP_K_ONLY and setting.get("type") != "top_k":
+        if key in _ONLY and setting.get("type") != _ONLY[key]:
             raise ConfigError(
-                f"gradient_exchange: {key} belongs to type top_k, and the type is {setting.get('type')!r}."
+                f"gradient_exchange: {key} belongs to type {_ONLY[key]}, and the type is {setting.get('type')!r}."
             )
     return ExchangeSettings(**setting)
 

@@ -21,9 +21,11 @@ def test_a_name_or_a_node():
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("topk", "is of type 'topk', but it must be one of dense, float16, top_k."),
-        (0.05, "is 0.05, but it must be one of dense, float16, top_k, or a node with a type."),
+        ("topk", "is of type 'topk', but it must be one of dense, float16, quantized, top_k."),
+        (0.05, "is 0.05, but it must be one of dense, float16, quantized, top_k, or a node with a type."),
         ({"type": "top_k", "ratio": 0.1}, "has no key 'ratio'; it has type, density"),
+        ({"type": "top_k", "bits": 4}, ": bits belongs to type quantized, and the type is 'top_k'."),
+        ({"type": "quantized", "bits": 5}, ": bits is 5, but it must be 4, 6 or 8."),
         ({"type": "float16", "density": 0.1}, ": density belongs to type top_k, and the type is 'float16'."),
         ({"density": 0.1}, ": density belongs to type top_k, and the type is None."),
         ({"type": "top_k", "density": 0}, ": density is 0, but it must be a number above 0 and up to 1."),
