@@ -219,8 +219,8 @@ def free_port() -> int:
 def bytes_table(found: Dict[str, Any]) -> str:
     """Returns the bytes as a table."""
     lines = [
-        f"\nbytes that a rank sends in a step, {found['elements']:,} gradients (goal: quantized and top_k save at least "
-        f"{GOALS['saving']:.0%})",
+        f"\nbytes that a rank sends in a step, {found['elements']:,} gradients (goal: quantized and top_k save at "
+        f"least {GOALS['saving']:.0%})",
         f"{'ranks':>5}  {'method':<10}{'formula':>12}{'saving':>9}{'device / (2 x formula)':>25}",
     ]
     for count, rows in found.items():
