@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import re
 import tempfile
-from typing import Dict, Iterable, Iterator
+from typing import Dict, Iterable, Iterator, List
 
 import numpy as np
 
@@ -91,6 +92,15 @@ def replace_mindrecord(path: str) -> Iterator[str]:
             os.unlink(path)
         os.replace(written + ".db", path + ".db")
         os.replace(written, path)
+
+
+def mindrecord_files(path: str) -> List[str]:
+    """Returns the files that MindFormers reads where a YAML names ``path``: itself, or every MindRecord in this folder
+    and below."""
+    if not os.path.isdir(path):
+        return [path]
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return sorted(file for file in found if re.search(r"mindrecord\d*$", file))
 
 
 def check_mindrecord_output(path: str, overwrite: bool) -> None:

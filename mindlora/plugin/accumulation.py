@@ -6,13 +6,14 @@ from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
 
 WRAPPER = "LoraTrainOneStepCell"
+DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 # Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
-_DATA_PARALLEL_MODES = (0, "DATA_PARALLEL", "data_parallel", "STAND_ALONE", "stand_alone", None)
+_MODES = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone", None)
 
 
 def accumulates_here(config: MindFormerConfig) -> bool:
     """Returns whether a run is alone or data parallel, where mindlora's train step accumulates gradients."""
-    return not config.use_parallel or (config.parallel or {}).get("parallel_mode") in _DATA_PARALLEL_MODES
+    return not config.use_parallel or (config.parallel or {}).get("parallel_mode") in _MODES
 
 
 def set_micro_batches(config: MindFormerConfig) -> None:

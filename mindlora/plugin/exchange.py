@@ -6,11 +6,11 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
 from mindlora.errors import ConfigError
+from mindlora.plugin.accumulation import DATA_PARALLEL, WRAPPER
 from mindlora.plugin.log import logger
 from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings
 from mindlora.training.exchange.make import make_exchange
 
-_DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 
 
@@ -50,7 +50,7 @@ def prepare_exchange(config: MindFormerConfig) -> None:
     wrapper = config.get("runner_wrapper") or {}
     given = wrapper.get("gradient_exchange")
     settings = exchange_settings("dense" if given is None else given)
-    if given is not None and wrapper.get("type") != "LoraTrainOneStepCell":
+    if given is not None and wrapper.get("type") != WRAPPER:
         raise ConfigError(
             "gradient_exchange is an argument of LoraTrainOneStepCell, and runner_wrapper.type is "
             f"{wrapper.get('type')!r}. Set it to LoraTrainOneStepCell, or remove gradient_exchange."
@@ -61,13 +61,13 @@ def prepare_exchange(config: MindFormerConfig) -> None:
     problems = [f"parallel_config.{key} is {split[key]}" for key in _SPLITS if (split.get(key) or 1) > 1]
     if parallel.get("enable_parallel_optimizer"):
         problems.append("parallel.enable_parallel_optimizer is True")
-    if parallel.get("parallel_mode", 0) not in _DATA_PARALLEL:
+    if parallel.get("parallel_mode", 0) not in DATA_PARALLEL:
         problems.append(f"parallel.parallel_mode is {parallel['parallel_mode']!r}")
     if problems and settings.type != "dense":
         raise ConfigError(
             f"gradient_exchange is {settings.type}, and {problems[0]}: gradients are compressed only between ranks "
             "that each hold the whole adapter (parallel_mode 0). Use dense, or data parallelism alone."
         )
-    if not problems and settings.check_every and wrapper.get("type") == "LoraTrainOneStepCell":
+    if not problems and settings.check_every and wrapper.get("type") == WRAPPER:
         check = MindFormerConfig(type="ExchangeCheck", check_every=settings.check_every)
         config.callbacks = [*(config.callbacks or []), check]

@@ -1,13 +1,13 @@
 """Packed data in a MindFormers run: how it is recognized, and what keeps the examples of a row apart."""
 
 import os
-import re
 from typing import List, Optional, Sequence, Union
 
 from mindformers.models.llama.llama import LlamaModel
 from mindformers.tools.register import MindFormerConfig
 from mindspore import nn
 
+from mindlora.data.mindrecord import mindrecord_files
 from mindlora.errors import ConfigError
 from mindlora.plugin.accumulation import WRAPPER
 from mindlora.plugin.log import logger
@@ -184,12 +184,7 @@ def _data_of(dataset):
 
 def _files(data: Union[str, Sequence[str]]) -> List[str]:
     """Returns the files that MindFormers would read."""
-    if not isinstance(data, str):
-        return list(data)
-    if not os.path.isdir(data):
-        return [data]
-    found = (os.path.join(folder, name) for folder, _, names in os.walk(data) for name in names)
-    return sorted(path for path in found if re.search(r"mindrecord\d*$", path))
+    return mindrecord_files(data) if isinstance(data, str) else list(data)
 
 
 def _boundary_of_file(path):

@@ -5,7 +5,6 @@ import importlib.metadata
 import inspect
 import os
 import platform
-import re
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping
 
@@ -16,6 +15,7 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 from mindformers.tools.utils import get_real_group_size
 
 from mindlora import __version__
+from mindlora.data.mindrecord import mindrecord_files
 from mindlora.plugin.network import base_of
 from mindlora.plugin.pet_config import PetLoraConfig
 from mindlora.plugin.resume import total_steps
@@ -125,16 +125,8 @@ def _data(params, configuration) -> Dict[str, Any]:
         "epochs": params.epoch_num,
     }
     if loader.get("type") == "MindDataset" and loader.get("dataset_dir"):
-        facts.update(_of_rows(_mindrecords(loader["dataset_dir"]), base_of(params.train_network).config))
+        facts.update(_of_rows(mindrecord_files(loader["dataset_dir"]), base_of(params.train_network).config))
     return {name: fact for name, fact in facts.items() if fact}
-
-
-def _mindrecords(path: str) -> List[str]:
-    """Returns the files that MindFormers finds: ``path``, or every MindRecord in this folder and below."""
-    if os.path.isfile(path):
-        return [path]
-    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-    return sorted(name for name in found if re.search(r"mindrecord\d*$", name))
 
 
 def _of_rows(files: List[str], config: Any) -> Dict[str, Any]:

@@ -28,8 +28,9 @@ class ExchangeCheck(Callback):
         check_count("check_every", check_every)
         self.check_every, self.checked = check_every, 0
 
-    def on_train_begin(self, run_context: RunContext) -> None:
-        """Starts to count where a resumed run starts."""
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Records the last step before the epoch."""
+        # Not when training begins: a resumed run may not know its step by then.
         self.checked = run_context.original_args().cur_step_num
 
     def on_train_step_end(self, run_context: RunContext) -> None:

@@ -66,7 +66,7 @@ class LoraCheckpoint(Callback):
         self.save_steps, self.keep_last = save_steps, keep_last
         self.directory = training_state.checkpoint_directory(directory)
         self.best_metric, self.best_mode, self.resume = best_metric, best_mode, resume
-        self.losses, self.last_saved = [], 0
+        self.losses, self.last_saved, self.measured = [], 0, (0, None)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Resumes the run or initializes the adapters, and sets aside what an earlier run saved."""
@@ -118,7 +118,8 @@ class LoraCheckpoint(Callback):
                 )
             self._save(params, float(reported[self.best_metric]))
         elif self.best_metric in (params.get("eval_results") or {}):
-            self._keep_if_best(params, float(params["eval_results"][self.best_metric]))
+            self.measured = step, float(params["eval_results"][self.best_metric])
+            self._keep_if_best(params, self.measured[1])
         if last:
             run_context.request_stop()
 
@@ -126,9 +127,10 @@ class LoraCheckpoint(Callback):
         """Saves the last step, if it has not been saved."""
         params = run_context.original_args()
         if params.cur_step_num != self.last_saved:
-            # Another callback stopped the run, perhaps at a step at which the metric was not measured.
-            value = self._reported(params).get(self.best_metric)
-            self._save(params, None if value is None else float(value))
+            # Another callback stopped the run, perhaps at a step at which the metric was not measured. By now MindSpore
+            # has dropped what was reported.
+            step, value = self.measured
+            self._save(params, value if step == params.cur_step_num else self._reported(params).get(self.best_metric))
 
     def _save(self, params, value):
         """Writes the step folder, and also best if ``value`` is the best so far; it is None if not measured."""

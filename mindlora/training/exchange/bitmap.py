@@ -5,12 +5,12 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 # float32 holds every whole number below 2 ** 24 exactly; a sum of one such number and zeros is exact in any order.
-BITS = 24
+WORD_BITS = 24
 
 
 def words_of(size: int) -> int:
     """Returns how many words the bitmap of ``size`` positions takes."""
-    return -(-size // BITS)
+    return -(-size // WORD_BITS)
 
 
 class LargestAsBitmap(nn.Cell):
@@ -31,16 +31,16 @@ class LargestAsBitmap(nn.Cell):
 
     def __init__(self, size: int, k: int):
         super().__init__(auto_prefix=False)
-        self.k, self.padded = k, words_of(size) * BITS
+        self.k, self.padded = k, words_of(size) * WORD_BITS
         self.top_k = ops.TopK(sorted=False)
-        self.powers = Tensor(2.0 ** np.arange(BITS), mstype.float32)
+        self.powers = Tensor(2.0 ** np.arange(WORD_BITS), mstype.float32)
         self.ones = Tensor(np.ones(k), mstype.float32)
 
     def construct(self, vector: Tensor) -> Tensor:
         size = ops.select(ops.isfinite(vector), ops.abs(vector), ops.zeros_like(vector))
         _, chosen = self.top_k(size, self.k)
         bits = ops.tensor_scatter_elements(ops.zeros((self.padded,), mstype.float32), chosen, self.ones)
-        return (bits.reshape(-1, BITS) * self.powers).sum(-1)
+        return (bits.reshape(-1, WORD_BITS) * self.powers).sum(-1)
 
 
 class PositionsOfBitmap(nn.Cell):
@@ -59,7 +59,7 @@ class PositionsOfBitmap(nn.Cell):
     def __init__(self, k: int):
         super().__init__(auto_prefix=False)
         self.running_count = ops.CumSum()
-        self.powers = Tensor(1 << np.arange(BITS), mstype.int32)
+        self.powers = Tensor(1 << np.arange(WORD_BITS), mstype.int32)
         self.numbers = Tensor(np.arange(1, k + 1), mstype.int32)
 
     def construct(self, words: Tensor) -> Tensor:

@@ -5,12 +5,16 @@ from typing import Optional, Tuple
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
+from mindlora.training.rate_factor import TRANSIENT
+
+# Each rank has a residual of its own, so it is no part of the state that rank 0 saves.
+RESIDUAL_NAME = f"{TRANSIENT}gradient_exchange_residual"
+
 
 class Exchange(nn.Cell):
     """Sums a flat vector over the ranks of a group.
 
     The train step calls ``reduce`` inside its graph, and ``keep`` only if the step is done and not skipped.
-
     """
 
     def __init__(self):

@@ -6,15 +6,12 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.training.exchange.exchange import Exchange
+from mindlora.training.exchange.bitmap import WORD_BITS
+from mindlora.training.exchange.exchange import RESIDUAL_NAME, Exchange
 from mindlora.training.exchange.ranks import Ranks
-from mindlora.training.exchange.top_k import RESIDUAL_NAME
 from mindlora.training.exchange.traffic import FLOAT32, all_reduce
 
-# float32 holds every whole number below 2 ** 24 exactly, and so do sums of them that stay below.
-WORD_BITS = 24
-BITS = (4, 6, 8)
-# Elements that share a scale; a multiple of how many numbers a word carries, for each of BITS.
+# Elements that share a scale; a multiple of how many numbers a word carries, for 4, 6 and 8 bits.
 BLOCK = 240
 
 

@@ -7,13 +7,12 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.training.exchange.bitmap import LargestAsBitmap, PositionsOfBitmap, words_of
-from mindlora.training.exchange.exchange import Exchange
+from mindlora.training.exchange.exchange import RESIDUAL_NAME, Exchange
 from mindlora.training.exchange.layout import Span
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.traffic import FLOAT32, all_reduce
-from mindlora.training.rate_factor import TRANSIENT
 
-STEP_NAME, RESIDUAL_NAME = "gradient_exchange_step", f"{TRANSIENT}gradient_exchange_residual"
+STEP_NAME = "gradient_exchange_step"
 
 
 class TopKExchange(Exchange):

@@ -1,6 +1,7 @@
 """LoraCheckpoint: when it saves, what it keeps, and which is best."""
 
 import json
+import logging
 
 import pytest
 
@@ -98,6 +99,14 @@ def test_a_run_stopped_where_the_metric_was_not_measured_is_saved_nevertheless()
     )
     assert folders("saved") == ["best", "step_2", "step_3"]
     assert marked_step("saved/best") == 2
+
+
+def test_the_log_has_the_metric_of_a_step_at_which_another_callback_stops_the_run(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mindlora"), "propagate", True)
+    checkpoint = LoraCheckpoint(save_steps=100, directory="saved", best_metric="held_out_loss")
+    with caplog.at_level(logging.INFO, logger="mindlora"):
+        train([Report("held_out_loss", {3: 0.25}), checkpoint, StopAt(3)], [1] * STEPS_PER_EPOCH)
+    assert "step_3 (held_out_loss: 0.25)" in caplog.text and marked_step("saved/best") == 3
 
 
 @pytest.mark.parametrize(
