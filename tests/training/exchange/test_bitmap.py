@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora.training.exchange.bitmap import BITS, LargestAsBitmap, PositionsOfBitmap, words_of
+from mindlora.training.exchange.bitmap import WORD_BITS, LargestAsBitmap, PositionsOfBitmap, words_of
 
 
 def bits_of(words):
     """Returns the positions that words hold, lowest bit first."""
     integers = words.astype(np.int64)
-    assert (integers == words).all() and (integers >= 0).all() and (integers < 1 << BITS).all()
-    return np.nonzero((integers[:, None] >> np.arange(BITS) & 1).ravel())[0]
+    assert (integers == words).all() and (integers >= 0).all() and (integers < 1 << WORD_BITS).all()
+    return np.nonzero((integers[:, None] >> np.arange(WORD_BITS) & 1).ravel())[0]
 
 
 @pytest.mark.parametrize("size, k", [(1, 1), (23, 4), (24, 24), (25, 1), (1000, 37), (4801, 4801)])
@@ -26,9 +26,9 @@ def test_the_largest_by_absolute_value(size, k, mode):
 
 
 def test_every_bit_of_a_word_survives_a_sum_with_zeros(mode):
-    vector = np.ones(2 * BITS, np.float32)
-    words = LargestAsBitmap(2 * BITS, 2 * BITS)(Tensor(vector)).asnumpy()
-    assert (words == 2**BITS - 1).all()
+    vector = np.ones(2 * WORD_BITS, np.float32)
+    words = LargestAsBitmap(2 * WORD_BITS, 2 * WORD_BITS)(Tensor(vector)).asnumpy()
+    assert (words == 2**WORD_BITS - 1).all()
     assert (words + np.zeros(2, np.float32) == words).all()
 
 
