@@ -96,3 +96,19 @@ class RunStopped(LoraError):
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class ServingError(LoraError):
+    """A request cannot be served. The subclasses say why."""
+
+
+class RequestError(ServingError):
+    """A request asks for something that this server or model cannot do."""
+
+
+class AdapterNotFoundError(ServingError):
+    """A request names an adapter that is not registered."""
+
+
+class QueueFullError(ServingError):
+    """So many requests wait already that another one is not taken."""

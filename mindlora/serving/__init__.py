@@ -1,0 +1,1 @@
+"""Serving: one base model, many adapters, each request with its own."""

@@ -1,0 +1,138 @@
+"""Request: what one caller asks for, and how far it has come."""
+
+import dataclasses
+import enum
+import itertools
+import time
+from typing import List, Optional, Tuple
+
+_IDS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and when a request ends.
+
+    Attributes:
+        max_tokens (int): New tokens at most.
+        temperature (float): Divides the logits; 0 always takes the likeliest token.
+        top_p (float): Only the likeliest tokens whose probabilities add up to top_p are drawn from.
+        top_k (int): Only the top_k likeliest tokens are drawn from; 0 for all.
+        repetition_penalty (float): Above 1, the logits of tokens that occurred already are made smaller (Keskar et al.,
+            CTRL, 2019).
+        presence_penalty (float): Subtracted from the logits of tokens that were generated already (OpenAI).
+        frequency_penalty (float): The same, times how often each was generated (OpenAI).
+        seed (int or None): Seed of the request's own random stream; None draws one.
+        stop (tuple of str): Texts that end the answer; they are not part of it.
+        ignore_eos (bool): Go on after the end token, up to max_tokens.
+        logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: Optional[int] = None
+    stop: Tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Optional[int] = None
+
+
+class State(enum.Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """A slot that holds an adapter and keeps it while requests use it.
+
+    Attributes:
+        name (str): The adapter.
+        slot (int): The slot of the pools.
+        version (int): A number that is new each time files are read, so that keys and values of an adapter that was
+            replaced on disk are never used with its successor.
+    """
+
+    name: str
+    slot: int
+    version: int
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One prompt with its adapter, and the tokens that continue it.
+
+    Attributes:
+        prompt (list of int): Token ids, at least one.
+        sampling (Sampling): How to continue.
+        adapter (str or None): Name of the adapter; None for the base.
+        number (int): Unique in the process, in the order of creation.
+        tokens (list of int): The prompt and what was generated.
+        computed (int): The tokens from the start whose keys and values are in the cache.
+        cached (int): Those of the prompt's tokens that were in the cache before the request came.
+        blocks (list of int): The blocks of the cache that hold them, in order.
+        lease (Lease or None): The adapter's slot, while the request runs; None for the base.
+        state (State): Where it is.
+        finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
+        error (Exception or None): Why it failed.
+        preemptions (int): How often it lost its blocks and was computed again.
+        arrived, admitted, first_token, finished (float): Times, in seconds of time.monotonic(); 0.0 until they come.
+    """
+
+    prompt: List[int]
+    sampling: Sampling
+    adapter: Optional[str] = None
+    number: int = dataclasses.field(default_factory=lambda: next(_IDS))
+    tokens: List[int] = dataclasses.field(init=False)
+    computed: int = 0
+    cached: int = 0
+    blocks: List[int] = dataclasses.field(default_factory=list)
+    lease: Optional[Lease] = None
+    state: State = State.WAITING
+    finish_reason: Optional[str] = None
+    error: Optional[Exception] = None
+    preemptions: int = 0
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def generated(self) -> List[int]:
+        """The new tokens."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def slot(self) -> int:
+        """The slot of its adapter, -1 for the base."""
+        return self.lease.slot if self.lease else -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one step computes for one request: tokens[start : start + count].
+
+    Attributes:
+        request (Request): The request.
+        start (int): Position of the first token; keys and values of all before it are in the cache.
+        count (int): How many tokens.
+    """
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step computes the last token, after which the next one is chosen."""
+        return self.start + self.count == len(self.request.tokens)
