@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Callable, Optional
+from typing import Optional
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -10,24 +10,15 @@ from mindspore import Tensor, nn
 from mindlora import initialize
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
-from mindlora.adapters.fingerprint import base_difference, forms_that_differ
 from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
-from mindlora.errors import (
-    BaseMismatchError,
-    LoraError,
-    NotFiniteError,
-    ShapeMismatchError,
-    TargetError,
-    UnexpectedTensorsError,
-)
+from mindlora.errors import LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.models.targets import ALL_LINEAR, select_targets
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.nn.matching import Match, split_joined
-from mindlora.nn.registry import adaptable_linear_types, adaptable_types
+from mindlora.nn.registry import adaptable_types
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 from mindlora.numerics.dtypes import dtype_name, to_float32
@@ -164,7 +155,7 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     match.check_rank_and_scale()
     saved_modules = _saved_module_parameters(match, network, strict)
     adapter.check_finite(source)
-    _check_base(match, lambda: base_fingerprint(network), on_base_mismatch)
+    match.check_base(lambda: base_fingerprint(network), on_base_mismatch)
     _set_values(network, adapter, saved_modules, initial_pairs)
 
 
@@ -172,12 +163,12 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
     modules = [(name, cell) for name, cell in network.cells_and_names() if name and isinstance(cell, adaptable_types())]
     match = Match(adapter, network, {adapter_path(cell, name): cell for name, cell in modules}, source)
-    match.check_names(_selected(match), strict)
+    match.check_names(match.selected(), strict)
     match.check_shapes()
     saved_modules = _saved_module_parameters(match, network, strict)
     adapter.check_finite(source)
     adapted = {path: cell for path, cell in match.cells.items() if (path, "A") in adapter.tensors}
-    _check_base(match, lambda: fingerprint_of(adapted), on_base_mismatch)
+    match.check_base(lambda: fingerprint_of(adapted), on_base_mismatch)
     put_lora(network, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
     _set_values(network, adapter, saved_modules, {})
 
@@ -215,28 +206,6 @@ def _config(adapter, path) -> LoraConfig:
             projection_prng_key=adapter.projection_key if adapter.use_vera else None,
             param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32",
         )
-
-
-def _selected(match):
-    """Returns the paths that the adapter's own configuration selects, so that a lost pair is noticed."""
-    adapter, cells = match.adapter, match.cells
-    selection = adapter.selection
-    if not selection.get("target_modules"):
-        return []
-    # As in apply_lora.
-    types = adaptable_linear_types() if selection["target_modules"] == ALL_LINEAR else adaptable_types()
-    plain = [path for path, cell in cells.items() if isinstance(cell, types)]
-    try:
-        chosen = select_targets(plain, selection["target_modules"], selection.get("exclude_modules"))
-    except TargetError:
-        # PEFT accepts names that match nothing if others match, so here only the tensors can tell.
-        return []
-    layers = selection.get("layers_to_transform")
-    if layers is not None:
-        wanted = set(layers if isinstance(layers, list) else [layers])
-        chosen = [path for path in chosen if names.layer_of(path) in wanted]
-    saved = {name.rpartition(".")[0] for name in adapter.saved_modules}
-    return [path for path in chosen if names.to_mindformers(path) not in saved or (path, "A") in adapter.tensors]
 
 
 def _saved_module_parameters(match, network, strict):
@@ -284,28 +253,3 @@ def _check_not_merged(network):
     merged = [path for path, cell in lora_cells(network) if cell.merged]
     if merged:
         raise LoraError(f"The adapter is merged into the base, at {listed(merged)}. Call unmerge_lora first.")
-
-
-def _check_base(match, fingerprint: Callable[[], Optional[dict]], on_base_mismatch):
-    """Compares the base that the adapter was trained on with the network's, whose fingerprint ``fingerprint()`` is."""
-    adapter, source = match.adapter, match.source
-    if match.relaid or adapter.fingerprint is None or on_base_mismatch == "ignore":
-        return
-    found = fingerprint()
-    if found is None:
-        logger.warning(
-            "%s: the base has no values yet, so it was not checked whether the adapter was trained on it.", source
-        )
-        return
-    difference = base_difference(adapter.fingerprint, found)
-    forms = forms_that_differ(adapter.fingerprint, found)
-    if difference and forms and adapter.fingerprint.get("shapes") == found["shapes"]:
-        logger.warning(
-            "%s was trained on a base in %s and this one is in %s: only paths and shapes were compared.", source, *forms
-        )
-    elif difference:
-        message = f"{source} was trained on another base: {difference}. Load the base checkpoint it was trained on."
-        if on_base_mismatch == "error":
-            raise BaseMismatchError(message)
-        # The caller of load_lora.
-        warnings.warn(message, stacklevel=4)
