@@ -3,7 +3,9 @@
 Three paths compute the same result: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed``
 (plain MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; if that path is not
 available, it is an error and there is no fallback. lora_dropout on an NPU is exempt, because it has no Ascend kernel:
-cells use nn.Dropout there, and a direct call takes the composed path, as the report shows.
+cells use nn.Dropout there, and a direct call takes the composed path, as the report shows. Exempt are also the
+operators of serving in CPU_ONLY: they stand in for MindSpore's own, which have kernels for NPUs only, so they have the
+cpu path or none.
 """
 
 import ctypes
@@ -26,9 +28,18 @@ OP_TYPES = {
     "multi_lora_delta": "MultiLoraDelta",
     "multi_lora_slot_write": "MultiLoraSlotWrite",
     "nf4_linear": "Nf4Linear",
+    "rotary_embedding": "RotaryEmbedding",
+    "kv_cache_write": "KvCacheWrite",
+    "paged_attention": "PagedAttention",
+}
+# Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
+CPU_ONLY = {
+    "rotary_embedding": "ApplyRotaryPosEmb",
+    "kv_cache_write": "ReshapeAndCache",
+    "paged_attention": "PagedAttention",
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
-ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None}
+ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None, **dict.fromkeys(CPU_ONLY)}
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"
@@ -41,7 +52,7 @@ MAX_RANK = 256
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
 # What mindlora_library_version() of the library returns.
-_LIBRARY_VERSION = 4
+_LIBRARY_VERSION = 5
 _COMPOSED_ON_CPU = "; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 MatMul or Mul"
 
 
@@ -51,7 +62,7 @@ class Choice:
 
     Attributes:
         op (str): The operator.
-        path (str): ascend, cpu or composed.
+        path (str): ascend, cpu or composed; none for an operator of CPU_ONLY that cannot run here.
         reason (str): Why.
     """
 
@@ -97,14 +108,16 @@ def choose(op: str) -> Choice:
 
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout on an
-            NPU).
+            NPU, and for those of CPU_ONLY).
     """
     device, forced = ms.get_context("device_target"), os.environ.get(VARIABLE, "")
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
+    if forced not in ("", *PATHS):
+        raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
+    if op in CPU_ONLY:
+        return _cpu_or_none(op, device)
     if forced == "composed":
         return Choice(op, "composed", f"{VARIABLE} asks for it{note}")
-    if forced not in ("", "ascend", "cpu"):
-        raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
     path = forced or ("ascend" if device == "Ascend" else "cpu")
     if path == "ascend" and device == "Ascend" and ASCEND_OP_TYPES[op] is None:
         return Choice(op, "composed", f"it has no Ascend kernel, even if {VARIABLE} asks for one")
@@ -149,6 +162,14 @@ def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Ch
     if os.environ.get(VARIABLE):
         raise BackendError(f"{VARIABLE} is {choice.path}, but {problem}.")
     return Choice(op, "composed", problem)
+
+
+def _cpu_or_none(op, device) -> Choice:
+    """Returns the choice for an operator of CPU_ONLY, which MINDLORA_BACKEND does not change."""
+    if device == "Ascend":
+        return Choice(op, "none", f"on an NPU MindSpore's own {CPU_ONLY[op]} runs")
+    problem = _cpu_problem(device)
+    return Choice(op, "none", problem) if problem else Choice(op, "cpu", f"it has no other path, {LIBRARY}")
 
 
 def _ascend_problem(op, device) -> Optional[str]:

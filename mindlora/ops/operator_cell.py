@@ -24,6 +24,9 @@ class OperatorCell(nn.Cell):
         choice (Choice): The path that was picked when the cell was made, and why.
         path (str): The name of that path: ascend, cpu or composed.
         kernel (ops.Custom or None): The primitive on that path; None on the composed one.
+
+    Raises:
+        BackendError: MINDLORA_BACKEND names a path that is unknown or not available, or the operator has no path here.
     """
 
     op: str
@@ -34,6 +37,8 @@ class OperatorCell(nn.Cell):
         super().__init__()
         self.choice = choose(self.op)
         self.path = self.choice.path
+        if self.path == "none":
+            raise BackendError(f"{self.op} cannot run here: {self.choice.reason}.")
         self.kernel = make_kernel(self.path, self.op, self.inputs, self.writes)
 
 

@@ -42,6 +42,30 @@ public:
         }
     }
 
+    // A tensor of tokens: [T, width] or, as MindFormers' networks have it, [1, T, width].
+    void CheckTokens(int i, const char* name) const
+    {
+        if (RankKnown(i) && ndims_[i] != 2 && ndims_[i] != 3) {
+            Refuse(op_,
+                std::string(name) + " has " + std::to_string(ndims_[i]) + " dimensions: it must have 2 or 3.");
+        }
+    }
+
+    // The number of tokens of such a tensor, or -1.
+    int64_t Tokens(int i) const
+    {
+        if (!RankKnown(i)) return -1;
+        int64_t tokens = 1;
+        for (int axis = 0; axis + 1 < ndims_[i]; ++axis) {
+            if (shapes_[i][axis] < 0) return -1;
+            tokens *= shapes_[i][axis];
+        }
+        return tokens;
+    }
+
+    // Its width, or -1.
+    int64_t Width(int i) const { return RankKnown(i) ? shapes_[i][ndims_[i] - 1] : -1; }
+
     // Two dimensions that must be equal.
     void CheckSame(const char* what, int64_t first, int64_t second) const
     {

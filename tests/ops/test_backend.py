@@ -7,6 +7,9 @@ import pytest
 
 from mindlora.errors import BackendError, LoraError
 from mindlora.ops import LoraDelta, backend, backend_report, build
+from mindlora.ops.kv_cache_write import KvCacheWrite
+from mindlora.ops.paged_attention import PagedAttention
+from mindlora.ops.rotary_embedding import RotaryEmbedding
 from tests.conftest import ROOT
 
 
@@ -16,20 +19,25 @@ def _unset(library, monkeypatch):
     monkeypatch.delenv("MS_CUSTOM_AOT_WHITE_LIST", raising=False)
 
 
+def choices():
+    """Those of the operators that have more than one path."""
+    return [choice for choice in backend_report().choices if choice.op not in backend.CPU_ONLY]
+
+
 def paths():
-    return {choice.op: choice.path for choice in backend_report().choices}
+    return {choice.op: choice.path for choice in choices()}
 
 
 def reasons():
-    return {choice.reason for choice in backend_report().choices}
+    return {choice.reason for choice in choices()}
 
 
 def test_graph_mode_takes_the_library_and_pynative_plain_operators(mode):
     wanted = "cpu" if mode == ms.GRAPH_MODE else "composed"
     once = ("lora_dropout", "multi_lora_slot_write", "nf4_linear")
-    assert paths() == {op: "cpu" if op in once else wanted for op in backend.OPS}
+    assert paths() == {op: "cpu" if op in once else wanted for op in backend.OPS if op not in backend.CPU_ONLY}
     assert LoraDelta().choice.path == wanted
-    assert set(paths()) <= set(os.listdir(os.path.join(ROOT, "ops")))
+    assert set(backend.OPS) <= set(os.listdir(os.path.join(ROOT, "ops")))
 
 
 def test_the_report_in_words(mode):
@@ -110,6 +118,39 @@ def test_on_ascend_a_cpu_library_is_no_path(monkeypatch):
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
     with pytest.raises(BackendError, match="MINDLORA_BACKEND is cpu, but device_target is Ascend[.]"):
         backend_report()
+
+
+def cpu_only():
+    """(path, reason) of each operator of serving, in the report."""
+    return [(c.path, c.reason) for c in backend_report().choices if c.op in backend.CPU_ONLY]
+
+
+@pytest.mark.parametrize("forced", ["", "cpu", "composed"])
+def test_the_operators_of_serving_take_the_library_whatever_is_forced(mode, monkeypatch, forced):
+    monkeypatch.setenv("MINDLORA_BACKEND", forced)
+    assert cpu_only() == [("cpu", f"it has no other path, {build.LIBRARY}")] * 3
+    assert RotaryEmbedding().path == KvCacheWrite().path == PagedAttention().path == "cpu"
+
+
+@pytest.mark.parametrize("forced", ["", "composed"])
+def test_without_the_library_the_operators_of_serving_have_no_path(graph_mode, monkeypatch, tmp_path, forced):
+    monkeypatch.setenv("MINDLORA_BACKEND", forced)
+    monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "none.so"))
+    problem = f"{tmp_path}/none.so is missing: build it with `python -m mindlora.ops.build`"
+    assert cpu_only() == [("none", problem)] * 3
+    for cell in (RotaryEmbedding, KvCacheWrite, PagedAttention):
+        with pytest.raises(BackendError) as error:
+            cell()
+        assert str(error.value) == f"{cell.op} cannot run here: {problem}."
+
+
+def test_on_ascend_the_operators_of_serving_are_mindspores_own(monkeypatch):
+    real = ms.get_context
+    monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
+    owners = ("ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention")
+    assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in owners]
+    with pytest.raises(BackendError, match="kv_cache_write cannot run here: on an NPU MindSpore's own ReshapeAndCache"):
+        KvCacheWrite()
 
 
 def test_both_modules_mean_the_same_library():

@@ -1,0 +1,20 @@
+"""rotary_embedding in NumPy: what the kernel must compute."""
+
+import numpy as np
+
+
+def rotary_embedding(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """y = x * cos + rotate_half(x) * sin for each head, in float64.
+
+    Args:
+        x: [T, heads * D].
+        cos: [T, D].
+        sin: [T, D].
+
+    Returns:
+        y, [T, heads * D].
+    """
+    cos, sin = (np.asarray(table, np.float64)[:, None] for table in (cos, sin))
+    heads = np.asarray(x, np.float64).reshape(len(x), -1, cos.shape[-1])
+    low, high = np.split(heads, 2, axis=-1)
+    return (heads * cos + np.concatenate([-high, low], axis=-1) * sin).reshape(x.shape)
