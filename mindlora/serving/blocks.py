@@ -1,0 +1,155 @@
+"""BlockPool: the blocks of the key-value cache, who uses them, and which hold a beginning that was computed before."""
+
+import collections
+from typing import Dict, Hashable, List, Optional, Sequence, Tuple
+
+# What a full block holds: salt, number of the content before it (0 at the start), its tokens.
+_Content = Tuple[Hashable, int, Tuple[int, ...]]
+
+
+class BlockPool:
+    """Hands out blocks of the cache, and finds those that hold the beginning of a prompt already.
+
+    The key of a token depends on all tokens before it and on the adapter. So a full block is known by its content:
+    the salt (the adapter and its version), the content of the block before it, and its tokens. Each content has a
+    number, and a dictionary leads from (salt, number of the content before, tokens) to the block. It compares these
+    themselves and not their hash alone, so no collision shows anyone the keys of another text. Hash chains over
+    blocks are from vLLM (Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, 2023).
+
+    Only full blocks are shared, and nothing writes to a full block. A full block that nobody uses any more keeps its
+    content until the block is needed: the one that was used least recently goes first. A block goes before the block
+    that its text continues, as users of the one use the other too, and give it back first.
+
+    The pool is not locked: calls must not overlap.
+
+    Args:
+        num_blocks (int): Blocks of the cache.
+        block_size (int): Tokens of a block.
+
+    Attributes:
+        hits (int): Blocks that share() gave and that did not have to be computed.
+        evictions (int): Contents that were given up because a block was needed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.hits = self.evictions = 0
+        self._free = list(range(num_blocks))[::-1]
+        self._users = [0] * num_blocks
+        # Full blocks without users, in the order in which they are given up.
+        self._unused: "collections.OrderedDict[int, None]" = collections.OrderedDict()
+        self._block_of: Dict[_Content, int] = {}
+        self._content_of: Dict[int, _Content] = {}
+        self._number_of: Dict[int, int] = {}
+        self._numbers = 0
+
+    @property
+    def blocks_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def blocks_cached(self) -> int:
+        """Blocks that nobody uses and whose content is kept."""
+        return len(self._unused)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that requests use."""
+        return self.num_blocks - self.blocks_available
+
+    @property
+    def blocks_available(self) -> int:
+        """Blocks that allocate() can give: the free and the cached ones."""
+        return len(self._free) + len(self._unused)
+
+    def users(self, block: int) -> int:
+        """Returns how many requests use a block."""
+        return self._users[block]
+
+    def allocate(self, count: int = 1) -> List[int]:
+        """Returns blocks to write to, which nobody else uses.
+
+        Args:
+            count (int): How many, at most blocks_available.
+
+        Raises:
+            IndexError: There are not so many.
+        """
+        if count > self.blocks_available:
+            raise IndexError(f"{count} blocks were asked for, and {self.blocks_available} are available.")
+        while len(self._free) < count:
+            self._give_up()
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._users[block] = 1
+        return blocks
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Takes back the blocks of a request, in the order of its text. The full ones keep their content."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                if block in self._content_of:
+                    self._unused[block] = None
+                else:
+                    self._free.append(block)
+
+    def find(self, salt: Hashable, tokens: Sequence[int]) -> List[int]:
+        """Returns the blocks that hold the beginning of a text, without taking them.
+
+        The last token is never among them: it must be computed for what follows it.
+
+        Args:
+            salt (hashable): Only blocks with this salt are found.
+            tokens (sequence of int): The text.
+
+        Returns:
+            list of int: Full blocks, in order; none, one or more.
+        """
+        size, number, found = self.block_size, 0, []
+        for start in range(0, len(tokens) - size, size):
+            block = self._block_of.get((salt, number, tuple(tokens[start : start + size])))
+            if block is None:
+                break
+            found.append(block)
+            number = self._number_of[block]
+        return found
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Makes a request one of the users of blocks that find() gave."""
+        for block in blocks:
+            self._users[block] += 1
+            self._unused.pop(block, None)
+        self.hits += len(blocks)
+
+    def fill(self, block: int, before: Optional[int], salt: Hashable, tokens: Sequence[int]) -> int:
+        """Says what a block holds, now that it is full, so that it can be found.
+
+        If another block holds the same already, the given one becomes free and the other is shared in its place.
+
+        Args:
+            block (int): A block with one user.
+            before (int or None): The block before it, which is full too; None at the start of a text.
+            salt (hashable): Of whom it will be found.
+            tokens (sequence of int): Its tokens, block_size of them.
+
+        Returns:
+            int: The block to use from now on.
+        """
+        content = (salt, 0 if before is None else self._number_of[before], tuple(tokens))
+        other = self._block_of.get(content)
+        if other is None:
+            self._numbers += 1
+            self._block_of[content], self._content_of[block], self._number_of[block] = block, content, self._numbers
+            return block
+        self.free([block])
+        self._users[other] += 1
+        self._unused.pop(other, None)
+        return other
+
+    def _give_up(self) -> None:
+        block, _ = self._unused.popitem(last=False)
+        del self._block_of[self._content_of.pop(block)], self._number_of[block]
+        self._free.append(block)
+        self.evictions += 1

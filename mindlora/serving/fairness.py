@@ -1,0 +1,141 @@
+"""FairQueue: whose turn it is among requests that wait for different adapters."""
+
+import collections
+import heapq
+from typing import Deque, Dict, Iterator, List, Optional, Tuple
+
+from mindlora.serving.request import Request
+
+
+class Line:
+    """The requests that wait for one adapter, first come first served.
+
+    Attributes:
+        adapter (str or None): Name of the adapter; None for the base.
+        requests (deque of Request): At least one.
+        refused (bool): Its turn came while the adapter was not ready.
+        overtaken (int): Requests of other adapters that were admitted while this one lacked nothing but a slot.
+    """
+
+    def __init__(self, adapter: Optional[str]):
+        self.adapter = adapter
+        self.requests: Deque[Request] = collections.deque()
+        self.refused = False
+        self.overtaken = 0
+
+
+class FairQueue:
+    """Waiting requests, in an order that is fair between adapters.
+
+    Service is counted in tokens: those of prompts that had to be computed, and those that were generated. The turn is
+    of the adapter with the least service, and among equals of the one whose first request came first. An adapter that
+    was idle begins with at least the service that the last one to get a turn had, so that being idle earns nothing.
+    This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with the counters of virtual tokens of Sheng et al.,
+    Fairness in Serving Large Language Models, 2024. Of two adapters that wait all the time and are ready, neither
+    gets more than the other by more than one prompt and the answers of the requests that run together.
+
+    An adapter that is not ready when its turn comes is passed over and keeps its turn: from then on it is asked first
+    in each step, the longest waiting one before the others. So the next slot that becomes free is the longest
+    waiting one's. Requests of adapters that hold slots go on in the meantime, but those of a popular adapter could hold
+    its slot for ever. Hence, once ``patience`` of them have overtaken an adapter that lacks nothing but a slot, only
+    the base, which needs none, is admitted beside it, until a slot has become free and the adapter has it.
+
+    Args:
+        patience (int): Requests that may overtake an adapter that waits for a slot.
+    """
+
+    def __init__(self, patience: int):
+        self.patience = patience
+        self._lines: Dict[Optional[str], Line] = {}
+        self._service: Dict[Optional[str], int] = {}
+        self._turn = 0  # the service at which the last turn was given
+        self._size = 0
+        # Of the round under way: lines that lack nothing but a slot, and whether one of them has been patient enough.
+        self._slotless: List[Line] = []
+        self._held = False
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for line in self._lines.values() for request in line.requests)
+
+    def service(self, adapter: Optional[str]) -> int:
+        """Returns the service that an adapter is counted as having had, in tokens."""
+        return self._service.get(adapter, 0)
+
+    def push(self, request: Request) -> None:
+        """Puts a request at the end of its adapter's line."""
+        line = self._lines.get(request.adapter)
+        if line is None:
+            line = self._lines[request.adapter] = Line(request.adapter)
+            self._raise(request.adapter)
+        line.requests.append(request)
+        self._size += 1
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request, wherever it is in its line."""
+        line = self._lines[request.adapter]
+        line.requests.remove(request)
+        self._size -= 1
+        if not line.requests:
+            del self._lines[request.adapter]
+
+    def charge(self, adapter: Optional[str], tokens: int) -> None:
+        """Counts service that an adapter had."""
+        self._service[adapter] = self._service.get(adapter, 0) + tokens
+
+    def turns(self) -> Iterator[Line]:
+        """Yields the lines in the order of their turns.
+
+        After each, the caller says what became of its first request, with admit(), refuse() or remove(). A line that
+        was not refused and has more requests comes again when its next turn is.
+        """
+        self._slotless, self._held = [], False
+        heap = [self._place(line) for line in self._lines.values()]
+        heapq.heapify(heap)
+        while heap:
+            line = heapq.heappop(heap)[-1]
+            if self._held and line.adapter is not None:
+                continue
+            first = line.requests[0]
+            yield line
+            if line.requests and line.requests[0] is not first:
+                heapq.heappush(heap, self._place(line))
+
+    def admit(self, line: Line, tokens: int) -> None:
+        """Takes out the first request of a line, which runs from now on.
+
+        Args:
+            line (Line): A line of turns().
+            tokens (int): Tokens of the request's prompt that have to be computed.
+        """
+        if line.refused:
+            self._raise(line.adapter)  # waiting for a slot earns a turn, but no more than that
+        self._turn = max(self._turn, self._service[line.adapter])
+        self.charge(line.adapter, tokens)
+        line.refused, line.overtaken = False, 0
+        self.remove(line.requests[0])
+        if line.adapter is not None:
+            for other in self._slotless:
+                other.overtaken += 1
+                self._held = self._held or other.overtaken >= self.patience
+
+    def refuse(self, line: Line, lacks_slot: bool) -> None:
+        """Passes over a line, whose adapter is not ready.
+
+        Args:
+            line (Line): A line of turns().
+            lacks_slot (bool): Whether the adapter is ready but for a slot, all of which others use.
+        """
+        line.refused = True
+        if lacks_slot:
+            self._slotless.append(line)
+            self._held = self._held or line.overtaken >= self.patience
+
+    def _raise(self, adapter: Optional[str]) -> None:
+        self._service[adapter] = max(self._turn, self._service.get(adapter, 0))
+
+    def _place(self, line: Line) -> Tuple[int, int, int, Line]:
+        first = line.requests[0].number
+        return (0, 0, first, line) if line.refused else (1, self._service[line.adapter], first, line)

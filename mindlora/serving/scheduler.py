@@ -1,0 +1,307 @@
+"""Scheduler: which requests run, and what each step computes for them."""
+
+import collections
+import itertools
+import time
+from typing import Deque, Hashable, Iterator, List, Optional, Protocol, Sequence
+
+from mindlora.errors import LoraError, QueueFullError, RequestError
+from mindlora.serving.blocks import BlockPool
+from mindlora.serving.fairness import FairQueue
+from mindlora.serving.request import Lease, Part, Request, State
+
+
+class Adapters(Protocol):
+    """What the scheduler needs to know of adapters."""
+
+    def prefetch(self, name: str) -> None:
+        """Begins to load an adapter, and returns at once."""
+
+    def acquire(self, name: str) -> Optional[Lease]:
+        """Returns a lease of the adapter's slot, None if it has none yet; raises LoraError if it can have none."""
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back."""
+
+    def lacks_slot(self, name: str) -> bool:
+        """Returns whether the adapter will have a slot as soon as other adapters' leases are given back."""
+
+
+class Scheduler:
+    """Continuous batching: requests join and leave between any two steps.
+
+    A step computes, within ``max_tokens_per_step``: first the next token of each running request whose prompt is
+    computed; then chunks of prompts, so that a long prompt delays nobody's next token by more than one chunk (Agrawal
+    et al., Sarathi, 2023). Of what is left for prompts, the oldest takes half if others want it too, the next one half
+    of the rest, and so on: a short prompt need not wait until a long one is done.
+
+    Waiting requests are admitted as FairQueue says, while there are blocks for all tokens that running requests have,
+    and one more for each. Blocks are taken as tokens come. When none is left for a next token, the request that was
+    admitted last gives up its blocks, goes back to the front of the queue and is computed again later (preemption by
+    recomputation, Kwon et al., 2023); it keeps its tokens and its adapter's slot. The request that was admitted first
+    can have the blocks of all others, and each request alone fits into the cache, so some request always goes on.
+
+    The scheduler is not locked: calls must not overlap. They may come at any moment between two others, for example
+    add() and cancel() while a step is computed.
+
+    Args:
+        pool (BlockPool): The blocks of the cache.
+        adapters (Adapters): Who loads adapters and gives them slots.
+        max_running (int): Requests in a step, at most.
+        max_tokens_per_step (int): Tokens in a step, at most; not less than max_running.
+        max_waiting (int): Requests that wait for the first time, at most.
+        seq_length (int): Tokens of a prompt and its answer together, at most.
+
+    Attributes:
+        running (list of Request): Those that have blocks, in the order in which they were admitted.
+        failed (list of Request): Finished because their adapter cannot be used; whoever tells the callers takes them
+            out.
+        preemptions (int): How often a request lost its blocks.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        adapters: Adapters,
+        max_running: int,
+        max_tokens_per_step: int,
+        max_waiting: int,
+        seq_length: int,
+    ):
+        self.pool, self.adapters = pool, adapters
+        self.max_running, self.max_tokens_per_step = max_running, max_tokens_per_step
+        self.max_waiting, self.seq_length = max_waiting, seq_length
+        self.running: List[Request] = []
+        self.failed: List[Request] = []
+        self.preemptions = 0
+        self._preempted: Deque[Request] = collections.deque()
+        self._queue = FairQueue(patience=max_running)
+
+    @property
+    def waiting(self) -> List[Request]:
+        """Requests that do not run: first those that ran before."""
+        return [*self._preempted, *self._queue]
+
+    @property
+    def waiting_count(self) -> int:
+        """How many requests wait."""
+        return len(self._preempted) + len(self._queue)
+
+    def add(self, request: Request) -> None:
+        """Puts a request in the queue, and begins to load its adapter.
+
+        Raises:
+            RequestError: It could not be finished even if it were the only one.
+            QueueFullError: max_waiting requests wait already.
+            LoraError: What adapters.prefetch raises.
+        """
+        self._check(request)
+        if len(self._queue) >= self.max_waiting:
+            raise QueueFullError(
+                f"{len(self._queue)} requests wait already, and max_waiting is {self.max_waiting}: send it again later, "
+                "or raise max_waiting."
+            )
+        if request.adapter is not None:
+            self.adapters.prefetch(request.adapter)
+        self._queue.push(request)
+
+    def plan(self) -> List[Part]:
+        """Decides what the next step computes, admits requests and preempts others.
+
+        Returns:
+            list of Part: At most one for each running request, those with one next token first; at most
+            max_tokens_per_step tokens. Empty if nothing can be computed now: no requests, or adapters are not ready.
+        """
+        while True:
+            parts = self._next_tokens()
+            parts += self._chunks(self.max_tokens_per_step - len(parts))
+            if parts or all(request.computed == len(request.tokens) for request in self.running):
+                return parts
+            self._preempt(self.running[-1])  # all of them need blocks for their prompts, and there are none
+
+    def advance(self, parts: Sequence[Part]) -> None:
+        """Takes note that a step was computed. The tokens that it gave are appended to the requests after this.
+
+        Args:
+            parts (sequence of Part): What plan() returned. Requests that have been finished since are left out.
+        """
+        size = self.pool.block_size
+        for part in parts:
+            request = part.request
+            if request.state is not State.RUNNING:
+                continue
+            if part.samples:
+                self._queue.charge(request.adapter, 1)
+            full = request.computed // size
+            request.computed = part.start + part.count
+            for i in range(full, request.computed // size):
+                before = request.blocks[i - 1] if i else None
+                tokens = request.tokens[i * size : (i + 1) * size]
+                request.blocks[i] = self.pool.fill(request.blocks[i], before, _salt(request), tokens)
+
+    def finish(self, request: Request, reason: str, error: Optional[Exception] = None) -> bool:
+        """Ends a request: its blocks and its adapter's slot are for others from now on.
+
+        Args:
+            request (Request): One that was added.
+            reason (str): The finish_reason: "stop", "length", "cancelled" or "error".
+            error (Exception or None): Why it failed.
+
+        Returns:
+            bool: False if it was finished before; then nothing changes.
+        """
+        if request.state is State.FINISHED:
+            return False
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+        elif request in self._preempted:
+            self._preempted.remove(request)
+        else:
+            self._queue.remove(request)
+        self._drop_blocks(request)
+        if request.lease is not None:
+            self.adapters.release(request.lease)
+            request.lease = None
+        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
+        request.finished = time.monotonic()
+        return True
+
+    def cancel(self, request: Request) -> bool:
+        """Ends a request in whatever state it is. Returns False if it was finished before."""
+        return self.finish(request, "cancelled")
+
+    def _check(self, request: Request) -> None:
+        prompt, new = len(request.prompt), request.sampling.max_tokens
+        if prompt == 0:
+            raise RequestError("The prompt has no tokens: give it at least one.")
+        if new < 1:
+            raise RequestError(f"max_tokens is {new}: ask for at least one token.")
+        if prompt + new > self.seq_length:
+            raise RequestError(
+                f"The prompt's {prompt} tokens and max_tokens, {new}, are {prompt + new} together, and a sequence has "
+                f"at most {self.seq_length}: shorten the prompt or lower max_tokens."
+            )
+        blocks = self._blocks_for(prompt + new - 1)  # the last token is never computed
+        if blocks > self.pool.num_blocks:
+            raise RequestError(
+                f"The request needs {blocks} blocks of the cache for {prompt} prompt tokens and {new} new ones, and "
+                f"there are {self.pool.num_blocks}: shorten the prompt, lower max_tokens or raise num_blocks."
+            )
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.block_size)
+
+    def _next_tokens(self) -> List[Part]:
+        """Returns the parts of requests that need their next token only, and makes room for them."""
+        parts, size = [], self.pool.block_size
+        for request in self.running[:]:
+            if request.state is not State.RUNNING:
+                break  # preempted, as those that were admitted later
+            start = request.computed
+            if len(request.tokens) - start == 1 and (start < len(request.blocks) * size or self._make_room(request)):
+                parts.append(Part(request, start, 1))
+        return parts
+
+    def _make_room(self, request: Request) -> bool:
+        """Gives a request one more block; False if it had to be preempted itself."""
+        while not self.pool.blocks_available:
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is request:
+                return False
+        request.blocks += self.pool.allocate()
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._drop_blocks(request)
+        request.state, request.computed = State.WAITING, 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self._preempted.appendleft(request)
+
+    def _drop_blocks(self, request: Request) -> None:
+        self.pool.free(request.blocks)
+        request.blocks = []
+
+    def _chunks(self, budget: int) -> List[Part]:
+        """Returns parts for prompts, those of requests that are admitted now included."""
+        if not budget:
+            return []
+        left, shares = budget, []
+        under_way = [request for request in self.running if len(request.tokens) - request.computed > 1]
+        for request in itertools.chain(under_way, self._admissions()):
+            wanted = len(request.tokens) - request.computed
+            share = min(wanted, max(left // 2, min(left, self.pool.block_size)))
+            shares.append((request, wanted, share))
+            left -= share
+            if not left:
+                break
+        parts = []
+        for request, wanted, share in shares:
+            more = min(wanted - share, left)
+            left -= more
+            parts += self._chunk(request, share + more)
+        return parts
+
+    def _chunk(self, request: Request, count: int) -> List[Part]:
+        """Returns the part for as many tokens as there are blocks for; none if there are not any."""
+        missing = self._blocks_for(request.computed + count) - len(request.blocks)
+        if missing > 0:
+            request.blocks += self.pool.allocate(min(missing, self.pool.blocks_available))
+        count = min(count, len(request.blocks) * self.pool.block_size - request.computed)
+        return [Part(request, request.computed, count)] if count else []
+
+    def _admissions(self) -> Iterator[Request]:
+        """Yields requests, each of which runs from then on."""
+        while self._preempted:
+            if len(self.running) >= self.max_running or not self._start(self._preempted[0]):
+                return
+            yield self._preempted.popleft()
+        for line in self._queue.turns() if len(self._queue) else ():
+            request = line.requests[0]
+            if len(self.running) >= self.max_running or self._spare_blocks() < 1:
+                return
+            try:
+                if request.adapter is not None:
+                    request.lease = self.adapters.acquire(request.adapter)
+            except LoraError as error:
+                self.finish(request, "error", error)
+                self.failed.append(request)
+                continue
+            if request.adapter is not None and request.lease is None:
+                self._queue.refuse(line, self.adapters.lacks_slot(request.adapter))
+                continue
+            if not self._start(request):
+                if request.lease is not None:
+                    self.adapters.release(request.lease)
+                    request.lease = None
+                return
+            request.cached, request.admitted = request.computed, time.monotonic()
+            self._queue.admit(line, len(request.tokens) - request.computed)
+            yield request
+
+    def _spare_blocks(self) -> int:
+        """Returns how many blocks are left beside those that running requests need for their tokens, and one more each.
+
+        Without the one more, a request could be admitted and preempted for another's next token.
+        """
+        needed = sum(1 + self._blocks_for(len(request.tokens)) - len(request.blocks) for request in self.running)
+        return self.pool.blocks_available - needed
+
+    def _start(self, request: Request) -> bool:
+        """Makes a request run, with the blocks that hold its beginning already; False if too few are left."""
+        found = self.pool.find(_salt(request), request.tokens)
+        taken = self._blocks_for(len(request.tokens)) - sum(self.pool.users(block) > 0 for block in found)
+        if taken > self._spare_blocks():
+            return False
+        self.pool.share(found)
+        request.blocks, request.computed = found, len(found) * self.pool.block_size
+        request.state = State.RUNNING
+        self.running.append(request)
+        return True
+
+
+def _salt(request: Request) -> Hashable:
+    """Returns what tells whose keys and values may be used for a request."""
+    return (request.lease.name, request.lease.version) if request.lease is not None else None
