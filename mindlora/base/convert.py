@@ -136,10 +136,7 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
         CheckpointError: A name is not known, or the output head is missing.
     """
     if base.world == "mindformers":
-        return [
-            OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
-            for name, info in base.tensors.items()
-        ], []
+        return [_tensor(base, name) for name in base.tensors], []
     plan = _Plan(base, "mindformers", False, None, None)
     notes = _settle_head(base, plan, "mindformers", False)
     return [tensor for shard in plan.shards for tensor in shard.tensors], notes
@@ -196,7 +193,13 @@ class _Plan:
         # The joined tensor goes where its first part was.
         if target != parts[0]:
             return []
-        return [join(self.base, joined, [self.separate[part] for part in parts], self.kv_heads)]
+        return [join(joined, [_tensor(self.base, self.separate[part]) for part in parts], self.kv_heads)]
+
+
+def _tensor(base, name) -> OutputTensor:
+    """Returns a tensor of ``base`` as it is."""
+    info = base.tensors[name]
+    return OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
 
 
 def _settle_head(base, plan, to, tied) -> List[str]:

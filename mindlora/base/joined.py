@@ -30,28 +30,27 @@ def joined_name(name: str) -> Optional[str]:
     return next((joined for joined in candidates if name in parts_of(joined)), None)
 
 
-def join(base: BaseCheckpoint, joined: str, parts: List[str], kv_heads: Optional[int]) -> OutputTensor:
-    """Returns the tensor ``joined`` made of the tensors ``parts`` of ``base``.
+def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> OutputTensor:
+    """Returns the tensor ``joined`` made of the tensors of its parts.
 
     Args:
-        base (BaseCheckpoint): The checkpoint, open until the tensor is written.
         joined (str): Name of the joined tensor, under MindFormers' names.
-        parts (list of str): Names of its parts in ``base``, in the order of their rows.
+        tensors (list of OutputTensor): Its parts, in the order of their rows.
         kv_heads (int): Number of key-value heads, for w_qkv; None if not known.
 
     Raises:
         CheckpointError: The parts cannot be joined, or the number of key-value heads is wrong or not known.
     """
-    infos = [base.tensors[part] for part in parts]
-    if len({(info.dtype, info.shape[1:]) for info in infos}) > 1:
+    parts = [tensor.name for tensor in tensors]
+    if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
         raise CheckpointError(
             f"{', '.join(parts)} differ in dtype or width, so they cannot be joined: "
-            f"{', '.join(str(list(info.shape)) for info in infos)}."
+            f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}."
         )
     layout = _cell(joined).layout
     if layout.needs_heads:
         _known(joined, kv_heads)
-    counts = [info.shape[0] for info in infos]
+    counts = [tensor.shape[0] for tensor in tensors]
     groups = layout.groups(counts, kv_heads)
     if groups is None:
         raise CheckpointError(
@@ -63,10 +62,10 @@ def join(base: BaseCheckpoint, joined: str, parts: List[str], kv_heads: Optional
 
     def rows(begin: int, end: int) -> np.ndarray:
         begin, end = begin // unit, end // unit
-        read = [base.read_rows(part, begin * size, end * size) for part, size in zip(parts, sizes)]
+        read = [tensor.rows(begin * size, end * size) for tensor, size in zip(tensors, sizes)]
         return join_rows(read, end - begin)
 
-    return OutputTensor(joined, infos[0].dtype, (sum(counts),) + infos[0].shape[1:], rows, unit)
+    return OutputTensor(joined, tensors[0].dtype, (sum(counts),) + tensors[0].shape[1:], rows, unit)
 
 
 def split(

@@ -26,6 +26,7 @@ OP_TYPES = {
     "lora_dropout": "LoraDropout",
     "lora_linear": "LoraLinear",
     "multi_lora_delta": "MultiLoraDelta",
+    "multi_lora_linear": "MultiLoraLinear",
     "multi_lora_slot_write": "MultiLoraSlotWrite",
     "nf4_linear": "Nf4Linear",
     "rotary_embedding": "RotaryEmbedding",
@@ -39,7 +40,7 @@ CPU_ONLY = {
     "paged_attention": "PagedAttention",
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
-ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None, **dict.fromkeys(CPU_ONLY)}
+ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None, "multi_lora_linear": None, **dict.fromkeys(CPU_ONLY)}
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"

@@ -10,7 +10,7 @@ from mindspore.ops.primitive import constexpr
 from mindlora.errors import BackendError
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 
-_INDEX_NAMES, _INDEX_DTYPES = ("ranks", "scales", "indices"), (ms.int32, ms.float32, ms.int32)
+INDEX_NAMES, INDEX_DTYPES = ("ranks", "scales", "indices"), (ms.int32, ms.float32, ms.int32)
 
 
 class MultiLoraDelta(OperatorCell):
@@ -23,15 +23,16 @@ class MultiLoraDelta(OperatorCell):
 
     Inputs:
         - **y0** (Tensor) - Shape [tokens, N]; float32, float16 or bfloat16. All sums are in float32 on a CPU.
-        - **x** (Tensor) - Shape [tokens, K], dtype of y0.
+        - **x** (Tensor) - Shape [..., K], dtype of y0; all axes but the last are tokens.
         - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of y0; on the cpu path max_rank is 1 to 256.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
-        - **indices** (Tensor) - Shape [tokens], int32. An index beyond the last slot is an error on the cpu path; on
-          the composed one, which cannot raise, its row is NaN.
+        - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are not looked at, so that a
+          server can keep a Parameter of one size. An index beyond the last slot is an error on the cpu path; on the
+          composed one, which cannot raise, its row is NaN.
 
     Outputs:
-        Tensor [tokens, N] of the dtype of y0.
+        Tensor [..., N] of the dtype of y0, with the axes of x.
 
     Attributes:
         choice (Choice): The path that was picked when the cell was made.
@@ -55,10 +56,13 @@ class MultiLoraDelta(OperatorCell):
     def construct(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("y0", "x", "pool"), (y0.dtype, x.dtype, pool.dtype))
         given = ranks.dtype, scales.dtype, indices.dtype
-        check_fixed_dtypes(self.op, self.path, _INDEX_NAMES, given, _INDEX_DTYPES)
-        if self.path != "composed":
+        check_fixed_dtypes(self.op, self.path, INDEX_NAMES, given, INDEX_DTYPES)
+        if self.path == "cpu":
             return self.kernel(y0, x, pool, ranks, scales, indices)
-        return self.composed(y0, x, pool, ranks, scales, indices)
+        shape, x = x.shape[:-1] + (y0.shape[-1],), ops.reshape(x, (-1, x.shape[-1]))
+        indices = ops.slice(indices, (0,), (x.shape[0],))
+        multiply = self.kernel if self.path == "ascend" else self.composed
+        return ops.reshape(multiply(y0, x, pool, ranks, scales, indices), shape)
 
     def composed(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
@@ -120,14 +124,14 @@ def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales:
 
     Args:
         y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
-        x (Tensor): Shape [tokens, K], dtype of y0.
+        x (Tensor): Shape [..., K], dtype of y0.
         pool (Tensor): Shape [slots, max_rank, K + N], dtype of y0: see MultiLoraDelta.
         ranks (Tensor): Shape [slots], int32: the rank of each adapter; 0 for an empty slot.
         scales (Tensor): Shape [slots], float32.
-        indices (Tensor): Shape [tokens], int32: the slot of each row.
+        indices (Tensor): Shape [at least tokens], int32: the slot of each row.
 
     Returns:
-        Tensor [tokens, N] of the dtype of y0.
+        Tensor [..., N] of the dtype of y0.
 
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient

@@ -105,6 +105,39 @@ public:
         CheckLoraRank(At(pool, 1));
     }
 
+    // The last dimension of input i, and how many rows of it there are: the product of the others. -1 if not known.
+    int64_t Last(int i) const { return RankKnown(i) && ndims_[i] > 0 ? shapes_[i][ndims_[i] - 1] : -1; }
+
+    int64_t Rows(int i) const
+    {
+        if (!RankKnown(i)) return -1;
+        int64_t rows = 1;
+        for (int axis = 0; axis + 1 < ndims_[i]; ++axis) {
+            if (shapes_[i][axis] < 0) return -1;
+            rows *= shapes_[i][axis];
+        }
+        return rows;
+    }
+
+    // The shape of input i with another last dimension.
+    std::vector<int64_t> OfWithLast(int i, int64_t last) const
+    {
+        std::vector<int64_t> shape = Of(i);
+        if (RankKnown(i) && !shape.empty()) shape.back() = last;
+        return shape;
+    }
+
+    // A vector with one element for each of so many tokens, or more.
+    void CheckEnough(int i, const char* name, int64_t tokens) const
+    {
+        CheckRank(i, name, 1);
+        if (tokens >= 0 && At(i, 0) >= 0 && At(i, 0) < tokens) {
+            Refuse(op_,
+                std::string(name) + " has " + std::to_string(At(i, 0)) + " elements: it must have one for each of the " +
+                    std::to_string(tokens) + " tokens, or more.");
+        }
+    }
+
     // The shape of input i, for an output of the same shape.
     std::vector<int64_t> Of(int i) const { return std::vector<int64_t>(shapes_[i], shapes_[i] + ndims_[i]); }
 

@@ -5,6 +5,7 @@
 
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
+#include "cpu_common/slots.h"
 #define MINDLORA_KERNEL "multi_lora_delta/cpu/multi_lora_delta_kernel.h"
 #include "cpu_common/for_each_isa.h"
 
@@ -16,37 +17,10 @@ enum { kY0, kX, kPool, kRanks, kScales, kIndices, kY };
 
 void Check(const Shapes& s)
 {
-    s.CheckRank(kY0, "y0", 2);
-    s.CheckRank(kX, "x", 2);
     s.CheckPool(kPool, kRanks, kScales);
-    s.CheckRank(kIndices, "indices", 1);
-    s.CheckSame("the number of tokens", s.At(kY0, 0), s.At(kX, 0));
-    s.CheckSame("the number of tokens", s.At(kX, 0), s.At(kIndices, 0));
-    if (s.At(kX, 1) >= 0 && s.At(kY0, 1) >= 0) s.CheckSame("K + N", s.At(kX, 1) + s.At(kY0, 1), s.At(kPool, 2));
-}
-
-// Returns the rows that have an adapter, sorted by it; rows of one adapter keep their order.
-std::vector<int64_t> SortedRows(
-    const int32_t* indices, const int32_t* ranks, int64_t tokens, int64_t slots, int64_t max_rank)
-{
-    std::vector<int64_t> order;
-    for (int64_t t = 0; t < tokens; ++t) {
-        if (indices[t] >= slots) {
-            Refuse(kOp,
-                "row " + std::to_string(t) + " asks for slot " + std::to_string(indices[t]) + " of " +
-                    std::to_string(slots) + ".");
-        }
-        if (indices[t] < 0) continue;
-        const int32_t rank = ranks[indices[t]];
-        if (rank < 0 || rank > max_rank) {
-            Refuse(kOp,
-                "rank " + std::to_string(rank) + " of slot " + std::to_string(indices[t]) + " is not 0 to " +
-                    std::to_string(max_rank) + ".");
-        }
-        if (rank > 0) order.push_back(t);
-    }
-    std::stable_sort(order.begin(), order.end(), [&](int64_t s, int64_t t) { return indices[s] < indices[t]; });
-    return order;
+    s.CheckSame("the number of tokens", s.Rows(kY0), s.Rows(kX));
+    s.CheckEnough(kIndices, "indices", s.Rows(kX));
+    if (s.Last(kX) >= 0 && s.Last(kY0) >= 0) s.CheckSame("K + N", s.Last(kX) + s.Last(kY0), s.At(kPool, 2));
 }
 
 }  // namespace
@@ -56,7 +30,7 @@ MINDLORA_EXPORT std::vector<int64_t> MultiLoraDeltaInferShape(int* ndims, int64_
 {
     const mindlora::Shapes s(mindlora::kOp, ndims, shapes);
     mindlora::Check(s);
-    return s.Of(mindlora::kY0);
+    return s.OfWithLast(mindlora::kX, s.Last(mindlora::kY0));
 }
 
 MINDLORA_EXPORT int MultiLoraDeltaInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kY0]; }
@@ -71,10 +45,10 @@ MINDLORA_EXPORT int MultiLoraDelta(int, void** data, int* ndims, int64_t** shape
     CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
     CheckDtype(kOp, "scales", dtypes[kScales], "float32");
     CheckDtype(kOp, "indices", dtypes[kIndices], "int32");
-    const int64_t tokens = s.At(kX, 0), in = s.At(kX, 1), out = s.At(kY0, 1), max_rank = s.At(kPool, 1);
+    const int64_t tokens = s.Rows(kX), in = s.Last(kX), out = s.Last(kY0), max_rank = s.At(kPool, 1);
     const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
     const auto* indices = static_cast<const int32_t*>(data[kIndices]);
-    const std::vector<int64_t> order = SortedRows(indices, ranks, tokens, s.At(kPool, 0), max_rank);
+    const std::vector<int64_t> order = SortedBySlot(kOp, indices, ranks, tokens, s.At(kPool, 0), max_rank);
     WithElement(kOp, dtypes[kY0], [&](auto element) {
         using T = decltype(element);
         const T* y0 = static_cast<const T*>(data[kY0]);

@@ -1,0 +1,133 @@
+"""MultiLoRADense: a frozen linear cell in which each token uses an adapter of its own, from a pool of slots."""
+
+from typing import Tuple
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
+
+from mindlora.nn.cell import carry_settings
+from mindlora.nn.dense import plain_linear_types
+from mindlora.nn.nf4 import NF4Dense
+from mindlora.numerics.nf4 import TENSOR_NAMES
+from mindlora.ops.multi_lora_delta import MultiLoraDelta
+from mindlora.ops.multi_lora_linear import MultiLoraLinear, MultiLoraLinearWithBias
+
+
+class MultiLoRADense(nn.Cell):
+    r"""y[t] = activation(x[t] W^T + bias + ((x[t] A_i^T) * scale_i) B_i^T) with i = slots_of_tokens[t].
+
+    A token whose i is -1 uses the base alone, as do those whose slot is empty. It serves adapters that are trained
+    already: there is no gradient for them. Only from_cell creates such a cell.
+
+    Weights:
+        Those of the cell that it adopts, whose weight may be 4-bit (NF4Dense); lora_pool [slots, max_rank, in_channels
+        + out_channels] of the compute dtype, lora_ranks [slots] int32 and lora_scales [slots] float32, which
+        multi_lora_slot_write fills (layout: MultiLoraDelta).
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
+    LoRA Adapters, 2023.
+
+    Attributes:
+        quantization (str or None): "nf4" if the base's weight is 4-bit.
+        decodes (bool): A flag, read when a graph is compiled: whether the graph is for decode steps of few tokens.
+    """
+
+    @classmethod
+    def from_cell(
+        cls, cell: nn.Cell, prefix: str, slots: int, max_rank: int, slots_of_tokens: Parameter
+    ) -> "MultiLoRADense":
+        """Puts a pool of adapters on an existing linear cell, and shares its parameters and operators with it.
+
+        Args:
+            cell (nn.Dense, mindformers.modules.layers.Linear or NF4Dense): The cell to replace.
+            prefix (str): The prefix of its parameters, without the last dot.
+            slots (int): How many adapters the pool holds at once.
+            max_rank (int): The largest rank of an adapter.
+            slots_of_tokens (Parameter): Shape [at least the tokens of any call], int32: the slot of each token, -1 for
+                the base. All cells of a network share it.
+
+        Returns:
+            MultiLoRADense.
+
+        Raises:
+            UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
+        """
+        if not isinstance(cell, NF4Dense):
+            NF4Dense.check(cell)
+        self = cls.__new__(cls)
+        nn.Cell.__init__(self)
+        self._adopt(cell)
+        width = self.in_channels + self.out_channels
+        self.lora_pool = _pool("lora_pool", prefix, (slots, max_rank, width), self.dtype)
+        self.lora_ranks = _pool("lora_ranks", prefix, (slots,), mstype.int32)
+        self.lora_scales = _pool("lora_scales", prefix, (slots,), mstype.float32)
+        self.slots_of_tokens = slots_of_tokens
+        self.delta = MultiLoraDelta()
+        self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
+        self.decodes = False
+        carry_settings(cell, self)
+        return self
+
+    @classmethod
+    def base_types(cls) -> Tuple[type, ...]:
+        """Returns the classes of the cells that this one replaces."""
+        return (*plain_linear_types(), NF4Dense)
+
+    def _adopt(self, cell):
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.dtype = getattr(cell, "dtype", cell.weight.dtype)
+        self.weight, self.bias, self.has_bias, self.matmul = cell.weight, cell.bias, cell.has_bias, cell.matmul
+        self.quantization = getattr(cell, "quantization", None)
+        if self.quantization:
+            for name in TENSOR_NAMES.values():
+                setattr(self, name, getattr(cell, name))
+        if cell.has_bias:
+            self.bias_add = cell.bias_add
+        self.activation, self.activation_flag = cell.activation, cell.activation_flag
+        self.cast, self.reshape = ops.Cast(), ops.Reshape()
+
+    def construct(self, x: Tensor) -> Tensor:
+        input_dtype = x.dtype
+        x = self.cast(x, self.dtype)
+        y = self._one_pass(x) if self.decodes and not self.quantization else self._two_passes(x)
+        # The low-rank product is inside the activation, as in the cell that trained.
+        if self.activation_flag:
+            y = self.activation(y)
+        return self.cast(y, input_dtype)
+
+    def _one_pass(self, x):
+        """For few tokens: base and adapters in one operator."""
+        weight, indices = self.cast(self.weight, self.dtype), self.slots_of_tokens
+        if self.has_bias:
+            bias = self.cast(self.bias, self.dtype)
+            return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, indices, bias)
+        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, indices)
+
+    def _two_passes(self, x):
+        """For many tokens: the base's own product, then the adapters'."""
+        y = self._base_product(self.reshape(x, (-1, self.in_channels)))
+        if self.has_bias:
+            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, self.slots_of_tokens)
+
+    def _base_product(self, x):
+        if self.quantization:
+            return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
+        return self.matmul(x, self.cast(self.weight, self.dtype))
+
+    def extend_repr(self) -> str:
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
+            f"slots={self.lora_pool.shape[0]}, max_rank={self.lora_pool.shape[1]}, compute_dtype={self.dtype}"
+        )
+
+
+def _pool(name, prefix, shape, dtype):
+    return Parameter(initializer("zeros", list(shape), dtype), name=f"{prefix}.{name}", requires_grad=False)

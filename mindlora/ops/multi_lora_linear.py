@@ -1,0 +1,134 @@
+"""multi_lora_linear: a frozen linear layer, and for each token an adapter from one pool, in one pass over the weight."""
+
+from typing import Optional, Tuple
+
+from mindspore import Tensor, ops
+from mindspore.ops.primitive import constexpr
+
+from mindlora.errors import BackendError
+from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta
+from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
+from mindlora.ops.products import Products
+
+
+class MultiLoraLinear(OperatorCell):
+    r"""y[t] = x[t] W^T + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; without the last term where i is negative.
+
+    It is meant for the few tokens of a decode step, and for serving: it has no gradient, and asking for one is an
+    error. On Ascend, which has no kernel for it, it is MatMul and multi_lora_delta.
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., K]; float32, float16 or bfloat16; all axes but the last are tokens. All sums are
+          in float32 on a CPU.
+        - **w** (Tensor) - Shape [N, K], dtype of x.
+        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of x: see MultiLoraDelta.
+        - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
+        - **scales** (Tensor) - Shape [slots], float32.
+        - **indices** (Tensor) - Shape [at least tokens], int32: as in MultiLoraDelta.
+
+    Outputs:
+        Tensor [..., N] of the dtype of x.
+
+    Attributes:
+        choice (Choice): The path that was picked when the cell was made.
+
+    Raises:
+        BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
+            is asked for.
+        RuntimeError: A shape, rank or index is wrong (raised by MindSpore or by the kernel, which names it).
+
+    Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023.
+    """
+
+    op, inputs = "multi_lora_linear", 6
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.delta = Products(), MultiLoraDelta()
+
+    def construct(self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
+        self.check((x.dtype, w.dtype, pool.dtype), (ranks.dtype, scales.dtype, indices.dtype))
+        if self.path == "cpu":
+            return self.kernel(x, w, pool, ranks, scales, indices)
+        return self.composed(x, w, pool, ranks, scales, indices)
+
+    def check(self, dtypes: Tuple, given: Tuple) -> None:
+        """Raises BackendError for a dtype that is not supported. Runs when a graph is compiled."""
+        check_dtypes(self.op, self.path, ("x", "W", "pool", "bias"), dtypes)
+        check_fixed_dtypes(self.op, self.path, INDEX_NAMES, given, INDEX_DTYPES)
+
+    def composed(
+        self,
+        x: Tensor,
+        w: Tensor,
+        pool: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        indices: Tensor,
+        bias: Optional[Tensor] = None,
+    ) -> Tensor:
+        """The equation with MatMul, and multi_lora_delta on its own path."""
+        y0 = self.products.times_transposed(ops.reshape(x, (-1, x.shape[-1])), w)
+        y0 = y0 if bias is None else y0 + self.products.wide(bias)
+        return self.delta(ops.cast(y0, x.dtype), x, pool, ranks, scales, indices)
+
+    def bprop(
+        self,
+        x: Tensor,
+        w: Tensor,
+        pool: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        indices: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> Tuple[Tensor, ...]:
+        refuse_gradient()
+        return x, w, pool, ranks, scales, indices
+
+
+class MultiLoraLinearWithBias(MultiLoraLinear):
+    r"""MultiLoraLinear with one more input, the bias that is added to every row.
+
+    Attributes, errors and source are those of MultiLoraLinear.
+
+    Inputs:
+        - **x**, **w**, **pool**, **ranks**, **scales**, **indices** - As in MultiLoraLinear.
+        - **bias** (Tensor) - Shape [N], dtype of x.
+
+    Outputs:
+        Tensor [..., N] of the dtype of x.
+    """
+
+    inputs = 7
+
+    def construct(
+        self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor, bias: Tensor
+    ) -> Tensor:
+        self.check((x.dtype, w.dtype, pool.dtype, bias.dtype), (ranks.dtype, scales.dtype, indices.dtype))
+        if self.path == "cpu":
+            return self.kernel(x, w, pool, ranks, scales, indices, bias)
+        return self.composed(x, w, pool, ranks, scales, indices, bias)
+
+    def bprop(
+        self,
+        x: Tensor,
+        w: Tensor,
+        pool: Tensor,
+        ranks: Tensor,
+        scales: Tensor,
+        indices: Tensor,
+        bias: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> Tuple[Tensor, ...]:
+        refuse_gradient()
+        return x, w, pool, ranks, scales, indices, bias
+
+
+@constexpr
+def refuse_gradient() -> None:
+    """Raises BackendError. Runs when the backward of a graph is compiled."""
+    raise BackendError(
+        "multi_lora_linear has no gradient: it serves adapters that are trained already. Train with lora_linear."
+    )

@@ -1,0 +1,173 @@
+"""MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
+
+import re
+from typing import Any, Dict, Mapping
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
+
+from mindlora.errors import ConfigError
+from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.nn.tree import adapter_path, replace_children
+from mindlora.serving.cpu_attention import use_cpu_attention
+from mindlora.serving.settings import EngineSettings
+
+# An output head, which is no target of all-linear either.
+_HEAD = re.compile(r"(^|\.)(lm_head|output_layer)$")
+
+
+def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
+    """Builds a MindFormers causal language model with a paged key-value cache, for single processes.
+
+    Args:
+        model (mapping): The node ``model`` of a YAML. pet_config is not looked at.
+        settings (EngineSettings): Sizes.
+
+    Returns:
+        nn.Cell, the model in evaluation mode, its weights not loaded.
+
+    Raises:
+        ConfigError: The model is not one whose attention MindFormers can serve from a cache.
+    """
+    from mindformers.models.build_model import build_network as build
+    from mindformers.tools.register import MindFormerConfig
+
+    node = MindFormerConfig(**model)
+    config = node.model_config
+    for key in ("pet_config", "checkpoint_name_or_path"):
+        config.pop(key, None)
+    config.update(
+        use_past=True,
+        is_dynamic=True,
+        chunk_prefill=True,
+        use_flash_attention=True,
+        batch_size=1,
+        seq_length=settings.seq_length,
+        block_size=settings.block_size,
+        num_blocks=settings.block_count,
+    )
+    network = build(node)
+    attentions = attentions_of(network)
+    if not attentions or not hasattr(network, "lm_head"):
+        raise ConfigError(
+            f"model.model_config.type is {config.get('type')}: its attention has no paged cache that mindlora can "
+            "drive. MindFormers' LlamaConfig can be served."
+        )
+    if ms.get_context("device_target") == "CPU":
+        use_cpu_attention(attentions.values())
+    return network.set_train(False)
+
+
+def attentions_of(network: nn.Cell) -> Dict[str, nn.Cell]:
+    """Returns path -> InferAttention cell, one for each layer."""
+    return {path: cell for path, cell in network.cells_and_names() if hasattr(cell, "paged_attention_mgr")}
+
+
+def add_pools(network: nn.Cell, settings: EngineSettings) -> Dict[str, MultiLoRADense]:
+    """Puts a pool of adapters on every linear cell of the layers, in place.
+
+    Args:
+        network (nn.Cell): A network of build_network, quantized or not.
+        settings (EngineSettings): slots, max_rank and max_tokens_per_step.
+
+    Returns:
+        dict, adapter path -> MultiLoRADense.
+    """
+    slots_of_tokens = Parameter(
+        initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
+    )
+    cells = {
+        adapter_path(cell, path): cell
+        for path, cell in network.cells_and_names()
+        if isinstance(cell, MultiLoRADense.base_types()) and not _HEAD.search(path)
+    }
+    pooled = {
+        path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens)
+        for path, cell in cells.items()
+    }
+    replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
+    return pooled
+
+
+class ServedStep(nn.Cell):
+    """One step of a MindFormers model over its cache: chunks of prompts with decode tokens beside them, or only these.
+
+    Args:
+        network (nn.Cell): A network of build_network, after add_pools.
+        slots_of_tokens (Parameter or None): The Parameter that all pools share; None for a network without pools.
+        decodes (bool): Whether every request has exactly one token in the step, which is a graph of its own.
+
+    Inputs:
+        - **tokens** (Tensor) - int32; shape [1, T], or [T, 1] if it decodes.
+        - **positions** (Tensor) - Shape [T], int32.
+        - **slots** (Tensor) - Shape [max_tokens_per_step], int32: the slot of each token, the rest -1.
+        - **context_lengths** (Tensor) - Shape [B], int32: tokens of each request in the cache after the step.
+        - **query_lengths** (Tensor) - Shape [B], int32: tokens of each request in the step.
+        - **block_tables** (Tensor) - Shape [B, blocks of a request], int32.
+        - **slot_mapping** (Tensor) - Shape [T], int32: where in the cache each token's key goes.
+        - **last** (Tensor) - Shape [R], int32: the tokens whose logits are wanted.
+
+    Outputs:
+        Tensor [R, vocabulary], float32: logits.
+    """
+
+    def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, decodes: bool):
+        super().__init__(auto_prefix=False)
+        self.network, self.slots_of_tokens, self.decodes = network, slots_of_tokens, decodes
+        self.on_cpu = ms.get_context("device_target") == "CPU"
+        self.reshape, self.gather, self.assign, self.cast = ops.Reshape(), ops.Gather(), ops.Assign(), ops.Cast()
+        # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
+        self.no_mask = Tensor([[0.0]], mstype.float32)
+        self.set_train(False)
+        self.set_inputs(
+            Tensor(shape=[None, None], dtype=mstype.int32),
+            Tensor(shape=[None], dtype=mstype.int32),
+            Tensor(shape=list(slots_of_tokens.shape), dtype=mstype.int32),
+            Tensor(shape=[None], dtype=mstype.int32),
+            Tensor(shape=[None], dtype=mstype.int32),
+            Tensor(shape=[None, None], dtype=mstype.int32),
+            Tensor(shape=[None], dtype=mstype.int32),
+            Tensor(shape=[None], dtype=mstype.int32),
+        )
+
+    def construct(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        context_lengths: Tensor,
+        query_lengths: Tensor,
+        block_tables: Tensor,
+        slot_mapping: Tensor,
+        last: Tensor,
+    ) -> Tensor:
+        self.assign(self.slots_of_tokens, slots)
+        if self.decodes:
+            hidden = self.network.model(
+                tokens, batch_valid_length=context_lengths, block_tables=block_tables, slot_mapping=slot_mapping
+            )
+        else:
+            mask = self.no_mask if self.on_cpu else None
+            hidden = self.network.model(
+                tokens,
+                batch_valid_length=context_lengths,
+                block_tables=block_tables,
+                slot_mapping=slot_mapping,
+                attention_mask=mask,
+                q_seq_lens=query_lengths,
+                seq_range=positions,
+            )
+        hidden = self.reshape(hidden, (-1, hidden.shape[-1]))
+        return self.cast(self.network.lm_head(self.gather(hidden, last, 0)), mstype.float32)
+
+
+def set_stage(network: nn.Cell, decodes: bool) -> None:
+    """Sets the flags by which MindFormers' cells tell decoding from prompts; they are read when a graph is compiled."""
+    network.add_flags_custom(is_first_iteration=not decodes)
+    for _, cell in network.cells_and_names():
+        if hasattr(cell, "chunk_prefill"):
+            cell.add_flags(chunk_prefill=not decodes)
+        elif isinstance(cell, MultiLoRADense):
+            cell.add_flags(decodes=decodes)

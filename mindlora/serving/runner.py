@@ -1,0 +1,67 @@
+"""ModelRunner: computes the steps that the scheduler plans, on MindFormers' network."""
+
+from typing import Dict, Sequence
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.serving.network import ServedStep, set_stage
+from mindlora.serving.request import Part
+from mindlora.serving.settings import EngineSettings
+from mindlora.serving.slot_pools import SlotPools
+from mindlora.serving.step_inputs import StepInputs, step_inputs
+
+
+class ModelRunner:
+    """Computes steps of a network with a paged cache and pools of adapters. It is used by one thread.
+
+    Two graphs are compiled at the first steps, one for decoding alone and one for chunks of prompts with decoding
+    beside them; other numbers of requests or tokens compile nothing.
+
+    Args:
+        network (nn.Cell): A network of build_network after add_pools, its weights loaded.
+        cells (dict): What add_pools returned.
+        settings (EngineSettings): Sizes.
+    """
+
+    def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], settings: EngineSettings):
+        self.network, self.settings = network, settings
+        self.pools = SlotPools(cells)
+        shared = next(iter(cells.values())).slots_of_tokens
+        self._steps = {decodes: ServedStep(network, shared, decodes) for decodes in (False, True)}
+        self._compiled: Dict[bool, bool] = {}
+
+    def forward(self, parts: Sequence[Part]) -> np.ndarray:
+        """Computes one step: writes the keys and values of its tokens to the cache.
+
+        Args:
+            parts (sequence of Part): What to compute for each request.
+
+        Returns:
+            array, float32 [rows, vocabulary]: the logits after the last token of each part that samples, in order.
+        """
+        inputs = step_inputs(parts, self.settings.block_size, self.settings.blocks_per_request)
+        return self.run(inputs, decodes=all(part.count == 1 and part.samples for part in parts))
+
+    def run(self, inputs: StepInputs, decodes: bool) -> np.ndarray:
+        """As forward, from arrays."""
+        if decodes not in self._compiled:
+            set_stage(self.network, decodes)
+            self._compiled[decodes] = True
+        tokens = len(inputs.tokens)
+        slots = np.full(self.settings.max_tokens_per_step, -1, np.int32)
+        slots[:tokens] = inputs.slots
+        # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
+        last = inputs.last if len(inputs.last) else np.zeros(1, np.int32)
+        logits = self._steps[decodes](
+            Tensor(inputs.tokens.reshape((-1, 1) if decodes else (1, -1))),
+            Tensor(inputs.positions),
+            Tensor(slots),
+            Tensor(inputs.context_lengths),
+            Tensor(inputs.query_lengths),
+            Tensor(inputs.block_tables),
+            Tensor(inputs.slot_mapping),
+            Tensor(last),
+        )
+        return logits.asnumpy()[: len(inputs.last)]

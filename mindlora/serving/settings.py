@@ -1,0 +1,62 @@
+"""EngineSettings: the sizes that are fixed when a network is made for serving."""
+
+import dataclasses
+
+from mindlora.common.fields import check_number
+from mindlora.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """The sizes of the cache, of the adapters' pools and of a step.
+
+    Attributes:
+        seq_length (int): Tokens of a prompt and its answer together, at most.
+        block_size (int): Tokens in one block of the key-value cache.
+        num_blocks (int): Blocks of the cache, for all requests together. 0 for as many as max_running requests of
+            seq_length tokens need.
+        max_running (int): Requests that a step serves together, at most.
+        max_tokens_per_step (int): Tokens that a step computes, at most: one for each request that is answering, the
+            others from prompts, in chunks.
+        max_waiting (int): Requests that wait, at most.
+        slots (int): Adapters on the device at once.
+        max_rank (int): The largest rank of an adapter, 1 to 256.
+        adapter_memory (int): Bytes of host memory for adapters that are ready to be copied into a slot.
+
+    Raises:
+        ConfigError: A size is out of range.
+    """
+
+    seq_length: int
+    block_size: int = 16
+    num_blocks: int = 0
+    max_running: int = 32
+    max_tokens_per_step: int = 512
+    max_waiting: int = 1024
+    slots: int = 8
+    max_rank: int = 64
+    adapter_memory: int = 2 << 30
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            least = 0 if field.name == "num_blocks" else 1
+            check_number(
+                getattr(self, field.name), field.name, int, lambda v, n=least: v >= n, f"a whole number from {least}"
+            )
+        if self.max_rank > 256:
+            raise ConfigError(f"max_rank is {self.max_rank}: the operator takes 1 to 256.")
+        if self.max_tokens_per_step < self.max_running:
+            raise ConfigError(
+                f"max_tokens_per_step is {self.max_tokens_per_step} and max_running {self.max_running}: a step must be "
+                "able to give each running request its next token. Raise the first, or lower the second."
+            )
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks that a request of seq_length tokens needs."""
+        return -(-self.seq_length // self.block_size)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of the cache."""
+        return self.num_blocks or self.max_running * self.blocks_per_request
