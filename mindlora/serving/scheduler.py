@@ -18,13 +18,13 @@ class Adapters(Protocol):
         """Begins to load an adapter, and returns at once."""
 
     def acquire(self, name: str) -> Optional[Lease]:
-        """Returns a lease of the adapter's slot, None if it has none yet; raises LoraError if it can have none."""
+        """Returns a lease of the adapter's slot, None if it is not ready; raises LoraError if it cannot be used."""
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back."""
 
     def lacks_slot(self, name: str) -> bool:
-        """Returns whether the adapter will have a slot as soon as other adapters' leases are given back."""
+        """Returns whether the adapter that is not ready waits for nothing but other adapters' leases."""
 
 
 class Scheduler:
@@ -98,8 +98,8 @@ class Scheduler:
         self._check(request)
         if len(self._queue) >= self.max_waiting:
             raise QueueFullError(
-                f"{len(self._queue)} requests wait already, and max_waiting is {self.max_waiting}: send it again later, "
-                "or raise max_waiting."
+                f"{len(self._queue)} requests wait already, and max_waiting is {self.max_waiting}: send it again "
+                "later, or raise max_waiting."
             )
         if request.adapter is not None:
             self.adapters.prefetch(request.adapter)
@@ -265,12 +265,12 @@ class Scheduler:
             try:
                 if request.adapter is not None:
                     request.lease = self.adapters.acquire(request.adapter)
+                    if request.lease is None:
+                        self._queue.refuse(line, self.adapters.lacks_slot(request.adapter))
+                        continue
             except LoraError as error:
                 self.finish(request, "error", error)
                 self.failed.append(request)
-                continue
-            if request.adapter is not None and request.lease is None:
-                self._queue.refuse(line, self.adapters.lacks_slot(request.adapter))
                 continue
             if not self._start(request):
                 if request.lease is not None:
