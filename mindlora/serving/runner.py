@@ -23,6 +23,9 @@ class ModelRunner:
         network (nn.Cell): A network of build_network after add_pools, its weights loaded.
         cells (dict): What add_pools returned.
         settings (EngineSettings): Sizes.
+
+    Attributes:
+        vocab_size (int): Tokens that the network knows.
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], settings: EngineSettings):
@@ -31,6 +34,16 @@ class ModelRunner:
         shared = next(iter(cells.values())).slots_of_tokens
         self._steps = {decodes: ServedStep(network, shared, decodes) for decodes in (False, True)}
         self._compiled: Dict[bool, bool] = {}
+        self.vocab_size: int = network.config.vocab_size
+
+    def warm_up(self) -> None:
+        """Compiles both graphs, and leaves the cache as it was."""
+        one = np.ones(1, np.int32)
+        table = np.zeros((1, self.settings.blocks_per_request), np.int32)
+        # A token whose key and value go nowhere.
+        inputs = StepInputs(0 * one, 0 * one, -one, one, one, table, -one, 0 * one)
+        for decodes in (False, True):
+            self.run(inputs, decodes)
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.

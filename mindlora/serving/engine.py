@@ -1,0 +1,296 @@
+"""Engine: takes requests from any thread, and computes their answers together in one."""
+
+import dataclasses
+import logging
+import threading
+import time
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+
+from mindlora.errors import RequestError, ServingError
+from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
+from mindlora.serving.detokenizer import Detokenizer, TextDecoder
+from mindlora.serving.request import Part, Request, Sampling, State
+from mindlora.serving.runner import ModelRunner
+from mindlora.serving.sampling import Sampler, sample_batch
+from mindlora.serving.scheduler import Scheduler
+from mindlora.serving.stopping import Stopping
+from mindlora.serving.stream import Piece, Stream
+
+logger = logging.getLogger("mindlora")
+
+# Seconds after which the engine looks again whether an adapter is ready, although nobody has told it.
+_LOOK_AGAIN = 0.1
+
+
+class _Answer(NamedTuple):
+    """What belongs to a request while it is answered."""
+
+    stream: Stream
+    sampler: Sampler
+    stopping: Stopping
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSnapshot:
+    """The engine at one moment, and what it has counted since it was made.
+
+    Attributes:
+        waiting, running (int): Requests.
+        blocks_total, blocks_free, blocks_cached (int): Blocks of the cache; those that no request holds, and of these
+            those whose keys and values can be used again.
+        slots_total, slots_used (int): Slots for adapters, and those that hold one.
+        steps, preemptions (int): Steps, and requests that lost their blocks and were computed again.
+        prompt_tokens, cached_tokens, generated_tokens (int): Tokens of prompts, those of them that were in the cache
+            already, and tokens of answers.
+        adapters (AdapterStats): The adapter cache.
+    """
+
+    waiting: int
+    running: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    slots_total: int
+    slots_used: int
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    adapters: AdapterStats
+
+
+class Engine:
+    """Continuous batching of requests to one base with many adapters.
+
+    One thread, which start() begins, runs the network. Everything else can be called from any thread; a step of the
+    network is never waited for.
+
+    Args:
+        runner (ModelRunner): The network.
+        scheduler (Scheduler): Its requests.
+        adapters (AdapterSlots): The adapters, those of the scheduler.
+        tokenizer: As mindlora.data.tokenizers.load_tokenizer returns it.
+        ends (frozenset of int): Tokens that end an answer: see mindlora.serving.stopping.end_tokens.
+        model_name (str): What callers name the base.
+
+    Attributes:
+        seq_length (int): Tokens of a prompt and its answer together, at most.
+        tokenizer, adapters, model_name: As given.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        adapters: AdapterSlots,
+        tokenizer: Any,
+        ends: FrozenSet[int],
+        model_name: str = "base",
+    ):
+        self.runner, self.scheduler, self.adapters = runner, scheduler, adapters
+        self.tokenizer, self.model_name, self.seq_length = tokenizer, model_name, scheduler.seq_length
+        self._decoder, self._ends = TextDecoder(tokenizer), ends
+        # Guards the scheduler and what follows. It is not held while the network computes.
+        self._changed = threading.Condition()
+        self._answers: Dict[int, _Answer] = {}
+        self._thread = threading.Thread(target=self._serve, name="mindlora-engine", daemon=True)
+        self._open = self._stopping = False
+        self._ready = threading.Event()
+        self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        adapters.memory.on_ready = lambda name: self._wake()
+
+    def start(self) -> "Engine":
+        """Begins to serve: compiles both graphs, and returns when the first request can be taken.
+
+        Raises:
+            ServingError: The network cannot compute a step.
+        """
+        self._thread.start()
+        while not self._ready.wait(0.1):
+            if not self._thread.is_alive():
+                raise ServingError("The network could not compute its first step: the log says why.")
+        self._open = True
+        return self
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Takes no more requests, and ends when those that it has are answered.
+
+        Args:
+            grace (float): Seconds to wait for that; then the rest are cancelled. Default: 0.0.
+        """
+        with self._changed:
+            self._open = False
+            self._changed.wait_for(lambda: not self._answers, timeout=grace)
+            rest = [answer.stream for answer in self._answers.values()]
+        for stream in rest:
+            stream.cancel()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+        self.adapters.memory.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken and answered."""
+        return self._open and self._thread.is_alive()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, adapter: Optional[str] = None) -> Stream:
+        """Asks for an answer.
+
+        Args:
+            prompt (sequence of int): Token ids.
+            sampling (Sampling): How to continue.
+            adapter (str): Name of the adapter. Default: None, the base.
+
+        Returns:
+            Stream, to which the answer comes.
+
+        Raises:
+            RequestError: The prompt or a number of ``sampling`` cannot be used.
+            QueueFullError: Too many requests wait.
+            AdapterNotFoundError: There is no adapter of that name.
+            ServingError: The engine does not take requests (any more).
+        """
+        wrong = [token for token in prompt if not 0 <= token < self.runner.vocab_size]
+        if wrong:
+            raise RequestError(
+                f"The prompt has token {wrong[0]}, and the model knows 0 to {self.runner.vocab_size - 1}: tokenize "
+                "with this model's tokenizer."
+            )
+        request = Request(list(prompt), sampling, adapter)
+        sampler = Sampler(sampling, request.prompt, adapter)
+        room = self.seq_length - len(prompt)
+        stopping = Stopping(sampling, Detokenizer(self._decoder, request.prompt), self._ends, room)
+        stream = Stream(request, self._cancel)
+        with self._changed:
+            if not self.alive:
+                raise ServingError("The engine takes no requests: it is stopping, or has not been started.")
+            self.scheduler.add(request)
+            self._answers[request.number] = _Answer(stream, sampler, stopping)
+            self._changed.notify_all()
+        return stream
+
+    def snapshot(self) -> EngineSnapshot:
+        """Returns what the engine is doing and what it has done."""
+        stats = self.adapters.stats()
+        with self._changed:
+            pool = self.scheduler.pool
+            return EngineSnapshot(
+                waiting=self.scheduler.waiting_count,
+                running=len(self.scheduler.running),
+                blocks_total=pool.num_blocks,
+                blocks_free=pool.blocks_available,
+                blocks_cached=pool.blocks_cached,
+                slots_total=stats.slots,
+                slots_used=stats.used,
+                steps=self._steps,
+                preemptions=self.scheduler.preemptions,
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                generated_tokens=self._generated_tokens,
+                adapters=stats,
+            )
+
+    def _wake(self):
+        with self._changed:
+            self._changed.notify_all()
+
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            answer = self._answers.get(request.number)
+            if answer and self.scheduler.cancel(request):
+                self._forget(request)
+        if answer:
+            answer.stream.put(Piece(finish_reason="cancelled"))
+
+    def _forget(self, request):
+        del self._answers[request.number]
+        self._changed.notify_all()
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        self.runner.warm_up()
+        self._ready.set()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._answers)
+                if self._stopping:
+                    return
+                self.adapters.begin_step()
+                parts = self.scheduler.plan()
+                pieces = self._failed()
+                if not parts and not pieces:
+                    self._changed.wait(_LOOK_AGAIN)
+            if parts:
+                pieces += self._step(parts)
+            for stream, piece in pieces:
+                stream.put(piece)
+
+    def _step(self, parts: List[Part]) -> List[Tuple[Stream, Piece]]:
+        try:
+            logits = self.runner.forward(parts)
+        except Exception as error:  # whatever it is, the other requests can go on
+            logger.exception("A step failed.")
+            return self._fail(parts, error)
+        with self._changed:
+            self.scheduler.advance(parts)
+            self._steps += 1
+            rows = [
+                (row, part.request, self._answers[part.request.number])
+                for row, part in enumerate(part for part in parts if part.samples)
+                if part.request.state is State.RUNNING
+            ]
+        if not rows:
+            return []
+        chosen = sample_batch(
+            [answer.sampler for _, _, answer in rows],
+            logits if len(rows) == len(logits) else logits[[row for row, _, _ in rows]],
+            [request.generated for _, request, _ in rows],
+        )
+        with self._changed:
+            return [
+                (answer.stream, self._take(request, answer, sampled))
+                for (_, request, answer), sampled in zip(rows, chosen)
+                if request.state is State.RUNNING
+            ]
+
+    def _take(self, request: Request, answer: _Answer, sampled: Any) -> Piece:
+        """Appends a token to a request and returns what its caller gets."""
+        if isinstance(sampled, Exception):
+            return self._end(request, "error", error=sampled)
+        if not request.first_token:
+            request.first_token = time.monotonic()
+            self._prompt_tokens += len(request.prompt)
+            self._cached_tokens += request.cached
+        request.tokens.append(sampled.token)
+        self._generated_tokens += 1
+        text, reason = answer.stopping.add(sampled.token)
+        logprobs = None if sampled.logprob is None else [sampled]
+        if reason:
+            return self._end(request, reason, text=text, tokens=[sampled.token], logprobs=logprobs)
+        return Piece(text, [sampled.token], logprobs)
+
+    def _end(self, request: Request, reason: str, **piece: Any) -> Piece:
+        self.scheduler.finish(request, reason, piece.get("error"))
+        self._forget(request)
+        return Piece(finish_reason=reason, **piece)
+
+    def _failed(self) -> List[Tuple[Stream, Piece]]:
+        """Returns the last pieces of requests whose adapters cannot be used."""
+        pieces = []
+        for request in self.scheduler.failed:
+            pieces.append((self._answers[request.number].stream, Piece(finish_reason="error", error=request.error)))
+            self._forget(request)
+        self.scheduler.failed.clear()
+        return pieces
+
+    def _fail(self, parts: Sequence[Part], error: Exception) -> List[Tuple[Stream, Piece]]:
+        problem = ServingError(f"The network could not compute a step: {str(error).strip().splitlines()[0]}")
+        with self._changed:
+            return [
+                (self._answers[part.request.number].stream, self._end(part.request, "error", error=problem))
+                for part in parts
+                if part.request.state is State.RUNNING
+            ]
