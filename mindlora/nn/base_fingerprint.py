@@ -1,6 +1,6 @@
 """The fingerprint of the base weights under the adapters of a network."""
 
-from typing import Dict, Optional, Tuple
+from typing import Callable, Dict, Iterable, Optional, Tuple
 
 from mindspore import nn
 
@@ -37,11 +37,39 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
     """
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
-    fingerprint = fingerprint_from(
+    return _described(
         {path: weight_shape(cell) for path, cell in cells.items()},
         {path: sampled_elements(weight_of(cells[path]).asnumpy()) for path in sampled_paths(cells)},
+        {getattr(cell, "quantization", None) for cell in cells.values()},
     )
-    kinds = {kind for cell in cells.values() if (kind := getattr(cell, "quantization", None))}
+
+
+def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Optional[dict]]:
+    """Returns a function that gives fingerprint_of for some of the cells, of their weights as they are now.
+
+    It holds samples of all weights, so that it asks nothing of MindSpore: any thread may call it.
+
+    Args:
+        cells (dict): Path -> cell; their weights have values.
+    """
+    shapes = {path: weight_shape(cell) for path, cell in cells.items()}
+    samples = {path: sampled_elements(weight_of(cell).asnumpy()) for path, cell in cells.items()}
+    forms = {path: getattr(cell, "quantization", None) for path, cell in cells.items()}
+
+    def fingerprint(paths: Iterable[str]) -> dict:
+        chosen = list(paths)
+        return _described(
+            {path: shapes[path] for path in chosen},
+            {path: samples[path] for path in sampled_paths(chosen)},
+            {forms[path] for path in chosen},
+        )
+
+    return fingerprint
+
+
+def _described(shapes, samples, forms):
+    """Returns a fingerprint, and in it how the weights are quantized, if they are."""
+    fingerprint, kinds = fingerprint_from(shapes, samples), forms - {None}
     if kinds:
         fingerprint["quantization"] = "loftq" if "loftq" in kinds else kinds.pop()
     return fingerprint

@@ -1,0 +1,341 @@
+"""AdapterMemory: adapters in host memory, read and checked by a thread of their own, as many as there is room for."""
+
+import collections
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
+
+from mindlora.errors import AdapterError, AdapterFormatError, LoraError
+from mindlora.serving.adapter_counts import Counts, Tally
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.adapter_stamp import Stamp, stamp_of
+
+logger = logging.getLogger("mindlora")
+
+# How often files that change while they are read are read again at once.
+_ATTEMPTS = 3
+
+
+class Loaded(NamedTuple):
+    """An adapter in memory.
+
+    Attributes:
+        version (int): A number that is new each time files are read.
+        packed (Any): What ``prepare`` returned, a PackedAdapter.
+    """
+
+    version: int
+    packed: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryStats:
+    """The state of the tier.
+
+    Attributes:
+        resident (int): Adapters in memory.
+        nbytes, max_bytes (int): Bytes that they take, and may take.
+        counts (Counts): Hits and misses when requests arrived, reads of files, evictions.
+        adapters (dict): Name -> Counts of that adapter.
+    """
+
+    resident: int
+    nbytes: int
+    max_bytes: int
+    counts: Counts
+    adapters: Dict[str, Counts]
+
+
+class _Entry:
+    """What is known about one adapter. ``version`` is 0 while its files have not been read as they are now."""
+
+    def __init__(self):
+        self.stamp: Optional[Stamp] = None
+        self.version = 0
+        self.packed: Any = None
+        self.error: Optional[LoraError] = None
+        # Where a load has come to: "", "announced", "urgent" (in that queue) or "reading".
+        self.load = ""
+        # What a request saw on the disk during a load; None if nothing has come.
+        self.seen: Optional[Stamp] = None
+        # In memory and not yet asked for by take().
+        self.fresh = False
+
+    def forget(self):
+        self.stamp, self.version, self.packed, self.error, self.fresh = None, 0, None, None, False
+
+
+class AdapterMemory:
+    """Adapters in host memory: least recently used ones make room, one read serves all who wait for it.
+
+    A request's arrival (``prefetch``) looks at the files: if they are new or have changed, a thread reads them. A
+    failure is kept with its message until the files change. ``take`` and ``version`` only look at what is known, never
+    at the disk, and never wait. Any thread may call any method.
+
+    Args:
+        registry (AdapterRegistry): Names and paths.
+        prepare (callable): Takes a path; returns an object with ``nbytes``, or raises LoraError. Runs in the thread.
+        max_bytes (int): Room for what ``prepare`` returns; what is being read comes on top.
+        threads (int): How many adapters are read at once. Default: 1.
+        on_ready (callable or None): Called in the thread, with the name, when an adapter has been read or has failed.
+            May be set later. Default: None.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        prepare: Callable[[str], Any],
+        max_bytes: int,
+        threads: int = 1,
+        on_ready: Optional[Callable[[str], None]] = None,
+    ):
+        self.registry, self.on_ready = registry, on_ready
+        self._prepare, self._max_bytes, self._nbytes = prepare, max_bytes, 0
+        self._versions, self._tally = itertools.count(1), Tally(registry)
+        self._entries: Dict[str, _Entry] = {}
+        # Names of those in memory, the least recently used first.
+        self._recent: "collections.OrderedDict[str, None]" = collections.OrderedDict()
+        # What a slot waits for, and what has only been announced.
+        self._urgent: Deque[str] = collections.deque()
+        self._announced: Deque[str] = collections.deque()
+        self._changed, self._closed = threading.Condition(), False
+        self._threads: List[threading.Thread] = [
+            threading.Thread(target=self._run, name=f"adapters-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def prefetch(self, name: str, held: Optional[int] = None) -> None:
+        """Looks whether the adapter's files are known as they are now, and has them read if not. A request has come.
+
+        Args:
+            name (str): Name of the adapter.
+            held (int or None): The version that a slot holds, which need not be in memory too. Default: None.
+
+        Raises:
+            AdapterNotFoundError: It is not registered.
+        """
+        self.registry.refresh()
+        stamp = stamp_of(self.registry.path(name))
+        with self._changed:
+            entry = self._entry(name)
+            if entry.load:
+                entry.seen = stamp
+                return
+            # Files out of reach for a moment, as while a folder is replaced, leave what was known.
+            if stamp != entry.stamp and not (stamp is None and entry.version):
+                self._drop(name, entry)
+                entry.forget()
+            if entry.error or held and held == entry.version:
+                return
+            if entry.packed is None:
+                self._start(name, entry)
+                self._queue(name, entry, urgent=False)
+            else:
+                self._tally.add(name, "hits")
+                self._recent.move_to_end(name)
+
+    def version(self, name: str) -> Optional[int]:
+        """Returns the version of the adapter's newest known files, or None while they have not been read.
+
+        Raises:
+            LoraError: They cannot be used.
+        """
+        with self._changed:
+            entry = self._entries.get(name)
+            _raise(entry)
+            return entry.version or None if entry else None
+
+    def take(self, name: str) -> Optional[Loaded]:
+        """Returns the adapter for a slot that waits for it; if it is not in memory, has it read next and returns None.
+
+        Raises:
+            LoraError: Its files cannot be used.
+        """
+        with self._changed:
+            entry = self._entry(name)
+            _raise(entry)
+            if entry.packed is not None:
+                entry.fresh = False
+                self._recent.move_to_end(name)
+                return Loaded(entry.version, entry.packed)
+            self._hurry(name, entry)
+            return None
+
+    def load(self, name: str) -> None:
+        """Reads the adapter if need be, and waits until that is done.
+
+        Raises:
+            AdapterNotFoundError: It is not registered.
+            LoraError: Its files cannot be used.
+        """
+        self.prefetch(name)
+        with self._changed:
+            entry = self._entry(name)
+            if entry.load:
+                self._hurry(name, entry)
+            self._changed.wait_for(lambda: not entry.load or self._closed)
+            _raise(entry)
+        self.registry.path(name)
+
+    def forget(self, name: str) -> None:
+        """Drops all that is known about the adapter."""
+        with self._changed:
+            self._remove(name)
+
+    def stats(self) -> MemoryStats:
+        """Returns the state of the tier."""
+        with self._changed:
+            resident, nbytes = len(self._recent), self._nbytes
+            counts, adapters = self._tally.copy()
+        return MemoryStats(resident, nbytes, self._max_bytes, counts, adapters)
+
+    def close(self) -> None:
+        """Ends the thread once it has read what it is reading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            if len(self._entries) > 2 * len(self.registry) + 64:
+                self._prune()
+            self._entries[name] = _Entry()
+        return self._entries[name]
+
+    def _prune(self):
+        """Forgets adapters whose folders are gone, so that names that come and go do not add up."""
+        for name in [name for name in self._entries if name not in self.registry]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        entry = self._entries.pop(name, None)
+        if entry:
+            self._drop(name, entry)
+            entry.load = ""
+            self._changed.notify_all()
+
+    def _drop(self, name: str, entry: _Entry) -> None:
+        """Takes an adapter out of memory, if it is there; what is known about its files stays."""
+        if entry.packed is not None:
+            del self._recent[name]
+            self._nbytes -= entry.packed.nbytes
+            entry.packed, entry.fresh = None, False
+
+    def _hurry(self, name: str, entry: _Entry) -> None:
+        """Has the adapter read before those that are only announced."""
+        if not entry.load:
+            self._start(name, entry)
+        if entry.load in ("", "announced"):
+            self._queue(name, entry, urgent=True)
+
+    def _start(self, name: str, entry: _Entry) -> None:
+        entry.seen = None
+        self._tally.add(name, "misses")
+
+    def _queue(self, name: str, entry: _Entry, urgent: bool) -> None:
+        # A name that was announced before stays there, and is passed over.
+        entry.load = "urgent" if urgent else "announced"
+        (self._urgent if urgent else self._announced).append(name)
+        self._changed.notify_all()
+
+    def _run(self):
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._urgent or self._announced)
+                if self._closed:
+                    return
+                name, entry = self._next()
+            if entry:
+                self._load(name, entry)
+
+    def _next(self) -> Tuple[str, Optional[_Entry]]:
+        """Returns what to read next; no entry if there is nothing to read after all."""
+        kind, queue = ("urgent", self._urgent) if self._urgent else ("announced", self._announced)
+        name = queue.popleft()
+        entry = self._entries.get(name)
+        if not entry or entry.load != kind:
+            return name, None
+        if kind == "announced" and self._is_full_of_fresh_ones():
+            # It is read once a slot waits for it. Now it would push out one that is needed sooner.
+            entry.load = ""
+            self._changed.notify_all()
+            return name, None
+        entry.load = "reading"
+        return name, entry
+
+    def _is_full_of_fresh_ones(self) -> bool:
+        fresh = (entry.packed.nbytes for name in self._recent if (entry := self._entries[name]).fresh)
+        return 2 * sum(fresh) > self._max_bytes
+
+    def _load(self, name: str, entry: _Entry) -> None:
+        for attempt in range(_ATTEMPTS):
+            begin = time.perf_counter()
+            stamp, packed, error = self._read(name)
+            with self._changed:
+                if self._entries.get(name) is not entry:
+                    return
+                if entry.seen not in (None, stamp) and attempt + 1 < _ATTEMPTS:
+                    entry.seen = None
+                    continue
+                self._tally.add(name, "seconds", time.perf_counter() - begin)
+                self._keep(name, entry, stamp, packed, error)
+                break
+        if self.on_ready:
+            self.on_ready(name)
+
+    def _read(self, name: str) -> Tuple[Optional[Stamp], Any, Optional[LoraError]]:
+        """Returns the stamp of the files that were read, and what prepare made of them or why it could not."""
+        path, stamp, packed, error = name, None, None, None
+        try:
+            path = self.registry.path(name)
+            for _ in range(_ATTEMPTS):
+                stamp, packed, error = stamp_of(path), None, None
+                try:
+                    packed = self._prepare(path)
+                    self._check_size(packed, path)
+                except LoraError as problem:
+                    error = problem
+                if stamp_of(path) == stamp:
+                    break
+        except LoraError as problem:
+            error = problem
+        except Exception as problem:
+            # Whatever it is, it concerns this adapter alone; the others go on.
+            logger.exception("%s: an adapter could not be read.", path)
+            error = AdapterFormatError(f"{path} cannot be read: {type(problem).__name__}: {problem}.")
+        return stamp, packed, error
+
+    def _check_size(self, packed: Any, path: str) -> None:
+        if packed.nbytes > self._max_bytes:
+            raise AdapterError(
+                f"{path} needs {packed.nbytes} bytes of host memory, and adapter_memory is {self._max_bytes}: serve "
+                "with more of it."
+            )
+
+    def _keep(self, name: str, entry: _Entry, stamp: Optional[Stamp], packed: Any, error: Optional[LoraError]) -> None:
+        entry.forget()
+        entry.load, entry.stamp, entry.error = "", stamp, error
+        if error:
+            self._tally.add(name, "failures")
+        else:
+            entry.version, entry.packed, entry.fresh = next(self._versions), packed, True
+            self._tally.add(name, "loads")
+            self._recent[name] = None
+            self._nbytes += packed.nbytes
+            while self._nbytes > self._max_bytes:
+                oldest = next(iter(self._recent))
+                self._drop(oldest, self._entries[oldest])
+                self._tally.add(oldest, "evictions")
+        self._changed.notify_all()
+
+
+def _raise(entry: Optional[_Entry]) -> None:
+    """Raises the error of an adapter that could not be read; its traceback would grow with each time."""
+    if entry and entry.error:
+        raise entry.error.with_traceback(None)

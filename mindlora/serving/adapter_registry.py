@@ -1,0 +1,195 @@
+"""AdapterRegistry: the names of the adapters on disk and where each is, with nothing read but one folder's entries."""
+
+import bisect
+import contextlib
+import difflib
+import os
+import threading
+import time
+from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
+
+from mindlora.common.text import shown
+from mindlora.errors import AdapterNotFoundError, ConfigError, RequestError
+
+# A second between two looks at the folder's time, and candidates on either side of a name that was not found.
+_PATIENCE, _NEIGHBOURS = 1.0, 16
+
+
+class AdapterRegistry:
+    """Names and paths of adapters: the subfolders of a folder, and any that are named one by one.
+
+    A name is only ever looked up, never made into a path. The folder is listed again when its mtime has changed, at
+    most once a second, by ``refresh``; nothing in a subfolder is looked at. Subfolders whose names begin with a dot
+    (half-written adapters) or cannot be printed are left out. A name given one by one goes before a subfolder. Any
+    thread may call any method.
+
+    Args:
+        folder (str or None): Its subfolders are adapters.
+        paths (mapping or None): Name -> path of further adapters.
+        clock (callable): Seconds that only grow. Default: time.monotonic.
+
+    Raises:
+        ConfigError: ``folder`` is no folder or is itself an adapter, there is nothing at one of ``paths``, or a name is
+            empty or holds control characters.
+    """
+
+    def __init__(
+        self,
+        folder: Optional[str] = None,
+        paths: Optional[Mapping[str, str]] = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.folder = None if folder is None else os.path.abspath(folder)
+        self._clock, self._lock = clock, threading.Lock()
+        self._given = {_checked_name(name): _existing(name, path) for name, path in (paths or {}).items()}
+        self._listed: Dict[str, str] = {}
+        self._hidden: Set[str] = set()
+        self._paths: Dict[str, str] = dict(self._given)
+        self._sorted: Optional[Tuple[List[str], List[str]]] = None
+        self._mtime, self._looked = -1, clock()
+        if self.folder is not None:
+            if not os.path.isdir(self.folder):
+                raise ConfigError(f"{self.folder} is not a folder: name one whose subfolders are adapters.")
+            if os.path.exists(os.path.join(self.folder, "adapter_config.json")):
+                raise ConfigError(
+                    f"{self.folder} is an adapter, not a folder of adapters: name the folder that it is in."
+                )
+            try:
+                self._list(self.folder)
+            except OSError as error:
+                raise ConfigError(f"The adapters in {self.folder} cannot be listed: {error}.") from error
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._paths
+
+    def names(self) -> List[str]:
+        """Returns all names in order."""
+        self.refresh()
+        with self._lock:
+            return list(self._in_order()[0])
+
+    def path(self, name: str) -> str:
+        """Returns the path of the adapter called ``name``, in constant time.
+
+        Raises:
+            AdapterNotFoundError: There is none of that name.
+        """
+        path = self._paths.get(name)
+        if path is None:
+            raise AdapterNotFoundError(f"There is no adapter {shown(name)}.{self._hint(name)}")
+        return path
+
+    def refresh(self) -> None:
+        """Lists the folder again if its mtime has changed, but looks at most once a second."""
+        now = self._clock()
+        with self._lock:
+            if self.folder is None or now - self._looked < _PATIENCE:
+                return
+            self._looked = now
+            # While the folder is out of reach, what was known stays.
+            with contextlib.suppress(OSError):
+                self._list(self.folder)
+
+    def register(self, name: str, path: str, restricted: bool = True) -> None:
+        """Adds an adapter while the server runs.
+
+        Args:
+            name (str): Its name.
+            path (str): A folder or file; relative to the registry's folder if there is one.
+            restricted (bool): Whether the path must be in the registry's folder, links followed. Default: True.
+
+        Raises:
+            RequestError: The name is taken, empty or holds control characters, or the path is not allowed or holds
+                nothing.
+        """
+        try:
+            _checked_name(name)
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+        found = self._allowed(path) if restricted else os.path.abspath(path)
+        with self._lock:
+            if name in self._paths:
+                raise RequestError(f"There is an adapter {shown(name)} already: unload it first, or use another name.")
+            self._hidden.discard(name)
+            self._given[name] = found
+            self._merge()
+
+    def unregister(self, name: str) -> None:
+        """Removes a name; a subfolder of that name stays hidden until the name is registered again.
+
+        Raises:
+            AdapterNotFoundError: There is none of that name.
+        """
+        self.path(name)
+        with self._lock:
+            self._given.pop(name, None)
+            if name in self._listed:
+                self._hidden.add(name)
+            self._merge()
+
+    def _allowed(self, path: str) -> str:
+        """Returns the real path of what may be registered."""
+        if self.folder is None:
+            raise RequestError("Adapters can be loaded at run time from the folder of --adapters, and there is none.")
+        root = os.path.realpath(self.folder)
+        real = root if "\0" in path else os.path.realpath(os.path.join(root, path))
+        # One answer for what is outside and what does not exist, which tells nobody what else is on the disk.
+        if real == root or os.path.commonpath((root, real)) != root or not os.path.exists(real):
+            raise RequestError(f"There is no adapter at {shown(path)} in the server's folder of adapters.")
+        return real
+
+    def _list(self, folder: str) -> None:
+        mtime = os.stat(folder).st_mtime_ns
+        if mtime == self._mtime:
+            return
+        with os.scandir(folder) as entries:
+            self._listed = {entry.name: entry.path for entry in entries if _is_name(entry.name) and entry.is_dir()}
+        # A change within the resolution of the file system's clock might not be seen: then it is listed once more.
+        self._mtime = mtime if time.time_ns() - mtime > _PATIENCE * 1e9 else -1
+        self._hidden.intersection_update(self._listed)
+        self._merge()
+
+    def _merge(self):
+        listed = {name: path for name, path in self._listed.items() if name not in self._hidden}
+        self._paths, self._sorted = {**listed, **self._given}, None
+
+    def _in_order(self):
+        """Returns the names in order, and spelt backwards in order."""
+        if self._sorted is None:
+            self._sorted = sorted(self._paths), sorted(name[::-1] for name in self._paths)
+        return self._sorted
+
+    def _hint(self, name: str) -> str:
+        """Returns the names most like ``name``, among those that share its beginning or its end, as a sentence."""
+        with self._lock:
+            forwards, backwards = self._in_order()
+        if not forwards:
+            return " None is registered."
+        near = _around(forwards, name) + [found[::-1] for found in _around(backwards, name[::-1])]
+        close = difflib.get_close_matches(name[:200], list(dict.fromkeys(near)), n=3)
+        meant = f" Did you mean {' or '.join(map(shown, close))}?" if close else ""
+        return f"{meant} {len(forwards)} are registered; /v1/models lists them."
+
+
+def _around(ordered: List[str], name: str) -> List[str]:
+    place = bisect.bisect_left(ordered, name)
+    return ordered[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS]
+
+
+def _is_name(name: str) -> bool:
+    return name.isprintable() and not name.startswith(".")
+
+
+def _checked_name(name: str) -> str:
+    if not name or not name.isprintable() or len(name) > 255:
+        raise ConfigError(f"{shown(name)} cannot be the name of an adapter: it must be 1 to 255 printable characters.")
+    return name
+
+
+def _existing(name: str, path: str) -> str:
+    if not os.path.exists(path):
+        raise ConfigError(f"The adapter {shown(name)} is said to be at {path}, where there is nothing.")
+    return os.path.abspath(path)

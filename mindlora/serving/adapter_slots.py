@@ -1,0 +1,257 @@
+"""AdapterSlots: which adapter is in which slot of the pools, and who uses it."""
+
+import collections
+import dataclasses
+import threading
+import time
+from typing import Any, Callable, Dict, List, Optional, Set
+
+from mindlora.errors import RequestError
+from mindlora.serving.adapter_counts import Counts, Tally
+from mindlora.serving.adapter_memory import AdapterMemory, MemoryStats
+from mindlora.serving.request import Lease
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterStats:
+    """The state of the adapter cache.
+
+    Attributes:
+        registered (int): Adapters on disk.
+        memory (MemoryStats): The tier in host memory.
+        slots, used, leased (int): Slots in all, those with an adapter, and those of them that requests use.
+        pinned (list of str): Adapters that stay in their slots.
+        counts (Counts): A hit is a lease of an adapter that had a slot, a miss one for which a slot was written.
+        adapters (dict): Name -> Counts of that adapter.
+    """
+
+    registered: int
+    memory: MemoryStats
+    slots: int
+    used: int
+    leased: int
+    pinned: List[str]
+    counts: Counts
+    adapters: Dict[str, Counts]
+
+
+class _Slot:
+    """A slot of the pools. ``name`` is None while it is empty or holds what nobody may get any more."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.name: Optional[str] = None
+        self.version = 0
+        self.users = 0
+
+
+class AdapterSlots:
+    """The adapter cache as the scheduler and the server see it; the least recently used adapter makes room.
+
+    The thread of the engine calls begin_step, acquire and release; any thread may call the other methods.
+
+    Args:
+        memory (AdapterMemory): The tier below.
+        slots (int): Slots of the pools.
+        write (callable): Takes a slot and what memory's ``prepare`` returned, and copies it into the pools. Runs in the
+            thread that calls acquire.
+    """
+
+    def __init__(self, memory: AdapterMemory, slots: int, write: Callable[[int, Any], None]):
+        self.memory, self.registry = memory, memory.registry
+        self._write, self._tally, self._lock = write, Tally(self.registry), threading.Lock()
+        self._slots = [_Slot(number) for number in range(slots)]
+        # Name -> the slot with its newest version.
+        self._current: Dict[str, _Slot] = {}
+        # Numbers of the slots that nobody uses, the next to be written first: empty ones, then by their last use.
+        self._idle: "collections.OrderedDict[int, None]" = collections.OrderedDict.fromkeys(range(slots))
+        self._pinned: Set[str] = set()
+        self._writes, self._asked = 0, 0
+
+    def begin_step(self) -> None:
+        """A step begins: from here to the next, one slot may be written."""
+        self._writes = self._asked = 0
+
+    def acquire(self, name: str) -> Optional[Lease]:
+        """Returns a lease of a slot that holds the adapter; the adapter stays there until it is released.
+
+        Returns:
+            Lease, or None if the adapter is being read, no slot is free, or this step has written one already.
+
+        Raises:
+            AdapterNotFoundError: It is not registered (any more).
+            LoraError: Its files cannot be used.
+        """
+        self.registry.path(name)
+        version = self.memory.version(name)
+        with self._lock:
+            slot = self._current.get(name)
+            if slot and slot.version == version:
+                self._tally.add(name, "hits")
+                return self._lease(slot)
+            # Adapters for which no slot can be had are not read: they would only push others out of memory.
+            if not self._victim(name) or self._asked >= max(1, len(self._idle)):
+                return None
+            self._asked += 1
+        loaded = self.memory.take(name)
+        if loaded is None or self._writes:
+            return None
+        with self._lock:
+            victim = self._victim(name)
+            if not victim:
+                return None
+            self._empty(victim, evicted=victim.name != name)
+            self._idle.pop(victim.number, None)
+        begin = time.perf_counter()
+        try:
+            self._write(victim.number, loaded.packed)
+        except BaseException:
+            with self._lock:
+                self._make_idle(victim)
+            raise
+        self._writes += 1
+        with self._lock:
+            return self._place(name, victim, loaded.version, time.perf_counter() - begin)
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back. The adapter keeps its slot until another one needs it."""
+        with self._lock:
+            slot = self._slots[lease.slot]
+            if not slot.users or slot.version != lease.version:
+                raise RuntimeError(f"{lease} has been released already.")
+            slot.users -= 1
+            if not slot.users:
+                self._make_idle(slot)
+
+    def lacks_slot(self, name: str) -> bool:
+        """Returns whether an adapter that acquire does not give waits for the leases of others, which use all slots."""
+        with self._lock:
+            return self._victim(name) is None
+
+    def prefetch(self, name: str) -> None:
+        """Looks at the adapter's files and has them read, if need be, before a slot asks for them. A request has come.
+
+        Raises:
+            AdapterNotFoundError: It is not registered.
+        """
+        with self._lock:
+            slot = self._current.get(name)
+            held = slot.version if slot else None
+        self.memory.prefetch(name, held)
+
+    def pin(self, name: str) -> None:
+        """Keeps the adapter in its slot once it has one, whether it is used or not.
+
+        Raises:
+            AdapterNotFoundError: It is not registered.
+            RequestError: No slot would be left for the other adapters.
+        """
+        self.prefetch(name)
+        with self._lock:
+            if len(self._pinned | {name}) >= len(self._slots):
+                raise RequestError(
+                    f"{len(self._slots)} slots cannot hold {len(self._pinned | {name})} pinned adapters and others "
+                    "too: serve with more slots."
+                )
+            self._pinned.add(name)
+            slot = self._current.get(name)
+            if slot:
+                self._idle.pop(slot.number, None)
+
+    def unpin(self, name: str) -> None:
+        """Ends pin; does nothing for an adapter that is not pinned."""
+        with self._lock:
+            slot = self._current.get(name) if name in self._pinned else None
+            self._pinned.discard(name)
+            if slot and not slot.users:
+                self._make_idle(slot)
+
+    def names(self) -> List[str]:
+        """Returns the names of all registered adapters in order."""
+        return self.registry.names()
+
+    def register(self, name: str, path: str, restricted: bool = True) -> None:
+        """Adds an adapter and waits until it has been read and checked; if it cannot be used, it is not added.
+
+        Args:
+            name (str): Its name.
+            path (str): A folder or file; see AdapterRegistry.register.
+            restricted (bool): Whether the path must be in the registry's folder. Default: True.
+
+        Raises:
+            RequestError: The name is taken, or the path is not allowed.
+            LoraError: The adapter cannot be used.
+        """
+        self.registry.register(name, path, restricted)
+        self.memory.forget(name)
+        try:
+            self.memory.load(name)
+        except BaseException:
+            self.unregister(name)
+            raise
+
+    def unregister(self, name: str) -> None:
+        """Removes an adapter: it takes no more requests, and its slot is free once those that run with it have ended.
+
+        Raises:
+            AdapterNotFoundError: There is none of that name.
+        """
+        self.registry.unregister(name)
+        self.memory.forget(name)
+        with self._lock:
+            self._pinned.discard(name)
+            slot = self._current.get(name)
+            if slot:
+                self._empty(slot)
+                if not slot.users:
+                    self._make_idle(slot)
+
+    def stats(self) -> AdapterStats:
+        """Returns the state of the cache."""
+        memory = self.memory.stats()
+        with self._lock:
+            counts, adapters = self._tally.copy()
+            leased = sum(slot.users > 0 for slot in self._slots)
+            used = sum(slot.name is not None or slot.users > 0 for slot in self._slots)
+            pinned = sorted(self._pinned)
+        return AdapterStats(len(self.registry), memory, len(self._slots), used, leased, pinned, counts, adapters)
+
+    def _victim(self, name: str) -> Optional[_Slot]:
+        """Returns the slot to write the adapter to: the one with its old version if nobody uses it, or the next."""
+        old = self._current.get(name)
+        if old and not old.users:
+            return old
+        return self._slots[next(iter(self._idle))] if self._idle else None
+
+    def _place(self, name: str, slot: _Slot, version: int, seconds: float) -> Lease:
+        """Notes that an adapter has come into a slot; one with an older version is left to those that still use it."""
+        old = self._current.get(name)
+        if old:
+            self._empty(old)
+        if name in self.registry:
+            slot.name, self._current[name] = name, slot
+        slot.version = version
+        for field, amount in (("misses", 1), ("loads", 1), ("seconds", seconds)):
+            self._tally.add(name, field, amount)
+        return self._lease(slot, name)
+
+    def _lease(self, slot: _Slot, name: Optional[str] = None) -> Lease:
+        slot.users += 1
+        self._idle.pop(slot.number, None)
+        return Lease(name or slot.name or "", slot.number, slot.version)
+
+    def _empty(self, slot: _Slot, evicted: bool = False) -> None:
+        """Nobody gets the slot's adapter from it any more."""
+        if slot.name is None:
+            return
+        if evicted:
+            self._tally.add(slot.name, "evictions")
+        del self._current[slot.name]
+        slot.name = None
+
+    def _make_idle(self, slot: _Slot) -> None:
+        if slot.name in self._pinned:
+            return
+        self._idle[slot.number] = None
+        # Empty slots are written first.
+        self._idle.move_to_end(slot.number, last=slot.name is not None)

@@ -1,0 +1,154 @@
+"""PackedAdapter: an adapter as the pools of a served network take it, one block for each cell."""
+
+import dataclasses
+from typing import Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional
+
+import numpy as np
+
+from mindlora.adapters import files
+from mindlora.adapters.adapter import Adapter, is_finite
+from mindlora.adapters.matching import CellShape, Match
+from mindlora.common.text import listed
+from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
+from mindlora.models import names
+from mindlora.numerics.dtypes import dtype_name, from_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedLayout:
+    """The cells of a served network that have a pool, and what an adapter must satisfy to go into a slot of it.
+
+    Attributes:
+        cells (dict): Adapter path -> CellShape.
+        max_rank (int): Rows of a slot.
+        dtype (dtype): That of the pools: float32, float16 or numerics.dtypes.BFLOAT16.
+        fingerprint (callable or None): Takes the paths of the adapted cells and returns the fingerprint of the base's
+            weights there (see nn.base_fingerprint.fingerprints_of), for adapters that say on which base they were
+            trained; None checks no base. It is called in the thread that prepares.
+    """
+
+    cells: Mapping[str, CellShape]
+    max_rank: int
+    dtype: np.dtype = np.dtype("<f4")
+    fingerprint: Optional[Callable[[List[str]], Optional[dict]]] = None
+
+
+class Block(NamedTuple):
+    """What one cell's slot holds.
+
+    Attributes:
+        rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j].
+        scale (float): What B A is multiplied by.
+    """
+
+    rows: np.ndarray
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedAdapter:
+    """An adapter that has passed every check and can be copied into a slot as it is.
+
+    Attributes:
+        source (str): Where it was read.
+        blocks (dict): Adapter path -> Block. A cell that is not in it gets rank 0.
+        nbytes (int): Bytes of all blocks.
+        rank_max (int): The largest rank.
+        fingerprint (dict or None): That of the base that it was trained on, as the file has it.
+    """
+
+    source: str
+    blocks: Dict[str, Block]
+    nbytes: int
+    rank_max: int
+    fingerprint: Optional[dict] = None
+
+
+def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
+    """Reads an adapter in any known form, checks it as load_lora does, and packs it for the pools of a network.
+
+    VeRA's vectors are multiplied into its projection. A pickle is never read.
+
+    Args:
+        source (str): A folder or file, as for adapters.files.read.
+        layout (ServedLayout): The network's cells.
+
+    Returns:
+        PackedAdapter.
+
+    Raises:
+        AdapterFormatError, TruncatedAdapterError: The file cannot be read.
+        MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
+        UnexpectedTensorsError: A tensor has no place in the pools, as of DoRA, embeddings, modules_to_save.
+        RankMismatchError: A rank is above max_rank.
+        BaseMismatchError: It was trained on another base.
+    """
+    adapter = files.read(source)
+    _check_servable(adapter, layout, source)
+    match = Match(adapter, layout.cells, source)
+    match.check_names(match.selected(), strict=True)
+    match.check_shapes()
+    _check_ranks(match, layout.max_rank)
+    adapter.check_finite(source)
+    if layout.fingerprint is not None:
+        found = layout.fingerprint
+        match.check_base(lambda: found(adapter.paths), "error")
+    blocks = {path: _block(adapter, path, layout.dtype, source) for path in adapter.paths}
+    return PackedAdapter(
+        source,
+        blocks,
+        sum(block.rows.nbytes for block in blocks.values()),
+        max(len(block.rows) for block in blocks.values()),
+        adapter.fingerprint,
+    )
+
+
+def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None:
+    """Raises UnexpectedTensorsError for what no pool can hold, with the way out."""
+    if adapter.use_dora:
+        _refuse(source, "DoRA magnitudes (use_dora), which rescale whole rows of the base")
+    if adapter.saved_modules:
+        _refuse(source, f"saved modules (modules_to_save), which replace the base's: {listed(adapter.saved_modules)}")
+    own = {names.to_mindformers(path) for path in layout.cells}
+    lone = [path for path in adapter.paths if names.to_mindformers(path) not in own]
+    tables = [path for path in lone if path in adapter.embeddings or names.is_embedding(path)]
+    if tables:
+        _refuse(source, f"pairs of embeddings: {listed(tables)}")
+    heads = [path for path in lone if names.is_output_head(path)]
+    if heads:
+        _refuse(source, f"pairs of output heads: {listed(heads)}")
+
+
+def _refuse(source: str, found: str) -> NoReturn:
+    raise UnexpectedTensorsError(
+        f"{source} cannot be served beside other adapters: it holds {found}. Merge it into its base with "
+        "`mindlora merge`, and serve that."
+    )
+
+
+def _check_ranks(match: Match, max_rank: int) -> None:
+    ranks = {path: match.adapter.rank(path) for path in match.adapter.paths}
+    wrong = [path for path, rank in ranks.items() if rank > max_rank]
+    if wrong:
+        joined = " (the pairs of joined cells have the ranks of their parts together)" if match.relaid else ""
+        raise RankMismatchError(
+            f"{match.source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
+            f"{max_rank}: serve with max_rank {max(ranks.values())}."
+        )
+
+
+def _block(adapter: Adapter, path: str, dtype: np.dtype, source: str) -> Block:
+    parts = adapter.parts(path)
+    # Then there is nothing to multiply in or to round, and what was finite stays finite.
+    ready = len(parts) == 2 and parts["A"].dtype == parts["B"].dtype == dtype
+    a, b = (parts["A"], parts["B"]) if ready else adapter.pair(path)
+    rows = np.empty((len(a), a.shape[1] + len(b)), dtype)
+    with np.errstate(over="ignore"):
+        rows[:, : a.shape[1]] = a if ready else from_float32(a, dtype)
+        rows[:, a.shape[1] :] = b.T if ready else from_float32(b, dtype).T
+    if not ready and not is_finite(rows):
+        raise NotFiniteError(
+            f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
+            "Set model.model_config.compute_dtype to bfloat16 or float32."
+        )
+    return Block(rows, adapter.scale(path))
