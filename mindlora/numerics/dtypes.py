@@ -21,7 +21,7 @@ def to_float32(array: np.ndarray) -> np.ndarray:
 
 def from_float32(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns float32 ``array`` rounded to ``dtype``: to the nearest, ties to even."""
-    return rounded(array, dtype)[0]
+    return rounded(array, dtype)[0] if dtype == BFLOAT16 else array.astype(dtype, copy=False)
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:

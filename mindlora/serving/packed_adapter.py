@@ -1,17 +1,21 @@
 """PackedAdapter: an adapter as the pools of a served network take it, one block for each cell."""
 
 import dataclasses
+import math
 from typing import Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional
 
 import numpy as np
 
 from mindlora.adapters import files
-from mindlora.adapters.adapter import Adapter, is_finite
+from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.matching import CellShape, Match
 from mindlora.common.text import listed
 from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.numerics.dtypes import dtype_name, from_float32
+from mindlora.numerics.dtypes import BFLOAT16, dtype_name, from_float32
+
+# What is at least this large rounds to infinity: halfway from the largest number to the next power of two.
+_LIMITS = {np.dtype("<f2"): 65520.0, BFLOAT16: (2 - 2.0**-8) * 2.0**127}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,22 +137,23 @@ def _check_ranks(match: Match, max_rank: int) -> None:
         joined = " (the pairs of joined cells have the ranks of their parts together)" if match.relaid else ""
         raise RankMismatchError(
             f"{match.source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
-            f"{max_rank}: serve with max_rank {max(ranks.values())}."
+            f"{max_rank}: serve with max_rank {max(ranks.values())}, of 256 at most, or merge it into its base."
         )
 
 
 def _block(adapter: Adapter, path: str, dtype: np.dtype, source: str) -> Block:
-    parts = adapter.parts(path)
-    # Then there is nothing to multiply in or to round, and what was finite stays finite.
-    ready = len(parts) == 2 and parts["A"].dtype == parts["B"].dtype == dtype
-    a, b = (parts["A"], parts["B"]) if ready else adapter.pair(path)
-    rows = np.empty((len(a), a.shape[1] + len(b)), dtype)
-    with np.errstate(over="ignore"):
-        rows[:, : a.shape[1]] = a if ready else from_float32(a, dtype)
-        rows[:, a.shape[1] :] = b.T if ready else from_float32(b, dtype).T
-    if not ready and not is_finite(rows):
+    a, b = adapter.pair(path)
+    if not max(map(_largest, (a, b))) < _LIMITS.get(dtype, math.inf):
         raise NotFiniteError(
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
             "Set model.model_config.compute_dtype to bfloat16 or float32."
         )
+    rows = np.empty((len(a), a.shape[1] + len(b)), dtype)
+    rows[:, : a.shape[1]] = from_float32(a, dtype)
+    rows[:, a.shape[1] :] = from_float32(b, dtype).T
     return Block(rows, adapter.scale(path))
+
+
+def _largest(array: np.ndarray) -> float:
+    """Returns the largest absolute value, without a copy of the array."""
+    return max(float(array.max()), -float(array.min()))
