@@ -24,6 +24,7 @@ class Sampling:
         frequency_penalty (float): The same, times how often each was generated (OpenAI).
         seed (int or None): Seed of the request's own random stream; None draws one.
         stop (tuple of str): Texts that end the answer; they are not part of it.
+        stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
         ignore_eos (bool): Go on after the end token, up to max_tokens.
         logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
     """
@@ -37,6 +38,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: Optional[int] = None
     stop: Tuple[str, ...] = ()
+    stop_tokens: Tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: Optional[int] = None
 
