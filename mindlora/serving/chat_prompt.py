@@ -1,0 +1,173 @@
+"""Chat prompts: messages to the tokens behind which the assistant's answer begins."""
+
+from typing import Any, Dict, FrozenSet, List, Optional, Protocol, Sequence
+
+from mindlora.data import tokenizers
+from mindlora.data.chat_template import ChatTemplate, read_template
+from mindlora.data.conversations import Conversation
+from mindlora.data.examples import UnusableRow
+from mindlora.data.templates import prompt_template
+from mindlora.errors import RequestError, TokenizerError
+
+# OpenAI's newer name, which templates do not know.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class ChatPrompt(Protocol):
+    """Makes prompts of messages.
+
+    Attributes:
+        ends (frozenset of int): Tokens that end the assistant's turn, beside those of mindlora.serving.stopping.
+    """
+
+    ends: FrozenSet[int]
+
+    def tokens(self, messages: Sequence[Any]) -> List[int]:
+        """Returns the tokens of a conversation and of what begins the assistant's turn.
+
+        Args:
+            messages (sequence of dict): Each {"role": system, developer, user or assistant, "content": text, or a list
+                of parts {"type": "text", "text"}}; a template may know more, such as "name".
+
+        Raises:
+            RequestError: A message holds something else, or the conversation cannot be put into this form.
+        """
+
+
+def make_chat_prompt(tokenizer: Any, template_file: Optional[str] = None, form: Optional[str] = None) -> ChatPrompt:
+    """Returns what makes prompts of messages.
+
+    Args:
+        tokenizer: As load_tokenizer returns it.
+        template_file (str, optional): File with a chat template. Default: None, the tokenizer's own.
+        form (str, optional): Instead of a chat template, the prompt that instruction data was converted with: see
+            mindlora.data.templates.prompt_template. Default: None.
+
+    Raises:
+        DataError: The file holds no chat template, or ``form`` is no prompt template.
+        TokenizerError: There is no chat template, or it is not valid.
+    """
+    if form is not None:
+        return InstructionPrompt(tokenizer, form)
+    try:
+        return TemplatePrompt(tokenizer, read_template(template_file) if template_file else None)
+    except TokenizerError as error:
+        raise TokenizerError(
+            f"{error} For an adapter that was trained on instructions, give the prompt of its training instead "
+            "(--template alpaca)."
+        ) from error
+
+
+class TemplatePrompt:
+    """Messages through a chat template. No bos is added to what the template writes, as in training.
+
+    Args:
+        tokenizer: As load_tokenizer returns it.
+        given (str, optional): The template. Default: None, the tokenizer's own.
+
+    Raises:
+        TokenizerError: There is no chat template, it is not valid, or the tokenizer is not Hugging Face's.
+    """
+
+    def __init__(self, tokenizer: Any, given: Optional[str] = None):
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, given)
+        self.ends = self._find_ends()
+
+    def tokens(self, messages: Sequence[Any]) -> List[int]:
+        """See ChatPrompt."""
+        conversation = Conversation(read_messages(messages), None)
+        try:
+            text = self._template.render(conversation, prompt=True)
+        except Exception as error:  # a template is a program, which fails in its own ways
+            raise RequestError(f"The chat template refuses the messages: {str(error)[:300]}") from error
+        return _encode(self._tokenizer, text)
+
+    def _find_ends(self):
+        """Returns the special token that the template ends the assistant's turns with, if there is one."""
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        try:
+            text, spans = self._template.spans(Conversation(turns, None))
+        except UnusableRow:  # it does not tell where the assistant speaks
+            return frozenset()
+        turn = text[spans[-1][0] : spans[-1][1]]
+        return frozenset(_encode(self._tokenizer, turn)[-1:]) if self._template.is_ended(turn) else frozenset()
+
+
+class InstructionPrompt:
+    """One instruction in the form of instruction data: bos and prompt, tokenized as in training.
+
+    Args:
+        tokenizer: As load_tokenizer returns it.
+        form (str): See mindlora.data.templates.prompt_template.
+
+    Raises:
+        DataError: ``form`` is no prompt template.
+        TokenizerError: The tokenizer has no end token, so that it was not trained with.
+    """
+
+    ends: FrozenSet[int] = frozenset()
+
+    def __init__(self, tokenizer: Any, form: str):
+        self._tokenizer = tokenizer
+        self._form = prompt_template(form)
+        bos = tokenizers.special_ids(tokenizer).bos
+        self._bos = [] if bos is None else [bos]
+
+    def tokens(self, messages: Sequence[Any]) -> List[int]:
+        """See ChatPrompt."""
+        read = read_messages(messages)
+        if [message["role"] for message in read] != ["user"]:
+            roles = ", ".join(message["role"] for message in read)
+            raise RequestError(
+                f"The messages are from {roles}: the prompt of instruction data takes one message, the user's. Send "
+                "the last one alone, or serve with a chat template (--chat-template FILE)."
+            )
+        text = self._form.prompt({"instruction": read[0]["content"], "input": ""})
+        return self._bos + _encode(self._tokenizer, text)
+
+
+def read_messages(messages: Sequence[Any]) -> List[Dict[str, Any]]:
+    """Returns messages as chat templates take them: their text as one string, and fields that are null left out.
+
+    Raises:
+        RequestError: There are no messages, or one holds something that is not text.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages is not a list with entries: send at least one message.")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message, where):
+    if not isinstance(message, dict):
+        raise RequestError(f"{where} is not an object with role and content.")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"{where} has the role {role!r}, which is not supported: use {', '.join(_ROLES)}.")
+    rest = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    refused = sorted(rest.keys() & {"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
+    if refused:
+        raise RequestError(f"{where} has {refused[0]}, which is not supported: messages are text alone.")
+    return {**rest, "role": _ROLES[role], "content": _text(message.get("content"), where)}
+
+
+def _text(content, where):
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise RequestError(f"{where} has no content: send a text.")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where} has content of the type {kind!r}, which is not supported: send text alone.")
+    return "".join(part["text"] for part in parts)
+
+
+def _encode(tokenizer, text):
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The messages are not valid Unicode (half of a surrogate pair, {text[error.start]!r}): send whole "
+            "characters."
+        ) from error
+    return tokenizers.encode(tokenizer, text)

@@ -1,0 +1,162 @@
+"""Sampling: from the logits of a step to the next token of each request."""
+
+import math
+import secrets
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from mindlora.errors import RequestError, ServingError
+from mindlora.serving.penalties import Penalties
+from mindlora.serving.request import Sampling
+from mindlora.serving.selection import draw, largest, nucleus
+
+# A temperature below this is 0, as in vLLM: float32 could not hold the quotients.
+COLDEST = 1e-5
+# A log-probability below this is reported as this, as in vLLM: JSON has no infinity.
+LEAST = -9999.0
+
+
+class Sampled(NamedTuple):
+    """A token that was chosen.
+
+    Attributes:
+        token (int): Its id.
+        logprob (float or None): Its log-probability: log softmax of the logits as they come from the network, before
+            penalties, temperature, top_k and top_p, as OpenAI and vLLM report it; at least LEAST. None if the request
+            asks for none.
+        top (list of (int, float)): The likeliest tokens and their log-probabilities, the likeliest first; as many as
+            the request asks for, whether the chosen token is among them or not.
+    """
+
+    token: int
+    logprob: Optional[float] = None
+    top: Sequence[Tuple[int, float]] = ()
+
+
+class Sampler:
+    """Chooses the tokens of one request.
+
+    The order is that of transformers and vLLM: penalties, temperature, top_k, top_p. Each drawn token takes one number
+    of the request's own random stream, so that a seed gives the same text in any batch.
+
+    Args:
+        sampling (Sampling): How to choose.
+        prompt_tokens (sequence of int): The prompt, whose tokens the repetition penalty counts.
+        adapter (str, optional): Name of the request's adapter, for errors. Default: None, the base.
+
+    Attributes:
+        seed (int): Seed of the random stream, drawn here if the request has none.
+
+    Raises:
+        RequestError: A number of ``sampling`` is out of range.
+    """
+
+    def __init__(self, sampling: Sampling, prompt_tokens: Sequence[int], adapter: Optional[str] = None):
+        check_sampling(sampling)
+        self.sampling = sampling
+        self.adapter = adapter
+        self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self.greedy = sampling.temperature < COLDEST or sampling.top_k == 1
+        self._penalties = Penalties(sampling, prompt_tokens)
+        self._random = np.random.default_rng(self.seed % 2**64)
+
+    def sample(self, logits: np.ndarray, generated: Sequence[int]) -> Sampled:
+        """Returns the next token.
+
+        Args:
+            logits (numpy.ndarray): float32 [vocabulary]; not changed.
+            generated (sequence of int): The tokens that were generated so far.
+
+        Raises:
+            ServingError: The logits hold NaN, or infinity where it would be chosen.
+        """
+        return self._sample(logits, generated, int(logits.argmax()))
+
+    def kept(self, logits: np.ndarray, generated: Sequence[int]) -> Tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens that can be drawn, int64 [n] ascending, and their probabilities, float64 [n]."""
+        tokens, masses = self._masses(self._penalized(logits, generated))
+        tokens = np.arange(len(masses)) if tokens is None else tokens
+        return tokens, masses / masses.sum(dtype=np.float64)
+
+    def _sample(self, logits, generated, likeliest: int) -> Sampled:
+        """As sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
+        if not math.isfinite(logits[likeliest]):
+            raise ServingError(
+                f"The logits of {_named(self.adapter)} are not finite at token {len(generated) + 1} of the answer: "
+                "look for NaN and infinity in its weights (mindlora inspect), or serve in a wider type."
+            )
+        penalized = self._penalized(logits, generated)
+        if self.greedy:
+            token = likeliest if penalized is logits else int(penalized.argmax())
+        else:
+            tokens, masses = self._masses(penalized)
+            place = draw(masses, self._random.random())
+            token = place if tokens is None else int(tokens[place])
+        return self._reported(token, logits, likeliest)
+
+    def _penalized(self, logits, generated):
+        return self._penalties.apply(logits, generated) if self._penalties else logits
+
+    def _masses(self, logits):
+        """Returns the tokens that can be drawn (None for all) and what their probabilities are proportional to."""
+        tokens = largest(logits, self.sampling.top_k) if self.sampling.top_k > 0 else None
+        masses = logits if tokens is None else logits[tokens]
+        with np.errstate(over="ignore", under="ignore"):
+            masses = np.exp((masses - masses.max()) / np.float32(self.sampling.temperature))
+        if self.sampling.top_p < 1.0:
+            places = nucleus(masses, self.sampling.top_p)
+            tokens, masses = places if tokens is None else tokens[places], masses[places]
+        return tokens, masses
+
+    def _reported(self, token, logits, likeliest):
+        count = self.sampling.logprobs
+        if count is None:
+            return Sampled(token)
+        with np.errstate(over="ignore", under="ignore"):
+            shifted = logits - logits[likeliest]
+            logarithm = math.log(np.exp(shifted).sum(dtype=np.float64))
+        top = largest(shifted, count) if count else np.arange(0)
+        top = top[np.argsort(-shifted[top], kind="stable")][:count].tolist()
+        values = [max(float(shifted[place]) - logarithm, LEAST) for place in [token, *top]]
+        return Sampled(token, values[0], list(zip(top, values[1:])))
+
+
+def sample_batch(
+    samplers: Sequence[Sampler], logits: np.ndarray, generated: Sequence[Sequence[int]]
+) -> List[Union[Sampled, ServingError]]:
+    """Returns the next token of each request, or the error of a request that fails alone.
+
+    Args:
+        samplers (sequence of Sampler): One for each row.
+        logits (numpy.ndarray): float32 [rows, vocabulary]; not changed.
+        generated (sequence of sequences of int): The tokens that each request has generated so far.
+    """
+    results: List[Union[Sampled, ServingError]] = []
+    # A NaN counts as the largest: one call tells the greedy tokens, what exp needs and whether a row can be used.
+    for sampler, row, tokens, likeliest in zip(samplers, logits, generated, logits.argmax(axis=1).tolist()):
+        try:
+            results.append(sampler._sample(row, tokens, likeliest))
+        except ServingError as error:
+            results.append(error)
+    return results
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises RequestError if a number is out of the range in which it has a meaning. (NaN is never in range.)"""
+    ranges = (
+        ("temperature", 0.0 <= sampling.temperature < math.inf, "a number of at least 0"),
+        ("top_p", 0.0 <= sampling.top_p <= 1.0, "from 0 to 1"),
+        ("top_k", sampling.top_k >= -1, "a whole number of at least 1, or 0 or -1 for all tokens"),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf, "above 0; 1 is none"),
+        ("presence_penalty", abs(sampling.presence_penalty) < math.inf, "a finite number"),
+        ("frequency_penalty", abs(sampling.frequency_penalty) < math.inf, "a finite number"),
+        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "a whole number of at least 0"),
+    )
+    for name, good, wanted in ranges:
+        if not good:
+            raise RequestError(f"{name} is {getattr(sampling, name)}: it must be {wanted}.")
+
+
+def _named(adapter):
+    return "the base model" if adapter is None else f"adapter {adapter!r}"
