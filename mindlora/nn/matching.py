@@ -36,18 +36,9 @@ class Match(matching.Match):
     """
 
     def __init__(self, adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell], source: str):
-        self.cells, heads, linear = cells, _head_sizes(network), adaptable_linear_types()
+        self.cells = cells
         self._config = LoraConfig(use_dora=adapter.use_dora, use_vera=adapter.use_vera)
-        shapes = {
-            path: CellShape(
-                getattr(cell, "in_channels", None),
-                getattr(cell, "out_channels", None),
-                *heads[id(cell)],
-                linear=isinstance(cell, linear),
-            )
-            for path, cell in cells.items()
-        }
-        super().__init__(adapter, shapes, source)
+        super().__init__(adapter, cell_shapes(network, cells), source)
 
     def part_shapes(self, path: str) -> Dict[str, Shape]:
         cell = self.cells[path]
@@ -92,6 +83,28 @@ class Match(matching.Match):
                 f"set {name} to {found}{_only(wrong, paths, 'alpha_pattern')}, or its effect is "
                 "scaled wrongly."
             )
+
+
+def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellShape]:
+    """Returns what matching needs to know about cells of a network.
+
+    Args:
+        network (nn.Cell): The network.
+        cells (dict): Adapter path -> a cell that has an adapter or can take one.
+
+    Returns:
+        dict, adapter path -> CellShape.
+    """
+    heads, linear = _head_sizes(network), adaptable_linear_types()
+    return {
+        path: CellShape(
+            getattr(cell, "in_channels", None),
+            getattr(cell, "out_channels", None),
+            *heads[id(cell)],
+            linear=isinstance(cell, linear),
+        )
+        for path, cell in cells.items()
+    }
 
 
 def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> None:

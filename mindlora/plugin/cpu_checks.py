@@ -35,8 +35,17 @@ def check_cpu(config: MindFormerConfig) -> None:
         raise ConfigError("context.device_target is CPU, where this YAML cannot run. Set: " + "; ".join(wrong) + ".")
 
 
-def _check_model(model_config) -> Iterator[str]:
-    for key, (needed, reason) in _MODEL.items():
+def check_cpu_serving(model_config: MindFormerConfig) -> None:
+    """Raises ConfigError with everything that must be set differently, unless the model can be served on a CPU."""
+    wrong = list(_check_model(model_config, ("fused_rms_norm",)))
+    if wrong:
+        raise ConfigError(
+            "context.device_target is CPU, where this model cannot be served. Set: " + "; ".join(wrong) + "."
+        )
+
+
+def _check_model(model_config, keys=tuple(_MODEL)) -> Iterator[str]:
+    for key, (needed, reason) in ((key, _MODEL[key]) for key in keys):
         if bool(model_config.get(key, _LLAMA_DEFAULTS[key])) != needed:
             yield f"model.model_config.{key}: {needed} ({reason})"
     for key in _DTYPES:

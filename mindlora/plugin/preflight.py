@@ -53,7 +53,7 @@ def prepare(config: MindFormerConfig) -> None:
         _record_gradient_norms(config)
     packing.check_eval_data(config)
     _move_lora_plus(config)
-    _check_quantized_base(config)
+    check_quantized_base(config)
     run_description.remember_configuration(config)
 
 
@@ -145,7 +145,7 @@ def _record_gradient_norms(config):
         wrapper.setdefault("record_gradient_norms", True)
 
 
-def _check_quantized_base(config):
+def check_quantized_base(config: MindFormerConfig) -> None:
     """Checks that load_checkpoint is quantized if and only if quantize_base is set, and sets its load_ckpt_format."""
     pet_config, path = config.model.model_config.pet_config or {}, config.load_checkpoint
     if not path or not os.path.exists(path):

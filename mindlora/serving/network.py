@@ -65,11 +65,21 @@ def attentions_of(network: nn.Cell) -> Dict[str, nn.Cell]:
     return {path: cell for path, cell in network.cells_and_names() if hasattr(cell, "paged_attention_mgr")}
 
 
-def add_pools(network: nn.Cell, settings: EngineSettings) -> Dict[str, MultiLoRADense]:
-    """Puts a pool of adapters on every linear cell of the layers, in place.
+def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
+    """Returns adapter path -> cell for every linear cell of the layers, quantized or not: all but output heads."""
+    return {
+        adapter_path(cell, path): cell
+        for path, cell in network.cells_and_names()
+        if isinstance(cell, MultiLoRADense.base_types()) and not _HEAD.search(path)
+    }
+
+
+def add_pools(network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSettings) -> Dict[str, MultiLoRADense]:
+    """Puts a pool of adapters on linear cells, in place.
 
     Args:
-        network (nn.Cell): A network of build_network, quantized or not.
+        network (nn.Cell): A network of build_network, its weights loaded.
+        cells (mapping): What linear_cells returned.
         settings (EngineSettings): slots, max_rank and max_tokens_per_step.
 
     Returns:
@@ -78,11 +88,6 @@ def add_pools(network: nn.Cell, settings: EngineSettings) -> Dict[str, MultiLoRA
     slots_of_tokens = Parameter(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
     )
-    cells = {
-        adapter_path(cell, path): cell
-        for path, cell in network.cells_and_names()
-        if isinstance(cell, MultiLoRADense.base_types()) and not _HEAD.search(path)
-    }
     pooled = {
         path: MultiLoRADense.from_cell(cell, path, settings.slots, settings.max_rank, slots_of_tokens)
         for path, cell in cells.items()

@@ -1,0 +1,90 @@
+"""From a YAML to an engine that serves its model."""
+
+import os
+from typing import Mapping, Optional, Sequence
+
+from mindformers.core.context import build_context
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.config import expand_pet_type
+from mindlora.data.tokenizers import load_tokenizer
+from mindlora.errors import ConfigError
+from mindlora.plugin.cpu_checks import check_cpu_serving
+from mindlora.plugin.launcher import build_config
+from mindlora.plugin.pet_config import check_pet_config
+from mindlora.plugin.preflight import check_quantized_base
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import make_engine
+from mindlora.serving.engine import Engine
+from mindlora.serving.settings import EngineSettings
+
+
+def build_engine(
+    config: str,
+    overrides: Sequence[str] = (),
+    tokenizer: Optional[str] = None,
+    registry: Optional[AdapterRegistry] = None,
+    sizes: Optional[Mapping[str, int]] = None,
+    model_name: Optional[str] = None,
+) -> Engine:
+    """Builds the model of a YAML for serving. The YAML that trained an adapter serves it.
+
+    Args:
+        config (str): Path of a MindFormers YAML.
+        overrides (sequence of str): As on mindlora-run's command line: ("--load_checkpoint", "base.ckpt", ...).
+        tokenizer (str): A folder or file: see mindlora.data.tokenizers.load_tokenizer. Default: None, that of the
+            YAML (processor.tokenizer), or one beside the checkpoint.
+        registry (AdapterRegistry): The adapters. Default: None, no adapters.
+        sizes (mapping): Fields of EngineSettings that are not at their defaults. Default: None.
+        model_name (str): What callers name the base. Default: None, the YAML's trainer.model_name.
+
+    Returns:
+        Engine, not started.
+
+    Raises:
+        LoraError: A setting is wrong, or a file cannot be read.
+    """
+    yaml = build_config(["--config", config, "--run_mode", "predict", *overrides])
+    model = yaml.model
+    if not model or not model.model_config:
+        raise ConfigError("The YAML has no model.model_config.")
+    pet_config = model.model_config.pet_config or {}
+    if pet_config:
+        expand_pet_type(pet_config)
+        check_pet_config(pet_config)
+    if yaml.context.device_target == "CPU":
+        check_cpu_serving(model.model_config)
+    if yaml.use_parallel:
+        raise ConfigError("use_parallel is True: mindlora serves on one device. Set use_parallel: False.")
+    settings = EngineSettings(**{"seq_length": model.model_config.seq_length, **(sizes or {})})
+    check_quantized_base(yaml)
+    # The graphs are what is fast.
+    yaml.context.mode = 0
+    found = load_tokenizer(tokenizer or _tokenizer_of(yaml))
+    build_context(yaml)
+    return make_engine(
+        model,
+        yaml.load_checkpoint,
+        found,
+        registry or AdapterRegistry(),
+        settings,
+        quantize=bool(pet_config.get("quantize_base")),
+        quantize_exclude=pet_config.get("quantize_exclude"),
+        model_name=model_name or (yaml.trainer or {}).get("model_name") or "base",
+    )
+
+
+def _tokenizer_of(yaml: MindFormerConfig) -> str:
+    """Returns where the tokenizer of a YAML is."""
+    node = (yaml.processor or {}).get("tokenizer") or {}
+    named = node.get("tokenizer_file") or node.get("vocab_file")
+    if named:
+        return named
+    checkpoint = yaml.load_checkpoint or ""
+    folder = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(os.path.abspath(checkpoint))
+    if any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.json", "tokenizer.model")):
+        return folder
+    raise ConfigError(
+        "The YAML names no tokenizer (processor.tokenizer.tokenizer_file is empty), and there is none beside "
+        "load_checkpoint: give --tokenizer."
+    )
