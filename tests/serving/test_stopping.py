@@ -43,6 +43,9 @@ def test_an_end_token_ends_the_answer_and_is_not_part_of_it(byte_level):
     assert ("".join(pieces), reason, count) == ("the cat", "stop", len(tokens) + 1)
     pieces, reason, _ = answer(byte_level, [*tokens, 2, *word, 3], ends=(2, 3), ignore_eos=True)
     assert ("".join(pieces), reason) == ("the catdog", None)
+    # The request's own end it whatever ignore_eos says.
+    pieces, reason, _ = answer(byte_level, [*tokens, 2, *word], ignore_eos=True, stop_tokens=(word[0], 4))
+    assert ("".join(pieces), reason) == ("the cat", "stop")
 
 
 @pytest.mark.parametrize("room, most, count", [(1000, 3, 3), (2, 1000, 2), (3, 3, 3), (1, 1, 1)])
