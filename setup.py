@@ -70,10 +70,12 @@ setup(
         "plot": ["matplotlib"],
         # MindFormers needs it too; named for a machine that only looks at runs.
         "report": ["jinja2"],
+        "serve": ["fastapi>=0.110", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"],
         "data": ["datasets", "jinja2", "pyarrow", "tokenizers", "transformers"],
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),
             *("datasets", "jinja2", "pyarrow", "tokenizers", "transformers"),
+            *("fastapi>=0.110", "httpx", "openai", "prometheus_client>=0.20", "pydantic>=2.5", "uvicorn>=0.29"),
         ],
     },
     entry_points={"console_scripts": ["mindlora = mindlora.cli:main", "mindlora-run = mindlora.plugin.launcher:main"]},

@@ -12,10 +12,10 @@ import json
 import sys
 from typing import Optional, Sequence
 
-from mindlora.cli import adapters, base, convert, data, doctor, report
+from mindlora.cli import adapters, base, convert, data, doctor, report, serve
 from mindlora.errors import LoraError
 
-_GROUPS = (data, convert, adapters, base, report, doctor)
+_GROUPS = (data, convert, adapters, base, report, doctor, serve)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -1,0 +1,68 @@
+"""The app: routes and the parts around them."""
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from mindlora import __version__
+from mindlora.errors import LoraError
+from mindlora.serving.server import adapters, chat, completions, metrics, models, schemas
+from mindlora.serving.server.auth import KeyCheck
+from mindlora.serving.server.calls import check_ready
+from mindlora.serving.server.context import Context, context_of
+from mindlora.serving.server.errors import answer_error
+from mindlora.serving.server.limits import BodyLimit
+from mindlora.serving.server.request_log import Recorder
+from mindlora.serving.server.settings import ServerSettings
+
+_ERRORS: Any = {status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 413, 429, 503, 504)}
+
+
+def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
+    """Makes the ASGI app that serves an engine.
+
+    Args:
+        engine (Engine): It generates, and is started and stopped elsewhere.
+        settings (ServerSettings): What the operator decided.
+
+    Raises:
+        ConfigError: The file of keys cannot be used.
+    """
+    context = Context(engine, settings)
+    app = FastAPI(title="mindlora", version=__version__, docs_url=None, redoc_url=None)
+    app.state.context = context
+    for kind in (RequestValidationError, HTTPException, LoraError):
+        app.add_exception_handler(kind, answer_error)
+    router = APIRouter(responses=_ERRORS)
+    for part in (models, completions, chat, adapters, metrics):
+        part.add_routes(router)
+    _add_health(router)
+    app.include_router(router)
+    # From the innermost to the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    app.add_middleware(KeyCheck, keys=context.keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    app.add_middleware(Recorder, log=context.log, count=context.metrics.count)
+    return app
+
+
+def _add_health(router: APIRouter) -> None:
+    @router.get("/health", response_class=PlainTextResponse)
+    async def health() -> Response:
+        return PlainTextResponse("ok")
+
+    @router.get("/ready", response_class=PlainTextResponse)
+    async def ready(request: Request) -> Response:
+        check_ready(context_of(request))
+        return PlainTextResponse("ok")

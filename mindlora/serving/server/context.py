@@ -1,0 +1,43 @@
+"""Context: what all handlers of one server share."""
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+
+from mindlora.serving.server.auth import ApiKeys
+from mindlora.serving.server.limits import KeyLimits
+from mindlora.serving.server.logprobs import TokenTexts
+from mindlora.serving.server.metrics import Metrics
+from mindlora.serving.server.models import ModelList
+from mindlora.serving.server.prompts import Prompts
+from mindlora.serving.server.request_log import RequestLog
+from mindlora.serving.server.settings import ServerSettings
+
+
+class Context:
+    """An engine with what the server keeps beside it.
+
+    Args:
+        engine (Engine): It generates.
+        settings (ServerSettings): What the operator decided.
+
+    Attributes:
+        draining (bool): Whether the server is about to stop, and takes no more requests.
+    """
+
+    def __init__(self, engine: Any, settings: ServerSettings):
+        self.engine, self.settings, self.draining = engine, settings, False
+        self.started = int(time.time())
+        self.keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
+        self.limits = KeyLimits(settings.key_requests, settings.key_requests_per_minute)
+        self.models = ModelList(engine, self.started)
+        self.metrics = Metrics(engine, settings.adapter_labels)
+        self.prompts = Prompts(engine, settings)
+        self.texts = TokenTexts(engine.tokenizer)
+        self.log = RequestLog(settings.request_log)
+
+
+def context_of(request: Request) -> Context:
+    """Returns the context of the app that handles a request."""
+    return request.app.state.context

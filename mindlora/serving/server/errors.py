@@ -1,0 +1,114 @@
+"""Errors as OpenAI's API shows them: a status, and {"error": {"message", "type", "param", "code"}}."""
+
+import json
+import logging
+from typing import Any, Dict, Mapping, Optional, Sequence
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mindlora.errors import AdapterError, AdapterNotFoundError, LoraError, QueueFullError, RequestError, ServingError
+
+logger = logging.getLogger("mindlora")
+
+# Nobody reads it: the client is gone. The number is nginx's.
+CLIENT_GONE = 499
+_TYPES = {429: "rate_limit_error", 401: "authentication_error", 403: "permission_error"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+
+
+class ApiError(ServingError):
+    """An answer other than success.
+
+    Args:
+        message (str): What was found, where, and what to do.
+        status (int): HTTP's status.
+        code (str, optional): A word for programs, as OpenAI has them. Default: "invalid_value".
+        param (str, optional): The field of the request that is wrong. Default: None.
+        retry_after (int, optional): Seconds after which another try may succeed. Default: None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        code: str = "invalid_value",
+        param: Optional[str] = None,
+        retry_after: Optional[int] = None,
+    ):
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+    @property
+    def content(self) -> Dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, headers: Optional[Mapping[str, str]] = None) -> Response:
+        """Returns the answer to send."""
+        found = dict(headers or {})
+        if self.retry_after is not None:
+            found["Retry-After"] = str(self.retry_after)
+        if self.status == 401:
+            found["WWW-Authenticate"] = "Bearer"
+        # As ASCII: a message may quote a field's name that no encoding takes.
+        return Response(json.dumps(self.content), self.status, found, "application/json")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Returns what a client is told of an error; one that was not foreseen is written to the log alone."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, AdapterNotFoundError):
+        return ApiError(str(error), 404, "model_not_found", "model")
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), 429, "queue_full", retry_after=1)
+    if isinstance(error, RequestError):
+        return ApiError(str(error), 400, "invalid_value")
+    if isinstance(error, AdapterError):
+        return ApiError(str(error), 400, "adapter_refused", "model")
+    if isinstance(error, LoraError):
+        return ApiError(str(error), 500, "engine_error")
+    logger.error("A request failed.", exc_info=error)
+    return ApiError("The server failed at this request; its log says why.", 500, "internal_error")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answers with an error, and notes it for the request's line in the log."""
+    if isinstance(error, RequestValidationError):
+        found = _invalid(error.errors())
+    elif isinstance(error, HTTPException):
+        found = ApiError(f"{error.detail}: {request.method} {request.url.path}", error.status_code)
+        found.code = _CODES.get(error.status_code, "invalid_body")
+    else:
+        found = as_api_error(error)
+    note_error(request.scope, found)
+    return found.response(getattr(error, "headers", None))
+
+
+def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
+    """Gives the request's record the code of an error as its reason."""
+    record = scope.get("state", {}).get("record")
+    if record is not None:
+        record.reason = error.code
+
+
+def _invalid(errors: Sequence[Any]) -> ApiError:
+    """Returns one of pydantic's errors, in words."""
+    # A field that takes several kinds of value has an error for each: the deepest are of the kind that was meant.
+    depth = max(len(error["loc"]) for error in errors)
+    deepest = [error for error in errors if len(error["loc"]) == depth]
+    first = deepest[0]
+    where = [str(part) for part in first["loc"][1:] if part not in ("str", "int") and not str(part).startswith("list[")]
+    param = ".".join(where) or None
+    if first["type"] == "json_invalid":
+        return ApiError(f"The body is not JSON: {first['ctx']['error']}.", code="invalid_json")
+    if first["type"] == "missing":
+        return ApiError(f"{param or 'The body'} is missing.", code="missing_field", param=param)
+    if param is None:
+        return ApiError("The body must be a JSON object, with Content-Type: application/json.", code="invalid_body")
+    expected = " or ".join(dict.fromkeys(error["msg"].replace("Input should", "should") for error in deepest[:4]))
+    return ApiError(f"{param} is not what it should be: {expected}.", param=param)

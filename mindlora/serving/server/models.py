@@ -1,0 +1,84 @@
+"""/v1/models: the base and its adapters."""
+
+import gzip
+import json
+from typing import Any, List, Optional, Tuple
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mindlora.serving.server import schemas
+
+
+class ModelList:
+    """The models that requests can name; the list is written anew only when it has changed.
+
+    Args:
+        engine (Engine): Has the base and the adapters.
+        created (int): Time to show for all of them, in seconds of the epoch.
+    """
+
+    def __init__(self, engine: Any, created: int):
+        self._engine, self._created = engine, created
+        # The names, and the answer in plain and compressed form: replaced together, as several threads look.
+        self._rendered: Tuple[Optional[List[str]], bytes, bytes] = (None, b"", b"")
+
+    def adapter(self, model: str) -> Optional[str]:
+        """Returns the adapter that a request means by ``model``; None for the base."""
+        return None if model == self._engine.model_name else model
+
+    def check(self, model: str) -> None:
+        """Checks that a model can be named.
+
+        Raises:
+            AdapterNotFoundError: It is neither the base nor a registered adapter.
+        """
+        adapter = self.adapter(model)
+        if adapter is not None:
+            self._engine.adapters.registry.path(adapter)
+
+    def entry(self, model: str) -> schemas.Model:
+        """Returns what is said of a model.
+
+        Raises:
+            AdapterNotFoundError: There is no such model.
+        """
+        self.check(model)
+        return self._entry(model)
+
+    def page(self, zipped: bool) -> bytes:
+        """Returns the list as JSON, perhaps compressed by gzip."""
+        names = self._engine.adapters.names()
+        rendered = self._rendered
+        if names != rendered[0]:
+            entries = [self._entry(name).model_dump() for name in (self._engine.model_name, *names)]
+            plain = json.dumps({"object": "list", "data": entries}).encode()
+            rendered = self._rendered = (names, plain, gzip.compress(plain))
+        return rendered[2] if zipped else rendered[1]
+
+    def _entry(self, name: str) -> schemas.Model:
+        base = self._engine.model_name
+        return schemas.Model(
+            id=name,
+            object="model",
+            created=self._created,
+            owned_by="mindlora",
+            root=name,
+            parent=None if name == base else base,
+            max_model_len=self._engine.seq_length,
+        )
+
+
+def add_routes(router: APIRouter) -> None:
+    """Adds /v1/models and /v1/models/NAME."""
+
+    @router.get("/v1/models", response_model=schemas.ModelPage)
+    def list_models(request: Request) -> Response:
+        zipped = "gzip" in request.headers.get("accept-encoding", "")
+        headers = {"Vary": "Accept-Encoding", **({"Content-Encoding": "gzip"} if zipped else {})}
+        return Response(request.app.state.context.models.page(zipped), 200, headers, "application/json")
+
+    @router.get("/v1/models/{model:path}", response_model=schemas.Model)
+    def show_model(model: str, request: Request) -> schemas.Model:
+        return request.app.state.context.models.entry(model)

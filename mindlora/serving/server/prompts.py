@@ -1,0 +1,88 @@
+"""Prompts: texts and conversations to the tokens that the model gets, within the limits."""
+
+from typing import Any, FrozenSet, List, Optional, Sequence, Union
+
+from mindlora.errors import TokenizerError
+from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
+from mindlora.serving.server.errors import ApiError
+from mindlora.serving.server.schemas import Message
+from mindlora.serving.server.settings import ServerSettings
+
+
+class Prompts:
+    """Makes tokens of what requests hold. Slow for long texts: to be called in a thread.
+
+    Args:
+        engine (Engine): Has the tokenizer and seq_length.
+        settings (ServerSettings): Limits, and the chat template.
+
+    Raises:
+        LoraError: The chat template of the settings cannot be used.
+    """
+
+    def __init__(self, engine: Any, settings: ServerSettings):
+        self._tokenizer, self._seq_length = engine.tokenizer, engine.seq_length
+        self._settings = settings
+        self._chat: Optional[ChatPrompt] = None
+        try:
+            self._chat = make_chat_prompt(engine.tokenizer, settings.chat_template, settings.template)
+        except TokenizerError as error:
+            if settings.chat_template is not None or settings.template is not None:
+                raise
+            self._why_not = str(error)  # completions go without
+
+    @property
+    def ends(self) -> FrozenSet[int]:
+        """Tokens that end the assistant's turn."""
+        return self._chat.ends if self._chat is not None else frozenset()
+
+    def tokens(self, prompt: Union[str, Sequence[int]], add_special_tokens: bool) -> List[int]:
+        """Returns the tokens of a text; token ids stay what they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False))
+
+    def text(self, prompt: Union[str, Sequence[int]]) -> str:
+        """Returns the text of token ids; a text stays what it is."""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(list(prompt))
+
+    def chat(self, messages: Sequence[Message]) -> List[int]:
+        """Returns the tokens of a conversation, with the beginning of the assistant's turn.
+
+        Raises:
+            ApiError: 400, the model has no chat template.
+            RequestError: The messages do not fit into it.
+        """
+        if self._chat is None:
+            raise ApiError(f"This model cannot chat. {self._why_not} Or use /v1/completions.", code="no_chat_template")
+        return self._chat.tokens([message.for_template() for message in messages])
+
+    def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
+        """Returns how many tokens an answer may have.
+
+        Args:
+            tokens (list of int): The prompt.
+            asked (int or None): max_tokens of the request.
+            default (int or None): The same where none was given; None for as many as there is room for.
+
+        Raises:
+            ApiError: 400, the prompt is empty, or prompt or answer are longer than allowed.
+        """
+        count, most, answer = len(tokens), self._settings.max_prompt_tokens, self._settings.max_output_tokens
+        if not count:
+            raise ApiError("The prompt has no tokens.", param="prompt")
+        if most is not None and count > most:
+            raise _too_long(f"The prompt has {count} tokens, and this server takes {most} at most.")
+        if asked is not None and answer is not None and asked > answer:
+            raise ApiError(f"max_tokens is {asked}, and this server allows {answer} at most.", param="max_tokens")
+        left = self._seq_length - count
+        if left < (asked or 1):
+            raise _too_long(
+                f"The model takes {self._seq_length} tokens, prompt and answer together: the prompt has {count}, and "
+                f"max_tokens is {asked or 1}."
+            )
+        return asked or min(value for value in (left, answer, default) if value is not None)
+
+
+def _too_long(message: str) -> ApiError:
+    return ApiError(message, code="context_length_exceeded", param="prompt")

@@ -1,0 +1,119 @@
+"""One line of JSON for each request to the API."""
+
+import dataclasses
+import datetime
+import json
+import logging
+import sys
+import time
+import uuid
+from typing import Any, Callable, List, MutableMapping, Optional, TextIO
+
+from mindlora.serving.server.errors import as_api_error
+
+logger = logging.getLogger("mindlora")
+
+
+@dataclasses.dataclass
+class RequestRecord:
+    """What is noted of a request, and becomes its line. None where it did not come so far.
+
+    Attributes:
+        time (str): When it came, ISO 8601, UTC.
+        id (str): Also in the answer's header X-Request-Id.
+        method (str), path (str): What was asked for.
+        key (str or None): Name of the key.
+        model (str or None): The model that the request names.
+        stream (bool): Whether the answer is streamed.
+        choices (int): Answers that were asked for.
+        prompt_tokens, cached_tokens, generated_tokens (int): Tokens; those of a prompt count once.
+        queue_seconds (float): From its arrival at the engine until its first part was computed.
+        first_token_seconds (float): From its arrival at the engine until the first token was there.
+        seconds (float): From the first byte to the last.
+        status (int or None): HTTP's; None if the client was gone before.
+        reason (str or None): Why it ended: stop, length, or an error's code.
+        prompt (list or None): The prompts, if the operator wants them.
+    """
+
+    time: str
+    id: str
+    method: str
+    path: str
+    key: Optional[str] = None
+    model: Optional[str] = None
+    stream: bool = False
+    choices: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queue_seconds: Optional[float] = None
+    first_token_seconds: Optional[float] = None
+    seconds: float = 0.0
+    status: Optional[int] = None
+    reason: Optional[str] = None
+    prompt: Optional[List[Any]] = None
+
+    def line(self) -> str:
+        """Returns the record as JSON, without what is not known."""
+        known = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in known.items()})
+
+
+class RequestLog:
+    """Where the lines go.
+
+    Args:
+        path (str or None): File to append to; None for standard error.
+    """
+
+    def __init__(self, path: Optional[str]):
+        # Line-buffered: each line is there as soon as its request has ended.
+        self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1) if path else sys.stderr  # noqa: SIM115
+
+    def write(self, record: RequestRecord) -> None:
+        """Appends a record; a disk that is full stops no answers."""
+        try:
+            self._file.write(record.line() + "\n")
+        except OSError as error:
+            logger.error("The request log cannot be written: %s", error)
+
+
+class Recorder:
+    """The outermost part of the app: makes a record of each request, writes it, and answers where all else failed.
+
+    Args:
+        app: The ASGI app behind it.
+        log (RequestLog): Gets the records of the API's paths.
+        count (callable): Called with every record.
+    """
+
+    def __init__(self, app: Any, log: RequestLog, count: Callable[[RequestRecord], None]):
+        self._app, self._log, self._count = app, log, count
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        record = RequestRecord(now, uuid.uuid4().hex, scope["method"], scope["path"])
+        state, began = scope.setdefault("state", {}), time.monotonic()
+        state["record"] = record
+
+        async def noting(message):
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", record.id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            found = as_api_error(error)
+            record.reason = found.code
+            if record.status is None:
+                await found.response()(scope, receive, noting)
+        finally:
+            record.key, record.seconds = state.get("key"), time.monotonic() - began
+            self._count(record)
+            if record.path.startswith("/v1/"):
+                self._log.write(record)

@@ -1,0 +1,120 @@
+"""Runs the server until it is told to stop."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from typing import Any, Callable, Iterator, List, Optional
+
+import uvicorn
+
+from mindlora.errors import ConfigError
+from mindlora.serving.server.app import create_app
+from mindlora.serving.server.settings import ServerSettings
+
+logger = logging.getLogger("mindlora")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# For the last bytes to reach clients once the engine has stopped.
+_LAST_SECONDS = 5
+
+
+def run(engine: Any, settings: ServerSettings, listening: Optional[Callable[[str], None]] = None) -> None:
+    """Serves an engine on HTTP. Returns after SIGTERM or SIGINT, when running requests have ended.
+
+    From the first signal on, new requests are answered with 503, and running ones get settings.grace seconds; a second
+    signal ends those too.
+
+    Args:
+        engine (Engine): Started here, and stopped.
+        settings (ServerSettings): What the operator decided.
+        listening (callable, optional): Called with the server's URL once it takes requests.
+
+    Raises:
+        ConfigError: The address cannot be listened on, or the file of keys cannot be used.
+    """
+    app = create_app(engine, settings)
+    with contextlib.closing(_bind(settings)) as listening_socket:
+        engine.start()
+        try:
+            asyncio.run(_serve(app, settings, listening_socket, listening))
+        finally:
+            engine.stop(grace=0.0)
+
+
+async def _serve(app, settings, listening_socket, listening):
+    listener = _Listener(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+        )
+    )
+    signals = _Signals()
+    serving = asyncio.ensure_future(listener.serve(sockets=[listening_socket]))
+    if listening is not None:
+        listening(_url(listening_socket))
+    await asyncio.wait([serving, signals.first], return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        await _drain(app.state.context, signals.second)
+        listener.should_exit = True
+    await serving
+
+
+async def _drain(context, hurry: "asyncio.Future[None]"):
+    """Takes no more requests, and waits until those that run have ended, or for ``hurry``."""
+    context.draining = True
+    grace = context.settings.grace
+    logger.info("The server stops: running requests have %g seconds.", grace)
+    stopping = asyncio.ensure_future(asyncio.to_thread(context.engine.stop, grace=grace))
+    await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        await asyncio.to_thread(context.engine.stop, grace=0.0)
+        await stopping
+
+
+class _Listener(uvicorn.Server):
+    """uvicorn without its way of taking signals, which is to close the door before running requests are done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class _Signals:
+    """The first and the second signal to stop, as futures."""
+
+    def __init__(self):
+        loop = asyncio.get_running_loop()
+        self.first, self.second = loop.create_future(), loop.create_future()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._take)
+
+    def _take(self):
+        future = self.second if self.first.done() else self.first
+        if not future.done():
+            future.set_result(None)
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    try:
+        found: List[Any] = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, *_, address = found[0]
+        made = socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"The server cannot listen on {settings.host}, port {settings.port}: {error}") from error
+    made.setblocking(False)
+    return made
+
+
+def _url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,254 @@
+"""Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
+
+from typing import Any, Dict, Iterable, List, Literal, Optional, Union
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import Annotated
+
+from mindlora.serving.request import Sampling
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+MAX_LOGPROBS = 20
+
+
+class _Asked(BaseModel):
+    # What is not declared is checked against the tables in fields.py.
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Asked):
+    """Options of a streamed answer."""
+
+    include_usage: Optional[bool] = None
+
+
+class _Generation(_Asked):
+    """What completions and chat completions have in common. null stands for the default everywhere."""
+
+    model: str = Field(max_length=1000, description="the base's name, or an adapter's")
+    max_tokens: Optional[int] = Field(None, ge=1)
+    n: Optional[int] = Field(None, ge=1, description="answers to each prompt")
+    stop: Union[StopText, Annotated[List[StopText], Field(max_length=16)], None] = None
+    stop_token_ids: Optional[List[TokenId]] = Field(None, max_length=64, description="as in vLLM")
+    stream: Optional[bool] = None
+    stream_options: Optional[StreamOptions] = None
+    seed: Optional[int] = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Optional[float] = Field(None, ge=0, le=100)
+    top_p: Optional[float] = Field(None, gt=0, le=1)
+    presence_penalty: Optional[float] = Field(None, ge=-2, le=2)
+    frequency_penalty: Optional[float] = Field(None, ge=-2, le=2)
+    top_k: Optional[int] = Field(None, ge=-1, lt=2**31, description="as in vLLM; 0 or -1 for all")
+    repetition_penalty: Optional[float] = Field(None, gt=0, le=100, description="as in vLLM")
+    ignore_eos: Optional[bool] = Field(None, description="as in vLLM")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _sampling(self, logprobs: Optional[int], ends: Iterable[int] = ()) -> Sampling:
+        names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        seed = None if self.seed is None else self.seed % 2**64
+        stop_tokens = tuple({*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)})
+        top_k = max(self.top_k or 0, 0)
+        return Sampling(top_k=top_k, seed=seed, stop=tuple(stop), stop_tokens=stop_tokens, logprobs=logprobs, **given)
+
+
+class CompletionRequest(_Generation):
+    """Body of /v1/completions."""
+
+    prompt: Union[
+        str,
+        Annotated[List[str], Field(min_length=1)],
+        Annotated[List[TokenId], Field(min_length=1)],
+        Annotated[List[Annotated[List[TokenId], Field(min_length=1)]], Field(min_length=1)],
+    ] = Field(description="a text, token ids, or a list of either")
+    add_special_tokens: Optional[bool] = Field(None, description="as in vLLM: begin texts with the tokenizer's bos")
+    echo: Optional[bool] = Field(None, description="put the prompt before the answer")
+    logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
+
+    def sampling(self, ends: Iterable[int]) -> Sampling:
+        """How to continue the prompts; max_tokens is still to be set. ``ends`` is for chats."""
+        return self._sampling(self.logprobs)
+
+    def prompts(self) -> List[Union[str, List[int]]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class ContentPart(_Asked):
+    """A part of a message: text alone."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Asked):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Union[str, List[ContentPart], None] = None
+    name: Optional[str] = None
+
+    def for_template(self) -> Dict[str, Any]:
+        """The message as mindlora.serving.chat_prompt reads it."""
+        return self.model_dump(include={"role", "content", "name"}, exclude_none=True)
+
+
+class ChatRequest(_Generation):
+    """Body of /v1/chat/completions."""
+
+    messages: List[Message] = Field(min_length=1)
+    max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
+    logprobs: Optional[bool] = None
+    top_logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
+
+    def sampling(self, ends: Iterable[int]) -> Sampling:
+        """How to continue the conversation, up to one of the tokens ``ends``; max_tokens is still to be set."""
+        return self._sampling((self.top_logprobs or 0) if self.logprobs else None, ends)
+
+
+class LoadAdapterRequest(_Asked):
+    """Body of /v1/load_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: Optional[bool] = Field(None, description="replace an adapter of this name")
+
+
+class UnloadAdapterRequest(_Asked):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_int_id: Optional[int] = None
+
+
+class CachedTokens(BaseModel):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request: its prompts, once each, and all its answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(BaseModel):
+    """The tokens of a choice, one entry of each list for each."""
+
+    tokens: List[str]
+    token_logprobs: List[float]
+    top_logprobs: List[Dict[str, float]]
+    text_offset: List[int]
+
+
+class CompletionChoice(BaseModel):
+    """One answer to one prompt, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: Optional[CompletionLogprobs]
+    finish_reason: Optional[str]
+
+
+class Completion(BaseModel):
+    """Answer of /v1/completions; streamed, each chunk of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: List[CompletionChoice]
+    usage: Optional[Usage] = None
+
+
+class TopLogprob(BaseModel):
+    """A token, its text and bytes."""
+
+    token: str
+    logprob: float
+    bytes: Optional[List[int]]
+
+
+class TokenLogprobs(TopLogprob):
+    """A token of the answer, and the likeliest in its place."""
+
+    top_logprobs: List[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The tokens of a choice."""
+
+    content: List[TokenLogprobs]
+
+
+class Answer(BaseModel):
+    """What the assistant says; streamed, what it adds."""
+
+    role: Optional[Literal["assistant"]] = None
+    content: Optional[str] = None
+
+
+class ChatChoice(BaseModel):
+    """One answer to the conversation, in ``message`` or, streamed, in ``delta``."""
+
+    index: int
+    message: Answer = Answer()
+    delta: Answer = Answer()
+    logprobs: Optional[ChatLogprobs]
+    finish_reason: Optional[str]
+
+
+class ChatCompletion(BaseModel):
+    """Answer of /v1/chat/completions; streamed, each chunk of it."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: List[ChatChoice]
+    usage: Optional[Usage] = None
+
+
+class Model(BaseModel):
+    """The base, or an adapter, whose parent is the base."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: Optional[str]
+    max_model_len: int
+
+
+class ModelPage(BaseModel):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: List[Model]
+
+
+class ErrorObject(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: Optional[str]
+    code: Optional[str]
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer other than success."""
+
+    error: ErrorObject

@@ -1,0 +1,92 @@
+"""ServerSettings: where the server listens, who may use it, and how much."""
+
+import dataclasses
+import ipaddress
+from typing import Optional, Tuple
+
+from mindlora.common.fields import check_number
+from mindlora.errors import ConfigError
+
+_AT_LEAST_ONE = ("max_body_bytes", "max_choices", "adapter_labels")
+_ONE_OR_NONE = ("max_prompt_tokens", "max_output_tokens", "key_requests", "key_requests_per_minute")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """What an operator decides.
+
+    Attributes:
+        host (str): Address to listen on. Any other than this machine's own needs keys, or no_auth.
+        port (int): Port; 0 for one that is free.
+        api_key_file (str or None): File of keys, one "name key" a line; None for no keys.
+        no_auth (bool): Serve other machines without keys.
+        cors_origins (tuple of str): Origins of web pages that may use the server; "*" for any.
+        adapters_folder (str or None): The folder of adapters; those loaded at run time must be in it.
+        allow_runtime_loading (bool): Have /v1/load_lora_adapter and /v1/unload_lora_adapter.
+        chat_template (str or None): File with a chat template, instead of the tokenizer's own.
+        template (str or None): Instead of a chat template, the prompt template of instruction data, such as "alpaca".
+        max_body_bytes (int): Bytes of a request's body, at most.
+        max_prompt_tokens (int or None): Tokens of a prompt, at most; None for as many as the model takes.
+        max_output_tokens (int or None): Tokens of an answer, at most; None for as many as the model takes.
+        max_choices (int): Answers that one request may ask for, prompts times n.
+        key_requests (int or None): Requests that one key may have running or waiting; None for any number.
+        key_requests_per_minute (int or None): Requests that one key may send in a minute; None for any number.
+        body_seconds (float): Time in which a request's body must arrive.
+        request_seconds (float): Time in which a request must be answered.
+        grace (float): Seconds that running requests get to finish when the server is told to stop.
+        request_log (str or None): File for one JSON line a request; None for standard error.
+        log_prompts (bool): Write prompts into it.
+        adapter_labels (int): Adapters that have labels of their own in the metrics: the busiest ones.
+
+    Raises:
+        ConfigError: A setting is out of range, or the server would be open to other machines without a key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Optional[str] = None
+    no_auth: bool = False
+    cors_origins: Tuple[str, ...] = ()
+    adapters_folder: Optional[str] = None
+    allow_runtime_loading: bool = False
+    chat_template: Optional[str] = None
+    template: Optional[str] = None
+    max_body_bytes: int = 4 << 20
+    max_prompt_tokens: Optional[int] = None
+    max_output_tokens: Optional[int] = None
+    max_choices: int = 64
+    key_requests: Optional[int] = None
+    key_requests_per_minute: Optional[int] = None
+    body_seconds: float = 30.0
+    request_seconds: float = 600.0
+    grace: float = 30.0
+    request_log: Optional[str] = None
+    log_prompts: bool = False
+    adapter_labels: int = 20
+
+    def __post_init__(self):
+        check_number(self.port, "port", int, lambda value: 0 <= value < 65536, "a port, 0 to 65535")
+        for name in (*_AT_LEAST_ONE, *_ONE_OR_NONE):
+            value = getattr(self, name)
+            if name in _AT_LEAST_ONE or value is not None:
+                check_number(value, name, int, lambda value: value >= 1, "a whole number of at least 1")
+        for name in ("body_seconds", "request_seconds"):
+            check_number(
+                getattr(self, name), name, (int, float), lambda value: value > 0, "a number of seconds above 0"
+            )
+        check_number(self.grace, "grace", (int, float), lambda value: value >= 0, "a number of seconds, 0 or more")
+        if self.api_key_file and self.no_auth:
+            raise ConfigError("--api-key-file and --no-auth were both given: keys are asked for, or they are not.")
+        if not (self.api_key_file or self.no_auth or is_local(self.host)):
+            raise ConfigError(
+                f"--host {self.host} lets other machines in, and no key is asked for: give --api-key-file FILE, or "
+                "--no-auth if anyone who reaches the address may use the server."
+            )
+
+
+def is_local(host: str) -> bool:
+    """Tells whether only this machine reaches an address to listen on."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may stand for any address
+        return False

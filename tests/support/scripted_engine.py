@@ -1,0 +1,114 @@
+"""The engine with a runner that has no model: what it answers is known, and it is as slow or as broken as a test asks.
+
+The base repeats the prompt, an end token behind it, and then the same again. An adapter says its mark first: the text
+in its file adapter_model.bin.
+"""
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+
+import numpy as np
+
+from mindlora.errors import AdapterFormatError
+from mindlora.serving.adapter_memory import AdapterMemory
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.adapter_slots import AdapterSlots
+from mindlora.serving.blocks import BlockPool
+from mindlora.serving.engine import Engine
+from mindlora.serving.scheduler import Scheduler
+from mindlora.serving.stopping import end_tokens
+from tests.support.chat_templates import CHATML, chat_tokenizer
+
+BASE = "tiny-base"
+SEQ_LENGTH = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """An adapter that has been read.
+
+    Attributes:
+        mark (list of int): Tokens that its answers begin with.
+        nbytes (int): Bytes of memory.
+    """
+
+    mark: list
+    nbytes: int = 64
+
+
+class ScriptedRunner:
+    """Stands in for ModelRunner.
+
+    Attributes:
+        delay (float): Seconds that each step takes.
+        error (Exception or None): What each step raises.
+        going (threading.Event): Steps wait while it is cleared.
+        steps (int): Steps so far.
+    """
+
+    def __init__(self, tokenizer):
+        self.vocab_size, self._end = len(tokenizer), tokenizer.eos_token_id
+        self.marks, self.delay, self.error, self.steps = {-1: []}, 0.0, None, 0
+        self.going = threading.Event()
+        self.going.set()
+
+    def warm_up(self):
+        pass
+
+    def forward(self, parts):
+        self.going.wait()
+        time.sleep(self.delay)
+        self.steps += 1
+        if self.error is not None:
+            raise self.error
+        rows = [self._next(part.request) for part in parts if part.samples]
+        logits = np.zeros((len(rows), self.vocab_size), np.float32)
+        logits[np.arange(len(rows)), rows] = 50.0  # nothing else is ever drawn
+        return logits
+
+    def _next(self, request):
+        line = [*self.marks[request.slot], *request.prompt, self._end]
+        return line[len(request.generated) % len(line)]
+
+
+def write_adapter(folder, name, mark="marked "):
+    """Writes an adapter, which says its mark; without a mark it is damaged."""
+    path = os.path.join(folder, name)
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, "adapter_model.bin"), "w", encoding="utf-8") as file:
+        file.write(mark)
+    return path
+
+
+def make_engine(folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=256, block_size=4):
+    """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
+    tokenizer = chat_tokenizer(CHATML)
+    runner = ScriptedRunner(tokenizer)
+
+    def prepare(path):
+        with open(os.path.join(path, "adapter_model.bin"), encoding="utf-8") as file:
+            mark = file.read()
+        if not mark:
+            raise AdapterFormatError(f"{os.path.basename(path)} holds no tensors: copy the adapter again.")
+        return Packed(tokenizer.encode(mark, add_special_tokens=False))
+
+    memory = AdapterMemory(AdapterRegistry(folder), prepare, max_bytes=1 << 20)
+    adapters = AdapterSlots(memory, slots, lambda slot, packed: runner.marks.__setitem__(slot, packed.mark))
+    pool = BlockPool(num_blocks, block_size)
+    scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, SEQ_LENGTH)
+    return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), BASE)
+
+
+@contextlib.contextmanager
+def started(engine):
+    """Runs an engine while the context lasts."""
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.runner.delay, engine.runner.error = 0.0, None
+        engine.runner.going.set()
+        engine.stop()
