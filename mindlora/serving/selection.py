@@ -7,6 +7,8 @@ import numpy as np
 
 # Values whose maxima or sums are looked at first.
 _BLOCK = 128
+# So many tokens are mostly enough for top_p.
+_LIKELY = 128
 # So few candidates are sorted.
 _FEW = 512
 # Halvings of the range in which a border is looked for: more than float32 can tell apart.
@@ -49,32 +51,42 @@ def nucleus(masses: np.ndarray, top_p: float) -> np.ndarray:
     Returns:
         numpy.ndarray: int64, ascending.
     """
-    border, rank = _border(masses, top_p)
-    places = np.flatnonzero(masses >= border)
-    if len(places) > rank:
-        equal = np.flatnonzero(masses[places] == border)
-        places = np.delete(places, equal[rank - len(places) :])
-    return places
+    needed = max(top_p * float(masses.sum(dtype=np.float64)), np.finfo(np.float64).tiny)
+    places = largest(masses, _LIKELY)
+    if float(masses[places].sum(dtype=np.float64)) >= needed:
+        return places[_first(masses[places], needed)]
+    return _first(masses, needed)
 
 
-def _border(masses, top_p) -> Tuple[np.float32, int]:
+def _first(masses, needed):
+    """Returns the places of the fewest largest masses whose sum is ``needed`` or more."""
+    border, rank = _border(masses, needed)
+    kept = masses >= border
+    excess = int(np.count_nonzero(kept)) - rank
+    if excess > 0:
+        kept[np.flatnonzero(masses == border)[-excess:]] = False
+    return np.flatnonzero(kept)
+
+
+def _border(masses, needed) -> Tuple[np.float32, int]:
     """Returns the smallest mass that is kept, and how many are.
 
     The masses above ``low`` are enough, those above ``high`` are not: the range is halved (in the logarithm) until few
     masses lie in it, which are sorted. A pass over all is many times faster than a sort.
     """
-    total = float(masses.sum(dtype=np.float64))
-    needed = max(top_p * total, np.finfo(np.float64).tiny)
-    # Masses below this make up less than 1 - top_p even if all are: the factor is for rounding.
-    low = np.float32(0.999 * max(total - needed, 0.0) / len(masses))
+    # Masses below this are less than what is not needed even if all are: the factor is for rounding.
+    unneeded = float(masses.sum(dtype=np.float64)) - needed
+    low = np.float32(0.999 * max(unneeded, 0.0) / len(masses))
     high, before = masses.max(), 0.0
     many, few = len(masses), 0
+    above, product = np.empty(len(masses), bool), np.empty_like(masses)
     for _ in range(_HALVINGS):
         if many - few <= _FEW:
             break
         middle = np.float32(math.sqrt(float(low) * float(high)))
-        above = masses > middle
-        mass, count = float((masses * above).sum(dtype=np.float64)), int(np.count_nonzero(above))
+        np.greater(masses, middle, out=above)
+        mass = float(np.multiply(masses, above, out=product).sum(dtype=np.float64))
+        count = int(np.count_nonzero(above))
         if mass >= needed:
             low, many = middle, count
         else:

@@ -23,7 +23,13 @@ from peft.tuners.lora import LoraLayer  # noqa: E402
 from peft.tuners.vera import VeraLayer  # noqa: E402
 from peft.utils.loftq_utils import _low_rank_decomposition  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
 from transformers.utils import logging  # noqa: E402
 
 
@@ -255,6 +261,16 @@ def warm_up_rates(count, steps, start):
     return rates
 
 
+def next_probabilities(tokens, settings, path, output):
+    """Saves the probabilities with which transformers draws the next token, from logits in float64."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    config = GenerationConfig(do_sample=True, **{"top_k": 0, **settings})
+    processors = model._get_logits_processor(config, len(tokens), torch.tensor([tokens]), None, LogitsProcessorList())
+    scores = processors(torch.tensor([tokens]), torch.from_numpy(np.load(path)).double()[None])
+    np.save(output, scores.softmax(-1)[0].numpy())
+
+
 VERBS = {
     verb.__name__: verb
     for verb in (
@@ -272,6 +288,7 @@ VERBS = {
         low_rank,
         plateau_rates,
         warm_up_rates,
+        next_probabilities,
     )
 }
 
