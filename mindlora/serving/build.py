@@ -61,10 +61,11 @@ def make_engine(
     # From the base's own cells, before the pools take their places.
     shapes, fingerprint = cell_shapes(network, cells), fingerprints_of(cells)
     pooled = add_pools(network, cells, settings)
-    layout = ServedLayout(shapes, settings.max_rank, _pool_dtype(pooled), fingerprint)
-    runner = ModelRunner(network, pooled, settings)
+    dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
+    layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint)
+    runner = ModelRunner(network, pooled, dtype, settings)
     memory = AdapterMemory(registry, lambda path: prepare(path, layout), settings.adapter_memory)
-    adapters = AdapterSlots(memory, settings.slots, lambda slot, packed: runner.pools.write(slot, packed.blocks))
+    adapters = AdapterSlots(memory, settings.slots, runner.pools.write)
     scheduler = Scheduler(
         BlockPool(settings.block_count, settings.block_size),
         adapters,
@@ -75,7 +76,3 @@ def make_engine(
     )
     ends = end_tokens(tokenizer, network.config.eos_token_id)
     return Engine(runner, scheduler, adapters, tokenizer, ends, model_name)
-
-
-def _pool_dtype(pooled):
-    return _NUMPY[str(next(iter(pooled.values())).dtype)]

@@ -22,22 +22,24 @@ class ModelRunner:
     Args:
         network (nn.Cell): A network of build_network after add_pools, its weights loaded.
         cells (dict): What add_pools returned.
+        dtype (numpy.dtype): That of the pools.
         settings (EngineSettings): Sizes.
 
     Attributes:
         vocab_size (int): Tokens that the network knows.
     """
 
-    def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], settings: EngineSettings):
+    def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], dtype: np.dtype, settings: EngineSettings):
         self.network, self.settings = network, settings
-        self.pools = SlotPools(cells)
+        self.pools = SlotPools(cells, dtype)
         shared = next(iter(cells.values())).slots_of_tokens
         self._steps = {decodes: ServedStep(network, shared, decodes) for decodes in (False, True)}
         self._compiled: Dict[bool, bool] = {}
         self.vocab_size: int = network.config.vocab_size
 
     def warm_up(self) -> None:
-        """Compiles both graphs, and leaves the cache as it was."""
+        """Compiles all graphs, and leaves cache and pools as they were."""
+        self.pools.warm_up()
         one = np.ones(1, np.int32)
         table = np.zeros((1, self.settings.blocks_per_request), np.int32)
         # A token whose key and value go nowhere.
