@@ -94,6 +94,6 @@ class Detokenizer:
         """Returns what of the text of the first ``count`` tokens has not been given, and forgets them."""
         piece = text[self._given :]
         self._first = self._first and not count
-        self._given = 0
+        self._given = max(0, self._given - len(text))
         del self._pending[:count]
         return piece

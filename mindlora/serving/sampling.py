@@ -83,8 +83,8 @@ class Sampler:
         """As sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
         if not math.isfinite(logits[likeliest]):
             raise ServingError(
-                f"The logits of {_named(self.adapter)} are not finite at token {len(generated) + 1} of the answer: "
-                "look for NaN and infinity in its weights (mindlora inspect), or serve in a wider type."
+                f"The logits of {_named(self.adapter)} are not finite at token {len(generated) + 1} of the answer: set "
+                "compute_dtype to bfloat16 or float32, or look for NaN and infinity in the weights."
             )
         penalized = self._penalized(logits, generated)
         if self.greedy:

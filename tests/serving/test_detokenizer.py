@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from mindlora.data import tokenizers
 from mindlora.serving.detokenizer import Detokenizer, TextDecoder
@@ -109,6 +110,26 @@ def test_any_tokens_of_a_byte_level_tokenizer_make_the_text(byte_level, seed):
     random = np.random.default_rng(seed)
     tokens = random.integers(0, len(byte_level) + 3, 200).tolist()
     check(byte_level, [*tokens[:20], *tokenizers.encode(byte_level, "a")], tokens[20:])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tokens_that_hold_parts_of_two_characters_make_the_text(byte_level, seed):
+    content = json.loads(byte_level.backend_tokenizer.to_str())
+    spelled = bytes_to_unicode()
+    parts = [b"a\xf0", b"\x9f\x98", b"\x80\xf0\x9f", b"\x98\x80\xe6", b"\xff", b"\xffb\xf0", b"\xb8\xa9", b"\xb8", b"c"]
+    size = len(content["model"]["vocab"])
+    content["model"]["vocab"].update(
+        {"".join(spelled[byte] for byte in part): size + n for n, part in enumerate(parts)}
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)))
+    random = np.random.default_rng(seed)
+    # Some runs without an end at the end of a character.
+    chosen = random.choice(len(parts) - seed % 2, 150)
+    expected = b"".join(parts[n] for n in chosen).decode("utf-8", "replace")
+    given, rest = pieces(tokenizer, [], [size + int(n) for n in chosen])
+    assert "".join(given) + rest == expected
+    whole = b"".join(parts[n] for n in chosen[:-20]).decode("utf-8", "ignore")
+    assert len("".join(given)) >= len(whole) - 20
 
 
 @pytest.mark.parametrize("seed", range(20))
