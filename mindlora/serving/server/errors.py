@@ -2,7 +2,7 @@
 
 import json
 import logging
-from typing import Any, Dict, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -97,18 +97,36 @@ def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
 
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
-    """Returns one of pydantic's errors, in words."""
-    # A field that takes several kinds of value has an error for each: the deepest are of the kind that was meant.
-    depth = max(len(error["loc"]) for error in errors)
-    deepest = [error for error in errors if len(error["loc"]) == depth]
-    first = deepest[0]
-    where = [str(part) for part in first["loc"][1:] if part not in ("str", "int") and not str(part).startswith("list[")]
-    param = ".".join(where) or None
+    """Returns what pydantic found, in words."""
+    found = _meant(errors)
+    first = found[0]
+    param = _path(first["loc"]) or None
     if first["type"] == "json_invalid":
         return ApiError(f"The body is not JSON: {first['ctx']['error']}.", code="invalid_json")
     if first["type"] == "missing":
         return ApiError(f"{param or 'The body'} is missing.", code="missing_field", param=param)
     if param is None:
         return ApiError("The body must be a JSON object, with Content-Type: application/json.", code="invalid_body")
-    expected = " or ".join(dict.fromkeys(error["msg"].replace("Input should", "should") for error in deepest[:4]))
-    return ApiError(f"{param} is not what it should be: {expected}.", param=param)
+    texts = [error["msg"].removeprefix("Value error, ").replace("Input should", "should") for error in found]
+    return ApiError(f"{param} is not what it should be: {' or '.join(dict.fromkeys(texts))}.", param=param)
+
+
+def _meant(errors: Sequence[Any]) -> List[Any]:
+    """Returns the errors to tell of: a field that takes several kinds of value has some for each kind.
+
+    The deepest are of the kind that was meant, or if there are several, the one with the fewest errors.
+    """
+    depth = max(len(error["loc"]) for error in errors)
+    kinds: Dict[Any, List[Any]] = {}
+    for error in errors:
+        if len(error["loc"]) == depth:
+            kinds.setdefault(error["loc"][:-1], []).append(error)
+    fewest = min(kinds.values(), key=len)
+    return [error for error in fewest if _path(error["loc"]) == _path(fewest[0]["loc"])]
+
+
+def _path(loc: Sequence[Any]) -> str:
+    """Returns the place of an error without the kinds that pydantic names in it, such as list[int]."""
+    kinds = ("str", "int")
+    parts = [part for part in loc[1:] if isinstance(part, int) or (part.isidentifier() and part not in kinds)]
+    return ".".join(map(str, parts))

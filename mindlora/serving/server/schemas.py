@@ -2,13 +2,23 @@
 
 from typing import Any, Dict, Iterable, List, Literal, Optional, Union
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import Annotated
 
 from mindlora.serving.request import Sampling
 
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"valid Unicode, not half of a surrogate pair ({text[error.start]!r})") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
 
@@ -26,7 +36,7 @@ class StreamOptions(_Asked):
 class _Generation(_Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
-    model: str = Field(max_length=1000, description="the base's name, or an adapter's")
+    model: Text = Field(max_length=1000, description="the base's name, or an adapter's")
     max_tokens: Optional[int] = Field(None, ge=1)
     n: Optional[int] = Field(None, ge=1, description="answers to each prompt")
     stop: Union[StopText, Annotated[List[StopText], Field(max_length=16)], None] = None
@@ -61,8 +71,8 @@ class CompletionRequest(_Generation):
     """Body of /v1/completions."""
 
     prompt: Union[
-        str,
-        Annotated[List[str], Field(min_length=1)],
+        Text,
+        Annotated[List[Text], Field(min_length=1)],
         Annotated[List[TokenId], Field(min_length=1)],
         Annotated[List[Annotated[List[TokenId], Field(min_length=1)]], Field(min_length=1)],
     ] = Field(description="a text, token ids, or a list of either")
@@ -85,15 +95,15 @@ class ContentPart(_Asked):
     """A part of a message: text alone."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Asked):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Union[str, List[ContentPart], None] = None
-    name: Optional[str] = None
+    content: Union[Text, List[ContentPart], None] = None
+    name: Optional[Text] = None
 
     def for_template(self) -> Dict[str, Any]:
         """The message as mindlora.serving.chat_prompt reads it."""
@@ -116,15 +126,15 @@ class ChatRequest(_Generation):
 class LoadAdapterRequest(_Asked):
     """Body of /v1/load_lora_adapter."""
 
-    lora_name: str = Field(min_length=1, max_length=256)
-    lora_path: str = Field(min_length=1, max_length=4096)
+    lora_name: Text = Field(min_length=1, max_length=256)
+    lora_path: Text = Field(min_length=1, max_length=4096)
     load_inplace: Optional[bool] = Field(None, description="replace an adapter of this name")
 
 
 class UnloadAdapterRequest(_Asked):
     """Body of /v1/unload_lora_adapter."""
 
-    lora_name: str = Field(min_length=1, max_length=256)
+    lora_name: Text = Field(min_length=1, max_length=256)
     lora_int_id: Optional[int] = None
 
 

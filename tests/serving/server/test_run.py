@@ -1,0 +1,128 @@
+"""The server from its start to the signal that ends it."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from mindlora.errors import ConfigError
+from mindlora.serving.server.run import run
+from mindlora.serving.server.settings import ServerSettings
+from tests.support.scripted_engine import BASE, make_engine
+from tests.support.served_apps import error_of, until
+
+LONG = {"model": BASE, "prompt": "x" * 50, "max_tokens": 200, "ignore_eos": True}
+
+
+def serve(talk, delay=0.0, **settings):
+    """Runs a server here, and ``talk(client, engine)`` in a thread; returns the engine and what talk returned."""
+    engine, results, threads = make_engine(), [], []
+    engine.runner.delay = delay
+
+    def listening(url):
+        def work():
+            with httpx.Client(base_url=url, timeout=20) as client:
+                try:
+                    results.append(talk(client, engine))
+                except BaseException as error:
+                    results.append(error)
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        threads.append(threading.Thread(target=work))
+        threads[0].start()
+
+    run(engine, ServerSettings(port=0, **settings), listening)
+    threads[0].join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return engine, results[0]
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def in_the_background(client, body, answers):
+    thread = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=body)))
+    thread.start()
+    return thread
+
+
+def test_on_sigterm_running_requests_end_and_new_ones_are_told_to_come_again():
+    def talk(client, engine):
+        assert [client.get(path).status_code for path in ("/health", "/ready", "/v1/models")] == [200] * 3
+        answers = []
+        thread = in_the_background(client, LONG, answers)
+        until(lambda: engine.snapshot().running)
+        stop()
+        refused = until(lambda: (answer := client.get("/ready")).status_code == 503 and answer)
+        assert refused.headers["Retry-After"] == "10" and error_of(refused)["code"] == "shutting_down"
+        for fields in ({}, {"stream": True}):
+            refused = client.post("/v1/completions", json={"model": BASE, "prompt": "x", **fields})
+            assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+        assert client.get("/health").status_code == 200
+        thread.join()
+        return answers[0]
+
+    engine, answer = serve(talk, delay=0.003)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 200
+    assert not engine.alive
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_not_ended_after_the_grace_is_ended(stream):
+    def talk(client, engine):
+        answers, begin = [], time.monotonic()
+        thread = in_the_background(client, {**LONG, "stream": stream}, answers)
+        until(lambda: engine.snapshot().running)
+        time.sleep(0.1)
+        stop()
+        thread.join()
+        assert time.monotonic() - begin < 3
+        return answers[0]
+
+    _, answer = serve(talk, delay=0.05, grace=0.2)
+    if stream:
+        assert answer.status_code == 200 and '"code": "shutting_down"' in answer.text
+    else:
+        assert answer.status_code == 503 and error_of(answer)["code"] == "shutting_down"
+
+
+def test_a_second_signal_ends_the_grace():
+    def talk(client, engine):
+        answers, begin = [], time.monotonic()
+        thread = in_the_background(client, LONG, answers)
+        until(lambda: engine.snapshot().running)
+        stop()
+        until(lambda: client.get("/ready").status_code == 503)
+        os.kill(os.getpid(), signal.SIGINT)
+        thread.join()
+        assert time.monotonic() - begin < 5
+        return answers[0].status_code
+
+    assert serve(talk, delay=0.05, grace=100.0)[1] == 503
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_engine_starts():
+    engine = make_engine()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            run(engine, ServerSettings(port=port))
+    assert not engine.alive
+
+
+def test_ready_tells_when_the_engine_has_ended():
+    def talk(client, engine):
+        engine.stop()
+        answers = [client.get("/ready"), client.post("/v1/completions", json={"model": BASE, "prompt": "x"})]
+        assert client.get("/health").status_code == 200
+        stop()
+        return answers
+
+    for answer in serve(talk)[1]:
+        assert answer.status_code == 503 and error_of(answer)["code"] == "not_ready"
