@@ -26,6 +26,7 @@ pytest.register_assert_rewrite(
     "tests.support.plain_networks",
     "tests.support.refusals",
     "tests.support.saved_adapters",
+    "tests.support.served_requests",
     "tests.support.tiny_runs",
 )
 
