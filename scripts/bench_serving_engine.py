@@ -1,0 +1,130 @@
+"""Timing an engine, for bench_serving.py: single steps of its runner, and answers of the whole of it.
+
+A step is ModelRunner.forward. An answer goes through the whole engine: scheduler, network, sampling, text.
+"""
+
+import threading
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+
+import numpy as np
+from bench_serving_model import Files, Size, mindformers_node, prompts
+from mindspore import Parameter, Tensor, nn
+
+from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.serving.engine import Engine
+from mindlora.serving.network import build_network
+from mindlora.serving.request import Lease, Part, Request, Sampling
+from mindlora.serving.runner import ModelRunner
+from mindlora.serving.settings import EngineSettings
+from mindlora.serving.weights import load_base
+
+
+def resident(engine: Engine, names: Sequence[str]) -> Dict[str, Lease]:
+    """Puts adapters into slots of an engine that has not been started, and returns their leases."""
+    leases = {}
+    for name in names:
+        engine.adapters.memory.load(name)
+        engine.adapters.begin_step()
+        leases[name] = engine.adapters.acquire(name)
+        engine.adapters.release(leases[name])
+    return leases
+
+
+def timed_step(runner: ModelRunner, leases: Sequence[Optional[Lease]], context: int, size: Size) -> Callable[[], float]:
+    """Returns a function that runs one decode step, with a request for each lease, and returns its seconds."""
+    parts, blocks = [], runner.settings.blocks_per_request
+    for place, (prompt, lease) in enumerate(zip(prompts(size, len(leases), context), leases)):
+        request = Request(prompt, Sampling(), computed=context - 1, lease=lease)
+        request.blocks = list(range(place * blocks, (place + 1) * blocks))
+        parts.append(Part(request, context - 1, 1))
+
+    def run() -> float:
+        begin = time.perf_counter()
+        runner.forward(parts)
+        return time.perf_counter() - begin
+
+    return run
+
+
+def plain_runner(files: Files, size: Size, settings: EngineSettings) -> ModelRunner:
+    """Returns a runner of MindFormers' network with its own linear cells, in float32."""
+    network = build_network(mindformers_node(size), settings)
+    load_base(network, files.base(size))
+    # A runner asks for one cell with a pool: this one is not part of the network.
+    indices = Parameter(Tensor(np.full(settings.max_tokens_per_step, -1, np.int32)), name="i", requires_grad=False)
+    apart = MultiLoRADense.from_cell(nn.Dense(8, 8, has_bias=False), "apart", 1, 8, indices)
+    return ModelRunner(network, {"apart": apart}, np.dtype("<f4"), settings)
+
+
+class Answers(NamedTuple):
+    """What came of requests that were sent together.
+
+    Attributes:
+        tokens (list of list of int): The answers.
+        times (list of list of float): When each token came, in seconds of time.perf_counter().
+        requests (list of Request): The requests, with times of their own.
+    """
+
+    tokens: List[List[int]]
+    times: List[List[float]]
+    requests: List[Request]
+
+    def seconds_of_a_step(self) -> float:
+        """Returns the mean over the steps in which all requests decoded, which each gave every one of them a token."""
+        begin, end = max(times[0] for times in self.times), min(times[-1] for times in self.times)
+        steps = min(sum(begin < moment <= end for moment in times) for times in self.times)
+        return (end - begin) / steps
+
+
+def answer(
+    engine: Engine,
+    asked: Sequence[Sequence[int]],
+    adapters: Sequence[Optional[str]],
+    counts: Sequence[int],
+    moments: Optional[Sequence[float]] = None,
+) -> Answers:
+    """Has a started engine answer requests greedily, and waits for the answers.
+
+    Args:
+        engine (Engine): The engine.
+        asked (sequence): Prompts.
+        adapters (sequence): The adapter of each; None for the base.
+        counts (sequence of int): Tokens of each answer.
+        moments (sequence of float): When each is sent, in seconds from now. Default: None, at once.
+    """
+    tokens: List[List[int]] = [[] for _ in asked]
+    times: List[List[float]] = [[] for _ in asked]
+    ended, errors, requests = threading.Semaphore(0), [], []
+
+    def listener(place: int) -> Callable[[Any], None]:
+        def take(piece: Any) -> None:
+            if piece.tokens:
+                times[place].append(time.perf_counter())
+                tokens[place].extend(piece.tokens)
+            if piece.error:
+                errors.append(piece.error)
+            if piece.finish_reason:
+                ended.release()
+
+        return take
+
+    start = time.perf_counter()
+    for place, (prompt, adapter, count) in enumerate(zip(asked, adapters, counts)):
+        if moments is not None:
+            time.sleep(max(0.0, start + moments[place] - time.perf_counter()))
+        stream = engine.submit(prompt, Sampling(max_tokens=count, temperature=0.0, ignore_eos=True), adapter)
+        stream.add_listener(listener(place))
+        requests.append(stream.request)
+    for _ in asked:
+        ended.acquire()
+    if errors:
+        raise errors[0]
+    return Answers(tokens, times, requests)
+
+
+def timed_answers(
+    engine: Engine, asked: Sequence[Sequence[int]], adapters: Sequence[Optional[str]], count: int
+) -> Callable[[], float]:
+    """Returns a function that has the engine answer, and returns the seconds of a step."""
+    return lambda: answer(engine, asked, adapters, [count] * len(asked)).seconds_of_a_step()

@@ -1,0 +1,281 @@
+"""What the parts of bench_serving.py share: a random Llama with adapters in files, engines on it, and tables."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import statistics
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+from bench_common import AGAIN, BASE, WARM_UP, spread
+from safetensors.numpy import save_file
+
+from mindlora.adapters import files
+from mindlora.adapters.adapter import Adapter
+from mindlora.base.quantize import quantize_checkpoint
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.build import make_engine
+from mindlora.serving.engine import Engine
+from mindlora.serving.settings import EngineSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The size of a Llama, and how much is measured on it."""
+
+    width: int = 1024
+    intermediate: int = 2752
+    heads: int = 16
+    layers: int = 4
+    vocabulary: int = 32000
+    contexts: Tuple[int, ...] = (128, 512)
+    rounds: int = 40
+
+    def wider(self) -> "Size":
+        """Returns the same with twice the width, with heads of the same size."""
+        return dataclasses.replace(self, width=2 * self.width, intermediate=2 * self.intermediate, heads=2 * self.heads)
+
+    def cells(self) -> Dict[str, Tuple[int, int]]:
+        """Returns name -> [out, in] of the linear cells of a layer."""
+        square, up = (self.width, self.width), (self.intermediate, self.width)
+        own = {f"attention.{name}": square for name in ("wq", "wk", "wv", "wo")}
+        return {**own, "feed_forward.w1": up, "feed_forward.w2": up[::-1], "feed_forward.w3": up}
+
+    def __str__(self):
+        return (
+            f"Llama {self.width} wide (intermediate {self.intermediate}, {self.heads} heads, vocabulary "
+            f"{self.vocabulary}), {self.layers} layers"
+        )
+
+
+FULL = Size()
+QUICK = Size(256, 688, 4, 2, 2048, (32,), 6)
+# Names of the linear cells in a Hugging Face checkpoint.
+_HUGGING_FACE = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+
+
+class Files:
+    """Checkpoints and adapters in a folder, each made when it is asked for.
+
+    Args:
+        folder (str): Where; it exists.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def base(self, size: Size) -> str:
+        """Returns a folder with a random model in Hugging Face's form, in float32."""
+        path = os.path.join(self.folder, f"base-{size.width}")
+        if os.path.exists(path):
+            return path
+        os.makedirs(path)
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int) -> np.ndarray:
+            values = rng.standard_normal(shape, np.float32)
+            values *= 0.02
+            return values
+
+        tensors = {"model.embed_tokens.weight": normal(size.vocabulary, size.width)}
+        for layer in range(size.layers):
+            place = f"model.layers.{layer}."
+            tensors.update({f"{place}{_HUGGING_FACE[name]}.weight": normal(*sh) for name, sh in size.cells().items()})
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"{place}{norm}.weight"] = np.ones(size.width, np.float32)
+        tensors["model.norm.weight"] = np.ones(size.width, np.float32)
+        tensors["lm_head.weight"] = normal(size.vocabulary, size.width)
+        save_file(tensors, os.path.join(path, "model.safetensors"), {"format": "pt"})
+        with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(_hugging_face_config(size), file)
+        return path
+
+    def nf4(self, size: Size) -> str:
+        """Returns the same model with its linear cells in NF4."""
+        path = os.path.join(self.folder, f"nf4-{size.width}.safetensors")
+        if not os.path.exists(path):
+            quantize_checkpoint(self.base(size), path)
+        return path
+
+    def adapters(self, size: Size, ranks: Dict[str, int]) -> Dict[str, str]:
+        """Returns name -> PEFT folder of a random adapter of that rank on all linear cells."""
+        paths = {name: os.path.join(self.folder, f"adapters-{size.width}", name) for name in ranks}
+        for name, path in paths.items():
+            if not os.path.exists(path):
+                files.write(random_adapter(size, ranks[name], name), path)
+        return paths
+
+    def engine(self, size: Size, registry: Optional[AdapterRegistry] = None, nf4: bool = False, **sizes: int) -> Engine:
+        """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as of EngineSettings."""
+        checkpoint = self.nf4(size) if nf4 else self.base(size)
+        settings = EngineSettings(**{"seq_length": max(size.contexts) + 128, "max_running": 8, "slots": 1, **sizes})
+        return make_engine(
+            mindformers_node(size), checkpoint, tokenizer(size), registry or AdapterRegistry(), settings, quantize=nf4
+        )
+
+
+def random_adapter(size: Size, rank: int, name: str) -> Adapter:
+    """Returns an adapter that changes what a cell computes by about a tenth to a third."""
+    rng = np.random.default_rng(list(name.encode()))
+    tensors, alphas = {}, {}
+    for layer, (cell, (rows, columns)) in itertools.product(range(size.layers), size.cells().items()):
+        path = f"model.layers.{layer}.{cell}"
+        tensors[path, "A"] = rng.standard_normal((rank, columns), np.float32) / np.float32(columns**0.5)
+        tensors[path, "B"] = rng.standard_normal((rows, rank), np.float32) * np.float32(0.1 / rank**0.5)
+        alphas[path] = float(rank)
+    return Adapter(tensors, alphas)
+
+
+def tokenizer(size: Size) -> Any:
+    """Returns a tokenizer with as many words as the model has tokens, so that answers are made into text."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{place}": place for place in range(3, size.vocabulary)}
+    words.update({"<unk>": 0, "<s>": 1, "</s>": 2})
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def prompts(size: Size, count: int, length: int, seed: int = 0) -> List[List[int]]:
+    """Returns random prompts."""
+    return np.random.default_rng([seed, length]).integers(3, size.vocabulary, (count, length)).tolist()
+
+
+def popularity(shape: str, count: int, adapters: Sequence[str], seed: int = 0) -> List[str]:
+    """Returns the adapters of ``count`` requests: identical, distinct, uniform or zipf (the n-th with weight 1 / n)."""
+    rng = np.random.default_rng(seed)
+    if shape == "identical":
+        return [adapters[0]] * count
+    if shape == "distinct":
+        return [adapters[place % len(adapters)] for place in range(count)]
+    weights = 1.0 / np.arange(1, len(adapters) + 1) if shape == "zipf" else np.ones(len(adapters))
+    return [adapters[place] for place in rng.choice(len(adapters), count, p=weights / weights.sum())]
+
+
+SHAPES = ("identical", "distinct", "uniform", "zipf")
+
+
+class Ratio(NamedTuple):
+    """Seconds of a side over those of another one; or, of tokens/s, the inverse.
+
+    Attributes:
+        side, base (str): The sides.
+        goal (str): What it should be, as text.
+        tokens (bool): Whether it is of tokens/s.
+    """
+
+    side: str
+    base: str
+    goal: str = ""
+    tokens: bool = False
+
+
+def compare(
+    title: str, sides: Dict[str, Callable[[], float]], rounds: int, batch: int, ratios: Dict[str, Ratio], remark: str
+) -> Dict[str, Any]:
+    """Returns a table of sides that took turns; each call returns the seconds of a step of ``batch`` tokens.
+
+    A ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides of a
+    round alike. The order of the sides is drawn for each round, so that no side always follows the same other one.
+    """
+    seconds: Dict[str, List[float]] = {side: [] for side in sides}
+    chosen = random.Random(0)
+    for number in range(WARM_UP + rounds):
+        for side in chosen.sample(list(sides), len(sides)):
+            taken = sides[side]()
+            if number >= WARM_UP:
+                seconds[side].append(taken)
+    if AGAIN in sides:
+        ratios = {f"{AGAIN} / {BASE}": Ratio(AGAIN, BASE, "noise"), **ratios}
+    return {
+        "title": title,
+        "remark": remark,
+        "seconds": {side: spread(times) for side, times in seconds.items()},
+        "tokens_per_second": {side: batch / statistics.median(times) for side, times in seconds.items()},
+        "ratios": {
+            name: {"value": _median_ratio(seconds, ratio), "goal": ratio.goal} for name, ratio in ratios.items()
+        },
+    }
+
+
+def _median_ratio(seconds, ratio):
+    above, below = (ratio.base, ratio.side) if ratio.tokens else (ratio.side, ratio.base)
+    return statistics.median(a / b for a, b in zip(seconds[above], seconds[below]))
+
+
+def text(table: Dict[str, Any]) -> str:
+    """Returns a table of ``compare`` as text."""
+    lines = [table["title"], f"{'milliseconds of a step':<48}{'median':>9}{'quartiles':>19}{'min':>9}{'tokens/s':>10}"]
+    for side, figures in table["seconds"].items():
+        low, high, least = (1e3 * figures[name] for name in ("lower_quartile", "upper_quartile", "min"))
+        lines.append(
+            f"{side:<48}{1e3 * figures['median']:>9.3f}{low:>10.3f}{high:>9.3f}{least:>9.3f}"
+            f"{table['tokens_per_second'][side]:>10.1f}"
+        )
+    return "\n".join(lines + ratio_lines(table["ratios"]) + ([f"({table['remark']})"] if table["remark"] else []))
+
+
+def ratio_lines(ratios: Dict[str, Dict[str, Any]]) -> List[str]:
+    """Returns a line for each figure with its goal."""
+    return [
+        f"{name:<76}{figure['value']:>10.3f}" + (f"  ({figure['goal']})" if figure["goal"] else "")
+        for name, figure in ratios.items()
+    ]
+
+
+def _hugging_face_config(size):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": size.width,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+
+
+def mindformers_node(size: Size) -> Dict[str, Any]:
+    """Returns the node ``model`` of a YAML."""
+    config = {
+        "type": "LlamaConfig",
+        "seq_length": 4096,
+        "hidden_size": size.width,
+        "intermediate_size": size.intermediate,
+        "num_layers": size.layers,
+        "num_heads": size.heads,
+        "vocab_size": size.vocabulary,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "compute_dtype": "float32",
+        "layernorm_compute_type": "float32",
+        "softmax_compute_type": "float32",
+        "rotary_dtype": "float32",
+        "param_init_type": "float32",
+        "fused_rms_norm": False,
+        "use_rope_slice": True,
+    }
+    return {"model_config": config, "arch": {"type": "LlamaForCausalLM"}}
