@@ -10,7 +10,7 @@ from mindlora.errors import AdapterError, AdapterFormatError, AdapterNotFoundErr
 from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from tests.support.refusals import part, refused
-from tests.support.served_adapters import Packed, Reader, put, settled
+from tests.support.served_adapters import SECONDS, Packed, Reader, put, settled, until
 
 
 @pytest.fixture
@@ -91,10 +91,12 @@ def test_the_least_recently_used_make_room(made):
     for name in "acb":
         arrive(memory, name)
         memory.take(name)
-    arrive(memory, "a", "d")
+    memory.take("a")
+    arrive(memory, "d")
     assert values(memory, "abcd") == [0, 1, None, 3]
-    arrive(memory, "e")
-    assert values(memory, "abcde") == [0, None, None, 3, 4]
+    memory.take("d")
+    arrive(memory, "b", "e")
+    assert values(memory, "abcde") == [None, 1, None, 3, 4]
     assert memory.stats().counts.evictions == 2 and memory.stats().adapters["c"].evictions == 1
     assert memory.stats().nbytes == 30
 
@@ -121,6 +123,30 @@ def test_what_a_slot_waits_for_is_read_first(made):
     reader.gate.set()
     settled(memory)
     assert reader.reads == ["a", "e", "f", "b", "c", "d"]
+
+
+def test_of_several_threads_one_reads_an_adapter(made):
+    gates, reads = {name: threading.Semaphore(0) for name in "abcd"}, []
+
+    def read(path):
+        reads.append(path[-1])
+        assert gates[path[-1]].acquire(timeout=SECONDS)
+        return Packed(1)
+
+    memory, _ = made(read=read, threads=2)
+    for name in "abcd":
+        memory.prefetch(name)
+    until(lambda: reads == ["a", "b"] or reads == ["b", "a"])
+    # Now c is in both queues.
+    memory.take("c")
+    gates["a"].release()
+    until(lambda: reads[2:] == ["c"])
+    gates["b"].release()
+    until(lambda: reads[3:] == ["d"])
+    gates["c"].release()
+    gates["d"].release()
+    settled(memory)
+    assert sorted(reads) == ["a", "b", "c", "d"] and memory.stats().resident == 4
 
 
 def test_what_a_slot_holds_need_not_be_in_memory(made):
@@ -291,6 +317,27 @@ def test_what_is_forgotten_is_read_anew(made):
     reader.gate.set()
     settled(memory)
     assert reader.reads == ["a"] * 3 and memory.take("a").version > version and memory.stats().nbytes == 10
+
+
+def test_who_waits_for_an_adapter_hears_that_it_is_gone(made):
+    memory, reader = made()
+    reader.gate.clear()
+    memory.prefetch("b")
+    reader.wait()
+    ended = []
+
+    def wait():
+        with pytest.raises(AdapterNotFoundError):
+            memory.load("a")
+        ended.append(True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: "a" in memory._entries and memory._entries["a"].load == "urgent")
+    memory.registry.unregister("a")
+    memory.forget("a")
+    waiting.join(SECONDS)
+    assert ended
 
 
 def test_adapters_that_come_and_go_leave_nothing_behind(tmp_path):
