@@ -15,8 +15,9 @@ from mindlora.serving.adapter_stamp import Stamp, stamp_of
 
 logger = logging.getLogger("mindlora")
 
-# How often files that change while they are read are read again at once.
-_ATTEMPTS = 3
+# How often files are read if a request sees newer ones meanwhile, and the seconds before each try if they change while
+# they are read.
+_ATTEMPTS, _PAUSES = 3, (0.0, 0.005, 0.02)
 
 
 class Loaded(NamedTuple):
@@ -291,25 +292,27 @@ class AdapterMemory:
 
     def _read(self, name: str) -> Tuple[Optional[Stamp], Any, Optional[LoraError]]:
         """Returns the stamp of the files that were read, and what prepare made of them or why it could not."""
-        path, stamp, packed, error = name, None, None, None
+        path, stamp = name, None
         try:
             path = self.registry.path(name)
-            for _ in range(_ATTEMPTS):
-                stamp, packed, error = stamp_of(path), None, None
+            for pause in _PAUSES:
+                time.sleep(pause)
+                packed, error, stamp = None, None, stamp_of(path)
                 try:
                     packed = self._prepare(path)
                     self._check_size(packed, path)
                 except LoraError as problem:
                     error = problem
+                # Else it may be half of one adapter and half of another.
                 if stamp_of(path) == stamp:
-                    break
+                    return stamp, packed, error
+            raise AdapterFormatError(f"{path} changes while it is read. Send the request again once it has been saved.")
         except LoraError as problem:
-            error = problem
+            return stamp, None, problem
         except Exception as problem:
             # Whatever it is, it concerns this adapter alone; the others go on.
             logger.exception("%s: an adapter could not be read.", path)
-            error = AdapterFormatError(f"{path} cannot be read: {type(problem).__name__}: {problem}.")
-        return stamp, packed, error
+            return stamp, None, AdapterFormatError(f"{path} cannot be read: {type(problem).__name__}: {problem}.")
 
     def _check_size(self, packed: Any, path: str) -> None:
         if packed.nbytes > self._max_bytes:

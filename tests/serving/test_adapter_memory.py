@@ -269,6 +269,19 @@ def test_files_that_change_while_they_are_read_are_read_again(made, tmp_path):
     assert reader.reads == ["a", "a"] and memory.take("a").packed.value == 20
 
 
+def test_files_that_never_stay_the_same_are_not_served(made, tmp_path):
+    def read(path):
+        put(tmp_path, "a", len(reads))
+        reads.append(path)
+        return Packed(1)
+
+    reads = []
+    memory, _ = made(read=read)
+    words = f"{tmp_path / 'a'} changes while it is read. Send the request again once it has been saved."
+    refused(AdapterFormatError, words, memory.load, "a")
+    assert 3 <= len(reads) <= 9 and memory.stats().nbytes == 0
+
+
 def test_a_request_that_saw_newer_files_gets_them(made, tmp_path, monkeypatch):
     memory, reader = made()
     from mindlora.serving import adapter_memory
