@@ -29,12 +29,14 @@ OP_TYPES = {
     "multi_lora_linear": "MultiLoraLinear",
     "multi_lora_slot_write": "MultiLoraSlotWrite",
     "nf4_linear": "Nf4Linear",
+    "rms_norm": "RmsNorm",
     "rotary_embedding": "RotaryEmbedding",
     "kv_cache_write": "KvCacheWrite",
     "paged_attention": "PagedAttention",
 }
 # Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
+    "rms_norm": "RmsNorm",
     "rotary_embedding": "ApplyRotaryPosEmb",
     "kv_cache_write": "ReshapeAndCache",
     "paged_attention": "PagedAttention",

@@ -59,10 +59,16 @@ class MultiLoraDelta(OperatorCell):
         check_fixed_dtypes(self.op, self.path, INDEX_NAMES, given, INDEX_DTYPES)
         if self.path == "cpu":
             return self.kernel(y0, x, pool, ranks, scales, indices)
-        shape, x = x.shape[:-1] + (y0.shape[-1],), ops.reshape(x, (-1, x.shape[-1]))
+        return self.without_library(y0, x, pool, ranks, scales, indices)
+
+    def without_library(
+        self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor
+    ) -> Tensor:
+        """The same on the other paths. On the composed one y0 may have a wider dtype than x, and so has the result."""
+        shape, x = x.shape[:-1] + (y0.shape[-1],), ops.reshape(self.wide(x), (-1, x.shape[-1]))
         indices = ops.slice(indices, (0,), (x.shape[0],))
         multiply = self.kernel if self.path == "ascend" else self.composed
-        return ops.reshape(multiply(y0, x, pool, ranks, scales, indices), shape)
+        return ops.cast(ops.reshape(multiply(y0, x, pool, ranks, scales, indices), shape), y0.dtype)
 
     def composed(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
@@ -81,7 +87,7 @@ class MultiLoraDelta(OperatorCell):
         delta = ops.squeeze(self.batch(ops.swapaxes(low, 1, 2), bt), 1)
         y0_wide = self.wide(y0)
         y = self.where(indices >= 0, y0_wide + delta, y0_wide)
-        return ops.cast(self.where(indices >= slots, ops.full_like(y, float("nan")), y), y0.dtype)
+        return self.where(indices >= slots, ops.full_like(y, float("nan")), y)
 
     def where(self, rows: Tensor, y: Tensor, otherwise: Tensor) -> Tensor:
         """The rows of y where ``rows`` is True, and those of ``otherwise`` elsewhere."""

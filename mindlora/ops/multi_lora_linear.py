@@ -68,9 +68,9 @@ class MultiLoraLinear(OperatorCell):
         bias: Optional[Tensor] = None,
     ) -> Tensor:
         """The equation with MatMul, and multi_lora_delta on its own path."""
-        y0 = self.products.times_transposed(ops.reshape(x, (-1, x.shape[-1])), w)
+        y0 = self.products.times_transposed(ops.reshape(self.products.wide(x), (-1, x.shape[-1])), w)
         y0 = y0 if bias is None else y0 + self.products.wide(bias)
-        return self.delta(ops.cast(y0, x.dtype), x, pool, ranks, scales, indices)
+        return ops.cast(self.delta.without_library(y0, x, pool, ranks, scales, indices), x.dtype)
 
     def bprop(
         self,

@@ -11,7 +11,7 @@ from mindspore.common.initializer import initializer
 from mindlora.errors import ConfigError
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.tree import adapter_path, replace_children
-from mindlora.serving.cpu_attention import use_cpu_attention
+from mindlora.serving.cpu_operators import use_cpu_operators
 from mindlora.serving.settings import EngineSettings
 
 # An output head, which is no target of all-linear either.
@@ -49,20 +49,16 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell
         num_blocks=settings.block_count,
     )
     network = build(node)
-    attentions = attentions_of(network)
-    if not attentions or not hasattr(network, "lm_head"):
+    if not any(hasattr(cell, "paged_attention_mgr") for _, cell in network.cells_and_names()) or not hasattr(
+        network, "lm_head"
+    ):
         raise ConfigError(
             f"model.model_config.type is {config.get('type')}: its attention has no paged cache that mindlora can "
             "drive. MindFormers' LlamaConfig can be served."
         )
     if ms.get_context("device_target") == "CPU":
-        use_cpu_attention(attentions.values())
+        use_cpu_operators(network)
     return network.set_train(False)
-
-
-def attentions_of(network: nn.Cell) -> Dict[str, nn.Cell]:
-    """Returns path -> InferAttention cell, one for each layer."""
-    return {path: cell for path, cell in network.cells_and_names() if hasattr(cell, "paged_attention_mgr")}
 
 
 def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
@@ -126,6 +122,8 @@ class ServedStep(nn.Cell):
         # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
         self.no_mask = Tensor([[0.0]], mstype.float32)
         self.set_train(False)
+        # By these names MindSpore knows that a step is always the same graph, and does not look at all cells again.
+        self.phase = "increment" if decodes else "prefill"
         self.set_inputs(
             Tensor(shape=[None, None], dtype=mstype.int32),
             Tensor(shape=[None], dtype=mstype.int32),

@@ -51,6 +51,8 @@ class _WriteAll(nn.Cell):
         super().__init__(auto_prefix=False)
         self.cells_with_pools = nn.CellList(cells, auto_prefix=False)
         self.write = MultiLoraSlotWrite()
+        # As in ServedStep: always the same graph.
+        self.phase = "prefill"
         self.set_inputs(
             Tensor(shape=[1], dtype=mstype.int32),
             Tensor(shape=[len(cells)], dtype=mstype.float32),

@@ -105,20 +105,6 @@ public:
         CheckLoraRank(At(pool, 1));
     }
 
-    // The last dimension of input i, and how many rows of it there are: the product of the others. -1 if not known.
-    int64_t Last(int i) const { return RankKnown(i) && ndims_[i] > 0 ? shapes_[i][ndims_[i] - 1] : -1; }
-
-    int64_t Rows(int i) const
-    {
-        if (!RankKnown(i)) return -1;
-        int64_t rows = 1;
-        for (int axis = 0; axis + 1 < ndims_[i]; ++axis) {
-            if (shapes_[i][axis] < 0) return -1;
-            rows *= shapes_[i][axis];
-        }
-        return rows;
-    }
-
     // The shape of input i with another last dimension.
     std::vector<int64_t> OfWithLast(int i, int64_t last) const
     {

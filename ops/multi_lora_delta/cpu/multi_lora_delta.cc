@@ -18,9 +18,9 @@ enum { kY0, kX, kPool, kRanks, kScales, kIndices, kY };
 void Check(const Shapes& s)
 {
     s.CheckPool(kPool, kRanks, kScales);
-    s.CheckSame("the number of tokens", s.Rows(kY0), s.Rows(kX));
-    s.CheckEnough(kIndices, "indices", s.Rows(kX));
-    if (s.Last(kX) >= 0 && s.Last(kY0) >= 0) s.CheckSame("K + N", s.Last(kX) + s.Last(kY0), s.At(kPool, 2));
+    s.CheckSame("the number of tokens", s.Tokens(kY0), s.Tokens(kX));
+    s.CheckEnough(kIndices, "indices", s.Tokens(kX));
+    if (s.Width(kX) >= 0 && s.Width(kY0) >= 0) s.CheckSame("K + N", s.Width(kX) + s.Width(kY0), s.At(kPool, 2));
 }
 
 }  // namespace
@@ -30,7 +30,7 @@ MINDLORA_EXPORT std::vector<int64_t> MultiLoraDeltaInferShape(int* ndims, int64_
 {
     const mindlora::Shapes s(mindlora::kOp, ndims, shapes);
     mindlora::Check(s);
-    return s.OfWithLast(mindlora::kX, s.Last(mindlora::kY0));
+    return s.OfWithLast(mindlora::kX, s.Width(mindlora::kY0));
 }
 
 MINDLORA_EXPORT int MultiLoraDeltaInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kY0]; }
@@ -45,7 +45,7 @@ MINDLORA_EXPORT int MultiLoraDelta(int, void** data, int* ndims, int64_t** shape
     CheckDtype(kOp, "ranks", dtypes[kRanks], "int32");
     CheckDtype(kOp, "scales", dtypes[kScales], "float32");
     CheckDtype(kOp, "indices", dtypes[kIndices], "int32");
-    const int64_t tokens = s.Rows(kX), in = s.Last(kX), out = s.Last(kY0), max_rank = s.At(kPool, 1);
+    const int64_t tokens = s.Tokens(kX), in = s.Width(kX), out = s.Width(kY0), max_rank = s.At(kPool, 1);
     const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
     const auto* indices = static_cast<const int32_t*>(data[kIndices]);
     const std::vector<int64_t> order = SortedBySlot(kOp, indices, ranks, tokens, s.At(kPool, 0), max_rank);

@@ -23,8 +23,8 @@ void Check(const Shapes& s)
     s.CheckRank(kW, "W", 2);
     s.CheckPool(kPool, kRanks, kScales);
     s.CheckRank(kIndices, "indices", 1);
-    s.CheckSame("K", s.Last(kX), s.At(kW, 1));
-    s.CheckEnough(kIndices, "indices", s.Rows(kX));
+    s.CheckSame("K", s.Width(kX), s.At(kW, 1));
+    s.CheckEnough(kIndices, "indices", s.Tokens(kX));
     if (s.At(kW, 1) >= 0 && s.At(kW, 0) >= 0) s.CheckSame("K + N", s.At(kW, 1) + s.At(kW, 0), s.At(kPool, 2));
 }
 
@@ -58,7 +58,7 @@ MINDLORA_EXPORT int MultiLoraLinear(
         s.CheckSame("N", s.At(kW, 0), s.At(kBias, 0));
         CheckDtype(kOp, "bias", dtypes[kBias], dtypes[kX]);
     }
-    const int64_t tokens = s.Rows(kX), max_rank = s.At(kPool, 1);
+    const int64_t tokens = s.Tokens(kX), max_rank = s.At(kPool, 1);
     const auto* ranks = static_cast<const int32_t*>(data[kRanks]);
     const auto* indices = static_cast<const int32_t*>(data[kIndices]);
     const std::vector<int64_t> order = SortedBySlot(kOp, indices, ranks, tokens, s.At(kPool, 0), max_rank);
