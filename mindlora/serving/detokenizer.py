@@ -1,6 +1,6 @@
 """Detokenizer: the text of an answer, token by token, each piece final when it is given."""
 
-from typing import Any, List, Sequence
+from typing import Any, FrozenSet, List, Sequence
 
 from mindlora.data import tokenizers
 
@@ -8,6 +8,12 @@ from mindlora.data import tokenizers
 REPLACEMENT = "\ufffd"
 # After so many tokens without a whole character, the bytes are not becoming one.
 _LONGEST = 16
+
+
+def special_tokens(tokenizer: Any) -> FrozenSet[int]:
+    """Returns the tokens that are no text: those that the tokenizer has a use for, and others added as special."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids) | {place for place, token in added if token.special}
 
 
 class TextDecoder:
@@ -21,8 +27,7 @@ class TextDecoder:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = frozenset(tokenizer.all_special_ids) | {place for place, token in added if token.special}
+        self._special = special_tokens(tokenizer)
         self._size = tokenizers.vocabulary_size(tokenizer)
         # Decoded behind this, a token keeps the space that decoders take from the first one.
         self._before = tokenizers.encode(tokenizer, "a")

@@ -5,7 +5,7 @@ from typing import Any, FrozenSet, Iterable, List, Optional, Sequence, Tuple, Un
 
 from mindlora.data import tokenizers
 from mindlora.errors import RequestError
-from mindlora.serving.detokenizer import Detokenizer
+from mindlora.serving.detokenizer import Detokenizer, special_tokens
 from mindlora.serving.request import Sampling
 
 logger = logging.getLogger("mindlora")
@@ -20,9 +20,7 @@ def end_tokens(tokenizer: Any, configured: Union[int, Sequence[int], None] = Non
             this tokenizer is left out with a warning: MindFormers' default, 2, is a character in many vocabularies.
     """
     given = [configured] if isinstance(configured, int) else list(configured or [])
-    added = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = added | set(tokenizer.all_special_ids)
-    size = tokenizers.vocabulary_size(tokenizer)
+    special, size = special_tokens(tokenizer), tokenizers.vocabulary_size(tokenizer)
     for token in given:
         if token not in special and 0 <= token < size:
             logger.warning(

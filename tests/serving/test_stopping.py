@@ -4,6 +4,7 @@ import logging
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from mindlora.data import tokenizers
 from mindlora.errors import RequestError
@@ -144,6 +145,9 @@ def test_the_end_tokens_are_those_of_tokenizer_and_configuration(byte_level, cap
     tokenizer = chat_tokenizer(None)
     marker = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end_tokens(tokenizer, [marker, 2]) == {2, marker}
+    tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)])
+    reserved = tokenizer.convert_tokens_to_ids("<|reserved|>")
+    assert end_tokens(tokenizer, reserved) == {2, reserved}
     tokenizer.eos_token = None
     assert end_tokens(tokenizer, (marker,)) == {marker}
     assert end_tokens(tokenizer) == frozenset()
