@@ -9,47 +9,17 @@ from mindlora.errors import BackendError
 from mindlora.ops import multi_lora_delta
 from tests.support.native import DTYPES, assert_near, call, normal, tensor, values
 from tests.support.op_paths import PATHS
+from tests.support.pooled_adapters import KINDS, MAX_RANK, SLOTS, TRUE_RANKS, pooled, popularity
 
-K, N, SLOTS, MAX_RANK = 37, 53, 7, 64
-TRUE_RANKS = np.int32([1, 8, 13, 16, 64, 0, 33])
-
-
-def popularity(kind, tokens, slots=SLOTS, seed=0):
-    """Which adapter each row uses: the patterns of Punica's benchmarks, and some rows without one."""
-    rng = np.random.default_rng([seed, tokens])
-    if kind == "identical":
-        return np.full(tokens, 2, np.int32)
-    if kind == "distinct":
-        return (np.arange(tokens) % slots).astype(np.int32)
-    if kind == "uniform":
-        return rng.integers(0, slots, tokens).astype(np.int32)
-    if kind == "zipf":
-        return np.minimum(rng.zipf(1.5, tokens) - 1, slots - 1).astype(np.int32)
-    if kind == "skewed":  # all but one row in four use the adapter of the greatest rank
-        return np.where(rng.random(tokens) < 0.75, 4, rng.integers(0, slots, tokens)).astype(np.int32)
-    if kind == "segments":  # rows of one request are adjacent
-        return np.sort(rng.integers(0, slots, tokens)).astype(np.int32)
-    if kind == "skipped":
-        uniform, negative = rng.integers(0, slots, tokens), -1 - rng.integers(0, 9, tokens)
-        return np.where(rng.random(tokens) < 0.5, negative, uniform).astype(np.int32)
-    return np.full(tokens, -1, np.int32)
-
-
-KINDS = ("identical", "distinct", "uniform", "zipf", "skewed", "segments", "skipped", "none")
+K, N = 37, 53
 
 
 def case(tokens, kind, dtype="float32", k=K, n=N, ranks=TRUE_RANKS, max_rank=MAX_RANK):
-    """The six inputs. The pool beyond the true ranks is NaN, which must not enter any sum."""
-    pool = normal(len(ranks), max_rank, k + n, seed=3, dtype=dtype)
-    for block, rank in zip(pool, ranks):
-        block[rank:] = np.nan
-    scales = np.linspace(-1, 1.5, len(ranks)).astype(np.float32)
+    """The six inputs."""
     return [
         normal(tokens, n, seed=1, dtype=dtype),
         normal(tokens, k, seed=2, dtype=dtype),
-        pool,
-        ranks,
-        scales,
+        *pooled(k + n, ranks, max_rank, dtype),
         popularity(kind, tokens, len(ranks)),
     ]
 
@@ -112,6 +82,26 @@ def test_every_pattern_through_mindspore(mode, path, reference, dtype):
 def test_fixed_shapes(mode, path, reference):
     inputs = case(9, "skipped")
     assert_near(values(Net()(*tensors("float32", inputs))), reference.multi_lora_delta(*inputs), "float32", TERMS)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (1, 5), (2, 1, 3), ()])
+def test_all_axes_of_x_but_the_last_are_tokens(mode, path, reference, shape):
+    y0, x, *pool, indices = case(int(np.prod(shape)), "uniform")
+    expected = reference.multi_lora_delta(y0, x, *pool, indices).reshape(*shape, N)
+    y = Net()(*tensors("float32", [y0, x.reshape(*shape, K), *pool, indices]))
+    assert_near(values(y), expected, "float32", TERMS)
+
+
+def test_indices_after_the_tokens_are_not_looked_at(mode, path, reference):
+    """A server keeps one Parameter, as long as its largest step; tokens come and go."""
+    net, (y0, x, *pool, indices) = Net(), case(5, "uniform")
+    longer = np.append(indices, np.int32([SLOTS, 10**9, -1]))
+    shapes = [Tensor(shape=[None, N], dtype=ms.float32), Tensor(shape=[1, None, K], dtype=ms.float32)]
+    net.set_inputs(*shapes, *tensors("float32", [y0, x, *pool, longer])[2:])
+    for tokens in (5, 1, 3):
+        inputs = [y0[:tokens], x[None, :tokens], *pool, longer]
+        expected = reference.multi_lora_delta(y0[:tokens], x[:tokens], *pool, indices[:tokens])
+        assert_near(values(net(*tensors("float32", inputs)))[0], expected, "float32", TERMS)
 
 
 def test_rows_without_an_adapter_stay_bit_for_bit(mode, path):
