@@ -83,7 +83,7 @@ def write_adapter(folder, name, mark="marked "):
     return path
 
 
-def make_engine(folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=256, block_size=4):
+def make_engine(folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=256, block_size=4, name=BASE):
     """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
     tokenizer = chat_tokenizer(CHATML)
     runner = ScriptedRunner(tokenizer)
@@ -99,7 +99,7 @@ def make_engine(folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=
     adapters = AdapterSlots(memory, slots, lambda slot, packed: runner.marks.__setitem__(slot, packed.mark))
     pool = BlockPool(num_blocks, block_size)
     scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, SEQ_LENGTH)
-    return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), BASE)
+    return Engine(runner, scheduler, adapters, tokenizer, end_tokens(tokenizer), name)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,6 @@ def check(body: Body, table: Any, context: Context, prompts: int) -> None:
             f"{context.settings.max_choices} at most.",
             param="n",
         )
-    context.models.check(body.model)
 
 
 async def answer(
@@ -73,6 +72,7 @@ async def answer(
     context = context_of(request)
 
     def asked():
+        context.models.check(body.model)
         prompts, sampling = prepare(context), body.sampling(context.prompts.ends)
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room) for room in rooms]

@@ -29,14 +29,16 @@ class ModelList:
         return None if model == self._engine.model_name else model
 
     def check(self, model: str) -> None:
-        """Checks that a model can be named.
+        """Checks that a model can be named. Looks at the disk now and then, so it is called in a thread.
 
         Raises:
             AdapterNotFoundError: It is neither the base nor a registered adapter.
         """
         adapter = self.adapter(model)
         if adapter is not None:
-            self._engine.adapters.registry.path(adapter)
+            registry = self._engine.adapters.registry
+            registry.refresh()
+            registry.path(adapter)
 
     def entry(self, model: str) -> schemas.Model:
         """Returns what is said of a model.

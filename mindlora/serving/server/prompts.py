@@ -24,10 +24,11 @@ class Prompts:
         self._tokenizer, self._seq_length = engine.tokenizer, engine.seq_length
         self._settings = settings
         self._chat: Optional[ChatPrompt] = None
+        form = None if settings.template == "chat" else settings.template
         try:
-            self._chat = make_chat_prompt(engine.tokenizer, settings.chat_template, settings.template)
+            self._chat = make_chat_prompt(engine.tokenizer, settings.chat_template, form)
         except TokenizerError as error:
-            if settings.chat_template is not None or settings.template is not None:
+            if settings.chat_template or settings.template:
                 raise
             self._why_not = str(error)  # completions go without
 

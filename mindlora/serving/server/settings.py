@@ -21,7 +21,6 @@ class ServerSettings:
         api_key_file (str or None): File of keys, one "name key" a line; None for no keys.
         no_auth (bool): Serve other machines without keys.
         cors_origins (tuple of str): Origins of web pages that may use the server; "*" for any.
-        adapters_folder (str or None): The folder of adapters; those loaded at run time must be in it.
         allow_runtime_loading (bool): Have /v1/load_lora_adapter and /v1/unload_lora_adapter.
         chat_template (str or None): File with a chat template, instead of the tokenizer's own.
         template (str or None): Instead of a chat template, the prompt template of instruction data, such as "alpaca".
@@ -47,7 +46,6 @@ class ServerSettings:
     api_key_file: Optional[str] = None
     no_auth: bool = False
     cors_origins: Tuple[str, ...] = ()
-    adapters_folder: Optional[str] = None
     allow_runtime_loading: bool = False
     chat_template: Optional[str] = None
     template: Optional[str] = None

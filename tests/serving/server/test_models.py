@@ -9,7 +9,7 @@ import pytest
 
 from mindlora.serving.server import schemas
 from tests.support.scripted_engine import BASE, make_engine, started, write_adapter
-from tests.support.served_apps import ask, complete, error_of, make_app
+from tests.support.served_apps import ask, complete, error_of, make_app, until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -88,6 +88,19 @@ def test_an_adapter_can_be_replaced(app, folder):
     assert answer.status_code == 400 and "already" in error_of(answer)["message"]
     assert ask(app, LOAD, {**taken, "load_inplace": True}).status_code == 200
     assert complete(app, model="pirate").json()["choices"][0]["text"] == "Dear Sir, hello cats"
+
+
+def test_a_new_folder_can_be_used_within_a_second(app, folder):
+    assert complete(app, model="formal").status_code == 404
+    write_adapter(folder, "formal", "Dear Sir, ")
+    until(lambda: complete(app, model="formal").status_code == 200, 3)
+    assert "formal" in names(app)
+
+
+def test_an_adapter_that_is_replaced_on_disk_is_read_again(app, folder):
+    assert complete(app, model="pirate").json()["choices"][0]["text"] == "Arr, hello cats"
+    write_adapter(folder, "pirate", "Ahoy, ")
+    assert complete(app, model="pirate").json()["choices"][0]["text"] == "Ahoy, hello cats"
 
 
 def test_a_damaged_adapter_is_not_loaded(app, folder):

@@ -1,0 +1,74 @@
+"""docs/serving.md: its curl lines work, its codes and metrics are those of the server."""
+
+import os
+import re
+import subprocess
+
+import pytest
+
+from mindlora.serving.server.settings import ServerSettings
+from tests.conftest import ROOT
+from tests.support.scripted_engine import make_engine, started, write_adapter
+from tests.support.served_apps import ask, complete, live, make_app
+
+with open(os.path.join(ROOT, "docs", "serving.md"), encoding="utf-8") as file:
+    DOCUMENT = file.read()
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCUMENT, re.M | re.S)
+COMMANDS = [line for block in BLOCKS for line in re.split(r"\n(?=curl)", block.strip())]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ("support", "sql"):
+        write_adapter(folder, name, f"{name}: ")
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("anyone sk-example\n")
+    with started(make_engine(str(folder), name="llama2_7b")) as engine:
+        apps = [make_app(engine, allow_runtime_loading=True), make_app(engine, api_key_file=str(keys))]
+        with live(apps[0]) as free, live(apps[1]) as guarded:
+            yield {False: free, True: guarded}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_curl_line_works(server, command):
+    assert "http://127.0.0.1:8000/" in command
+    command = command.replace("http://127.0.0.1:8000", server["Bearer" in command])
+    command = re.sub("^curl ", "curl --silent --show-error --fail ", command)
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20)
+    assert run.returncode == 0 and run.stdout, run.stderr
+
+
+def test_there_are_curl_lines():
+    assert len(COMMANDS) == 10 and any("stream" in command for command in COMMANDS)
+
+
+def test_every_code_is_in_the_table():
+    folder = os.path.join(ROOT, "mindlora", "serving", "server")
+    source = ""
+    for name in os.listdir(folder):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                source += file.read()
+    table = DOCUMENT.partition("| status | code |")[2].partition("\n\n")[0]
+    documented = set(re.findall("`([a-z_]+)`", table)) - {"load_lora", "param"}
+    assert len(documented) > 20 and all(f'"{code}"' in source for code in documented)
+    used = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'[45]\d\d, "([a-z_]+)"', source))
+    assert used - {"internal_error"} <= documented
+
+
+def test_the_metrics_exist(running):
+    app = make_app(running)
+    complete(app)
+    shown = ask(app, "/metrics").text
+    named = set(re.findall(r"`(mindlora_\w+)", DOCUMENT))
+    assert len(named) > 20
+    assert not [name for name in named if not re.search(rf"^{name}(_bucket)?[ {{]", shown, re.M)]
+
+
+def test_the_defaults_are_those_of_the_settings():
+    settings = ServerSettings()
+    rows = dict(re.findall(r"^\| `--(max-choices|request-seconds)` \| (\d+) \|", DOCUMENT, re.M))
+    assert rows == {"max-choices": str(settings.max_choices), "request-seconds": f"{settings.request_seconds:.0f}"}
+    assert f"the busiest {settings.adapter_labels} models" in DOCUMENT and settings.max_body_bytes == 4 << 20
+    assert f"more than {settings.body_seconds:.0f} s" in DOCUMENT and f"seconds ({settings.grace:.0f})" in DOCUMENT
