@@ -93,13 +93,17 @@ class AdapterRegistry:
             with contextlib.suppress(OSError):
                 self._list(self.folder)
 
-    def register(self, name: str, path: str, restricted: bool = True) -> None:
+    def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> Optional[str]:
         """Adds an adapter while the server runs.
 
         Args:
             name (str): Its name.
             path (str): A folder or file; relative to the registry's folder if there is one.
             restricted (bool): Whether the path must be in the registry's folder, links followed. Default: True.
+            replace (bool): Whether the name may be taken. Default: False.
+
+        Returns:
+            str or None: The path that had the name before.
 
         Raises:
             RequestError: The name is taken, empty or holds control characters, or the path is not allowed or holds
@@ -111,11 +115,12 @@ class AdapterRegistry:
             raise RequestError(str(error)) from error
         found = self._allowed(path) if restricted else os.path.abspath(path)
         with self._lock:
-            if name in self._paths:
+            before = self._paths.get(name)
+            if before is not None and not replace:
                 raise RequestError(f"There is an adapter {shown(name)} already: unload it first, or use another name.")
-            self._hidden.discard(name)
             self._given[name] = found
             self._merge()
+        return before
 
     def unregister(self, name: str) -> None:
         """Removes a name; a subfolder of that name stays hidden until the name is registered again.

@@ -170,24 +170,28 @@ class AdapterSlots:
         """Returns the names of all registered adapters in order."""
         return self.registry.names()
 
-    def register(self, name: str, path: str, restricted: bool = True) -> None:
-        """Adds an adapter and waits until it has been read and checked; if it cannot be used, it is not added.
+    def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> None:
+        """Adds an adapter and waits until it has been read and checked; if it cannot be used, all is as it was.
 
         Args:
             name (str): Its name.
             path (str): A folder or file; see AdapterRegistry.register.
             restricted (bool): Whether the path must be in the registry's folder. Default: True.
+            replace (bool): Whether the name may be taken. New requests then get the new adapter, and those that run
+                keep the old one. Default: False.
 
         Raises:
             RequestError: The name is taken, or the path is not allowed.
             LoraError: The adapter cannot be used.
         """
-        self.registry.register(name, path, restricted)
-        self.memory.forget(name)
+        before = self.registry.register(name, path, restricted, replace)
         try:
             self.memory.load(name)
         except BaseException:
-            self.unregister(name)
+            if before is None:
+                self.unregister(name)
+            else:
+                self.registry.register(name, before, restricted=False, replace=True)
             raise
 
     def unregister(self, name: str) -> None:

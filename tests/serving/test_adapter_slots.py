@@ -276,6 +276,21 @@ def test_an_adapter_that_cannot_be_used_is_not_registered(made, tmp_path):
     assert pools.values[lease(slots, "a").slot] == 0
 
 
+def test_an_adapter_is_replaced_in_place_or_stays(made, tmp_path):
+    slots, pools, _ = made()
+    put(tmp_path / "a", "new", 80)
+    put(tmp_path / "a", "bad", 1, end="")
+    old = lease(slots, "a")
+    slots.register("a", "a/new", replace=True)
+    new = lease(slots, "a")
+    assert (pools.values[old.slot], pools.values[new.slot]) == (0, 80) and slots.names() == list("abcdef")
+    slots.release(old)
+    refused(TruncatedAdapterError, part("is truncated."), slots.register, "a", "a/bad", replace=True)
+    assert pools.values[lease(slots, "a").slot] == 80
+    slots.register("g", "a/new", replace=True)
+    assert slots.names() == list("abcdefg")
+
+
 def test_a_folder_that_is_gone_is_a_404_for_new_requests(made, tmp_path):
     seconds = itertools.count(step=2)
     slots, pools, _ = made(clock=lambda: next(seconds))

@@ -19,10 +19,7 @@ def add_routes(router: APIRouter) -> None:
         context, name = context_of(request), body.lora_name
         if name == context.engine.model_name:
             raise ApiError(f"{name} is the base's name: give the adapter another.", param="lora_name")
-        adapters = context.engine.adapters
-        if body.load_inplace and name in adapters.registry:
-            adapters.unregister(name)
-        adapters.register(name, body.lora_path)
+        context.engine.adapters.register(name, body.lora_path, replace=bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
