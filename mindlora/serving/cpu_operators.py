@@ -84,4 +84,6 @@ def use_cpu_operators(network: nn.Cell) -> None:
             cell.paged_attention_mgr.reshape_and_cache = KvCacheWrite()
             cell.paged_attention_mgr.paged_attention = CpuPagedAttention()
         elif hasattr(cell, "rms_norm"):
+            name = cell.weight.name
             cell.rms_norm = CpuRmsNorm(cell)
+            cell.weight.name = name  # a cell that is put into another gives its parameters new names
