@@ -46,8 +46,7 @@ public:
     void CheckTokens(int i, const char* name) const
     {
         if (RankKnown(i) && ndims_[i] != 2 && ndims_[i] != 3) {
-            Refuse(op_,
-                std::string(name) + " has " + std::to_string(ndims_[i]) + " dimensions: it must have 2 or 3.");
+            Refuse(op_, std::string(name) + " has " + std::to_string(ndims_[i]) + " dimensions: it must have 2 or 3.");
         }
     }
 

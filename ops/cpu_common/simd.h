@@ -2,6 +2,7 @@
 // Included by for_each_isa.h, once in the namespace of each instruction set: no include guard, no includes.
 
 #define MINDLORA_INLINE static inline __attribute__((always_inline))
+#define MINDLORA_MEMBER inline __attribute__((always_inline))
 
 constexpr int kWidth = MINDLORA_WIDTH;
 // The products hold kRows x kVectors accumulators: as many as fit in the registers.

@@ -1,5 +1,4 @@
 // The kernels of nf4_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
-#define MINDLORA_MEMBER inline __attribute__((always_inline))
 #include "nf4_linear/cpu/nf4_decode.h"
 
 // Few tokens: every weight is decoded in registers and used there.

@@ -5,7 +5,7 @@
 
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
-#include "paged_attention/cpu/sequences.h"
+#include "paged_attention/cpu/plan.h"
 #define MINDLORA_KERNEL "paged_attention/cpu/paged_attention_kernel.h"
 #include "cpu_common/for_each_isa.h"
 
@@ -63,11 +63,13 @@ MINDLORA_EXPORT int PagedAttention(int, void** data, int* ndims, int64_t** shape
     const std::vector<Sequence> sequences = Sequences(kOp, static_cast<const int32_t*>(data[kTables]), s.At(kTables, 1),
         static_cast<const int32_t*>(data[kContexts]), static_cast<const int32_t*>(data[kQueries]), s.At(kTables, 0),
         s.At(kKeyCache, 0), shape.block_size, s.Tokens(kQuery));
+    const int threads = omp_get_max_threads();
+    const AttentionPlan plan = MakePlan(shape, sequences, threads);
     WithElement(kOp, dtypes[kQuery], [&](auto element) {
         using T = decltype(element);
-        MINDLORA_DISPATCH(PagedAttention, shape, static_cast<const T*>(data[kQuery]),
-            static_cast<const T*>(data[kKeyCache]), static_cast<const T*>(data[kValueCache]), sequences,
-            omp_get_max_threads(), static_cast<T*>(data[kY]));
+        MINDLORA_DISPATCH(PagedAttention, shape, plan, static_cast<const T*>(data[kQuery]),
+            static_cast<const T*>(data[kKeyCache]), static_cast<const T*>(data[kValueCache]), threads,
+            static_cast<T*>(data[kY]));
     });
     return 0;
 }

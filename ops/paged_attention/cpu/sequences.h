@@ -18,6 +18,14 @@ struct AttentionShape {
     {
         return ((table[j / block_size] * block_size + j % block_size) * kv_heads + kv_head) * size;
     }
+
+    // Where in the queries and in the output row `r` of the h-th head of a task is.
+    template <class Task>
+    int64_t RowAt(const Task& task, int64_t h, int64_t r) const
+    {
+        const int64_t token = task.sequence->first + task.query + r / group;
+        return ((token * kv_heads + task.head + h) * group + r % group) * size;
+    }
 };
 
 struct Sequence {
@@ -26,8 +34,8 @@ struct Sequence {
 };
 
 // Refuses a sequence with wrong lengths or blocks. `place` says which one.
-inline void CheckSequence(const char* op, const Sequence& s, const std::string& place, int64_t max_blocks,
-    int64_t blocks, int64_t block_size)
+inline void CheckSequence(
+    const char* op, const Sequence& s, const std::string& place, int64_t max_blocks, int64_t blocks, int64_t block_size)
 {
     const std::string queries = std::to_string(s.queries), context = std::to_string(s.context);
     if (s.queries < 0) Refuse(op, "query_lengths has " + queries + " for " + place + ": it must be 0 or more.");
@@ -44,8 +52,8 @@ inline void CheckSequence(const char* op, const Sequence& s, const std::string& 
     for (int64_t i = 0; i * block_size < s.context; ++i) {
         if (s.table[i] < 0 || s.table[i] >= blocks) {
             Refuse(op,
-                "block_tables has block " + std::to_string(s.table[i]) + " at " + std::to_string(i) + " for " +
-                    place + ": the cache has " + std::to_string(blocks) + ".");
+                "block_tables has block " + std::to_string(s.table[i]) + " at " + std::to_string(i) + " for " + place +
+                    ": the cache has " + std::to_string(blocks) + ".");
         }
     }
 }
@@ -64,8 +72,8 @@ inline std::vector<Sequence> Sequences(const char* op, const int32_t* tables, in
         sequences.push_back(s);
     }
     if (rows != tokens) {
-        Refuse(op,
-            "query_lengths sum to " + std::to_string(rows) + ": query has " + std::to_string(tokens) + " tokens.");
+        Refuse(
+            op, "query_lengths sum to " + std::to_string(rows) + ": query has " + std::to_string(tokens) + " tokens.");
     }
     return sequences;
 }
