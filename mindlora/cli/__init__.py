@@ -1,8 +1,8 @@
 """The command ``mindlora VERB``: one module for each group of verbs, each with a table VERBS.
 
 What a verb needs is imported inside its function, so that help and usage errors are printed at once. A verb returns its
-report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs. If the report has an
-``exit_code``, it becomes the exit code of the command.
+report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs; None if it has printed
+everything itself, to ``arguments.stdout``. If the report has an ``exit_code``, it becomes the exit code of the command.
 """
 
 import argparse
@@ -12,10 +12,11 @@ import json
 import sys
 from typing import Optional, Sequence
 
-from mindlora.cli import adapters, base, convert, data, doctor, report, serve
+from mindlora.cli import adapters, base, chat, convert, data, doctor, generate, report, serve
+from mindlora.cli.engine_options import split_overrides
 from mindlora.errors import LoraError
 
-_GROUPS = (data, convert, adapters, base, report, doctor, serve)
+_GROUPS = (data, convert, adapters, base, report, doctor, generate, chat, serve)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -24,7 +25,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     Args:
         argv (sequence of str): The arguments. Default: None, those of this process.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
+    arguments.stdout = sys.stdout
     try:
         # MindFormers logs to stdout, but only the report may go there.
         with contextlib.redirect_stdout(sys.stderr):
@@ -32,8 +34,24 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except (LoraError, OSError) as error:
         print(f"mindlora: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("mindlora: interrupted", file=sys.stderr)
+        return 130
+    if report is None:
+        return 0
     print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report)
     return getattr(report, "exit_code", 0)
+
+
+def _parse(argv):
+    """Returns the arguments; ``--a.b.c VALUE`` goes to the ``overrides`` of the verbs that take a YAML."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and hasattr(arguments, "overrides"):
+        arguments.overrides, rest = split_overrides(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
 
 
 def _parser():

@@ -1,0 +1,198 @@
+"""mindlora generate: answers of a base and its adapters to prompts."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
+
+from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
+from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
+from mindlora.cli.terminal import loaded_engine, say, start
+from mindlora.cli.verb import Verb, add_command
+from mindlora.errors import ConfigError, DataError, RequestError
+
+if TYPE_CHECKING:
+    from mindlora.serving.answer import Answer, Figures
+    from mindlora.serving.engine import Engine
+    from mindlora.serving.prompt_form import PromptForm
+    from mindlora.serving.request import Sampling
+
+MAX_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateReport:
+    """The answers to all prompts.
+
+    Attributes:
+        model (str): The base's name.
+        template (str): What prompts became.
+        answers (tuple of Answer): In the order of the prompts; for each prompt the base first, if it is asked, then the
+            adapters as they were named.
+        figures (Figures): What they took.
+    """
+
+    model: str
+    template: str
+    answers: Tuple["Answer", ...]
+    figures: "Figures"
+
+    @property
+    def exit_code(self) -> int:
+        """1 if there is a prompt without an answer."""
+        return int(any(answer.error for answer in self.answers))
+
+    def __str__(self) -> str:
+        if len(self.answers) == 1:
+            return _told(self.answers[0])
+        adapters = len({answer.adapter for answer in self.answers})
+        lines: List[str] = []
+        for place, answer in enumerate(self.answers):
+            if place % adapters == 0:
+                lines += ["", f"> {answer.prompt}"] if lines else [f"> {answer.prompt}"]
+            mark = f"[{answer.adapter or 'base'}] " if adapters > 1 else ""
+            lines.append(mark + _told(answer))
+        return "\n".join(lines)
+
+
+def _told(answer):
+    return f"{answer.text}(no answer: {answer.error})" if answer.error else answer.text
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "mindlora generate --config YAML [--adapter A] [--prompt TEXT] [more options: --help]"
+    parser.description += " docs/generate.md explains everything."
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="what to answer; may be given repeatedly"
+    )
+    parser.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="prompts, one a line, or a list of texts in a file that ends in .json; - for lines from standard input. "
+        "Without --prompt and --prompts-file, all of standard input is one prompt",
+    )
+    parser.add_argument("--base", action="store_true", help="let the base answer too, to compare with --adapter")
+    add_engine_options(parser)
+    add_prompt_options(parser, "chat if the tokenizer has a chat template, else none")
+    add_sampling_options(parser, 0.0, f"{MAX_TOKENS}, or as many as the window has room for")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, of the N likeliest tokens too"
+    )
+    add_size_options(
+        parser,
+        {"slots": "the adapters named", "max-running": "all requests, at most 32", "max-waiting": "all requests"},
+    )
+    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    add_command(parser, generate)
+
+
+def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
+    """Runs mindlora generate; returns nothing if the answer was printed as it came."""
+    from mindlora.serving.prompt_form import check_prompt_options, choose_prompt_form
+
+    if arguments.logprobs is not None and not arguments.json:
+        raise ConfigError("--logprobs is printed in JSON alone: add --json.")
+    sampling = dataclasses.replace(read_sampling(arguments), logprobs=arguments.logprobs)
+    check_prompt_options(arguments.template, arguments.chat_template)
+    prompts = read_prompts(arguments.prompt, arguments.prompts_file)
+    adapters = read_adapters(arguments)
+    asked: List[Optional[str]] = [None, *adapters.chosen] if arguments.base else [*adapters.chosen] or [None]
+    count = len(prompts) * len(asked)
+    defaults = {"slots": max(1, min(8, len(adapters.chosen))), "max_running": min(32, count), "max_waiting": count}
+    with loaded_engine(arguments, adapters, defaults) as engine:
+        form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template)
+        requests = [
+            _request(arguments, engine, form, sampling, f"Prompt {place} of {len(prompts)}", prompt)
+            for place, prompt in enumerate(prompts, 1)
+        ]
+        start(engine)
+        say(f"prompts: {form.title}")
+        live = count == 1 and not arguments.json and arguments.stdout.isatty()
+        report = _answered(engine, form.title, prompts, requests, asked, arguments.stdout if live else None)
+    if live and not report.exit_code:
+        print(file=arguments.stdout)
+    say(str(report.figures))
+    return None if live and not report.exit_code else report
+
+
+def _request(
+    arguments: argparse.Namespace, engine: "Engine", form: "PromptForm", sampling: "Sampling", which: str, prompt: str
+) -> Tuple[List[int], "Sampling"]:
+    """Returns the tokens of a prompt and how to continue them; they fit into the window."""
+    tokens = form.tokens(prompt, system=arguments.system)
+    room = engine.seq_length - len(tokens)
+    if room < (arguments.max_tokens or 1):
+        raise RequestError(
+            f"{which} has {len(tokens)} tokens, and the model takes {engine.seq_length}, the answer included: make it "
+            "shorter, or lower --max-tokens."
+        )
+    wanted = min(MAX_TOKENS, room) if arguments.max_tokens is None else arguments.max_tokens
+    return tokens, dataclasses.replace(sampling, max_tokens=wanted, stop_tokens=tuple(form.prompt.ends))
+
+
+def _answered(
+    engine: "Engine",
+    title: str,
+    prompts: Sequence[str],
+    requests: Sequence[Tuple[List[int], "Sampling"]],
+    asked: Sequence[Optional[str]],
+    live: Any,
+) -> GenerateReport:
+    """Submits everything at once and waits for it; writes the text to ``live`` as it comes, unless that is None."""
+    from mindlora.serving.answer import await_answer, figures_of
+
+    streams = [
+        (prompt, engine.submit(tokens, sampling, adapter))
+        for prompt, (tokens, sampling) in zip(prompts, requests)
+        for adapter in asked
+    ]
+
+    def write(text):
+        print(text, end="", file=live, flush=True)
+
+    answers = [
+        await_answer(stream, prompt, engine.tokenizer, None if live is None else write) for prompt, stream in streams
+    ]
+    figures = figures_of(zip(answers, (stream for _, stream in streams)))
+    return GenerateReport(engine.model_name, title, tuple(answers), figures)
+
+
+def read_prompts(given: Sequence[str], path: Optional[str]) -> List[str]:
+    r"""Returns the prompts of --prompt and --prompts-file, or what standard input holds.
+
+    Args:
+        given (sequence of str): Texts, taken as they are.
+        path (str or None): A file with a prompt a line, or, if it ends in .json, a list of texts; "-" for lines from
+            standard input.
+
+    Raises:
+        DataError: The file holds something else.
+        ConfigError: There is no prompt.
+    """
+    from mindlora.data.files import read_text
+
+    found = list(given)
+    if path is not None and path.endswith(".json"):
+        found += _json_list(path, read_text(path))
+    elif path is not None:
+        text = sys.stdin.read() if path == "-" else read_text(path)
+        found += [line for line in text.splitlines() if line.strip()]
+    elif not found and not sys.stdin.isatty():
+        found = [sys.stdin.read().rstrip("\n")]
+    if not any(prompt.strip() for prompt in found):
+        raise ConfigError("There is no prompt: give --prompt or --prompts-file, or pipe a text in.")
+    return found
+
+
+def _json_list(path, text):
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise DataError(f"{path} must hold a JSON list of texts, one for each prompt.")
+    return found
+
+
+VERBS = (Verb("generate", "Answer prompts with a base and its adapters.", _generate_options),)

@@ -1,0 +1,113 @@
+"""Dialogue: a conversation with one engine, in which the base or any adapter may give each answer."""
+
+import dataclasses
+from typing import Dict, List, Optional
+
+from mindlora.errors import RequestError
+from mindlora.serving.engine import Engine
+from mindlora.serving.prompt_form import PromptForm
+from mindlora.serving.request import Sampling
+from mindlora.serving.stream import Stream
+
+
+class Dialogue:
+    """What was said, kept within the model's window.
+
+    Args:
+        engine (Engine): Answers. It must have been started before the first question.
+        form (PromptForm): How prompts are made. If it takes one message alone, each question stands for itself.
+        sampling (Sampling): How answers are chosen. A seed is that of the first answer; each later one adds 1.
+        adapter (str, optional): Who answers. Default: None, the base.
+        system (str, optional): The system message. Default: None.
+        max_tokens (int, optional): Tokens of an answer. Default: None, as many as the window has room for.
+
+    Attributes:
+        history (list of dict): Messages of the user and the assistant, in turn.
+        dropped (int): Turns that the last question left behind, the oldest first, since the window had no room for
+            them.
+        sampling, adapter, system: As given; they may be set at any time, and count from the next question on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        form: PromptForm,
+        sampling: Sampling,
+        adapter: Optional[str] = None,
+        system: Optional[str] = None,
+        max_tokens: Optional[int] = None,
+    ):
+        self._engine, self._form, self._max_tokens = engine, form, max_tokens
+        self.sampling, self.adapter, self.system = sampling, adapter, system
+        self.history: List[Dict[str, str]] = []
+        self.dropped = 0
+        self._answers = 0
+
+    @property
+    def can_remember(self) -> bool:
+        """Whether earlier turns and a system message are part of a prompt."""
+        return self._form.takes_conversations
+
+    def ask(self, text: str) -> Stream:
+        """Asks the next question; ``take`` adds question and answer to the history.
+
+        Raises:
+            RequestError: The question alone has no room in the window, or cannot be used.
+            LoraError: The engine does not take it.
+        """
+        history = self.history if self.can_remember else []
+        self.dropped = 0
+        prompt = self._form.tokens(text, history, self.system)
+        while len(prompt) + self._least_room() > self._engine.seq_length and history:
+            history, self.dropped = history[2:], self.dropped + 1
+            prompt = self._form.tokens(text, history, self.system)
+        room = self._engine.seq_length - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"This message is {len(prompt)} tokens in its prompt, and the model takes {self._engine.seq_length}, "
+                "its answer included: make it shorter."
+            )
+        seed = self.sampling.seed
+        stream = self._engine.submit(
+            prompt,
+            dataclasses.replace(
+                self.sampling,
+                max_tokens=min(self._max_tokens or room, room),
+                seed=None if seed is None else seed + self._answers,
+                stop_tokens=tuple(self._form.prompt.ends),
+            ),
+            self.adapter,
+        )
+        self._answers += 1
+        return stream
+
+    def take(self, question: str, answer: str) -> None:
+        """Adds a turn to the history."""
+        del self.history[: 2 * self.dropped]
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def take_back(self) -> str:
+        """Removes the last turn from the history and returns its question.
+
+        Raises:
+            RequestError: Nothing has been asked.
+        """
+        if not self.history:
+            raise RequestError("Nothing has been asked yet: there is no answer to give once more.")
+        question = self.history[-2]["content"]
+        del self.history[-2:]
+        return question
+
+    def reset(self) -> None:
+        """Forgets all that was said, and begins the seeds anew."""
+        self.history.clear()
+        self._answers = 0
+
+    def set_seed(self, seed: Optional[int]) -> None:
+        """Sets the seed of the next answer; None draws one for each."""
+        self.sampling, self._answers = dataclasses.replace(self.sampling, seed=seed), 0
+
+    def _least_room(self):
+        """Tokens that an answer must have room for before old turns are left behind."""
+        quarter = self._engine.seq_length // 4
+        return max(1, min(self._max_tokens or quarter, quarter))
