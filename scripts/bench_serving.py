@@ -1,7 +1,10 @@
 """Benchmark: serving many adapters on one base: against the base alone, PEFT on PyTorch, and other loads.
 
-    a decode   one adapter and eight, ranks, popularity: against the base alone, in steps and through the whole engine
+    decode   one adapter and eight, ranks, popularity: against the base alone, in steps and through the whole engine
+    b peft     transformers and PEFT with the Python that MINDLORA_PEERS_PYTHON names: decoding, reading a prompt
     c nf4      a base in NF4 against the same in float32, twice as wide
+    d adapters from disk to the first token, switching between two, 10,000 registered
+    e load     requests that arrive at random, for 64 adapters over 16 slots
 
 A random Llama is made in a temporary folder, with PEFT folders of random adapters. The sides of a table take turns in
 one process (PyTorch's in one that waits meanwhile), each with two threads; each figure is the median over the rounds,
@@ -15,6 +18,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import resource
 import tempfile
 import time
 from typing import Any, Callable, Dict, Iterator
@@ -23,13 +27,19 @@ import bench_serving_setup  # first: it sets what must be set before MindSpore i
 
 # isort: split
 import bench_common
+import bench_serving_adapters
 import bench_serving_decode
+import bench_serving_load
 import bench_serving_model as model
+import bench_serving_peft
 import mindspore as ms
 
 PARTS: Dict[str, Callable[[model.Files, model.Size], Iterator[Dict[str, Any]]]] = {
     "decode": bench_serving_decode.decode,
+    "peft": bench_serving_peft.against_peft,
     "nf4": bench_serving_decode.nf4,
+    "adapters": bench_serving_adapters.adapters,
+    "load": bench_serving_load.load,
 }
 
 
@@ -50,7 +60,17 @@ def main() -> None:
         with contextlib.redirect_stdout(log):
             import mindformers  # noqa: F401
         tables = [table for part in args.only for table in measure(part, model.Files(folder), size)]
-    found = {"machine": found, "threads": bench_serving_setup.THREADS, "size": dataclasses.asdict(size)}
+    peak = {
+        "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "of a child, GB": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
+    }
+    print("peak memory: " + ", ".join(f"{name} {value:.1f}" for name, value in peak.items()))
+    found = {
+        "machine": found,
+        "peak_memory": peak,
+        "threads": bench_serving_setup.THREADS,
+        "size": dataclasses.asdict(size),
+    }
     bench_common.write_json(args.json, {**found, "tables": tables})
 
 

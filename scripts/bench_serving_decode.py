@@ -106,7 +106,7 @@ def nf4(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
             name: timed_answers(engine, prompts(wide, 1, context), [None], NEW_TOKENS)
             for name, engine in engines.items()
         }
-        ratios = {"tokens/s, NF4 / float32": Ratio("NF4", "float32", "goal: at least 2", tokens=True)}
+        ratios = {"tokens/s, NF4 / float32": Ratio("NF4", "float32", "goal: at least 2", kind="tokens")}
         title = f"the whole engine, batch 1, contexts from {context}, no adapters: {wide}"
         remark = "embedding and output head are float32 on both sides"
         yield compare(title, sides, size.rounds, 1, ratios, remark)

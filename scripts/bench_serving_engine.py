@@ -64,11 +64,13 @@ class Answers(NamedTuple):
         tokens (list of list of int): The answers.
         times (list of list of float): When each token came, in seconds of time.perf_counter().
         requests (list of Request): The requests, with times of their own.
+        begin (float): When the first one was sent, or the time from which ``moments`` count.
     """
 
     tokens: List[List[int]]
     times: List[List[float]]
     requests: List[Request]
+    begin: float
 
     def seconds_of_a_step(self) -> float:
         """Returns the mean over the steps in which all requests decoded, which each gave every one of them a token."""
@@ -120,7 +122,7 @@ def answer(
         ended.acquire()
     if errors:
         raise errors[0]
-    return Answers(tokens, times, requests)
+    return Answers(tokens, times, requests, start)
 
 
 def timed_answers(

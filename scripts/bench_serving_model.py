@@ -168,63 +168,73 @@ SHAPES = ("identical", "distinct", "uniform", "zipf")
 
 
 class Ratio(NamedTuple):
-    """Seconds of a side over those of another one; or, of tokens/s, the inverse.
+    """What is said of two sides: seconds of one over those of the other, as the median over the rounds.
 
     Attributes:
         side, base (str): The sides.
         goal (str): What it should be, as text.
-        tokens (bool): Whether it is of tokens/s.
+        kind (str): "seconds"; "tokens", the ratio of tokens/s; or "difference", of the seconds, in milliseconds.
     """
 
     side: str
     base: str
     goal: str = ""
-    tokens: bool = False
+    kind: str = "seconds"
+
+    def value(self, seconds: Dict[str, List[float]]) -> float:
+        """Returns the figure, given side -> seconds of each round."""
+        sides = (self.base, self.side) if self.kind == "tokens" else (self.side, self.base)
+        pairs = zip(*(seconds[side] for side in sides))
+        return statistics.median(1e3 * (a - b) if self.kind == "difference" else a / b for a, b in pairs)
 
 
 def compare(
-    title: str, sides: Dict[str, Callable[[], float]], rounds: int, batch: int, ratios: Dict[str, Ratio], remark: str
+    title: str,
+    sides: Dict[str, Callable[[], float]],
+    rounds: int,
+    tokens: int,
+    ratios: Dict[str, Ratio],
+    remark: str,
+    what: str = "milliseconds of a step",
+    warm_up: int = WARM_UP,
 ) -> Dict[str, Any]:
-    """Returns a table of sides that took turns; each call returns the seconds of a step of ``batch`` tokens.
+    """Returns a table of sides that took turns; each call returns the seconds that ``tokens`` tokens took.
 
     A ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides of a
     round alike. The order of the sides is drawn for each round, so that no side always follows the same other one.
     """
     seconds: Dict[str, List[float]] = {side: [] for side in sides}
     chosen = random.Random(0)
-    for number in range(WARM_UP + rounds):
+    for number in range(warm_up + rounds):
         for side in chosen.sample(list(sides), len(sides)):
             taken = sides[side]()
-            if number >= WARM_UP:
+            if number >= warm_up:
                 seconds[side].append(taken)
     if AGAIN in sides:
         ratios = {f"{AGAIN} / {BASE}": Ratio(AGAIN, BASE, "noise"), **ratios}
     return {
         "title": title,
+        "what": what,
         "remark": remark,
         "seconds": {side: spread(times) for side, times in seconds.items()},
-        "tokens_per_second": {side: batch / statistics.median(times) for side, times in seconds.items()},
-        "ratios": {
-            name: {"value": _median_ratio(seconds, ratio), "goal": ratio.goal} for name, ratio in ratios.items()
-        },
+        "tokens_per_second": {side: tokens / statistics.median(times) for side, times in seconds.items()},
+        "ratios": {name: {"value": ratio.value(seconds), "goal": ratio.goal} for name, ratio in ratios.items()},
     }
-
-
-def _median_ratio(seconds, ratio):
-    above, below = (ratio.base, ratio.side) if ratio.tokens else (ratio.side, ratio.base)
-    return statistics.median(a / b for a, b in zip(seconds[above], seconds[below]))
 
 
 def text(table: Dict[str, Any]) -> str:
     """Returns a table of ``compare`` as text."""
-    lines = [table["title"], f"{'milliseconds of a step':<48}{'median':>9}{'quartiles':>19}{'min':>9}{'tokens/s':>10}"]
+    lines = [table["title"], f"{table['what']:<48}{'median':>9}{'quartiles':>19}{'min':>9}{'tokens/s':>10}"]
     for side, figures in table["seconds"].items():
         low, high, least = (1e3 * figures[name] for name in ("lower_quartile", "upper_quartile", "min"))
         lines.append(
             f"{side:<48}{1e3 * figures['median']:>9.3f}{low:>10.3f}{high:>9.3f}{least:>9.3f}"
             f"{table['tokens_per_second'][side]:>10.1f}"
         )
-    return "\n".join(lines + ratio_lines(table["ratios"]) + ([f"({table['remark']})"] if table["remark"] else []))
+    lines += ratio_lines(table["ratios"])
+    for side, figures in table.get("more", {}).items():
+        lines.append(f"{side}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+    return "\n".join(lines + [f"({table['remark']})"])
 
 
 def ratio_lines(ratios: Dict[str, Dict[str, Any]]) -> List[str]:

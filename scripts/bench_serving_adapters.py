@@ -1,0 +1,178 @@
+"""The adapter cache, for bench_serving.py: from disk to the first token, switching, and many that are registered."""
+
+import asyncio
+import os
+import time
+from typing import Any, Callable, Dict, Iterator, List
+
+from bench_serving_engine import answer, resident, timed_answers, timed_step
+from bench_serving_model import Files, Ratio, Size, compare, prompts
+
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.engine import Engine
+from mindlora.serving.server.app import create_app
+from mindlora.serving.server.settings import ServerSettings
+
+# With Llama 1024 wide and four layers, 30 MB.
+LARGE_RANK = 96
+FEW, MANY, USED = 10, 10_000, 8
+PROMPT, NEW_TOKENS = 16, 13
+
+
+def adapters(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
+    """Yields the tables of the adapter cache."""
+    for table in (from_disk, switching):
+        yield table(files, size)
+    yield from registered(files, size)
+
+
+def from_disk(files: Files, size: Size) -> Dict[str, Any]:
+    """Returns the table of the time to the first token, of an adapter that is on disk and of one in a slot."""
+    cycle = [f"large-{number}" for number in range(6)]
+    paths = files.adapters(size, dict.fromkeys(["resident", *cycle], LARGE_RANK))
+    nbytes = os.path.getsize(os.path.join(paths["resident"], "adapter_model.safetensors"))
+    # Memory holds two and the slots three, of which one is pinned: of six in turn, none is there when it is its turn.
+    engine = files.engine(
+        size, AdapterRegistry(None, paths), slots=3, max_rank=LARGE_RANK, adapter_memory=5 * nbytes // 2
+    ).start()
+    seeds, turns = iter(range(1 << 30)), 0
+
+    def first_token(adapter: str) -> float:
+        # No two prompts are the same, so that none of them is in the cache.
+        request = answer(engine, prompts(size, 1, PROMPT, next(seeds)), [adapter], [1]).requests[0]
+        return request.first_token - request.arrived
+
+    def disk() -> float:
+        nonlocal turns
+        turns += 1
+        return first_token(cycle[turns % len(cycle)])
+
+    try:
+        engine.adapters.pin("resident")
+        sides = {"resident": lambda: first_token("resident"), "from disk": disk}
+        ratios = {"ms, from disk - resident": Ratio("from disk", "resident", "goal: at most 50", "difference")}
+        title = f"time to the first token, prompt of {PROMPT} tokens, adapter of {nbytes / 1e6:.1f} MB, float32"
+        remark = "from disk: read, checked, packed and written to a slot; its files are in the page cache"
+        what = "milliseconds to the first token"
+        table = compare(title, sides, size.rounds, 1, ratios, remark, what)
+        loads = engine.adapters.stats().memory.counts.loads
+        assert loads == turns + 1, f"{turns} turns read {loads} adapters"
+        return table
+    finally:
+        engine.stop()
+
+
+def switching(files: Files, size: Size) -> Dict[str, Any]:
+    """Returns the table of steps with the adapter of the step before, and of steps with another."""
+    names, context = ["r16-0", "r16-1"], size.contexts[0]
+    registry = AdapterRegistry(None, files.adapters(size, dict.fromkeys(names, 16)))
+    engine = files.engine(size, registry, slots=2, max_rank=16)
+    engine.runner.warm_up()
+    leases = resident(engine, names)
+    # Two requests, so that the arrays are made anew on both sides.
+    same, again, other = (
+        timed_step(engine.runner, [leases[name]], context, size) for name in (names[0], names[0], names[1])
+    )
+    # Each side ends with the first adapter, with which the next one begins or from which it switches.
+    sides = {
+        "the adapter of the step before": lambda: (again() + same()) / 2,
+        "another resident adapter": lambda: (other() + same()) / 2,
+    }
+    first, second = sides
+    ratios = {"ms, another - the same": Ratio(second, first, "goal: below 0.1", "difference")}
+    title = f"a step of batch 1 after one with another adapter, context {context}, float32, rank 16"
+    try:
+        return compare(title, sides, 4 * size.rounds, 1, ratios, "means of two steps")
+    finally:
+        engine.adapters.memory.close()
+
+
+def registered(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
+    """Yields the tables of the engine's steps and of /v1/models, with few adapters registered and with many."""
+    engines = {
+        f"{count:,} registered": files.engine(
+            size, AdapterRegistry(adapter_folder(files, size, count)), slots=USED, max_rank=16
+        ).start()
+        for count in (FEW, MANY)
+    }
+    few, many = engines
+    used = [f"a-{number:05d}" for number in range(USED)]
+    try:
+        sides = {
+            name: timed_answers(engine, prompts(size, USED, size.contexts[0]), used, NEW_TOKENS)
+            for name, engine in engines.items()
+        }
+        ratios = {f"{many} / {few}": Ratio(many, few, "goal: at most 1.05")}
+        title = f"the whole engine, batch {USED} with {USED} adapters, contexts from {size.contexts[0]}, float32"
+        yield compare(title, sides, size.rounds, USED, ratios, "the adapters of a folder")
+        yield model_lists(engines, 25 * size.rounds)
+    finally:
+        for engine in engines.values():
+            engine.stop()
+
+
+def adapter_folder(files: Files, size: Size, count: int) -> str:
+    """Returns a folder with so many adapters, of which those that are used are random and the others links to one."""
+    folder = os.path.join(files.folder, f"registered-{count}")
+    os.makedirs(folder)
+    random = files.adapters(size, {f"r16-{number}": 16 for number in range(USED)})
+    for number in range(count):
+        source, path = random[f"r16-{number % USED}"], os.path.join(folder, f"a-{number:05d}")
+        os.mkdir(path)
+        for file in os.listdir(source):
+            os.link(os.path.join(source, file), os.path.join(path, file))
+    return folder
+
+
+def model_lists(engines: Dict[str, Engine], rounds: int) -> Dict[str, Any]:
+    """Returns the table of GET /v1/models, called as an ASGI server calls it, with the 99th percentiles."""
+    loop, taken = asyncio.new_event_loop(), {name: [] for name in engines}
+    sizes: Dict[str, int] = {}
+
+    def side(name: str) -> Callable[[], float]:
+        app = create_app(engines[name], ServerSettings(request_log="requests.txt"))
+
+        def run() -> float:
+            begin = time.perf_counter()
+            status, sizes[name] = loop.run_until_complete(get(app, "/v1/models"))
+            taken[name].append(time.perf_counter() - begin)
+            assert status == 200, f"/v1/models answered {status}"
+            return taken[name][-1]
+
+        return run
+
+    few, many = engines
+    try:
+        sides = {name: side(name) for name in engines}
+        ratios = {f"{many} / {few}": Ratio(many, few)}
+        table = compare("GET /v1/models", sides, rounds, 1, ratios, "", "milliseconds of a call")
+    finally:
+        loop.close()
+    p99 = {name: percentile(seconds[-rounds:], 99) for name, seconds in taken.items()}
+    table["ratios"][f"99th percentile, {many} / {few}"] = {"value": p99[many] / p99[few], "goal": "goal: at most 1.05"}
+    table["more"] = {name: {"99th percentile, ms": 1e3 * p99[name], "bytes": sizes[name]} for name in engines}
+    table["remark"] = "the app without sockets; the client accepts gzip; tokens/s here are calls/s"
+    return table
+
+
+async def get(app: Callable[..., Any], path: str) -> List[int]:
+    """Returns status and bytes of the answer of an ASGI app."""
+    sent: List[Dict[str, Any]] = []
+
+    async def receive() -> Dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"accept-encoding", b"gzip, deflate")]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http"}
+    scope.update(path=path, raw_path=path.encode(), query_string=b"", root_path="", headers=headers)
+    await app({**scope, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000)}, receive, send)
+    return [sent[0]["status"], sum(len(message.get("body", b"")) for message in sent)]
+
+
+def percentile(values: List[float], percent: float) -> float:
+    """Returns the smallest value that at least so many percent of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0

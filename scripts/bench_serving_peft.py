@@ -1,0 +1,133 @@
+"""Against transformers and PEFT on PyTorch, for bench_serving.py: the same weights, prompts and number of threads."""
+
+import json
+import os
+import subprocess
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+from bench_common import ROOT
+from bench_serving_engine import answer
+from bench_serving_model import Files, Ratio, Size, compare, prompts
+from bench_serving_setup import THREADS
+
+from mindlora.serving.adapter_registry import AdapterRegistry
+from mindlora.serving.engine import Engine
+
+PYTHON = "MINDLORA_PEERS_PYTHON"
+BATCH, STEPS = 8, 12
+OURS, THEIRS, THEIR_BASE = "mindlora", "PEFT", "transformers, no adapters"
+NAMES = [f"r16-{number}" for number in range(BATCH)]
+
+
+class Peer:
+    """The process of bench_serving_peer.py; ``peer.verb(...)`` waits for its answer."""
+
+    def __init__(self, python: str):
+        # Threads as PyTorch starts them by itself.
+        environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+        self._process = subprocess.Popen(
+            [python, os.path.join(ROOT, "scripts", "bench_serving_peer.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, "PYTHONPATH": "", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+        )
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def ask(**arguments: Any) -> Any:
+            self._process.stdin.write(json.dumps({"do": verb, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+            if not line:
+                raise SystemExit(f"error: the process of {PYTHON} has ended; what it wrote is above.")
+            return json.loads(line)
+
+        return ask
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def against_peft(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
+    """Yields the tables of decoding at batch 1 and 8, and of reading a prompt."""
+    python = os.environ.get(PYTHON)
+    if not python:
+        print(f"peft is left out: {PYTHON} names no Python that has PyTorch, transformers and PEFT.")
+        return
+    paths = files.adapters(size, dict.fromkeys(NAMES, 16))
+    peer, engine = Peer(python), files.engine(size, AdapterRegistry(None, paths), slots=BATCH)
+    try:
+        versions = peer.load(base=files.base(size), adapters=paths, threads=THREADS)
+        remark = ", ".join(f"{name} {version}" for name, version in versions.items()) + f"; {THREADS} threads each"
+        engine.start()
+        yield decoding(engine, peer, size, NAMES[:1], "goal: at least 1.0", remark)
+        yield decoding(engine, peer, size, NAMES, "goal: at least 1.5", remark)
+        yield reading(engine, peer, size, remark)
+    finally:
+        engine.stop()
+        peer.close()
+
+
+def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal: str, remark: str) -> Dict[str, Any]:
+    """Returns the table of decoding one batch, a request for each adapter; the greedy tokens are compared too."""
+    asked = prompts(size, len(names), size.contexts[0])
+    given: Dict[str, List[List[int]]] = {}
+
+    def ours() -> float:
+        answers = answer(engine, asked, names, [STEPS + 1] * len(names))
+        given[OURS] = answers.tokens
+        return answers.seconds_of_a_step()
+
+    def theirs(key: str, adapters: Sequence[Optional[str]]) -> Callable[[], float]:
+        peer.read(key=key, prompts=asked, adapters=adapters)
+
+        def run() -> float:
+            result = peer.decode(key=key, steps=STEPS)
+            given[key] = result["tokens"]
+            return result["seconds"]
+
+        return run
+
+    sides = {OURS: ours, THEIRS: theirs(THEIRS, names), THEIR_BASE: theirs(THEIR_BASE, [None] * len(names))}
+    ratios = {
+        f"tokens/s, {OURS} / {THEIRS}": Ratio(OURS, THEIRS, goal, kind="tokens"),
+        f"tokens/s, {OURS} / {THEIR_BASE}": Ratio(OURS, THEIR_BASE, kind="tokens"),
+        f"{THEIRS} / {THEIR_BASE}": Ratio(THEIRS, THEIR_BASE),
+    }
+    title = f"decoding, batch {len(names)} with {len(names)} adapter{'s' * (len(names) > 1)}, contexts from "
+    title += f"{size.contexts[0]}, float32, rank 16; {OURS}: the whole engine, {THEIRS}: the model alone"
+    table = compare(title, sides, size.rounds, len(names), ratios, remark)
+    table["ratios"]["greedy tokens that are equal"] = {
+        "value": equal_share(given[OURS], given[THEIRS]),
+        "goal": "goal: 1, where logits do not tie",
+    }
+    return table
+
+
+def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Returns the share of tokens that are equal."""
+    pairs = [pair for one, other in zip(ours, theirs) for pair in zip(one, other)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def reading(engine: Engine, peer: Peer, size: Size, remark: str) -> Dict[str, Any]:
+    """Returns the table of reading one prompt, up to its first token; no two prompts are the same."""
+    length = size.contexts[-1]
+    fresh = iter(range(1, 1 << 30))
+
+    def ours() -> float:
+        request = answer(engine, prompts(size, 1, length, next(fresh)), NAMES[:1], [1]).requests[0]
+        return request.first_token - request.arrived
+
+    def theirs(adapter: Optional[str]) -> Callable[[], float]:
+        return lambda: peer.prefill(prompt=prompts(size, 1, length, next(fresh))[0], adapter=adapter)["seconds"]
+
+    sides = {OURS: ours, THEIRS: theirs(NAMES[0]), THEIR_BASE: theirs(None)}
+    ratios = {
+        f"tokens/s, {OURS} / {THEIRS}": Ratio(OURS, THEIRS, "goal: at least 0.9", kind="tokens"),
+        f"tokens/s, {OURS} / {THEIR_BASE}": Ratio(OURS, THEIR_BASE, kind="tokens"),
+    }
+    title = f"reading a prompt of {length} tokens, with one adapter, float32, rank 16"
+    return compare(title, sides, max(2, size.rounds // 2), length, ratios, remark)
