@@ -1,0 +1,113 @@
+"""A tiny Llama with a tokenizer and adapters on disk, and `mindlora serve` on it as a process of its own."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+import types
+
+import httpx
+import numpy as np
+import yaml
+
+from mindlora.adapters import files
+from mindlora.adapters.adapter import Adapter
+from tests.conftest import ROOT
+from tests.support import forked
+from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.llama_checkpoints import FFN, HIDDEN, llama, save_base
+
+LORA_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
+VOCABULARY, LAYERS = 384, 2
+# Rank and cells of each adapter; one of them on some cells alone.
+ADAPTERS = {"first": (4, ("attention.wq", "feed_forward.w2")), "second": (8, ("attention.wo",))}
+WIDTHS = {"attention.wq": (HIDDEN, HIDDEN), "attention.wo": (HIDDEN, HIDDEN), "feed_forward.w2": (FFN, HIDDEN)}
+
+
+def write_llama(folder):
+    """Writes run.yaml, base/ (with a tokenizer) and adapters/ into a folder; returns it."""
+    rng = np.random.default_rng(0)
+    tensors = llama(np.dtype("<f4"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = rng.normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
+    tensors = {name: array * 0.3 if array.ndim == 2 else np.ones_like(array) for name, array in tensors.items()}
+    base = save_base(os.path.join(folder, "base"), tensors, num_attention_heads=4, num_key_value_heads=2)
+    tokenizer = chat_tokenizer(CHATML)
+    assert len(tokenizer) <= VOCABULARY
+    tokenizer.save_pretrained(base)
+    with open(LORA_YAML, encoding="utf-8") as file:
+        config = yaml.safe_load(file)
+    sizes = {"seq_length": 96, "hidden_size": HIDDEN, "num_layers": LAYERS, "vocab_size": VOCABULARY}
+    config["model"]["model_config"].update(sizes, intermediate_size=FFN)
+    config.update(load_checkpoint=base)
+    with open(os.path.join(folder, "run.yaml"), "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file)
+    for seed, name in enumerate(ADAPTERS, 1):
+        write_adapter(folder, name, seed)
+    shutil.copytree(os.path.join(folder, "adapters", "first"), os.path.join(folder, "adapters", "damaged"))
+    path = os.path.join(folder, "adapters", "damaged", "adapter_model.safetensors")
+    os.truncate(path, os.path.getsize(path) // 2)
+    return folder
+
+
+def write_adapter(folder, name, seed):
+    """Writes one of ADAPTERS in PEFT's form, with values that change what the model says."""
+    rng, tensors, alphas = np.random.default_rng(seed), {}, {}
+    rank, cells = ADAPTERS[name]
+    for layer in range(LAYERS):
+        for cell in cells:
+            path, (wide, high) = f"model.layers.{layer}.{cell}", WIDTHS[cell]
+            tensors[path, "A"] = rng.normal(size=(rank, wide)).astype(np.float32) * 0.3
+            tensors[path, "B"] = rng.normal(size=(high, rank)).astype(np.float32) * 0.3
+            alphas[path] = 2.0 * rank
+    files.write(Adapter(tensors, alphas), os.path.join(folder, "adapters", name), "peft")
+
+
+@contextlib.contextmanager
+def serving(folder, *options):
+    """Runs `mindlora serve` while the context lasts; yields its URL, and ``log``, a function that returns its lines.
+
+    Ends it by SIGTERM, and expects exit code 0.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log, process = os.path.join(folder, "requests.jsonl"), os.path.join(folder, "pid")
+    words = ["serve", "--config", "run.yaml", "--adapters", "adapters", "--port", str(port), "--request-log", log]
+    program = (
+        f"import os; open({process!r}, 'w').write(str(os.getpid()))\n"
+        f"from mindlora import cli; raise SystemExit(cli.main({[*words, *options]!r}))"
+    )
+    ended = []
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    thread = threading.Thread(target=lambda: ended.append(forked.run(["-c", program], folder, environment)))
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(url, ended)
+        yield types.SimpleNamespace(url=url, log=lambda: _lines(log))
+    finally:
+        if not ended:
+            with open(process) as file:
+                os.kill(int(file.read()), signal.SIGTERM)
+        thread.join()
+    assert ended[0].returncode == 0, ended[0].stderr
+
+
+def _lines(log):
+    with open(log, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _wait_until_ready(url, ended):
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        assert not ended, ended[0].stderr
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        time.sleep(0.02)
+    raise AssertionError("the server was not ready in time")
