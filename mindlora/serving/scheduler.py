@@ -36,10 +36,13 @@ class Scheduler:
     of the rest, and so on: a short prompt need not wait until a long one is done.
 
     Waiting requests are admitted as FairQueue says, while there are blocks for all tokens that running requests have,
-    and one more for each. Blocks are taken as tokens come. When none is left for a next token, the request that was
-    admitted last gives up its blocks, goes back to the front of the queue and is computed again later (preemption by
-    recomputation, Kwon et al., 2023); it keeps its tokens and its adapter's slot. The request that was admitted first
-    can have the blocks of all others, and each request alone fits into the cache, so some request always goes on.
+    and one more for each: prompts never hold blocks and wait for each other's. Of prompts with the same beginning that
+    come together, the first is computed and the others wait for its blocks.
+
+    Blocks are taken as tokens come. When none is left for a next token, the request that was admitted last gives up
+    its blocks, goes back to the front of the queue and is computed again later (preemption by recomputation, Kwon et
+    al., 2023); it keeps its tokens and its adapter's slot. The request that was admitted first can have the blocks of
+    all others, and each request alone fits into the cache, so some request always goes on.
 
     The scheduler is not locked: calls must not overlap. They may come at any moment between two others, for example
     add() and cancel() while a step is computed.
@@ -112,12 +115,8 @@ class Scheduler:
             list of Part: At most one for each running request, those with one next token first; at most
             max_tokens_per_step tokens. Empty if nothing can be computed now: no requests, or adapters are not ready.
         """
-        while True:
-            parts = self._next_tokens()
-            parts += self._chunks(self.max_tokens_per_step - len(parts))
-            if parts or all(request.computed == len(request.tokens) for request in self.running):
-                return parts
-            self._preempt(self.running[-1])  # all of them need blocks for their prompts, and there are none
+        parts = self._next_tokens()
+        return parts + self._chunks(self.max_tokens_per_step - len(parts))
 
     def advance(self, parts: Sequence[Part]) -> None:
         """Takes note that a step was computed. The tokens that it gave are appended to the requests after this.
@@ -159,9 +158,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         self._drop_blocks(request)
-        if request.lease is not None:
-            self.adapters.release(request.lease)
-            request.lease = None
+        self._give_lease_back(request)
         request.state, request.finish_reason, request.error = State.FINISHED, reason, error
         request.finished = time.monotonic()
         return True
@@ -231,6 +228,8 @@ class Scheduler:
         left, shares = budget, []
         under_way = [request for request in self.running if len(request.tokens) - request.computed > 1]
         for request in itertools.chain(under_way, self._admissions()):
+            if self._waits_for_block(request):
+                continue
             wanted = len(request.tokens) - request.computed
             share = min(wanted, max(left // 2, min(left, self.pool.block_size)))
             shares.append((request, wanted, share))
@@ -243,6 +242,26 @@ class Scheduler:
             left -= more
             parts += self._chunk(request, share + more)
         return parts
+
+    def _waits_for_block(self, request: Request) -> bool:
+        """Gives a request the blocks that others have computed since; True if one before it computes the next."""
+        salt, size = _salt(request), self.pool.block_size
+        if request.computed < len(request.blocks) * size:
+            return False  # in the middle of a block of its own
+        found = self.pool.find(salt, request.tokens)[len(request.blocks) :]
+        self.pool.share(found)
+        request.blocks += found
+        request.computed = len(request.blocks) * size
+        if not request.preemptions:
+            request.cached += len(found) * size
+            self._queue.charge(request.adapter, -len(found) * size)
+        end = request.computed + size
+        return end < len(request.tokens) and any(
+            other.computed < end <= len(other.tokens)
+            and _salt(other) == salt
+            and other.tokens[:end] == request.tokens[:end]
+            for other in itertools.takewhile(lambda other: other is not request, self.running)
+        )
 
     def _chunk(self, request: Request, count: int) -> List[Part]:
         """Returns the part for as many tokens as there are blocks for; none if there are not any."""
@@ -273,13 +292,16 @@ class Scheduler:
                 self.failed.append(request)
                 continue
             if not self._start(request):
-                if request.lease is not None:
-                    self.adapters.release(request.lease)
-                    request.lease = None
+                self._give_lease_back(request)
                 return
             request.cached, request.admitted = request.computed, time.monotonic()
             self._queue.admit(line, len(request.tokens) - request.computed)
             yield request
+
+    def _give_lease_back(self, request: Request) -> None:
+        if request.lease is not None:
+            self.adapters.release(request.lease)
+            request.lease = None
 
     def _spare_blocks(self) -> int:
         """Returns how many blocks are left beside those that running requests need for their tokens, and one more each.

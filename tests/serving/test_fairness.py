@@ -173,6 +173,31 @@ def test_the_next_slot_that_becomes_free_is_the_longest_waiting_ones():
     assert adapters.given == ["first", *waiting]
 
 
+def test_who_waits_longest_for_a_slot_has_it_before_one_that_had_less_service():
+    adapters = FakeAdapters(slots=1)
+    engine = Engine(scheduler(running=4, adapters=adapters))
+    engine.add(request(4, 30, "served"))
+    engine.drain()
+    engine.add(request(2, 9, "first"))
+    engine.step()
+    for name in ("served", "new"):
+        engine.add(request(2, 2, name))
+        engine.step()
+    engine.drain()
+    assert adapters.given == ["served", "first", "served", "new"]
+
+
+def test_requests_of_the_base_overtake_nobody_who_waits_for_a_slot():
+    engine = Engine(scheduler(running=4, step=16, adapters=FakeAdapters(slots=1)))
+    engine.add(request(2, 100, "a"), request(2, 2, "b"), *flood(None, 20))
+    for _ in range(60):
+        engine.step()
+    again = request(2, 2, "a")
+    engine.add(again)
+    engine.step()
+    assert again.state is State.RUNNING
+
+
 def test_many_adapters_over_few_slots_all_get_their_turn():
     adapters = FakeAdapters(slots=3)
     engine = Engine(scheduler(running=6, step=24, adapters=adapters))

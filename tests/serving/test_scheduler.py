@@ -101,6 +101,26 @@ def test_the_same_beginning_is_computed_once():
     assert (first.cached, second.cached, engine.scheduler.pool.hits) == (0, 8, 2)
 
 
+def test_the_same_beginning_is_computed_once_by_requests_that_come_together():
+    engine, prompt = Engine(scheduler(block_size=4, step=8)), list(range(17))
+    first, same, short, other = request(prompt, 3), request(prompt, 3), request(prompt[:6], 3), request([9, 9], 3)
+    engine.add(first, same, short, other)
+    assert planned(engine.step()) == [(first.number, 0, 6), (other.number, 0, 2)], "others need not wait"
+    assert planned(engine.step()) == [(other.number, 2, 1), (first.number, 6, 5), (short.number, 4, 2)]
+    engine.drain()
+    assert (first.cached, same.cached, short.cached) == (0, 16, 4)
+    assert engine.scheduler.pool.hits == 5
+
+
+def test_a_request_does_not_wait_for_the_blocks_of_one_that_was_cancelled():
+    engine, prompt = Engine(scheduler(block_size=4, step=8)), list(range(30))
+    first, same = request(prompt, 3), request(prompt, 3)
+    engine.add(first, same)
+    assert planned(engine.step()) == [(first.number, 0, 8)]
+    engine.cancel(first)
+    assert planned(engine.step()) == [(same.number, 8, 8)]
+
+
 def test_the_last_token_of_a_prompt_is_computed_even_if_all_of_it_is_in_the_cache():
     engine, prompt = Engine(scheduler(block_size=4)), list(range(8))
     for cached in (0, 4):
@@ -155,6 +175,15 @@ def test_when_blocks_run_out_the_newest_loses_its_own_and_is_computed_again():
     assert engine.scheduler.waiting[0] is second, "it stands before those that never ran"
     engine.drain()
     assert engine.ended[0] is first and len(second.generated) == 8
+
+
+def test_of_several_preempted_requests_the_oldest_comes_back_first():
+    engine = Engine(scheduler(blocks=6, block_size=2))
+    first, second, third = request([1, 1], 11), request([2, 2], 10), request([3, 3], 10)
+    engine.add(first, second, third)
+    engine.until(lambda: second.preemptions and third.preemptions)
+    assert engine.scheduler.running == [first] and engine.scheduler.waiting == [second, third]
+    engine.drain()
 
 
 def test_a_preempted_request_finds_what_is_left_of_its_own_tokens():
