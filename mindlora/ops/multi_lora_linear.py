@@ -1,4 +1,4 @@
-"""multi_lora_linear: a frozen linear layer, and for each token an adapter from one pool, in one pass over the weight."""
+"""multi_lora_linear: a frozen linear layer, and an adapter of its own for each token, in one pass over the weight."""
 
 from typing import Optional, Tuple
 

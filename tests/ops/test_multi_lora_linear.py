@@ -1,4 +1,4 @@
-"""multi_lora_linear on every path against its reference: ranks in one pool, popularity of adapters, batches, threads."""
+"""multi_lora_linear on every path against its reference: mixed ranks, popularity of adapters, batches, threads."""
 
 import mindspore as ms
 import numpy as np
