@@ -69,25 +69,31 @@ def test_near_names_are_found_among_many_without_looking_at_all(wrong):
     registry = AdapterRegistry(None, {f"customer-{number:04}": os.sep for number in range(10_000)})
     with pytest.raises(AdapterNotFoundError, match="'customer-0412'"):
         registry.path(wrong)
-    begin = time.perf_counter()
-    for _ in range(20):
+
+    def ask():
         with pytest.raises(AdapterNotFoundError):
             registry.path(wrong)
-    assert time.perf_counter() - begin < 0.5
+
+    assert fastest(ask) < 0.01
 
 
 def test_ten_thousand_adapters_are_registered_in_a_moment(tmp_path):
     for number in range(10_000):
         os.mkdir(tmp_path / f"tenant-{number}")
-    begin = time.perf_counter()
     registry = AdapterRegistry(str(tmp_path))
-    took = time.perf_counter() - begin
-    assert len(registry) == 10_000 and took < 0.3
-    begin = time.perf_counter()
-    for _ in range(10_000):
-        registry.path("tenant-9876")
-        registry.refresh()
-    assert time.perf_counter() - begin < 0.2
+    assert len(registry) == 10_000
+    assert fastest(lambda: AdapterRegistry(str(tmp_path))) < 0.3
+    assert fastest(lambda: [(registry.path("tenant-9876"), registry.refresh()) for _ in range(100)]) < 0.002
+
+
+def fastest(call):
+    """Returns the seconds of the fastest of some calls: what else the machine does only adds to them."""
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 # Changes on the disk -------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def test_the_least_recently_used_adapter_makes_room(made):
 def test_an_adapter_in_a_slot_is_not_read_again_when_memory_has_dropped_it(made):
     slots, pools, reader = made(slots=2, room=1)
     use(slots, "a", "b", "a", "b")
+    settled(slots.memory)
     assert reader.reads == ["a", "b"] and pools.writes == 2
 
 
@@ -247,12 +248,12 @@ def test_an_adapter_that_is_unregistered_while_its_slot_is_written_serves_that_o
 
     slots._write = write
     held = lease(slots, "a")
-    assert pools.values[held.slot] == 0
+    assert pools.values[held.slot] == 0 and slots.stats().used == 1
     slots._write = pools.write
-    slots.register("a", "a")
-    assert lease(slots, "a").slot != held.slot
     slots.release(held)
-    assert slots.stats().used == 1
+    assert slots.stats().used == 0
+    slots.register("a", "a")
+    assert lease(slots, "a").version > held.version
 
 
 def test_another_adapter_under_an_old_name_is_another_version(made, tmp_path):
@@ -305,17 +306,15 @@ def test_a_folder_that_is_gone_is_a_404_for_new_requests(made, tmp_path):
 
 
 def test_ten_thousand_names_cost_a_step_nothing(made, tmp_path):
-    took = {}
-    for count in (10, 10_000):
-        slots, _, _ = made(4, paths={f"tenant-{number}": str(tmp_path / "a") for number in range(count)})
-        use(slots, "tenant-7")
-        rounds = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            for _ in range(500):
-                slots.begin_step()
-                slots.prefetch("tenant-7")
-                slots.release(slots.acquire("tenant-7"))
-            rounds.append(time.perf_counter() - begin)
-        took[count] = min(rounds)
-    assert took[10_000] < 2 * took[10] + 0.01
+    caches, took = {}, {10: [], 10_000: []}
+    for count in took:
+        caches[count], _, _ = made(4, paths={f"tenant-{number}": str(tmp_path / "a") for number in range(count)})
+        use(caches[count], "tenant-7")
+    for count, slots in list(caches.items()) * 30:
+        begin = time.perf_counter()
+        for _ in range(50):
+            slots.begin_step()
+            slots.prefetch("tenant-7")
+            slots.release(slots.acquire("tenant-7"))
+        took[count].append(time.perf_counter() - begin)
+    assert min(took[10_000]) < 1.5 * min(took[10])
