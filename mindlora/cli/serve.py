@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import logging
 import sys
 from typing import Any, Tuple
 
 from mindlora.cli.engine_options import add_engine_options, add_size_options, build, given_fields, read_adapters
+from mindlora.cli.terminal import log_elsewhere, say
 from mindlora.cli.verb import Verb, add_command
 from mindlora.errors import ConfigError
 
@@ -58,6 +60,7 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     for name, kind, shown, text in _LIMITS:
         limits.add_argument(f"--{name}", type=kind, metavar=shown, help=text)
     add_size_options(parser, _SIZES)
+    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
     add_command(parser, serve)
 
 
@@ -108,10 +111,24 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
         **given_fields(arguments, [name for name, *_ in _LIMITS]),
     )
     adapters = read_adapters(arguments)
-    engine = build(arguments, adapters.registry, arguments.model_name)
-    run(engine, settings, lambda url: print(f"mindlora: {engine.model_name} at {url}", file=sys.stderr, flush=True))
+    with log_elsewhere(arguments.verbose):
+        say(f"loading {arguments.config} ...")
+        engine = build(arguments, adapters.registry, arguments.model_name)
+        if not arguments.verbose:
+            _log_to_stderr()
+        say("compiling ...")
+        run(engine, settings, lambda url: say(f"{engine.model_name} at {url}"))
     found = engine.snapshot()
     return ServeReport(engine.model_name, found.prompt_tokens, found.cached_tokens, found.generated_tokens)
+
+
+def _log_to_stderr() -> None:
+    """Has mindlora's own messages written to standard error, from now on until the process ends."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("mindlora")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 VERBS = (Verb("serve", "Serve a base and its adapters with OpenAI's HTTP API.", _serve_options),)

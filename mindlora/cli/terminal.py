@@ -16,10 +16,19 @@ from mindlora.cli.engine_options import Adapters, build, prepare_imports
 if TYPE_CHECKING:
     from mindlora.serving.engine import Engine
 
+_LOG = "mindlora-log-"
+
 
 def say(text: str) -> None:
     """Prints a line of the command's own to stderr."""
     print(f"mindlora: {text}", file=sys.stderr, flush=True)
+
+
+def remove_log() -> None:
+    """Removes the folder of MindFormers' log, if it is one made here."""
+    folder = os.environ.get("LOG_MF_PATH", "")
+    if os.path.basename(folder).startswith(_LOG):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -34,7 +43,7 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
     Raises:
         LoraError: A setting is wrong, or a file cannot be read.
     """
-    with _log_elsewhere(arguments.verbose):
+    with log_elsewhere(arguments.verbose):
         say(f"loading {arguments.config} ...")
         begin = time.monotonic()
         prepare_imports()
@@ -59,14 +68,14 @@ def start(engine: "Engine") -> None:
 
 
 @contextlib.contextmanager
-def _log_elsewhere(verbose):
-    """Has MindFormers' log written where nobody looks, unless it is asked for."""
+def log_elsewhere(verbose: bool) -> Iterator[None]:
+    """Has MindFormers' log written where nobody looks, unless it is asked for (``verbose``)."""
     if verbose:
         yield
         return
     if "LOG_MF_PATH" not in os.environ:
-        os.environ["LOG_MF_PATH"] = tempfile.mkdtemp(prefix="mindlora-log-")
-        atexit.register(shutil.rmtree, os.environ["LOG_MF_PATH"], ignore_errors=True)
+        os.environ["LOG_MF_PATH"] = tempfile.mkdtemp(prefix=_LOG)
+        atexit.register(remove_log)
     # Left open, since MindFormers logs to it until the process ends.
     with contextlib.redirect_stdout(open(os.devnull, "w", encoding="utf-8")):  # noqa: SIM115
         yield

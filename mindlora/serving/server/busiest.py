@@ -1,6 +1,6 @@
 """Busiest: names that have labels of their own in the metrics, so that their number stays bounded."""
 
-from typing import Callable, Dict
+from typing import Callable, Dict, List
 
 OTHER = "other"
 
@@ -20,6 +20,11 @@ class Busiest:
         self._count, self._forget = count, forget
         self._used: Dict[str, int] = {}
         self._shown: Dict[str, None] = {}
+
+    @property
+    def shown(self) -> List[str]:
+        """The names that have a label of their own."""
+        return list(self._shown)
 
     def label(self, name: str) -> str:
         """Counts one use of a name, and returns its label."""

@@ -1,7 +1,7 @@
 """/metrics: what the server and its engine do, for Prometheus."""
 
 import contextlib
-from typing import Any, Iterator
+from typing import Any, Iterator, List
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -35,6 +35,12 @@ _TIERS = {
     "failures": ("mindlora_adapter_failures", "Adapters that could not be read."),
     "seconds": ("mindlora_adapter_load_seconds", "Time spent on bringing adapters to the tier."),
 }
+# The same of single adapters.
+_SLOTS = {
+    "hits": ("mindlora_adapter_slot_hits", "Requests that found a busy adapter in a slot."),
+    "loads": ("mindlora_adapter_slot_loads", "How often a busy adapter was copied into a slot."),
+    "evictions": ("mindlora_adapter_slot_evictions", "How often a busy adapter made room for another."),
+}
 _COUNTERS = {
     "steps": ("mindlora_steps", "Steps of the engine."),
     "preemptions": ("mindlora_preemptions", "Requests that lost their blocks and were computed again."),
@@ -67,7 +73,7 @@ class Metrics:
             self._counter("adapter_generated_tokens", "Tokens of answers, the busiest adapters apart.", ["adapter"]),
         ]
         self._busiest = Busiest(labels, self._forget)
-        self.registry.register(_EngineCollector(engine))
+        self.registry.register(_EngineCollector(engine, self._busiest))
 
     def first_token(self, seconds: float) -> None:
         """Counts the time that an answer's first token took."""
@@ -108,8 +114,8 @@ class Metrics:
 class _EngineCollector:
     """What the engine counts itself."""
 
-    def __init__(self, engine: Any):
-        self._engine = engine
+    def __init__(self, engine: Any, busiest: Busiest):
+        self._engine, self._busiest = engine, busiest
 
     def describe(self) -> Iterator[Metric]:
         """Names nothing, so that registering asks the engine nothing."""
@@ -123,6 +129,7 @@ class _EngineCollector:
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(snapshot, field))
         yield from _tiers(snapshot.adapters)
+        yield from _slots(snapshot.adapters, self._busiest.shown)
 
 
 def _tiers(stats: Any) -> Iterator[Metric]:
@@ -133,6 +140,15 @@ def _tiers(stats: Any) -> Iterator[Metric]:
         family = CounterMetricFamily(name, text, labels=["tier"])
         for tier, counts in (("memory", stats.memory.counts), ("slots", stats.counts)):
             family.add_metric([tier], getattr(counts, field))
+        yield family
+
+
+def _slots(stats: Any, shown: List[str]) -> Iterator[Metric]:
+    for field, (name, text) in _SLOTS.items():
+        family = CounterMetricFamily(name, text, labels=["adapter"])
+        for adapter in shown:
+            if adapter in stats.adapters:
+                family.add_metric([adapter], getattr(stats.adapters[adapter], field))
         yield family
 
 

@@ -59,7 +59,7 @@ def test_every_code_is_in_the_table():
 
 def test_the_metrics_exist(running):
     app = make_app(running)
-    complete(app)
+    complete(app, model="pirate")
     shown = ask(app, "/metrics").text
     named = set(re.findall(r"`(mindlora_\w+)", DOCUMENT))
     assert len(named) > 20
