@@ -2,7 +2,7 @@
 
 import collections
 import heapq
-from typing import Deque, Dict, Iterator, List, Optional, Tuple
+from typing import Deque, Dict, Iterator, Optional, Tuple
 
 from mindlora.serving.request import Request
 
@@ -14,7 +14,8 @@ class Line:
         adapter (str or None): Name of the adapter; None for the base.
         requests (deque of Request): At least one.
         refused (bool): Its turn came while the adapter was not ready.
-        overtaken (int): Requests of other adapters that were admitted while this one lacked nothing but a slot.
+        overtaken (int): Requests of other adapters that were admitted while this line was the first that lacked nothing
+            but a slot.
     """
 
     def __init__(self, adapter: Optional[str]):
@@ -22,6 +23,11 @@ class Line:
         self.requests: Deque[Request] = collections.deque()
         self.refused = False
         self.overtaken = 0
+
+    @property
+    def first(self) -> Request:
+        """The request that came before the others."""
+        return self.requests[0]
 
 
 class FairQueue:
@@ -35,10 +41,10 @@ class FairQueue:
     gets more than the other by more than one prompt and the answers of the requests that run together.
 
     An adapter that is not ready when its turn comes is passed over and keeps its turn: from then on it is asked first
-    in each step, the longest waiting one before the others. So the next slot that becomes free is the longest
-    waiting one's. Requests of adapters that hold slots go on in the meantime, but those of a popular adapter could hold
-    its slot for ever. Hence, once ``patience`` of them have overtaken an adapter that lacks nothing but a slot, only
-    the base, which needs none, is admitted beside it, until a slot has become free and the adapter has it.
+    in each step, the longest waiting one before the others. So the next slot that becomes free is the longest waiting
+    one's. Requests of adapters that have slots go on in the meantime, but those of a popular adapter could hold its
+    slot for ever. Hence, once ``patience`` of them have overtaken the longest waiting adapter that lacks nothing but a
+    slot, only the base, which needs none, is admitted, until a slot has become free and the adapter has it.
 
     Args:
         patience (int): Requests that may overtake an adapter that waits for a slot.
@@ -50,9 +56,8 @@ class FairQueue:
         self._service: Dict[Optional[str], int] = {}
         self._turn = 0  # the service at which the last turn was given
         self._size = 0
-        # Of the round under way: lines that lack nothing but a slot, and whether one of them has been patient enough.
-        self._slotless: List[Line] = []
-        self._held = False
+        # Of the round under way: the longest waiting line that lacks nothing but a slot.
+        self._slotless: Optional[Line] = None
 
     def __len__(self) -> int:
         return self._size
@@ -91,16 +96,23 @@ class FairQueue:
         After each, the caller says what became of its first request, with admit(), refuse() or remove(). A line that
         was not refused and has more requests comes again when its next turn is.
         """
-        self._slotless, self._held = [], False
-        heap = [self._place(line) for line in self._lines.values()]
+        self._slotless = None
+        for line in sorted((line for line in self._lines.values() if line.refused), key=lambda line: line.first.number):
+            first = line.first
+            yield line
+            if line.requests and line.first is not first:
+                line.refused = False  # it had its turn
+            if self._slotless:
+                break  # no slot is free, for the others neither
+        heap = [self._place(line) for line in self._lines.values() if not line.refused]
         heapq.heapify(heap)
         while heap:
             line = heapq.heappop(heap)[-1]
-            if self._held and line.adapter is not None:
+            if line.adapter is not None and self._slotless and self._slotless.overtaken >= self.patience:
                 continue
-            first = line.requests[0]
+            first = line.first
             yield line
-            if line.requests and line.requests[0] is not first:
+            if line.requests and line.first is not first:
                 heapq.heappush(heap, self._place(line))
 
     def admit(self, line: Line, tokens: int) -> None:
@@ -115,11 +127,9 @@ class FairQueue:
         self._turn = max(self._turn, self._service[line.adapter])
         self.charge(line.adapter, tokens)
         line.refused, line.overtaken = False, 0
-        self.remove(line.requests[0])
-        if line.adapter is not None:
-            for other in self._slotless:
-                other.overtaken += 1
-                self._held = self._held or other.overtaken >= self.patience
+        self.remove(line.first)
+        if line.adapter is not None and self._slotless:
+            self._slotless.overtaken += 1
 
     def refuse(self, line: Line, lacks_slot: bool) -> None:
         """Passes over a line, whose adapter is not ready.
@@ -129,13 +139,11 @@ class FairQueue:
             lacks_slot (bool): Whether the adapter is ready but for a slot, all of which others use.
         """
         line.refused = True
-        if lacks_slot:
-            self._slotless.append(line)
-            self._held = self._held or line.overtaken >= self.patience
+        if lacks_slot and self._slotless is None:
+            self._slotless = line
 
     def _raise(self, adapter: Optional[str]) -> None:
         self._service[adapter] = max(self._turn, self._service.get(adapter, 0))
 
-    def _place(self, line: Line) -> Tuple[int, int, int, Line]:
-        first = line.requests[0].number
-        return (0, 0, first, line) if line.refused else (1, self._service[line.adapter], first, line)
+    def _place(self, line: Line) -> Tuple[int, int, Line]:
+        return self._service[line.adapter], line.first.number, line

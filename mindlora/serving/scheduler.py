@@ -274,13 +274,11 @@ class Scheduler:
     def _admissions(self) -> Iterator[Request]:
         """Yields requests, each of which runs from then on."""
         while self._preempted:
-            if len(self.running) >= self.max_running or not self._start(self._preempted[0]):
+            if not self._start(self._preempted[0]):
                 return
             yield self._preempted.popleft()
-        for line in self._queue.turns() if len(self._queue) else ():
-            request = line.requests[0]
-            if len(self.running) >= self.max_running or self._spare_blocks() < 1:
-                return
+        for line in self._queue.turns() if self._has_room() else ():
+            request = line.first
             try:
                 if request.adapter is not None:
                     request.lease = self.adapters.acquire(request.adapter)
@@ -297,6 +295,12 @@ class Scheduler:
             request.cached, request.admitted = request.computed, time.monotonic()
             self._queue.admit(line, len(request.tokens) - request.computed)
             yield request
+            if not self._has_room():
+                return
+
+    def _has_room(self) -> bool:
+        """Returns whether any request waits that was never admitted, and one more could run."""
+        return len(self._queue) > 0 and len(self.running) < self.max_running and self._spare_blocks() > 0
 
     def _give_lease_back(self, request: Request) -> None:
         if request.lease is not None:

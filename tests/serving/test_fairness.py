@@ -89,6 +89,16 @@ def test_an_adapter_that_sends_one_request_at_a_time_is_not_served_before_all_ot
     assert had["a"] > 0.7 * had["b"]
 
 
+def test_tokens_that_were_in_the_cache_are_no_service():
+    engine = Engine(scheduler(blocks=200, running=1, step=40, adapters=FakeAdapters(slots=2)))
+    alike = [request(range(40), 4, "a") for _ in range(40)]
+    engine.add(*alike, *[request(range(100 * i, 100 * i + 40), 4, "b") for i in range(1, 20)])
+    for _ in range(100):
+        engine.step()
+    ended = collections.Counter(one.adapter for one in engine.ended)
+    assert ended["a"] > 3 * ended["b"] > 0, "4 of 40 tokens are left to compute, and 4 new ones"
+
+
 def test_a_request_whose_adapter_is_not_loaded_holds_up_nobody():
     adapters = FakeAdapters(load_steps=lambda: 40)
     adapters.ready_at["a"] = 0
@@ -115,6 +125,26 @@ def test_an_adapter_that_cannot_be_used_fails_its_own_requests_alone():
     assert engine.scheduler.failed == bad and engine.scheduler.running == good
     for one in bad:
         assert (one.state, one.finish_reason, str(one.error)) == (State.FINISHED, "error", "bad is damaged.")
+    engine.drain()
+
+
+def test_all_requests_that_wait_for_an_adapter_fail_when_it_cannot_be_loaded():
+    adapters = FakeAdapters(load_steps=lambda: 3)
+    engine = Engine(scheduler(adapters=adapters))
+    waiting = [request(3, 2, "bad") for _ in range(5)]
+    engine.add(*waiting)
+    engine.step()
+    adapters.broken.add("bad")
+    engine.step()
+    assert engine.ended == waiting
+
+
+def test_no_slot_is_written_for_a_request_for_which_there_are_no_blocks():
+    adapters = FakeAdapters()
+    engine = Engine(scheduler(blocks=4, block_size=2, adapters=adapters))
+    engine.add(request(7, 2, "a"), request(1, 1, "b"))
+    engine.step()
+    assert adapters.given == ["a"]
     engine.drain()
 
 
