@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from typing import Any, List
+from typing import List, Tuple
 
 # Before transformers is imported: it would warn that there is no PyTorch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -158,12 +158,13 @@ def evaluate(paths: Paths, adapter: str) -> None:
     """Prints held-out loss and three answers, of the base alone and with the adapter, and adds them to the report."""
     log = open("evaluate.log", "w", encoding="utf-8")  # noqa: SIM115  MindFormers logs to it until the process ends
     screen, sys.stdout = sys.stdout, log
+    # In a process of its own, meanwhile.
+    asked = ask(paths, adapter)
     import mindspore as ms
     from mindformers.models.build_model import build_network
     from mindformers.tools.register import MindFormerConfig
 
     from mindlora import load_lora, trainable_summary
-    from mindlora.data.tokenizers import load_tokenizer
     from mindlora.plugin import hooks  # noqa: F401
     from mindlora.training.held_out import HeldOutLossCell, held_out_loss
     from mindlora.training.history import HistoryWriter
@@ -175,36 +176,41 @@ def evaluate(paths: Paths, adapter: str) -> None:
     missing, _ = ms.load_param_into_net(network, ms.load_checkpoint(paths.base))
     assert all("mindpet_delta_lora" in name for name in missing), missing
     loss_cell = HeldOutLossCell(network, network.config.ignore_token_id)
-    tokenizer = load_tokenizer(paths.tokenizer)
-    with open(os.path.join(TEXTS, "prompts.json"), encoding="utf-8") as file:
-        prompts = json.load(file)
-    before = held_out_loss(loss_cell, paths.held_out, 16), answers(network, tokenizer, prompts)
+    losses = [held_out_loss(loss_cell, paths.held_out, 16)]
     load_lora(network, adapter, on_base_mismatch="error")
-    after = held_out_loss(loss_cell, paths.held_out, 16), answers(network, tokenizer, prompts)
+    losses.append(held_out_loss(loss_cell, paths.held_out, 16))
+    prompts, *answers = answered(asked)
     with open(os.path.join(adapter, "best.json"), encoding="utf-8") as file:
         step = json.load(file)["step"]
     with contextlib.closing(HistoryWriter(paths.lora_run, None)) as history:
-        for at, (loss, given) in ((0, before), (step, after)):
+        for at, loss, given in zip((0, step), losses, answers):
             history.append(at, held_out_loss=loss)
             history.append(at, answers=[{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, given)])
     write_report([paths.lora_run], os.path.join(paths.lora_run, "report.html"))
     sys.stdout = screen
     print("     " + trainable_summary(network).splitlines()[-1])
-    print(f"     held-out loss  before {before[0]:.3f}   after {after[0]:.3f}   (nats per token, 48 dialogues)")
-    for prompt, old, new in zip(prompts, before[1], after[1]):
+    print(f"     held-out loss  before {losses[0]:.3f}   after {losses[1]:.3f}   (nats per token, 48 dialogues)")
+    for prompt, old, new in zip(prompts, *answers):
         print(f"\n     {prompt}\n       before: {old}\n       after:  {new}")
 
 
-def answers(network: Any, tokenizer: Any, prompts: List[str]) -> List[str]:
-    """Returns the first line of the greedy answer to each prompt."""
-    from mindlora.training.answers import greedy_answers
+def ask(paths: Paths, adapter: str) -> "subprocess.Popen[str]":
+    """Asks base and adapter with what a user types: mindlora generate, the likeliest token each time."""
+    command = [sys.executable, "-m", "mindlora.cli", "generate", "--config", LORA_YAML, "--load_checkpoint", paths.base]
+    command += ["--tokenizer", paths.tokenizer, "--adapter", adapter, "--base", "--template", TEMPLATE, "--json"]
+    command += ["--prompts-file", os.path.join(TEXTS, "prompts.json")]
+    with open("generate.log", "w", encoding="utf-8") as log:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
 
-    rows = [
-        [tokenizer.bos_token_id] + tokenizer.encode(TEMPLATE.format(instruction=prompt), add_special_tokens=False)
-        for prompt in prompts
-    ]
-    found = greedy_answers(network, rows, SEQUENCE, tokenizer.pad_token_id, tokenizer.eos_token_id, SEQUENCE)
-    return [tokenizer.decode(tokens, skip_special_tokens=True).split("\n")[0].strip() for tokens in found]
+
+def answered(asked: "subprocess.Popen[str]") -> Tuple[List[str], List[str], List[str]]:
+    """Waits for the answers; returns the prompts and the first lines that base and adapter said to each."""
+    report, _ = asked.communicate()
+    if asked.returncode != 0:
+        sys.exit(f"quickstart: mindlora generate failed; see {os.path.abspath('generate.log')}")
+    found = json.loads(report)["answers"]
+    base, adapted = ([answer["text"].split("\n")[0].strip() for answer in found[place::2]] for place in (0, 1))
+    return [answer["prompt"] for answer in found[::2]], base, adapted
 
 
 def say(text: str) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Optional, TextIO
 
 from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
 from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
-from mindlora.cli.terminal import loaded_engine, say, start
+from mindlora.cli.interrupts import Interrupts
+from mindlora.cli.terminal import loaded_engine, remove_log, say, start
 from mindlora.cli.verb import Verb
 from mindlora.errors import LoraError
 
@@ -31,6 +32,11 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 
 def chat(arguments: argparse.Namespace) -> None:
     """Runs mindlora chat, until /exit or the end of standard input."""
+    with Interrupts(remove_log) as interrupts:
+        _run(arguments, interrupts)
+
+
+def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
     from mindlora.serving.prompt_form import check_prompt_options, choose_prompt_form
 
     sampling = read_sampling(arguments)
@@ -46,7 +52,9 @@ def chat(arguments: argparse.Namespace) -> None:
         say(f"prompts: {form.title}; {first or 'the base'} answers; /help lists the commands")
         if not form.takes_conversations:
             say("such a prompt holds one message: earlier ones are not seen")
-        _Chat(engine, dialogue, arguments.stdout).run()
+        if sys.stdin.isatty():
+            interrupts.ignore()
+        _Chat(engine, dialogue, arguments.stdout, interrupts).run()
 
 
 class _Chat:
@@ -56,12 +64,13 @@ class _Chat:
         engine (Engine): Started.
         dialogue (Dialogue): With it.
         screen (file): Where answers are written.
+        interrupts (Interrupts): Ctrl-C.
     """
 
-    def __init__(self, engine: "Engine", dialogue: "Dialogue", screen: TextIO):
+    def __init__(self, engine: "Engine", dialogue: "Dialogue", screen: TextIO, interrupts: Interrupts):
         from mindlora.cli.chat_commands import Commands
 
-        self._dialogue, self._screen = dialogue, screen
+        self._dialogue, self._screen, self._interrupts = dialogue, screen, interrupts
         self._commands = Commands(dialogue, engine, self._answer_again)
 
     def run(self) -> None:
@@ -90,8 +99,10 @@ class _Chat:
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
         try:
-            # Where standard output is the terminal, readline edits the line.
-            with contextlib.redirect_stdout(self._screen):
+            # Once it is imported, readline edits the line where standard output is the terminal.
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401
+            with contextlib.redirect_stdout(self._screen), self._interrupts.raising():
                 return input(f"{self._dialogue.adapter or 'base'}> ")
         except EOFError:
             print(file=self._screen)
@@ -107,9 +118,10 @@ class _Chat:
             print(f"(the oldest {turns} no longer fit into the window, and are forgotten)", file=sys.stderr, flush=True)
         texts = []
         try:
-            for piece in stream:
-                texts.append(piece.text)
-                print(piece.text, end="", file=self._screen, flush=True)
+            with self._interrupts.raising():
+                for piece in stream:
+                    texts.append(piece.text)
+                    print(piece.text, end="", file=self._screen, flush=True)
         except KeyboardInterrupt:
             stream.cancel()
         finally:

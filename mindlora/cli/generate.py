@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
 from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
 from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
-from mindlora.cli.terminal import loaded_engine, say, start
+from mindlora.cli.interrupts import Interrupts
+from mindlora.cli.terminal import loaded_engine, remove_log, say, start
 from mindlora.cli.verb import Verb, add_command
 from mindlora.errors import ConfigError, DataError, RequestError
 
@@ -89,6 +90,11 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     """Runs mindlora generate; returns nothing if the answer was printed as it came."""
+    with Interrupts(remove_log):
+        return _generate(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     from mindlora.serving.prompt_form import check_prompt_options, choose_prompt_form
 
     if arguments.logprobs is not None and not arguments.json:
