@@ -14,7 +14,8 @@ def rotary_embedding(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndar
     Returns:
         y, [T, heads * D].
     """
+    tokens, size = cos.shape
     cos, sin = (np.asarray(table, np.float64)[:, None] for table in (cos, sin))
-    heads = np.asarray(x, np.float64).reshape(len(x), -1, cos.shape[-1])
+    heads = np.asarray(x, np.float64).reshape(tokens, x.shape[1] // size, size)
     low, high = np.split(heads, 2, axis=-1)
     return (heads * cos + np.concatenate([-high, low], axis=-1) * sin).reshape(x.shape)

@@ -128,7 +128,7 @@ def cpu_only():
 @pytest.mark.parametrize("forced", ["", "cpu", "composed"])
 def test_the_operators_of_serving_take_the_library_whatever_is_forced(mode, monkeypatch, forced):
     monkeypatch.setenv("MINDLORA_BACKEND", forced)
-    assert cpu_only() == [("cpu", f"it has no other path, {build.LIBRARY}")] * 3
+    assert cpu_only() == [("cpu", f"it has no other path, {build.LIBRARY}")] * len(backend.CPU_ONLY)
     assert RotaryEmbedding().path == KvCacheWrite().path == PagedAttention().path == "cpu"
 
 
@@ -137,7 +137,7 @@ def test_without_the_library_the_operators_of_serving_have_no_path(graph_mode, m
     monkeypatch.setenv("MINDLORA_BACKEND", forced)
     monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "none.so"))
     problem = f"{tmp_path}/none.so is missing: build it with `python -m mindlora.ops.build`"
-    assert cpu_only() == [("none", problem)] * 3
+    assert cpu_only() == [("none", problem)] * len(backend.CPU_ONLY)
     for cell in (RotaryEmbedding, KvCacheWrite, PagedAttention):
         with pytest.raises(BackendError) as error:
             cell()
@@ -147,7 +147,7 @@ def test_without_the_library_the_operators_of_serving_have_no_path(graph_mode, m
 def test_on_ascend_the_operators_of_serving_are_mindspores_own(monkeypatch):
     real = ms.get_context
     monkeypatch.setattr(ms, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
-    owners = ("ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention")
+    owners = ("RmsNorm", "ApplyRotaryPosEmb", "ReshapeAndCache", "PagedAttention")
     assert cpu_only() == [("none", f"on an NPU MindSpore's own {owner} runs") for owner in owners]
     with pytest.raises(BackendError, match="kv_cache_write cannot run here: on an NPU MindSpore's own ReshapeAndCache"):
         KvCacheWrite()

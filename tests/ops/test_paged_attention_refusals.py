@@ -1,0 +1,93 @@
+"""What paged_attention does not accept, and the words in which it says so."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+from mindlora.errors import BackendError
+from mindlora.ops.paged_attention import PagedAttention
+from tests.support.attention_batches import NAMES, Sequences
+
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.attend = PagedAttention()
+
+    def construct(self, query, key_cache, value_cache, tables, contexts, queries):
+        return self.attend(query, key_cache, value_cache, tables, contexts, queries)
+
+
+def case():
+    """Two sequences of 12 and 20 tokens in 7 blocks of 8, of which this step has 12 and 1."""
+    return dict(zip(NAMES, Sequences([12, 20], 2, 2, 16).batch([(0, 0, 12), (1, 19, 20)], 8)))
+
+
+def refused(inputs):
+    """Returns the kernel's message."""
+    with pytest.raises(RuntimeError) as error:
+        Net()(*map(Tensor, inputs.values())).asnumpy()
+    return str(error.value).partition("mindlora paged_attention: ")[2].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "name, at, value, message",
+    [
+        ("context_lengths", 1, 33, "context_lengths has 33 for sequence 1: block_tables has room for 32."),
+        (
+            "context_lengths",
+            0,
+            11,
+            "context_lengths has 11 for sequence 0, which has 12 tokens in this step: they are part of the context.",
+        ),
+        ("query_lengths", 0, -1, "query_lengths has -1 for sequence 0: it must be 0 or more."),
+        ("query_lengths", 0, 11, "query_lengths sum to 12: query has 13 tokens."),
+        ("query_lengths", 1, 3, "query_lengths sum to 15: query has 13 tokens."),
+        ("block_tables", (1, 2), 7, "block_tables has block 7 at 2 for sequence 1: the cache has 7."),
+        ("block_tables", (0, 1), -1, "block_tables has block -1 at 1 for sequence 0: the cache has 7."),
+    ],
+)
+def test_wrong_lengths_and_blocks(library, pynative_mode, name, at, value, message):
+    inputs = case()
+    inputs[name][at] = value
+    assert refused(inputs) == message
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("query", (64,), "query has 1 dimensions: it must have 2 or 3."),
+        ("query", (13, 72), "query has 72 numbers a token: it must be a multiple of kv_heads * D = 2 * 16."),
+        ("key_cache", (7, 8, 32), "key_cache has 3 dimensions: it must have 4."),
+        ("value_cache", (7, 4, 2, 16), "block_size is 8 in one input and 4 in another."),
+        ("value_cache", (7, 8, 2, 8), "D is 16 in one input and 8 in another."),
+        ("block_tables", (8,), "block_tables has 1 dimensions: it must have 2."),
+        ("block_tables", (3, 4), "the number of sequences is 3 in one input and 2 in another."),
+        ("context_lengths", (2, 1), "context_lengths has 2 dimensions: it must have 1."),
+        ("query_lengths", (3,), "the number of sequences is 2 in one input and 3 in another."),
+    ],
+)
+def test_wrong_shapes(library, graph_mode, name, shape, message):
+    inputs = case()
+    inputs[name] = np.zeros(shape, inputs[name].dtype)
+    assert refused(inputs) == message
+
+
+@pytest.mark.parametrize(
+    "name, dtype, message",
+    [
+        ("query", ms.int32, "query is Int32: it must be Float32, Float16 or BFloat16."),
+        ("key_cache", ms.float16, "key_cache is Float16 and query is Float32: cast them to one dtype."),
+        ("value_cache", ms.bfloat16, "value_cache is BFloat16 and query is Float32: cast them to one dtype."),
+        ("block_tables", ms.int64, "block_tables is Int64: it must be Int32."),
+        ("context_lengths", ms.int64, "context_lengths is Int64: it must be Int32."),
+        ("query_lengths", ms.float32, "query_lengths is Float32: it must be Int32."),
+    ],
+)
+def test_wrong_dtypes(library, mode, name, dtype, message):
+    inputs = {key: Tensor(array) for key, array in case().items()}
+    inputs[name] = inputs[name].astype(dtype)
+    with pytest.raises(BackendError) as error:
+        Net()(*inputs.values())
+    assert str(error.value) == f"paged_attention (cpu): {message}"
