@@ -55,7 +55,7 @@ class ModelList:
         rendered = self._rendered
         if names != rendered[0]:
             entries = [self._entry(name).model_dump() for name in (self._engine.model_name, *names)]
-            plain = json.dumps({"object": "list", "data": entries}).encode()
+            plain = json.dumps({"object": "list", "data": entries}, separators=(",", ":")).encode()
             rendered = self._rendered = (names, plain, gzip.compress(plain))
         return rendered[2] if zipped else rendered[1]
 

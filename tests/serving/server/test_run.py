@@ -107,6 +107,20 @@ def test_a_second_signal_ends_the_grace():
     assert serve(talk, delay=0.05, grace=100.0)[1] == 503
 
 
+def test_answers_are_sent_at_once():
+    def talk(client, _):
+        seconds = []
+        for _ in range(21):
+            begin = time.perf_counter()
+            assert client.get("/health").status_code == 200
+            seconds.append(time.perf_counter() - begin)
+        stop()
+        return sorted(seconds)[10]
+
+    # Where small packets wait for each other, it is 40 ms.
+    assert serve(talk)[1] < 0.03
+
+
 def test_a_port_that_is_taken_is_an_error_before_the_engine_starts():
     engine = make_engine()
     with socket.create_server(("127.0.0.1", 0)) as taken:
