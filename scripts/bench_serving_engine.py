@@ -111,13 +111,22 @@ def answer(
 
         return take
 
-    start = time.perf_counter()
-    for place, (prompt, adapter, count) in enumerate(zip(asked, adapters, counts)):
-        if moments is not None:
-            time.sleep(max(0.0, start + moments[place] - time.perf_counter()))
-        stream = engine.submit(prompt, Sampling(max_tokens=count, temperature=0.0, ignore_eos=True), adapter)
+    def send(place: int) -> None:
+        sampling = Sampling(max_tokens=counts[place], temperature=0.0, ignore_eos=True)
+        stream = engine.submit(asked[place], sampling, adapters[place])
         stream.add_listener(listener(place))
         requests.append(stream.request)
+
+    start = time.perf_counter()
+    if moments is None:
+        # So that the engine takes them up in the same step.
+        with engine._changed:
+            for place in range(len(asked)):
+                send(place)
+    else:
+        for place, moment in enumerate(moments):
+            time.sleep(max(0.0, start + moment - time.perf_counter()))
+            send(place)
     for _ in asked:
         ended.acquire()
     if errors:

@@ -22,9 +22,10 @@ class Load:
 
     def __init__(self, size: Size):
         rng = np.random.default_rng(0)
-        self.size, self.count = size, 6 * RUNNING if size.width >= 1024 else 2 * RUNNING
-        self.lengths = rng.integers(16, min(97, max(size.contexts)), self.count)
-        self.new_tokens = rng.integers(8, 49, self.count).tolist()
+        self.size, self.count = size, max(2, size.contexts[0] // 21) * RUNNING
+        longest = min(96, max(size.contexts))
+        self.lengths = rng.integers(longest // 6, longest + 1, self.count)
+        self.new_tokens = rng.integers(longest // 12, longest // 2 + 1, self.count).tolist()
         self.gaps = rng.exponential(1.0, self.count)
         self.total = sum(self.new_tokens)
         self._tokens = np.random.default_rng(1)

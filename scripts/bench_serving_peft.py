@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 from bench_common import ROOT
 from bench_serving_engine import answer
 from bench_serving_model import Files, Ratio, Size, compare, prompts
-from bench_serving_setup import THREADS
 
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.engine import Engine
@@ -59,8 +58,9 @@ def against_peft(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
     paths = files.adapters(size, dict.fromkeys(NAMES, 16))
     peer, engine = Peer(python), files.engine(size, AdapterRegistry(None, paths), slots=BATCH)
     try:
-        versions = peer.load(base=files.base(size), adapters=paths, threads=THREADS)
-        remark = ", ".join(f"{name} {version}" for name, version in versions.items()) + f"; {THREADS} threads each"
+        threads = len(os.sched_getaffinity(0))
+        versions = peer.load(base=files.base(size), adapters=paths, threads=threads)
+        remark = ", ".join(f"{name} {version}" for name, version in versions.items()) + f"; {threads} threads each"
         engine.start()
         yield decoding(engine, peer, size, NAMES[:1], "goal: at least 1.0", remark)
         yield decoding(engine, peer, size, NAMES, "goal: at least 1.5", remark)
