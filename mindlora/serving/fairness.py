@@ -33,12 +33,13 @@ class Line:
 class FairQueue:
     """Waiting requests, in an order that is fair between adapters.
 
-    Service is counted in tokens: those of prompts that had to be computed, and those that were generated. The turn is
-    of the adapter with the least service, and among equals of the one whose first request came first. An adapter that
-    was idle begins with at least the service that the last one to get a turn had, so that being idle earns nothing.
-    This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with the counters of virtual tokens of Sheng et al.,
-    Fairness in Serving Large Language Models, 2024. Of two adapters that wait all the time and are ready, neither
-    gets more than the other by more than one prompt and the answers of the requests that run together.
+    Service is counted in tokens: those of prompts that were not in the cache when the request was admitted, and those
+    that were generated. The turn is of the adapter with the least service, and among equals of the one whose first
+    request came first. An adapter that was idle begins with at least the service that the last one to get a turn had,
+    so that being idle earns nothing. This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with the counters of
+    virtual tokens of Sheng et al., Fairness in Serving Large Language Models, 2024. Of two adapters that wait all the
+    time and are ready, neither gets more than the other by more than one prompt and the answers of the requests that
+    run together.
 
     An adapter that is not ready when its turn comes is passed over and keeps its turn: from then on it is asked first
     in each step, the longest waiting one before the others. So the next slot that becomes free is the longest waiting
@@ -120,7 +121,7 @@ class FairQueue:
 
         Args:
             line (Line): A line of turns().
-            tokens (int): Tokens of the request's prompt that have to be computed.
+            tokens (int): Tokens of the request's prompt that are not in the cache.
         """
         if line.refused:
             self._raise(line.adapter)  # waiting for a slot earns a turn, but no more than that

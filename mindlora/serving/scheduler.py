@@ -254,7 +254,6 @@ class Scheduler:
         request.computed = len(request.blocks) * size
         if not request.preemptions:
             request.cached += len(found) * size
-            self._queue.charge(request.adapter, -len(found) * size)
         end = request.computed + size
         return end < len(request.tokens) and any(
             other.computed < end <= len(other.tokens)

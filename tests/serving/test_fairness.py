@@ -143,8 +143,9 @@ def test_no_slot_is_written_for_a_request_for_which_there_are_no_blocks():
     adapters = FakeAdapters()
     engine = Engine(scheduler(blocks=4, block_size=2, adapters=adapters))
     engine.add(request(7, 2, "a"), request(1, 1, "b"))
-    engine.step()
-    assert adapters.given == ["a"]
+    for _ in range(2):
+        engine.step()
+        assert adapters.given == ["a"]
     engine.drain()
 
 
@@ -201,6 +202,25 @@ def test_the_next_slot_that_becomes_free_is_the_longest_waiting_ones():
         engine.step()
     engine.drain()
     assert adapters.given == ["first", *waiting]
+
+
+def test_while_no_slot_is_free_one_adapter_is_asked_and_not_all_that_wait():
+    class Counting(FakeAdapters):
+        asked = 0
+
+        def acquire(self, name):
+            self.asked += 1
+            return super().acquire(name)
+
+    adapters = Counting(slots=1)
+    engine = Engine(scheduler(running=4, adapters=adapters))
+    engine.add(request(2, 20, "a"), *[request(2, 2, f"w{i}") for i in range(50)])
+    engine.step()
+    assert adapters.asked == 51
+    for _ in range(10):
+        engine.step()
+    assert adapters.asked == 61
+    engine.drain()
 
 
 def test_who_waits_longest_for_a_slot_has_it_before_one_that_had_less_service():

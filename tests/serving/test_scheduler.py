@@ -112,6 +112,12 @@ def test_the_same_beginning_is_computed_once_by_requests_that_come_together():
     assert engine.scheduler.pool.hits == 5
 
 
+def test_a_request_does_not_wait_for_the_blocks_of_another_adapter():
+    engine, prompt = Engine(scheduler(block_size=4, step=40)), list(range(10))
+    engine.add(request(prompt, 3, "a"), request(prompt, 3))
+    assert [part.count for part in engine.step()] == [10, 10]
+
+
 def test_a_request_does_not_wait_for_the_blocks_of_one_that_was_cancelled():
     engine, prompt = Engine(scheduler(block_size=4, step=8)), list(range(30))
     first, same = request(prompt, 3), request(prompt, 3)
