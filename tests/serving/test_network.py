@@ -1,0 +1,172 @@
+"""MindFormers' network with its cache and pools gives the logits of the merged model without a cache."""
+
+import types
+
+import numpy as np
+import pytest
+
+from mindlora.errors import ConfigError
+from mindlora.numerics.nf4 import dequantize, quantize
+from mindlora.serving.network import build_network
+from mindlora.serving.settings import EngineSettings
+from tests.conftest import in_mode
+from tests.support.compilations import compilations
+from tests.support.served_steps import Steps
+from tests.support.tiny_serving import (
+    SHAPES,
+    Plain,
+    adapter,
+    base_weights,
+    merged,
+    save_adapter,
+    save_base,
+    vocabulary,
+)
+
+# Mixed ranks; scales of each kind; cells and layers on which there is nothing.
+ADAPTERS = [
+    adapter(1, {leaf: 1 + rank for rank, leaf in enumerate(SHAPES)}, {"attention.wv": 3.0}),
+    adapter(2, {"attention.wq": 8, "feed_forward.w1": 3, "feed_forward.w2": 2}, size=0.2, use_rslora=True),
+    adapter(3, {"attention.wo": 16, "attention.wk": 5}, layers=[1]),
+]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def plain(mindformers):
+    """The oracle."""
+    with in_mode(0):
+        yield Plain()
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """The adapters as folders."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [save_adapter(folder, str(number), made) for number, made in enumerate(ADAPTERS)]
+
+
+def in_nf4(weights):
+    """Returns the weights that are left of those of linear cells in NF4."""
+    linear = tuple(f"{leaf}.weight" for leaf in SHAPES)
+    return {
+        name: dequantize(quantize(array)).astype(np.float32) if name.endswith(linear) else array
+        for name, array in weights.items()
+    }
+
+
+@pytest.fixture(scope="module", params=["apart", "joined", "nf4"])
+def served(request, library, plain, paths, tmp_path_factory):
+    """A network with ADAPTERS in slots 2, 0 and 1, the base's weights, and the graphs that it compiles."""
+    from mindlora.base.quantize import quantize_checkpoint
+
+    weights, folder = base_weights(), tmp_path_factory.mktemp("base")
+    checkpoint = save_base(folder / "base.ckpt", weights)
+    if request.param == "nf4":
+        quantize_checkpoint(checkpoint, str(folder / "nf4.safetensors"))
+        checkpoint, weights = str(folder / "nf4.safetensors"), in_nf4(weights)
+    steps = Steps(checkpoint, quantize=request.param == "nf4", qkv_concat=request.param == "joined")
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = compilations(patch)
+        for slot, path in zip((2, 0, 1), paths):
+            steps.put(slot, path)
+        yield types.SimpleNamespace(steps=steps, weights=weights, paths=paths, compiled=compiled)
+
+
+def of_slot(served, slot):
+    """The weights with which a slot computes."""
+    return merged(served.weights, {2: ADAPTERS[0], 0: ADAPTERS[1], 1: ADAPTERS[2], -1: None}[slot])
+
+
+def assert_logits(found, plain, weights, tokens):
+    expected = plain.logits(weights, tokens)[-1]
+    assert np.abs(expected).max() > 2
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def prompt(length, seed):
+    return np.random.default_rng([seed, length]).integers(3, vocabulary(), length)
+
+
+def test_chunks_of_prompts_and_decode_steps_of_mixed_adapters(served, plain):
+    steps = served.steps
+    slots = (2, -1, 0, 1, 2)
+    lines = [
+        steps.begin(prompt(length, seed), slot) for seed, (length, slot) in enumerate(zip((21, 7, 1, 18, 4), slots))
+    ]
+    weights = [of_slot(served, slot) for slot in slots]
+    a, b, c, d, e = lines
+    # Prompts in chunks that end within blocks and at their ends, with a decode token between them in the last step.
+    found = {}
+    found[1], found[2] = steps.step((a, 10), (b, 7), (c, 1), (d, 8))
+    for line, row in ((b, found[1]), (c, found[2])):
+        line.tokens.append(int(row.argmax()))
+    assert_logits(found[1], plain, weights[1], b.tokens[:-1])
+    assert_logits(found[2], plain, weights[2], c.tokens[:-1])
+    rows = steps.step((c, 1), (a, 11), (b, 1), (d, 10), (e, 4))
+    assert len(rows) == 5
+    for turn in range(4):
+        order = [c, a, b, d, e]
+        for line, row in zip(order, rows):
+            assert_logits(row, plain, weights[lines.index(line)], line.tokens)
+            line.tokens.append(int(row.argmax()))
+        rows = steps.step(*((line, 1) for line in order))
+        assert len(rows) == 5, turn
+    # The adapters and the base do not say the same.
+    assert len({tuple(line.generated[:3]) for line in lines}) == 5
+    steps.end(*lines)
+
+
+def test_a_request_has_the_same_logits_alone(served, plain):
+    steps, tokens = served.steps, prompt(13, 5)
+    together = [steps.begin(tokens, slot) for slot in (1, 2, -1)]
+    rows = steps.step(*((line, 13) for line in together))
+    for slot, row, line in zip((1, 2, -1), rows, together):
+        alone = steps.begin(tokens, slot)
+        np.testing.assert_allclose(steps.step((alone, 13))[0], row, rtol=0, atol=1e-5)
+        steps.end(alone, line)
+
+
+def test_a_step_in_the_middle_of_prompts_gives_no_rows(served, plain):
+    line = served.steps.begin(prompt(9, 6), 1)
+    assert served.steps.step((line, 5)).shape == (0, vocabulary())
+    assert_logits(served.steps.step((line, 4))[0], plain, of_slot(served, 1), line.tokens)
+    served.steps.end(line)
+
+
+def test_a_slot_that_is_written_again_holds_nothing_of_the_adapter_before(served, plain):
+    steps, tokens = served.steps, prompt(11, 7)
+    for number in (0, 2, 1):  # from all cells to some, and to others
+        steps.put(3, served.paths[number])
+        line = steps.begin(tokens, 3)
+        assert_logits(steps.step((line, 11))[0], plain, merged(served.weights, ADAPTERS[number]), tokens)
+        line.tokens.append(5)
+        row = steps.step((line, 1))[0]
+        assert_logits(row, plain, merged(served.weights, ADAPTERS[number]), line.tokens)
+        steps.end(line)
+
+
+def test_nothing_is_compiled_for_other_numbers_of_requests_and_tokens(served):
+    steps, known = served.steps, 0
+    for count in (1, 5, 3):
+        lines = [steps.begin(prompt(2 + 3 * number, count), number % 4 - 1) for number in range(count)]
+        steps.step(*((line, len(line.tokens)) for line in lines))
+        for line in lines:
+            line.tokens.append(3)
+        steps.step(*((line, 1) for line in lines))
+        steps.put(3, served.paths[count % 3])
+        steps.end(*lines)
+        known = known or len(served.compiled)
+        assert len(served.compiled) == known >= 3
+
+
+def test_models_without_a_paged_cache_are_refused(mindformers):
+    settings = EngineSettings(seq_length=16, max_running=1, max_tokens_per_step=4)
+    node = {
+        "model_config": {"type": "ChatGLM2Config", "num_layers": 1, "padded_vocab_size": 64, "hidden_size": 32},
+        "arch": {"type": "ChatGLM2ForConditionalGeneration"},
+    }
+    with pytest.raises(
+        ConfigError, match="model.model_config.type is ChatGLM2Config: its attention has no paged cache"
+    ):
+        build_network(node, settings)

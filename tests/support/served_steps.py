@@ -1,0 +1,66 @@
+"""A network for serving whose steps are given by hand, without a scheduler."""
+
+import random
+
+import numpy as np
+
+from mindlora.nn.matching import cell_shapes
+from mindlora.quantize import quantize_base
+from mindlora.serving.network import add_pools, build_network, linear_cells
+from mindlora.serving.packed_adapter import ServedLayout, prepare
+from mindlora.serving.request import Lease, Part, Request, Sampling
+from mindlora.serving.runner import ModelRunner
+from mindlora.serving.settings import EngineSettings
+from mindlora.serving.weights import load_base
+from tests.support.tiny_serving import BLOCK_SIZE, SEQ_LENGTH, model
+
+
+class Steps:
+    """A small Llama with pools, and requests that live in blocks of its cache here and there.
+
+    Args:
+        checkpoint (str): The base.
+        quantize (bool): Whether it is in NF4. Default: False.
+        keys: LlamaConfig's.
+    """
+
+    def __init__(self, checkpoint, quantize=False, **keys):
+        settings = EngineSettings(
+            SEQ_LENGTH, BLOCK_SIZE, num_blocks=100, max_running=8, max_tokens_per_step=40, slots=4, max_rank=16
+        )
+        network = build_network(model(**keys), settings)
+        if quantize:
+            quantize_base(network)
+        load_base(network, checkpoint)
+        cells = linear_cells(network)
+        self.layout = ServedLayout(cell_shapes(network, cells), settings.max_rank)
+        self.runner = ModelRunner(network, add_pools(network, cells, settings), np.dtype("<f4"), settings)
+        self._free = random.Random(0).sample(range(100), 100)
+
+    def put(self, slot, path):
+        """Writes an adapter's files into a slot."""
+        self.runner.pools.write(slot, prepare(path, self.layout))
+
+    def begin(self, tokens, slot=-1):
+        """Returns a request, nothing of which is computed."""
+        made = Request([int(token) for token in tokens], Sampling(max_tokens=1))
+        made.lease = None if slot < 0 else Lease("", slot, 1)
+        return made
+
+    def step(self, *parts):
+        """Computes (request, how many of its tokens) together; returns the logits of those that are at their end."""
+        planned = []
+        for request, count in parts:
+            while len(request.blocks) * BLOCK_SIZE < request.computed + count:
+                request.blocks.append(self._free.pop())
+            planned.append(Part(request, request.computed, count))
+        logits = self.runner.forward(planned)
+        for request, count in parts:
+            request.computed += count
+        return logits
+
+    def end(self, *requests):
+        """Gives the blocks of requests back."""
+        for request in requests:
+            self._free += request.blocks
+            request.blocks = []
