@@ -83,7 +83,9 @@ def write_adapter(folder, name, mark="marked "):
     return path
 
 
-def make_engine(folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=256, block_size=4, name=BASE):
+def make_engine(
+    folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=256, block_size=4, name=BASE, paths=None
+):
     """Returns an engine that has not been started; engine.runner is a ScriptedRunner."""
     tokenizer = chat_tokenizer(CHATML)
     runner = ScriptedRunner(tokenizer)
@@ -95,7 +97,7 @@ def make_engine(folder=None, slots=4, max_running=8, max_waiting=16, num_blocks=
             raise AdapterFormatError(f"{os.path.basename(path)} holds no tensors: copy the adapter again.")
         return Packed(tokenizer.encode(mark, add_special_tokens=False))
 
-    memory = AdapterMemory(AdapterRegistry(folder), prepare, max_bytes=1 << 20)
+    memory = AdapterMemory(AdapterRegistry(folder, paths), prepare, max_bytes=1 << 20)
     adapters = AdapterSlots(memory, slots, lambda slot, packed: runner.marks.__setitem__(slot, packed.mark))
     pool = BlockPool(num_blocks, block_size)
     scheduler = Scheduler(pool, adapters, max_running, 64, max_waiting, SEQ_LENGTH)

@@ -60,6 +60,7 @@ def events(text):
 def live(app):
     """Serves an app on a port of its own while the context lasts; yields its URL."""
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    config.timeout_keep_alive = 75
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from typing import Any, AsyncIterator, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, AsyncIterator, Dict, List, Optional, Sequence, Tuple
 
 from starlette.requests import Request
 
@@ -38,7 +38,7 @@ class Asked:
 class Call:
     """Submits what is asked for, and hands out the pieces of all answers as they come.
 
-    Pieces, the end of the client, and the end of its time come through one queue. The second and further answers to a
+    The second and further answers to a
     prompt are submitted when the first one has its first token, so that they find the prompt's keys and values in the
     cache.
 
@@ -55,8 +55,10 @@ class Call:
         self._reasons: Dict[int, str] = {}
         self._last: Dict[int, float] = {}
         self._closed = False
+        # Why the call ends early.
+        self._end: Optional[ApiError] = None
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Union[ApiError, Tuple[int, Any, float]]] = asyncio.Queue()
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._on_close = contextlib.ExitStack()
 
     async def begin(self) -> None:
@@ -72,7 +74,7 @@ class Call:
             watcher = self._loop.create_task(self._watch())
             self._on_close.callback(watcher.cancel)
             seconds = self._context.settings.request_seconds
-            timer = self._loop.call_later(seconds, self._end, _out_of_time(seconds))
+            timer = self._loop.call_later(seconds, self._finish_early, _out_of_time(seconds))
             self._on_close.callback(timer.cancel)
             await self._submit(range(0, self.count, self.asked.n))
         except BaseException:
@@ -88,8 +90,8 @@ class Call:
         waiting = set(range(0, self.count, self.asked.n)) if self.asked.n > 1 else set()
         while len(self._reasons) < self.count:
             event = await self._events.get()
-            if isinstance(event, ApiError):
-                raise event
+            if self._end is not None:
+                raise self._end
             choice, piece, now = event
             self._check(piece)
             self._measure(choice, piece, now)
@@ -151,10 +153,11 @@ class Call:
     async def _watch(self):
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._end(client_gone())
+        self._finish_early(client_gone())
 
-    def _end(self, error: ApiError) -> None:
-        self._events.put_nowait(error)
+    def _finish_early(self, error: ApiError) -> None:
+        self._end = error
+        self._events.put_nowait(None)
         self._cancel()
 
     def _cancel(self):

@@ -71,7 +71,7 @@ def check(app, path, body):
         assert not any("error" in chunk for chunk in chunks)
 
 
-LIMITED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+LIMITED = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("path", BODIES)

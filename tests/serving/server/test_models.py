@@ -34,9 +34,7 @@ def test_the_base_comes_first_and_is_the_parent_of_the_others(engine):
 
 
 def test_the_list_of_10000_is_made_once_until_it_changes(tmp_path):
-    for number in range(10_000):
-        os.mkdir(tmp_path / f"adapter-{number:05}")
-    engine = make_engine(str(tmp_path))
+    engine = make_engine(paths={f"adapter-{number:05}": str(tmp_path) for number in range(10_000)})
     models = make_app(engine).state.context.models
     plain, zipped = models.page(False), models.page(True)
     assert gzip.decompress(zipped) == plain and len(zipped) < len(plain) / 10
