@@ -25,7 +25,7 @@ def ask(app, path, body=None, method=None, headers=None, content=None):
 
     async def send():
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
             verb = method or ("GET" if body is None and content is None else "POST")
             return await client.request(verb, path, json=body, headers=headers, content=content)
 

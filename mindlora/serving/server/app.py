@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from mindlora import __version__
 from mindlora.errors import LoraError
 from mindlora.serving.server import adapters, chat, completions, metrics, models, schemas
-from mindlora.serving.server.auth import KeyCheck
+from mindlora.serving.server.auth import HostCheck, KeyCheck
 from mindlora.serving.server.calls import check_ready
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import answer_error
@@ -46,6 +46,8 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
     # From the innermost to the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     app.add_middleware(KeyCheck, keys=context.keys)
+    if context.keys is None and not settings.no_auth:
+        app.add_middleware(HostCheck)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

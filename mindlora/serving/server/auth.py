@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 from typing import Any, Dict, Mapping, Optional
 
 from mindlora.errors import ConfigError
@@ -75,6 +76,43 @@ class KeyCheck:
                 return
             scope["state"]["key"] = name
         await self._app(scope, receive, send)
+
+
+class HostCheck:
+    """The part of the app of a server without keys that answers this machine alone.
+
+    A web page of another site can have its own name resolve to 127.0.0.1 (DNS rebinding), and its requests then come
+    from a browser on this machine. They name that site as their host.
+
+    Args:
+        app: The ASGI app behind it.
+    """
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1") if scope["type"] == "http" else ""
+        if host and not _is_address(host):
+            error = ApiError(
+                "This server has no keys and answers as localhost or by an address: use one of these, or start it with "
+                "--api-key-file or --no-auth.",
+                403,
+                "host_not_allowed",
+            )
+            note_error(scope, error)
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_address(host: str) -> bool:
+    """Tells whether the host of a request is localhost or an IP address, whatever its port."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    try:
+        return name.lower() == "localhost" or bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return False
 
 
 def _bearer(scope: Mapping[str, Any]) -> bytes:

@@ -100,6 +100,21 @@ def test_a_page_may_ask_before_it_sends_its_key(engine, keys):
     assert ask(app, "/v1/completions", method="OPTIONS", headers=asked).status_code == 200
 
 
+def test_a_page_whose_name_stands_for_this_machine_is_not_answered(engine, keys):
+    def status(app, host):
+        return ask(app, "/v1/models", headers={"Host": host}).status_code
+
+    app = make_app(engine)
+    for host in ("a.example", "a.example:8000", "localhost.a.example", "127.0.0.1.a.example", "[::1].a.example"):
+        answer = ask(app, "/v1/models", headers={"Host": host})
+        assert answer.status_code == 403 and error_of(answer)["code"] == "host_not_allowed"
+    for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "10.1.2.3"):
+        assert status(app, host) == 200
+    assert status(make_app(engine, no_auth=True), "a.example") == 200
+    answer = ask(make_app(engine, api_key_file=keys), "/v1/models", headers={**ANN, "Host": "a.example"})
+    assert answer.status_code == 200
+
+
 def test_a_large_body_is_not_read(engine):
     app = make_app(engine, max_body_bytes=1000)
     for answer in (complete(app, "x" * 1000), ask(app, "/v1/nothing", content=b"x" * 1001)):
@@ -117,7 +132,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(engine):
     with live(make_app(engine, body_seconds=0.1)) as url:
         address = httpx.URL(url)
         with contextlib.closing(socket.create_connection((address.host, address.port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 100\r\n\r\n{")
             connection.settimeout(5)
             assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 

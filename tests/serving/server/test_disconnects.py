@@ -17,8 +17,8 @@ def connected(url, path, body):
     """Sends a request on a connection of its own, which is cut when the context ends."""
     address, content = httpx.URL(url), json.dumps(body).encode()
     with contextlib.closing(socket.create_connection((address.host, address.port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield connection
         # As kill -9 of the client does.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
