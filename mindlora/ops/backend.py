@@ -42,7 +42,13 @@ CPU_ONLY = {
     "paged_attention": "PagedAttention",
 }
 # The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
-ASCEND_OP_TYPES = {**OP_TYPES, "nf4_linear": "Nf4Dequantize", "lora_dropout": None, "multi_lora_linear": None, **dict.fromkeys(CPU_ONLY)}
+ASCEND_OP_TYPES = {
+    **OP_TYPES,
+    "nf4_linear": "Nf4Dequantize",
+    "lora_dropout": None,
+    "multi_lora_linear": None,
+    **dict.fromkeys(CPU_ONLY),
+}
 OPS = tuple(OP_TYPES)
 PATHS = ("ascend", "cpu", "composed")
 VARIABLE = "MINDLORA_BACKEND"

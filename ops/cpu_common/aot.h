@@ -118,8 +118,8 @@ public:
         CheckRank(i, name, 1);
         if (tokens >= 0 && At(i, 0) >= 0 && At(i, 0) < tokens) {
             Refuse(op_,
-                std::string(name) + " has " + std::to_string(At(i, 0)) + " elements: it must have one for each of the " +
-                    std::to_string(tokens) + " tokens, or more.");
+                std::string(name) + " has " + std::to_string(At(i, 0)) +
+                    " elements: it must have one for each of the " + std::to_string(tokens) + " tokens, or more.");
         }
     }
 

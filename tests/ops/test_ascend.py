@@ -101,13 +101,14 @@ def test_a_package_among_the_vendors_of_cann_is_taken(monkeypatch, npu):
     assert set(paths().values()) == {"ascend"}
 
 
-def test_the_one_operator_without_an_ascend_kernel_is_composed_and_the_report_says_so(monkeypatch, npu):
+def test_operators_without_an_ascend_kernel_are_composed_and_the_report_says_so(monkeypatch, npu):
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", make_package(npu / "package"))
     for forced in ("", "ascend"):
         monkeypatch.setenv("MINDLORA_BACKEND", forced)
         choices = {choice.op: (choice.path, choice.reason) for choice in backend_report().choices}
-        assert set(choices) == {*KERNELS, "lora_dropout", *backend.CPU_ONLY}
-        assert choices["lora_dropout"] == ("composed", "it has no Ascend kernel, even if MINDLORA_BACKEND asks for one")
+        assert set(choices) == {*KERNELS, "lora_dropout", "multi_lora_linear", *backend.CPU_ONLY}
+        reason = "it has no Ascend kernel, even if MINDLORA_BACKEND asks for one"
+        assert choices["lora_dropout"] == choices["multi_lora_linear"] == ("composed", reason)
         if not forced:
             assert choices["nf4_linear"] == (
                 "ascend",
