@@ -114,8 +114,13 @@ class _Chat:
     def _answer(self, question: str) -> None:
         stream = self._dialogue.ask(question)
         if self._dialogue.dropped:
-            turns = f"{self._dialogue.dropped} turns" if self._dialogue.dropped > 1 else "turn"
-            print(f"(the oldest {turns} no longer fit into the window, and are forgotten)", file=sys.stderr, flush=True)
+            many = self._dialogue.dropped > 1
+            turns = f"{self._dialogue.dropped} turns no longer fit" if many else "turn no longer fits"
+            print(
+                f"(the oldest {turns} into the window, and {'are' if many else 'is'} forgotten)",
+                file=sys.stderr,
+                flush=True,
+            )
         texts = []
         try:
             with self._interrupts.raising():

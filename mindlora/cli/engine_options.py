@@ -140,6 +140,12 @@ def _or(names: List[str]) -> str:
     return " or ".join(map(shown, names))
 
 
+def check_config(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError if there is no YAML, which mindlora-run's reader says only after seconds of imports."""
+    if not os.path.isfile(arguments.config):
+        raise ConfigError(f"--config {arguments.config} does not exist.")
+
+
 def build(
     arguments: argparse.Namespace,
     registry: "AdapterRegistry",
@@ -157,8 +163,7 @@ def build(
     Raises:
         LoraError: A setting is wrong, or a file cannot be read.
     """
-    if not os.path.isfile(arguments.config):
-        raise ConfigError(f"--config {arguments.config} does not exist.")
+    check_config(arguments)
     prepare_imports()
     # It takes seconds to import: what is wrong above is said before that.
     from mindlora.plugin.serve import build_engine

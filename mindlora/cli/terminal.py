@@ -11,7 +11,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Dict, Iterator
 
-from mindlora.cli.engine_options import Adapters, build, prepare_imports
+from mindlora.cli.engine_options import Adapters, build, check_config, prepare_imports
 
 if TYPE_CHECKING:
     from mindlora.serving.engine import Engine
@@ -43,6 +43,7 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
     Raises:
         LoraError: A setting is wrong, or a file cannot be read.
     """
+    check_config(arguments)
     with log_elsewhere(arguments.verbose):
         say(f"loading {arguments.config} ...")
         begin = time.monotonic()

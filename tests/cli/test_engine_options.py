@@ -1,0 +1,65 @@
+"""The options that pick an engine: names of adapters, overrides of the YAML."""
+
+import argparse
+import os
+
+import pytest
+
+from mindlora import cli
+from mindlora.cli.engine_options import add_engine_options, read_adapters, split_overrides
+from mindlora.errors import ConfigError
+from tests.support.scripted_engine import write_adapter
+
+
+def chosen(*words):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    return read_adapters(parser.parse_args(["--config", "x", *words]))
+
+
+def test_an_adapter_is_called_like_its_folder_or_as_it_is_named(tmp_path):
+    for path in ("runs/best", "adapters/a", "adapters/b=c"):
+        write_adapter(tmp_path, path)
+    (tmp_path / "lora.v2.ckpt").write_bytes(b"")
+    os.chdir(tmp_path)
+    found = chosen("--adapters", "adapters", "--adapter", "runs/best/", "--adapter", "x=runs/best", "--adapter", "a")
+    assert found.chosen == ["best", "x", "a"]
+    assert found.registry.names() == ["a", "b=c", "best", "x"]
+    assert found.registry.path("x") == found.registry.path("best") == str(tmp_path / "runs" / "best")
+    assert chosen("--adapter", "lora.v2.ckpt", "--adapter", "adapters/b=c").chosen == ["lora.v2", "b=c"]
+    assert chosen().chosen == []
+
+
+def test_an_adapter_that_is_nowhere_is_an_error_with_near_names(tmp_path):
+    write_adapter(tmp_path, "adapters/pirate")
+    os.chdir(tmp_path)
+    for words, message in (
+        (["--adapter", "pirat"], "--adapter pirat: there is no such file or folder."),
+        (
+            ["--adapters", "adapters", "--adapter", "pirat"],
+            "--adapter pirat: there is no such file or folder, and no adapter of that name in "
+            f"{tmp_path / 'adapters'}. Did you mean 'pirate'?",
+        ),
+        (["--adapter", "x=pirat"], "The adapter 'x' is said to be at pirat, where there is nothing."),
+        (["--adapter", ""], "--adapter : there is no such file or folder."),
+        (
+            ["--adapter", "adapters/pirate", "--adapter", "pirate=adapters/pirate"],
+            "--adapter pirate=adapters/pirate: pirate was given before. Write NAME=PATH with another name.",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            chosen(*words)
+        assert str(caught.value) == message
+
+
+def test_keys_of_the_yaml_are_told_from_misspelled_options():
+    words = ["--a.b", "1", "--typo", "x", "--c.d=2", "3", "--e.f", "-4"]
+    assert split_overrides(words) == (["--a.b", "1", "--c.d=2", "--e.f", "-4"], ["--typo", "x", "3"])
+
+
+@pytest.mark.parametrize("words", [["plugin-path", "--a.b", "1"], ["generate", "--config", "x", "--temprature", "1"]])
+def test_what_no_verb_knows_is_usage(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert f"mindlora: error: unrecognized arguments: {words[-2]} 1\n" in capsys.readouterr().err
