@@ -33,7 +33,7 @@ FLOOR = {package: number for number, packages in enumerate(FLOORS) for package i
 # They work only on files.
 WITHOUT_MINDSPORE = ("errors", "common", "numerics", "formats", "models", "config", "adapters", "base")
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
-IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.launcher_check")
+IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.launcher_check", "mindlora.serving.network")
 MAX_LINES = 400
 
 FILES_ALONE = """
