@@ -210,6 +210,8 @@ def check_ready(context: Context) -> None:
     """
     if context.draining:
         raise ApiError("The server is shutting down: ask again in a while.", 503, "shutting_down", retry_after=_SOON)
+    if context.starting:
+        raise ApiError("The server is starting: ask again in a while.", 503, "starting", retry_after=_SOON)
     if not context.engine.alive:
         raise ApiError("The engine's thread has ended: the log says why. Start the server again.", 503, "not_ready")
 

@@ -23,11 +23,13 @@ class Context:
         settings (ServerSettings): What the operator decided.
 
     Attributes:
+        starting (bool): Whether the engine does not take requests yet.
         draining (bool): Whether the server is about to stop, and takes no more requests.
     """
 
     def __init__(self, engine: Any, settings: ServerSettings):
         self.engine, self.settings, self.draining = engine, settings, False
+        self.starting = False
         self.started = int(time.time())
         self.keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None
         self.limits = KeyLimits(settings.key_requests, settings.key_requests_per_minute)

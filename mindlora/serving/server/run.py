@@ -33,17 +33,14 @@ def run(engine: Any, settings: ServerSettings, listening: Optional[Callable[[str
 
     Raises:
         ConfigError: The address cannot be listened on, or the file of keys cannot be used.
+        ServingError: The engine cannot start.
     """
     app = create_app(engine, settings)
     with contextlib.closing(_bind(settings)) as listening_socket:
-        engine.start()
-        try:
-            asyncio.run(_serve(app, settings, listening_socket, listening))
-        finally:
-            engine.stop(grace=0.0)
+        asyncio.run(_serve(app, engine, listening_socket, listening))
 
 
-async def _serve(app, settings, listening_socket, listening):
+async def _serve(app, engine, listening_socket, listening):
     listener = _Listener(
         uvicorn.Config(
             app,
@@ -59,13 +56,24 @@ async def _serve(app, settings, listening_socket, listening):
     )
     signals = _Signals()
     serving = asyncio.ensure_future(listener.serve(sockets=[listening_socket]))
-    if listening is not None:
-        listening(_url(listening_socket))
-    await asyncio.wait([serving, signals.first], return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
+    try:
+        await _start(engine, app.state.context)
+        if listening is not None:
+            listening(_url(listening_socket))
+        await asyncio.wait([serving, signals.first], return_when=asyncio.FIRST_COMPLETED)
         await _drain(app.state.context, signals.second)
+    finally:
         listener.should_exit = True
-    await serving
+        await serving
+
+
+async def _start(engine, context):
+    """Starts the engine, which compiles, while /health answers already."""
+    context.starting = True
+    try:
+        await asyncio.to_thread(engine.start)
+    finally:
+        context.starting = False
 
 
 async def _drain(context, hurry: "asyncio.Future[None]"):

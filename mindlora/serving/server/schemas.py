@@ -1,9 +1,8 @@
 """Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
 
-from typing import Any, Dict, Iterable, List, Literal, Optional, Union
+from typing import Annotated, Any, Dict, Iterable, List, Literal, Optional, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from typing_extensions import Annotated
 
 from mindlora.serving.request import Sampling
 

@@ -1,5 +1,6 @@
 """The server from its start to the signal that ends it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from mindlora.errors import ConfigError
+from mindlora.errors import ConfigError, ServingError
 from mindlora.serving.server.run import run
 from mindlora.serving.server.settings import ServerSettings
 from tests.support.scripted_engine import BASE, make_engine
@@ -105,6 +106,43 @@ def test_a_second_signal_ends_the_grace():
         return answers[0].status_code
 
     assert serve(talk, delay=0.05, grace=100.0)[1] == 503
+
+
+def test_health_answers_while_the_engine_starts():
+    compiled, answers, engine = threading.Event(), [], make_engine()
+    engine.runner.warm_up = compiled.wait
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def talk():
+        def answer(path):
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"http://127.0.0.1:{port}{path}")
+
+        until(lambda: answer("/health"))
+        answers.append(answer("/ready"))
+        compiled.set()
+        answers.append(until(lambda: (found := answer("/ready")).status_code == 200 and found))
+        stop()
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    run(engine, ServerSettings(port=port))
+    thread.join()
+    assert error_of(answers[0])["code"] == "starting" and answers[0].headers["Retry-After"] == "10"
+    assert len(answers) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_cannot_start_ends_the_server():
+    engine = make_engine()
+
+    def broken():
+        raise RuntimeError("no such operator")
+
+    engine.runner.warm_up = broken
+    with pytest.raises(ServingError, match="first step"):
+        run(engine, ServerSettings(port=0))
 
 
 def test_answers_are_sent_at_once():
