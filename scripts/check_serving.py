@@ -1,0 +1,72 @@
+"""Many mixed requests to the serving engine, on a small random Llama: is each answer what it is alone?
+
+    python scripts/check_serving.py --requests 1000
+
+Requests for adapters of many kinds and for the base arrive at random times (by --seed). The engine is too small for
+them, so that requests are preempted and computed again, adapters lose their slots, and beginnings of prompts come from
+the cache; some requests are cancelled. Each answer is compared, token by token, with that of the same request alone in
+an engine with an empty cache, and with that of MindFormers' plain network, without a cache, on merged weights, up to
+the first token at which its two best logits are nearer than 1e-3. Marked adapters say one token whatever they are
+asked, so that what reaches a request from another shows. At the end all blocks and slots must be free.
+
+The exit code is 1 if an answer is wrong, something is not given back, or one of these events did not happen.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+
+# As mindlora-run sets it, before MindSpore is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("GLOG_v", "3")
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, meaning in (
+        ("requests", 1000, "how many"),
+        ("adapters", 12, "of as many kinds as there are, besides the marked ones"),
+        ("seed", 0, "of all that is random"),
+        ("slots", 3, "adapters on the device at once"),
+        ("blocks", 24, "of the cache, 4 tokens each"),
+        ("running", 8, "requests in a step"),
+        ("step", 24, "tokens in a step"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
+    parser.add_argument("--seconds", type=float, help="within which they arrive. Default: a hundred requests a second")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the check; returns the exit code."""
+    given = arguments()
+    seconds = given.requests / 100 if given.seconds is None else given.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("LOG_MF_PATH", os.path.join(folder, "log"))
+        import mindspore as ms
+
+        from tests.support.mixed_requests import MixedServing
+
+        ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+        sizes = {"slots": given.slots, "num_blocks": given.blocks, "max_running": given.running}
+        served = MixedServing(folder, given.adapters, max_tokens_per_step=given.step, **sizes)
+        served.engine.start()
+        begun = time.monotonic()
+        verdict = served.judge(served.jobs(given.requests, given.seed, seconds))
+        took = time.monotonic() - begun
+        served.engine.stop()
+    rows = {"requests": verdict.answers, "tokens": verdict.tokens, **verdict.provoked, "ties": verdict.ties}
+    for name, count in {**rows, "defects": len(verdict.defects), "seconds": round(took, 1)}.items():
+        print(f"{name:<28}{count:>10}")
+    missing = [name for name, count in verdict.provoked.items() if not count]
+    for problem in [*verdict.defects, *(f"there were no {name}: other sizes would provoke them" for name in missing)]:
+        print(problem)
+    return 1 if verdict.defects or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
