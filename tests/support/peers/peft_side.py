@@ -63,6 +63,19 @@ def logits(model, ids, path, adapter=None):
         np.save(path, loaded(torch.tensor(ids)).logits.numpy())
 
 
+def generate(model, ids, new, adapter=None):
+    """Returns the greedy continuation of token ids, and how much the best logit of each exceeds the second."""
+    loaded = load_adapted(model, adapter) if adapter else load_model(model)
+    # Only what the call says: neither an end token nor the settings in the model's folder.
+    config = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+    loaded.generation_config = GenerationConfig()
+    found = loaded.generate(
+        input_ids=torch.tensor([ids]), generation_config=config, return_dict_in_generate=True, output_logits=True
+    )
+    best = [row[0].topk(2).values for row in found.logits]
+    return [found.sequences[0, len(ids) :].tolist(), [(first - second).item() for first, second in best]]
+
+
 def gradients(model, adapter, ids, path):
     """Saves the gradients of all trainable tensors by their keys in the adapter file; returns the loss. No dropout."""
     adapted = load_adapted(model, adapter, trainable=True)
@@ -277,6 +290,7 @@ VERBS = {
         make_model,
         make_adapter,
         logits,
+        generate,
         gradients,
         describe,
         save_again,
