@@ -133,7 +133,8 @@ class Plain:
         from mindformers.models.build_model import build_network
         from mindformers.tools.register import MindFormerConfig
 
-        self._network = build_network(MindFormerConfig(**model())).set_train(False)
+        # No token is a padding, which this network would leave out of the attention: one with a cache does not.
+        self._network = build_network(MindFormerConfig(**model(pad_token_id=-1))).set_train(False)
         self._parameters = {parameter.name: parameter for parameter in self._network.get_parameters()}
         self._held = None
 
