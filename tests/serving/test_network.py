@@ -12,16 +12,7 @@ from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
 from tests.support.compilations import compilations
 from tests.support.served_steps import Steps
-from tests.support.tiny_serving import (
-    SHAPES,
-    Plain,
-    adapter,
-    base_weights,
-    merged,
-    save_adapter,
-    save_base,
-    vocabulary,
-)
+from tests.support.tiny_serving import SHAPES, Plain, adapter, base_weights, merged, save_adapter, save_base, vocabulary
 
 # Mixed ranks; scales of each kind; cells and layers on which there is nothing.
 ADAPTERS = [
