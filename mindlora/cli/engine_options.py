@@ -24,6 +24,8 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
     ("max-tokens-per-step", "tokens that a step computes (default: 512)"),
     ("max-waiting", "requests that wait"),
 )
+# Flags of mindlora-run that are passed on to it, as the keys of the YAML are.
+_RUN_FLAGS = ("--device_id", "--device_target", "--use_parallel")
 
 
 class Adapters(NamedTuple):
@@ -74,12 +76,13 @@ def add_size_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]) 
 
 
 def split_overrides(words: Sequence[str]) -> Tuple[List[str], List[str]]:
-    """Returns the ``--a.b.c VALUE`` and ``--a.b.c=VALUE`` among words that no option took, and the other words."""
+    """Returns what overrides the YAML among words that no option took (``--a.b.c VALUE``), and the other words."""
     overrides: List[str] = []
     others: List[str] = []
     for word in words:
         if word.startswith("--"):
-            where = overrides if "." in word.partition("=")[0] else others
+            name = word.partition("=")[0]
+            where = overrides if "." in name or name in _RUN_FLAGS else others
             where.append(word)
         elif overrides and overrides[-1].startswith("--") and "=" not in overrides[-1]:
             overrides.append(word)

@@ -55,13 +55,17 @@ def build_engine(
     if yaml.context.device_target == "CPU":
         check_cpu_serving(model.model_config)
     if yaml.use_parallel:
-        raise ConfigError("use_parallel is True: mindlora serves on one device. Set use_parallel: False.")
+        raise ConfigError(
+            "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
+        )
     settings = EngineSettings(**{"seq_length": model.model_config.seq_length, **(sizes or {})})
     check_quantized_base(yaml)
-    # The graphs are what is fast.
+    # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
     yaml.context.mode = 0
+    if (yaml.context.jit_config or {}).get("jit_level") == "O1":
+        yaml.context.jit_config.jit_level = "O0"
     found = load_tokenizer(tokenizer or _tokenizer_of(yaml))
-    build_context(yaml)
+    _build_context(yaml)
     return make_engine(
         model,
         yaml.load_checkpoint,
@@ -72,6 +76,17 @@ def build_engine(
         quantize_exclude=pet_config.get("quantize_exclude"),
         model_name=model_name or (yaml.trainer or {}).get("model_name") or "base",
     )
+
+
+def _build_context(yaml: MindFormerConfig) -> None:
+    """Sets MindSpore up as the YAML's context says."""
+    try:
+        build_context(yaml)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"The YAML's context cannot be used here: {reason} To serve on a CPU: --device_target CPU."
+        ) from error
 
 
 def _tokenizer_of(yaml: MindFormerConfig) -> str:

@@ -53,8 +53,9 @@ def test_an_adapter_that_is_nowhere_is_an_error_with_near_names(tmp_path):
 
 
 def test_keys_of_the_yaml_are_told_from_misspelled_options():
-    words = ["--a.b", "1", "--typo", "x", "--c.d=2", "3", "--e.f", "-4"]
-    assert split_overrides(words) == (["--a.b", "1", "--c.d=2", "--e.f", "-4"], ["--typo", "x", "3"])
+    words = ["--a.b", "1", "--typo", "x", "--c.d=2", "3", "--e.f", "-4", "--device_id", "1"]
+    overrides = ["--a.b", "1", "--c.d=2", "--e.f", "-4", "--device_id", "1"]
+    assert split_overrides(words) == (overrides, ["--typo", "x", "3"])
 
 
 @pytest.mark.parametrize("words", [["plugin-path", "--a.b", "1"], ["generate", "--config", "x", "--temprature", "1"]])
