@@ -1,6 +1,7 @@
 """What cannot be answered: the status, and OpenAI's error object with a message that says what to do."""
 
 import json
+import time
 
 import pytest
 
@@ -244,7 +245,9 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(app, engine):
 def test_an_answer_that_takes_too_long_is_ended(engine, stream):
     app = make_app(engine, request_seconds=0.1)
     engine.runner.going.clear()
+    begin = time.monotonic()
     refused(complete(app, stream=stream), 504, "timeout")
+    assert 0.1 <= time.monotonic() - begin < 5
     engine.runner.going.set()
     until(lambda: engine.snapshot().blocks_free == engine.snapshot().blocks_total)
     assert complete(app).status_code == 200
