@@ -33,8 +33,9 @@ class Steps:
             quantize_base(network)
         load_base(network, checkpoint)
         cells = linear_cells(network)
-        self.layout = ServedLayout(cell_shapes(network, cells), settings.max_rank)
-        self.runner = ModelRunner(network, add_pools(network, cells, settings), np.dtype("<f4"), settings)
+        dtype = np.dtype(keys.get("compute_dtype", "float32"))
+        self.layout = ServedLayout(cell_shapes(network, cells), settings.max_rank, dtype)
+        self.runner = ModelRunner(network, add_pools(network, cells, settings), dtype, settings)
         self._free = random.Random(0).sample(range(100), 100)
 
     def put(self, slot, path):
