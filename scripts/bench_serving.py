@@ -45,7 +45,9 @@ PARTS: Dict[str, Callable[[model.Files, model.Size], Iterator[Dict[str, Any]]]] 
 
 def main() -> None:
     parser = bench_common.parser(__doc__)
-    parser.add_argument("--rounds", type=int, help=f"measured rounds (default: {model.FULL.rounds}, with --quick 6)")
+    parser.add_argument(
+        "--rounds", type=int, help=f"measured rounds (default: {model.FULL.rounds}, with --quick {model.QUICK.rounds})"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model and few rounds, to check that it runs")
     parser.add_argument("--only", choices=list(PARTS), nargs="+", default=list(PARTS), help="some parts only")
     args = parser.parse_args()

@@ -86,7 +86,7 @@ def rates(engine: Engine, size: Size) -> Iterator[Dict[str, Any]]:
         sides = {BASE: side(nobody), AGAIN: side(nobody), **{name: side(names) for name, names in of.items()}}
         title = f"the whole engine, batch {batch}, contexts from {context}, float32; {what}"
         remark = f"each figure the mean of {NEW_TOKENS - 1} steps; base: the same engine, no request names an adapter"
-        return compare(title, sides, size.rounds, batch, ratios, remark)
+        return compare(title, sides, size.rounds, batch, ratios, remark, warm_up=2)
 
     eight = "eight adapters"
     yield table(1, "rank 16 on seven cells a layer", {ONE: R16[:1]}, against_base({ONE: "goal: at most 1.03"}))
@@ -109,7 +109,7 @@ def nf4(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
         ratios = {"tokens/s, NF4 / float32": Ratio("NF4", "float32", "goal: at least 2", kind="tokens")}
         title = f"the whole engine, batch 1, contexts from {context}, no adapters: {wide}"
         remark = "embedding and output head are float32 on both sides"
-        yield compare(title, sides, size.rounds, 1, ratios, remark)
+        yield compare(title, sides, size.rounds, 1, ratios, remark, warm_up=2)
     finally:
         for engine in engines.values():
             engine.stop()

@@ -31,7 +31,7 @@ class Size:
     layers: int = 4
     vocabulary: int = 32000
     contexts: Tuple[int, ...] = (128, 512)
-    rounds: int = 40
+    rounds: int = 30
 
     def wider(self) -> "Size":
         """Returns the same with twice the width, with heads of the same size."""
@@ -51,7 +51,7 @@ class Size:
 
 
 FULL = Size()
-QUICK = Size(256, 688, 4, 2, 2048, (32,), 6)
+QUICK = Size(256, 688, 4, 2, 2048, (32,), 5)
 # Names of the linear cells in a Hugging Face checkpoint.
 _HUGGING_FACE = {
     "attention.wq": "self_attn.q_proj",
@@ -224,11 +224,11 @@ def compare(
 
 def text(table: Dict[str, Any]) -> str:
     """Returns a table of ``compare`` as text."""
-    lines = [table["title"], f"{table['what']:<48}{'median':>9}{'quartiles':>19}{'min':>9}{'tokens/s':>10}"]
+    lines = [table["title"], f"{table['what']:<48}{'median':>10}{'quartiles':>20}{'min':>10}{'tokens/s':>10}"]
     for side, figures in table["seconds"].items():
         low, high, least = (1e3 * figures[name] for name in ("lower_quartile", "upper_quartile", "min"))
         lines.append(
-            f"{side:<48}{1e3 * figures['median']:>9.3f}{low:>10.3f}{high:>9.3f}{least:>9.3f}"
+            f"{side:<48}{1e3 * figures['median']:>10.3f}{low:>10.3f}{high:>10.3f}{least:>10.3f}"
             f"{table['tokens_per_second'][side]:>10.1f}"
         )
     lines += ratio_lines(table["ratios"])
