@@ -8,6 +8,7 @@ from typing import Any, AsyncIterator, Dict, List, Optional, Sequence, Tuple
 
 from starlette.requests import Request
 
+from mindlora.errors import ServingError
 from mindlora.serving.request import Sampling
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import ApiError, as_api_error, note_error
@@ -138,7 +139,11 @@ class Call:
             sampling = self.asked.samplings[prompt]
             if sampling.seed is not None:
                 sampling = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**64)
-            stream = self._context.engine.submit(self.asked.prompts[prompt], sampling, adapter=adapter)
+            try:
+                stream = self._context.engine.submit(self.asked.prompts[prompt], sampling, adapter=adapter)
+            except ServingError:
+                check_ready(self._context)  # it may have been told to stop meanwhile
+                raise
             self._streams[choice] = stream
             if self._closed:  # meanwhile
                 stream.cancel()

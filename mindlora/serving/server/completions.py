@@ -21,12 +21,15 @@ class CompletionForm:
 
     Args:
         model (str): As the request names it.
-        echoes (list of str): What comes before each answer.
         texts (TokenTexts): Texts of single tokens.
+
+    Attributes:
+        echoes (list of str): What comes before each answer; empty for nothing.
     """
 
-    def __init__(self, model: str, echoes: Sequence[str], texts: TokenTexts):
-        self._model, self._echoes, self._texts = model, echoes, texts
+    def __init__(self, model: str, texts: TokenTexts):
+        self._model, self._texts = model, texts
+        self.echoes: Sequence[str] = ()
         self._offsets: Dict[int, int] = {}
         self._head: Dict[str, Any] = {}
 
@@ -36,7 +39,7 @@ class CompletionForm:
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.CompletionChoice]:
         """Returns the choice that shows a piece, if there is something to show."""
-        echo = "" if choice in self._offsets else self._echoes[choice]
+        echo = self.echoes[choice] if self.echoes and choice not in self._offsets else ""
         offset = self._offsets.setdefault(choice, len(echo))
         text, logprobs = echo + piece.text, None
         if piece.logprobs:
@@ -73,10 +76,10 @@ def add_routes(router: APIRouter) -> None:
         note(request, body, len(prompts) * count, prompts)
         check(body, fields.COMPLETION, context, len(prompts))
         _check_echo(body)
-        echoes = [context.prompts.text(prompt) if body.echo else "" for prompt in prompts for _ in range(count)]
-        form = CompletionForm(body.model, echoes, context.texts)
+        form = CompletionForm(body.model, context.texts)
 
         def tokens(context: Context) -> List[List[int]]:
+            form.echoes = [context.prompts.text(prompt) for prompt in prompts for _ in range(count) if body.echo]
             return [context.prompts.tokens(prompt, body.add_special_tokens is not False) for prompt in prompts]
 
         return await answer(request, body, form, tokens, body.max_tokens, _MAX_TOKENS)

@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.auth import ApiKeys
 from mindlora.serving.server.limits import KeyLimits
 from mindlora.serving.server.logprobs import TokenTexts
@@ -35,8 +36,9 @@ class Context:
         self.limits = KeyLimits(settings.key_requests, settings.key_requests_per_minute)
         self.models = ModelList(engine, self.started)
         self.metrics = Metrics(engine, settings.adapter_labels)
-        self.prompts = Prompts(engine, settings)
-        self.texts = TokenTexts(engine.tokenizer)
+        decoder = TextDecoder(engine.tokenizer)
+        self.prompts = Prompts(engine, decoder, settings)
+        self.texts = TokenTexts(decoder, engine.tokenizer)
         self.log = RequestLog(settings.request_log)
 
 

@@ -16,7 +16,7 @@ from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.streaming import stream_answer
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
-# The least that each API gives where a request names no max_tokens.
+# Makes the tokens of a request's prompts.
 Prepare = Callable[[Context], List[List[int]]]
 
 

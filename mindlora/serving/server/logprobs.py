@@ -1,5 +1,6 @@
 """Logarithms of probabilities, in the forms of both APIs."""
 
+import contextlib
 import functools
 from typing import Any, List, Optional
 
@@ -11,15 +12,17 @@ class TokenTexts:
     """Texts of single tokens, their spaces included.
 
     Args:
-        tokenizer: As load_tokenizer returns it.
+        decoder (TextDecoder): Of the tokenizer.
+        tokenizer: Names the tokens that have no text: special ones.
     """
 
-    def __init__(self, tokenizer: Any):
-        decoder = TextDecoder(tokenizer)
-
+    def __init__(self, decoder: TextDecoder, tokenizer: Any):
         def text(token: int) -> str:
             shown = decoder.decode([token], first=False) if decoder.has_text(token) else ""
-            return shown or tokenizer.convert_ids_to_tokens(token) or ""
+            if not shown:
+                with contextlib.suppress(IndexError):  # the model may know more ids than the tokenizer
+                    shown = tokenizer.convert_ids_to_tokens(token) or ""
+            return shown
 
         self.text = functools.lru_cache(maxsize=65536)(text)
 

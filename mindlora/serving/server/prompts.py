@@ -4,6 +4,7 @@ from typing import Any, FrozenSet, List, Optional, Sequence, Union
 
 from mindlora.errors import TokenizerError
 from mindlora.serving.chat_prompt import ChatPrompt, make_chat_prompt
+from mindlora.serving.detokenizer import TextDecoder
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.schemas import Message
 from mindlora.serving.server.settings import ServerSettings
@@ -14,15 +15,16 @@ class Prompts:
 
     Args:
         engine (Engine): Has the tokenizer and seq_length.
+        decoder (TextDecoder): Of the tokenizer.
         settings (ServerSettings): Limits, and the chat template.
 
     Raises:
         LoraError: The chat template of the settings cannot be used.
     """
 
-    def __init__(self, engine: Any, settings: ServerSettings):
+    def __init__(self, engine: Any, decoder: TextDecoder, settings: ServerSettings):
         self._tokenizer, self._seq_length = engine.tokenizer, engine.seq_length
-        self._settings = settings
+        self._decoder, self._settings = decoder, settings
         self._chat: Optional[ChatPrompt] = None
         form = None if settings.template == "chat" else settings.template
         try:
@@ -45,7 +47,7 @@ class Prompts:
 
     def text(self, prompt: Union[str, Sequence[int]]) -> str:
         """Returns the text of token ids; a text stays what it is."""
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(list(prompt))
+        return prompt if isinstance(prompt, str) else self._decoder.decode(prompt)
 
     def chat(self, messages: Sequence[Message]) -> List[int]:
         """Returns the tokens of a conversation, with the beginning of the assistant's turn.

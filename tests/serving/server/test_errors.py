@@ -1,6 +1,7 @@
 """What cannot be answered: the status, and OpenAI's error object with a message that says what to do."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -131,7 +132,8 @@ def test_messages_that_do_not_fit_the_template_are_refused(app):
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(app):
-    assert "token 99999" in refused(complete(app, [1, 99999]), 400, "invalid_value")
+    for given in ({}, {"echo": True}):
+        assert "token 99999" in refused(complete(app, [1, 99999], **given), 400, "invalid_value")
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_numbers(app, engine):
@@ -199,6 +201,21 @@ def _sampling():
     from mindlora.serving.request import Sampling
 
     return Sampling(max_tokens=4)
+
+
+def test_answers_that_are_still_to_begin_when_the_engine_stops_are_told_so(tmp_path):
+    with started(make_engine()) as engine:
+        app, forward = make_app(engine), engine.runner.forward
+
+        def last_step(parts):
+            app.state.context.draining = True
+            threading.Thread(target=engine.stop, kwargs={"grace": 1.0}).start()
+            until(lambda: not engine.alive)
+            return forward(parts)
+
+        engine.runner.forward = last_step
+        answer = complete(app, n=3)
+        assert refused(answer, 503, "shutting_down") and answer.headers["Retry-After"] == "10"
 
 
 def test_a_failed_step_is_the_servers_fault(app, engine):
