@@ -72,6 +72,17 @@ class CpuRmsNorm(nn.Cell):
         return self.cast(self.norm(self.cast(x, self.weight.dtype), self.weight, self.eps), x.dtype)
 
 
+class CpuSplit(nn.Cell):
+    """In place of SplitWithSize, which MindSpore 2.7 does not have for CPUs: parts of a joined cell's output."""
+
+    def construct(self, x: Tensor, sizes: Tuple[int, ...], axis: int) -> Tuple[Tensor, ...]:
+        parts, start = (), 0
+        for size in sizes:
+            parts += (ops.narrow(x, axis, start, size),)
+            start += size
+        return parts
+
+
 def use_cpu_operators(network: nn.Cell) -> None:
     """Replaces leaf cells of a MindFormers network that has a paged cache.
 
@@ -87,3 +98,7 @@ def use_cpu_operators(network: nn.Cell) -> None:
             name = cell.weight.name
             cell.rms_norm = CpuRmsNorm(cell)
             cell.weight.name = name  # a cell that is put into another gives its parameters new names
+        if hasattr(cell, "w_qkv"):
+            cell.split_qkv = CpuSplit()
+        elif hasattr(cell, "w_gate_hidden"):
+            cell.split = CpuSplit()
