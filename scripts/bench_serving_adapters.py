@@ -28,10 +28,10 @@ def adapters(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 def from_disk(files: Files, size: Size) -> Dict[str, Any]:
     """Returns the table of the time to the first token, of an adapter that is on disk and of one in a slot."""
-    cycle = [f"large-{number}" for number in range(6)]
+    cycle = [f"large-{number}" for number in range(4)]
     paths = files.adapters(size, dict.fromkeys(["resident", *cycle], LARGE_RANK))
     nbytes = os.path.getsize(os.path.join(paths["resident"], "adapter_model.safetensors"))
-    # Memory holds two and the slots three, of which one is pinned: of six in turn, none is there when it is its turn.
+    # Memory holds two and the slots three, of which one is pinned: of four in turn, none is there when it is its turn.
     engine = files.engine(
         size, AdapterRegistry(None, paths), slots=3, max_rank=LARGE_RANK, adapter_memory=5 * nbytes // 2
     ).start()
