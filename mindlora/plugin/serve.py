@@ -63,7 +63,7 @@ def build_engine(
     # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
-        yaml.context.jit_config.jit_level = "O0"
+        yaml.context.jit_config["jit_level"] = "O0"
     found = load_tokenizer(tokenizer or _tokenizer_of(yaml))
     _build_context(yaml)
     return make_engine(

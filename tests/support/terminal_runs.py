@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 
+import yaml
+
 PROMPTS = ["how many cats", "and dogs", "no cats there"]
 TOKENS = 12
 MODEL = ("--config", "run.yaml", "--adapters", "adapters", "--adapter", "first", "--adapter", "second")
@@ -72,15 +74,15 @@ def greedy(adapter):
     from mindlora.serving.weights import load_base
     from mindlora.training.answers import greedy_answers
 
-    yaml = MindFormerConfig("run.yaml")
-    del yaml.model.model_config["pet_config"]
-    network = build_network(yaml.model)
-    load_base(network, yaml.load_checkpoint)
+    config = MindFormerConfig("run.yaml")
+    del config.model.model_config["pet_config"]
+    network = build_network(config.model)
+    load_base(network, config.load_checkpoint)
     if adapter:
         load_lora(network, os.path.join("adapters", adapter))
-    tokenizer = load_tokenizer(yaml.load_checkpoint)
+    tokenizer = load_tokenizer(config.load_checkpoint)
     rows = [[tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)] for text in PROMPTS]
-    window = yaml.model.model_config.seq_length
+    window = config.model.model_config.seq_length
     found = greedy_answers(network, rows, window, tokenizer.pad_token_id, tokenizer.eos_token_id, TOKENS)
     return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
 
@@ -90,6 +92,12 @@ def main():
     with open("prompts.json", "w", encoding="utf-8") as file:
         json.dump(PROMPTS, file)
     asked = ["--base", "--prompts-file", "prompts.json", "--template", "none", "--max-tokens", str(TOKENS), "--json"]
+    # As the YAMLs for Ascend have it.
+    with open("run.yaml", encoding="utf-8") as file:
+        config = yaml.safe_load(file)
+    config["context"]["jit_config"] = {"jit_level": "O1"}
+    with open("run.yaml", "w", encoding="utf-8") as file:
+        yaml.safe_dump(config, file)
     ended = {"generate": command(["generate", *MODEL, *asked])}
     chat = ["chat", *MODEL, "--template", "none", "--temperature", "0", "--max-tokens", str(TOKENS)]
     ended["chat"] = command(chat, "\n".join(LINES) + "\n")

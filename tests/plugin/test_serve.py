@@ -1,0 +1,61 @@
+"""build_engine refuses what it cannot serve before it builds anything. tests/cli/test_with_a_model.py has it serve."""
+
+import os
+
+import pytest
+
+from mindlora.errors import ConfigError
+from tests.support.served_llama import write_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(str(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture
+def refused(folder, mindformers, monkeypatch):
+    """Returns a function that gives the message with which a command line is refused."""
+    from mindlora.plugin import serve
+
+    # Where nothing is wrong, the last thing before the network is built.
+    def no_context(config):
+        raise RuntimeError("Unsupported device target Ascend.\n\n- Device load error message:\n...")
+
+    monkeypatch.setattr(serve, "build_context", no_context)
+
+    def message(*overrides, tokenizer=None):
+        with pytest.raises(ConfigError) as caught:
+            serve.build_engine(os.path.join(folder, "run.yaml"), overrides, tokenizer)
+        return str(caught.value)
+
+    return message
+
+
+def test_a_device_that_the_machine_has_not_is_one_line(refused):
+    assert refused() == (
+        "The YAML's context cannot be used here: Unsupported device target Ascend. To serve on a CPU: "
+        "--device_target CPU."
+    )
+
+
+def test_several_devices_are_refused(refused):
+    assert refused("--use_parallel", "True") == (
+        "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
+    )
+
+
+def test_a_tokenizer_must_be_named_or_be_beside_the_base(refused, folder, tmp_path):
+    elsewhere = str(tmp_path / "base.ckpt")
+    assert refused("--load_checkpoint", elsewhere).startswith("The YAML names no tokenizer (processor.tokenizer.")
+    base = os.path.join(folder, "base")
+    assert "context cannot be used" in refused("--load_checkpoint", elsewhere, tokenizer=base)
+    named = ("--processor.tokenizer.tokenizer_file", os.path.join(base, "tokenizer.json"))
+    assert "context cannot be used" in refused("--load_checkpoint", elsewhere, *named)
+
+
+def test_what_a_cpu_cannot_compute_is_listed(refused):
+    assert refused("--model.model_config.compute_dtype", "bfloat16") == (
+        "context.device_target is CPU, where this model cannot be served. Set: model.model_config.compute_dtype: "
+        "float32 (found bfloat16)."
+    )
