@@ -84,7 +84,7 @@ def test_fixed_shapes(mode, path, reference):
     assert_near(values(Net()(*tensors("float32", inputs))), reference.multi_lora_delta(*inputs), "float32", TERMS)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (1, 5), (2, 1, 3), ()])
+@pytest.mark.parametrize("shape", [(1, 5), (2, 1, 3)])
 def test_all_axes_of_x_but_the_last_are_tokens(mode, path, reference, shape):
     y0, x, *pool, indices = case(int(np.prod(shape)), "uniform")
     expected = reference.multi_lora_delta(y0, x, *pool, indices).reshape(*shape, N)

@@ -143,7 +143,7 @@ def test_every_pattern_through_mindspore(mode, path, reference, dtype):
             assert_both(results, reference, inputs, dtype)
 
 
-@pytest.mark.parametrize("shape", [(9,), (3, 1), (1, 4), (2, 1, 3), ()])
+@pytest.mark.parametrize("shape", [(9,), (2, 1, 3), ()])
 def test_fixed_shapes_of_any_number_of_axes(mode, path, reference, shape):
     x, *others = case(int(np.prod(shape)), "skipped")
     inputs = [x.reshape(*shape, K), *others]
