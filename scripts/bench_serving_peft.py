@@ -155,4 +155,4 @@ def reading(engine: Engine, peer: Peer, size: Size, remark: str) -> Dict[str, An
         f"tokens/s, {OURS} / {THEIR_BASE}": Ratio(OURS, THEIR_BASE, kind="tokens"),
     }
     title = f"reading a prompt of {length} tokens, with one adapter, float32, rank 16"
-    return compare(title, sides, size.rounds, length, ratios, remark, warm_up=2)
+    return compare(title, sides, size.rounds, length, ratios, remark, "milliseconds to the first token", 2)
