@@ -121,7 +121,7 @@ def test_mindformers_linear_computes_in_its_own_dtype(mode, mindformers, decodes
     assert_close(y, oracle(found, x, lambda y: y / (1 + np.exp(-y))), "float16")
 
 
-def test_an_empty_pool_is_the_plain_cell_bit_for_bit(mode, plain):
+def test_an_empty_pool_is_the_plain_cell_bit_for_bit(graph_mode, plain):
     cell, _ = plain
     slots_of_tokens = Parameter(Tensor(np.zeros(9, np.int32)), name="slots_of_tokens")
     found = MultiLoRADense.from_cell(cell, "cell", SLOTS, MAX_RANK, slots_of_tokens)

@@ -17,7 +17,7 @@ from mindlora.serving.request import Sampling
 from tests.support import tiny_serving
 from tests.support.tiny_serving import LAYERS, SHAPES, Plain, adapter, base_weights, merged, vocabulary
 
-PATIENCE = 300  # Seconds that no answer takes but for a defect.
+PATIENCE = 120  # Seconds that no answer takes but for a defect.
 # Two logits that are nearer than this are a tie: rounding may let either win.
 TIE = 1e-3
 MARKED = ("marked-0", "marked-1", "marked-2")
@@ -35,10 +35,14 @@ class Job:
 
 
 class Answer:
-    """Collects what comes for a job."""
+    """Collects what comes for a job.
+
+    Every other one that is cancelled is so by a thread of its own, while the engine computes its next step.
+    """
 
     def __init__(self, engine, job, **sampling):
         self.job, self.tokens, self.reason, self.error, self._ended = job, [], None, None, threading.Event()
+        self.from_outside = bool(job.cancelled_after and job.cancelled_after % 2)
         settings = Sampling(**{"max_tokens": job.new, "temperature": 0.0, "ignore_eos": True, **sampling})
         self.stream = engine.submit(list(job.prompt), settings, job.adapter)
         self.stream.add_listener(self._take)
@@ -51,7 +55,10 @@ class Answer:
             self.reason, self.error = piece.finish_reason, piece.error
             self._ended.set()
         elif len(self.tokens) == self.job.cancelled_after:
-            self.stream.cancel()
+            if self.from_outside:
+                threading.Thread(target=self.stream.cancel).start()
+            else:
+                self.stream.cancel()
 
     def wait(self):
         """Waits for the end; returns the answer itself."""
@@ -163,8 +170,10 @@ class MixedServing:
     def _compare(self, answer, verdict):
         job, tokens = answer.job, answer.tokens
         verdict.tokens += len(tokens)
-        wanted = "length" if job.cancelled_after is None else "cancelled"
-        if answer.reason != wanted or (wanted == "length" and len(tokens) != job.new):
+        ends = {"length"} if job.cancelled_after is None else {"cancelled"}
+        # One from outside may come too late.
+        ends |= {"length"} if answer.from_outside else set()
+        if answer.reason not in ends or (answer.reason == "length" and len(tokens) != job.new):
             verdict.defects.append(f"{job}: it ended with {answer.reason} ({answer.error}) after {len(tokens)} tokens")
         alone = self.alone(job)
         left = self.of_model(job, tokens) if tokens else None
