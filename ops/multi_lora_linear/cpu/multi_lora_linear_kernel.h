@@ -31,7 +31,11 @@ static void BaseColumns(const float* wide, const T* w, const T* bias, int64_t to
     for (int64_t n = start; n < end; n += kVectors) {
         const T* rows[kVectors];
         // Past the end the last row is computed again, and the result dropped.
-        for (int i = 0; i < kVectors; ++i) rows[i] = w + std::min(n + i, end - 1) * in;
+        for (int i = 0; i < kVectors; ++i) {
+            rows[i] = w + std::min(n + i, end - 1) * in;
+            // Rows often begin with a page, before which the processor's own prefetching stops.
+            for (int line = 0; line < 4; ++line) __builtin_prefetch(rows[i] + kVectors * in + line * 64 / sizeof(T));
+        }
         for (int64_t t = 0; t < tokens; t += kRows) {
             WithRows(std::min<int64_t>(kRows, tokens - t), [&](auto constant) {
                 constexpr int kM = decltype(constant)::value;
