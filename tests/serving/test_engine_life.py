@@ -99,6 +99,24 @@ def test_a_request_can_be_cancelled_at_any_moment(when):
             assert list(first)[-1].finish_reason == "length"
 
 
+def test_what_a_step_computed_for_a_cancelled_request_is_dropped():
+    with started(make_engine()) as engine:
+        stream, other = engine.submit(PROMPT, LONG), engine.submit(PROMPT[:2], LONG)
+        next(iter(stream))
+        engine.runner.going.clear()
+        time.sleep(0.1)  # now both are in a step that does not end
+        stream.cancel()
+        tokens = list(stream.request.tokens)
+        assert engine.snapshot().running == 1
+        ended = threading.Event()
+        other.add_listener(lambda piece: piece.finish_reason and ended.set())
+        engine.runner.going.set()
+        assert ended.wait(20) and other.request.finish_reason == "length"
+        assert stream.request.tokens == tokens and list(stream)[-1].finish_reason == "cancelled"
+        assert engine.submit(PROMPT, Sampling(max_tokens=2)).text() is not None
+        assert engine.snapshot().blocks_free == engine.snapshot().blocks_total
+
+
 def test_a_listener_gets_what_came_before_it():
     with started(make_engine()) as engine:
         stream, pieces, ended = engine.submit(PROMPT, Sampling(max_tokens=4)), [], threading.Event()

@@ -56,7 +56,7 @@ class Answer:
             self._ended.set()
         elif len(self.tokens) == self.job.cancelled_after:
             if self.from_outside:
-                threading.Thread(target=self.stream.cancel).start()
+                threading.Timer(0.001 * (1 + len(self.job.prompt) % 4), self.stream.cancel).start()
             else:
                 self.stream.cancel()
 
