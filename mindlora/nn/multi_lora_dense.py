@@ -94,28 +94,41 @@ class MultiLoRADense(nn.Cell):
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
 
     def construct(self, x: Tensor) -> Tensor:
+        return self.with_slots(x, self.slots_of_tokens, self.decodes)
+
+    def with_slots(self, x: Tensor, slots: Tensor, few: bool) -> Tensor:
+        """The cell's output with slots other than those of the step's tokens.
+
+        Args:
+            x (Tensor): Shape [..., in_channels].
+            slots (Tensor): Shape [at least tokens], int32.
+            few (bool): Whether x has only a few tokens.
+
+        Returns:
+            Tensor of shape [..., out_channels] and of the dtype of x.
+        """
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)
-        y = self._one_pass(x) if self.decodes and not self.quantization else self._two_passes(x)
+        y = self._one_pass(x, slots) if few and not self.quantization else self._two_passes(x, slots)
         # The low-rank product is inside the activation, as in the cell that trained.
         if self.activation_flag:
             y = self.activation(y)
         return self.cast(y, input_dtype)
 
-    def _one_pass(self, x):
+    def _one_pass(self, x, slots):
         """For few tokens: base and adapters in one operator."""
-        weight, indices = self.cast(self.weight, self.dtype), self.slots_of_tokens
+        weight = self.cast(self.weight, self.dtype)
         if self.has_bias:
             bias = self.cast(self.bias, self.dtype)
-            return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, indices, bias)
-        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, indices)
+            return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots, bias)
+        return self.linear(x, weight, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
 
-    def _two_passes(self, x):
+    def _two_passes(self, x, slots):
         """For many tokens: the base's own product, then the adapters'."""
         y = self._base_product(self.reshape(x, (-1, self.in_channels)))
         if self.has_bias:
             y = self.bias_add(y, self.cast(self.bias, self.dtype))
-        return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, self.slots_of_tokens)
+        return self.delta(y, x, self.lora_pool, self.lora_ranks, self.lora_scales, slots)
 
     def _base_product(self, x):
         if self.quantization:

@@ -1,6 +1,5 @@
 """MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
 
-import re
 from typing import Any, Dict, Mapping
 
 import mindspore as ms
@@ -13,9 +12,6 @@ from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.tree import adapter_path, replace_children
 from mindlora.serving.cpu_operators import use_cpu_operators
 from mindlora.serving.settings import EngineSettings
-
-# An output head, which is no target of all-linear either.
-_HEAD = re.compile(r"(^|\.)(lm_head|output_layer)$")
 
 
 def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
@@ -62,11 +58,11 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell
 
 
 def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
-    """Returns adapter path -> cell for every linear cell of the layers, quantized or not: all but output heads."""
+    """Returns adapter path -> cell for every linear cell, quantized or not, the output head included."""
     return {
         adapter_path(cell, path): cell
         for path, cell in network.cells_and_names()
-        if isinstance(cell, MultiLoRADense.base_types()) and not _HEAD.search(path)
+        if isinstance(cell, MultiLoRADense.base_types())
     }
 
 
@@ -117,6 +113,7 @@ class ServedStep(nn.Cell):
     def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, decodes: bool):
         super().__init__(auto_prefix=False)
         self.network, self.slots_of_tokens, self.decodes = network, slots_of_tokens, decodes
+        self.head_has_pool = isinstance(network.lm_head, MultiLoRADense)
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.reshape, self.gather, self.assign, self.cast = ops.Reshape(), ops.Gather(), ops.Assign(), ops.Cast()
         # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
@@ -162,8 +159,12 @@ class ServedStep(nn.Cell):
                 q_seq_lens=query_lengths,
                 seq_range=positions,
             )
-        hidden = self.reshape(hidden, (-1, hidden.shape[-1]))
-        return self.cast(self.network.lm_head(self.gather(hidden, last, 0)), mstype.float32)
+        hidden = self.gather(self.reshape(hidden, (-1, hidden.shape[-1])), last, 0)
+        if self.head_has_pool:
+            logits = self.network.lm_head.with_slots(hidden, self.gather(slots, last, 0), True)
+        else:
+            logits = self.network.lm_head(hidden)
+        return self.cast(logits, mstype.float32)
 
 
 def set_stage(network: nn.Cell, decodes: bool) -> None:
