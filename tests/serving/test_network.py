@@ -12,12 +12,22 @@ from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
 from tests.support.compilations import compilations
 from tests.support.served_steps import Steps
-from tests.support.tiny_serving import SHAPES, Plain, adapter, base_weights, merged, save_adapter, save_base, vocabulary
+from tests.support.tiny_serving import (
+    SHAPES,
+    Plain,
+    adapter,
+    base_weights,
+    merged,
+    save_adapter,
+    save_base,
+    vocabulary,
+    with_head,
+)
 
 # Mixed ranks; scales of each kind; cells and layers on which there is nothing.
 ADAPTERS = [
     adapter(1, {leaf: 1 + rank for rank, leaf in enumerate(SHAPES)}, {"attention.wv": 3.0}),
-    adapter(2, {"attention.wq": 8, "feed_forward.w1": 3, "feed_forward.w2": 2}, size=0.2, use_rslora=True),
+    with_head(adapter(2, {"attention.wq": 8, "feed_forward.w1": 3, "feed_forward.w2": 2}, size=0.2, use_rslora=True)),
     adapter(3, {"attention.wo": 16, "attention.wk": 5}, layers=[1]),
 ]
 # Of logits of about 8: in float32, and in float16.

@@ -111,6 +111,15 @@ def adapter(seed, ranks=None, alphas=None, size=0.5, layers=range(LAYERS), **fie
     return made
 
 
+def with_head(made, rank=3):
+    """Adds a pair of the output head to an adapter, and returns it."""
+    rng = np.random.default_rng(rank)
+    made.tensors["lm_head", "A"] = rng.normal(0, HIDDEN**-0.5, (rank, HIDDEN)).astype(np.float32)
+    made.tensors["lm_head", "B"] = rng.normal(0, 0.2, (vocabulary(), rank)).astype(np.float32)
+    made.alphas["lm_head"] = 2.0 * rank
+    return made
+
+
 def save_adapter(folder, name, made):
     """Writes an adapter into a folder of adapters, in one step; returns its path."""
     path = os.path.join(str(folder), name)
