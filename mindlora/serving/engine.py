@@ -210,7 +210,21 @@ class Engine:
         self._changed.notify_all()
 
     def _serve(self) -> None:
-        """The engine's thread."""
+        """The engine's thread. Nobody waits for an answer that it cannot give any more."""
+        try:
+            self._run()
+        except Exception as error:
+            logger.exception("The engine has stopped.")
+            problem = ServingError(f"The engine has stopped on an error: {_first_line(error)}")
+            with self._changed:
+                self._open = False
+                streams = [answer.stream for answer in self._answers.values()]
+                self._answers.clear()
+                self._changed.notify_all()
+            for stream in streams:
+                stream.put(Piece(finish_reason="error", error=problem))
+
+    def _run(self) -> None:
         self.runner.warm_up()
         self._ready.set()
         while True:
@@ -287,10 +301,14 @@ class Engine:
         return pieces
 
     def _fail(self, parts: Sequence[Part], error: Exception) -> List[Tuple[Stream, Piece]]:
-        problem = ServingError(f"The network could not compute a step: {str(error).strip().splitlines()[0]}")
+        problem = ServingError(f"The network could not compute a step: {_first_line(error)}")
         with self._changed:
             return [
                 (self._answers[part.request.number].stream, self._end(part.request, "error", error=problem))
                 for part in parts
                 if part.request.state is State.RUNNING
             ]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -25,7 +25,7 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell
         nn.Cell, the model in evaluation mode, its weights not loaded.
 
     Raises:
-        ConfigError: The model is not one whose attention MindFormers can serve from a cache.
+        ConfigError: MindFormers cannot build the model, or its attention has no paged cache.
     """
     from mindformers.models.build_model import build_network as build
     from mindformers.tools.register import MindFormerConfig
@@ -44,7 +44,11 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell
         block_size=settings.block_size,
         num_blocks=settings.block_count,
     )
-    network = build(node)
+    try:
+        network = build(node)
+    except ValueError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"model cannot be built by MindFormers: {reason} Correct the node model.") from error
     if not any(hasattr(cell, "paged_attention_mgr") for _, cell in network.cells_and_names()) or not hasattr(
         network, "lm_head"
     ):

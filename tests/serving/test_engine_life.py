@@ -127,3 +127,20 @@ def test_a_listener_gets_what_came_before_it():
         stream.add_listener(lambda piece: (pieces.append(piece), piece.finish_reason and ended.set()))
         assert ended.wait(20)
         assert [token for piece in pieces for token in piece.tokens] == stream.request.generated
+
+
+def test_nobody_waits_for_an_engine_that_has_died(monkeypatch):
+    with started(make_engine()) as engine:
+
+        def fail():
+            raise KeyError("a defect")
+
+        engine.runner.delay = 0.02
+        streams = [engine.submit(PROMPT, LONG) for _ in range(2)]
+        monkeypatch.setattr(engine.scheduler, "plan", fail)
+        for stream in streams:
+            with pytest.raises(ServingError, match="The engine has stopped on an error: 'a defect'"):
+                stream.text()
+        assert not engine.alive
+        with pytest.raises(ServingError, match="takes no requests"):
+            engine.submit(PROMPT, LONG)
