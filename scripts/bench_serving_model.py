@@ -76,7 +76,7 @@ class Files:
 
     def base(self, size: Size) -> str:
         """Returns a folder with a random model in Hugging Face's form, in float32."""
-        path = os.path.join(self.folder, f"base-{size.width}")
+        path = os.path.join(self.folder, f"base-{size.width}-{size.vocabulary}")
         if os.path.exists(path):
             return path
         os.makedirs(path)
@@ -102,7 +102,7 @@ class Files:
 
     def nf4(self, size: Size) -> str:
         """Returns the same model with its linear cells in NF4."""
-        path = os.path.join(self.folder, f"nf4-{size.width}.safetensors")
+        path = os.path.join(self.folder, f"nf4-{size.width}-{size.vocabulary}.safetensors")
         if not os.path.exists(path):
             quantize_checkpoint(self.base(size), path)
         return path

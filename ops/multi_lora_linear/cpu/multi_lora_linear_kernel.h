@@ -24,8 +24,8 @@ MINDLORA_INLINE void AddExpand(const float* low, const T* bt, int64_t stride, in
 
 // Columns start to end of y, for all tokens: x W^T + bias into `sum` [tokens, end - start].
 template <class T>
-static void BaseColumns(const float* wide, const T* w, const T* bias, int64_t tokens, int64_t in, int64_t start,
-    int64_t end, float* sum)
+static void BaseColumns(
+    const float* wide, const T* w, const T* bias, int64_t tokens, int64_t in, int64_t start, int64_t end, float* sum)
 {
     const int64_t columns = end - start;
     for (int64_t n = start; n < end; n += kVectors) {
