@@ -56,6 +56,13 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port; 0 for any that is free (default: %(default)s)")
     _add_access(parser.add_argument_group("who may use it"))
     _add_prompts(parser.add_argument_group("prompts and logs"))
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an adapter that keeps its slot, whether it is used or not; may be given repeatedly",
+    )
     limits = parser.add_argument_group("limits")
     for name, kind, shown, text in _LIMITS:
         limits.add_argument(f"--{name}", type=kind, metavar=shown, help=text)
@@ -114,6 +121,8 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
     with log_elsewhere(arguments.verbose):
         say(f"loading {arguments.config} ...")
         engine = build(arguments, adapters.registry, arguments.model_name)
+        for name in arguments.pin:
+            engine.adapters.pin(name)
         if not arguments.verbose:
             _log_to_stderr()
         say("compiling ...")

@@ -78,6 +78,17 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(scripted, capsys, tmp_p
     assert not vars(scripted)
 
 
+def test_pinned_adapters_keep_their_slots(scripted, tmp_path, monkeypatch, capsys):
+    for name in ("pirate", "poet"):
+        write_adapter(tmp_path, name, name)
+    monkeypatch.setattr("mindlora.serving.server.run.run", lambda engine, settings, say: None)
+    words = ["serve", "--config", "run.yaml", "--adapters", str(tmp_path), "--pin", "poet"]
+    assert cli.main(words) == 0
+    assert scripted.engine.adapters.stats().pinned == ["poet"]
+    assert cli.main([*words, "--pin", "pirat"]) == 1
+    assert "There is no adapter 'pirat'" in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("mindlora.serving.server.run")]:
         monkeypatch.delitem(sys.modules, name)
