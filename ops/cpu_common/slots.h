@@ -11,8 +11,8 @@
 namespace mindlora {
 
 // Returns the rows that have an adapter, sorted by it; rows of one adapter keep their order.
-inline std::vector<int64_t> SortedBySlot(const char* op, const int32_t* indices, const int32_t* ranks, int64_t tokens,
-    int64_t slots, int64_t max_rank)
+inline std::vector<int64_t> SortedBySlot(
+    const char* op, const int32_t* indices, const int32_t* ranks, int64_t tokens, int64_t slots, int64_t max_rank)
 {
     std::vector<int64_t> order;
     for (int64_t t = 0; t < tokens; ++t) {
