@@ -54,10 +54,10 @@ def write_llama(folder):
     return folder
 
 
-def write_adapter(folder, name, seed):
-    """Writes one of ADAPTERS in PEFT's form, with values that change what the model says."""
+def write_adapter(folder, name, seed, kind=None):
+    """Writes an adapter in PEFT's form, with values that change what the model says; ``kind`` is one of ADAPTERS."""
     rng, tensors, alphas = np.random.default_rng(seed), {}, {}
-    rank, cells = ADAPTERS[name]
+    rank, cells = ADAPTERS[kind or name]
     for layer in range(LAYERS):
         for cell in cells:
             path, (wide, high) = f"model.layers.{layer}.{cell}", WIDTHS[cell]
@@ -87,14 +87,18 @@ def serving(folder, *options):
     thread.start()
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(url, ended)
-        yield types.SimpleNamespace(url=url, log=lambda: _lines(log))
+        wait_until_ready(url, lambda: ended and ended[0].stderr)
+        yield types.SimpleNamespace(url=url, log=lambda: _lines(log), pid=_number(process))
     finally:
         if not ended:
-            with open(process) as file:
-                os.kill(int(file.read()), signal.SIGTERM)
+            os.kill(_number(process), signal.SIGTERM)
         thread.join()
     assert ended[0].returncode == 0, ended[0].stderr
+
+
+def _number(path):
+    with open(path, encoding="utf-8") as file:
+        return int(file.read())
 
 
 def _lines(log):
@@ -102,10 +106,11 @@ def _lines(log):
         return [json.loads(line) for line in file]
 
 
-def _wait_until_ready(url, ended):
+def wait_until_ready(url, ended):
+    """Waits until a server takes requests; ``ended`` returns why it will not, or something false."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        assert not ended, ended[0].stderr
+        assert not ended(), ended()
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/ready").status_code == 200:
                 return

@@ -133,6 +133,7 @@ class _EngineCollector:
 
 
 def _tiers(stats: Any) -> Iterator[Metric]:
+    yield GaugeMetricFamily("mindlora_adapter_slots_leased", "Slots whose adapter requests use.", value=stats.leased)
     yield GaugeMetricFamily("mindlora_adapters_registered", "Adapters that requests can name.", value=stats.registered)
     yield GaugeMetricFamily("mindlora_adapters_in_memory", "Adapters in host memory.", value=stats.memory.resident)
     yield GaugeMetricFamily("mindlora_adapter_memory_bytes", "Bytes that they take.", value=stats.memory.nbytes)

@@ -43,6 +43,7 @@ def test_requests_tokens_and_times_are_counted(engine):
     assert found["request_seconds_count",] == 4 and found["queue_seconds_count",] == 2
     assert found["cache_blocks",] == found["cache_blocks_free",] == 256 and found["requests_running",] == 0
     assert found["adapter_slots",] == 4 and found["adapters_registered",] == 3
+    assert found["adapter_slots_used",] == 1 and found["adapter_slots_leased",] == 0
     assert found["adapter_slot_loads_total", "pirate"] == 1 and ("adapter_slot_loads_total", BASE) not in found
     assert found["adapter_failures_total", "memory"] >= 1 and found["adapter_loads_total", "slots"] >= 1
 

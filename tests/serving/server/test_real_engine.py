@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.served_apps import until
 from tests.support.served_llama import serving, write_adapter, write_llama
+from tests.support.soak import Plan, soak
 
 PROMPT = "There are cats and dogs"
 GREEDY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -106,3 +107,12 @@ def test_everything_is_given_back_and_logged(client, server):
     until(lambda: metric(client, "mindlora_requests_running") == 0)
     assert metric(client, "mindlora_cache_blocks_free") == metric(client, "mindlora_cache_blocks")
     assert {"length", "adapter_refused", "model_not_found"} <= {line.get("reason") for line in server.log()}
+
+
+def test_clients_that_vanish_and_adapters_that_change_leave_every_answer_right(server):
+    found = soak(server, server.folder, "llama", Plan(clients=6, seconds=3.0, adapters=4, questions=2))
+    assert found["defects"] == []
+    assert found["tokens in whole answers"] > 0 and found["adapters changed"] > 0 and found["sent again"] == 0
+    came = {words.split(": ")[1] for words in found["outcomes"]}
+    assert {"answered", "cut by its client", "client killed"} <= came
+    assert found["server"]["evictions from slots"] and found["server"]["cancelled"]

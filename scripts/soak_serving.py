@@ -1,0 +1,120 @@
+"""Many clients for ten minutes against `mindlora serve`, on a small random Llama: is anything wrong, lost or leaked?
+
+    python scripts/soak_serving.py --clients 100 --seconds 600 --json figures.json
+
+The server is a process of its own, too small for its clients: requests are preempted, wait and are turned away (429),
+adapters lose their slots. Clients ask adapters and the base for completions and chats, streamed and whole, greedily,
+and each whole answer is compared with the one that the same request got alone. Some leave in the middle of an answer;
+a tenth of them are processes that are killed (SIGKILL) and started again. Meanwhile an adapter is written again and
+again, another one with one of two weights in turn, and a third one is damaged and mended. Some requests name an adapter
+that is not there, or have a body that is refused.
+
+The exit code is 1 if a request that its client did not end got no answer, an answer was wrong or a status 5xx, blocks
+or slots were not given back, the server's memory grew (by 3% and 20 MB from the second fifth of the time to the last),
+SIGTERM did not end it with exit code 0, its log has an error, or one of these events did not happen.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from typing import Any, Dict, Iterator, List
+
+import bench_common  # first: it sets what must be set before MindSpore is imported
+
+SIZES = {"slots": 4, "max-running": 24, "num-blocks": 32, "max-waiting": 64, "max-tokens-per-step": 128}
+BASE = "llama"
+PROVOKED = ("evictions from slots", "adapters refused", "preemptions", "cancelled")
+
+
+def main() -> int:
+    """Runs the soak; returns the exit code."""
+    parser = bench_common.parser(__doc__)
+    for name, default, meaning in (
+        ("clients", 100, "at once, a tenth of which are processes that are killed"),
+        ("seconds", 600, "for which they ask"),
+        ("adapters", 12, "three of which change on the disk"),
+        ("seed", 0, "of all that is random"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
+    args = parser.parse_args()
+    # Else transformers advises installing PyTorch.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from tests.support import soak
+
+    plan = soak.Plan(args.clients, args.seconds, args.adapters, seed=args.seed)
+    machine = bench_common.machine("mindspore", "mindformers", "uvicorn", "fastapi")
+    print(f"{bench_common.machine_line(machine)}\n{plan}\n{SIZES}\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        ended: List[str] = []
+        with serving(folder, ended) as server:
+            found = soak.soak(server, folder, BASE, plan)
+    missing = [name for name in PROVOKED if not found["server"][name]]
+    found["defects"] += [*(f"there were no {name}: other sizes would provoke them" for name in missing), *ended]
+    print(text(found))
+    bench_common.write_json(args.json, {"machine": machine, "sizes": SIZES, **found})
+    return 1 if found["defects"] else 0
+
+
+@contextlib.contextmanager
+def serving(folder: str, ended: List[str]) -> Iterator[Any]:
+    """Runs `mindlora serve` on a small Llama in a folder; yields its url and pid, and ends it by SIGTERM.
+
+    Args:
+        folder (str): An empty folder.
+        ended (list of str): Takes what was wrong with its log and its end.
+    """
+    from tests.support.served_llama import wait_until_ready, write_llama
+
+    write_llama(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+    words = ["serve", "--config", "run.yaml", "--adapters", "adapters", "--port", str(port), "--model-name", BASE]
+    command = [sys.executable, "-m", "mindlora.cli", *words, *options, "--request-log", "requests.jsonl"]
+    path = os.path.join(folder, "log.txt")
+    environment = {**os.environ, "PYTHONPATH": bench_common.ROOT}
+    with open(path, "w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, lambda: process.poll() is not None and _read(path))
+        yield types.SimpleNamespace(url=url, pid=process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+    wrong = [line for line in _read(path).splitlines() if "ERROR" in line or "Traceback" in line]
+    ended += [f"the server's log: {line}" for line in wrong]
+    if code:
+        ended.append(f"SIGTERM ended the server with exit code {code}")
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def text(found: Dict[str, Any]) -> str:
+    """Returns the figures as a table."""
+    rows = {
+        "requests": found["requests"],
+        **found["outcomes"],
+        "sent again, as the connection was closed before an answer": found["sent again"],
+        "tokens in whole answers": found["tokens in whole answers"],
+        **{f"first token, {name}, seconds": value for name, value in found["first token, seconds"].items()},
+        "adapters changed on the disk": found["adapters changed"],
+        **{f"server: {name}": f"{count:.0f}" for name, count in found["server"].items()},
+        **{f"memory: {name}": json.dumps(value) for name, value in found["memory"].items()},
+        "defects": len(found["defects"]),
+    }
+    shown = [f"{name:<60}{value!s:>48}" for name, value in rows.items()]
+    return "\n".join([*shown, *(f"DEFECT {problem}" for problem in found["defects"][:20])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""scripts/soak_serving.py: what it takes for right, and for memory that grows. The soak itself: test_real_engine.py."""
+
+import json
+
+import pytest
+
+from tests.support.soak import memory_figures
+from tests.support.soak_answers import ANSWERED, FAILED, LOST, WRONG, Answer, Question, judge
+
+BODY = json.dumps({"model": "one", "prompt": "x"})
+QUESTION = Question("completion", "/v1/completions", BODY, ["yes", "no"], 2, {"queue_full": 429})
+
+
+@pytest.mark.parametrize(
+    "outcome, fields",
+    [
+        (ANSWERED, {}),
+        (ANSWERED, {"text": "no"}),
+        (WRONG, {"text": "yes."}),
+        (WRONG, {"tokens": 1}),
+        (WRONG, {"reason": "stop"}),
+        (LOST, {"complete": False}),
+        ("queue_full", {"status": 429, "code": "queue_full"}),
+        (WRONG, {"status": 200, "code": "queue_full"}),
+        (WRONG, {"status": 400, "code": "adapter_refused"}),
+        (FAILED, {"status": 500, "code": "engine_error"}),
+    ],
+)
+def test_a_request_is_judged_by_all_that_came(outcome, fields):
+    whole = {"status": 200, "text": "yes", "reason": "length", "tokens": 2, "complete": True}
+    assert judge(QUESTION, Answer(**{**whole, **fields})) == outcome
+
+
+def test_a_stream_is_lost_without_its_end_and_wrong_with_an_error():
+    def taken(*lines):
+        answer = Answer(200)
+        parts = [answer.take_line(line) for line in lines]
+        return judge(QUESTION, answer), sum(parts)
+
+    text = ['data: {"choices": [{"text": "y"}]}', "", 'data: {"choices": [{"text": "es", "finish_reason": "length"}]}']
+    usage, done = 'data: {"choices": [], "usage": {"completion_tokens": 2}}', "data: [DONE]"
+    assert taken(*text, usage, done) == (ANSWERED, 2)
+    assert taken(*text, usage) == (LOST, 2)
+    assert taken(*text[1:], usage, done) == (WRONG, 1)
+    assert taken(text[0], 'data: {"error": {"code": "engine_error"}}', done) == (WRONG, 1)
+
+
+def test_memory_that_grows_after_the_warm_up_shows():
+    flat = [(second, 5e8 + 1e8 * min(second, 10)) for second in range(100)]
+    figures = memory_figures(flat, 100)
+    assert figures["MB a minute after the warm-up"] == 0 == figures["MB, last fifth less the second"]
+    figures = memory_figures([(second, 1e9 + 1e6 * second) for second in range(100)], 100)
+    assert figures["MB a minute after the warm-up"] == pytest.approx(60)
+    assert figures["MB, last fifth less the second"] == pytest.approx(60)
