@@ -27,9 +27,9 @@ from typing import Any, Dict, Iterator, List
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 
-SIZES = {"slots": 4, "max-running": 24, "num-blocks": 32, "max-waiting": 64, "max-tokens-per-step": 128}
+SIZES = {"slots": 4, "max-running": 24, "num-blocks": 20, "max-waiting": 64, "adapter-memory": 40_000}
 BASE = "llama"
-PROVOKED = ("evictions from slots", "adapters refused", "preemptions", "cancelled")
+PROVOKED = ("evictions from slots", "evictions from memory", "adapters refused", "preemptions", "cancelled")
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ class MultiLoRADense(nn.Cell):
 
     Attributes:
         quantization (str or None): "nf4" if the base's weight is 4-bit.
-        decodes (bool): A flag, read when a graph is compiled: whether the graph is for decode steps of few tokens.
+        few (bool): A flag, read when a graph is compiled: whether the graph is for steps of few tokens.
     """
 
     @classmethod
@@ -71,7 +71,7 @@ class MultiLoRADense(nn.Cell):
         self.slots_of_tokens = slots_of_tokens
         self.delta = MultiLoraDelta()
         self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
-        self.decodes = False
+        self.few = False
         carry_settings(cell, self)
         return self
 
@@ -94,7 +94,7 @@ class MultiLoRADense(nn.Cell):
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.with_slots(x, self.slots_of_tokens, self.decodes)
+        return self.with_slots(x, self.slots_of_tokens, self.few)
 
     def with_slots(self, x: Tensor, slots: Tensor, few: bool) -> Tensor:
         """The cell's output with slots other than those of the step's tokens.

@@ -4,7 +4,7 @@ MindFormers' network stays as it is; where it runs on a CPU, these cells are rep
 is replaced.
 """
 
-from typing import Any, Optional, Tuple
+from typing import Any, Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -49,10 +49,8 @@ class CpuPagedAttention(nn.Cell):
         antiquant_scale: Any = None,
         antiquant_offset: Any = None,
         attn_mask: Any = None,
-        query_lengths: Optional[Tensor] = None,
+        query_lengths: Any = None,
     ) -> Tensor:
-        if query_lengths is None:
-            query_lengths = ops.ones_like(context_lengths)
         return self.attention(query, key_cache, value_cache, block_tables, context_lengths, query_lengths)
 
 

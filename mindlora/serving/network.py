@@ -3,6 +3,7 @@
 from typing import Any, Dict, Mapping
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
@@ -12,6 +13,9 @@ from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.tree import adapter_path, replace_children
 from mindlora.serving.cpu_operators import use_cpu_operators
 from mindlora.serving.settings import EngineSettings
+
+# Up to so many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU; at 16 to 48, threefold.
+FEW_TOKENS = 64
 
 
 def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
@@ -98,10 +102,10 @@ class ServedStep(nn.Cell):
     Args:
         network (nn.Cell): A network of build_network, after add_pools.
         slots_of_tokens (Parameter or None): The Parameter that all pools share; None for a network without pools.
-        decodes (bool): Whether every request has exactly one token in the step, which is a graph of its own.
+        few (bool): Whether it is the graph for few tokens: see takes.
 
     Inputs:
-        - **tokens** (Tensor) - int32; shape [1, T], or [T, 1] if it decodes.
+        - **tokens** (Tensor) - int32; shape [1, T], or [T, 1] if ``decodes``.
         - **positions** (Tensor) - Shape [T], int32.
         - **slots** (Tensor) - Shape [max_tokens_per_step], int32: the slot of each token, the rest -1.
         - **context_lengths** (Tensor) - Shape [B], int32: tokens of each request in the cache after the step.
@@ -112,11 +116,14 @@ class ServedStep(nn.Cell):
 
     Outputs:
         Tensor [R, vocabulary], float32: logits.
+
+    Attributes:
+        decodes (bool): Whether it takes MindFormers' form of decoding, in which each request has one token.
     """
 
-    def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, decodes: bool):
+    def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, few: bool):
         super().__init__(auto_prefix=False)
-        self.network, self.slots_of_tokens, self.decodes = network, slots_of_tokens, decodes
+        self.network, self.slots_of_tokens, self.decodes = network, slots_of_tokens, decodes_alone(few)
         self.head_has_pool = isinstance(network.lm_head, MultiLoRADense)
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.reshape, self.gather, self.assign, self.cast = ops.Reshape(), ops.Gather(), ops.Assign(), ops.Cast()
@@ -124,7 +131,7 @@ class ServedStep(nn.Cell):
         self.no_mask = Tensor([[0.0]], mstype.float32)
         self.set_train(False)
         # By these names MindSpore knows that a step is always the same graph, and does not look at all cells again.
-        self.phase = "increment" if decodes else "prefill"
+        self.phase = "increment" if few else "prefill"
         self.set_inputs(
             Tensor(shape=[None, None], dtype=mstype.int32),
             Tensor(shape=[None], dtype=mstype.int32),
@@ -171,11 +178,31 @@ class ServedStep(nn.Cell):
         return self.cast(logits, mstype.float32)
 
 
-def set_stage(network: nn.Cell, decodes: bool) -> None:
-    """Sets the flags by which MindFormers' cells tell decoding from prompts; they are read when a graph is compiled."""
+def takes_few(query_lengths: np.ndarray, last: np.ndarray) -> bool:
+    """Tells whether a step is for the graph of few tokens.
+
+    On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (measured:
+    scripts/bench_serving.py). On Ascend they are decode steps, for which MindFormers has a form of its own.
+
+    Args:
+        query_lengths (array): Shape [B]: tokens of each request in the step.
+        last (array): Shape [R]: one for each request that samples.
+    """
+    tokens = int(query_lengths.sum())
+    return len(last) == len(query_lengths) == tokens if decodes_alone(True) else tokens <= FEW_TOKENS
+
+
+def decodes_alone(few: bool) -> bool:
+    """Tells whether the graph for few tokens, or the other one, has MindFormers' form of decoding."""
+    return few and ms.get_context("device_target") != "CPU"
+
+
+def set_stage(network: nn.Cell, few: bool) -> None:
+    """Sets the flags by which cells tell the two graphs apart; they are read when a graph is compiled."""
+    decodes = decodes_alone(few)
     network.add_flags_custom(is_first_iteration=not decodes)
     for _, cell in network.cells_and_names():
         if hasattr(cell, "chunk_prefill"):
             cell.add_flags(chunk_prefill=not decodes)
         elif isinstance(cell, MultiLoRADense):
-            cell.add_flags(decodes=decodes)
+            cell.add_flags(few=few)

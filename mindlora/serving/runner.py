@@ -6,7 +6,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindlora.nn.multi_lora_dense import MultiLoRADense
-from mindlora.serving.network import ServedStep, set_stage
+from mindlora.serving.network import ServedStep, set_stage, takes_few
 from mindlora.serving.request import Part
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.slot_pools import SlotPools
@@ -16,8 +16,8 @@ from mindlora.serving.step_inputs import StepInputs, step_inputs
 class ModelRunner:
     """Computes steps of a network with a paged cache and pools of adapters. It is used by one thread.
 
-    Two graphs are compiled at the first steps, one for decoding alone and one for chunks of prompts with decoding
-    beside them; other numbers of requests or tokens compile nothing.
+    Two graphs are compiled by warm_up, one for steps of few tokens, such as decoding, and one for many, such as chunks
+    of prompts with decoding beside them; other numbers of requests or tokens compile nothing.
 
     Args:
         network (nn.Cell): A network of build_network after add_pools, its weights loaded.
@@ -33,8 +33,7 @@ class ModelRunner:
         self.network, self.settings = network, settings
         self.pools = SlotPools(cells, dtype)
         shared = next(iter(cells.values())).slots_of_tokens
-        self._steps = {decodes: ServedStep(network, shared, decodes) for decodes in (False, True)}
-        self._compiled: Dict[bool, bool] = {}
+        self._steps = {few: ServedStep(network, shared, few) for few in (False, True)}
         self.vocab_size: int = network.config.vocab_size
 
     def warm_up(self) -> None:
@@ -44,8 +43,9 @@ class ModelRunner:
         table = np.zeros((1, self.settings.blocks_per_request), np.int32)
         # A token whose key and value go nowhere.
         inputs = StepInputs(0 * one, 0 * one, -one, one, one, table, -one, 0 * one)
-        for decodes in (False, True):
-            self.run(inputs, decodes)
+        for few in self._steps:
+            set_stage(self.network, few)
+            self._run(inputs, few)
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.
@@ -57,20 +57,17 @@ class ModelRunner:
             array, float32 [rows, vocabulary]: the logits after the last token of each part that samples, in order.
         """
         inputs = step_inputs(parts, self.settings.block_size, self.settings.blocks_per_request)
-        return self.run(inputs, decodes=all(part.count == 1 and part.samples for part in parts))
+        return self._run(inputs, takes_few(inputs.query_lengths, inputs.last))
 
-    def run(self, inputs: StepInputs, decodes: bool) -> np.ndarray:
-        """As forward, from arrays."""
-        if decodes not in self._compiled:
-            set_stage(self.network, decodes)
-            self._compiled[decodes] = True
+    def _run(self, inputs: StepInputs, few: bool) -> np.ndarray:
         tokens = len(inputs.tokens)
         slots = np.full(self.settings.max_tokens_per_step, -1, np.int32)
         slots[:tokens] = inputs.slots
         # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
         last = inputs.last if len(inputs.last) else np.zeros(1, np.int32)
-        logits = self._steps[decodes](
-            Tensor(inputs.tokens.reshape((-1, 1) if decodes else (1, -1))),
+        step = self._steps[few]
+        logits = step(
+            Tensor(inputs.tokens.reshape((-1, 1) if step.decodes else (1, -1))),
             Tensor(inputs.positions),
             Tensor(slots),
             Tensor(inputs.context_lengths),

@@ -17,14 +17,14 @@ SLOTS, MAX_RANK = 4, 6
 RANKS, SCALES = np.int32([3, 0, 6, 1]), np.float32([0.5, 9.0, -1.5, 2.0])
 # Nine tokens at most; the ones after those of a call must not matter.
 WHOSE = np.int32([2, -1, 0, 3, 1, 0, 2, -1, 3])
-DECODES = pytest.mark.parametrize("decodes", [False, True], ids=["prompts", "decodes"])
+FEW = pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
 
 
-def pooled(cell, decodes, whose=WHOSE):
+def pooled(cell, few, whose=WHOSE):
     """Returns a MultiLoRADense over ``cell``, whose pool holds NaN beyond the ranks."""
     slots_of_tokens = Parameter(Tensor(whose), name="slots_of_tokens", requires_grad=False)
     found = MultiLoRADense.from_cell(cell, "cell", SLOTS, MAX_RANK, slots_of_tokens)
-    found.add_flags(decodes=decodes)
+    found.add_flags(few=few)
     pool = normal(SLOTS, MAX_RANK, found.in_channels + found.out_channels, seed=5)
     for block, rank in zip(pool, RANKS):
         block[rank:] = np.nan
@@ -47,18 +47,18 @@ def oracle(cell, x, activation=None, weight=None, whose=WHOSE):
     return np.reshape(result, (*x.shape[:-1], cell.out_channels))
 
 
-@DECODES
-def test_each_token_has_its_own_adapter_inside_the_activation(mode, plain, decodes):
+@FEW
+def test_each_token_has_its_own_adapter_inside_the_activation(mode, plain, few):
     cell, activation = plain
-    found = pooled(cell, decodes)
+    found = pooled(cell, few)
     inputs = [normal(*shape) for shape in ((9, IN), (1, 5, IN), (3, 1, IN), (2, 1, 3, IN))]
     for x, y in zip(inputs, Each(found)(*map(Tensor, inputs))):
         assert_close(y, oracle(found, x, activation))
 
 
-@DECODES
-def test_shapes_and_adapters_may_change_between_calls(mode, decodes):
-    found, network = pooled(normal_dense(IN, OUT), decodes), nn.SequentialCell()
+@FEW
+def test_shapes_and_adapters_may_change_between_calls(mode, few):
+    found, network = pooled(normal_dense(IN, OUT), few), nn.SequentialCell()
     network.append(found)
     network.set_inputs(Tensor(shape=[None, None, IN], dtype=ms.float32))
     for shape, turn in (((1, 9), 0), ((4, 1), 3), ((1, 1), 5), ((2, 3), 1)):
@@ -68,9 +68,9 @@ def test_shapes_and_adapters_may_change_between_calls(mode, decodes):
         assert_close(network(Tensor(x)), oracle(found, x, whose=whose))
 
 
-@DECODES
-def test_a_slot_that_was_rewritten_is_what_is_computed_with(mode, decodes):
-    found = pooled(normal_dense(IN, OUT), decodes)
+@FEW
+def test_a_slot_that_was_rewritten_is_what_is_computed_with(mode, few):
+    found = pooled(normal_dense(IN, OUT), few)
     x = normal(9, IN)
     before = found(Tensor(x)).asnumpy()
     pool = found.lora_pool.asnumpy()
@@ -81,24 +81,24 @@ def test_a_slot_that_was_rewritten_is_what_is_computed_with(mode, decodes):
     assert_close(after, oracle(found, x))
 
 
-@DECODES
+@FEW
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_base_in_nf4(library, mode, decodes, has_bias):
+def test_a_base_in_nf4(library, mode, few, has_bias):
     cell = NF4Dense.from_dense(normal_dense(70, OUT, has_bias=has_bias, activation="relu"))
-    found = pooled(cell, decodes)
+    found = pooled(cell, few)
     assert found.quantization == "nf4"
     x = normal(9, 70)
     expected = oracle(found, x, lambda y: np.maximum(y, 0), dequantize(nf4_array(cell)))
     assert_close(found(Tensor(x)), expected)
 
 
-@DECODES
+@FEW
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("input_dtype", ["float16", "float32"])
-def test_half_precision(mode, decodes, dtype, input_dtype):
-    if dtype == "bfloat16" and not decodes:
+def test_half_precision(mode, few, dtype, input_dtype):
+    if dtype == "bfloat16" and not few:
         pytest.skip("a CPU has no bfloat16 MatMul")
-    found = pooled(normal_dense(IN, OUT, dtype=getattr(ms, dtype)), decodes)
+    found = pooled(normal_dense(IN, OUT, dtype=getattr(ms, dtype)), few)
     assert found.lora_pool.dtype == getattr(ms, dtype)
     x = Tensor(normal(9, IN), getattr(ms, input_dtype))
     y = found(x)
@@ -107,13 +107,13 @@ def test_half_precision(mode, decodes, dtype, input_dtype):
     assert_close(y, oracle(found, as_array(x)), dtype)
 
 
-@DECODES
-def test_mindformers_linear_computes_in_its_own_dtype(mode, mindformers, decodes):
+@FEW
+def test_mindformers_linear_computes_in_its_own_dtype(mode, mindformers, few):
     """The weight may be stored in another."""
     linear = mindformers.modules.layers.Linear(
         IN, OUT, compute_dtype=ms.float16, param_init_type=ms.float32, has_bias=True, activation="silu"
     )
-    found = pooled(linear, decodes)
+    found = pooled(linear, few)
     assert (found.weight.dtype, found.lora_pool.dtype) == (ms.float32, ms.float16)
     x = normal(1, 9, IN)
     y = found(Tensor(x))

@@ -24,7 +24,9 @@ def served(library, mindformers, tmp_path_factory):
     os.truncate(file, os.path.getsize(file) - 10)
     save_adapter(folder / "adapters", "large", adapter(51, {"attention.wq": 17}))
     save_adapter(folder / "adapters", "changing", CHANGING[0])
-    with in_mode(0):
+    with in_mode(0), pytest.MonkeyPatch.context() as patch:
+        # So that the graph of many tokens has work too.
+        patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
         found = MixedServing(folder)
         found.engine.start()
         yield found
