@@ -27,7 +27,7 @@ from typing import Any, Dict, Iterator, List
 
 import bench_common  # first: it sets what must be set before MindSpore is imported
 
-SIZES = {"slots": 4, "max-running": 24, "num-blocks": 20, "max-waiting": 64, "adapter-memory": 40_000}
+SIZES = {"slots": 4, "max-running": 24, "block-size": 4, "num-blocks": 80, "max-waiting": 64, "adapter-memory": 40_000}
 BASE = "llama"
 PROVOKED = ("evictions from slots", "evictions from memory", "adapters refused", "preemptions", "cancelled")
 

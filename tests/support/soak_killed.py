@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from tests.support.soak_answers import ANSWERED, LOST, Answer, Question, judge  # noqa: E402
@@ -48,6 +49,8 @@ def main(host, port, path, seed):
             outcome, found = LOST, error
         tokens = question.tokens if outcome == ANSWERED else 0
         print(json.dumps([kind, outcome, tokens, f"{question}: {found!r}"]), flush=True)
+        if outcome == "queue_full":
+            time.sleep(rng.uniform(0.2, 1))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a soak asks, what each is answered alone, and the adapters that change on the disk meanwhile."""
 
+import itertools
 import json
 import os
 import random
@@ -38,7 +39,7 @@ class Adapters:
     def __init__(self, folder, count):
         self._folder = folder
         self._seeds = {**SEEDS, **{f"soak-{number}": number for number in range(count - len(SEEDS))}}
-        self.names, self.changes = list(self._seeds), 0
+        self.names, self.changes, self._alternate = list(self._seeds), 0, itertools.cycle([OTHER_SEED, None])
         for name in self.names:
             self.write(name)
 
@@ -50,18 +51,19 @@ class Adapters:
     def change(self, rng):
         """Changes one of the three: the same weights again, the other weights, half a file, or a whole one."""
         self.changes += 1
-        name = rng.choice(list(SEEDS))
+        name = rng.choice([ALTERNATING, *SEEDS])
         if name == DAMAGED and rng.random() < 0.5:
             path = os.path.join(self._folder, "adapters", name, "adapter_model.safetensors")
             os.truncate(path, os.path.getsize(path) // 2)
         else:
-            self.write(name, rng.choice([None, OTHER_SEED]) if name == ALTERNATING else None)
+            self.write(name, next(self._alternate) if name == ALTERNATING else None)
 
 
 def questions(client, base, adapters, each, seed=0):
     """Returns ``each`` questions on completions and on chats for every model, with what it answers alone.
 
-    Those whose answer a rounding error could change are left out.
+    Those whose answer a rounding error could change are left out. Those to ALTERNATING are there four times, since
+    they find most: what one version computed must not be used for the other.
 
     Args:
         client (httpx.Client): Of a server that nobody else asks.
@@ -80,9 +82,10 @@ def questions(client, base, adapters, each, seed=0):
     alone = [_alone(client, *one) for one in drawn]
     adapters.write(ALTERNATING, OTHER_SEED)
     others = [_alone(client, *one) if one[1]["model"] == ALTERNATING else text for one, text in zip(drawn, alone)]
-    made = [_question(*one, *texts) for one, *texts in zip(drawn, alone, others) if None not in texts]
+    made = [one for one in zip(drawn, alone, others) if None not in one]
     assert 2 * len(made) > len(drawn), "most answers are undecided"
-    return made
+    times = [4 if body["model"] == ALTERNATING else 1 for (_, body), *_ in made]
+    return [_question(*one, *texts) for (one, *texts), count in zip(made, times) for _ in range(count)]
 
 
 def errors(base):
