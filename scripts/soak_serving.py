@@ -17,7 +17,6 @@ SIGTERM did not end it with exit code 0, its log has an error, or one of these e
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -86,12 +85,23 @@ def serving(folder: str, ended: List[str]) -> Iterator[Any]:
         wait_until_ready(url, lambda: process.poll() is not None and _read(path))
         yield types.SimpleNamespace(url=url, pid=process.pid)
     finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
+        if process.poll() is not None:
+            print(f"The server has ended by itself:\n{_read(path)[-4000:]}")
+        code = _end(process)
     wrong = [line for line in _read(path).splitlines() if "ERROR" in line or "Traceback" in line]
     ended += [f"the server's log: {line}" for line in wrong]
     if code:
         ended.append(f"SIGTERM ended the server with exit code {code}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """Returns the exit code of a process after SIGTERM; after a minute it is killed."""
+    process.terminate()
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _read(path: str) -> str:

@@ -26,7 +26,7 @@ class Tally:
         tokens (int): Of answers that came whole.
         first (list of float): Seconds until the first text of streamed answers.
         again (int): Requests that were sent again, as their connection was closed before an answer began.
-        defects (list of str): What should not have come.
+        defects (list of str): What should not have come, a thousand at most.
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class Tally:
         """Counts a request that has ended."""
         self.outcomes[kind, outcome] += 1
         self.tokens += tokens
-        if outcome in (WRONG, FAILED, LOST):
+        if outcome in (WRONG, FAILED, LOST) and len(self.defects) < 1000:
             self.defects.append(f"{outcome}: {shown}")
 
 

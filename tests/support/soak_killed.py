@@ -49,7 +49,7 @@ def main(host, port, path, seed):
             outcome, found = LOST, error
         tokens = question.tokens if outcome == ANSWERED else 0
         print(json.dumps([kind, outcome, tokens, f"{question}: {found!r}"]), flush=True)
-        if outcome == "queue_full":
+        if outcome in ("queue_full", LOST):
             time.sleep(rng.uniform(0.2, 1))
 
 
