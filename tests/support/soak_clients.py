@@ -122,14 +122,15 @@ class Client:
 
 
 async def kill_and_spawn(url, path, tally, rng, end, seconds):
-    """Runs soak_killed.py, kills it after ``seconds`` (least, most) and starts it again, until ``end``."""
+    """Runs soak_killed.py over and over until ``end``, and kills it ``seconds`` (least, most) after it first asked."""
     address = httpx.URL(url)
     words = [os.path.abspath(soak_killed.__file__), address.host, str(address.port), path]
     while time.monotonic() < end:
         # -S and -E: it starts in a fraction of the time.
         command = [sys.executable, "-S", "-E", *words, str(rng.random())]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=1 << 20)
-        reader = asyncio.ensure_future(_read(process.stdout, tally))
+        first = await process.stdout.readline()
+        reader = asyncio.ensure_future(_read(process.stdout, tally, first.decode().rstrip("\n")))
         await asyncio.sleep(max(0.0, min(rng.uniform(*seconds), end - time.monotonic())))
         process.kill()
         code = await process.wait()
@@ -140,9 +141,8 @@ async def kill_and_spawn(url, path, tally, rng, end, seconds):
             tally.outcomes[open_request, KILLED] += 1
 
 
-async def _read(lines, tally):
-    """Counts what a process has printed; returns the kind of the request that it was killed in, if any."""
-    kind = None
+async def _read(lines, tally, kind):
+    """Counts what a process prints after its first ``kind``; returns that of the request it was killed in, if any."""
     async for line in lines:
         if line.startswith(b"["):
             tally.take(*json.loads(line))
