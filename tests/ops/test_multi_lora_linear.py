@@ -183,7 +183,7 @@ def test_an_index_beyond_the_pool_is_never_silent(mode, path):
 
 @pytest.mark.skipif(PATHS[0] != "cpu", reason="there is no kernel for an NPU")
 @pytest.mark.parametrize("rank", [MAX_RANK + 1, -1])
-def test_a_rank_beyond_the_pool_is_refused(library, graph_mode, monkeypatch, rank):
+def test_a_rank_beyond_the_pool_is_refused(library, pynative_mode, monkeypatch, rank):  # a graph takes 3 s to fail
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
     inputs = case(4, "identical")
     inputs[3] = np.int32([1, 1, rank, 1, 1, 1, 1])
@@ -231,7 +231,7 @@ def test_refused_dtypes(mode, path, at, dtype, message):
         (6, (N, 1), "bias has 2 dimensions: it must have 1."),
     ],
 )
-def test_refused_shapes(library, graph_mode, monkeypatch, at, shape, message):
+def test_refused_shapes(library, pynative_mode, monkeypatch, at, shape, message):
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
     inputs = tensors("float32", case(4, "distinct"))
     inputs[at] = Tensor(np.zeros(shape, np.float32))
