@@ -195,3 +195,14 @@ MINDLORA_INLINE float* Scratch(std::vector<float>* buffer, int64_t count)
     if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(count);
     return buffer->data();
 }
+
+// Rows in float32: in place if they are float32, else converted once, since they are read again for each row of W.
+MINDLORA_INLINE const float* Widened(const float* from, int64_t, std::vector<float>*) { return from; }
+
+template <class T>
+MINDLORA_INLINE const float* Widened(const T* from, int64_t count, std::vector<float>* buffer)
+{
+    float* to = Scratch(buffer, count);
+    for (int64_t i = 0; i < count; i += kWidth) StoreUpTo(LoadUpTo(from + i, count - i), to + i, count - i);
+    return to;
+}

@@ -1,16 +1,5 @@
 // The kernel of lora_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
 
-// Rows in float32: in place if they are float32, else converted once, since they are read again for each row of W.
-MINDLORA_INLINE const float* Widened(const float* from, int64_t, std::vector<float>*) { return from; }
-
-template <class T>
-MINDLORA_INLINE const float* Widened(const T* from, int64_t count, std::vector<float>* buffer)
-{
-    float* to = Scratch(buffer, count);
-    for (int64_t i = 0; i < count; i += kWidth) StoreUpTo(LoadUpTo(from + i, count - i), to + i, count - i);
-    return to;
-}
-
 template <class T>
 static void LoraLinear(const T* x, const T* w, const T* a, const T* b, float scale, const T* bias, int64_t tokens,
     int64_t in, int64_t out, int64_t rank, int threads, T* y)

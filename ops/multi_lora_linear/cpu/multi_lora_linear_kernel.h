@@ -1,16 +1,5 @@
 // The kernel of multi_lora_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
 
-// Rows in float32: in place if they are float32, else converted once, since they are read again for each row of W.
-MINDLORA_INLINE const float* WideRows(const float* from, int64_t, std::vector<float>*) { return from; }
-
-template <class T>
-MINDLORA_INLINE const float* WideRows(const T* from, int64_t count, std::vector<float>* buffer)
-{
-    float* to = Scratch(buffer, count);
-    for (int64_t i = 0; i < count; i += kWidth) StoreUpTo(LoadUpTo(from + i, count - i), to + i, count - i);
-    return to;
-}
-
 // sum[n] += low[j] * bt[j, n] for J rows of B^T, which lie `stride` apart.
 template <int J, class T>
 MINDLORA_INLINE void AddExpand(const float* low, const T* bt, int64_t stride, int64_t count, float* sum)
@@ -74,7 +63,7 @@ static void MultiLoraLinear(const T* x, const T* w, const T* pool, const int32_t
     int64_t max_rank, int threads, T* y)
 {
     static thread_local std::vector<float> wide_buffer, low_buffer;
-    const float* wide = WideRows(x, tokens * in, &wide_buffer);
+    const float* wide = Widened(x, tokens * in, &wide_buffer);
     float* low = Scratch(&low_buffer, tokens * max_rank);
     const int64_t stride = in + out;
     // Up to kRows tokens of one adapter read it together.
