@@ -181,8 +181,8 @@ class ServedStep(nn.Cell):
 def takes_few(query_lengths: np.ndarray, last: np.ndarray) -> bool:
     """Tells whether a step is for the graph of few tokens.
 
-    On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (measured:
-    scripts/bench_serving.py). On Ascend they are decode steps, for which MindFormers has a form of its own.
+    On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (figures:
+    ops/multi_lora_linear/README.md). On Ascend they are decode steps, for which MindFormers has a form of its own.
 
     Args:
         query_lengths (array): Shape [B]: tokens of each request in the step.
