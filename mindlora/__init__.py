@@ -28,6 +28,7 @@ _HOME = {
     "merge_lora": "mindlora.merge",
     "quantize_base": "mindlora.quantize",
     "quantize_checkpoint": "mindlora.base.quantize",
+    "resize_adapter": "mindlora.adapters.resize",
     "save_lora": "mindlora.save_load",
     "trainable_summary": "mindlora.apply",
     "unmerge_lora": "mindlora.merge",

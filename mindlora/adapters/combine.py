@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from mindlora.adapters.adapter import Adapter, listed_parts
 from mindlora.adapters.pair_kinds import LAYOUTS, Pair
+from mindlora.adapters.spectrum import pair_svd
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
 
@@ -211,22 +212,17 @@ def _cat(pairs: List[Pair], weights: List[float], scales: List[float], rank: int
 
 
 def _svd_of_sum(pairs: List[Pair], weights: List[float], scales: List[float], rank: int) -> Pair:
-    """Returns the svd of B A for A and B of ``_cat``, which has at most their rank: no matrix [out, in] is needed.
-
-    With B = Q_b R_b and A^T = Q_a R_a, the svd of the small R_b R_a^T = U S V^T gives B A = (Q_b U) S (Q_a V)^T.
-    """
+    """Returns the svd of B A for A and B of ``_cat``, which has at most their rank: no matrix [out, in] is needed."""
     a, b = _cat(pairs, weights, scales, sum(a.shape[0] for a, _ in pairs))
-    basis_b, small_b = np.linalg.qr(b)
-    basis_a, small_a = np.linalg.qr(a.T)
-    u, s, vh = np.linalg.svd(small_b @ small_a.T, full_matrices=False)
-    a, b = _truncated(basis_b @ u, s, vh @ basis_a.T, rank)
+    u, s, vh = pair_svd(a, b, 1.0)
+    a, b = _truncated(u, s, vh, rank)
     # Beyond the rank of the sum, the singular values and the rows of A and columns of B are zero.
     fill = (0, min(rank, a.shape[1], b.shape[0]) - a.shape[0])
     return np.pad(a, (fill, (0, 0))), np.pad(b, ((0, 0), fill))
 
 
 def _truncated(u: np.ndarray, s: np.ndarray, vh: np.ndarray, rank: int) -> Pair:
-    return np.ascontiguousarray(vh[:rank]), u[:, :rank] * s[:rank]
+    return np.ascontiguousarray(vh[:rank], np.float32), (u[:, :rank] * s[:rank]).astype(np.float32)
 
 
 def _check_arguments(

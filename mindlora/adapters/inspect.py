@@ -10,11 +10,13 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
 from mindlora.adapters.pair_kinds import VARIANTS, has_product
+from mindlora.adapters.spectrum import CellSpectrum, spectra, spectrum_table
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers, listed
 from mindlora.numerics.dtypes import dtype_name
 
 UNKNOWN = "not in the file"
+_RANKS = "The rank that holds this share of each cell's energy, the sum of its squared singular values:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class InspectReport:
         saved_modules (tuple of str): Parameters of modules_to_save.
         warnings (tuple of str): What is likely wrong.
         cells (tuple of CellNorms): One for each adapted cell.
+        spectra (tuple of CellSpectrum): The singular values of each cell's change; None if they were not asked for.
     """
 
     path: str
@@ -87,6 +90,7 @@ class InspectReport:
     saved_modules: Tuple[str, ...]
     warnings: Tuple[str, ...]
     cells: Tuple[CellNorms, ...]
+    spectra: Optional[Tuple[CellSpectrum, ...]] = None
 
     @property
     def whole(self) -> Tuple[str, ...]:
@@ -123,16 +127,21 @@ class InspectReport:
             )
             for cell in self.cells
         ]
-        return f"{lines}\n\n" + columns(("cell", "out x in", "rank", "scale", "|A|", "|B|", "|scale B A|"), rows)
+        norms = columns(("cell", "out x in", "rank", "scale", "|A|", "|B|", "|scale B A|"), rows)
+        tables = [norms] if self.spectra is None else [norms, _RANKS, spectrum_table(self.spectra)]
+        return "\n\n".join([lines, *tables])
 
 
-def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: bool = False) -> InspectReport:
+def inspect_adapter(
+    path: str, *, alpha: Optional[float] = None, allow_pickle: bool = False, energy: bool = False
+) -> InspectReport:
     """Reports what an adapter of any known form holds.
 
     Args:
         path (str): As for adapter_files.read.
         alpha (float): lora_alpha, if the file does not state it. Default: None.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
+        energy (bool): Whether to compute the singular values of each cell's change. Default: False.
 
     Returns:
         InspectReport.
@@ -168,6 +177,7 @@ def inspect_adapter(path: str, *, alpha: Optional[float] = None, allow_pickle: b
         saved_modules=tuple(collapse_numbers(list(adapter.saved_modules))),
         warnings=tuple(_warnings(adapter, cells)),
         cells=cells,
+        spectra=tuple(spectra(adapter)) if energy else None,
     )
 
 

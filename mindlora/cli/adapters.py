@@ -1,4 +1,4 @@
-"""mindlora inspect, diff, combine: adapter files."""
+"""mindlora inspect, diff, combine, resize: adapter files."""
 
 import argparse
 import dataclasses
@@ -48,6 +48,11 @@ def _add_reading_options(parser: argparse.ArgumentParser) -> None:
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help=_ADAPTER_HELP)
+    parser.add_argument(
+        "--energy",
+        action="store_true",
+        help="also show the singular values of each cell's change, and the rank that holds 90, 95 and 99 %% of them",
+    )
     _add_reading_options(parser)
     add_command(parser, inspect)
 
@@ -56,7 +61,9 @@ def inspect(arguments: argparse.Namespace) -> Any:
     """Runs mindlora inspect."""
     from mindlora.adapters.inspect import inspect_adapter
 
-    return inspect_adapter(arguments.path, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle)
+    return inspect_adapter(
+        arguments.path, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle, energy=arguments.energy
+    )
 
 
 def _diff_options(parser: argparse.ArgumentParser) -> None:
@@ -157,8 +164,42 @@ def _weight(path: str, text: str) -> float:
         raise ConfigError(f"--adapter {path} {text}: the weight must be a number, such as 0.5.") from None
 
 
+def _resize_options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " Keeps the largest singular values of scale B A in each cell, which is the best approximation at that rank, "
+        "and reports the error. Cells whose rank is small enough are copied."
+    )
+    parser.add_argument("path", metavar="PATH", help=_ADAPTER_HELP)
+    parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's format")
+    parser.add_argument("--rank", type=int, metavar="R", help="the largest rank of a cell")
+    parser.add_argument(
+        "--energy",
+        type=float,
+        metavar="E",
+        help="the share of each cell's energy (squared singular values) to keep, such as 0.95; the ranks then differ. "
+        "With --rank, that is the limit",
+    )
+    _add_reading_options(parser)
+    add_command(parser, resize)
+
+
+def resize(arguments: argparse.Namespace) -> Any:
+    """Runs mindlora resize."""
+    from mindlora.adapters.resize import resize_adapter
+
+    return resize_adapter(
+        arguments.path,
+        arguments.output,
+        rank=arguments.rank,
+        energy=arguments.energy,
+        alpha=arguments.alpha,
+        allow_pickle=arguments.allow_pickle,
+    )
+
+
 VERBS = (
     Verb("inspect", "Show what an adapter holds.", _inspect_options),
     Verb("diff", "Show how two adapters differ.", _diff_options),
     Verb("combine", "Combine several adapters of one base into one.", _combine_options),
+    Verb("resize", "Write an adapter at a smaller rank.", _resize_options),
 )

@@ -46,6 +46,19 @@ def test_inspect(three, capsys):
     assert code == 0 and report["ranks"] == [2] and report["cells"][0]["norm_delta"] > 0
 
 
+def test_resize_writes_a_smaller_adapter_and_reports_the_error(three, capsys):
+    code, out, _ = run(capsys, "resize", "wide", "small", "--rank", "1", "--json")
+    report = json.loads(out)
+    assert code == 0 and [cell["rank"] for cell in report["cells"]] == [1, 1] and 0 < report["error"] < 1
+    assert adapter_files.read("small").rank(WQ) == 1
+    code, out, _ = run(capsys, "resize", "wide", "small", "--energy", "0.9")
+    assert code == 0 and "3 -> 2" in out
+    code, out, err = run(capsys, "resize", "wide", "small", "--energy", "90")
+    assert code == 1 and "mindlora: error: energy is 90" in err and not out
+    code, out, _ = run(capsys, "inspect", "wide", "--energy")
+    assert code == 0 and "90%" in out
+
+
 def test_diff_reports_whether_they_are_equal_or_not(three, capsys):
     adapter_files.write(three["one"], "same.ckpt", to="ckpt")
     for other, equal in (("same.ckpt", True), ("two", False)):

@@ -1,0 +1,97 @@
+"""Singular values of scale B A, computed from A and B only: how much of its rank an adapter uses.
+
+The change of a weight, scale B A, is [out, in] and is never formed. With B = Q_b R_b and A^T = Q_a R_a, the svd of the
+small scale R_b R_a^T = U S V^T gives scale B A = (Q_b U) S (Q_a V)^T, exactly.
+"""
+
+import dataclasses
+from typing import Iterable, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from mindlora.adapters.adapter import Adapter, is_finite
+from mindlora.adapters.norms import quiet_pair
+from mindlora.adapters.pair_kinds import has_product
+from mindlora.common.tables import columns, number
+
+# The shares of the energy that a report shows ranks for.
+SHARES = (0.9, 0.95, 0.99)
+# How many singular values of a cell fit into a line.
+_SHOWN = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class CellSpectrum:
+    """The singular values of one cell's change.
+
+    Attributes:
+        path (str): Path of the cell under MindFormers' names.
+        rank (int): r of A [r, in] and B [out, r].
+        singular_values (tuple of float): Those of scale B A, the largest first, as many as min(r, in, out); None if
+            they cannot be computed: A or B is not finite, lora_alpha is not known, or a convolution has groups.
+        ranks (tuple of int): The smallest ranks that hold each of SHARES of the energy, the sum of the squared singular
+            values; None where singular_values is, and 0 if scale B A is zero.
+    """
+
+    path: str
+    rank: int
+    singular_values: Optional[Tuple[float, ...]]
+    ranks: Optional[Tuple[int, ...]]
+
+
+def pair_svd(a: np.ndarray, b: np.ndarray, scale: float) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns U [out, k], S [k] and V^T [k, in] of scale B A = U diag(S) V^T, in float64; k is min(r, in, out).
+
+    Args:
+        a (array): A [r, in], any float dtype of NumPy; of a convolution [r, in, kh, kw], flattened to [r, in kh kw].
+        b (array): B [out, r], or of a convolution [out, r, 1, 1].
+        scale (float): The adapter's scale.
+    """
+    basis_b, small_b = np.linalg.qr(b.reshape(len(b), -1).astype(np.float64))
+    basis_a, small_a = np.linalg.qr(a.reshape(len(a), -1).astype(np.float64).T)
+    u, s, vh = np.linalg.svd(scale * (small_b @ small_a.T), full_matrices=False)
+    return basis_b @ u, s, vh @ basis_a.T
+
+
+def rank_holding(singular_values: Sequence[float], share: float) -> int:
+    """Returns the smallest k for which the first k singular values hold ``share`` of the energy.
+
+    The energy is the sum of their squares, the squared Frobenius norm. It is 0 only if all of them are zero.
+
+    Args:
+        singular_values (list of float): The largest first.
+        share (float): In (0, 1].
+    """
+    held = np.cumsum(np.square(np.asarray(singular_values, np.float64)))
+    if not len(held) or held[-1] == 0:
+        return 0
+    # The last sum is exactly the whole, so a share of 1 is always reached.
+    return int(np.searchsorted(held, share * held[-1])) + 1
+
+
+def spectra(adapter: Adapter) -> List[CellSpectrum]:
+    """Returns the spectrum of each of the adapter's cells, in the order of the file."""
+    return [_spectrum(adapter, path) for path in adapter.paths]
+
+
+def spectrum_table(found: Iterable[CellSpectrum]) -> str:
+    """Returns spectra as a table: a line for each cell, with the largest singular values."""
+    rows = []
+    for cell in found:
+        values, ranks = cell.singular_values, cell.ranks
+        largest = "-" if values is None else " ".join(map(number, values[:_SHOWN]))
+        if values and len(values) > _SHOWN:
+            largest += " ..."
+        rows.append((cell.path, str(cell.rank), *map(number, ranks or [None] * len(SHARES)), largest))
+    titles = ("cell", "rank", *(f"{share:.0%}" for share in SHARES), "largest singular values of scale B A")
+    return columns(titles, rows)
+
+
+def _spectrum(adapter: Adapter, path: str) -> CellSpectrum:
+    a, b = quiet_pair(adapter, path)
+    if path not in adapter.alphas or not (is_finite(a) and is_finite(b) and has_product(a, b)):
+        return CellSpectrum(path, adapter.rank(path), None, None)
+    values = pair_svd(a, b, adapter.scale(path))[1]
+    return CellSpectrum(
+        path, adapter.rank(path), tuple(map(float, values)), tuple(rank_holding(values, share) for share in SHARES)
+    )
