@@ -1,4 +1,4 @@
-"""How one kind of model names its cells and parameters, in Hugging Face's world and in MindFormers'."""
+"""How one kind of model names its cells and parameters: in Hugging Face's world and in MindFormers' two."""
 
 import dataclasses
 import functools
@@ -6,24 +6,38 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from mindlora.models.joined_rows import RowLayout
 
-# Parameters of a linear cell and of an embedding that have the same name in both worlds.
+# Hugging Face's names, those of MindFormers' legacy models, and those of its mcore models.
+HF, LEGACY, MCORE = "hf", "mindformers", "mcore"
+# Parameters of a linear cell and of an embedding that have the same name in all worlds.
 _LEAVES = ("weight", "bias")
 
 
 class Names(NamedTuple):
-    """One thing under its two names.
+    """One thing under its names; "" where a world does not have it.
 
     Attributes:
         hf (str): Hugging Face's name.
-        mindformers (str): MindFormers' name.
+        mindformers (str): The name in MindFormers' legacy models. A cell always has one, since adapters are kept under
+            it: where no legacy model has the cell, the record makes one up.
+        mcore (str): The name in MindFormers' mcore models. Default: "".
     """
 
     hf: str
     mindformers: str
+    mcore: str = ""
 
     def under(self, world: str) -> str:
-        """Returns the name in ``world``, which is "hf" or "mindformers"."""
+        """Returns the name in ``world``, which is "hf", "mindformers" or "mcore"."""
         return str(getattr(self, world))
+
+    @property
+    def leaves(self) -> "Names":
+        """The last parts of the names."""
+        return Names(*(name.rpartition(".")[2] for name in self))
+
+    def followed_by(self, *ends: str) -> "Names":
+        """Returns the names with an end for each world, after a dot."""
+        return Names(*(f"{name}.{end}" if name and end else "" for name, end in zip(self, ends)))
 
 
 class JoinedCell(NamedTuple):
@@ -31,13 +45,15 @@ class JoinedCell(NamedTuple):
 
     Attributes:
         name (str): The last part of its path, such as w_qkv.
-        parts (tuple of str): The names of the cells that it replaces, in the order of their rows.
+        parts (tuple of str): The last parts of the paths of the cells that it replaces, in the order of their rows.
         layout (RowLayout): How their rows are ordered in its weight.
+        mcore (str): The last part of its path in mcore, such as linear_qkv; "" if mcore has no such cell. Default: "".
     """
 
     name: str
     parts: Tuple[str, ...]
     layout: RowLayout
+    mcore: str = ""
 
     def paths(self, path: str) -> List[str]:
         """Returns the paths of the cells that the joined cell at ``path`` replaces."""
@@ -60,9 +76,8 @@ class Architecture:
         joined (tuple of JoinedCell): MindFormers' joined cells.
         computed (tuple of str): The ends of names of tensors that some checkpoints hold, although every model computes
             them for itself.
-        mcore (tuple): (pattern, replacement) pairs for re.sub, which turn paths of MindFormers' mcore model into those
-            of its legacy model.
         linear_sizes (callable): model_config of a YAML -> {path: (out, in)} of the linear cells of MindFormers' model.
+        layers (Names): What comes before the number of a layer. Default: as in the Llama.
     """
 
     title: str
@@ -74,68 +89,109 @@ class Architecture:
     output_head: Names
     joined: Tuple[JoinedCell, ...]
     computed: Tuple[str, ...]
-    mcore: Tuple[Tuple[str, str], ...]
     linear_sizes: Callable[[dict], Dict[str, Tuple[int, int]]]
+    layers: Names = Names("model.layers", "model.layers", "decoder.layers")
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
         """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known.
 
         Args:
             path (str): Path of a cell, or an end of one.
-            source, target (str): "hf" or "mindformers".
+            source, target (str): "hf", "mindformers" or "mcore".
         """
-        return _renamed(path, (*self._renamed_cells, self.output_head), source, target)
+        return self._renamed(path, self._renamed_cells, source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
         """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known.
 
         Args:
             name (str): Name of a parameter, or an end of one.
-            source, target (str): "hf" or "mindformers".
+            source, target (str): "hf", "mindformers" or "mcore".
         """
-        found = _renamed(name, self._renamed_parameters, source, target)
+        found = self._renamed(name, self._renamed_parameters, source, target)
         if found is not None:
             return found
         path, _, leaf = name.rpartition(".")
-        path_there = _renamed(path, self._renamed_cells, source, target) if leaf in _LEAVES else None
+        path_there = self._renamed(path, self._cells_with_weights, source, target) if leaf in _LEAVES else None
         return None if path_there is None else f"{path_there}.{leaf}"
 
+    def in_layers(self, path: str, source: str, target: str) -> str:
+        """Returns ``path`` of ``source`` with what ``target`` has before the number of a layer."""
+        here, there = self.layers.under(source), self.layers.under(target)
+        path = within_mcore(path) if source == MCORE else path
+        return there + path[len(here) :] if here and there and path.startswith(here + ".") else path
+
     def joined_cell(self, path: str) -> Optional[JoinedCell]:
-        """Returns the record of the joined cell at ``path``, or None for any other cell."""
+        """Returns the record of the joined cell at ``path`` (either of MindFormers' names), or None for any other."""
         leaf = path.rpartition(".")[2]
-        return next((cell for cell in self.joined if cell.name == leaf), None)
+        return next((cell for cell in self.joined if leaf and leaf in (cell.name, cell.mcore)), None)
+
+    def joined_parts(self, path: str) -> List[str]:
+        """Returns the paths, in the world of ``path``, that the joined cell there replaces, or [] for any other."""
+        cell = self.joined_cell(path)
+        if cell is None or path.rpartition(".")[2] == cell.name:
+            return cell.paths(path) if cell else []
+        leaves = {own.leaves.mindformers: own.leaves.mcore for own in self.cells}
+        return cell._replace(parts=tuple(leaves[part] for part in cell.parts)).paths(path)
 
     def is_linear(self, path: str) -> bool:
-        """Tells whether the cell at ``path`` (MindFormers' name) is linear."""
-        ends = [cell.mindformers for cell in (*self.cells, self.output_head)]
+        """Tells whether the cell at ``path`` (either of MindFormers' names) is linear."""
+        ends = [cell.under(world) for cell in (*self.cells, self.output_head) for world in (LEGACY, MCORE)]
         return any(_ends(path, end) for end in ends) or self.joined_cell(path) is not None
 
     def embedding_table(self, world: str) -> str:
-        """Returns the name of the input embedding's parameter in ``world``, "hf" or "mindformers"."""
+        """Returns the name of the input embedding's parameter in ``world``."""
         return f"{self.embedding.under(world)}.{self.embedding_weight.under(world)}"
 
     def head_weight(self, world: str) -> str:
-        """Returns the name of the output head's parameter in ``world``, "hf" or "mindformers"."""
+        """Returns the name of the output head's parameter in ``world``."""
         return f"{self.output_head.under(world)}.weight"
 
     @functools.cached_property
+    def _cells_with_weights(self) -> Tuple[Names, ...]:
+        return (*self.cells, *self._joined_names, self.embedding, self.embedding.leaves)
+
+    @functools.cached_property
     def _renamed_cells(self) -> Tuple[Names, ...]:
-        return (*self.cells, Names(*(path.rpartition(".")[2] for path in self.embedding)))
+        return (*self._cells_with_weights, self.output_head)
+
+    @functools.cached_property
+    def _joined_names(self) -> Tuple[Names, ...]:
+        """A joined cell's paths in MindFormers' two worlds, beside its first part."""
+        found = []
+        for joined in self.joined:
+            first = next((cell for cell in self.cells if cell.leaves.mindformers == joined.parts[0]), None)
+            if first and first.mcore and joined.mcore:
+                beside = [path.rpartition(".")[0] for path in first]
+                found.append(Names("", f"{beside[1]}.{joined.name}", f"{beside[2]}.{joined.mcore}"))
+        return tuple(found)
 
     @functools.cached_property
     def _renamed_parameters(self) -> Tuple[Names, ...]:
-        embedding = self._renamed_cells[-1]
-        table = Names(*(f"{leaf}.{own}" for leaf, own in zip(embedding, self.embedding_weight)))
-        return (*self.parameters, table, Names(*(f"{path}.weight" for path in self.output_head)))
+        tables = [path.followed_by(*self.embedding_weight) for path in (self.embedding, self.embedding.leaves)]
+        return (*self.parameters, *tables, self.output_head.followed_by("weight", "weight", "weight"))
+
+    def _renamed(self, name: str, pairs: Tuple[Names, ...], source: str, target: str) -> Optional[str]:
+        name = within_mcore(name) if source == MCORE else name
+        for pair in pairs:
+            here, there = pair.under(source), pair.under(target)
+            if there and _ends(name, here) and not self._is_anothers(name, pair, source):
+                return self.in_layers(name[: len(name) - len(here)] + there, source, target)
+        return None
+
+    def _is_anothers(self, name: str, pair: Names, source: str) -> bool:
+        """Tells whether ``name``, which ``source`` shares with another world, begins as that one's layers do."""
+        if name.startswith(self.layers.under(source) + "."):
+            return False
+        sharing = [own for own, end in zip(self.layers, pair) if own and end == pair.under(source)]
+        return any(within_mcore(name).startswith(own + ".") for own in sharing)
 
 
-def _renamed(name: str, pairs: Tuple[Names, ...], source: str, target: str) -> Optional[str]:
-    for pair in pairs:
-        end = pair.under(source)
-        if _ends(name, end):
-            return name[: len(name) - len(end)] + pair.under(target)
-    return None
+def within_mcore(path: str) -> str:
+    """Returns a path of an mcore model without the "model." before it, which cells have and parameters do not."""
+    rest = path[len("model.") :]
+    return rest if path.startswith("model.") and rest.startswith(("decoder.", "embedding.", "output_layer")) else path
 
 
 def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith("." + end)
+    return bool(end) and (name == end or name.endswith("." + end))

@@ -1,4 +1,4 @@
-"""Llama. Qwen2 has the same names in both worlds, plus biases on q, k and v, so this record serves it too."""
+"""Llama. Qwen2 has the same names in every world, plus biases on q, k and v, so this record serves it too."""
 
 from typing import Any, Dict, Optional, Tuple
 
@@ -46,44 +46,38 @@ def _inner_size(hidden: int, multiple_of: int, multiplier: Optional[float]) -> i
     return multiple_of * -(-int(2 * inner / 3) // multiple_of)
 
 
+ATTENTION = (
+    Names("self_attn.q_proj", "attention.wq", "self_attention.linear_q"),
+    Names("self_attn.k_proj", "attention.wk", "self_attention.linear_k"),
+    Names("self_attn.v_proj", "attention.wv", "self_attention.linear_v"),
+    Names("self_attn.o_proj", "attention.wo", "self_attention.linear_proj"),
+)
+FEED_FORWARD = (
+    Names("mlp.gate_proj", "feed_forward.w1", "mlp.gating"),
+    Names("mlp.down_proj", "feed_forward.w2", "mlp.linear_fc2"),
+    Names("mlp.up_proj", "feed_forward.w3", "mlp.hidden"),
+)
+NORMS = (
+    Names("input_layernorm.weight", "attention_norm.weight", "input_layernorm.weight"),
+    Names("post_attention_layernorm.weight", "ffn_norm.weight", "pre_mlp_layernorm.weight"),
+    Names("model.norm.weight", "model.norm_out.weight", "decoder.final_layernorm.weight"),
+)
+EMBEDDING = Names("model.embed_tokens", "model.tok_embeddings", "embedding.word_embeddings")
+EMBEDDING_WEIGHT = Names("weight", "embedding_weight", "weight")
+OUTPUT_HEAD = Names("lm_head", "lm_head", "output_layer")
+W_QKV = JoinedCell("w_qkv", ("wq", "wk", "wv"), RowsByKeyValueHead(), "linear_qkv")
+# Unless a model is built with use_interleaved_weight_layout_mlp: False, the rows alternate in mcore too.
+W_GATE_HIDDEN = JoinedCell("w_gate_hidden", ("w1", "w3"), RowsInTurn(2), "linear_fc1")
+
 LLAMA = Architecture(
     title="Llama and Qwen2",
     model_types=("LlamaForCausalLM", "LlamaConfig"),
-    cells=(
-        Names("self_attn.q_proj", "attention.wq"),
-        Names("self_attn.k_proj", "attention.wk"),
-        Names("self_attn.v_proj", "attention.wv"),
-        Names("self_attn.o_proj", "attention.wo"),
-        Names("mlp.gate_proj", "feed_forward.w1"),
-        Names("mlp.down_proj", "feed_forward.w2"),
-        Names("mlp.up_proj", "feed_forward.w3"),
-    ),
-    parameters=(
-        Names("input_layernorm.weight", "attention_norm.weight"),
-        Names("post_attention_layernorm.weight", "ffn_norm.weight"),
-        Names("model.norm.weight", "model.norm_out.weight"),
-    ),
-    embedding=Names("model.embed_tokens", "model.tok_embeddings"),
-    embedding_weight=Names("weight", "embedding_weight"),
-    output_head=Names("lm_head", "lm_head"),
-    joined=(
-        JoinedCell("w_qkv", ("wq", "wk", "wv"), RowsByKeyValueHead()),
-        JoinedCell("w_gate_hidden", ("w1", "w3"), RowsInTurn(2)),
-    ),
+    cells=(*ATTENTION, *FEED_FORWARD),
+    parameters=NORMS,
+    embedding=EMBEDDING,
+    embedding_weight=EMBEDDING_WEIGHT,
+    output_head=OUTPUT_HEAD,
+    joined=(W_QKV, W_GATE_HIDDEN),
     computed=("rotary_emb.inv_freq",),
-    # By default, the rows of mcore's linear_qkv and linear_fc1 are ordered as those of w_qkv and w_gate_hidden.
-    mcore=(
-        (r"^decoder\.layers\.", "model.layers."),
-        (r"\.self_attention\.linear_qkv$", ".attention.w_qkv"),
-        (r"\.self_attention\.linear_q$", ".attention.wq"),
-        (r"\.self_attention\.linear_k$", ".attention.wk"),
-        (r"\.self_attention\.linear_v$", ".attention.wv"),
-        (r"\.self_attention\.linear_proj$", ".attention.wo"),
-        (r"\.mlp\.linear_fc1$", ".feed_forward.w_gate_hidden"),
-        (r"\.mlp\.gating$", ".feed_forward.w1"),
-        (r"\.mlp\.linear_fc2$", ".feed_forward.w2"),
-        (r"\.mlp\.hidden$", ".feed_forward.w3"),
-        (r"^output_layer$", "lm_head"),
-    ),
     linear_sizes=linear_sizes,
 )

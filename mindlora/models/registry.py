@@ -4,9 +4,11 @@ from typing import Optional, Tuple
 
 from mindlora.models.architecture import Architecture
 from mindlora.models.llama import LLAMA
+from mindlora.models.qwen3 import QWEN3
 
 ARCHITECTURES: Tuple[Architecture, ...] = (
     LLAMA,
+    QWEN3,
 )  # fmt: skip
 
 

@@ -145,10 +145,11 @@ def _selects(matches: _Matcher, path: str, field: str) -> bool:
     if hit and len(hit) < len(parts):
         missing = [part.rpartition(".")[2] for part in parts if part not in hit]
         leaf = path.rpartition(".")[2]
+        apart = "" if names.is_mcore(path) else ", or build the model with qkv_concat: False"
         raise TargetError(
             f"{field} names {', '.join(part.rpartition('.')[2] for part in hit)}, but here {path} holds "
             f"{', '.join(part.rpartition('.')[2] for part in parts)} in one cell. Name {leaf}, or "
-            f"{', '.join(missing)} as well, or build the model with qkv_concat: False."
+            f"{', '.join(missing)} as well{apart}."
         )
     return bool(hit)
 

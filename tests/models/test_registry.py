@@ -27,14 +27,13 @@ def toy_sizes(model_config):
 TOY = Architecture(
     title="Toy",
     model_types=("ToyForCausalLM",),
-    cells=(Names("mixer.l_proj", "mix.left"), Names("mixer.r_proj", "mix.right")),
+    cells=(Names("mixer.l_proj", "mix.left", "toy_fc"), Names("mixer.r_proj", "mix.right")),
     parameters=(Names("ln.scale", "norm.gamma"),),
     embedding=Names("net.wte", "net.words"),
     embedding_weight=Names("weight", "table"),
     output_head=Names("head", "net.out"),
     joined=(JoinedCell("both", ("left", "right"), RowsInTurn(2)),),
     computed=(".mask",),
-    mcore=((r"\.toy_fc$", ".mix.left"),),
     linear_sizes=toy_sizes,
 )
 TOY_PATHS = ["net.0.mix.left", "net.0.mix.right", "net.out"]
@@ -69,7 +68,8 @@ def test_what_a_cell_is():
     assert names.output_heads() == ["lm_head", "net.out"]
     assert [names.is_linear(path) for path in (*TOY_PATHS, "net.0.mix.both", "net.words")] == [True] * 4 + [False]
     assert names.is_computed("net.0.mask") and not names.is_computed("net.0.norm.gamma")
-    assert (r"\.toy_fc$", ".mix.left") in names.mcore_cells()
+    assert names.mcore_to_mindformers("net.0.toy_fc") == "net.0.mix.left" == names.to_mindformers("net.0.toy_fc")
+    assert names.to_mcore("net.0.mixer.l_proj") == "net.0.toy_fc"
     with pytest.raises(KeyError):
         names.joined_cell("net.0.mix.left")
 

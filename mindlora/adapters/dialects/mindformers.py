@@ -1,7 +1,7 @@
 """The forms of LoRA in MindFormers' own files: a table of key endings for each, and the same functions for all."""
 
 import re
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional
 
 import numpy as np
 
@@ -16,13 +16,13 @@ class Dialect(NamedTuple):
     Attributes:
         name (str): For messages.
         endings (dict): Ending of a key -> name of the part; the first ending of a part is the one that is written.
-        renamed (tuple): (pattern, replacement) pairs that turn the dialect's paths into MindFormers' legacy models'.
+        path_of (callable): Turns the dialect's paths into those of MindFormers' legacy models. Default: str, as it is.
         only (str): Regular expression that at least one key of a file in this form matches. Default: "", any key.
     """
 
     name: str
     endings: Dict[str, str]
-    renamed: Tuple[Tuple[str, str], ...] = ()
+    path_of: Callable[[str], str] = str
     only: str = ""
 
 
@@ -42,13 +42,13 @@ TK_DELTA = Dialect(
 MCORE = Dialect(
     "MindFormers' mcore LoRA",
     {".lora_A.weight": "A", ".lora_B.weight": "B"},
-    names.mcore_cells(),
+    names.mcore_to_mindformers,
     only=r"^decoder\.layers\.|^output_layer\.",
 )
 PYNATIVE = Dialect(
     "MindFormers 2's LoRA",
     {".lora_a": "A", ".lora_b": "B"},
-    names.mcore_cells(),
+    names.mcore_to_mindformers,
     only=r"^decoder\.layers\.|^output_layer\.",
 )
 SLORA = Dialect("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
@@ -72,9 +72,7 @@ def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[PartKey]:
         if ("." + key).endswith(ending):
             # MindSpore may name a shared parameter after the first of the cells that share it.
             path = key[: -len(ending)] if key.endswith(ending) and part not in SHARED_PARTS else ""
-            for pattern, replacement in dialect.renamed:
-                path = re.sub(pattern, replacement, path)
-            return path, part
+            return dialect.path_of(path), part
     return None
 
 

@@ -1,0 +1,53 @@
+"""Qwen3, which MindFormers has as an mcore model alone. Its cells are the Llama's, with norms on q and k."""
+
+import dataclasses
+from typing import Dict, List, Tuple
+
+from mindlora.models.architecture import Names
+from mindlora.models.llama import LLAMA
+from mindlora.models.mcore_config import ModelConfig
+
+Sizes = Dict[str, Tuple[int, int]]
+# Those of MindFormers' Qwen3Config.
+DEFAULTS = {
+    "layers": 32, "heads": 32, "kv_heads": 32, "head_dim": 128, "hidden": 4096, "inner": 22016, "vocab": 151936
+}  # fmt: skip
+NORMS = (
+    Names("self_attn.q_norm.weight", "", "self_attention.q_layernorm.weight"),
+    Names("self_attn.k_norm.weight", "", "self_attention.k_layernorm.weight"),
+)
+
+
+def attention_sizes(config: ModelConfig) -> Sizes:
+    """Returns end of a path -> (out, in) of the linear cells of the attention in a layer."""
+    hidden, heads, head_dim = config["hidden"], config["heads"], config["head_dim"]
+    key_value = (config["kv_heads"] or heads) * head_dim
+    return {
+        "self_attention.linear_qkv": (heads * head_dim + 2 * key_value, hidden),
+        "self_attention.linear_proj": (hidden, heads * head_dim),
+    }
+
+
+def linear_sizes(model_config: dict) -> Sizes:
+    """Returns path -> (out, in) of the linear cells that MindFormers' Qwen3ForCausalLM has under ``model_config``."""
+    config = ModelConfig(model_config, DEFAULTS)
+    hidden, inner = config["hidden"], config["inner"]
+    feed_forward = {"mlp.linear_fc1": (2 * inner, hidden), "mlp.linear_fc2": (hidden, inner)}
+    return in_layers([{**attention_sizes(config), **feed_forward}] * config["layers"], config)
+
+
+def in_layers(layers: List[Sizes], config: ModelConfig) -> Sizes:
+    """Returns path -> (out, in) of a model's linear cells, given those of each layer."""
+    sizes = {
+        f"decoder.layers.{number}.{end}": size for number, cells in enumerate(layers) for end, size in cells.items()
+    }
+    return {**sizes, "output_layer": (config["vocab"], config["hidden"])}
+
+
+QWEN3 = dataclasses.replace(
+    LLAMA,
+    title="Qwen3",
+    model_types=("Qwen3ForCausalLM", "Qwen3Config"),
+    parameters=(*LLAMA.parameters, *NORMS),
+    linear_sizes=linear_sizes,
+)
