@@ -31,7 +31,8 @@ class Adapter:
     Attributes:
         tensors (dict): (path under MindFormers' names, part) -> array: "A" [r, in] and "B" [out, r], with DoRA also
             "magnitude" [out], each in its stored dtype (numerics.dtypes.BFLOAT16 for bfloat16).
-            If the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1]. With VeRA also
+            If the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1]; if it holds the stacked
+            weights of experts, A is [experts, r, in] and B [experts, out, r]. With VeRA also
             "lambda_d" [r] and "lambda_b" [out]; A is as wide as the widest cell until ``narrow``.
         embeddings (set of str): The paths whose weight is an embedding table [in, out], to which the transpose of
             scale B A is added.
@@ -93,7 +94,7 @@ class Adapter:
 
     def rank(self, path: str) -> int:
         """Returns the rank r of the pair at ``path``."""
-        return self.tensors[path, "A"].shape[0]
+        return self.layout(path).rank(self.tensors[path, "A"].shape)
 
     def scale(self, path: str) -> float:
         """Returns lora_alpha / r of the pair at ``path``, or lora_alpha / sqrt(r) with use_rslora.

@@ -1,11 +1,12 @@
 """The table of pairs: which parts each kind of adapter has (KINDS), and what A and B look like on each cell (LAYOUTS).
 
 A kind (LoRA, DoRA, VeRA) says which tensors a cell's adapter consists of and what may be done with them. A layout
-(linear, embedding, convolution) says which shapes A and B have and how B A is added to the weight. A new kind is one
+(linear, embedding, convolution, experts) says which shapes A and B have and how B A is added to the weight. A new kind is one
 entry here; no other module of mindlora.adapters asks for a part by name or for a number of dimensions.
 """
 
 import dataclasses
+import math
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Type
 
 import numpy as np
@@ -143,6 +144,7 @@ class PairLayout:
     Attributes:
         cells (str): What such cells are, for messages.
         dims (int): Number of dimensions of A and of B.
+        rank_axes (tuple of int): The axis of A and the axis of B whose size is the rank.
         peft (dict): "A" and "B" -> the ending of the key in PEFT's files.
         can_combine (bool): Whether combine_adapters takes such pairs.
         in_slora (bool): Whether MindFormers' slora can serve them.
@@ -150,9 +152,22 @@ class PairLayout:
 
     cells = "linear cells"
     dims = 2
+    rank_axes = (0, 1)
     peft = {"A": A.peft, "B": B.peft}
     can_combine = True
     in_slora = True
+
+    def rank(self, a: Shape) -> int:
+        """Returns the rank of a pair with A of shape ``a``."""
+        return a[self.rank_axes[0]]
+
+    def channels(self, a: Shape, b: Shape) -> Tuple[int, int]:
+        """Returns (outputs, inputs) of the weight, or of each of its experts; a kernel counts as inputs."""
+        return b[0], math.prod(a[1:])
+
+    def has_product(self, a: Shape, b: Shape) -> bool:
+        """Tells whether B A is defined for A and B of these shapes."""
+        return self.rank(a) == b[self.rank_axes[1]]
 
     def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
         """Returns what is wrong with the shapes of A and B for this rank, or None.
@@ -178,7 +193,10 @@ class PairLayout:
         return b[0], a[1]
 
     def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
-        """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W."""
+        """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
+
+        For experts, they are stacks of one pair of matrices each, whose products are stacked by rows.
+        """
         return b, a
 
 
@@ -217,7 +235,32 @@ class _Convolution(PairLayout):
         return b.reshape(len(b), -1), a.reshape(len(a), -1)
 
 
-LINEAR, EMBEDDING, CONVOLUTION = LAYOUTS = (PairLayout(), _Embedding(), _Convolution())
+class _Experts(PairLayout):
+    """A [experts, r, in], B [experts, out, r]; A_e^T B_e^T is added to each W_e [in, out] of W [experts in, out]."""
+
+    cells = "stacked experts"
+    dims = 3
+    rank_axes = (1, 2)
+    can_combine = False
+    in_slora = False
+
+    def channels(self, a: Shape, b: Shape) -> Tuple[int, int]:
+        return b[1], a[2]
+
+    def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
+        if a[0] != b[0]:
+            return ShapeMismatchError, f"A is of {a[0]} experts and B of {b[0]}"
+        return super().shape_problem(a[1:], b[1:], rank)
+
+    def weight_shape(self, a: Shape, b: Shape) -> Shape:
+        return a[0] * a[2], b[1]
+
+    def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
+        return a.swapaxes(1, 2), b.swapaxes(1, 2)
+
+
+LINEAR, EMBEDDING, CONVOLUTION, EXPERTS = LAYOUTS = (PairLayout(), _Embedding(), _Convolution(), _Experts())
+_BY_DIMS = {layout.dims: layout for layout in (LINEAR, CONVOLUTION, EXPERTS)}
 
 
 def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
@@ -227,7 +270,7 @@ def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
         a (tuple of int): Shape of its A.
         embeds (bool): Whether it is for an embedding, which the shapes do not tell. Default: False.
     """
-    return EMBEDDING if embeds else CONVOLUTION if len(a) == CONVOLUTION.dims else LINEAR
+    return EMBEDDING if embeds else _BY_DIMS.get(len(a), LINEAR)
 
 
 def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optional[Problem]:
@@ -235,27 +278,27 @@ def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optiona
 
     Args:
         a, b (tuple of int): The shapes.
-        declared (int): The rank that a configuration declares. Default: None, the rows of A.
+        declared (int): The rank that a configuration declares. Default: None, that of A.
     """
     layout = layout_of(a)
     if not layout.dims == len(a) == len(b):
         return ShapeMismatchError, "A and B must be matrices"
     if 0 in a + b:
         return ShapeMismatchError, "A or B is empty"
-    return layout.shape_problem(a, b, a[0] if declared is None else declared)
+    return layout.shape_problem(a, b, layout.rank(a) if declared is None else declared)
 
 
 def has_product(a: np.ndarray, b: np.ndarray) -> bool:
     """Tells whether B A is defined; it is not for a convolution with groups."""
-    return a.shape[0] == b.shape[1]
+    return layout_of(a.shape).has_product(a.shape, b.shape)
 
 
 def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
 
     Args:
-        a (array): A [r, in], or of a convolution [r, in, kh, kw].
-        b (array): B [out, r], or of a convolution [out, r / groups, 1, 1].
+        a (array): A [r, in]; of a convolution [r, in, kh, kw], of experts [experts, r, in].
+        b (array): B [out, r]; of a convolution [out, r / groups, 1, 1], of experts [experts, out, r].
         embeds (bool): Whether W is a table [in, out]. Default: False.
 
     Raises:
