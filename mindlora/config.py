@@ -14,11 +14,13 @@ from mindlora.common.fields import (
     check_patterns,
     check_values_by_pattern,
     dtype_name,
+    refuse_fields,
+    settle_dependents,
 )
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError
 from mindlora.models.targets import pattern_value
-from mindlora.numerics import initializers
+from mindlora.numerics import initializers, rank_schedule
 
 # Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
 # mindlora-run puts it into lr_schedule when the YAML names none.
@@ -29,15 +31,12 @@ PRESETS = {
 
 QUANTIZATIONS = ("nf4",)
 _NOT_WITH_VERA = (
-    "use_rslora",
-    "use_dora",
-    "freeze_lora_a",
-    "rank_pattern",
-    "alpha_pattern",
-    "lora_init",
-    "lora_a_init",
-    "lora_b_init",
-    "quantize_base",
+    *("use_rslora", "use_dora", "freeze_lora_a", "rank_pattern", "alpha_pattern", "quantize_base"),
+    *("lora_init", "lora_a_init", "lora_b_init"),
+)
+_NOT_WITH_ADALORA = (
+    *("use_rslora", "use_dora", "use_vera", "freeze_lora_a", "rank_pattern", "quantize_base"),
+    *("lora_init", "lora_a_init", "lora_b_init"),
 )
 PET_TYPES = ["lora", "qlora"]
 _ZERO_INITS = ("zero", "zeros")
@@ -81,6 +80,10 @@ class LoraConfig:
             al., VeRA, 2024; see VeRADense). It has no lora_alpha: leave it out. Default: False.
         d_initial (float): Initial value of VeRA's vector between A and B; not 0. Default: None, 0.1 with use_vera.
         projection_prng_key (int): Seed of VeRA's A and B, as in PEFT. Default: None, 0 with use_vera.
+        use_adalora (bool): Train scale P Lambda Q, and give the rank to the cells that need it (Zhang et al., AdaLoRA,
+            2023; see AdaLoRADense). Default: False.
+        init_r, target_r, tinit, tfinal, deltaT, beta1, beta2, orth_reg_weight: AdaLoRA's settings (see BudgetSettings);
+            init_r takes the place of lora_rank. Default: None, those of BudgetSettings with use_adalora.
         freeze_lora_a (bool): Train only B: A keeps its initial value, and needs neither gradient nor optimizer state
             (Zhang et al., LoRA-FA, 2023). Default: False.
         rank_pattern, alpha_pattern (dict): Regular expression -> lora_rank or lora_alpha of the cells that it matches,
@@ -114,6 +117,15 @@ class LoraConfig:
     use_vera: bool = False
     d_initial: Optional[float] = None
     projection_prng_key: Optional[int] = None
+    use_adalora: bool = False
+    init_r: Optional[int] = None
+    target_r: Optional[int] = None
+    tinit: Optional[int] = None
+    tfinal: Optional[int] = None
+    deltaT: Optional[int] = None
+    beta1: Optional[float] = None
+    beta2: Optional[float] = None
+    orth_reg_weight: Optional[float] = None
     freeze_lora_a: bool = False
     rank_pattern: Optional[Dict[str, int]] = None
     alpha_pattern: Optional[Dict[str, float]] = None
@@ -136,7 +148,7 @@ class LoraConfig:
             check_patterns(getattr(self, field), field)
         for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
             check_names(getattr(self, field), field)
-        for field in ("use_rslora", "use_dora", "use_vera", "freeze_lora_a"):
+        for field in ("use_rslora", "use_dora", "use_vera", "use_adalora", "freeze_lora_a"):
             check_flag(getattr(self, field), field)
         check_values_by_pattern(self.rank_pattern, "rank_pattern", _check_rank)
         check_values_by_pattern(self.alpha_pattern, "alpha_pattern", _check_alpha)
@@ -146,6 +158,7 @@ class LoraConfig:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
         _check_initialization(self.lora_init, self.lora_a_init, self.lora_b_init)
         self._check_quantization()
+        self._check_adalora()
         self._check_vera()
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
@@ -184,21 +197,29 @@ class LoraConfig:
                     "is lora_init: loftq."
                 )
 
-    def _check_vera(self):
-        if not self.use_vera:
-            for field in ("d_initial", "projection_prng_key"):
-                if getattr(self, field) is not None:
-                    raise ConfigError(
-                        f"{field} is {getattr(self, field)!r}, and use_vera is not set, so it has no effect. "
-                        "Set use_vera: True, or remove it."
-                    )
+    def _check_adalora(self):
+        settle_dependents(self, "use_adalora", rank_schedule.DEFAULTS)
+        if not self.use_adalora:
             return
-        for field in _NOT_WITH_VERA:
-            if getattr(self, field):
-                raise ConfigError(
-                    f"use_vera is True and {field} is {getattr(self, field)!r}, which VeRA does not have. "
-                    "Leave one of them out."
-                )
+        refuse_fields(self, "use_adalora", _NOT_WITH_ADALORA, "AdaLoRA")
+        rank_schedule.check_settings(self.budget_settings)
+        if self.lora_rank not in (LoraConfig.lora_rank, self.init_r):
+            raise ConfigError(
+                f"use_adalora is True and lora_rank is {self.lora_rank!r}: AdaLoRA begins with init_r and ends with "
+                "target_r on average. Leave lora_rank out."
+            )
+        self.lora_rank = self.init_r
+
+    @property
+    def budget_settings(self) -> rank_schedule.BudgetSettings:
+        """The settings of AdaLoRA."""
+        return rank_schedule.BudgetSettings(*(getattr(self, name) for name in rank_schedule.DEFAULTS))
+
+    def _check_vera(self):
+        settle_dependents(self, "use_vera", {"d_initial": 0.1, "projection_prng_key": 0})
+        if not self.use_vera:
+            return
+        refuse_fields(self, "use_vera", _NOT_WITH_VERA, "VeRA")
         if self.lora_alpha not in (LoraConfig.lora_alpha, self.lora_rank):
             raise ConfigError(
                 f"use_vera is True and lora_alpha is {self.lora_alpha!r}: VeRA's trained vectors are its "
@@ -206,8 +227,6 @@ class LoraConfig:
             )
         # A scale of 1.
         self.lora_alpha = self.lora_rank
-        self.d_initial = 0.1 if self.d_initial is None else self.d_initial
-        self.projection_prng_key = 0 if self.projection_prng_key is None else self.projection_prng_key
         check_number(
             self.d_initial,
             "d_initial",
@@ -278,7 +297,7 @@ class LoraConfig:
         check_pet_type(given.pop("pet_type", "lora"))
         preset = given.pop("preset", None)
         if preset is not None:
-            given = {**preset_fields(preset), **given}
+            given = {**preset_fields(preset, bool(given.get("use_adalora"))), **given}
         if "exclude_layers" in given:
             if "exclude_modules" in given:
                 raise ConfigError(
@@ -328,11 +347,18 @@ def check_pet_type(pet_type: object) -> None:
         raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), PET_TYPES)}")
 
 
-def preset_fields(preset: str) -> dict:
-    """Returns the LoraConfig fields of a named preset; raises ConfigError for a name that is not in PRESETS."""
+def preset_fields(preset: str, use_adalora: bool = False) -> dict:
+    """Returns the LoraConfig fields of a named preset; raises ConfigError for a name that is not in PRESETS.
+
+    AdaLoRA ends with the preset's rank on average and begins with one and a half times as much.
+    """
     if preset not in PRESETS:
         raise ConfigError(f"preset is {preset!r}, which is not known.{suggestion(str(preset), list(PRESETS))}")
-    return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
+    fields = {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
+    if use_adalora:
+        rank = fields.pop("lora_rank")
+        fields.update(target_r=rank, init_r=rank + rank // 2)
+    return fields
 
 
 def check_ratio(ratio: object, field: str) -> None:

@@ -54,6 +54,15 @@ def test_pet_config_becomes_fields():
         "use_vera": False,
         "d_initial": None,
         "projection_prng_key": None,
+        "use_adalora": False,
+        "init_r": None,
+        "target_r": None,
+        "tinit": None,
+        "tfinal": None,
+        "deltaT": None,
+        "beta1": None,
+        "beta2": None,
+        "orth_reg_weight": None,
         "freeze_lora_a": True,
         "rank_pattern": {"wv": 2},
         "alpha_pattern": {"wq": 1.5},
@@ -79,11 +88,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
     with pytest.raises(ConfigError) as error:
         LoraConfig.from_pet_config({**PET, "lora_rnak": 8})
     assert str(error.value) == (
-        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, compute_dtype, "
-        "d_initial, exclude_layers, exclude_modules, freeze_exclude, freeze_include, freeze_lora_a, "
-        "layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, lora_rank, "
-        "modules_to_save, param_init_type, pet_type, preset, projection_prng_key, quantize_base, quantize_exclude, "
-        "rank_pattern, target_modules, use_dora, use_rslora, use_vera."
+        "pet_config has an unknown key 'lora_rnak'. Did you mean 'lora_rank'? Known: alpha_pattern, beta1, beta2, "
+        "compute_dtype, d_initial, deltaT, exclude_layers, exclude_modules, freeze_exclude, freeze_include, "
+        "freeze_lora_a, init_r, layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, "
+        "lora_rank, modules_to_save, orth_reg_weight, param_init_type, pet_type, preset, projection_prng_key, "
+        "quantize_base, quantize_exclude, rank_pattern, target_modules, target_r, tfinal, tinit, use_adalora, "
+        "use_dora, use_rslora, use_vera."
     )
 
 

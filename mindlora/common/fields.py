@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Callable, Tuple, Union
+from typing import Any, Callable, Iterable, Tuple, Union
 
 from mindlora.errors import ConfigError
 
@@ -85,3 +85,31 @@ def check_indices(value: Any, field: str, expected: str) -> None:
         raise ConfigError(f"{field} is an empty list: name at least one layer, or leave it out for all.")
     for item in items:
         check_number(item, field, int, lambda v: v >= 0, expected)
+
+
+def settle_dependents(config: Any, flag: str, defaults: Mapping) -> None:
+    """Gives fields that only ``flag`` uses their defaults where they are None; without ``flag``, they must be None.
+
+    Args:
+        config (object): Holds the fields; changed in place.
+        flag (str): The field, True or False, that they belong to.
+        defaults (mapping): Field -> its default.
+    """
+    for field, default in defaults.items():
+        value = getattr(config, field)
+        if not getattr(config, flag) and value is not None:
+            raise ConfigError(
+                f"{field} is {value!r}, and {flag} is not set, so it has no effect. Set {flag}: True, or remove it."
+            )
+        if getattr(config, flag) and value is None:
+            setattr(config, field, default)
+
+
+def refuse_fields(config: Any, flag: str, fields: Iterable[str], method: str) -> None:
+    """Checks that none of ``fields`` is set beside ``flag``, whose ``method`` does not have them."""
+    for field in fields:
+        if getattr(config, field):
+            raise ConfigError(
+                f"{flag} is True and {field} is {getattr(config, field)!r}, which {method} does not have. "
+                "Leave one of them out."
+            )

@@ -8,14 +8,17 @@ from mindspore import Parameter, Tensor, nn
 from mindlora.adapters.pair_kinds import PARTS
 from mindlora.config import LoraConfig
 from mindlora.errors import MergeError, UnsupportedCellError
+from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
 
 LORA_A = "mindpet_delta_lora_a"
 LORA_B = "mindpet_delta_lora_b"
 # MindFormers freezes every parameter without mindpet_delta_lora in its name.
 MAGNITUDE = "mindpet_delta_lora_magnitude"
+# AdaLoRA's, which no file holds: it is multiplied into A there.
+LAMBDA = "mindpet_delta_lora_lambda"
 # Part of an adapter -> the name of its parameter in a cell.
-PART_NAMES = {name: part.parameter for name, part in PARTS.items()}
+PART_NAMES = {**{name: part.parameter for name, part in PARTS.items()}, "lambda": LAMBDA}
 
 
 class LoRACell(nn.Cell):
@@ -31,6 +34,7 @@ class LoRACell(nn.Cell):
         quantization (str or None): How W is quantized: "nf4", "loftq", or None for a weight in float.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
         zero_part (str): The part of the adapter that is zero until it trains; while it is, the adapter adds nothing.
+        saved_as_trained (bool): Whether a file holds the parts as the cell has them, so that it can be loaded back.
         takes_base_initializers (bool): Whether the cell supports the initializers that need W, or A and B together.
         initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
             initialize_adapters); None if nothing was subtracted.
@@ -42,6 +46,7 @@ class LoRACell(nn.Cell):
 
     embeds = False
     zero_part = "B"
+    saved_as_trained = True
     takes_base_initializers = False
     quantization = None
     initial_pair = None
@@ -128,6 +133,14 @@ class LoRACell(nn.Cell):
     def parts(self) -> Dict[str, Parameter]:
         """Returns this cell's own parameters of the adapter, by part (see PART_NAMES)."""
         return {part: getattr(self, name) for part, name in PART_NAMES.items() if hasattr(self, name)}
+
+    def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
+        """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
+
+        Args:
+            keep_zeros (bool): Whether to keep what adds nothing, where a cell would leave it out. Default: False.
+        """
+        return {part: to_array(parameter) for part, parameter in self.parts().items()}
 
     def shared_parts(self) -> Dict[str, Parameter]:
         """Returns the parameters of the adapter that all cells of the network share, by part."""

@@ -115,7 +115,7 @@ class LoRADense(LoRACell):
 
     @classmethod
     def serves(cls, config: LoraConfig) -> bool:
-        return not config.use_dora and not config.use_vera
+        return not (config.use_dora or config.use_vera or config.use_adalora)
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:

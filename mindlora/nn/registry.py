@@ -5,6 +5,7 @@ from typing import Tuple, Type
 from mindspore import nn
 
 from mindlora.config import LoraConfig
+from mindlora.nn.adalora import AdaLoRADense
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.conv import LoRAConv2d
 from mindlora.nn.dense import LoRADense
@@ -30,6 +31,7 @@ def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     If no class can adapt the cell, or none provides that adapter for it, the check of the returned class raises the
     reason.
     """
+    AdaLoRADense,  # the same, with use_adalora
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
     return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
 

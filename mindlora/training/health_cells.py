@@ -29,11 +29,16 @@ def cell_values(
         before (mapping): Name of the part -> its values before the last step; empty if they are not known.
         gradient_norms (mapping): Name of a parameter -> norm of its gradient; empty if they are not known.
     """
-    parts, factors = float_parts(cell), None
-    if "A" in parts and has_product(parts["A"], parts["B"]):
+    parts, factors, rank = float_parts(cell), None, cell.lora_rank
+    if "lambda" in parts:
+        # AdaLoRA's: what it has masked is no rank.
+        kept = np.flatnonzero(parts["lambda"])
+        a, b, rank = parts["lambda"][kept, None] * parts["A"][kept], parts["B"][:, kept], len(kept)
+        factors = change_factors(a, b) if rank else None
+    elif "A" in parts and has_product(parts["A"], parts["B"]):
         factors = change_factors(parts["A"], parts["B"], _initial_pair(cell))
     return CellValues(
-        rank=cell.lora_rank,
+        rank=rank,
         parts=parts,
         # Merging sets the B of an embedding to zero, but training starts with an A of zeros.
         zero_part="A" if cell.embeds else cell.zero_part,

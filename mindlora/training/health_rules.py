@@ -114,7 +114,8 @@ def still_zero(situation: Situation) -> Iterator[Finding]:
     step = situation.report.step
     for path, cell in situation.report.cells.items():
         zero = [name for name, part in cell.parts.items() if part.zeros == 1]
-        if step >= _STEPS_OF_ZERO and zero:
+        # AdaLoRA takes all ranks from some cells.
+        if step >= _STEPS_OF_ZERO and zero and cell.rank:
             yield Finding(
                 "still_zero",
                 path,

@@ -1,0 +1,177 @@
+"""gather_adapter: the checkpoints of all ranks of a sharded run become one adapter."""
+
+import dataclasses
+import os
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import numpy as np
+
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters import metadata as adapter_metadata
+from mindlora.adapters.convert import check_free, split_all
+from mindlora.adapters.dialects import mindformers
+from mindlora.adapters.sharding import rank_files
+from mindlora.adapters.sharding.rank_files import Content, RankFile
+from mindlora.adapters.sharding.run_settings import RunSettings
+from mindlora.adapters.sharding.slices import Piece, join
+from mindlora.adapters.sharding.strategy import Strategy, read_strategy
+from mindlora.common.text import listed
+from mindlora.errors import AdapterFormatError, MissingTensorsError
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherReport:
+    """What gather_adapter did.
+
+    Attributes:
+        checkpoint (str): The folder with the files of all ranks.
+        step (str): Epoch and step in it.
+        ranks (int): How many ranks there were.
+        stages (int): In how many pipeline stages.
+        output (str): The path that was written.
+        form (str): Its form.
+        pairs (int): Pairs of A and B.
+        saved_modules (int): Parameters of modules_to_save.
+        lora_ranks (tuple of int): The distinct ranks of the pairs.
+        alphas (tuple of float): The distinct lora_alpha.
+    """
+
+    checkpoint: str
+    step: str
+    ranks: int
+    stages: int
+    output: str
+    form: str
+    pairs: int
+    saved_modules: int
+    lora_ranks: Tuple[int, ...]
+    alphas: Tuple[float, ...]
+
+    def __str__(self) -> str:
+        lora_ranks, alphas = (", ".join(f"{value:g}" for value in values) for values in (self.lora_ranks, self.alphas))
+        modules = f" and {self.saved_modules} parameters of saved modules" if self.saved_modules else ""
+        return (
+            f"{self.checkpoint}, step {self.step} of {self.ranks} ranks in {self.stages} pipeline stages -> "
+            f"{self.output} ({self.form}): {self.pairs} pairs of rank {lora_ranks}, lora_alpha {alphas}{modules}."
+        )
+
+
+def gather_adapter(
+    checkpoint: str,
+    output: str,
+    to: str = "peft",
+    strategy: Optional[str] = None,
+    settings: RunSettings = RunSettings(),
+    at: Optional[str] = None,
+    overwrite: bool = False,
+) -> GatherReport:
+    """Joins the slices of an adapter that the ranks of a run saved, bit for bit, and writes it.
+
+    The base, quantized or not, and the optimizer's state are left out.
+
+    Args:
+        checkpoint (str): The folder that holds rank_0, rank_1, ...: checkpoint_trainable, checkpoint or
+            checkpoint_network of a run of MindFormers, slices that LoraCheckpoint wrote, or what scatter_adapter wrote.
+        output (str): Where to write.
+        to (str): "peft", "mindformers", "ckpt" or "slora", as in adapter_files.write. Default: "peft".
+        strategy (str): The run's strategy file, merged, or the folder with one for each rank or stage. Default: None,
+            the folder "strategy" in ``checkpoint`` or beside it.
+        settings (RunSettings): What the files do not say. Default: nothing.
+        at (str): Epoch and step in it, such as "2_100". Default: None, the newest.
+        overwrite (bool): Whether ``output`` may be replaced. Default: False.
+
+    Returns:
+        GatherReport.
+
+    Raises:
+        MissingTensorsError: A rank, a slice or a tensor is missing.
+        AdapterFormatError: The files are of different steps, copies of a slice differ, or the strategy is damaged.
+        UnexpectedTensorsError, ShapeMismatchError: The strategy is another run's.
+        ScaleMismatchError: Nothing states lora_alpha.
+        LoraError: As in adapter_files.write and in convert_adapter.
+    """
+    check_free(checkpoint, output, overwrite)
+    adapter_files.check_adapter_output(output, to)
+    found = rank_files.find(checkpoint, at)
+    known = read_strategy(strategy or _strategy_beside(checkpoint))
+    rank_files.check_ranks(found, known.ranks, checkpoint, known.source)
+    contents = {rank: rank_files.read(file, _wanted(file, settings)) for rank, file in found.items()}
+    rank_files.check_steps(contents)
+    tensors = _joined(contents, known, checkpoint)
+    adapter = adapter_files.adapter_of_tensors(tensors, _metadata(contents, tensors), checkpoint)
+    settings.complete(adapter, checkpoint)
+    if to == "peft":
+        split_all(adapter, settings.heads)
+    adapter_files.write(adapter, output, to)
+    return GatherReport(
+        checkpoint,
+        found[0].at,
+        known.ranks,
+        len(known.stages),
+        output,
+        to,
+        len(adapter.paths),
+        len(adapter.saved_modules),
+        tuple(sorted({adapter.rank(path) for path in adapter.paths})),
+        tuple(sorted(set(adapter.alphas.values()))),
+    )
+
+
+def _strategy_beside(checkpoint: str) -> str:
+    """Returns the folder in which the strategy of a run is expected: MindFormers' own, beside the checkpoints."""
+    here = os.path.abspath(checkpoint)
+    places = [os.path.join(folder, "strategy") for folder in (here, os.path.dirname(here))]
+    for place in places:
+        if os.path.isdir(place):
+            return place
+    raise AdapterFormatError(
+        f"{checkpoint} has no folder strategy, and neither has the folder that it is in. Name the strategy files of "
+        "the run (--strategy); MindFormers writes them to the folder strategy of its output."
+    )
+
+
+def _wanted(file: RankFile, settings: RunSettings) -> Callable[[str], bool]:
+    """Returns which tensors of a file are the adapter's."""
+
+    def wanted(name: str) -> bool:
+        if mindformers.is_adapter_key(name):
+            return True
+        if mindformers.is_optimizer_key(name) or name in rank_files.APPENDED:
+            return False
+        return file.trainable or settings.is_saved_module(name)
+
+    return wanted
+
+
+def _joined(contents: Dict[int, Content], strategy: Strategy, checkpoint: str) -> Dict[str, np.ndarray]:
+    """Returns name -> whole tensor."""
+    pieces: Dict[str, List[Piece]] = {}
+    for rank, content in contents.items():
+        strategy.check_knows(list(content.tensors), content.path)
+        own = strategy.layouts(rank)
+        for name, array in content.tensors.items():
+            # In a pipeline, a rank may hold untrained parameters of other stages too.
+            if name in own:
+                piece = Piece(content.path, strategy.slice_of(name, rank, array.shape), array)
+                pieces.setdefault(name, []).append(piece)
+    lost = sorted(name for name in strategy.names() if mindformers.is_adapter_key(name) and name not in pieces)
+    if lost:
+        raise MissingTensorsError(
+            f"{checkpoint} lacks {listed(lost)}, which the strategy in {strategy.source} has: no rank of the stage "
+            "saved it. Copy the files again, or give the strategy that this run saved."
+        )
+    return {name: join(name, found) for name, found in pieces.items()}
+
+
+def _metadata(contents: Dict[int, Content], tensors: Dict[str, np.ndarray]) -> Dict[str, Any]:
+    """Returns mindlora's metadata in the files, and which of the tensors are of saved modules."""
+    texts = {content.text: content.path for content in contents.values()}
+    if len(texts) > 1:
+        raise AdapterFormatError(
+            f"{' and '.join(list(texts.values())[:2])} have different metadata of mindlora: they are of two adapters. "
+            "Put the files of one run together."
+        )
+    (text,) = texts
+    metadata = adapter_metadata.parse(text, texts[text])
+    metadata["whole"] = [name for name in tensors if not mindformers.is_adapter_key(name)]
+    return metadata

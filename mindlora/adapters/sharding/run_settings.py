@@ -1,0 +1,97 @@
+"""What the YAML of a run says about its adapter, which the checkpoints of MindFormers do not."""
+
+import dataclasses
+from typing import Any, Dict, Mapping, Optional
+
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.convert import Heads
+from mindlora.config import LoraConfig
+from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ScaleMismatchError
+from mindlora.models import names
+from mindlora.numerics import initializers
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """What is known about a run besides its files.
+
+    Attributes:
+        config (LoraConfig): Its pet_config, or None.
+        lora_alpha (float): lora_alpha of all cells, if there is no pet_config; or None.
+        heads (Heads): Sizes of the model's attention.
+        source (str): Where the pet_config comes from, for messages.
+    """
+
+    config: Optional[LoraConfig] = None
+    lora_alpha: Optional[float] = None
+    heads: Heads = Heads()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.config and self.lora_alpha is not None:
+            raise ScaleMismatchError(
+                f"lora_alpha is given twice: as {self.lora_alpha:g} and by the pet_config of {self.source}. Leave one out."
+            )
+        if self.config and initializers.changes_base(self.config.lora_init):
+            raise AdapterError(
+                f"{self.source} has lora_init {self.config.lora_init}, which changed the base of the run: its checkpoint "
+                "holds A and B for the changed base, and not the initial pair that makes a plain LoRA of them. Only "
+                "LoraCheckpoint of a run that is not sharded saves both."
+            )
+
+    def is_saved_module(self, name: str) -> bool:
+        """Tells whether a parameter belongs to modules_to_save."""
+        modules = (self.config and self.config.modules_to_save) or ()
+        return any(names.belongs_to(name, module) for module in modules)
+
+    def complete(self, adapter: Adapter, source: str) -> None:
+        """Puts lora_alpha and the other settings into an adapter, unless its metadata has stated them.
+
+        Raises:
+            ScaleMismatchError: Nothing states lora_alpha, or two things do.
+            RankMismatchError: The pet_config has another lora_rank than the adapter.
+        """
+        if self.lora_alpha is not None:
+            adapter.set_alpha(self.lora_alpha)
+        if adapter.alphas:
+            return
+        if self.config is None:
+            raise ScaleMismatchError(
+                f"{source} does not state lora_alpha: give the YAML of the run (--config run.yaml), or the number "
+                "itself (--alpha)."
+            )
+        for path in adapter.paths:
+            cell = self.config.for_cell(path)
+            if cell.lora_rank != adapter.rank(path):
+                raise RankMismatchError(
+                    f"{source} has rank {adapter.rank(path)} at {path}, but {self.source} says {cell.lora_rank}: it is "
+                    "the YAML of another run."
+                )
+            adapter.alphas[path] = float(cell.lora_alpha)
+        adapter.use_rslora, adapter.dropout = self.config.use_rslora, float(self.config.lora_dropout)
+
+
+def heads_of(model_config: Mapping[str, Any], given: Heads) -> Heads:
+    """Returns the sizes of the attention: those that are given, and the others from a model_config of MindFormers."""
+    heads = given.heads or _whole(model_config, "num_heads", "num_attention_heads")
+    hidden = _whole(model_config, "hidden_size")
+    head_dim = given.head_dim or _whole(model_config, "head_dim") or (hidden // heads if hidden and heads else None)
+    kv_heads = given.kv_heads or _whole(model_config, "n_kv_heads", "num_key_value_heads") or heads
+    return Heads(heads, kv_heads, head_dim)
+
+
+def pet_config_of(model_config: Mapping[str, Any], source: str) -> Dict[str, Any]:
+    """Returns the pet_config in a model_config of MindFormers.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    pet_config = model_config.get("pet_config")
+    if not isinstance(pet_config, dict):
+        raise ConfigError(f"{source} has no pet_config in model.model_config: it is not the YAML of a LoRA run.")
+    return pet_config
+
+
+def _whole(model_config: Mapping[str, Any], *keys: str) -> Optional[int]:
+    found = (model_config.get(key) for key in keys)
+    return next((value for value in found if type(value) is int and value > 0), None)

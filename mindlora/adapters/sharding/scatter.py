@@ -1,0 +1,163 @@
+"""scatter_adapter: one adapter becomes the slices of all ranks of a sharded run."""
+
+import dataclasses
+import os
+from typing import Dict, Tuple
+
+import numpy as np
+
+from mindlora.adapters import files as adapter_files
+from mindlora.adapters import metadata as adapter_metadata
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.convert import check_free, join_all, split_all
+from mindlora.adapters.dialects import mindformers
+from mindlora.adapters.pair_kinds import PartKey
+from mindlora.adapters.sharding.run_settings import RunSettings
+from mindlora.adapters.sharding.slices import cut
+from mindlora.adapters.sharding.strategy import Strategy, read_strategy
+from mindlora.common import atomic
+from mindlora.common.text import listed
+from mindlora.errors import LoraError, MissingTensorsError, UnexpectedTensorsError
+from mindlora.formats import ckpt_file
+from mindlora.formats.safetensors_file import write_arrays
+from mindlora.models import names
+
+FORMS = ("safetensors", "ckpt")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterReport:
+    """What scatter_adapter did.
+
+    Attributes:
+        source (str): The adapter.
+        output (str): The folder with rank_0, rank_1, ...
+        ranks (int): How many ranks it is for.
+        stages (int): In how many pipeline stages.
+        parameters (int): Parameters that were cut.
+        bytes_by_rank (tuple of int): Bytes of the tensors of each rank.
+    """
+
+    source: str
+    output: str
+    ranks: int
+    stages: int
+    parameters: int
+    bytes_by_rank: Tuple[int, ...]
+
+    def __str__(self) -> str:
+        low, high = (f"{count / 2**20:.2f}" for count in (min(self.bytes_by_rank), max(self.bytes_by_rank)))
+        return (
+            f"{self.source} -> {self.output}: {self.parameters} parameters for {self.ranks} ranks in {self.stages} "
+            f"pipeline stages, {low if low == high else f'{low} to {high}'} MiB each. Start a run from it with "
+            f"pet_config.adapter_path: {self.output}"
+        )
+
+
+def scatter_adapter(
+    source: str,
+    output: str,
+    strategy: str,
+    form: str = "safetensors",
+    settings: RunSettings = RunSettings(),
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+) -> ScatterReport:
+    """Cuts an adapter into what each rank of a sharded run holds, bit for bit: the reverse of gather_adapter.
+
+    Args:
+        source (str): An adapter in any form that adapter_files.read takes.
+        output (str): The folder to write; it gets rank_0, rank_1, ..., with one file each.
+        strategy (str): The strategy file of the run that is to start from it, or a folder of them.
+        form (str): "safetensors" or "ckpt". Default: "safetensors".
+        settings (RunSettings): lora_alpha, if the source does not state it; the sizes of the attention, if pairs have
+            to be joined or split. Default: nothing.
+        allow_pickle (bool): Whether a .bin may be read. Default: False.
+        overwrite (bool): Whether ``output`` may be replaced. Default: False.
+
+    Returns:
+        ScatterReport.
+
+    Raises:
+        LoraError: ``output`` exists, or ``form`` is unknown.
+        MissingTensorsError, UnexpectedTensorsError: The strategy has other adapter parameters than the adapter.
+        ShapeMismatchError: A tensor cannot be cut as the strategy says.
+        AdapterError: The adapter or the strategy cannot be read, or lora_alpha is not known.
+    """
+    if form not in FORMS:
+        raise LoraError(f"format is {form!r}: scatter writes {' or '.join(FORMS)}.")
+    check_free(source, output, overwrite)
+    adapter = adapter_files.read(source, allow_pickle)
+    adapter.check_finite(source)
+    settings.complete(adapter, source)
+    known = read_strategy(strategy)
+    tensors = _named(adapter, known, source, settings)
+    sizes = []
+    with atomic.replace_folder(output) as folder:
+        for rank in range(known.ranks):
+            own = known.layouts(rank)
+            slices = {
+                name: cut(array, own[name], rank % known.devices, name)
+                for name, array in tensors.items()
+                if name in own
+            }
+            _write(os.path.join(folder, f"rank_{rank}"), rank, slices, adapter_metadata.text_of(adapter), form)
+            sizes.append(sum(array.nbytes for array in slices.values()))
+    return ScatterReport(source, output, known.ranks, len(known.stages), len(tensors), tuple(sizes))
+
+
+def _write(folder: str, rank: int, slices: Dict[str, np.ndarray], text: str, form: str) -> None:
+    os.mkdir(folder)
+    path = os.path.join(folder, f"adapter_rank_{rank}-trainable_params-0_0.{form}")
+    if form == "ckpt":
+        ckpt_file.write(path, slices, text)
+    else:
+        write_arrays(path, slices, {"format": "ms", adapter_metadata.KEY: text})
+
+
+def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSettings) -> Dict[str, np.ndarray]:
+    """Returns the adapter's tensors under the names that the strategy has for them."""
+    keys = _keys(strategy)
+    _take_form(adapter, {path for path, _ in keys.values()}, settings)
+    stored = adapter.stored_tensors()
+    lost, extra = set(keys.values()) - set(stored), set(stored) - set(keys.values())
+    if lost:
+        raise MissingTensorsError(
+            f"{source} lacks {listed(sorted({path for path, _ in lost}))}, which the strategy in {strategy.source} has. "
+            "Give the adapter of this run, or its strategy."
+        )
+    if extra:
+        raise UnexpectedTensorsError(
+            f"{source} holds {listed(sorted({path for path, _ in extra}))}, and the strategy in {strategy.source} has no "
+            "such adapter. Give the strategy of a run with the same target_modules."
+        )
+    known = {names.parameter_to_mindformers(name) or name: name for name in strategy.names()}
+    unknown = sorted(set(adapter.saved_modules) - set(known))
+    if unknown:
+        raise UnexpectedTensorsError(
+            f"{source} holds {listed(unknown)} of modules_to_save, and the strategy in {strategy.source} has no such "
+            "parameter. Give the strategy of a run of the same model."
+        )
+    tensors = {name: stored[key] for name, key in keys.items()}
+    return {**tensors, **{known[name]: array for name, array in adapter.saved_modules.items()}}
+
+
+def _keys(strategy: Strategy) -> Dict[str, PartKey]:
+    """Returns parameter -> (path, part) for the adapter's parameters in a strategy."""
+    found = [name for name in strategy.names() if mindformers.is_adapter_key(name)]
+    dialect = mindformers.detect(found)
+    keys = {name: key for name in found if dialect and (key := mindformers.parse_key(name, dialect))}
+    if not keys:
+        raise MissingTensorsError(
+            f"{strategy.source} has no adapter: it is the strategy of a run without LoRA. Start the run with its "
+            "pet_config once (only_save_strategy: True ends it when the strategy is written)."
+        )
+    return keys
+
+
+def _take_form(adapter: Adapter, paths: set, settings: RunSettings) -> None:
+    """Joins or splits the pairs of joined cells as the paths of the run have them."""
+    if any(names.joined_parts(path) for path in paths - set(adapter.paths)):
+        join_all(adapter, settings.heads)
+    elif any(names.joined_parts(path) for path in set(adapter.paths) - paths):
+        split_all(adapter, settings.heads)

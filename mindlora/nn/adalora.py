@@ -1,0 +1,123 @@
+"""AdaLoRADense: a linear cell whose low-rank update is a product P Lambda Q, from which triplets are taken away."""
+
+from typing import Dict, Tuple
+
+import numpy as np
+from mindspore import Parameter, nn
+from mindspore.common import dtype as mstype
+from mindspore.common.initializer import Normal, initializer
+
+from mindlora.config import LoraConfig
+from mindlora.nn.cell import LAMBDA, LORA_A, LORA_B
+from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.nn.low_rank import composed_low_rank
+from mindlora.nn.tensors import to_array
+from mindlora.numerics.dtypes import from_float32, to_float32
+
+# PEFT's: the deviation of the initial P and Q, and what it adds to the rank where it divides by it.
+_DEVIATION, _EPSILON = 0.02, 1e-5
+
+
+class AdaLoRADense(LoRADense):
+    r"""A linear cell with a low-rank update in the form of a singular value decomposition.
+
+    .. math::
+        y = activation(x W^T + bias + ((dropout(x) Q^T) (scale \, \Lambda)) P^T), \quad
+        scale = \frac{lora\_alpha}{init\_r + 10^{-5}}
+
+    A is Q and B is P, initialized to normal values of deviation 0.02; Lambda is zero, so that the cell computes what
+    the plain one does until it trains. The triplet i is (B[:, i], Lambda[i], A[i]). While the cell trains,
+    mindlora.training.rank_budget keeps A and B near orthogonal matrices and sets Lambda to zero where a triplet is
+    worth little. The scale is PEFT's and does not change when triplets are taken away.
+
+    Saved, the cell is a plain LoRA of as many ranks as Lambda has elements other than zero (saved_parts).
+
+    Weights:
+        weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
+        mindpet_delta_lora_b [out_channels, r], mindpet_delta_lora_lambda [r].
+
+    Attributes:
+        budget_settings (BudgetSettings): init_r, target_r and the rest, as in LoraConfig.
+
+    Inputs:
+        - **x** (Tensor) - Shape [..., in_channels].
+
+    Outputs:
+        Tensor of shape [..., out_channels] and of the dtype of x.
+
+    Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning, 2023.
+    """
+
+    zero_part = "lambda"
+    takes_base_initializers = False
+    saved_as_trained = False
+
+    @classmethod
+    def serves(cls, config: LoraConfig) -> bool:
+        return config.use_adalora
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
+        super().check(cell, config)
+        refuse_sharded(cell, "use_adalora")
+
+    @classmethod
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
+        return {**super().part_shapes(cell, rank), "lambda": (rank,)}
+
+    def _describe(self, cell, config):
+        super()._describe(cell, config)
+        self.scale = self.lora_alpha / (self.lora_rank + _EPSILON)
+        self.budget_settings = config.budget_settings
+
+    def _add_adapter(self, config):
+        dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
+        for name, part, init in (
+            (LORA_A, "A", Normal(_DEVIATION)),
+            (LORA_B, "B", Normal(_DEVIATION)),
+            (LAMBDA, "lambda", "zeros"),
+        ):
+            setattr(self, name, Parameter(initializer(init, list(shapes[part]), dtype), name=name))
+
+    def _pick_low_rank(self, strategy):
+        return composed_low_rank(self.dropout_rate, "AdaLoRA scales between the two products, each row by its own")
+
+    def _factors(self):
+        a, b, _ = super()._factors()
+        return a, b, self.cast(self.mindpet_delta_lora_lambda, mstype.float32) * self.scale
+
+    def pair(self) -> Tuple[np.ndarray, np.ndarray]:
+        a, b, weights = self._arrays()
+        return weights[:, None] * a, b
+
+    def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
+        """Returns A and B of the plain LoRA of rank k that computes the same, whose scale is lora_alpha / k.
+
+        Lambda is multiplied into A, and triplets with a Lambda of zero are left out. Empty if none is left.
+
+        Args:
+            keep_zeros (bool): Whether to keep all triplets. Default: False.
+        """
+        a, b, weights = self._arrays()
+        # Also NaN, for what saves it to refuse.
+        kept = np.flatnonzero(weights != 0) if not keep_zeros else np.arange(len(weights))
+        if not len(kept):
+            return {}
+        weights = weights[kept] * np.float32(self.scale * len(kept) / self.lora_alpha)
+        dtype = to_array(self.mindpet_delta_lora_a).dtype
+        pair = {"A": weights[:, None] * a[kept], "B": b[:, kept]}
+        return {part: np.ascontiguousarray(from_float32(array, dtype)) for part, array in pair.items()}
+
+    @property
+    def rank_left(self) -> int:
+        """The number of triplets whose Lambda is not zero."""
+        return int(np.count_nonzero(to_float32(to_array(self.mindpet_delta_lora_lambda))))
+
+    def _arrays(self):
+        """Copies of A, B and Lambda in float32."""
+        return tuple(to_float32(to_array(parameter)).copy() for parameter in self.lora_parameters())
+
+
+def is_adaptive(network: nn.Cell) -> bool:
+    """Returns whether a network has cells of AdaLoRA."""
+    return any(isinstance(cell, AdaLoRADense) for _, cell in network.cells_and_names())
