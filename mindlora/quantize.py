@@ -13,7 +13,9 @@ from mindlora.errors import LoraError, QuantizationError, TargetError, Unsupport
 from mindlora.models.targets import select_quantized
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.dense import plain_linear_types
+from mindlora.nn.linear_form import parallel_linear_types
 from mindlora.nn.nf4 import NF4Dense, as_float32
+from mindlora.nn.registry import nf4_type_of
 from mindlora.nn.tree import adapter_path, refusals, replace_children
 from mindlora.numerics import initializers
 from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
@@ -62,12 +64,12 @@ def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, n
     linear = {
         path: cell
         for path, cell in network.cells_and_names()
-        if path and isinstance(cell, (*plain_linear_types(), LoRACell, NF4Dense))
+        if path and isinstance(cell, (*plain_linear_types(), *parallel_linear_types(), LoRACell, NF4Dense))
     }
     cells = {
         path: linear[path] for path in select_quantized(list(linear), exclude) if not isinstance(linear[path], NF4Dense)
     }
-    refused = refusals(cells, lambda _, cell: NF4Dense.check(cell))
+    refused = refusals(cells, lambda _, cell: nf4_type_of(cell).check(cell))
     if refused:
         raise UnsupportedCellError(
             f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
@@ -97,7 +99,7 @@ def quantize_cells(
         dict, path -> NF4Dense.
     """
     quantized = {
-        path: NF4Dense.from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
+        path: nf4_type_of(cell).from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
         for path, cell in cells.items()
     }
     replace_children(network, {id(cell): quantized[path] for path, cell in cells.items()})

@@ -10,6 +10,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.initial_values import initial_values
+from mindlora.nn.linear_form import channels_of, is_sharded, linear_form
 from mindlora.nn.low_rank import pick_low_rank
 from mindlora.numerics import initializers
 
@@ -119,7 +120,8 @@ class LoRADense(LoRACell):
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {"A": (rank, cell.in_channels), "B": (cell.out_channels, rank)}
+        in_channels, out_channels = channels_of(cell)
+        return {"A": (rank, in_channels), "B": (out_channels, rank)}
 
     @classmethod
     def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
@@ -155,15 +157,12 @@ class LoRADense(LoRACell):
     def _adopt(self, cell, config):
         """Takes over what the forward of ``cell`` uses, and adds A and B."""
         self._describe(cell, config)
-        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
-        self.weight, self.bias, self.has_bias = cell.weight, cell.bias, cell.has_bias
-        self.matmul = cell.matmul
-        if cell.has_bias:
-            self.bias_add = cell.bias_add
-        self.activation, self.activation_flag = cell.activation, cell.activation_flag
-        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
-        inherited = getattr(cell, "dtype", cell.weight.dtype)
-        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else inherited
+        form = linear_form(cell)
+        self.in_channels, self.out_channels = form.in_channels, form.out_channels
+        self.weight, self.bias, self.matmul = cell.weight, cell.bias, form.matmul
+        self.has_bias, self.bias_add = form.bias_add is not None, form.bias_add
+        self.activation, self.activation_flag = form.activation, form.activation is not None
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else form.dtype
 
         self._add_adapter(config)
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
@@ -198,7 +197,11 @@ class LoRADense(LoRACell):
         """x W^T + bias + ((dropout(x) A^T) * scale) B^T."""
         if self.decode is not None and self.decode.takes(x):
             return self.decode.linear(x, self.cast(self.weight, self.dtype), self._cast_bias(), a, b, scale)
-        return self.low_rank.add_to(self._with_bias(self._base_product(x)), x, a, b, scale)
+        return self.low_rank.add_to(self._base(x), x, a, b, scale)
+
+    def _base(self, x):
+        """x W^T + bias."""
+        return self._with_bias(self._base_product(x))
 
     def _base_product(self, x):
         """x W^T."""
@@ -220,7 +223,7 @@ class LoRADense(LoRACell):
 
 def refuse_sharded(cell: nn.Cell, option: str) -> None:
     """Raises UnsupportedCellError if a linear cell is sharded, because ``option`` is not supported there."""
-    if getattr(cell.matmul, "in_strategy", None) is not None:
+    if is_sharded(cell):
         raise UnsupportedCellError(
             f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
             f"Set {option}: False, or model_parallel: 1."

@@ -11,6 +11,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import LoraError
 from mindlora.nn.cell import MAGNITUDE, fill
 from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.nn.linear_form import channels_of
 from mindlora.nn.low_rank import composed_low_rank
 
 # How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
@@ -67,7 +68,7 @@ class DoRADense(LoRADense):
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {**super().part_shapes(cell, rank), "magnitude": (cell.out_channels,)}
+        return {**super().part_shapes(cell, rank), "magnitude": (channels_of(cell)[1],)}
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)

@@ -13,6 +13,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import MissingTensorsError, RankMismatchError, ScaleMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.cell import LoRACell
+from mindlora.nn.linear_form import channels_of
 from mindlora.nn.registry import adaptable_linear_types, kind_of
 
 # A join or a split changes the last bits of lora_alpha.
@@ -97,12 +98,7 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
     """
     heads, linear = _head_sizes(network), adaptable_linear_types()
     return {
-        path: CellShape(
-            getattr(cell, "in_channels", None),
-            getattr(cell, "out_channels", None),
-            *heads[id(cell)],
-            linear=isinstance(cell, linear),
-        )
+        path: CellShape(*channels_of(cell), *heads[id(cell)], linear=isinstance(cell, linear))
         for path, cell in cells.items()
     }
 
@@ -125,7 +121,8 @@ def _head_sizes(network) -> Dict[int, Tuple[Optional[int], Optional[int]]]:
     """Returns id of a cell -> (number of key-value heads, their size) of the attention that the cell belongs to."""
     sizes = {id(network): (None, None)}
     for _, parent in network.cells_and_names():
-        found = getattr(parent, "n_kv_head", None), getattr(parent, "head_dim", None)
+        kv_heads = getattr(parent, "n_kv_head", None) or getattr(parent, "kv_num_heads", None)
+        found = kv_heads, getattr(parent, "head_dim", None)
         sizes.update({id(child): found for child in parent.cells()})
     return sizes
 

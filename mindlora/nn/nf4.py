@@ -10,6 +10,7 @@ from mindspore.common.initializer import Constant, initializer
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
+from mindlora.nn.linear_form import is_sharded, linear_form
 from mindlora.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, layout, quantize
 from mindlora.ops.nf4_linear import Nf4Linear
 
@@ -70,18 +71,22 @@ class NF4Dense(nn.Cell):
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
         """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
-        LoRADense.check(cell, None)
-        if any(getattr(cell.matmul, name, None) is not None for name in ("in_strategy", "in_layout")):
+        cls.check_plain(cell)
+        if is_sharded(cell):
             raise UnsupportedCellError(
                 f"{type(cell).__name__} is sharded, and NF4 weights are not supported there. "
                 "Leave quantize_base out, or run on one device."
             )
 
+    @classmethod
+    def check_plain(cls, cell: nn.Cell) -> None:
+        """Raises UnsupportedCellError for a cell that the plain cell's adapter could not replace either."""
+        LoRADense.check(cell, None)
+
     def _adopt(self, cell, prefix, array):
-        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
-        self.weight_dtype = cell.weight.dtype
-        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
-        self.dtype = getattr(cell, "dtype", cell.weight.dtype)
+        form = linear_form(cell)
+        self.in_channels, self.out_channels = form.in_channels, form.out_channels
+        self.weight_dtype, self.dtype = cell.weight.dtype, form.dtype
         if array is None and not cell.weight.has_init:
             array = quantize(as_float32(cell.weight), f"The weight of {prefix[:-1] or 'the cell'}")
         for field, (shape, dtype) in layout(self.out_channels, self.in_channels).items():
@@ -92,10 +97,9 @@ class NF4Dense(nn.Cell):
                 value = Tensor.from_numpy(getattr(array, field))
             name = TENSOR_NAMES[field]
             setattr(self, name, Parameter(value, name=prefix + name, requires_grad=False))
-        self.bias, self.has_bias, self.matmul = cell.bias, cell.has_bias, Nf4Linear()
-        if cell.has_bias:
-            self.bias_add = cell.bias_add
-        self.activation, self.activation_flag = cell.activation, cell.activation_flag
+        self.bias, self.matmul = cell.bias, Nf4Linear()
+        self.has_bias, self.bias_add = form.bias_add is not None, form.bias_add
+        self.activation, self.activation_flag = form.activation, form.activation is not None
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
         carry_settings(cell, self)
         # The tuple hides it from MindSpore. It must lose its weight, which would otherwise stay in memory.

@@ -34,6 +34,9 @@ class QLoRADense(LoRADense):
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
+    # The same adapter on the weight in float.
+    float_kind = LoRADense
+
     @property
     def quantization(self) -> str:
         """How the base is quantized: "loftq" if W was quantized together with the initial A and B, else "nf4"."""
@@ -81,7 +84,7 @@ class QLoRADense(LoRADense):
             compute_dtype=str(self.dtype),
             freeze_lora_a=self.freeze_lora_a,
         )
-        lora = LoRADense.from_dense(quantized.plain_cell(), config)
+        lora = self.float_kind.from_cell(quantized.plain_cell(), config)
         lora.mindpet_delta_lora_a, lora.mindpet_delta_lora_b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
         carry_settings(self, lora)
         return lora

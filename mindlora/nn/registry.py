@@ -11,11 +11,24 @@ from mindlora.nn.conv import LoRAConv2d
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
+from mindlora.nn.linear_form import parallel_linear_types
+from mindlora.nn.nf4 import NF4Dense
+from mindlora.nn.parallel_linear import (
+    DoRAParallelLinear,
+    LoRAParallelLinear,
+    NF4ParallelLinear,
+    QLoRAParallelLinear,
+    VeRAParallelLinear,
+)
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
 # kind_of picks the first one that can adapt the base cell and serves the configuration.
 KINDS = (
+    DoRAParallelLinear,  # linear cells of MindFormers' mcore models, with use_dora
+    VeRAParallelLinear,  # the same, with use_vera
+    LoRAParallelLinear,  # the same
+    QLoRAParallelLinear,  # NF4ParallelLinear
     DoRADense,  # nn.Dense and MindFormers' Linear, with use_dora
     VeRADense,  # the same, with use_vera
     LoRADense,  # the same
@@ -34,6 +47,11 @@ def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     AdaLoRADense,  # the same, with use_adalora
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
     return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
+
+
+def nf4_type_of(cell: nn.Cell) -> Type[NF4Dense]:
+    """Returns the class whose from_dense quantizes ``cell``, a linear cell in float."""
+    return NF4ParallelLinear if isinstance(cell, parallel_linear_types()) else NF4Dense
 
 
 def adaptable_types() -> Tuple[type, ...]:

@@ -17,9 +17,11 @@ def weight_of(cell: nn.Cell) -> Parameter:
 
 
 def adapter_path(cell: nn.Cell, path: str) -> str:
-    """Returns the prefix of a cell's parameters: its path, or longer if the network itself has a prefix."""
+    """Returns the prefix of a cell's parameters: its path, or a longer or a shorter one."""
     prefix, _, name = weight_of(cell).name.rpartition(".")
-    return prefix if name in WEIGHTS and (prefix == path or prefix.endswith("." + path)) else path
+    # MindFormers' mcore models leave the first part of the path, "model.", out of the names of their parameters.
+    same = prefix == path or prefix.endswith("." + path) or path.endswith("." + prefix)
+    return prefix if name in WEIGHTS and same else path
 
 
 def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:

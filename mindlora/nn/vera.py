@@ -10,6 +10,7 @@ from mindspore.common.initializer import Constant, initializer
 from mindlora.config import LoraConfig
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.nn.linear_form import channels_of
 from mindlora.nn.low_rank import composed_low_rank
 from mindlora.numerics.vera_projection import projection
 
@@ -55,15 +56,15 @@ class VeRADense(LoRADense):
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {**super().part_shapes(cell, rank), "lambda_d": (rank,), "lambda_b": (cell.out_channels,)}
+        return {**super().part_shapes(cell, rank), "lambda_d": (rank,), "lambda_b": (channels_of(cell)[1],)}
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
         a, b = projection(
             config.projection_prng_key,
             config.lora_rank,
-            max(cell.in_channels for cell in cells),
-            max(cell.out_channels for cell in cells),
+            max(channels_of(cell)[0] for cell in cells),
+            max(channels_of(cell)[1] for cell in cells),
         )
         dtype = getattr(mstype, config.param_init_type)
         return tuple(

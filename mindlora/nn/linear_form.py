@@ -1,0 +1,71 @@
+"""What the kinds of linear cells have in common: sizes, dtype and operators, under one set of names."""
+
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple, Optional, Tuple
+
+from mindspore import nn
+from mindspore.common import dtype as mstype
+
+_PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
+
+
+class LinearForm(NamedTuple):
+    """A linear cell: y = activation(x W^T + bias).
+
+    Attributes:
+        in_channels (int): Size of the last axis of x.
+        out_channels (int): Size of the last axis of y.
+        dtype (mindspore.dtype): The dtype of the products.
+        matmul (Primitive): x W^T.
+        bias_add (Primitive or None): Adds the bias; None if the cell adds none.
+        activation (Cell or None): The activation; None if the cell has none.
+    """
+
+    in_channels: int
+    out_channels: int
+    dtype: mstype.Type
+    matmul: Any
+    bias_add: Any
+    activation: Optional[nn.Cell]
+
+
+def parallel_layers() -> Optional[ModuleType]:
+    """Returns the module with the linear cells of MindFormers' mcore models, or None if it is not imported."""
+    return sys.modules.get(_PARALLEL_LAYERS)
+
+
+def parallel_linear_types() -> Tuple[type, ...]:
+    """Returns the classes of linear cells of MindFormers' mcore models, if they are imported."""
+    layers = parallel_layers()
+    return (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
+
+
+def channels_of(cell: nn.Cell) -> Tuple[Optional[int], Optional[int]]:
+    """Returns (in_channels, out_channels) of a linear cell, with an adapter or without one; None where it has none."""
+    if isinstance(cell, parallel_linear_types()):
+        return cell.input_size, cell.output_size
+    return getattr(cell, "in_channels", None), getattr(cell, "out_channels", None)
+
+
+def is_sharded(cell: nn.Cell) -> bool:
+    """Returns whether a linear cell has been told how to divide its product between devices."""
+    operators = cell.matmul, getattr(cell, "morphed_forward", None)
+    return any(getattr(op, name, None) is not None for op in operators for name in ("in_strategy", "in_layout"))
+
+
+def linear_form(cell: nn.Cell) -> LinearForm:
+    """Returns what a linear cell computes.
+
+    Args:
+        cell (nn.Cell): nn.Dense, MindFormers' Linear, a linear cell of its mcore models, or NF4Dense.
+    """
+    if isinstance(cell, parallel_linear_types()):
+        # With skip_bias_add, the cell returns its bias beside y, for the caller to add.
+        bias_add = cell.add if cell.has_bias and not cell.skip_bias_add else None
+        return LinearForm(*channels_of(cell), cell.compute_dtype, cell.matmul, bias_add, None)
+    bias_add = cell.bias_add if cell.has_bias else None
+    activation = cell.activation if cell.activation_flag else None
+    # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
+    dtype = getattr(cell, "dtype", cell.weight.dtype)
+    return LinearForm(cell.in_channels, cell.out_channels, dtype, cell.matmul, bias_add, activation)
