@@ -28,7 +28,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
     given = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim)
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=given)
-    from mindlora.doctor.yaml_file import read_yaml
+    from mindlora.common.yaml_file import read_yaml
     from mindlora.plugin.pet_config import PetLoraConfig
 
     model_config = read_yaml(arguments.config)["model"]["model_config"]
@@ -44,8 +44,8 @@ def _gather_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="OUT",
-        help="a folder for peft and slora, a .safetensors file for mindformers, a .ckpt file for ckpt (default: adapter, "
-        "with that ending, beside CHECKPOINT)",
+        help="a folder for peft and slora, a .safetensors file for mindformers, a .ckpt file for ckpt (default: "
+        "adapter, with that ending, beside CHECKPOINT)",
     )
     parser.add_argument(
         "--strategy",

@@ -2,9 +2,9 @@
 
 from typing import Iterator
 
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig, dtype_name
 from mindlora.doctor.finding import Finding
-from mindlora.doctor.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
 from mindlora.plugin.run_modes import TRAINING_MODES
 

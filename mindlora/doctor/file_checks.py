@@ -3,9 +3,9 @@
 import os
 from typing import Iterator, Optional
 
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.doctor.finding import Finding
-from mindlora.doctor.yaml_file import PET, value_at
 from mindlora.plugin.run_modes import TRAINING_MODES
 
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")

@@ -5,8 +5,8 @@ What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.
 
 from typing import Iterator
 
+from mindlora.common.yaml_file import value_at
 from mindlora.doctor.finding import Finding
-from mindlora.doctor.yaml_file import value_at
 from mindlora.plugin.run_modes import TRAINING_MODES
 
 _RECOMPUTE, _SWAP = "recompute_config", "swap_config"

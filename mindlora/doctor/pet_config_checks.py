@@ -5,9 +5,9 @@ import warnings
 from typing import List, Optional, Tuple
 
 from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import PET_TYPES
 from mindlora.doctor.finding import Finding
-from mindlora.doctor.yaml_file import PET, value_at
 from mindlora.errors import LoraError
 from mindlora.plugin.pet_config import KNOWN_PET_TYPES, MINDFORMERS_PET_TYPES, PetLoraConfig
 

@@ -6,9 +6,9 @@ import re
 from typing import Dict, Iterator, List, Optional, Tuple
 
 from mindlora.common.text import listed
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.doctor.finding import Finding
-from mindlora.doctor.yaml_file import PET, value_at
 from mindlora.errors import TargetError
 from mindlora.models import registry, targets
 from mindlora.models.architecture import Architecture

@@ -4,6 +4,7 @@ import re
 from typing import Iterator, List
 
 from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import PET, read_yaml
 from mindlora.doctor.dtype_checks import check_dtypes
 from mindlora.doctor.file_checks import check_files
 from mindlora.doctor.finding import SEVERITIES, Finding
@@ -11,7 +12,6 @@ from mindlora.doctor.launcher_check import check_with_launcher
 from mindlora.doctor.memory_checks import check_memory_options
 from mindlora.doctor.pet_config_checks import check_pet_config
 from mindlora.doctor.target_checks import check_targets
-from mindlora.doctor.yaml_file import PET, read_yaml
 from mindlora.errors import ConfigError
 from mindlora.plugin.run_modes import RUN_MODES
 

@@ -7,7 +7,7 @@ import sys
 
 from mindlora import cli
 from mindlora.common.tables import WIDTH
-from mindlora.doctor.yaml_file import PET
+from mindlora.common.yaml_file import PET
 from tests.conftest import ROOT
 from tests.support.doctor_findings import DATA
 
