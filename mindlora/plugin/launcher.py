@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import os
 import sys
-from typing import NoReturn, Optional, Sequence
+import time
+from typing import TYPE_CHECKING, List, Optional, Sequence
 
 # On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -13,100 +14,51 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
     os.environ.setdefault("GLOG_v", "3")
 
 import yaml
-from mindformers.core.context import build_context
-from mindformers.tools.register import ActionDict, MindFormerConfig
-from mindformers.tools.utils import parse_value, str2bool, str2bool_or_str
-from mindformers.trainer import Trainer
-from mindformers.utils.file_utils import set_output_path
 
-from mindlora.common.text import suggestion
 from mindlora.errors import ConfigError, LoraError, RunStopped
+from mindlora.plugin.command_line import FLAGS, parse
 from mindlora.plugin.run_modes import RUN_MODES, TRAINING_MODES
-from mindlora.plugin.screen import progress_only
 
-
-def true_or_false(text: str) -> bool:
-    """Reads a flag with MindFormers' str2bool. argparse quotes the name of this function in its error message."""
-    try:
-        return str2bool(text)
-    except Exception as error:  # str2bool raises nothing narrower
-        raise ValueError(text) from error
-
-
-# MindFormers knows every key of these nodes, and fills in those that the YAML leaves out.
-_CLOSED_NODES = ("runner_config", "parallel_config", "recompute_config", "swap_config", "moe_config")
-
-# flag -> (type, key of the YAML that it sets, help). _parser adds the flags that set no single key.
-_FLAGS = {
-    "mode": (int, "context.mode", "0 for graph mode, 1 for PyNative mode"),
-    "device_id": (int, "context.device_id", "device to run on"),
-    "device_target": (str, "context.device_target", "Ascend or CPU"),
-    "do_eval": (true_or_false, "do_eval", "evaluate while training"),
-    "seed": (int, "seed", "random seed"),
-    "use_parallel": (true_or_false, "use_parallel", "run on several devices, under msrun"),
-    "load_checkpoint": (str, "load_checkpoint", "checkpoint of the base: a file or a folder"),
-    "src_strategy_path_or_dir": (
-        str,
-        "src_strategy_path_or_dir",
-        "parallel strategy of load_checkpoint: a file or a folder",
-    ),
-    "auto_trans_ckpt": (
-        true_or_false,
-        "auto_trans_ckpt",
-        "transform load_checkpoint to the parallel layout of this run",
-    ),
-    "transform_process_num": (int, "transform_process_num", "number of processes that transform the checkpoint"),
-    "only_save_strategy": (true_or_false, "only_save_strategy", "save the parallel strategy and stop"),
-    "resume_training": (str2bool_or_str, "resume_training", "resume from a complete checkpoint of CheckpointMonitor"),
-    "remote_save_url": (str, "remote_save_url", "URL to copy the output to"),
-    "profile": (true_or_false, "profile", "profile the run"),
-    "train_dataset_dir": (
-        str,
-        "train_dataset.data_loader.dataset_dir",
-        "training data: a MindRecord, or a folder of them",
-    ),
-    "eval_dataset_dir": (
-        str,
-        "eval_dataset.data_loader.dataset_dir",
-        "evaluation data: a MindRecord, or a folder of them",
-    ),
-    "do_sample": (true_or_false, "model.model_config.do_sample", "predict by sampling"),
-    "epochs": (int, "runner_config.epochs", "number of epochs"),
-    "batch_size": (int, "runner_config.batch_size", "rows in a batch on each device"),
-    "gradient_accumulation_steps": (
-        int,
-        "runner_config.gradient_accumulation_steps",
-        "batches whose gradients are added up before an update",
-    ),
-    "sink_mode": (true_or_false, "runner_config.sink_mode", "data sinking: feed several steps to the device at once"),
-    "output_dir": (str, "output_dir", "folder to write to"),
-    "trust_remote_code": (true_or_false, "trust_remote_code", "allow a Hugging Face tokenizer to run its own code"),
-    "predict_batch_size": (int, "predict_batch_size", "texts in a batch when predicting"),
-}
+# MindFormers takes seconds to import, and --help does not need it: the functions below import it.
+if TYPE_CHECKING:
+    from mindformers.tools.register import MindFormerConfig
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs one command line; returns the exit code.
 
     0, or with one line on stderr: 1 if the configuration is wrong or the run has failed, 130 or 143 if SIGINT (Ctrl-C)
-    or SIGTERM has stopped it.
+    or SIGTERM has stopped it. However a training run ends before its last step, a line says how to go on with it.
     """
+    began, config = time.time(), None
     try:
         config = build_config(argv)
         quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
-        with progress_only(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
+        with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
             run(config)
     except RunStopped as stopped:
         print(f"mindlora-run: {stopped}", file=sys.stderr)
         return stopped.exit_code
     except LoraError as error:
         print(f"mindlora-run: error: {error}", file=sys.stderr)
+        _say_how_to_go_on(config, began)
         return 1
+    except BaseException:
+        _say_how_to_go_on(config, began)
+        raise
     return 0
 
 
-def run(config: MindFormerConfig) -> None:
+def run(config: "MindFormerConfig") -> None:
     """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
+    from mindlora.plugin.launch_checks import check_launch
+
+    random_base = config.pop("random_base", False)
+    check_launch(config, random_base)
+    from mindformers.core.context import build_context
+    from mindformers.trainer import Trainer
+    from mindformers.utils.file_utils import set_output_path
+
     set_output_path(config.output_dir)
     from mindlora.plugin import hooks, preflight  # noqa: F401  importing hooks registers mindlora
 
@@ -127,7 +79,7 @@ def run(config: MindFormerConfig) -> None:
         )
 
 
-def build_config(argv: Optional[Sequence[str]] = None) -> MindFormerConfig:
+def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     """Returns the YAML of ``--config``, with every flag and ``--a.b.c value`` of the command line set in it.
 
     Args:
@@ -136,7 +88,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> MindFormerConfig:
     Raises:
         ConfigError: The YAML cannot be read, a flag is wrong, or an override names a key that the YAML does not have.
     """
-    args, rest = _parser().parse_known_args(argv)
+    args, rest = parse(argv)
     if not os.path.isfile(args.config):
         raise ConfigError(f"--config {args.config} does not exist.")
     if args.register_path is not None:
@@ -147,118 +99,90 @@ def build_config(argv: Optional[Sequence[str]] = None) -> MindFormerConfig:
         if register_path not in sys.path:
             sys.path.append(register_path)
     config = _read_yaml(args.config, args.run_mode)
+    _override(config, args, rest)
+    if config.run_mode not in RUN_MODES:
+        raise ConfigError(f"run_mode is {config.run_mode!r}, but it must be one of {', '.join(RUN_MODES)}.")
+    if config.run_mode == "predict":
+        config.input_data = _predict_input(args.predict_data, args.modal_type)
+        config.adapter_id = args.adapter_id
+    if args.resume is not None:
+        _resume(config, args.resume)
+    if args.random_base:
+        config.random_base = True
+    return config
+
+
+def _override(config, args, rest):
+    """Sets what the command line says: --options, then the flags, then ``--a.b.c value``."""
+    from mindlora.plugin.overrides import pairs, set_key
+
     if args.options is not None:
-        config.merge_from_dict(args.options)
-    for flag, (_, key, _) in _FLAGS.items():
+        config.merge_from_dict(_options(args.options))
+    for flag, (_, key, _) in FLAGS.items():
         value = getattr(args, flag)
         if value is not None:
-            _set(config, key, value, f"--{flag}", create=True)
+            set_key(config, key, value, f"--{flag}", create=True)
     if args.num_samples is not None:
         for dataset in (config.train_dataset, config.eval_dataset):
             if dataset and dataset.data_loader:
                 dataset.data_loader.num_samples = args.num_samples
     if args.strategy_load_checkpoint is not None:
         config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
-    if config.run_mode not in RUN_MODES:
-        raise ConfigError(f"run_mode is {config.run_mode!r}, but it must be one of {', '.join(RUN_MODES)}.")
-    if config.run_mode == "predict":
-        config.input_data = _predict_input(args.predict_data, args.modal_type)
-        config.adapter_id = args.adapter_id
-    for key, value in _pairs(rest):
-        _set(config, key, _value(value), f"--{key}")
-    return config
+    for key, value in pairs(rest):
+        set_key(config, key, value, f"--{key}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line like any other error: with one line and exit code 1."""
+def _options(found: List[str]) -> dict:
+    """Reads key=value pairs with MindFormers' own action, which reads every True as False."""
+    from mindformers.tools.register import ActionDict
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See mindlora-run --help.")
+    namespace = argparse.Namespace()
+    ActionDict(["--options"], "options")(None, namespace, found)
+    for key, value in (pair.split("=", 1) for pair in found):
+        if value.upper() in ("TRUE", "FALSE"):
+            namespace.options[key] = value.upper() == "TRUE"
+    return namespace.options
 
 
-class _Options(ActionDict):
-    """MindFormers' key=value pairs. Its own action reads every True as False."""
+def _resume(config, step_folder):
+    """Sets what --resume says in LoraCheckpoint."""
+    saving = [callback for callback in config.callbacks or [] if callback.get("type") == "LoraCheckpoint"]
+    if config.run_mode not in TRAINING_MODES or not saving:
+        found = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
+        raise ConfigError(f"--resume goes on with a training run that LoraCheckpoint saved, but {found}.")
+    saving[0]["resume"] = step_folder
 
-    def __call__(self, parser, namespace, values, option_string=None):
-        for pair in values:
-            if "=" not in pair:
-                parser.error(f"--options takes key=value pairs, not {pair!r}")
-        super().__call__(parser, namespace, values, option_string)
-        options = getattr(namespace, self.dest)
-        for key, value in (pair.split("=", 1) for pair in values):
-            if value.upper() in ("TRUE", "FALSE"):
-                options[key] = value.upper() == "TRUE"
+
+def _say_how_to_go_on(config, began):
+    """Prints the newest step that this run saved, and how to resume from it."""
+    if config is None or config.run_mode not in TRAINING_MODES:
+        return
+    from mindlora.plugin.resume import checkpoint_directory, step_folders
+
+    for callback in config.callbacks or []:
+        if callback.get("type") == "LoraCheckpoint":
+            folders = step_folders(checkpoint_directory(callback.get("directory")))
+            if folders and os.path.getmtime(folders[-1]) >= began:
+                print(
+                    f"mindlora-run: saved in {folders[-1]}. To go on from there, repeat the command with --resume.",
+                    file=sys.stderr,
+                )
+
+
+def _screen(config) -> contextlib.AbstractContextManager:
+    from mindlora.plugin.screen import progress_only
+
+    return progress_only(config)
 
 
 def _read_yaml(path, run_mode):
+    from mindformers.tools.register import MindFormerConfig
+
     try:
         return MindFormerConfig(path, **({"run_mode": run_mode} if run_mode else {}))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         reason = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
         raise ConfigError(f"--config {path} cannot be read: {reason}") from error
-
-
-def _parser():
-    parser = _Parser(
-        prog="mindlora-run",
-        description="Train, evaluate or predict as a MindFormers YAML says, with mindlora's LoRA. --a.b.c VALUE "
-        "overrides any key of the YAML; a flag followed by a key in parentheses overrides that key.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="the MindFormers YAML to run")
-    parser.add_argument("--run_mode", choices=RUN_MODES, help="what to do with the model (run_mode)")
-    parser.add_argument("--register_path", help="folder of the modules that auto_register names in the YAML")
-    for flag, (kind, key, text) in _FLAGS.items():
-        parser.add_argument(f"--{flag}", type=kind, help=f"{text} ({key})")
-    parser.add_argument("--num_samples", type=int, help="use only the first rows of the datasets")
-    parser.add_argument("--strategy_load_checkpoint", help="parallel strategy: a .ckpt file, or a folder with one")
-    parser.add_argument(
-        "--predict_data", nargs="+", help="what to predict from: texts, a file, or a folder of pictures"
-    )
-    parser.add_argument("--modal_type", nargs="+", help="kind of each value of --predict_data: text, image or video")
-    parser.add_argument("--adapter_id", nargs="+", help="adapters to predict with, for pet_type slora")
-    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on a terminal too")
-    parser.add_argument("--options", nargs="+", action=_Options, help="overrides in the form key=value")
-    return parser
-
-
-def _pairs(rest):
-    """Yields (dotted key, value) from ``--a.b.c value`` and ``--a.b.c=value``."""
-    words = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    if len(words) % 2:
-        raise ConfigError(f"Overrides must be pairs of --a.b.c and a value, but these are not: {' '.join(rest)}.")
-    for key, value in zip(words[::2], words[1::2]):
-        if not key.startswith("--"):
-            raise ConfigError(f"Expected a key that starts with --, but got {key!r}: quote a value that has spaces.")
-        yield key[2:], value
-
-
-def _value(text):
-    """Reads a value with MindFormers' parse_value, which fails on whole numbers such as 0.0; these become floats."""
-    try:
-        return parse_value(text)
-    except ValueError:
-        return float(text)
-
-
-def _set(config, key, value, source, create=False):
-    """Sets the value at a dotted key of the YAML, whose parents must exist; ``source`` begins the error messages."""
-    *parents, leaf = key.split(".")
-    node = config
-    for depth, parent in enumerate(parents):
-        if not isinstance(node, dict) or node.get(parent) is None:
-            where = ".".join(parents[:depth]) or "the YAML"
-            known = ", ".join(sorted(map(str, node))) if isinstance(node, dict) else "nothing"
-            raise ConfigError(f"{source}: '{parent}' is not a key of {where}, which has: {known}.")
-        node = node[parent]
-    if not isinstance(node, dict):
-        raise ConfigError(f"{source}: {'.'.join(parents)} is {node!r} and has no keys.")
-    if not parents and not create and leaf not in node:
-        raise ConfigError(f"{source}: '{leaf}' is not a key of the YAML, which has: {', '.join(sorted(node))}.")
-    parent = ".".join(parents)
-    if parent in _CLOSED_NODES and not create and leaf not in node:
-        raise ConfigError(f"{source}: '{leaf}' is not a key of {parent}.{suggestion(leaf, list(node))}")
-    node[leaf] = value
 
 
 def _strategy_file(path):
@@ -281,7 +205,7 @@ def _predict_input(data, modal_types):
             )
         return [[{kind.lower(): value} for value, kind in zip(data, modal_types)]]
     if len(data) > 1:
-        return data
+        return [_text(value) for value in data]
     if os.path.isdir(data[0]):
         return [
             os.path.join(folder, name)
@@ -289,7 +213,12 @@ def _predict_input(data, modal_types):
             for name in sorted(files)
             if name.lower().endswith((".jpg", ".jpeg", ".png", ".bmp"))
         ]
-    return data[0].replace(r"\n", "\n")
+    return _text(data[0])
+
+
+def _text(value: str) -> str:
+    """A shell passes \\n as two characters."""
+    return value.replace(r"\n", "\n")
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_the_uninterrupted_one(runs,
     assert stopped.process.returncode == 143
     folder = stopped.output / "lora_checkpoint" / "step_20"
     assert stopped.process.stderr.strip().splitlines()[-1] == (
-        f"mindlora-run: SIGTERM stopped the run after step 20 of {STEPS}. It is saved in {folder}. To go on, set "
-        "resume: True in LoraCheckpoint and launch again."
+        f"mindlora-run: SIGTERM stopped the run after step 20 of {STEPS}. It is saved in {folder}. To go on, "
+        "repeat the command with --resume, or set resume: True in LoraCheckpoint."
     )
     assert list(stopped.losses) == list(range(1, 21))
     resumed = runs.start("stopped", resume=True)

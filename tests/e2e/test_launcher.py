@@ -157,6 +157,7 @@ def test_predict_goes_on_with_a_text(tmp_path):
             *vocabulary,
             "--run_mode",
             "predict",
+            "--random_base",
             "--predict_data",
             "one two",
             "three",
@@ -188,10 +189,8 @@ WRONG = {
     ),
     "no such YAML": (["--config", "nowhere.yaml"], ["--config nowhere.yaml does not exist"]),
     "a bad run_mode": (["--run_mode", "trian"], ["--run_mode: invalid choice: 'trian'"]),
-    "a sharded adapter": (
-        ["--load_checkpoint", "", "--use_parallel", "True", "--parallel_config.model_parallel", "2"],
-        ["LoraCheckpoint and parallel_config.model_parallel is 2"],
-    ),
+    "several devices without msrun": (["--use_parallel", "True"], ["this process is alone", "msrun --worker_num=8"]),
+    "answers from random weights": (["--load_checkpoint", "", "--run_mode", "eval"], ["--random_base"]),
     "no such data": (
         ["--train_dataset_dir", "nowhere.mindrecord"],
         ["nowhere.mindrecord does not exist", "--train_dataset_dir"],

@@ -1,13 +1,17 @@
 """mindlora-run in this process: where each flag ends up in the configuration, and what is refused before a start."""
 
+import contextlib
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
-from mindlora.errors import ConfigError
+import mindlora
+from mindlora.errors import ConfigError, LoraError
 from mindlora.plugin import launcher
-from tests.support.runs import LORA_YAML, TINY
+from tests.support.runs import LORA_YAML, TINY, environment
 
 # The flags of MindFormers' run_mindformer.py, and where it puts them
 
@@ -62,7 +66,7 @@ def test_predict_takes_texts_files_and_pictures(tmp_path):
         (tmp_path / name).write_text("")
     assert predict().input_data is None
     assert predict("--predict_data", r"one\ntwo").input_data == "one\ntwo"
-    assert predict("--predict_data", "one", "two").input_data == ["one", "two"]
+    assert predict("--predict_data", "one", r"two\nthree").input_data == ["one", "two\nthree"]
     assert predict("--predict_data", str(tmp_path)).input_data == [str(tmp_path / "a.JPG"), str(tmp_path / "b.png")]
     assert predict("--predict_data", "x.png", "what?", "--modal_type", "image", "text").input_data == [
         [{"image": "x.png"}, {"text": "what?"}]
@@ -109,6 +113,74 @@ def test_any_key_of_the_yaml_can_be_overridden(joined, given, value):
     words = [f"--{key}={given}"] if joined else [f"--{key}", given]
     found = launcher.build_config(["--config", LORA_YAML, *words, "--seed", "3"]).get_value(key)
     assert found == value and type(found) is type(value)
+
+
+def test_an_item_of_a_list_is_named_by_its_number_or_its_type():
+    def callbacks(*words):
+        return launcher.build_config(["--config", LORA_YAML, *words]).callbacks
+
+    types = [callback["type"] for callback in callbacks()]
+    number = types.index("LoraCheckpoint")
+    assert callbacks(f"--callbacks.{number}.resume", "True")[number]["resume"] is True
+    assert callbacks("--callbacks.LoraCheckpoint.save_steps", "7")[number]["save_steps"] == 7
+    for name, message in (
+        ("LoraChekpoint", "'LoraChekpoint' is not an item of callbacks, which has: 0 "),
+        (str(len(types)), f"'{len(types)}' is not an item of callbacks"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            callbacks(f"--callbacks.{name}.resume", "True")
+    twice = ["--callbacks", f'[{{"type": "{types[0]}"}}, {{"type": "{types[0]}"}}]']
+    with pytest.raises(ConfigError, match="at 0 and 1: name one by its number"):
+        callbacks(*twice, f"--callbacks.{types[0]}.resume", "True")
+
+
+def test_resume_lands_in_lora_checkpoint():
+    def resume(*words):
+        callbacks = launcher.build_config(["--config", LORA_YAML, *words]).callbacks
+        return [callback.get("resume") for callback in callbacks if callback["type"] == "LoraCheckpoint"]
+
+    assert resume("--resume") == [True] and resume("--resume", "step_3") == ["step_3"] and resume() == [None]
+    with pytest.raises(ConfigError, match="but run_mode is eval"):
+        resume("--resume", "--run_mode", "eval")
+    with pytest.raises(ConfigError, match="but callbacks has no LoraCheckpoint"):
+        resume("--resume", "--callbacks", "[]")
+
+
+@pytest.mark.parametrize("error", [LoraError("the loss is NaN"), ValueError("anything"), KeyboardInterrupt()])
+def test_a_run_that_fails_after_a_save_says_how_to_go_on(tmp_path, monkeypatch, capsys, error):
+    def fail(config):
+        (tmp_path / "saved" / "step_7").mkdir(parents=True, exist_ok=True)
+        raise error
+
+    words = ["--config", LORA_YAML, "--callbacks.LoraCheckpoint.directory", str(tmp_path / "saved")]
+    monkeypatch.setattr(launcher, "run", fail)
+    with pytest.raises(type(error)) if not isinstance(error, LoraError) else contextlib.nullcontext():
+        assert launcher.main(words) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"saved in {tmp_path}/saved/step_7. To go on from there, repeat the command with --resume.")
+    # What an earlier run saved is not this run's.
+    os.utime(tmp_path / "saved" / "step_7", (1, 1))
+    monkeypatch.setattr(launcher, "run", lambda config: (_ for _ in ()).throw(LoraError("at once")))
+    assert launcher.main(words) == 1 and "--resume" not in capsys.readouterr().err
+
+
+def test_help_version_and_a_wrong_flag_are_answered_at_once_and_write_nothing(tmp_path):
+    for words, code, message in (
+        (["--help"], 0, "usage: mindlora-run"),
+        (["--version"], 0, f"mindlora {mindlora.__version__}"),
+        (["--run_mode", "trian"], 1, "invalid choice: 'trian'"),
+    ):
+        program = (
+            "import sys\n"
+            "sys.modules['mindspore'] = sys.modules['mindformers'] = None\n"
+            "from mindlora.plugin.launcher import main\n"
+            f"sys.exit(main({words}))"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
+        )
+        assert run.returncode == code and message in run.stdout + run.stderr, run.stderr
+    assert not os.listdir(tmp_path)
 
 
 def test_options_take_pairs():
@@ -164,6 +236,11 @@ def test_a_cpu_predicts_only_with_what_it_has(tmp_path, capsys):
             LORA_YAML,
             "--run_mode",
             "predict",
+            "--random_base",
+            "--predict_data",
+            "one",
+            "--processor.tokenizer.tokenizer_file",
+            LORA_YAML,
             "--do_sample",
             "False",
             "--postprocess_use_numpy",

@@ -201,8 +201,8 @@ def test_a_signal_finishes_the_step_and_saves_the_run(number, code):
     assert isinstance(error, RunStopped) and error.exit_code == code
     folder = os.path.abspath("saved/step_3")
     assert str(error) == (
-        f"{number.name} stopped the run after step 3 of 6. It is saved in {folder}. To go on, set resume: True in "
-        "LoraCheckpoint and launch again."
+        f"{number.name} stopped the run after step 3 of 6. It is saved in {folder}. To go on, repeat the command "
+        "with --resume, or set resume: True in LoraCheckpoint."
     )
     assert step.number == 3 and events.events == [(3, "stop")]
     assert resume.resume_folder("saved", True).endswith("step_3") and resume.read_metadata(folder)["step"] == 3

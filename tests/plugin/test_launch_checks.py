@@ -1,0 +1,59 @@
+"""What mindlora-run checks before MindFormers is set up: the machine, msrun, and what predicting needs."""
+
+import pytest
+
+from mindlora.errors import ConfigError
+from mindlora.plugin import launcher
+from mindlora.plugin.launch_checks import check_launch
+from tests.support.runs import LORA_YAML
+
+TOKENIZER = "--processor.tokenizer.tokenizer_file"
+
+
+def check(*words):
+    config = launcher.build_config(["--config", LORA_YAML, *words])
+    check_launch(config, config.pop("random_base", False))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_run_that_can_start_passes(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check()
+    predict = ["--run_mode", "predict", "--predict_data", "one", TOKENIZER, str(tmp_path / "tokenizer.json")]
+    check(*predict, "--load_checkpoint", "base.ckpt")
+    check(*predict, "--random_base")
+    check("--run_mode", "eval", "--random_base")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--device_target", "Ascend"], "MindSpore finds no Ascend device here.*lora_llama_tiny_cpu.yaml"),
+        (["--use_parallel", "True"], "this process is alone.*msrun --worker_num=8"),
+        (["--resume_training", "True"], "this run saves with LoraCheckpoint. Use --resume"),
+        (["--run_mode", "eval"], "load_checkpoint is empty, so the base would have random weights.*--random_base"),
+        (["--run_mode", "predict", "--predict_data", "one"], "load_checkpoint is empty"),
+        (["--run_mode", "predict", "--random_base"], "give texts with --predict_data"),
+        (
+            ["--run_mode", "predict", "--random_base", "--predict_data", "one"],
+            "an empty tokenizer_file and vocab_file.*--processor.tokenizer.tokenizer_file tokenizer.json",
+        ),
+        (
+            ["--run_mode", "predict", "--random_base", "--predict_data", "one", TOKENIZER, "nowhere.json"],
+            "names nowhere.json as its tokenizer_file, which does not exist",
+        ),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*words)
+
+
+def test_under_msrun_several_processes_are_at_hand(monkeypatch):
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    check("--use_parallel", "True")
