@@ -1,15 +1,18 @@
-"""Adapter files without a network: reading every known form, writing four of them."""
+"""Adapter files without a network: reading every known form, writing six of them."""
 
 import os
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import numpy as np
 from tqdm import tqdm
 
+from mindlora.adapters import detection, parts, unreadable
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter, is_alpha
-from mindlora.adapters.dialects import mindformers, peft, peft_config, slora
-from mindlora.adapters.pair_kinds import VARIANTS, PartKey
+from mindlora.adapters.dialects import diffusers, kohya, mindformers, mlx, peft, peft_config, peft_experts, slora
+from mindlora.adapters.expert_pairs import single_paths
+from mindlora.adapters.pair_kinds import VARIANTS
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.common.text import listed, shown, suggestion
@@ -22,24 +25,38 @@ from mindlora.numerics.dtypes import FLOATS, dtype_name
 _MANIFEST = "mindformers_adapter_config.json"  # MindFormers 2's, beside the adapter's safetensors.
 _MAX_NAME = 1000
 
-FORMS = ("peft", "mindformers", "ckpt", "slora")
+FORMS = ("peft", "mindformers", "ckpt", "slora", "diffusers", "kohya")
+# Form -> the ending of the file that it is; the others are folders.
+_FILES = {"ckpt": ".ckpt", "mindformers": ".safetensors", "kohya": ".safetensors"}
+_WEIGHTS = (
+    peft.WEIGHTS_FILE,
+    peft.PICKLE_FILE,
+    slora.WEIGHTS_FILE,
+    diffusers.WEIGHTS_FILE,
+    diffusers.PICKLE_FILE,
+    mlx.WEIGHTS_FILE,
+)
 
 
-def read(path: str, allow_pickle: bool = False) -> Adapter:
+def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL) -> Adapter:
     """Reads an adapter in any known form; tensors of the base and of the optimizer are ignored.
 
     Args:
-        path (str): A folder of PEFT, of MindFormers' slora or of MindFormers 2; or a .safetensors, .ckpt or .bin file
-            of PEFT or MindFormers.
+        path (str): A folder of PEFT, of diffusers, of mlx-lm, of MindFormers' slora or of MindFormers 2; or a
+            .safetensors, .ckpt or .bin file of these or of kohya.
         allow_pickle (bool): Whether a .bin may be read. It is a pickle; only tensors are taken from it and nothing in
             it is run. Default: False.
+        wanted (Wanted): Which part of a Stable Diffusion adapter, and for a network with which paths. Default: all of
+            it, for any.
 
     Returns:
-        Adapter, whose pairs are complete and have the declared ranks.
+        Adapter, whose pairs are complete and have the declared ranks. If it is Stable Diffusion's, its paths begin with
+        the part (unet.down_blocks...).
 
     Raises:
-        AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, or its configuration is not
-            supported.
+        AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, its configuration is not
+            supported, or it is of a form that is known and not read.
+        AdapterError: There is nothing of the wanted part in it.
         TruncatedAdapterError: The file ends before its content does.
         UnexpectedTensorsError: A PEFT file holds tensors that are neither LoRA's nor of modules_to_save.
         MissingTensorsError, ShapeMismatchError, RankMismatchError: A pair is incomplete, or its shapes do not agree.
@@ -51,18 +68,23 @@ def read(path: str, allow_pickle: bool = False) -> Adapter:
     weights = _weights_in(path) if os.path.isdir(path) else path
     if not os.path.isfile(weights):
         raise AdapterFormatError(f"{weights} is not a file but a folder, a device, or a broken link.")
-    config = os.path.join(os.path.dirname(weights), peft.CONFIG_FILE)
+    unreadable.refuse_file(weights)
+    config, manifest = (os.path.join(os.path.dirname(weights), name) for name in (peft.CONFIG_FILE, _MANIFEST))
+    by_itself = os.path.basename(weights) in (diffusers.WEIGHTS_FILE, diffusers.PICKLE_FILE) or mlx.config_beside(
+        weights
+    )
     described = os.path.isdir(path) or os.path.basename(weights).startswith("adapter_model.") and os.path.exists(config)
-    manifest = os.path.join(os.path.dirname(weights), _MANIFEST)
+    described = described and not by_itself
     # Read before the weights: it is small, and may already rule them out.
     declared = peft_config.read(config) if described and not os.path.exists(manifest) else None
-    adapter = _read_weights(weights, allow_pickle)
+    adapter = _read_weights(weights, allow_pickle, wanted)
     if declared:
         _apply_config(adapter, declared, path)
     else:
         adapter.check_pairs(path)
         if described:
             adapter.set_alpha(_manifest_alpha(manifest))
+    parts.take(adapter, wanted.part, path)
     return adapter
 
 
@@ -86,15 +108,32 @@ def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle:
     return adapters
 
 
+def adapter_of_tensors(tensors: Mapping[str, np.ndarray], metadata: Dict[str, Any], source: str) -> Adapter:
+    """Returns the adapter that named arrays make up.
+
+    Args:
+        tensors (mapping): Name in one of MindFormers' forms, or in PEFT's -> array.
+        metadata (dict): As adapters.metadata.parse returns it; "whole" names the parameters of saved modules.
+        source (str): Where they come from, for messages.
+
+    Raises:
+        AdapterError: They are no adapter, as in ``read``.
+    """
+    adapter = _adapter_from(source, list(tensors), tensors.__getitem__, metadata)
+    adapter.check_pairs(source)
+    return adapter
+
+
 def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     """Writes an adapter in one atomic step; anything at ``path`` is replaced.
 
     Args:
         adapter (Adapter): With complete pairs and a known lora_alpha.
-        path (str): A folder for "peft" and "slora", a file that ends in .safetensors for "mindformers" and in .ckpt
-            for "ckpt".
+        path (str): A folder for "peft", "slora" and "diffusers", a file that ends in .safetensors for "mindformers"
+            and "kohya" and in .ckpt for "ckpt".
         to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
-            MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter. Default: "peft".
+            MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter, "diffusers" for
+            pytorch_lora_weights.safetensors and "kohya" for one file, both of Stable Diffusion. Default: "peft".
 
     Raises:
         LoraError: ``to`` is unknown or does not suit ``path``, or the form cannot hold some part of the adapter.
@@ -111,7 +150,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         _refuse_joined(adapter)
         tensors = {
             peft.tensor_key(*key, key[0] in adapter.embeddings): array
-            for key, array in adapter.stored_tensors().items()
+            for key, array in peft_experts.flattened(adapter, adapter.stored_tensors()).items()
         }
         tensors.update(
             {peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()}
@@ -121,6 +160,16 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, peft.WEIGHTS_FILE), tensors, metadata)
             write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
+        return
+    if to == "diffusers":
+        tensors = diffusers.tensors(adapter)
+        with atomic.replace_folder(path) as folder:
+            write_arrays(os.path.join(folder, diffusers.WEIGHTS_FILE), tensors, diffusers.header(adapter))
+        return
+    if to == "kohya":
+        tensors = kohya.tensors(adapter)
+        with atomic.replace_file(path) as written:
+            write_arrays(written, tensors, kohya.header(adapter))
         return
     _refuse_experts(adapter, to)
     if to == "slora":
@@ -141,7 +190,7 @@ def check_adapter_output(path: str, to: str) -> None:
     """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to."""
     if to not in FORMS:
         raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
-    ending = {"ckpt": ".ckpt", "mindformers": ".safetensors"}.get(to, "")
+    ending = _FILES.get(to, "")
     folder = not ending
     if not folder and not path.endswith(ending) or folder and path.endswith((".ckpt", ".safetensors", ".bin")):
         form = f"file that ends in {ending}" if ending else "folder"
@@ -155,7 +204,7 @@ def check_adapter_output(path: str, to: str) -> None:
 
 def _weights_in(folder: str) -> str:
     """Returns the file with the tensors in an adapter folder."""
-    for name in (peft.WEIGHTS_FILE, peft.PICKLE_FILE, slora.WEIGHTS_FILE):
+    for name in _WEIGHTS:
         if os.path.lexists(os.path.join(folder, name)):
             return os.path.join(folder, name)
     found = sorted(os.listdir(folder))
@@ -168,17 +217,14 @@ def _weights_in(folder: str) -> str:
             f"{', '.join(weights) or 'none'}. Name the folder of one step, with the adapter in "
             "one file."
         )
-    raise AdapterFormatError(
-        f"{folder} holds no {peft.WEIGHTS_FILE}. It holds: {', '.join(found[:9]) or 'nothing'}"
-        f"{', ...' if len(found) > 9 else ''}."
-    )
+    unreadable.refuse_folder(folder, found, _WEIGHTS)
 
 
-def _read_weights(path: str, allow_pickle: bool) -> Adapter:
+def _read_weights(path: str, allow_pickle: bool, wanted: parts.Wanted) -> Adapter:
     if path.endswith(".safetensors"):
         with TensorFile(path) as file:
             metadata = adapter_metadata.parse(file.metadata.get(adapter_metadata.KEY, ""), path)
-            return _adapter_from(path, list(file.tensors), file.read, metadata)
+            return _adapter_from(path, list(file.tensors), file.read, metadata, file.metadata, wanted)
     if path.endswith(".ckpt"):
         arrays, text = ckpt_file.read(path, mindformers.is_adapter_key)
         if not arrays:
@@ -186,7 +232,7 @@ def _read_weights(path: str, allow_pickle: bool) -> Adapter:
         metadata = adapter_metadata.parse(text, path)
         if metadata.get("whole"):
             arrays.update(ckpt_file.read(path, metadata["whole"].__contains__)[0])
-        return _adapter_from(path, list(arrays), arrays.__getitem__, metadata)
+        return _adapter_from(path, list(arrays), arrays.__getitem__, metadata, wanted=wanted)
     if path.endswith(".bin"):
         if not allow_pickle:
             raise AdapterFormatError(
@@ -194,20 +240,27 @@ def _read_weights(path: str, allow_pickle: bool) -> Adapter:
                 "with allow_pickle (--allow-pickle): only tensors are then taken from it."
             )
         arrays = torch_pickle.read(path)
-        return _adapter_from(path, list(arrays), arrays.__getitem__, {})
+        return _adapter_from(path, list(arrays), arrays.__getitem__, {}, wanted=wanted)
     raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
 
 
 def _adapter_from(
-    path: str, file_keys: List[str], fetch: Callable[[str], np.ndarray], metadata: Dict[str, Any]
+    path: str,
+    keys: List[str],
+    fetch: Callable[[str], np.ndarray],
+    metadata: Dict[str, Any],
+    header: Mapping[str, str] = MappingProxyType({}),
+    wanted: parts.Wanted = parts.ALL,
 ) -> Adapter:
-    """Returns the adapter of the tensors that ``fetch`` gives for the keys of a file."""
-    dialect, part_keys, parameters = _sort_keys(file_keys, metadata.get("whole", ()), path)
-    adapter = adapter_metadata.empty_adapter(metadata, dialect)
-    for file_key, part_key in part_keys.items():
+    """Returns the adapter of the tensors that ``fetch`` gives for a file's keys, and the strings in its header."""
+    saved_modules, beside = tuple(metadata.get("whole", ())), mlx.config_beside(path)
+    file = detection.File(path, keys, lambda key: fetch(key).shape, header, saved_modules, beside, wanted)
+    found = detection.sort_keys(file)
+    adapter = adapter_metadata.empty_adapter(metadata, found.dialect)
+    for file_key, part_key in found.part_keys.items():
         array = fetch(file_key)
-        # PEFT's keys mark embeddings; in MindFormers' own form, only the path tells.
-        if peft.is_embedding_key(file_key) if dialect == peft.NAME else names.is_embedding(part_key[0]):
+        # PEFT's keys mark embeddings; in other forms, only the path tells.
+        if peft.is_embedding_key(file_key) if found.dialect == peft.NAME else names.is_embedding(part_key[0]):
             adapter.embeddings.add(part_key[0])
         for key, matrix in (mindformers.split_experts(file_key, array) or {part_key: array}).items():
             _check_tensor(file_key, key[0], matrix, path)
@@ -215,45 +268,15 @@ def _adapter_from(
                 raise AdapterFormatError(f"{path} holds the {key[1]} of {key[0]} twice, under two names.")
             adapter.tensors[key] = matrix
     adapter.take_shared_projection(path)
-    for file_key, parameter in parameters.items():
+    for file_key, parameter in found.parameters.items():
         array = fetch(file_key)
         _check_tensor(file_key, parameter, array, path)
         if parameter in adapter.saved_modules:
             raise AdapterFormatError(f"{path} holds {parameter} twice, under two names.")
         adapter.saved_modules[parameter] = array
+    found.complete(adapter)
     adapter_metadata.complete(adapter, metadata, path)
     return adapter
-
-
-def _sort_keys(
-    keys: List[str], saved_modules: Iterable[str], path: str
-) -> Tuple[str, Dict[str, PartKey], Dict[str, str]]:
-    """Returns the dialect's name, key -> PartKey for LoRA's tensors, and key -> parameter for saved modules."""
-    if any(peft.parse_key(key) for key in keys):
-        part_keys = {key: found for key in keys if (found := peft.parse_key(key))}
-        parameters = {key: name for key in keys if key not in part_keys and (name := peft.parse_saved_module_key(key))}
-        unknown = sorted(set(keys) - set(part_keys) - set(parameters))
-        if unknown:
-            raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {_listed(unknown)}.")
-        return peft.NAME, part_keys, parameters
-    dialect = mindformers.detect(keys)
-    if not dialect:
-        raise AdapterFormatError(
-            f"{path} holds no LoRA tensor. It holds: {_listed(sorted(keys)[:5]) or 'nothing'}"
-            f"{', ...' if len(keys) > 5 else ''}."
-        )
-    part_keys = {
-        key: found
-        for key in keys
-        if (found := mindformers.parse_expert_key(key) or mindformers.parse_key(key, dialect))
-    }
-    unknown = sorted(key for key in set(keys) - set(part_keys) if mindformers.is_adapter_key(key))
-    if unknown:
-        raise UnexpectedTensorsError(
-            f"{path} holds LoRA tensors of {dialect.name}, and others in another form: {_listed(unknown)}. "
-            "Keep one form in a file."
-        )
-    return dialect.name, part_keys, {name: name for name in saved_modules if name in keys}
 
 
 def _check_tensor(key: str, name: str, array: np.ndarray, path: str) -> None:
@@ -282,6 +305,7 @@ def _apply_config(adapter: Adapter, config: peft_config.PeftConfig, path: str) -
         slora.check_rank(adapter, config, path)
         adapter.alphas = slora.alphas(adapter, config)
         return
+    peft_experts.restore(adapter, config, path)
     adapter.check_pairs(path, {cell: config.rank_of(cell) for cell in adapter.paths})
     adapter.alphas = {cell: config.alpha_of(cell) for cell in adapter.paths}
     adapter.selection = dict(config.selection)
@@ -309,11 +333,6 @@ def _manifest_alpha(path: str) -> float:
     return float(alpha)
 
 
-def _listed(keys: Iterable[str]) -> str:
-    """Returns keys for a message; those with control characters are quoted."""
-    return ", ".join(key if key.isprintable() and len(key) <= 200 else shown(key) for key in keys)
-
-
 def _refuse_joined(adapter: Adapter) -> None:
     joined = [path for path in adapter.paths if names.joined_parts(path)]
     if joined:
@@ -324,8 +343,9 @@ def _refuse_joined(adapter: Adapter) -> None:
 
 
 def _refuse_experts(adapter: Adapter, to: str) -> None:
-    experts = [path for path in adapter.paths if ".experts." in path]
+    experts = single_paths(adapter)
     if experts:
         raise AdapterError(
-            f"Format {to!r} cannot hold adapters of single experts: {listed(experts)}. Write format 'peft'."
+            f"Format {to!r} cannot hold adapters of single experts: {listed(experts)}. Write format 'peft', or "
+            "stack them (stack_pairs)."
         )

@@ -58,7 +58,7 @@ class Match:
     def __init__(self, adapter: Adapter, shapes: Mapping[str, CellShape], source: str):
         self.adapter, self.shapes, self.source = adapter, shapes, source
         own = {names.to_mindformers(path): path for path in shapes}
-        _rename(adapter, {path: names.to_mindformers(path) for path in adapter.paths})
+        rename(adapter, {path: names.to_mindformers(path) for path in adapter.paths})
         present, self.relaid = set(adapter.paths), False
         for path in own:
             if path not in present and any(part in present for part in names.joined_parts(path)):
@@ -71,7 +71,7 @@ class Match:
                 cell = shapes[own[parts[0]]]
                 joined_pairs.split_pairs(adapter, path, cell.kv_heads, cell.head_dim)
                 self.relaid = True
-        _rename(adapter, own)
+        rename(adapter, own)
         for path in adapter.paths:
             if path in shapes:
                 # An embedding has no in_channels, and no VeRA either.
@@ -196,7 +196,8 @@ class Match:
             warnings.warn(message, stacklevel=4)
 
 
-def _rename(adapter, new_paths):
+def rename(adapter: Adapter, new_paths: Mapping[str, str]) -> None:
+    """Gives pairs other paths; those that ``new_paths`` lacks keep theirs."""
     adapter.tensors = {(new_paths.get(path, path), part): array for (path, part), array in adapter.tensors.items()}
     adapter.alphas = {new_paths.get(path, path): alpha for path, alpha in adapter.alphas.items()}
     adapter.embeddings = {new_paths.get(path, path) for path in adapter.embeddings}

@@ -12,6 +12,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 import numpy as np
 
 from mindlora.errors import AdapterError, RankMismatchError, ShapeMismatchError
+from mindlora.numerics.dtypes import to_float32
 
 # (path of the cell under MindFormers' names, name of the part).
 PartKey = Tuple[str, str]
@@ -317,6 +318,50 @@ def unstack_experts(stack: np.ndarray) -> Optional[List[np.ndarray]]:
     if stack.ndim != 3 or 0 in stack.shape:
         return None
     return list(stack.swapaxes(1, 2))
+
+
+def flatten_experts(half: str, stack: np.ndarray) -> np.ndarray:
+    """Returns A [experts, r, in] as [experts * r, in], or B [experts, out, r] as [out, r * experts], as PEFT has them.
+
+    Args:
+        half (str): "A" or "B".
+        stack (array): The stacked half of a pair.
+    """
+    if half == "A":
+        return stack.reshape(-1, stack.shape[2])
+    return np.ascontiguousarray(stack.transpose(1, 2, 0)).reshape(stack.shape[1], -1)
+
+
+def unflatten_experts(half: str, flat: np.ndarray, rank: int) -> Optional[np.ndarray]:
+    """Returns the stack that flatten_experts made ``flat`` of, or None for a shape that is not of this rank."""
+    size = flat.shape[0 if half == "A" else -1]
+    if flat.ndim != 2 or not size or size % rank:
+        return None
+    if half == "A":
+        return flat.reshape(-1, rank, flat.shape[1])
+    return np.ascontiguousarray(flat.reshape(len(flat), rank, -1).transpose(2, 0, 1))
+
+
+def through_middle(a: np.ndarray, mid: np.ndarray, b: np.ndarray) -> Optional[Pair]:
+    """Returns the pair that does what three convolutions do, A being mid times a; None if their shapes do not agree.
+
+    The product is summed in float64 and rounded once to float32, in which B is then too.
+
+    Args:
+        a (array): [r, in, 1, 1].
+        mid (array): [r, r, kh, kw].
+        b (array): [out, r, 1, 1].
+    """
+    alike = a.ndim == mid.ndim == b.ndim == CONVOLUTION.dims and a.shape[2:] == b.shape[2:] == (1, 1)
+    if not alike or not mid.shape[0] == mid.shape[1] == a.shape[0] == b.shape[1]:
+        return None
+    product = np.einsum("pqhw,qi->pihw", to_float32(mid).astype(np.float64), to_float32(a)[:, :, 0, 0])
+    return product.astype(np.float32), to_float32(b)
+
+
+def turned(array: np.ndarray) -> Optional[np.ndarray]:
+    """Returns a matrix transposed and a vector as it is, or None for an array of more axes."""
+    return None if array.ndim > 2 else np.ascontiguousarray(array.T)
 
 
 def _other_rank(declared: int, found: int) -> Problem:

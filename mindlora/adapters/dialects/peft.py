@@ -5,6 +5,7 @@ from typing import Dict, Iterable, List, Optional, Union
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft_vera
+from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.pair_kinds import EMBEDDING, PARTS, SHARED_PARTS, PartKey
 from mindlora.models import names
 
@@ -12,7 +13,7 @@ NAME = "PEFT"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _SUFFIXES = {name: part.peft for name, part in PARTS.items()}
 _PARTS_BY_SUFFIX = {suffix: part for suffixes in (_SUFFIXES, EMBEDDING.peft) for part, suffix in suffixes.items()}
 _SHARED_PARTS_BY_KEY = {part.peft: name for name, part in SHARED_PARTS.items()}
@@ -24,18 +25,18 @@ def tensor_key(path: str, part: str, embeds: bool = False) -> str:
     """Returns the key of a part of the cell at ``path`` (MindFormers' name), which may be an embedding."""
     if part in SHARED_PARTS:
         return SHARED_PARTS[part].peft
-    return _PREFIX + names.to_hugging_face(path) + (EMBEDDING.peft if embeds else _SUFFIXES)[part]
+    return PREFIX + names.to_hugging_face(path) + (EMBEDDING.peft if embeds else _SUFFIXES)[part]
 
 
 def parse_key(key: str) -> Optional[PartKey]:
     """Returns (path under MindFormers' names, part) for a key of PEFT's, or None for any other."""
     if key in _SHARED_PARTS_BY_KEY:
         return "", _SHARED_PARTS_BY_KEY[key]
-    if not key.startswith(_PREFIX):
+    if not key.startswith(PREFIX):
         return None
     for suffix, part in _PARTS_BY_SUFFIX.items():
         if key.endswith(suffix):
-            return names.to_mindformers(key[len(_PREFIX) : -len(suffix)]), part
+            return names.to_mindformers(key[len(PREFIX) : -len(suffix)]), part
     return None
 
 
@@ -53,14 +54,14 @@ def saved_module_key(name: str, adapted: Iterable[str]) -> str:
     """
     name = names.parameter_to_hugging_face(name) or name
     path, _, leaf = name.rpartition(".")
-    return f"{_PREFIX}{path}{_BASE_LAYER if names.to_mindformers(path) in adapted else '.'}{leaf}"
+    return f"{PREFIX}{path}{_BASE_LAYER if names.to_mindformers(path) in adapted else '.'}{leaf}"
 
 
 def parse_saved_module_key(key: str) -> Optional[str]:
     """Returns the MindFormers name of a parameter of modules_to_save, or None for a key of another kind."""
-    if not key.startswith(_PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
+    if not key.startswith(PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
         return None
-    name = key[len(_PREFIX) :].replace(_BASE_LAYER, ".")
+    name = key[len(PREFIX) :].replace(_BASE_LAYER, ".")
     return names.parameter_to_mindformers(name) or name
 
 
@@ -79,6 +80,7 @@ def adapter_config(adapter: Adapter) -> Dict:
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
     ranks = {path: adapter.rank(path) for path in modules}
     alphas = {path: _plain_number(adapter.alphas[path]) for path in modules}
+    stacked = stacked_paths(adapter)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     config = {
         "alpha_pattern": {patterns[path]: value for path, value in alphas.items() if value != alpha},
@@ -88,16 +90,18 @@ def adapter_config(adapter: Adapter) -> Dict:
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": alpha,
-        "lora_dropout": adapter.dropout,
+        # PEFT loads nothing with a dropout on parameters.
+        "lora_dropout": 0.0 if stacked else adapter.dropout,
         "modules_to_save": _modules_to_save(adapter),
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
         # A cell outside a network has no path.
-        "target_modules": sorted(filter(None, modules.values())),
+        "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
         "task_type": "CAUSAL_LM",
         "use_dora": adapter.use_dora,
         "use_rslora": adapter.use_rslora,
+        **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),
         **adapter.selection,
     }
     return peft_vera.of_lora(config, adapter.projection_key) if adapter.use_vera else config

@@ -18,7 +18,7 @@ logger = logging.getLogger("mindlora")
 _MAX_BYTES = 10_000_000  # A configuration with 100,000 module names has a tenth of this.
 
 # Fields that select modules: they are passed on unchanged.
-_SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_SELECTING = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 # Fields that say nothing about the tensors, or nothing more once they are trained.
 _NEUTRAL = (
     "auto_mapping",
@@ -45,7 +45,6 @@ _UNSUPPORTED = {
     "layer_replication": "the base then repeats layers",
     "lora_bias": "B then has a bias",
     "monteclora_config": "the update is then sampled",
-    "target_parameters": "LoRA then adapts parameters that are not the weight of a module",
     "trainable_token_indices": "rows of the embedding are then trained too",
     "use_bdlora": "A or B is then block-diagonal",
     "use_qalora": "the input is then pooled",
@@ -118,7 +117,15 @@ def read(path: str) -> PeftConfig:
         AdapterFormatError: The file is missing or not a JSON object, or a field is invalid or changes the mathematics
             in a way that is not supported.
     """
-    content = json_object(path)
+    return parse(json_object(path), path)
+
+
+def parse(content: dict, path: str) -> PeftConfig:
+    """Returns the checked content of an adapter_config.json, which errors call ``path``.
+
+    Raises:
+        AdapterFormatError: As for ``read``.
+    """
     use_vera, projection_key = content.get("peft_type") == peft_vera.KIND, peft_vera.projection_key(content)
     if use_vera:
         content = peft_vera.as_lora(content, path)
@@ -248,9 +255,9 @@ def selection(content: dict, path: str) -> dict:
         AdapterFormatError: One of them has an invalid value.
     """
     found = {field: content[field] for field in _SELECTING if content.get(field) is not None}
-    for field in ("target_modules", "exclude_modules", "layers_pattern"):
+    for field in ("target_modules", "target_parameters", "exclude_modules", "layers_pattern"):
         value = found.get(field)
-        if isinstance(value, str):
+        if isinstance(value, str) and field != "target_parameters":
             _check_regex(value, value, field, path)
         elif value is not None:
             _names(value, field, path)

@@ -1,0 +1,140 @@
+"""The parts of a Stable Diffusion adapter: its paths begin with unet, text_encoder or text_encoder_2."""
+
+from typing import Iterable, List, NamedTuple, Optional, Tuple
+
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.matching import rename
+from mindlora.common.text import listed, suggestion
+from mindlora.errors import AdapterError, LoraError
+from mindlora.models import names
+from mindlora.models.diffusion import PARTS, part_of
+
+_CLIP = "text_model."
+
+
+class Wanted(NamedTuple):
+    """What is to be read of a Stable Diffusion adapter, and for which network.
+
+    Attributes:
+        part (str): "unet", "text_encoder" or "text_encoder_2"; None for all that there is.
+        paths (tuple of str): Paths of the network's cells, to which kohya's names belong. Default: none, then those
+            that mindlora knows.
+    """
+
+    part: Optional[str] = None
+    paths: Tuple[str, ...] = ()
+
+
+ALL = Wanted()
+
+
+def check_part(part: Optional[str]) -> None:
+    """Raises LoraError if ``part`` is not one of PARTS or None."""
+    if part is not None and part not in PARTS:
+        raise LoraError(f"part is {part!r}, which is none of {', '.join(PARTS)}.{suggestion(part, list(PARTS))}")
+
+
+def split(path: str) -> Tuple[Optional[str], str]:
+    """Returns the part that ``path`` begins with, or None, and the rest of the path."""
+    head, _, rest = path.partition(".")
+    return (head, rest) if head in PARTS and rest else (None, path)
+
+
+def found_in(paths: Iterable[str]) -> List[str]:
+    """Returns the parts that any of the paths begins with, in the order of PARTS."""
+    found = {split(path)[0] for path in paths}
+    return [part for part in PARTS if part in found]
+
+
+def take(adapter: Adapter, part: Optional[str], source: str) -> None:
+    """Keeps one part of an adapter; if its paths have no parts, they are said to be this one's.
+
+    Args:
+        adapter (Adapter): Changed in place.
+        part (str): One of PARTS, or None to change nothing.
+        source (str): What messages call the adapter.
+
+    Raises:
+        AdapterError: The adapter has other parts only.
+    """
+    if part is None:
+        return
+    found = found_in(adapter.paths)
+    if not found:
+        rename(adapter, {path: f"{part}.{path}" for path in adapter.paths})
+    elif part not in found:
+        raise AdapterError(f"{source} holds nothing of the part {part}: it holds {', '.join(found)}.")
+    for path in adapter.paths:
+        if split(path)[0] != part:
+            drop(adapter, path)
+
+
+def drop(adapter: Adapter, path: str) -> None:
+    """Removes the pair at ``path`` from an adapter."""
+    for part in adapter.parts(path):
+        del adapter.tensors[path, part]
+    adapter.alphas.pop(path, None)
+
+
+def of_one_model(adapter: Adapter, source: str) -> None:
+    """Removes the part's name from the paths of an adapter, which then has the paths of a network by itself.
+
+    Raises:
+        AdapterError: The adapter has several parts.
+    """
+    found = found_in(adapter.paths)
+    if len(found) > 1:
+        raise AdapterError(
+            f"{source} holds {' and '.join(found)}, which are networks of their own. Choose one with part (--part "
+            f"{found[0]})."
+        )
+    rename(adapter, {path: split(path)[1] for path in adapter.paths})
+
+
+def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
+    """Gives an adapter the paths of a network: with the parts' names if the network has them, without otherwise.
+
+    Args:
+        adapter (Adapter): Changed in place.
+        paths (iterable of str): Paths of the network's cells.
+        source (str): What messages call the adapter.
+
+    Raises:
+        AdapterError: The adapter has several parts, and the network is one of them.
+    """
+    own = list(paths)
+    found = found_in(adapter.paths)
+    if not found or set(found) <= set(found_in(own)):
+        return
+    of_one_model(adapter, source)
+    # Newer versions of transformers leave this level of CLIP out.
+    if not any(path.startswith(_CLIP) for path in own):
+        rename(adapter, {path: path[len(_CLIP) :] for path in adapter.paths if path.startswith(_CLIP)})
+
+
+def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
+    """Returns (path, part, path in the part) of each pair, for a form in which every path begins with its part.
+
+    Raises:
+        AdapterError: Some path is of no known part.
+    """
+    found, unknown = [], []
+    for path in adapter.paths:
+        # A text encoder's q_proj may have been renamed like a Llama's.
+        part, rest = split(names.to_hugging_face(path))
+        part = part or part_of(rest)
+        if part is None:
+            unknown.append(path)
+        else:
+            found.append((path, part, canonical(part, rest)))
+    if unknown:
+        raise AdapterError(
+            f"Format {form!r} is for Stable Diffusion, and these cells are neither a UNet's nor a text encoder's under "
+            f"diffusers' names: {listed(unknown)}. Say which part they are with part (--part), or write another format."
+        )
+    return found
+
+
+def canonical(part: str, path: str) -> str:
+    """Returns a path in a part as files have it: the text encoders' layers below text_model."""
+    return _CLIP + path if part != "unet" and path.startswith("encoder.") else path

@@ -1,0 +1,161 @@
+"""What is recognized and cannot be read: whose form it is, and the way to one that can be."""
+
+import os
+import re
+from typing import Iterable, Iterator, List, NamedTuple, NoReturn, Tuple
+
+from mindlora.common.text import shown
+from mindlora.errors import AdapterFormatError
+
+_LFS = b"version https://git-lfs.github.com/spec/"
+_GGUF = b"GGUF"
+# How deep, and into how many folders, to look for an adapter below a folder.
+_DEPTH, _FOLDERS = 3, 1000
+
+
+class Foreign(NamedTuple):
+    """A form that is recognized and not read.
+
+    Attributes:
+        name (str): What it is.
+        way_out (str): What to do, as one sentence.
+        keys (str): Regular expression that some key of such a file matches. Default: "", none does.
+        files (str): Regular expression that the name of such a file matches, or of one in such a folder.
+            Default: "", none does.
+    """
+
+    name: str
+    way_out: str
+    keys: str = ""
+    files: str = ""
+
+
+_LYCORIS = "Merge it into its base with the program that trained it; mindlora reads kohya's plain LoRA and LoCon."
+_OTHER_DIFFUSION = "Load it with diffusers; mindlora reads adapters of Stable Diffusion 1, 2 and XL."
+_MEGATRON = "Export it as a PEFT folder with its AutoBridge.export_adapter_ckpt(peft_checkpoint, output_path)."
+_NEMO = "Export it as a PEFT folder with nemo's llm.export_ckpt(..., target='hf-peft')."
+_MINDSPEED = "Convert it with MindSpeed-LLM's convert_ckpt.py --save-lora-to-hf, or merge it with --lora-load."
+_TORCHTUNE = "Give the folder of torchtune's output that holds adapter_model.safetensors, which is in PEFT's form."
+_LITGPT = "Merge it with `litgpt merge_lora` and convert the result with `litgpt convert_from_litgpt`."
+_GGUF_WAY = "Give the PEFT folder that llama.cpp's convert_lora_to_gguf.py made it from."
+_MLX_WAY = "Train or save it with a version of mlx-lm that writes adapters.safetensors."
+
+FOREIGN = (
+    Foreign("a LoHa adapter of LyCORIS", _LYCORIS, r"\.hada_(w[12]|t[12])"),
+    Foreign("a LoKr adapter of LyCORIS", _LYCORIS, r"\.lokr_"),
+    Foreign("an IA3 adapter of LyCORIS", _LYCORIS, r"^lora_.*\.on_input$|\.ia3_l$"),
+    Foreign("an OFT adapter of kohya or LyCORIS", _LYCORIS, r"\.oft_(blocks|diag)$"),
+    Foreign("a GLoRA adapter of LyCORIS", _LYCORIS, r"^lora_[^.]*\.[ab][12]\.weight$"),
+    Foreign("an adapter of LyCORIS with weights trained in full", _LYCORIS, r"^lora_[^.]*\.(diff|diff_b|[wb]_norm)$"),
+    Foreign("a DoRA adapter in kohya's form, whose norms LyCORIS takes in its own way", _LYCORIS, r"\.dora_scale$"),
+    Foreign("an adapter with a textual inversion in it", "Save it without bundled embeddings.", r"^bundle_emb\."),
+    Foreign(
+        "a Flux adapter", _OTHER_DIFFUSION, r"(^|[._])(double_blocks|single_blocks|single_transformer_blocks)[._]\d"
+    ),
+    Foreign(
+        "a Wan adapter",
+        _OTHER_DIFFUSION,
+        r"^(diffusion_model|transformer|lora_unet|model)[._]blocks[._]\d.*(self|cross)_?attn",
+    ),
+    Foreign("an adapter of Stable Diffusion 3", _OTHER_DIFFUSION, r"(^|[._])joint_blocks[._]\d|^lora_te3_"),
+    Foreign("a Control-LoRA", _OTHER_DIFFUSION, r"^lora_controlnet$"),
+    Foreign(
+        "an adapter of a diffusion model other than Stable Diffusion",
+        _OTHER_DIFFUSION,
+        r"^(transformer|diffusion_model|prior|controlnet|text_encoder_3)\..*lora|^lora_(transformer|prior|unet_blocks|unet_layers)_",
+    ),
+    Foreign("torchtune's checkpoint", _TORCHTUNE, r"^layers\.\d+\..*\.lora_[ab]\.weight$", r"^adapter_\d+\.pt$"),
+    Foreign("lit-gpt's adapter", _LITGPT, r"\.lora_[AB]$", r"(\.lora\.pth|\.pth\.lora)$"),
+    Foreign("NeMo's adapter", _NEMO, r"\.adapter_layer\.", r"\.nemo$"),
+    Foreign("Megatron-Bridge's or NeMo 2's adapter", _MEGATRON, r"\.adapter\.linear_(in|out)\.weight$", r"\.distcp$"),
+    Foreign(
+        "MindSpeed-LLM's or Megatron's checkpoint",
+        _MINDSPEED,
+        files=r"^model_optim_rng\.pt$|^latest_checkpointed_iteration\.txt$",
+    ),
+    Foreign("a GGUF file", _GGUF_WAY, files=r"\.gguf$"),
+    Foreign("an adapter of an old mlx-lm", _MLX_WAY, files=r"^adapters\.npz$"),
+)
+
+
+def refuse_keys(keys: Iterable[str], path: str) -> None:
+    """Raises AdapterFormatError if the keys of a file are of a known form that is not read."""
+    own = list(keys)
+    for form in FOREIGN:
+        if form.keys and any(re.search(form.keys, key) for key in own):
+            _refuse(form, path)
+
+
+def refuse_file(path: str) -> None:
+    """Raises AdapterFormatError if the name or the first bytes of a file are of a known form that is not read."""
+    with open(path, "rb") as file:
+        begin = file.read(len(_LFS))
+    if begin == _LFS:
+        raise AdapterFormatError(
+            f"{path} is a pointer of Git LFS, not the file itself. `git lfs pull` in its repository brings the file."
+        )
+    name = "adapter.gguf" if begin.startswith(_GGUF) else os.path.basename(path)
+    for form in FOREIGN:
+        if form.files and re.search(form.files, name):
+            _refuse(form, path)
+
+
+def refuse_folder(folder: str, names: Iterable[str], wanted: Tuple[str, ...]) -> NoReturn:
+    """Raises AdapterFormatError for a folder without an adapter: what it is, or where below it there is one.
+
+    Args:
+        folder (str): The folder.
+        names (iterable of str): What is in it.
+        wanted (tuple of str): Names of files with an adapter's tensors.
+    """
+    found = sorted(names)
+    form = next((form for form in FOREIGN if form.files and any(re.search(form.files, name) for name in found)), None)
+    if form:
+        _refuse(form, folder)
+    below = list(_adapters_below(folder, wanted))
+    if len(below) == 1:
+        raise AdapterFormatError(f"{folder} holds no adapter itself, but there is one below it: give {below[0]}.")
+    if below:
+        raise AdapterFormatError(
+            f"{folder} holds no adapter itself, but there are {len(below)} below it. Give one of them: "
+            f"{', '.join(below[:5])}{', ...' if len(below) > 5 else ''}."
+        )
+    raise AdapterFormatError(
+        f"{folder} holds no {wanted[0]}. It holds: {', '.join(found[:9]) or 'nothing'}"
+        f"{', ...' if len(found) > 9 else ''}."
+    )
+
+
+def refuse_without_adapter(keys: Iterable[str], path: str) -> NoReturn:
+    """Raises AdapterFormatError for a file in which no known form was found."""
+    own = sorted(keys)
+    refuse_keys(own, path)
+    alike = [key for key in own if "lora" in key.lower()]
+    if alike:
+        raise AdapterFormatError(
+            f"{path} holds LoRA tensors under names that mindlora does not know: {listed_keys(alike)}. Save it in "
+            "PEFT's form with the program that trained it."
+        )
+    raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {listed_keys(own) or 'nothing'}.")
+
+
+def listed_keys(keys: List[str]) -> str:
+    """Returns the first keys for a message; those with control characters are quoted."""
+    first = ", ".join(key if key.isprintable() and len(key) <= 200 else shown(key) for key in keys[:5])
+    return first + (", ..." if len(keys) > 5 else "")
+
+
+def _refuse(form: Foreign, path: str) -> NoReturn:
+    raise AdapterFormatError(f"{path} is {form.name}, which mindlora cannot read. {form.way_out}")
+
+
+def _adapters_below(folder: str, wanted: Tuple[str, ...]) -> Iterator[str]:
+    """Yields the folders below ``folder`` that hold an adapter, down to a few levels."""
+    for seen, (current, folders, files) in enumerate(os.walk(folder)):
+        depth = os.path.relpath(current, folder).count(os.sep) + 1
+        if current != folder and any(name in files for name in wanted):
+            yield current
+        if depth >= _DEPTH or current == folder and _DEPTH < 1:
+            folders.clear()
+        if seen >= _FOLDERS:
+            return
