@@ -29,6 +29,11 @@ class BuildPy(build_py):
         except RuntimeError as error:
             print(f"mindlora is installed without its CPU operators, and uses MindSpore's in their place: {error}")
         super().run()
+        # So that `mindlora configs` finds them without a checkout.
+        for path in sorted((ROOT / "configs").glob("*/*.yaml")):
+            copy = pathlib.Path(self.build_lib) / "mindlora" / path.relative_to(ROOT)
+            self.mkpath(str(copy.parent))
+            self.copy_file(str(path), str(copy))
 
 
 class PlatformDistribution(Distribution):

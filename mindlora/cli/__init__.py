@@ -9,14 +9,16 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from typing import Optional, Sequence
 
-from mindlora.cli import adapters, base, chat, convert, data, doctor, generate, report, serve
+from mindlora import __version__
+from mindlora.cli import adapters, base, chat, configs, convert, data, doctor, generate, report, serve, shards
 from mindlora.cli.engine_options import split_overrides
 from mindlora.errors import LoraError
 
-_GROUPS = (data, convert, adapters, base, report, doctor, generate, chat, serve)
+_GROUPS = (data, convert, adapters, shards, base, report, configs, doctor, generate, chat, serve)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -39,7 +41,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 130
     if report is None:
         return 0
-    print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report)
+    try:
+        print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report, flush=True)
+    except BrokenPipeError:
+        # A reader such as head has seen enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return getattr(report, "exit_code", 0)
 
 
@@ -56,6 +62,7 @@ def _parse(argv):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
+    parser.add_argument("--version", action="version", version=f"mindlora {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in (verb for group in _GROUPS for verb in group.VERBS):
         verb.add_options(verbs.add_parser(verb.name, help=verb.summary, description=verb.summary))

@@ -70,5 +70,6 @@ def _check_predict(config):
     for key, path in files.items():
         if path and not os.path.exists(path):
             raise ConfigError(
-                f"processor.tokenizer names {path} as its {key}, which does not exist. Correct --processor.tokenizer.{key}."
+                f"processor.tokenizer names {path} as its {key}, which does not exist. Correct "
+                f"--processor.tokenizer.{key}."
             )

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import mindlora
 from mindlora import cli
 from tests.conftest import ROOT
 
@@ -26,6 +27,19 @@ def test_help_and_plugin_path_do_not_wait_for_mindspore():
     )
     environment = {**os.environ, "PYTHONPATH": ROOT}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"mindlora {mindlora.__version__}\n"
+
+
+def test_a_reader_that_stops_early_gets_no_traceback():
+    command = f"{sys.executable} -m mindlora.cli configs | true; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    run = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("words", [[], ["date"], ["data"], ["data", "alpaca"]])

@@ -99,4 +99,7 @@ def _how_to_go_on(params):
     ]
     if not folders:
         return "Nothing was saved: callbacks has no LoraCheckpoint."
-    return f"It is saved in {folders[0]}. To go on, repeat the command with --resume, or set resume: True in LoraCheckpoint."
+    return (
+        f"It is saved in {folders[0]}. To go on, repeat the command with --resume, or set resume: True in "
+        "LoraCheckpoint."
+    )
