@@ -2,14 +2,16 @@
 
 import logging
 import warnings
-from typing import Optional
+from typing import Optional, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
 
 from mindlora import initialize
 from mindlora.adapters import files as adapter_files
+from mindlora.adapters import parts
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
+from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
 from mindlora.common.text import listed
@@ -19,6 +21,7 @@ from mindlora.models import names
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.nn.matching import Match, split_joined
 from mindlora.nn.registry import adaptable_types
+from mindlora.nn.routed_experts import cells_and_weights
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 from mindlora.numerics.dtypes import dtype_name, to_float32
@@ -26,23 +29,31 @@ from mindlora.numerics.dtypes import dtype_name, to_float32
 logger = logging.getLogger("mindlora")
 
 
-def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Optional[str] = None) -> None:
+def save_lora(
+    network: nn.Cell, path: str, format: str = "peft", base_model: Optional[str] = None, part: Optional[str] = None
+) -> None:
     """Writes the adapter of ``network``, and nothing else of it, in one atomic step.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
-        path (str): Where to write: a folder with format "peft" or "slora", a .ckpt file with "ckpt", a .safetensors
-            file with "mindformers". Anything already there is replaced.
+        path (str): Where to write: a folder with format "peft", "slora" or "diffusers", a .ckpt file with "ckpt", a
+            .safetensors file with "mindformers" or "kohya". Anything already there is replaced.
         format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, which PEFT and vLLM
             load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for the folder that MindFormers
-            serves adapters from. Default: "peft".
+            serves adapters from; "diffusers" for a folder with pytorch_lora_weights.safetensors and "kohya" for one
+            file, both for a UNet or a text encoder of Stable Diffusion. Default: "peft".
         base_model (str): Name or path of the base model, written into adapter_config.json. Default: None.
+        part (str): With "diffusers" and "kohya", which part of Stable Diffusion the network is: "unet", "text_encoder"
+            or "text_encoder_2". Default: None, as its paths say.
 
     Raises:
         LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown or does not suit ``path``.
         NotFiniteError: A tensor holds NaN or infinity; nothing is written.
     """
     adapter_files.check_adapter_output(str(path), format)
+    parts.check_part(part)
+    if part and format not in ("diffusers", "kohya"):
+        raise LoraError(f"part is {part!r}, and format {format!r} has no parts: it is for 'diffusers' and 'kohya'.")
     cells = dict(lora_cells(network))
     if not cells:
         raise LoraError("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora first.")
@@ -50,12 +61,13 @@ def save_lora(network: nn.Cell, path: str, format: str = "peft", base_model: Opt
     adapter.base_model = base_model
     if format == "peft":
         split_joined(adapter, network, cells)
-        adapter.selection = {"target_modules": _target_modules(network, cells, adapter)}
+        adapter.selection = _selection(network, cells, adapter)
     bad = [key for key, array in adapter.tensors.items() if not is_finite(array)]
     if bad:
         raise NotFiniteError(
             f"The network holds LoRA tensors with NaN or infinity, so nothing was saved: {listed_parts(bad)}."
         )
+    parts.take(adapter, part, "The network")
     adapter_files.write(adapter, str(path), format)
 
 
@@ -106,7 +118,12 @@ def adapter_of(network: nn.Cell) -> Adapter:
 
 
 def load_lora(
-    network: nn.Cell, path: str, strict: bool = True, on_base_mismatch: str = "warn", allow_pickle: bool = False
+    network: nn.Cell,
+    path: str,
+    strict: bool = True,
+    on_base_mismatch: str = "warn",
+    allow_pickle: bool = False,
+    part: Optional[str] = None,
 ) -> None:
     """Reads an adapter into ``network``; after any error the network is unchanged.
 
@@ -125,6 +142,8 @@ def load_lora(
             "ignore". Default: "warn".
         allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read: only its tensors are read, and none of
             its code is run. Default: False.
+        part (str): Which part of a Stable Diffusion adapter the network is: "unet", "text_encoder" or "text_encoder_2".
+            Default: None, the only part in the file, or all of them for a network that has them under these names.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
@@ -139,9 +158,18 @@ def load_lora(
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
     _check_not_merged(network)
     has_lora = any(lora_cells(network))
-    adapter = adapter_files.read(str(path), allow_pickle)
+    parts.check_part(part)
+    own = _cell_paths(network)
+    adapter = adapter_files.read(str(path), allow_pickle, parts.Wanted(part, own))
+    parts.for_network(adapter, own, str(path))
     load = _load_into_lora_cells if has_lora else _load_with_new_cells
     load(network, adapter, str(path), strict, on_base_mismatch)
+
+
+def _cell_paths(network) -> Tuple[str, ...]:
+    """Returns the paths of all cells that have an adapter or can take one."""
+    cells = {name: cell for name, cell in network.cells_and_names() if name and isinstance(cell, adaptable_types())}
+    return tuple(dict(lora_cells(network))) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
 
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
@@ -161,7 +189,9 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
 
 def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
-    modules = [(name, cell) for name, cell in network.cells_and_names() if name and isinstance(cell, adaptable_types())]
+    modules = [
+        (name, cell) for name, cell in cells_and_weights(network) if name and isinstance(cell, adaptable_types())
+    ]
     match = Match(adapter, network, {adapter_path(cell, name): cell for name, cell in modules}, source)
     match.check_names(match.selected(), strict)
     match.check_shapes()
@@ -199,7 +229,8 @@ def _config(adapter, path) -> LoraConfig:
         return LoraConfig(
             lora_rank=adapter.rank(path),
             lora_alpha=adapter.alphas[path],
-            lora_dropout=adapter.dropout,
+            # In a form with one pair for each expert, PEFT's older adapters have a dropout, which stacked ones cannot.
+            lora_dropout=0.0 if path in stacked_paths(adapter) else adapter.dropout,
             use_rslora=adapter.use_rslora,
             use_dora=adapter.use_dora,
             use_vera=adapter.use_vera,
@@ -241,12 +272,25 @@ def _saved_module_parameters(match, network, strict):
     return found
 
 
-def _target_modules(network, cells, adapter):
-    """Returns what PEFT calls target_modules: leaf names, or full paths if cells of the same leaf are not adapted."""
-    plain = {path.rpartition(".")[2] for path, cell in network.cells_and_names() if isinstance(cell, adaptable_types())}
+def _selection(network, cells, adapter):
+    """Returns what PEFT calls target_modules, and target_parameters if weights of experts are adapted.
+
+    Each holds leaf names, or full paths if cells of the same leaf are not adapted.
+    """
+    plain = {
+        path.rpartition(".")[2] for path, cell in cells_and_weights(network) if isinstance(cell, adaptable_types())
+    }
     all_adapted = not plain & {path.rpartition(".")[2] for path in cells}
-    paths = [names.to_hugging_face(path) for path in adapter.paths if path]
-    return sorted({path.rpartition(".")[2] for path in paths} if all_adapted else set(paths))
+    stacked = stacked_paths(adapter)
+    fields = {"target_modules": [path for path in adapter.paths if path and path not in stacked]}
+    if stacked:
+        fields["target_parameters"] = stacked
+    # The leaf of a parameter needs the name of its module, since a linear cell can be called down_proj too.
+    parts = {"target_modules": -1, "target_parameters": -2}
+    for field, paths in fields.items():
+        names_there = [names.to_hugging_face(path).split(".") for path in paths]
+        fields[field] = sorted({".".join(name[parts[field] :] if all_adapted else name) for name in names_there})
+    return fields
 
 
 def _check_not_merged(network):

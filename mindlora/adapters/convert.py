@@ -1,14 +1,15 @@
-"""convert_adapter: turns an adapter of any known form into one of four."""
+"""convert_adapter: turns an adapter of any known form into one of six."""
 
 import dataclasses
 import os
 from typing import Optional, Tuple
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import joined_pairs
+from mindlora.adapters import joined_pairs, parts
 from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
+from mindlora.models.architecture import JoinedCell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +74,29 @@ def convert_adapter(
     concatenate: bool = False,
     allow_pickle: bool = False,
     overwrite: bool = False,
+    part: Optional[str] = None,
+    target_paths: Optional[str] = None,
 ) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
     The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in
-    form "slora": their B are rescaled and rounded to their dtype.
+    form "slora": their B are rescaled and rounded to their dtype. A convolution in three matrices (kohya's lora_mid)
+    becomes one in two.
 
     Args:
         source (str): Any form that adapter_files.read takes.
         output (str): Where to write.
-        to (str): "peft", "mindformers", "ckpt" or "slora", as in adapter_files.write.
+        to (str): "peft", "mindformers", "ckpt", "slora", "diffusers" or "kohya", as in adapter_files.write.
         lora_alpha (float): For a source that does not state it. Default: None.
         heads (Heads): Needed if w_qkv is split (for "peft") or joined. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
         overwrite (bool): Whether ``output`` may be replaced. Default: False.
+        part (str): The part of Stable Diffusion to convert, "unet", "text_encoder" or "text_encoder_2"; for a source
+            whose paths do not say what they are of, the part that they are. Default: None, all parts.
+        target_paths (str): Text file with the paths of the network's cells, one in a line, for a source in kohya's
+            form of a model that mindlora does not know. Default: None.
 
     Returns:
         ConvertAdapterReport.
@@ -99,15 +107,18 @@ def convert_adapter(
     """
     check_free(source, output, overwrite)
     adapter_files.check_adapter_output(output, to)
-    adapter = adapter_files.read(source, allow_pickle)
+    parts.check_part(part)
+    adapter = adapter_files.read(source, allow_pickle, parts.Wanted(part, parts.read_paths(target_paths)))
+    if to not in ("diffusers", "kohya"):
+        parts.of_one_model(adapter, source)
     if lora_alpha is not None:
         adapter.set_alpha(lora_alpha)
     if concatenate:
         if to == "peft":
             raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
-        _join(adapter, heads)
+        _join_all(adapter, heads)
     elif to == "peft":
-        _split(adapter, heads)
+        split_all(adapter, heads)
     adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
@@ -129,13 +140,15 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 
 
-def _split(adapter: Adapter, heads: Heads) -> None:
+def split_all(adapter: Adapter, heads: Heads) -> None:
+    """Replaces each pair of a joined cell in ``adapter`` by pairs of its members."""
     for path in adapter.paths:
         if names.joined_parts(path):
             joined_pairs.split_pairs(adapter, path, heads.kv_heads, heads.head_dim)
 
 
-def _join(adapter: Adapter, heads: Heads) -> None:
+def _join_all(adapter: Adapter, heads: Heads) -> None:
+    """Replaces the pairs of members of joined cells in ``adapter`` by one for each joined cell."""
     joined = {
         path.rpartition(".")[0] + "." + cell.name: cell
         for path in adapter.paths
@@ -143,14 +156,19 @@ def _join(adapter: Adapter, heads: Heads) -> None:
         if path.rpartition(".")[2] in cell.parts
     }
     for path, cell in joined.items():
-        members = cell.paths(path)
-        rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}
-        counts = [rows.get(member) for member in members]
-        total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
-        if total is None:
-            raise AdapterError(
-                f"{path} joins {', '.join(members)}, but the adapter has only "
-                f"{', '.join(rows)}, so the rows of the others are not known. Give num_heads, "
-                "n_kv_heads and the head size."
-            )
-        joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)
+        join_into(adapter, path, cell, heads)
+
+
+def join_into(adapter: Adapter, path: str, cell: JoinedCell, heads: Heads) -> None:
+    """Replaces the pairs of the members of the joined ``cell`` at ``path`` by one."""
+    members = cell.paths(path)
+    rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}
+    counts = [rows.get(member) for member in members]
+    total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
+    if total is None:
+        raise AdapterError(
+            f"{path} joins {', '.join(members)}, but the adapter has only "
+            f"{', '.join(rows)}, so the rows of the others are not known. Give num_heads, "
+            "n_kv_heads and the head size."
+        )
+    joined_pairs.join_pairs(adapter, path, total, heads.kv_heads)

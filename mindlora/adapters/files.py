@@ -88,20 +88,23 @@ def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
     return adapter
 
 
-def read_adapters(paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False) -> List[Adapter]:
+def read_adapters(
+    paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
+) -> List[Adapter]:
     """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not state lora_alpha.
 
     Args:
         paths (list of str): As for ``read``.
         alpha (float): lora_alpha. Default: None.
         allow_pickle (bool): As for ``read``. Default: False.
+        wanted (Wanted): As for ``read``. Default: all.
 
     Raises:
         AdapterError: There is no usable adapter at one of them.
         ScaleMismatchError: ``alpha`` is given, but every file states lora_alpha.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
-    adapters = [read(path, allow_pickle=allow_pickle) for path in progress]
+    adapters = [read(path, allow_pickle, wanted) for path in progress]
     if alpha is not None:
         for adapter in [adapter for adapter in adapters if not adapter.alphas] or adapters[:1]:
             adapter.set_alpha(alpha)

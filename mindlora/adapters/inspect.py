@@ -7,6 +7,7 @@ from typing import Iterable, Iterator, List, Optional, Sequence, Tuple
 from tqdm import tqdm
 
 from mindlora.adapters import files as adapter_files
+from mindlora.adapters import parts as adapter_parts
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
 from mindlora.adapters.pair_kinds import VARIANTS, has_product
@@ -66,6 +67,7 @@ class InspectReport:
         saved_modules (tuple of str): Parameters of modules_to_save.
         warnings (tuple of str): What is likely wrong.
         cells (tuple of CellNorms): One for each adapted cell.
+        parts (tuple of PartReport): What there is of each part of Stable Diffusion; empty for other models.
         spectra (tuple of CellSpectrum): The singular values of each cell's change; None if they were not asked for.
     """
 
@@ -90,6 +92,7 @@ class InspectReport:
     saved_modules: Tuple[str, ...]
     warnings: Tuple[str, ...]
     cells: Tuple[CellNorms, ...]
+    parts: Tuple[adapter_parts.PartReport, ...] = ()
     spectra: Optional[Tuple[CellSpectrum, ...]] = None
 
     @property
@@ -109,6 +112,7 @@ class InspectReport:
                 ("scale", (numbers(self.scales) or "not known") + formula),
                 *((kind.name, kind.report) for kind in VARIANTS if getattr(self, kind.field)),
                 ("dropout", number(self.dropout)),
+                *(("part", str(part)) for part in self.parts),
                 ("targets", ", ".join(self.targets)),
                 ("saved modules", ", ".join(self.saved_modules) or "none"),
                 ("tensors", f"{self.tensors}, {self.parameters:,} parameters, {', '.join(self.dtypes)}"),
@@ -133,7 +137,12 @@ class InspectReport:
 
 
 def inspect_adapter(
-    path: str, *, alpha: Optional[float] = None, allow_pickle: bool = False, energy: bool = False
+    path: str,
+    *,
+    alpha: Optional[float] = None,
+    allow_pickle: bool = False,
+    energy: bool = False,
+    target_paths: Optional[str] = None,
 ) -> InspectReport:
     """Reports what an adapter of any known form holds.
 
@@ -142,6 +151,8 @@ def inspect_adapter(
         alpha (float): lora_alpha, if the file does not state it. Default: None.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
         energy (bool): Whether to compute the singular values of each cell's change. Default: False.
+        target_paths (str): Text file with the paths of the network's cells, for an adapter in kohya's form of a model
+            that mindlora does not know. Default: None.
 
     Returns:
         InspectReport.
@@ -150,7 +161,8 @@ def inspect_adapter(
         AdapterError: There is no usable adapter at ``path``.
         ScaleMismatchError: ``alpha`` is given, but the file states lora_alpha.
     """
-    (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle)
+    wanted = adapter_parts.Wanted(paths=adapter_parts.read_paths(target_paths))
+    (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle, wanted)
     cells = tuple(
         _cell_norms(adapter, cell) for cell in tqdm(adapter.paths, desc="norms", delay=1, leave=False, disable=None)
     )
@@ -167,6 +179,7 @@ def inspect_adapter(
         use_vera=adapter.use_vera,
         dropout=adapter.dropout,
         targets=tuple(collapse_numbers(adapter.paths)),
+        parts=adapter_parts.reports(adapter),
         tensors=len(arrays),
         parameters=sum(array.size for array in arrays),
         dtypes=different(dtype_name(array.dtype) for array in arrays),

@@ -1,9 +1,11 @@
 """The parts of a Stable Diffusion adapter: its paths begin with unet, text_encoder or text_encoder_2."""
 
+import dataclasses
 from typing import Iterable, List, NamedTuple, Optional, Tuple
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.matching import rename
+from mindlora.adapters.pair_kinds import CONVOLUTION
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
@@ -28,6 +30,27 @@ class Wanted(NamedTuple):
 ALL = Wanted()
 
 
+@dataclasses.dataclass(frozen=True)
+class PartReport:
+    """What an adapter holds of one part.
+
+    Attributes:
+        part (str): One of PARTS.
+        cells (int): How many cells it adapts.
+        convolutions (int): How many of them are convolutions.
+        ranks (tuple of int): Their distinct ranks.
+    """
+
+    part: str
+    cells: int
+    convolutions: int
+    ranks: Tuple[int, ...]
+
+    def __str__(self) -> str:
+        convolutions = f", {self.convolutions} of them convolutions" if self.convolutions else ""
+        return f"{self.part}: {self.cells} cells{convolutions}, rank {', '.join(map(str, self.ranks))}"
+
+
 def check_part(part: Optional[str]) -> None:
     """Raises LoraError if ``part`` is not one of PARTS or None."""
     if part is not None and part not in PARTS:
@@ -44,6 +67,34 @@ def found_in(paths: Iterable[str]) -> List[str]:
     """Returns the parts that any of the paths begins with, in the order of PARTS."""
     found = {split(path)[0] for path in paths}
     return [part for part in PARTS if part in found]
+
+
+def reports(adapter: Adapter) -> Tuple[PartReport, ...]:
+    """Returns what an adapter holds of each part; nothing if its paths have no parts."""
+    found = []
+    for part in found_in(adapter.paths):
+        paths = [path for path in adapter.paths if split(path)[0] == part]
+        convolutions = sum(adapter.layout(path) is CONVOLUTION for path in paths)
+        found.append(PartReport(part, len(paths), convolutions, tuple(sorted(set(map(adapter.rank, paths))))))
+    return tuple(found)
+
+
+def read_paths(file: Optional[str]) -> Tuple[str, ...]:
+    """Returns the paths in a text file, one in a line; none if ``file`` is None.
+
+    Raises:
+        LoraError: The file is missing, is not text, or is empty.
+    """
+    if file is None:
+        return ()
+    try:
+        with open(file, encoding="utf-8") as lines:
+            paths = tuple(line.strip() for line in lines if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoraError(f"{file} cannot be read as a list of paths: {error}.") from error
+    if not paths:
+        raise LoraError(f"{file} is empty: it must hold the paths of the network's cells, one in a line.")
+    return paths
 
 
 def take(adapter: Adapter, part: Optional[str], source: str) -> None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from typing import Any, Tuple
 
+from mindlora.cli.convert import add_target_paths
 from mindlora.cli.verb import Verb, add_command
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
@@ -53,6 +54,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also show the singular values of each cell's change, and the rank that holds 90, 95 and 99 %% of them",
     )
+    add_target_paths(parser)
     _add_reading_options(parser)
     add_command(parser, inspect)
 
@@ -62,7 +64,11 @@ def inspect(arguments: argparse.Namespace) -> Any:
     from mindlora.adapters.inspect import inspect_adapter
 
     return inspect_adapter(
-        arguments.path, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle, energy=arguments.energy
+        arguments.path,
+        alpha=arguments.alpha,
+        allow_pickle=arguments.allow_pickle,
+        energy=arguments.energy,
+        target_paths=arguments.target_paths,
     )
 
 

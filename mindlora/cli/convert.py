@@ -10,19 +10,21 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "input",
         metavar="IN",
-        help="an adapter in PEFT's, MindFormers' or mindlora's format: a folder, .safetensors, .ckpt or .bin",
+        help="an adapter of PEFT, MindFormers, mindlora, diffusers, kohya or mlx-lm: a folder, .safetensors, .ckpt or "
+        ".bin",
     )
     parser.add_argument(
         "output",
         metavar="OUT",
-        help="a folder for peft and slora, a .safetensors file for mindformers, a .ckpt file for ckpt",
+        help="a folder for peft, slora and diffusers, a .safetensors file for mindformers and kohya, a .ckpt file for "
+        "ckpt",
     )
     parser.add_argument(
         "--to",
         required=True,
-        choices=("peft", "mindformers", "ckpt", "slora"),
+        choices=("peft", "mindformers", "ckpt", "slora", "diffusers", "kohya"),
         help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder that "
-        "MindFormers serves an adapter from",
+        "MindFormers serves an adapter from; diffusers, kohya: Stable Diffusion's adapters",
     )
     parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, if IN does not state it")
     parser.add_argument(
@@ -36,8 +38,24 @@ def _options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read a .bin: it is a pickle; only tensors are taken from it and nothing in it is run",
     )
+    parser.add_argument(
+        "--part",
+        choices=("unet", "text_encoder", "text_encoder_2"),
+        help="convert this part of a Stable Diffusion adapter alone (needed for peft and ckpt if IN has several)",
+    )
+    add_target_paths(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, convert)
+
+
+def add_target_paths(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that gives kohya's names their paths."""
+    parser.add_argument(
+        "--target-paths",
+        metavar="FILE",
+        help="text file with the paths of the network's cells, one in a line, for names in kohya's form that are not "
+        "Stable Diffusion 1's, 2's or XL's",
+    )
 
 
 def convert(arguments: argparse.Namespace) -> Any:
@@ -53,6 +71,8 @@ def convert(arguments: argparse.Namespace) -> Any:
         arguments.concat,
         arguments.allow_pickle,
         arguments.overwrite,
+        arguments.part,
+        arguments.target_paths,
     )
 
 
