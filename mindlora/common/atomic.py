@@ -50,11 +50,12 @@ def replace_folder(path: str) -> Iterator[str]:
     written = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=parent)
     try:
         yield written
-        os.chmod(written, 0o755)
-        for name in os.listdir(written):
-            os.chmod(os.path.join(written, name), 0o644)
-            _sync(os.path.join(written, name))
-        _sync(written)
+        for folder, _, names in os.walk(written):
+            os.chmod(folder, 0o755)
+            for name in names:
+                os.chmod(os.path.join(folder, name), 0o644)
+                _sync(os.path.join(folder, name))
+            _sync(folder)
         if os.path.lexists(path):
             _swap(written, path)
         else:

@@ -90,8 +90,9 @@ def read_all(path: str) -> Stages:
     if not os.path.exists(path):
         raise AdapterFormatError(f"{path} does not exist: it must be the strategy file of a run, or a folder of them.")
     folder = os.path.isdir(path)
-    files = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(_ENDINGS)]\
-        if folder else [path]
+    files = (
+        [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(_ENDINGS)] if folder else [path]
+    )
     if not files:
         raise AdapterFormatError(f"{path} holds no strategy file: none of its files ends in .ckpt or .json.")
     stages: Stages = {}

@@ -89,6 +89,11 @@ def is_adapter_key(key: str) -> bool:
     return bool(parse_expert_key(key)) or any(parse_key(key, dialect) for dialect in DIALECTS)
 
 
+def is_optimizer_key(key: str) -> bool:
+    """Tells whether ``key`` is the optimizer's state of a parameter."""
+    return key.startswith(_OPTIMIZER_PREFIXES)
+
+
 def parse_expert_key(key: str) -> Optional[PartKey]:
     """Returns (path, part) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
     match = None if key.startswith(_OPTIMIZER_PREFIXES) else _EXPERTS.match(key)

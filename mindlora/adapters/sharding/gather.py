@@ -12,7 +12,7 @@ from mindlora.adapters.convert import check_free, split_all
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.sharding import rank_files
 from mindlora.adapters.sharding.rank_files import Content, RankFile
-from mindlora.adapters.sharding.run_settings import RunSettings
+from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
 from mindlora.adapters.sharding.slices import Piece, join
 from mindlora.adapters.sharding.strategy import Strategy, read_strategy
 from mindlora.common.text import listed
@@ -61,7 +61,7 @@ def gather_adapter(
     output: str,
     to: str = "peft",
     strategy: Optional[str] = None,
-    settings: RunSettings = RunSettings(),
+    settings: RunSettings = NOTHING_KNOWN,
     at: Optional[str] = None,
     overwrite: bool = False,
 ) -> GatherReport:

@@ -30,13 +30,14 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.config and self.lora_alpha is not None:
             raise ScaleMismatchError(
-                f"lora_alpha is given twice: as {self.lora_alpha:g} and by the pet_config of {self.source}. Leave one out."
+                f"lora_alpha is given twice: as {self.lora_alpha:g} and by the pet_config of {self.source}. "
+                "Leave one out."
             )
         if self.config and initializers.changes_base(self.config.lora_init):
             raise AdapterError(
-                f"{self.source} has lora_init {self.config.lora_init}, which changed the base of the run: its checkpoint "
-                "holds A and B for the changed base, and not the initial pair that makes a plain LoRA of them. Only "
-                "LoraCheckpoint of a run that is not sharded saves both."
+                f"{self.source} has lora_init {self.config.lora_init}, which changed the base of the run: its "
+                "checkpoint holds A and B for the changed base, and not the initial pair that makes a plain LoRA of "
+                "them. Only LoraCheckpoint of a run that is not sharded saves both."
             )
 
     def is_saved_module(self, name: str) -> bool:
@@ -69,6 +70,9 @@ class RunSettings:
                 )
             adapter.alphas[path] = float(cell.lora_alpha)
         adapter.use_rslora, adapter.dropout = self.config.use_rslora, float(self.config.lora_dropout)
+
+
+NOTHING_KNOWN = RunSettings()
 
 
 def heads_of(model_config: Mapping[str, Any], given: Heads) -> Heads:

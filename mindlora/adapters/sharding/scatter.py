@@ -9,10 +9,10 @@ import numpy as np
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.convert import check_free, join_all, split_all
+from mindlora.adapters.convert import check_free, join_into, split_all
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.pair_kinds import PartKey
-from mindlora.adapters.sharding.run_settings import RunSettings
+from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
 from mindlora.adapters.sharding.slices import cut
 from mindlora.adapters.sharding.strategy import Strategy, read_strategy
 from mindlora.common import atomic
@@ -59,7 +59,7 @@ def scatter_adapter(
     output: str,
     strategy: str,
     form: str = "safetensors",
-    settings: RunSettings = RunSettings(),
+    settings: RunSettings = NOTHING_KNOWN,
     allow_pickle: bool = False,
     overwrite: bool = False,
 ) -> ScatterReport:
@@ -123,13 +123,13 @@ def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSetti
     lost, extra = set(keys.values()) - set(stored), set(stored) - set(keys.values())
     if lost:
         raise MissingTensorsError(
-            f"{source} lacks {listed(sorted({path for path, _ in lost}))}, which the strategy in {strategy.source} has. "
-            "Give the adapter of this run, or its strategy."
+            f"{source} lacks {listed(sorted({path for path, _ in lost}))}, which the strategy in {strategy.source} "
+            "has. Give an adapter of the same target_modules, or the strategy of its run."
         )
     if extra:
         raise UnexpectedTensorsError(
-            f"{source} holds {listed(sorted({path for path, _ in extra}))}, and the strategy in {strategy.source} has no "
-            "such adapter. Give the strategy of a run with the same target_modules."
+            f"{source} holds {listed(sorted({path for path, _ in extra}))}, and the strategy in {strategy.source} has "
+            "no such adapter. Give the strategy of a run with the same target_modules."
         )
     known = {names.parameter_to_mindformers(name) or name: name for name in strategy.names()}
     unknown = sorted(set(adapter.saved_modules) - set(known))
@@ -157,7 +157,9 @@ def _keys(strategy: Strategy) -> Dict[str, PartKey]:
 
 def _take_form(adapter: Adapter, paths: set, settings: RunSettings) -> None:
     """Joins or splits the pairs of joined cells as the paths of the run have them."""
-    if any(names.joined_parts(path) for path in paths - set(adapter.paths)):
-        join_all(adapter, settings.heads)
-    elif any(names.joined_parts(path) for path in set(adapter.paths) - paths):
+    for path in sorted(paths - set(adapter.paths)):
+        members = names.joined_parts(path)
+        if any((member, "B") in adapter.tensors for member in members):
+            join_into(adapter, path, names.joined_cell(path), settings.heads)
+    if any(names.joined_parts(path) for path in set(adapter.paths) - paths):
         split_all(adapter, settings.heads)
