@@ -5,6 +5,8 @@ from typing import Optional
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import nn
 
+from mindlora.plugin.mcore_model import count_tokens, gpt_model_of
+
 
 def base_of(train_network: nn.Cell) -> nn.Cell:
     """Returns the MindFormers model (with its PET wrapper) inside a train step or a tool cell.
@@ -36,6 +38,9 @@ def count_tokens_in_loss(train_network: nn.Cell) -> bool:
     Returns:
         bool, False if there is no model inside whose loss counts tokens.
     """
+    mcore = gpt_model_of(train_network)
+    if mcore is not None:
+        return count_tokens(mcore)
     model = _innermost(train_network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
     if model is None:
         return False

@@ -12,9 +12,11 @@ from mindlora.errors import ConfigError
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics import initializers
 from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume, run_description
+from mindlora.plugin.adalora import prepare_budget
 from mindlora.plugin.cpu_checks import check_cpu
 from mindlora.plugin.exchange import prepare_exchange
 from mindlora.plugin.log import logger
+from mindlora.plugin.mcore import check_mcore, is_mcore
 from mindlora.plugin.pet_config import check_pet_config
 from mindlora.plugin.run_modes import TRAINING_MODES
 
@@ -39,7 +41,9 @@ def prepare(config: MindFormerConfig) -> None:
     if pet_config:
         expand_pet_type(pet_config)
         check_pet_config(pet_config)
-    if config.context.device_target == "CPU":
+    if is_mcore(config):
+        _prepare_mcore(config, pet_config)
+    elif config.context.device_target == "CPU":
         check_cpu(config)
     if config.run_mode in TRAINING_MODES:
         _check_sharded_adapter(config)
@@ -49,6 +53,7 @@ def prepare(config: MindFormerConfig) -> None:
         packing.set_boundary(config)
         accumulation.set_micro_batches(config)
         prepare_exchange(config)
+        prepare_budget(config)
         callback_order.arrange(config)
         _record_gradient_norms(config)
     packing.check_eval_data(config)
@@ -83,6 +88,15 @@ def _check_data(dataset, kind):
         raise ConfigError(f"{key} is empty: name a MindRecord, or a folder of them, with --{kind}_dataset_dir.")
     if not os.path.exists(loader["dataset_dir"]):
         raise ConfigError(f"{key}: {loader['dataset_dir']} does not exist (--{kind}_dataset_dir).")
+
+
+def _prepare_mcore(config, pet_config):
+    if pet_config:
+        check_mcore(config)
+    wrapper = config.runner_wrapper or {}
+    if wrapper.get("type") == accumulation.WRAPPER and accumulation.accumulates_here(config):
+        # The step is mindlora's then, which adds the losses up; MindFormers' monitor would print zeros for them.
+        config.print_separate_loss = False
 
 
 def _check_sharded_adapter(config):

@@ -11,11 +11,14 @@ from mindspore.common import dtype as mstype
 from mindspore.communication import get_group_size
 
 from mindlora.errors import ConfigError
+from mindlora.nn.adalora import is_adaptive
 from mindlora.plugin.exchange import build_exchange
+from mindlora.plugin.mcore_model import McoreLoss
 from mindlora.plugin.network import base_of, count_tokens_in_loss
 from mindlora.plugin.packing import install_segment_mask
 from mindlora.plugin.step_record import StepRecord
 from mindlora.training.exchange import FlatLayout
+from mindlora.training.rank_budget import RankBudget
 from mindlora.training.rate_factor import TRANSIENT, RateFactor
 from mindlora.training.token_gradients import TokenGradients
 
@@ -61,6 +64,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         gradient_exchange (str or dict): How data-parallel processes exchange gradients: see docs/exchange.md.
             Default: "dense".
         record_gradient_norms (bool): Whether gradient_norms() is available. Default: False.
+        rank_budget (bool): Whether AdaLoRA's ranks are allocated, as the callback RankBudget plans it. mindlora-run
+            sets it. Default: False.
         packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another
             one. mindlora-run sets it from the data. Default: None, the rows are not packed.
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
@@ -79,6 +84,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         micro_batches: int = 1,
         gradient_exchange: Union[str, Mapping] = "dense",
         record_gradient_norms: bool = False,
+        rank_budget: bool = False,
         packed_boundary: Optional[int] = None,
         **kwargs: Any,
     ):
@@ -92,7 +98,6 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         mode = ms.get_auto_parallel_context("parallel_mode")
         self.is_mindformers_step = (
             mode not in ("stand_alone", "data_parallel")
-            or not self.use_legacy
             or self.if_dump
             or bool(self.dump_device_local_norm)
             or bool(getattr(self, "use_graceful_exit", False))
@@ -100,13 +105,21 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
             raise ConfigError(f"micro_batches is {micro_batches!r}, but it must be a whole number of at least 1.")
         if self.is_mindformers_step:
-            _refuse(mode, micro_batches=micro_batches > 1, gradient_exchange=gradient_exchange != "dense")
+            given = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
+            _refuse(mode, **given, rank_budget=rank_budget)
+        if is_adaptive(network) and not rank_budget:
+            raise ConfigError(
+                "The network has cells of AdaLoRA (use_adalora), whose ranks this train step would not allocate. Start "
+                "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."
+            )
+        self.rank_budget = RankBudget(network, self.weights) if rank_budget else None
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
         self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
         self.micro_batches = micro_batches
         self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
-        self.token_gradients = TokenGradients(self.network, self.weights, micro_batches)
+        model = self.network if self.use_legacy else McoreLoss(self.network, self.counts_tokens)
+        self.token_gradients = TokenGradients(model, self.weights, micro_batches)
         self.exchange = None
         if self.is_distributed_step and not self.is_mindformers_step:
             layout = FlatLayout(self.weights)
@@ -140,6 +153,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.exchange is not None:
             summed, residual = self.exchange.reduce(self.flatten(gradients))
             gradients = self.unflatten(summed)
+        if self.rank_budget is not None:
+            gradients = self.rank_budget.regularized(gradients)
 
         overflow = self.get_overflow_status(status, gradients)
         if self.exchange is not None:
@@ -155,6 +170,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))
         if ops.logical_not(skipped):
             loss = ops.depend(loss, self.optimizer(gradients))
+            if self.rank_budget is not None:
+                loss = ops.depend(loss, self.rank_budget(gradients))
             if self.exchange is not None:
                 loss = ops.depend(loss, self.exchange.keep(residual))
         values = (loss, norm, count, skipped.astype(mstype.float32), stop, learning_rate)

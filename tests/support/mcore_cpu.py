@@ -5,13 +5,11 @@ mindlora imports this module, and on Ascend MindFormers runs its own operators.
 """
 
 import importlib
-import math
 
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 _TRAINING_GRAPH = "mindformers.parallel_core.training_graph"
-_ROPE = f"{_TRAINING_GRAPH}.base_models.common.embeddings.rotary_pos_embedding"
 
 
 class StandIn(nn.Cell):
@@ -77,11 +75,25 @@ class FlashAttentionScore(StandIn):
         return ops.tile(x.expand_dims(2), (1, 1, times, 1, 1)).reshape(batch, heads * times, tokens, dim)
 
 
-# Module of MindFormers -> (attribute there, or the module or class it is looked up in, stand-in).
+# Module of MindFormers, where it looks an operator up, and what stands in for it.
 _PLACES = (
-    (f"{_TRAINING_GRAPH}.transformer.norm", "P.RmsNorm", RmsNorm),
-    (f"{_TRAINING_GRAPH}.transformer.mlp", "SplitWithSize", SplitWithSize),
-    (f"{_TRAINING_GRAPH}.transformer.attention", "aclnn_ops.SplitWithSize", SplitWithSize),
-    (f"{_TRAINING_GRAPH}.transformer.flash_attention", "FlashAttentionScore", FlashAttentionScore),
-    (_ROPE, "Outer", Outer),
+    ("transformer.norm", "P.RmsNorm", RmsNorm),
+    ("transformer.mlp", "SplitWithSize", SplitWithSize),
+    ("transformer.attention", "aclnn_ops.SplitWithSize", SplitWithSize),
+    ("transformer.flash_attention", "FlashAttentionScore", FlashAttentionScore),
+    ("base_models.common.embeddings.rotary_pos_embedding", "Outer", Outer),
 )
+
+
+def install(setter=setattr) -> None:
+    """Puts the stand-ins where MindFormers' mcore models look the operators up, from now on.
+
+    Args:
+        setter (callable): Sets an attribute, as setattr does; monkeypatch.setattr undoes it after a test.
+    """
+    for module, place, stand_in in _PLACES:
+        owner = importlib.import_module(f"{_TRAINING_GRAPH}.{module}")
+        *path, name = place.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        setter(owner, name, stand_in)

@@ -1,0 +1,88 @@
+"""MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how.
+
+Imports no MindFormers, as pet_config.py.
+"""
+
+import os
+from typing import Any, List, Mapping, Optional
+
+from mindlora.common.json_files import parse_object
+from mindlora.errors import ConfigError
+from mindlora.plugin.run_modes import TRAINING_MODES
+
+# The classes of the mcore models that MindFormers 1.8 and 1.9 train and whose linear cells take adapters.
+FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+# Their model_type in a YAML, or in the config.json of a folder of Hugging Face's.
+_MODEL_TYPES = {"qwen3": FAMILIES[0], "qwen3_moe": FAMILIES[1], "deepseek_v3": FAMILIES[2]}
+_HELP = "docs/finetune.md says which mcore models train with adapters."
+
+
+def is_mcore(config: Mapping) -> bool:
+    """Returns whether a YAML builds one of MindFormers' mcore models."""
+    return config.get("use_legacy", True) is False
+
+
+def check_mcore(config: Mapping) -> None:
+    """Raises ConfigError, with the first reason, if a YAML of an mcore model with pet_config cannot run.
+
+    Args:
+        config (mapping): The whole YAML.
+    """
+    family, mode = family_of(config), config.get("run_mode")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "
+            f"trains adapters on {', '.join(FAMILIES)}. Remove pet_config, or name one of these in "
+            f"model.model_config.architectures. {_HELP}"
+        )
+    if mode not in TRAINING_MODES:
+        raise ConfigError(
+            f"run_mode is {mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
+            "evaluate, without cells that take adapters. Merge the adapter into the base (mindlora merge) and run "
+            "that without pet_config, or measure HeldOutLoss in training."
+        )
+    context = config.get("context") or {}
+    if context.get("mode", 0) not in (0, "GRAPH_MODE"):
+        raise ConfigError(
+            f"context.mode is {context['mode']!r} and use_legacy is False: the linear cells of mcore models run in "
+            "graph mode alone (Morph). Set context.mode: 0."
+        )
+    check_device(context.get("device_target"))
+
+
+def check_device(target: Optional[str]) -> None:
+    """Raises ConfigError if mcore models cannot run on ``target``, a device_target."""
+    if target == "CPU":
+        raise ConfigError(
+            "context.device_target is CPU and use_legacy is False: mcore models need operators that a CPU lacks "
+            "(RmsNorm, FlashAttentionScore and others). Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml."
+        )
+
+
+def family_of(config: Mapping) -> Optional[str]:
+    """Returns the class of the model that an mcore YAML builds, or None if the YAML does not say.
+
+    Args:
+        config (mapping): The whole YAML. The folder pretrained_model_dir is read if model_config does not name the
+            model.
+    """
+    model = (config.get("model") or {}).get("model_config") or {}
+    folder = config.get("pretrained_model_dir")
+    sources = [model, _read(os.path.join(folder, "config.json"))] if folder else [model]
+    for source in sources:
+        named = _first(source.get("architectures")) or _MODEL_TYPES.get(source.get("model_type"))
+        if named:
+            return named
+    return model.get("model_type")
+
+
+def _read(path: str) -> dict:
+    if not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, ConfigError)
+
+
+def _first(names: Any) -> Optional[str]:
+    listed: List[str] = [names] if isinstance(names, str) else list(names or ())
+    return listed[0] if listed else None
