@@ -76,7 +76,9 @@ make_peers_environment() {
                  "$("$python" --version). Install one, or name it in MINDLORA_PYTHON." >&2
             return
         fi
-        echo "Making the environment $PEERS_VENV with $("$python" --version) (PyTorch is a large download) ..."
+        echo "Making the environment $PEERS_VENV with $("$python" --version) for tests/peers. On Linux, a registry's" \
+             "PyTorch brings CUDA packages of several GB, which the tests do not use; without them:" \
+             "bash scripts/test.sh --without-peers, or install a CPU build of torch there first ..."
         # What is there already stays: it may be a CPU build of torch.
         [ -x "$PEERS_VENV/bin/python" ] || "$python" -m venv "$PEERS_VENV" || return 1
         "$PEERS_VENV/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" \

@@ -2,6 +2,7 @@
 # Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
 #   bash scripts/test.sh                       everything, in two processes side by side
 #   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
+#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   MINDLORA_STACK=ms27 bash scripts/test.sh   with the older pair of MindSpore and MindFormers
 set -eu
@@ -21,8 +22,14 @@ selects_peers() {
     [ $elsewhere = no ]
 }
 
+PEERS=(--ignore=tests/peers)
+if [ "${1:-}" = --without-peers ]; then
+    shift
+elif selects_peers "$@"; then
+    PEERS=()
+fi
 make_environment test,plot,data
-if selects_peers "$@"; then make_peers_environment; fi
+if [ ${#PEERS[@]} -eq 0 ]; then make_peers_environment; fi
 cd "$ROOT"
 if [ $# -eq 0 ]; then set -- -n 2 tests; fi
-exec "$PYTHON" -m pytest --durations=8 "$@"
+exec "$PYTHON" -m pytest --durations=8 "${PEERS[@]}" "$@"
