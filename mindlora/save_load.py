@@ -88,9 +88,12 @@ def adapter_of(network: nn.Cell) -> Adapter:
     _check_not_merged(network)
     for cell in cells.values():
         cell.prepare()
-    tensors = {
-        (path, part): to_array(parameter) for path, cell in cells.items() for part, parameter in cell.parts().items()
-    }
+    saved = {path: cell.saved_parts() for path, cell in cells.items()}
+    if not any(saved.values()):
+        # AdaLoRA before its first step: all of it adds nothing yet.
+        saved = {path: cell.saved_parts(keep_zeros=True) for path, cell in cells.items()}
+    left_out = [path for path, own in saved.items() if not own]
+    tensors = {(path, part): array for path, own in saved.items() for part, array in own.items()}
     # All cells share these, so any one has them.
     shared = next(iter(cells.values())).shared_parts()
     tensors |= {SHARED[part]: to_array(parameter) for part, parameter in shared.items()}
@@ -103,15 +106,19 @@ def adapter_of(network: nn.Cell) -> Adapter:
         )
     adapter = Adapter(
         tensors,
-        {path: float(cell.lora_alpha) for path, cell in cells.items()},
+        {path: float(cell.lora_alpha) for path, cell in cells.items() if path not in left_out},
         rslora.pop(),
         max(cell.dropout_rate for cell in cells.values()),
         saved_modules,
-        fingerprint=base_fingerprint(network),
+        fingerprint=base_fingerprint(network, left_out),
         dialect="network",
         embeddings={path for path, cell in cells.items() if cell.embeds},
         projection_key=max(cell.projection_key for cell in cells.values()),
     )
+    if not all(cell.saved_as_trained for cell in cells.values()):
+        target = sum(cell.budget_settings.target_r for cell in cells.values())
+        rank = sum(adapter.rank(path) for path in adapter.paths)
+        adapter.allocation = {"rank": rank, "target": target, "left_out": left_out}
     adapter.take_shared_projection("The network")
     initialize.append_initial_pairs(adapter, cells)
     return adapter
@@ -172,9 +179,27 @@ def _cell_paths(network) -> Tuple[str, ...]:
     return tuple(dict(lora_cells(network))) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
 
+def check_base(network: nn.Cell, path: str) -> None:
+    """Raises BaseMismatchError if an adapter was trained on another base than that of ``network``.
+
+    Args:
+        network (nn.Cell): A network with adapters, such as AdaLoRA's, that the file cannot be loaded into.
+        path (str): As for load_lora.
+    """
+    adapter = adapter_files.read(str(path))
+    match = Match(adapter, network, dict(lora_cells(network)), str(path))
+    left_out = (adapter.allocation or {}).get("left_out", [])
+    match.check_base(lambda: base_fingerprint(network, left_out), "error")
+
+
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     """Loads an adapter into the LoRADense cells of a network, which must match it."""
     cells = dict(lora_cells(network))
+    if not all(cell.saved_as_trained for cell in cells.values()):
+        raise LoraError(
+            f"The network was built with use_adalora, whose ranks are not those of a file, so {source} cannot be "
+            "loaded into its cells. Load it into a network without adapters, which gets the adapter's ranks."
+        )
     match = Match(adapter, network, cells, source)
     match.check_kind()
     match.check_names(list(cells), strict)
@@ -281,6 +306,7 @@ def _selection(network, cells, adapter):
         path.rpartition(".")[2] for path, cell in cells_and_weights(network) if isinstance(cell, adaptable_types())
     }
     all_adapted = not plain & {path.rpartition(".")[2] for path in cells}
+    all_adapted = all_adapted and not (adapter.allocation or {}).get("left_out")
     stacked = stacked_paths(adapter)
     fields = {"target_modules": [path for path in adapter.paths if path and path not in stacked]}
     if stacked:

@@ -48,6 +48,8 @@ class Adapter:
         initialization (str): lora_init, if the pairs are [A; A0] and [B, -B0], made of the trained pair and the initial
             pair (A0, B0) (see mindlora.initialize); None otherwise.
         dialect (str): The form of the file that it was read from, for messages.
+        allocation (dict): Of an adapter that AdaLoRA trained: "rank", the sum of its cells' ranks; "target", what that
+            is to be at the end of the run; and "left_out", the paths of cells that have no rank. None for any other.
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
     """
 
@@ -63,6 +65,7 @@ class Adapter:
     dialect: str = ""
     embeddings: Set[str] = dataclasses.field(default_factory=set)
     projection_key: int = 0
+    allocation: Optional[dict] = None
 
     @property
     def paths(self) -> List[str]:

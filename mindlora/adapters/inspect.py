@@ -66,6 +66,7 @@ class InspectReport:
         fingerprint (dict): mindlora's fingerprint of the base, or None.
         saved_modules (tuple of str): Parameters of modules_to_save.
         warnings (tuple of str): What is likely wrong.
+        allocation (dict): What AdaLoRA had allocated when it saved the adapter, or None (see Adapter).
         cells (tuple of CellNorms): One for each adapted cell.
         parts (tuple of PartReport): What there is of each part of Stable Diffusion; empty for other models.
         spectra (tuple of CellSpectrum): The singular values of each cell's change; None if they were not asked for.
@@ -94,6 +95,7 @@ class InspectReport:
     cells: Tuple[CellNorms, ...]
     parts: Tuple[adapter_parts.PartReport, ...] = ()
     spectra: Optional[Tuple[CellSpectrum, ...]] = None
+    allocation: Optional[dict] = None
 
     @property
     def whole(self) -> Tuple[str, ...]:
@@ -111,6 +113,7 @@ class InspectReport:
                 ("lora_alpha", numbers(self.alphas) or UNKNOWN),
                 ("scale", (numbers(self.scales) or "not known") + formula),
                 *((kind.name, kind.report) for kind in VARIANTS if getattr(self, kind.field)),
+                *(("AdaLoRA", text) for text in _allocation(self.allocation)),
                 ("dropout", number(self.dropout)),
                 *(("part", str(part)) for part in self.parts),
                 ("targets", ", ".join(self.targets)),
@@ -191,7 +194,16 @@ def inspect_adapter(
         warnings=tuple(_warnings(adapter, cells)),
         cells=cells,
         spectra=tuple(spectra(adapter)) if energy else None,
+        allocation=adapter.allocation,
     )
+
+
+def _allocation(allocation: Optional[dict]) -> Iterator[str]:
+    if allocation:
+        rank, target, left_out = (allocation[key] for key in ("rank", "target", "left_out"))
+        yield f"{rank} ranks in all" + (f", while its budget was still falling to {target}" if rank > target else "")
+        if left_out:
+            yield f"no rank for {', '.join(collapse_numbers(left_out))}"
 
 
 def different(values: Iterable) -> tuple:

@@ -45,6 +45,8 @@ def _peft_content(adapter: Adapter) -> Dict[str, Any]:
     content: Dict[str, Any] = {"base_fingerprint": adapter.fingerprint}
     if adapter.initialization:
         content["start"] = adapter.initialization
+    if adapter.allocation:
+        content["adalora"] = adapter.allocation
     return content
 
 
@@ -83,6 +85,7 @@ def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
         base_model=metadata.get("base_model"),
         fingerprint=metadata.get("base_fingerprint"),
         initialization=metadata.get("start"),
+        allocation=metadata.get("adalora"),
         projection_key=metadata.get("projection_key", 0),
         embeddings=set(metadata.get("embeddings", ())),
     )
@@ -137,6 +140,14 @@ def _is_table_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
+def _is_allocation(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(type(value.get(key)) is int for key in ("rank", "target"))
+        and _is_list_of_texts(value.get("left_out"))
+    )
+
+
 # Field -> (whether a value is valid, what it must be in words).
 _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "alphas": (_is_table_of(is_alpha), "numbers above 0 by path"),
@@ -149,5 +160,6 @@ _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "whole": (_is_list_of_texts, "a list of strings"),
     "embeddings": (_is_list_of_texts, "a list of strings"),
     "base_fingerprint": (_is_table_of(_is_text), "strings by name"),
+    "adalora": (_is_allocation, "an object of rank, target and left_out"),
     "start": (lambda value: _is_text(value) and initializers.changes_base(value), "a lora_init that changes the base"),
 }

@@ -82,9 +82,9 @@ def _count_parameters(selected, sizes: Sizes, lora) -> Finding:
     count = 0
     for path in selected:
         cell, (out_channels, in_channels) = lora.for_cell(path), sizes[path]
-        # VeRA trains a vector of the rank; DoRA and VeRA train one of the out_channels.
+        # VeRA and AdaLoRA train a vector of the rank; DoRA and VeRA train one of the out_channels.
         count += cell.lora_rank * (1 if cell.use_vera else out_channels + in_channels)
-        count += (cell.use_dora or cell.use_vera) * out_channels
+        count += (cell.use_dora or cell.use_vera) * out_channels + cell.use_adalora * cell.lora_rank
     found = f"LoRA on {len(selected)} cells, {count:,} parameters: {listed(selected)}."
     return Finding("note", f"{PET}.target_modules", found)
 

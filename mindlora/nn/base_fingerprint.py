@@ -1,6 +1,6 @@
 """The fingerprint of the base weights under the adapters of a network."""
 
-from typing import Callable, Dict, Iterable, Optional, Tuple
+from typing import Callable, Container, Dict, Iterable, Optional, Tuple
 
 from mindspore import nn
 
@@ -8,11 +8,12 @@ from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sa
 from mindlora.nn.tree import lora_cells, weight_of
 
 
-def base_fingerprint(network: nn.Cell) -> Optional[dict]:
+def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optional[dict]:
     """Returns the fingerprint of the weights under a network's adapters, as they were before initialize_adapters.
 
     Args:
         network (nn.Cell): A network with adapters.
+        left_out (container of str): Paths of cells whose adapters a file leaves out. Default: (), none.
 
     Returns:
         dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
@@ -23,7 +24,7 @@ def base_fingerprint(network: nn.Cell) -> Optional[dict]:
     for cell in cells.values():
         if cell.initial_pair:
             return cell.initial_pair.fingerprint
-    return fingerprint_of(cells)
+    return fingerprint_of({path: cell for path, cell in cells.items() if path not in left_out})
 
 
 def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:

@@ -9,6 +9,7 @@ ORDER = (
     "ExchangeCheck",
     "HeldOutLoss",
     "AdapterHealth",
+    "RankBudget",
     "TrainingGuard",
     "WarmUp",
     "ReduceOnPlateau",

@@ -13,9 +13,11 @@ from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.common.text import listed
 from mindlora.errors import ConfigError
+from mindlora.nn.adalora import is_adaptive
+from mindlora.nn.tree import lora_cells
 from mindlora.plugin.log import logger
 from mindlora.plugin.network import base_of
-from mindlora.save_load import load_lora, save_lora
+from mindlora.save_load import check_base, load_lora, save_lora
 from mindlora.training.rate_factor import TRANSIENT
 
 if TYPE_CHECKING:
@@ -206,7 +208,11 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
             f"{folder} holds the state of another optimizer, loss scale or network. Parameters "
             f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config of that run."
         )
-    load_lora(base_of(params.train_network), folder, on_base_mismatch="error")
+    network = base_of(params.train_network)
+    if is_adaptive(network):
+        check_base(network, folder)
+    else:
+        load_lora(network, folder, on_base_mismatch="error")
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
     params.cur_step_num = metadata["step"]
@@ -227,7 +233,9 @@ def _with_state(params):
 def state_parameters(train_network: nn.Cell) -> List[Parameter]:
     """Returns what a run needs besides the adapter: moments, step, loss scale and the base parameters it trains."""
     network = base_of(train_network)
-    in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
+    # An adapter's file does not hold AdaLoRA's parts as they train.
+    adaptive = {p.name for _, cell in lora_cells(network) if not cell.saved_as_trained for p in cell.lora_parameters()}
+    in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name} - adaptive
     frozen = {p.name for p in network.get_parameters() if not p.requires_grad}
     others = in_adapter | frozen
     return [p for p in train_network.get_parameters() if p.name not in others and TRANSIENT not in p.name]

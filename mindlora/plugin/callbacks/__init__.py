@@ -10,6 +10,7 @@ from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.lora_initialization import LoraInitialization, LoraStart
 from mindlora.plugin.callbacks.loss_curve import LossCurve
 from mindlora.plugin.callbacks.progress_bar import ProgressBar
+from mindlora.plugin.callbacks.rank_budget import RankBudget
 from mindlora.plugin.callbacks.reduce_on_plateau import ReduceOnPlateau
 from mindlora.plugin.callbacks.run_report import RunReport
 from mindlora.plugin.callbacks.sample_answers import SampleAnswers
@@ -28,6 +29,7 @@ __all__ = [
     "LoraStart",
     "LossCurve",
     "ProgressBar",
+    "RankBudget",
     "ReduceOnPlateau",
     "RunReport",
     "SampleAnswers",
