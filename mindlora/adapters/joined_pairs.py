@@ -35,8 +35,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
             the magnitude that the others have; or pairs of this kind cannot be joined.
     """
     _check_can_be_joined(adapter, path)
-    cell = names.joined_cell(path)
-    members = cell.paths(path)
+    cell, members = names.joined_cell(path), names.joined_parts(path)
     present = [member for member in members if (member, "A") in adapter.tensors]
     rows = _member_rows(adapter, path, cell, present, out_channels)
     groups = _groups(path, cell, list(rows.values()), kv_heads)
@@ -66,7 +65,13 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
     adapter.alphas[path] = alpha
 
 
-def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, head_dim: Optional[int] = None) -> None:
+def split_pairs(
+    adapter: Adapter,
+    path: str,
+    kv_heads: Optional[int] = None,
+    head_dim: Optional[int] = None,
+    first: Optional[int] = None,
+) -> None:
     """Replaces the pair of a joined cell in ``adapter`` by pairs of its members: the reverse of join_pairs.
 
     If each member has columns of B to itself, as after join_pairs, it gets those and their rows of A; otherwise all
@@ -76,16 +81,21 @@ def split_pairs(adapter: Adapter, path: str, kv_heads: Optional[int] = None, hea
         adapter (Adapter): Changed in place.
         path (str): Path that ends in w_qkv or w_gate_hidden, of a pair in ``adapter``.
         kv_heads, head_dim (int): Number of key-value heads and their size, for w_qkv. Default: None.
+        first (int): Rows of the first member, for DeepSeek's w_qkv_down (q_lora_rank). Default: None.
 
     Raises:
-        AdapterError: kv_heads or head_dim is needed and missing, or does not divide the rows; or a pair of this kind
+        AdapterError: kv_heads, head_dim or first is needed and missing, or does not divide the rows; or a pair of this kind
             cannot be split.
     """
     _check_can_be_joined(adapter, path)
-    cell = names.joined_cell(path)
-    members = cell.paths(path)
+    cell, members = names.joined_cell(path), names.joined_parts(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-    group = cell.layout.sizes(len(b), kv_heads, head_dim)
+    group = cell.layout.sizes(len(b), kv_heads, head_dim, first=first)
+    if group is None and cell.layout.needs_first:
+        raise AdapterError(
+            f"{path} joins {', '.join(members)} in {len(b)} rows, and how many are the first one's is not known or not "
+            f"possible ({first}). Give the model's q_lora_rank."
+        )
     if group is None:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match {kv_heads} key-value heads "
@@ -122,13 +132,14 @@ def _member_rows(
 ) -> Dict[str, int]:
     """Returns the rows of each member; those of a member without a pair follow from the others'."""
     rows = {member: len(adapter.tensors[member, "B"]) for member in present}
-    complete = cell.layout.complete([rows.get(member) for member in cell.paths(path)], out_channels)
+    members = names.joined_parts(path)
+    complete = cell.layout.complete([rows.get(member) for member in members], out_channels)
     if complete is None:
         raise ShapeMismatchError(
             f"{path} has {out_channels} rows and cannot be made of the adapter's "
             f"{', '.join(f'{member} with {rows[member]}' for member in present)}."
         )
-    return dict(zip(cell.paths(path), complete))
+    return dict(zip(members, complete))
 
 
 def _groups(path: str, cell: JoinedCell, rows: Sequence[int], kv_heads: Optional[int]) -> int:

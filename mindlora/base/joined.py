@@ -25,9 +25,8 @@ def parts_of(name: str) -> List[str]:
 def joined_name(name: str) -> Optional[str]:
     """Returns the joined parameter that ``name`` is a part of, or None; both under MindFormers' names."""
     path, _, leaf = name.rpartition(".")
-    parent = path.rpartition(".")[0]
-    candidates = (f"{parent}.{cell.name}.{leaf}" for cell in names.joined_cells())
-    return next((joined for joined in candidates if name in parts_of(joined)), None)
+    joined = names.joined_path(path) if leaf in ("weight", "bias") else None
+    return joined and f"{joined}.{leaf}"
 
 
 def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> OutputTensor:

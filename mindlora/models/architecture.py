@@ -7,9 +7,11 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 from mindlora.models.joined_rows import RowLayout
 
 # Hugging Face's names, those of MindFormers' legacy models, and those of its mcore models.
-HF, LEGACY, MCORE = "hf", "mindformers", "mcore"
+WORLDS = HF, LEGACY, MCORE = "hf", "mindformers", "mcore"
 # Parameters of a linear cell and of an embedding that have the same name in all worlds.
 _LEAVES = ("weight", "bias")
+# An embedding's name that says nothing without what comes before it.
+_COMMON_WORD = "embedding"
 
 
 class Names(NamedTuple):
@@ -40,6 +42,18 @@ class Names(NamedTuple):
         return Names(*(f"{name}.{end}" if name and end else "" for name, end in zip(self, ends)))
 
 
+class ParameterSize(NamedTuple):
+    """What a parameter of a network takes.
+
+    Attributes:
+        shape (tuple of int): Its shape.
+        dtype (str): "float32", "float16" or "bfloat16".
+    """
+
+    shape: Tuple[int, ...]
+    dtype: str
+
+
 class JoinedCell(NamedTuple):
     """A linear cell of MindFormers that does the work of several cells, with their weights joined by rows.
 
@@ -61,6 +75,20 @@ class JoinedCell(NamedTuple):
         return [f"{parent}.{part}" if parent else part for part in self.parts]
 
 
+class Experts(NamedTuple):
+    """A weight in which all routed experts of a layer are stacked.
+
+    Attributes:
+        names (Names): The end of its name: Hugging Face's tensor [experts, out, in], and mcore's of the same values
+            [experts * in, out], each expert's transposed.
+        parts (tuple of str): The cells of a single expert that it joins by rows, in checkpoints that keep the experts
+            apart (mlp.experts.3.gate_proj.weight).
+    """
+
+    names: Names
+    parts: Tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """All that mindlora knows about one kind of model. A new kind is one such record and a line in registry.py.
@@ -78,6 +106,12 @@ class Architecture:
             them for itself.
         linear_sizes (callable): model_config of a YAML -> {path: (out, in)} of the linear cells of MindFormers' model.
         layers (Names): What comes before the number of a layer. Default: as in the Llama.
+        parameter_sizes (callable): model_config of a YAML -> {name: ParameterSize} of all parameters of MindFormers'
+            model. Default: None, they are not known.
+        experts (tuple of Experts): The weights in which a layer's routed experts are stacked. Default: none.
+        router (Names): The end of the path of what sends a token to its experts. Default: none.
+        legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
+        trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
     """
 
     title: str
@@ -91,6 +125,11 @@ class Architecture:
     computed: Tuple[str, ...]
     linear_sizes: Callable[[dict], Dict[str, Tuple[int, int]]]
     layers: Names = Names("model.layers", "model.layers", "decoder.layers")
+    parameter_sizes: Optional[Callable[[dict], Dict[str, ParameterSize]]] = None
+    experts: Tuple[Experts, ...] = ()
+    router: Names = Names("", "", "")
+    legacy: bool = True
+    trains: bool = True
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
         """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known.
@@ -134,6 +173,13 @@ class Architecture:
         leaves = {own.leaves.mindformers: own.leaves.mcore for own in self.cells}
         return cell._replace(parts=tuple(leaves[part] for part in cell.parts)).paths(path)
 
+    def joined_path(self, path: str) -> Optional[str]:
+        """Returns the legacy path of the joined cell that replaces the cell at the legacy ``path``, or None."""
+        parent, _, leaf = path.rpartition(".")
+        known = any(_ends(path, cell.mindformers) for cell in self.cells)
+        name = next((cell.name for cell in self.joined if known and leaf in cell.parts), None)
+        return name and (f"{parent}.{name}" if parent else name)
+
     def is_linear(self, path: str) -> bool:
         """Tells whether the cell at ``path`` (either of MindFormers' names) is linear."""
         ends = [cell.under(world) for cell in (*self.cells, self.output_head) for world in (LEGACY, MCORE)]
@@ -148,27 +194,33 @@ class Architecture:
         return f"{self.output_head.under(world)}.weight"
 
     @functools.cached_property
+    def embedding_paths(self) -> Tuple[Names, ...]:
+        """The path of the input embedding, and the end of it that tells an embedding where the rest is missing."""
+        leaves = self.embedding.leaves
+        return (self.embedding,) if _COMMON_WORD in leaves else (self.embedding, leaves)
+
+    @functools.cached_property
     def _cells_with_weights(self) -> Tuple[Names, ...]:
-        return (*self.cells, *self._joined_names, self.embedding, self.embedding.leaves)
+        return (*self.cells, *self._joined_names, *self.embedding_paths)
 
     @functools.cached_property
     def _renamed_cells(self) -> Tuple[Names, ...]:
-        return (*self._cells_with_weights, self.output_head)
+        return (*self._cells_with_weights, self.output_head, self.router, *(stack.names for stack in self.experts))
 
     @functools.cached_property
     def _joined_names(self) -> Tuple[Names, ...]:
-        """A joined cell's paths in MindFormers' two worlds, beside its first part."""
+        """The ends of the joined cells' paths in MindFormers' two worlds, each beside its first part."""
         found = []
         for joined in self.joined:
-            first = next((cell for cell in self.cells if cell.leaves.mindformers == joined.parts[0]), None)
-            if first and first.mcore and joined.mcore:
-                beside = [path.rpartition(".")[0] for path in first]
-                found.append(Names("", f"{beside[1]}.{joined.name}", f"{beside[2]}.{joined.mcore}"))
+            for cell in self.cells:
+                if cell.leaves.mindformers == joined.parts[0] and cell.mcore and joined.mcore:
+                    beside = [path.rpartition(".")[0] for path in cell]
+                    found.append(Names("", f"{beside[1]}.{joined.name}", f"{beside[2]}.{joined.mcore}"))
         return tuple(found)
 
     @functools.cached_property
     def _renamed_parameters(self) -> Tuple[Names, ...]:
-        tables = [path.followed_by(*self.embedding_weight) for path in (self.embedding, self.embedding.leaves)]
+        tables = [path.followed_by(*self.embedding_weight) for path in self.embedding_paths]
         return (*self.parameters, *tables, self.output_head.followed_by("weight", "weight", "weight"))
 
     def _renamed(self, name: str, pairs: Tuple[Names, ...], source: str, target: str) -> Optional[str]:

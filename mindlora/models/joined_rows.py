@@ -41,9 +41,11 @@ class RowLayout:
 
     Attributes:
         needs_heads (bool): Whether the rows can only be told apart with the model's numbers of heads.
+        needs_first (bool): Whether they can only be told apart with the number of rows of the first part.
     """
 
-    needs_heads: bool
+    needs_heads = False
+    needs_first = False
 
     def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
         """Returns the number of groups in the joined weight, or None if the parts cannot be joined.
@@ -55,7 +57,12 @@ class RowLayout:
         raise NotImplementedError
 
     def sizes(
-        self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
+        self,
+        total: int,
+        kv_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        heads: Optional[int] = None,
+        first: Optional[int] = None,
     ) -> Optional[Tuple[int, ...]]:
         """Returns the rows of each part in one group of a joined weight, or None if it cannot be divided into groups.
 
@@ -64,6 +71,7 @@ class RowLayout:
             kv_heads (int): Number of key-value heads. Default: None.
             head_dim (int): Rows of one head. Default: None, which takes it from ``heads``.
             heads (int): Number of attention heads. Default: None.
+            first (int): Rows of the first part, for a layout whose needs is "first". Default: None.
         """
         raise NotImplementedError
 
@@ -96,8 +104,6 @@ class RowLayout:
 class RowsInTurn(RowLayout):
     """A group is one row of each part: row 0 of the first, row 0 of the second, row 1 of the first, ..."""
 
-    needs_heads = False
-
     def __init__(self, parts: int):
         self._parts = parts
 
@@ -105,7 +111,12 @@ class RowsInTurn(RowLayout):
         return rows[0] if len(set(rows)) == 1 else None
 
     def sizes(
-        self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
+        self,
+        total: int,
+        kv_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        heads: Optional[int] = None,
+        first: Optional[int] = None,
     ) -> Optional[Tuple[int, ...]]:
         return None if total % self._parts else (1,) * self._parts
 
@@ -134,7 +145,12 @@ class RowsByKeyValueHead(RowLayout):
         return kv_heads if fits else None
 
     def sizes(
-        self, total: int, kv_heads: Optional[int] = None, head_dim: Optional[int] = None, heads: Optional[int] = None
+        self,
+        total: int,
+        kv_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        heads: Optional[int] = None,
+        first: Optional[int] = None,
     ) -> Optional[Tuple[int, ...]]:
         if not kv_heads or kv_heads < 1 or total % kv_heads:
             return None
@@ -162,3 +178,67 @@ class RowsByKeyValueHead(RowLayout):
 
     def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
         return rows[1] // kv_heads if kv_heads else None
+
+
+class PartAfterPart(RowLayout):
+    """There is one group: all rows of the first part, then all of the second.
+
+    Args:
+        parts (int): How many parts there are. Default: 2.
+        equal (bool): Whether they have equal numbers of rows; if not, those of the first have to be given. Default:
+            True.
+    """
+
+    def __init__(self, parts: int = 2, equal: bool = True):
+        self._parts, self._equal, self.needs_first = parts, equal, not equal
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return 1 if len(set(rows)) == 1 or not self._equal else None
+
+    def sizes(
+        self,
+        total: int,
+        kv_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        heads: Optional[int] = None,
+        first: Optional[int] = None,
+    ) -> Optional[Tuple[int, ...]]:
+        if self._equal:
+            return None if total % self._parts else (total // self._parts,) * self._parts
+        return (first, total - first) if first and 0 < first < total else None
+
+    def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
+        if self._equal:
+            return RowsInTurn(self._parts).complete(rows, total)
+        first, second = rows
+        found = (total - (second or 0) if first is None else first, total - (first or 0) if second is None else second)
+        return found if sum(found) == total and min(found) >= 1 else None
+
+    def total(
+        self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
+    ) -> Optional[int]:
+        known = [count for count in rows if count is not None]
+        if self._equal:
+            return self._parts * known[0] if known else None
+        return sum(known) if len(known) == len(rows) else None
+
+    def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return None
+
+
+class QueryKeyValueInTurn(RowsByKeyValueHead):
+    """The parts are q, k and v, and there is one group: all rows of q, then those of k, then those of v."""
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return 1 if rows[1] == rows[2] else None
+
+    def sizes(
+        self,
+        total: int,
+        kv_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        heads: Optional[int] = None,
+        first: Optional[int] = None,
+    ) -> Optional[Tuple[int, ...]]:
+        found = super().sizes(total, kv_heads, head_dim, heads)
+        return tuple(size * (kv_heads or 0) for size in found) if found else None

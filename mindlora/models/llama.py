@@ -2,7 +2,8 @@
 
 from typing import Any, Dict, Optional, Tuple
 
-from mindlora.models.architecture import Architecture, JoinedCell, Names
+from mindlora.common.fields import dtype_name
+from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize
 from mindlora.models.joined_rows import RowsByKeyValueHead, RowsInTurn
 
 
@@ -37,6 +38,34 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
         f"model.layers.{layer}.{cell}": size for layer in range(get("num_layers", 32)) for cell, size in cells.items()
     }
     return {**sizes, "lm_head": (get("vocab_size", 32000), hidden)}
+
+
+def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of all parameters of MindFormers' LlamaForCausalLM under ``model_config``."""
+
+    def dtype_of(key: str, default: str) -> str:
+        return dtype_name(default if model_config.get(key) is None else model_config[key], key)
+
+    linear, hidden = linear_sizes(model_config), model_config.get("hidden_size") or 4096
+    weight, norm = dtype_of("param_init_type", "float16"), dtype_of("layernorm_compute_type", "float32")
+    biased = ("wq", "wk", "wv", "w_qkv") if model_config.get("qkv_has_bias") else ()
+    biased += ("wo",) if model_config.get("attn_proj_has_bias") else ()
+    table = ParameterSize((linear["lm_head"][0], hidden), dtype_of("embedding_init_type", weight))
+    sizes = {"model.tok_embeddings.embedding_weight": table}
+    for path, (rows, columns) in linear.items():
+        parent, _, leaf = path.rpartition(".")
+        if leaf in ("wq", "w_qkv"):
+            layer = parent.rpartition(".")[0]
+            sizes |= {
+                f"{layer}.{cell}.weight": ParameterSize((hidden,), norm) for cell in ("attention_norm", "ffn_norm")
+            }
+        if leaf == "lm_head":
+            sizes["model.norm_out.weight"] = ParameterSize((hidden,), norm)
+        if leaf != "lm_head" or not model_config.get("tie_word_embeddings"):
+            sizes[f"{path}.weight"] = ParameterSize((rows, columns), weight)
+        if leaf in biased:
+            sizes[f"{path}.bias"] = ParameterSize((rows,), weight)
+    return sizes
 
 
 def _inner_size(hidden: int, multiple_of: int, multiplier: Optional[float]) -> int:
@@ -80,4 +109,5 @@ LLAMA = Architecture(
     joined=(W_QKV, W_GATE_HIDDEN),
     computed=("rotary_emb.inv_freq",),
     linear_sizes=linear_sizes,
+    parameter_sizes=parameter_sizes,
 )

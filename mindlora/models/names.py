@@ -1,10 +1,11 @@
 """How Hugging Face and MindFormers (in its legacy and in its mcore models) name the cells and the parameters of the
 models in registry.ARCHITECTURES."""
 
-from typing import Iterable, List, Optional, Tuple
+import itertools
+from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 from mindlora.models import registry
-from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture, JoinedCell
+from mindlora.models.architecture import HF, LEGACY, MCORE, WORLDS, Architecture, JoinedCell
 
 
 def to_hugging_face(path: str) -> str:
@@ -47,6 +48,16 @@ def parameter_to_mindformers(name: str) -> Optional[str]:
 def parameter_to_mcore(name: str) -> Optional[str]:
     """Returns the name in mcore of a parameter of another world, or None if it is not known."""
     return _parameter(name, (LEGACY, HF), MCORE)
+
+
+def canonical(paths: Iterable[str]) -> Dict[str, str]:
+    """Returns path -> to_mindformers(path) for the cells of one network.
+
+    Cells of two mcore models can have the same name, such as linear_qkv: together, the paths tell which model it is.
+    """
+    found = list(paths)
+    architecture = _most_known(lambda one, path: one.rename_path(path, MCORE, LEGACY), found)
+    return {path: architecture.rename_path(path, MCORE, LEGACY) or to_mindformers(path) for path in found}
 
 
 def aliases(path: str) -> Tuple[str, ...]:
@@ -103,6 +114,23 @@ def joined_parts(path: str) -> List[str]:
     return next((parts for parts in found if parts), [])
 
 
+def joined_path(path: str) -> Optional[str]:
+    """Returns the path of the joined cell that replaces the cell at ``path`` (legacy names), or None."""
+    found = (architecture.joined_path(path) for architecture in _by_layers(path))
+    return next((joined for joined in found if joined), None)
+
+
+def in_hugging_face(path: str) -> bool:
+    """Tells whether Hugging Face's model has the cell at ``path``; an unknown one counts as its own.
+
+    It lacks the joined cells of most models; of ChatGLM, it has those and lacks the parts.
+    """
+    architectures = _by_layers(path)
+    if any(one.rename_path(path, world, HF) is not None for one in architectures for world in (LEGACY, MCORE)):
+        return True
+    return not joined_parts(path) and joined_path(path) is None
+
+
 def is_linear(path: str) -> bool:
     """Tells whether the cell at ``path`` (MindFormers' name) is a linear cell of a known model."""
     return any(architecture.is_linear(path) for architecture in registry.ARCHITECTURES)
@@ -115,7 +143,14 @@ def is_output_head(path: str) -> bool:
 
 def is_embedding(path: str) -> bool:
     """Tells whether ``path`` is, or ends in the name of, an input embedding, under either world's names."""
-    return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.embedding if name}
+    ends = {end for found in registry.ARCHITECTURES for ends in found.embedding_paths for end in ends if end}
+    return any(("." + path).endswith("." + end) for end in ends)
+
+
+def is_router(path: str) -> bool:
+    """Tells whether ``path`` is, or ends in the name of, a router of tokens to experts, under any world's name."""
+    ends = {end for found in registry.ARCHITECTURES for end in found.router if end}
+    return any(("." + path).endswith("." + end) for end in ends)
 
 
 def embeddings() -> List[str]:
@@ -135,32 +170,32 @@ def is_computed(name: str) -> bool:
 
 def architecture_of(parameters: Iterable[str]) -> Architecture:
     """Returns the architecture that knows most of the names of a checkpoint's tensors, in either world."""
-    found = list(parameters)
+    return _most_known(
+        lambda one, name: any(one.rename_parameter(name, *worlds) for worlds in itertools.permutations(WORLDS, 2)),
+        list(parameters),
+    )
 
-    def known(architecture: Architecture) -> int:
-        return sum(
-            bool(
-                architecture.rename_parameter(name, "hf", "mindformers")
-                or architecture.rename_parameter(name, "mindformers", "hf")
-            )
-            for name in found
-        )
 
-    return max(registry.ARCHITECTURES, key=known)
+def _most_known(knows: Callable[[Architecture, str], object], found: List[str]) -> Architecture:
+    """Returns the architecture that knows most of ``found``; if several do, the first of them."""
+    return max(registry.ARCHITECTURES, key=lambda one: sum(bool(knows(one, name)) for name in found))
+
+
+def _by_layers(name: str) -> List[Architecture]:
+    """Returns the architectures, before all others those whose layers' names begin as ``name`` does."""
+    return sorted(
+        registry.ARCHITECTURES, key=lambda one: not name.startswith(tuple(f"{own}." for own in one.layers if own))
+    )
 
 
 def _path(path: str, sources: Tuple[str, ...], target: str) -> str:
-    found = (
-        architecture.rename_path(path, source, target) for architecture in registry.ARCHITECTURES for source in sources
-    )
+    found = (architecture.rename_path(path, source, target) for architecture in _by_layers(path) for source in sources)
     return next((renamed for renamed in found if renamed is not None), path)
 
 
 def _parameter(name: str, sources: Tuple[str, ...], target: str) -> Optional[str]:
     found = (
-        architecture.rename_parameter(name, source, target)
-        for architecture in registry.ARCHITECTURES
-        for source in sources
+        architecture.rename_parameter(name, source, target) for architecture in _by_layers(name) for source in sources
     )
     return next((renamed for renamed in found if renamed is not None), None)
 

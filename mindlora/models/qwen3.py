@@ -20,7 +20,8 @@ NORMS = (
 
 def attention_sizes(config: ModelConfig) -> Sizes:
     """Returns end of a path -> (out, in) of the linear cells of the attention in a layer."""
-    hidden, heads, head_dim = config["hidden"], config["heads"], config["head_dim"]
+    hidden, heads = config["hidden"], config["heads"]
+    head_dim = config["head_dim"] or hidden // heads
     key_value = (config["kv_heads"] or heads) * head_dim
     return {
         "self_attention.linear_qkv": (heads * head_dim + 2 * key_value, hidden),
@@ -30,7 +31,11 @@ def attention_sizes(config: ModelConfig) -> Sizes:
 
 def linear_sizes(model_config: dict) -> Sizes:
     """Returns path -> (out, in) of the linear cells that MindFormers' Qwen3ForCausalLM has under ``model_config``."""
-    config = ModelConfig(model_config, DEFAULTS)
+    return dense_sizes(ModelConfig(model_config, DEFAULTS))
+
+
+def dense_sizes(config: ModelConfig) -> Sizes:
+    """Returns path -> (out, in) of the linear cells of an mcore model without experts."""
     hidden, inner = config["hidden"], config["inner"]
     feed_forward = {"mlp.linear_fc1": (2 * inner, hidden), "mlp.linear_fc2": (hidden, inner)}
     return in_layers([{**attention_sizes(config), **feed_forward}] * config["layers"], config)
@@ -50,4 +55,5 @@ QWEN3 = dataclasses.replace(
     model_types=("Qwen3ForCausalLM", "Qwen3Config"),
     parameters=(*LLAMA.parameters, *NORMS),
     linear_sizes=linear_sizes,
+    legacy=False,
 )

@@ -3,12 +3,23 @@
 from typing import Optional, Tuple
 
 from mindlora.models.architecture import Architecture
+from mindlora.models.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_APART
+from mindlora.models.glm2 import GLM2
+from mindlora.models.glm4 import GLM4
 from mindlora.models.llama import LLAMA
+from mindlora.models.qwen2 import QWEN2
 from mindlora.models.qwen3 import QWEN3
+from mindlora.models.qwen3_moe import QWEN3_MOE
 
 ARCHITECTURES: Tuple[Architecture, ...] = (
     LLAMA,
     QWEN3,
+    QWEN3_MOE,
+    QWEN2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_APART,
+    GLM2,
+    GLM4,
 )  # fmt: skip
 
 

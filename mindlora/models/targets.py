@@ -47,7 +47,8 @@ def select_targets(
         )
     if not linear_paths:
         raise TargetError(
-            "The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing to put LoRA on."
+            "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear), so there is nothing "
+            "to put LoRA on."
         )
     excluded = set()
     if exclude_modules is not None:
@@ -60,6 +61,48 @@ def select_targets(
             f"target_modules {target_modules!r} selects: {listed(chosen)}. Exclude fewer of them."
         )
     return selected if layers is None else _in_layers(selected, layers)
+
+
+def select_parameters(
+    paths: Sequence[str],
+    target_parameters: Sequence[str],
+    exclude_modules: Optional[Selector] = None,
+    layers: Optional[Union[int, Sequence[int]]] = None,
+) -> List[str]:
+    """Returns the paths of the stacked weights of experts that get an adapter.
+
+    Args:
+        paths (Sequence[str]): Full paths of the stacked weights of a network, in order.
+        target_parameters (list of str): As in LoraConfig.
+        exclude_modules, layers: As for select_targets.
+
+    Returns:
+        list of str, in the order of ``paths``.
+
+    Raises:
+        TargetError: A name matches no stacked weight, or nothing is left.
+    """
+    matchers = {name: _suffix_matcher(name) for name in target_parameters}
+    unmatched = [name for name, matches in matchers.items() if not any(map(matches, paths))]
+    if unmatched:
+        raise TargetError(
+            f"target_parameters names {', '.join(map(repr, unmatched))}, which matches no stacked weight of experts. "
+            f"Such weights of this network: {listed(paths) or 'none'}. Linear cells belong in target_modules."
+        )
+    left_out = set() if exclude_modules is None else set(_excluded(paths, exclude_modules))
+    chosen = [path for path in paths if path not in left_out and _any_of(list(matchers.values()))(path)]
+    if not chosen:
+        raise TargetError(
+            f"exclude_modules {exclude_modules!r} excludes all that target_parameters selects. Exclude fewer of them."
+        )
+    return chosen if layers is None else _in_layers(chosen, layers)
+
+
+def _excluded(paths: Sequence[str], exclude_modules: Selector) -> List[str]:
+    """Returns the paths that ``exclude_modules`` matches; some of it may be for other cells."""
+    if isinstance(exclude_modules, str):
+        return [path for path in paths if _regex_matcher(exclude_modules)(path)]
+    return [path for path in paths if any(_suffix_matcher(item)(path) for item in exclude_modules)]
 
 
 def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = None) -> List[str]:
@@ -101,7 +144,7 @@ def _in_layers(paths: List[str], layers: Union[int, Sequence[int]]) -> List[str]
 def _matching(linear_paths: Sequence[str], spec: Selector, field: str, other_cells: Mapping[str, str]) -> List[str]:
     """Returns the paths that ``spec``, the value of ``field``, matches; each of its alternatives must match one."""
     if spec == ALL_LINEAR:
-        selected = [path for path in linear_paths if not names.is_output_head(path)]
+        selected = [path for path in linear_paths if not names.is_output_head(path) and not names.is_router(path)]
         if not selected:
             raise TargetError(
                 f"{field} 'all-linear' leaves output heads out, and the network has no other linear "
@@ -114,14 +157,15 @@ def _matching(linear_paths: Sequence[str], spec: Selector, field: str, other_cel
     else:
         alternatives = {item: _suffix_matcher(item) for item in spec}
         matches_spec = _any_of(list(alternatives.values()))
-    selected = [path for path in linear_paths if _selects(matches_spec, path, field)]
+    own = names.canonical(linear_paths)
+    selected = [path for path in linear_paths if _selects(matches_spec, path, names.joined_parts(own[path]), field)]
     if not selected:
         raise TargetError(
             f"{field} {spec!r} matches no linear cell."
             + _near_misses(alternatives, other_cells)
             + _candidates(linear_paths)
         )
-    reachable = list(linear_paths) + [part for path in linear_paths for part in names.joined_parts(path)]
+    reachable = list(linear_paths) + [part for path in linear_paths for part in names.joined_parts(own[path])]
     unmatched = {text: matches for text, matches in alternatives.items() if not any(map(matches, reachable))}
     if unmatched:
         message = (
@@ -136,11 +180,10 @@ def _matching(linear_paths: Sequence[str], spec: Selector, field: str, other_cel
     return selected
 
 
-def _selects(matches: _Matcher, path: str, field: str) -> bool:
-    """Tells whether a spec selects the cell at ``path``; for a joined cell it must match its name or all its parts."""
+def _selects(matches: _Matcher, path: str, parts: Sequence[str], field: str) -> bool:
+    """Tells whether a spec selects the cell at ``path``; a joined cell's name or all its ``parts`` must match."""
     if matches(path):
         return True
-    parts = names.joined_parts(path)
     hit = [part for part in parts if matches(part)]
     if hit and len(hit) < len(parts):
         missing = [part.rpartition(".")[2] for part in parts if part not in hit]
@@ -159,9 +202,16 @@ def _regex_matcher(pattern: str) -> _Matcher:
     compiled = re.compile(pattern)
 
     def matches(path: str) -> bool:
-        return any(compiled.fullmatch(name) or compiled.match(name.rpartition(".")[2]) for name in names.aliases(path))
+        return any(compiled.fullmatch(name) or compiled.match(name.rpartition(".")[2]) for name in _spellings(path))
 
     return matches
+
+
+def _spellings(path: str) -> List[str]:
+    """Returns every path that may name the cell at ``path``: of a stacked weight of experts, also their module's."""
+    found = list(names.aliases(path))
+    modules = (name.rpartition(".")[0] for name in found)
+    return found + [module for module in modules if module.rpartition(".")[2] == "experts"]
 
 
 def _any_of(matchers: List[_Matcher]) -> _Matcher:
@@ -173,7 +223,7 @@ def _any_of(matchers: List[_Matcher]) -> _Matcher:
 
 def _suffix_matcher(suffix: str) -> _Matcher:
     def matches(path: str) -> bool:
-        return any(name == suffix or name.endswith("." + suffix) for name in names.aliases(path))
+        return any(name == suffix or name.endswith("." + suffix) for name in _spellings(path))
 
     return matches
 

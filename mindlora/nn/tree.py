@@ -18,9 +18,13 @@ def weight_of(cell: nn.Cell) -> Parameter:
 
 def adapter_path(cell: nn.Cell, path: str) -> str:
     """Returns the prefix of a cell's parameters: its path, or a longer or a shorter one."""
-    prefix, _, name = weight_of(cell).name.rpartition(".")
+    weight = weight_of(cell).name
+    prefix, _, name = weight.rpartition(".")
+    if name == path.rpartition(".")[2]:
+        # A stacked weight of experts is a cell for adapters alone, under the parameter's own name.
+        prefix, name = weight, WEIGHTS[0]
     # MindFormers' mcore models leave the first part of the path, "model.", out of the names of their parameters.
-    same = prefix == path or prefix.endswith("." + path) or path.endswith("." + prefix)
+    same = prefix == path or prefix.endswith("." + path) or ("." + path).endswith(".model." + prefix)
     return prefix if name in WEIGHTS and same else path
 
 

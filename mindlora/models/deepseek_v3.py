@@ -1,0 +1,122 @@
+"""DeepSeek-V3, which MindFormers has as an mcore model alone: latent attention, dense and expert layers.
+
+With mla_qkv_concat, as by default, MindFormers joins what leads from the hidden state down to the latents of q and of
+k and v, and calls the others linear_qb and linear_kvb. Without it, every cell is one of Hugging Face's.
+"""
+
+import dataclasses
+from typing import Any, List
+
+from mindlora.models.architecture import JoinedCell, Names
+from mindlora.models.joined_rows import PartAfterPart
+from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
+from mindlora.models.llama import NORMS as LLAMA_NORMS
+from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.qwen3 import Sizes, in_layers
+from mindlora.models.qwen3_moe import COUNTS, EXPERTS, ROUTER
+
+# Those of MindFormers' DeepseekV3Config.
+DEFAULTS = {
+    "layers": 61, "heads": 128, "hidden": 7168, "inner": 18432, "vocab": 129280, "q_rank": 1536, "kv_rank": 512,
+    "qk_head": 128, "rotary_head": 64, "v_head": 128, "expert_inner": 2048, "experts": 256, "shared_experts": 1,
+    "dense_layers": 3, "expert_layers": 1, "mla_joined": True,
+}  # fmt: skip
+SHARED_EXPERTS = (
+    Names("mlp.shared_experts.gate_proj", "mlp.shared_experts.w1", "mlp.shared_experts.gating"),
+    Names("mlp.shared_experts.down_proj", "mlp.shared_experts.w2", "mlp.shared_experts.linear_fc2"),
+    Names("mlp.shared_experts.up_proj", "mlp.shared_experts.w3", "mlp.shared_experts.hidden"),
+)
+Q_DOWN = Names("self_attn.q_a_proj", "attention.wq_down", "self_attention.linear_q_down_proj")
+KV_DOWN = Names("self_attn.kv_a_proj_with_mqa", "attention.wkv_down", "self_attention.linear_kv_down_proj")
+# Where a model has no latents of q.
+Q = Names("self_attn.q_proj", "attention.wq", "self_attention.linear_q_proj")
+OUT = Names("self_attn.o_proj", "attention.wo", "self_attention.linear_proj")
+W_QKV_DOWN = JoinedCell("w_qkv_down", ("wq_down", "wkv_down"), PartAfterPart(equal=False), "linear_qkv")
+
+
+def linear_sizes(model_config: dict) -> Sizes:
+    """Returns path -> (out, in) of the linear cells of MindFormers' DeepseekV3ForCausalLM; routed experts are none."""
+    config = ModelConfig(model_config, DEFAULTS)
+    dense = _feed_forward_sizes("mlp", config["inner"], config)
+    shared = (config["shared_experts"] or 0) * config["expert_inner"]
+    expert = _feed_forward_sizes("mlp.shared_experts", shared, config) if shared else {}
+    attention = _attention_sizes(config)
+    return in_layers([{**attention, **(expert if routed else dense)} for routed in _routed_layers(config)], config)
+
+
+def _attention_sizes(config: ModelConfig) -> Sizes:
+    hidden, heads, q_rank = config["hidden"], config["heads"], config["q_rank"]
+    query = heads * (config["qk_head"] + config["rotary_head"])
+    up = (heads * (config["qk_head"] + config["v_head"]), config["kv_rank"])
+    down = config["kv_rank"] + config["rotary_head"]
+    if config["mla_joined"]:
+        cells = {"linear_qkv": ((q_rank or query) + down, hidden), "linear_kvb": up}
+        cells.update({"linear_qb": (query, q_rank)} if q_rank else {})
+    else:
+        cells = {"linear_kv_down_proj": (down, hidden), "linear_kv_up_proj": up}
+        q = {"linear_q_down_proj": (q_rank, hidden), "linear_q_up_proj": (query, q_rank)}
+        cells.update(q if q_rank else {"linear_q_proj": (query, hidden)})
+    cells["linear_proj"] = (hidden, heads * config["v_head"])
+    return {f"self_attention.{cell}": size for cell, size in cells.items()}
+
+
+def _feed_forward_sizes(holder: str, inner: int, config: ModelConfig) -> Sizes:
+    hidden = config["hidden"]
+    return {f"{holder}.linear_fc1": (2 * inner, hidden), f"{holder}.linear_fc2": (hidden, inner)}
+
+
+def _routed_layers(config: ModelConfig) -> List[Any]:
+    """Returns for each layer whether it has experts."""
+    layers, dense, every = config["layers"], config["dense_layers"], config["expert_layers"]
+    if not config["experts"]:
+        return [False] * layers
+    if dense:
+        return [number >= dense for number in range(layers)]
+    return list(every) if isinstance(every, list) else [number % every == 0 for number in range(layers)]
+
+
+DEEPSEEK_V3 = dataclasses.replace(
+    LLAMA,
+    title="DeepSeek-V3",
+    model_types=("DeepseekV3ForCausalLM", "DeepseekV3Config"),
+    cells=(
+        Q_DOWN,
+        Names("self_attn.q_b_proj", "attention.wq_up", "self_attention.linear_qb"),
+        KV_DOWN,
+        Names("self_attn.kv_b_proj", "attention.wkv_up", "self_attention.linear_kvb"),
+        Q,
+        OUT,
+        *FEED_FORWARD,
+        *SHARED_EXPERTS,
+    ),
+    parameters=(
+        *LLAMA_NORMS,
+        Names("self_attn.q_a_layernorm.weight", "", "self_attention.q_layernorm.weight"),
+        Names("self_attn.kv_a_layernorm.weight", "", "self_attention.k_layernorm.weight"),
+        Names("mlp.gate.weight", "", "mlp.router.weight"),
+        Names("mlp.gate.e_score_correction_bias", "", "mlp.router.expert_bias"),
+    ),
+    joined=(W_QKV_DOWN, W_GATE_HIDDEN),
+    computed=(*LLAMA.computed, *COUNTS),
+    linear_sizes=linear_sizes,
+    experts=EXPERTS,
+    router=ROUTER,
+    legacy=False,
+)
+_APART = {
+    "linear_qb": "linear_q_up_proj", "linear_kvb": "linear_kv_up_proj", "k_layernorm.weight": "kv_layernorm.weight"
+}  # fmt: skip
+
+
+def _apart(name: Names) -> Names:
+    holder, _, end = name.mcore.partition(".")
+    return name._replace(mcore=f"{holder}.{_APART[end]}") if end in _APART else name
+
+
+DEEPSEEK_V3_APART = dataclasses.replace(
+    DEEPSEEK_V3,
+    title="DeepSeek-V3 with mla_qkv_concat: False",
+    cells=tuple(map(_apart, DEEPSEEK_V3.cells)),
+    parameters=tuple(map(_apart, DEEPSEEK_V3.parameters)),
+    joined=(W_GATE_HIDDEN,),
+)

@@ -1,0 +1,78 @@
+"""ChatGLM2 and ChatGLM3, legacy models of MindFormers.
+
+Unlike the Llama, Hugging Face's model has the joined cells too, with their parts one after the other. MindFormers has
+them by default; qkv_concat: False and mlp_concat: False take them apart.
+"""
+
+from typing import Any, Dict, Tuple
+
+from mindlora.models.architecture import Architecture, JoinedCell, Names
+from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn
+
+
+def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
+    """Returns path -> (out, in) of the linear cells that ChatGLM2ForConditionalGeneration has under the config."""
+
+    def get(key: str, default: Any) -> Any:
+        return model_config.get(key, default)
+
+    hidden, inner = get("hidden_size", 4096), get("ffn_hidden_size", 13696)
+    query = get("kv_channels", 128) * get("num_attention_heads", 32)
+    key_value = get("kv_channels", 128) * get("multi_query_group_num", 2)
+    key_value = key_value if get("multi_query_attention", True) else query
+    cells = {
+        "self_attention.query_key_value": (query + 2 * key_value, hidden),
+        "self_attention.wq": (query, hidden),
+        "self_attention.wk": (key_value, hidden),
+        "self_attention.wv": (key_value, hidden),
+        "self_attention.dense": (hidden, query),
+        "mlp.dense_h_to_4h": (2 * inner, hidden),
+        "mlp.dense_left": (inner, hidden),
+        "mlp.dense_right": (inner, hidden),
+        "mlp.dense_4h_to_h": (hidden, inner),
+    }
+    absent = ["wq", "wk", "wv"] if get("qkv_concat", True) else ["query_key_value"]
+    absent += ["dense_left", "dense_right"] if get("mlp_concat", True) else ["dense_h_to_4h"]
+    present = {end: size for end, size in cells.items() if end.rpartition(".")[2] not in absent}
+    sizes = {
+        f"transformer.encoder.layers.{layer}.{end}": size
+        for layer in range(get("num_layers", 28))
+        for end, size in present.items()
+    }
+    return {**sizes, "transformer.output_layer": (get("padded_vocab_size", 65024), hidden)}
+
+
+def _same(name: str) -> Names:
+    return Names(name, name)
+
+
+GLM2 = Architecture(
+    title="ChatGLM2 and ChatGLM3",
+    model_types=("ChatGLM2ForConditionalGeneration", "ChatGLM2Config"),
+    cells=(
+        _same("self_attention.query_key_value"),
+        Names("", "self_attention.wq"),
+        Names("", "self_attention.wk"),
+        Names("", "self_attention.wv"),
+        _same("self_attention.dense"),
+        _same("mlp.dense_h_to_4h"),
+        Names("", "mlp.dense_left"),
+        Names("", "mlp.dense_right"),
+        _same("mlp.dense_4h_to_h"),
+    ),
+    parameters=(
+        _same("input_layernorm.weight"),
+        _same("post_attention_layernorm.weight"),
+        _same("transformer.encoder.final_layernorm.weight"),
+    ),
+    embedding=Names("transformer.embedding.word_embeddings", "transformer.embedding"),
+    embedding_weight=Names("weight", "embedding_weight"),
+    output_head=_same("transformer.output_layer"),
+    joined=(
+        JoinedCell("query_key_value", ("wq", "wk", "wv"), QueryKeyValueInTurn()),
+        JoinedCell("dense_h_to_4h", ("dense_left", "dense_right"), PartAfterPart()),
+    ),
+    computed=("rotary_pos_emb.inv_freq",),
+    linear_sizes=linear_sizes,
+    layers=Names("transformer.encoder.layers", "transformer.encoder.layers"),
+)

@@ -1,0 +1,35 @@
+"""Qwen3-MoE, which MindFormers has as an mcore model alone: Qwen3 with routed experts in every layer."""
+
+import dataclasses
+
+from mindlora.models.architecture import Experts, Names
+from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.qwen3 import QWEN3, Sizes, attention_sizes, in_layers
+
+# Those of MindFormers' Qwen3MoeConfig.
+DEFAULTS = {"layers": 24, "heads": 32, "kv_heads": 4, "hidden": 2048, "vocab": 151936}
+EXPERTS = (
+    Experts(Names("mlp.experts.gate_up_proj", "mlp.experts.weight1", "mlp.experts.weight1"), ("gate_proj", "up_proj")),
+    Experts(Names("mlp.experts.down_proj", "mlp.experts.weight2", "mlp.experts.weight2"), ("down_proj",)),
+)
+ROUTER = Names("mlp.gate", "mlp.router", "mlp.router")
+# What a router counts while it trains.
+COUNTS = ("mlp.router.expert_load", "mlp.router.fi_accu")
+
+
+def linear_sizes(model_config: dict) -> Sizes:
+    """Returns path -> (out, in) of the linear cells of MindFormers' Qwen3MoeForCausalLM; routed experts are none."""
+    config = ModelConfig(model_config, DEFAULTS)
+    return in_layers([attention_sizes(config)] * config["layers"], config)
+
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    title="Qwen3-MoE",
+    model_types=("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+    parameters=(*QWEN3.parameters, Names("mlp.gate.weight", "", "mlp.router.weight")),
+    computed=(*QWEN3.computed, *COUNTS),
+    linear_sizes=linear_sizes,
+    experts=EXPERTS,
+    router=ROUTER,
+)
