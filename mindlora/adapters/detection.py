@@ -73,7 +73,7 @@ def sort_keys(file: File) -> Sorted:
         return Sorted(kohya.NAME, part_keys, {}, functools.partial(kohya.complete, source=file.path))
     if any(map(diffusers.parse_key, file.keys)):
         unreadable.refuse_keys(file.keys, file.path)
-        part_keys, unknown = diffusers.sort(file.keys, file.wanted)
+        part_keys, unknown = diffusers.sort(file.keys, file.wanted, file.path)
         _refuse_unknown(unknown, file.path)
         settings = functools.partial(diffusers.settings_of, header=file.header, source=file.path)
         return Sorted(diffusers.NAME, part_keys, {}, settings)
@@ -98,6 +98,11 @@ def _mindformers(file: File) -> Sorted:
         for key in file.keys
         if (found := mindformers.parse_expert_key(key) or mindformers.parse_key(key, dialect))
     }
+    if any(map(mindformers.is_adalora_key, file.keys)):
+        raise AdapterFormatError(
+            f"{file.path} is a checkpoint of a run with use_adalora, which keeps Lambda apart from A. Take the folder "
+            "that LoraCheckpoint wrote at this step, or call save_lora on the network with this checkpoint loaded."
+        )
     unknown = sorted(key for key in set(file.keys) - set(part_keys) if mindformers.is_adapter_key(key))
     if unknown:
         raise UnexpectedTensorsError(

@@ -266,7 +266,7 @@ def _adapter_from(
         if peft.is_embedding_key(file_key) if found.dialect == peft.NAME else names.is_embedding(part_key[0]):
             adapter.embeddings.add(part_key[0])
         for key, matrix in (mindformers.split_experts(file_key, array) or {part_key: array}).items():
-            _check_tensor(file_key, key[0], matrix, path)
+            _check_tensor(file_key, key[0], matrix, path, any_dtype=key[1] == kohya.ALPHA)
             if key in adapter.tensors:
                 raise AdapterFormatError(f"{path} holds the {key[1]} of {key[0]} twice, under two names.")
             adapter.tensors[key] = matrix
@@ -282,13 +282,13 @@ def _adapter_from(
     return adapter
 
 
-def _check_tensor(key: str, name: str, array: np.ndarray, path: str) -> None:
+def _check_tensor(key: str, name: str, array: np.ndarray, path: str, any_dtype: bool = False) -> None:
     # Each part of a path must look like a Python name, so that int() can read every part that str.isdigit accepts.
     if name and not (
         len(name) <= _MAX_NAME and all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
     ):
         raise AdapterFormatError(f"{path} holds a tensor named {shown(key)}, which is not the path of a cell.")
-    if array.dtype not in FLOATS:
+    if not any_dtype and array.dtype not in FLOATS:
         raise AdapterFormatError(
             f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 or bfloat16."
         )

@@ -57,6 +57,12 @@ def check_part(part: Optional[str]) -> None:
         raise LoraError(f"part is {part!r}, which is none of {', '.join(PARTS)}.{suggestion(part, list(PARTS))}")
 
 
+def check_holds(part: Optional[str], found: Iterable[str], source: str) -> None:
+    """Raises AdapterError if ``part`` is not among the parts that were found in a file; None is always there."""
+    if part is not None and part not in found:
+        raise AdapterError(f"{source} holds nothing of the part {part}: it holds {', '.join(sorted(found))}.")
+
+
 def split(path: str) -> Tuple[Optional[str], str]:
     """Returns the part that ``path`` begins with, or None, and the rest of the path."""
     head, _, rest = path.partition(".")
@@ -113,8 +119,8 @@ def take(adapter: Adapter, part: Optional[str], source: str) -> None:
     found = found_in(adapter.paths)
     if not found:
         rename(adapter, {path: f"{part}.{path}" for path in adapter.paths})
-    elif part not in found:
-        raise AdapterError(f"{source} holds nothing of the part {part}: it holds {', '.join(found)}.")
+    else:
+        check_holds(part, found, source)
     for path in adapter.paths:
         if split(path)[0] != part:
             drop(adapter, path)

@@ -151,13 +151,17 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
         raise AdapterError(f"Format {form!r} holds no {what}: {listed(adapter.paths)}. Write format 'peft'.")
 
 
-def sort(keys: Iterable[str], wanted: parts.Wanted) -> Tuple[Dict[str, PartKey], List[str]]:
-    """Returns key -> PartKey of the wanted part, and the keys that are not diffusers'."""
+def sort(keys: Iterable[str], wanted: parts.Wanted, source: str) -> Tuple[Dict[str, PartKey], List[str]]:
+    """Returns key -> PartKey of the wanted part, and the keys that are not diffusers'.
+
+    Raises:
+        AdapterError: There is nothing of the wanted part.
+    """
     found = {key: parse_key(key) for key in keys}
-    part_keys = {
-        key: known for key, known in found.items() if known and wanted.part in (None, parts.split(known[0])[0])
-    }
-    return part_keys, sorted(key for key, known in found.items() if not known)
+    part_keys = {key: known for key, known in found.items() if known}
+    parts.check_holds(wanted.part, parts.found_in(path for path, _ in part_keys.values()), source)
+    chosen = {key: known for key, known in part_keys.items() if wanted.part in (None, parts.split(known[0])[0])}
+    return chosen, sorted(set(found) - set(part_keys))
 
 
 def _module(key: str) -> Tuple[str, str]:

@@ -31,7 +31,9 @@ _PREFIXES = {
     "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2",
 }
-_ENDINGS = {".lora_down.weight": "A", ".lora_up.weight": "B", ".lora_mid.weight": "mid", ".alpha": "alpha"}
+# The name of an alpha among the parts of a pair; it may be of any dtype.
+ALPHA = "alpha"
+_ENDINGS = {".lora_down.weight": "A", ".lora_up.weight": "B", ".lora_mid.weight": "mid", ".alpha": ALPHA}
 _KEY = re.compile("^(" + "|".join(_PREFIXES) + r")([^.]+)(\.lora_(?:down|up|mid)\.weight|\.alpha)$")
 
 
@@ -40,24 +42,23 @@ def is_key(key: str) -> bool:
     return bool(_KEY.match(key))
 
 
-def sort(keys: Iterable[str], wanted: parts.Wanted, source: str) -> Tuple[Dict[str, PartKey], List[str]]:
+def sort(keys: List[str], wanted: parts.Wanted, source: str) -> Tuple[Dict[str, PartKey], List[str]]:
     """Returns key -> (path that begins with its part, "A", "B", "mid" or "alpha"), and the keys that are not kohya's.
 
     Args:
-        keys (iterable of str): The keys of the file.
+        keys (list of str): The keys of the file.
         wanted (Wanted): Which part to read, and the paths that the names belong to.
         source (str): The file, for messages.
 
     Raises:
         AdapterFormatError: A name is none of the known paths'.
+        AdapterError: There is nothing of the wanted part.
         UnexpectedTensorsError: A name is that of two paths.
     """
-    found, others, unknown = {}, [], []
-    for key in keys:
-        match = _KEY.match(key)
-        if not match:
-            others.append(key)
-            continue
+    matches = {key: match for key in keys if (match := _KEY.match(key))}
+    parts.check_holds(wanted.part, {_PREFIXES[match[1]] for match in matches.values()}, source)
+    found, unknown = {}, []
+    for key, match in matches.items():
         part, name = _PREFIXES[match[1]], match[2]
         if wanted.part not in (None, part):
             continue
@@ -71,7 +72,7 @@ def sort(keys: Iterable[str], wanted: parts.Wanted, source: str) -> Tuple[Dict[s
             f"{source} holds names whose paths are not known: {', '.join(dict.fromkeys(unknown))}. Give the paths of "
             "the network's cells, one in a line of a file (--target-paths)."
         )
-    return found, sorted(others)
+    return found, sorted(set(keys) - set(matches))
 
 
 def complete(adapter: Adapter, source: str) -> None:
@@ -82,7 +83,7 @@ def complete(adapter: Adapter, source: str) -> None:
         ShapeMismatchError: A middle matrix does not belong between its pair.
     """
     for path in adapter.paths:
-        alpha, mid = (adapter.tensors.pop((path, part), None) for part in ("alpha", "mid"))
+        alpha, mid = (adapter.tensors.pop((path, part), None) for part in (ALPHA, "mid"))
         if mid is not None:
             _put_in(mid, adapter, path, source)
         half = adapter.parts(path)

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any, Dict, List, Optional
 
-from mindlora.adapters.dialects import peft_vera
+from mindlora.adapters.dialects import mlx, peft_vera
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import shown
 from mindlora.errors import AdapterFormatError
@@ -126,6 +126,10 @@ def parse(content: dict, path: str) -> PeftConfig:
     Raises:
         AdapterFormatError: As for ``read``.
     """
+    if mlx.is_config(content):
+        raise AdapterFormatError(
+            f"{path} is mlx-lm's configuration, not PEFT's. Give its folder, with adapters.safetensors in it."
+        )
     use_vera, projection_key = content.get("peft_type") == peft_vera.KIND, peft_vera.projection_key(content)
     if use_vera:
         content = peft_vera.as_lora(content, path)
