@@ -12,10 +12,12 @@ from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import LoraError, TargetError, UnsupportedCellError
 from mindlora.models import names
-from mindlora.models.targets import ALL_LINEAR, select_targets
+from mindlora.models.targets import ALL_LINEAR, select_parameters, select_targets
 from mindlora.nn.cell import PART_NAMES
+from mindlora.nn.experts import ExpertWeight, check_patterns
 from mindlora.nn.nf4 import parameter_count
 from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
+from mindlora.nn.routed_experts import cells_and_weights, holders_with
 from mindlora.nn.tree import (
     adapter_path,
     lora_cells,
@@ -51,8 +53,8 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     With quantize_base, all linear cells except output heads become 4-bit first, whether they are selected or not.
 
     Args:
-        network (nn.Cell): Any network of nn.Dense or MindFormers' Linear cells.
-        config (LoraConfig): target_modules must be set.
+        network (nn.Cell): Any network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells.
+        config (LoraConfig): target_modules or target_parameters must be set.
 
     Returns:
         LoraReport.
@@ -69,19 +71,8 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
             "what was trained: build a new network."
         )
-    # PEFT's all-linear leaves embeddings and convolutions out as well.
-    types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
-    linear, others = {}, {}
-    for path, cell in network.cells_and_names():
-        (linear if path and isinstance(cell, types) else others)[path] = cell
-    # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
-    selected = select_targets(
-        list(linear),
-        config.target_modules,
-        config.exclude_modules,
-        {path: type(cell).__name__ for path, cell in others.items()},
-        config.layers_to_transform,
-    )
+    linear, selected = _selected(network, config)
+    check_patterns(config, [linear[path] for path in selected])
     saved = _saved_module_parameters(network, config.modules_to_save, selected)
     paths, initial_parts = {path: adapter_path(linear[path], path) for path in selected}, {}
     if config.quantize_base:
@@ -123,6 +114,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
         for part, parameter in adapted.parts().items():
             parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted
+    replacements.update(holders_with((cell, replacements[id(cell)]) for cell in cells.values()))
     replace_children(network, replacements)
     renew_recomputed_parameters(network)
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
@@ -219,6 +211,30 @@ def trainable_summary(network: nn.Cell) -> str:
     share = 100 * trainable / total if total else 0
     lines.append(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {share:.4f}")
     return "\n".join(lines)
+
+
+def _selected(network, config) -> Tuple[Dict[str, nn.Cell], List[str]]:
+    """Returns the cells that can get an adapter, by path, and the paths of those that do."""
+    # PEFT's all-linear leaves embeddings, convolutions and experts out as well.
+    types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
+    cells = dict(cells_and_weights(network))
+    linear = [path for path, cell in cells.items() if path and isinstance(cell, types)]
+    chosen: List[str] = []
+    # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
+    if config.target_modules is not None or config.target_parameters is None:
+        chosen += select_targets(
+            linear,
+            config.target_modules,
+            config.exclude_modules,
+            {path: type(cell).__name__ for path, cell in cells.items() if path not in linear},
+            config.layers_to_transform,
+        )
+    if config.target_parameters is not None:
+        weights = [path for path, cell in cells.items() if isinstance(cell, ExpertWeight)]
+        chosen += select_parameters(
+            weights, config.target_parameters, config.exclude_modules, config.layers_to_transform
+        )
+    return cells, [path for path in cells if path in chosen]
 
 
 def _check_adaptable(cells, config_of):

@@ -56,6 +56,9 @@ class LoraConfig:
             cell name (``.*wq|.*wv``); a list holds suffixes of paths (``["wq", "attention.wv"]``); ``"all-linear"``
             is every linear cell except the output head. Hugging Face names (``q_proj``) mean their MindFormers
             counterparts (``wq``).
+        target_parameters (list of str): Which stacked weights of routed experts get an adapter: ends of their names in
+            Hugging Face's world or MindFormers' (``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]``), or
+            ``["mlp.experts"]`` for both, besides what target_modules selects. Default: None.
         exclude_modules (str or list of str): Cells that get no adapter, given as target_modules is. Default: None.
         quantize_base (str): ``"nf4"`` quantizes linear cells of the base, adapted or not, to 4-bit NormalFloat
             (Dettmers et al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
@@ -104,6 +107,7 @@ class LoraConfig:
     lora_alpha: float = 16
     lora_dropout: float = 0.0
     target_modules: Patterns = None
+    target_parameters: Optional[List[str]] = None
     exclude_modules: Patterns = None
     quantize_base: Optional[str] = None
     quantize_exclude: Patterns = None
@@ -146,7 +150,7 @@ class LoraConfig:
             )
         for field in ("target_modules", "exclude_modules", "quantize_exclude"):
             check_patterns(getattr(self, field), field)
-        for field in ("freeze_include", "freeze_exclude", "modules_to_save"):
+        for field in ("freeze_include", "freeze_exclude", "modules_to_save", "target_parameters"):
             check_names(getattr(self, field), field)
         for field in ("use_rslora", "use_dora", "use_vera", "use_adalora", "freeze_lora_a"):
             check_flag(getattr(self, field), field)
@@ -310,13 +314,14 @@ class LoraConfig:
         for key in given:
             if key not in fields:
                 raise ConfigError(f"pet_config has an unknown key '{key}'.{suggestion(key, known)}")
-        if "target_modules" not in given:
+        if "target_modules" not in given and "target_parameters" not in given:
             raise ConfigError(
                 "pet_config has no target_modules: name the linear cells that get an adapter, "
                 "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'."
             )
         for key in (
             "target_modules",
+            "target_parameters",
             "exclude_modules",
             "freeze_include",
             "freeze_exclude",

@@ -12,6 +12,7 @@ from mindlora.adapters.pair_kinds import factors
 from mindlora.common.text import listed
 from mindlora.errors import LoraError, MergeError
 from mindlora.nn.cell import LoRACell
+from mindlora.nn.routed_experts import plain_holders
 from mindlora.nn.tree import lora_cells, replace_children
 from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics.dtypes import ROUNDING
@@ -176,7 +177,7 @@ def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
     cells = [cell for _, cell in _cells(network)]
     for cell in cells:
         cell.before_merge = None
-    replace_children(network, {id(cell): cell.plain_cell() for cell in cells})
+    replace_children(network, {**{id(cell): cell.plain_cell() for cell in cells}, **plain_holders(network)})
     return dataclasses.replace(report, before_merge_bytes=0)
 
 
@@ -235,13 +236,16 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     # Copies, because asnumpy may return a view of the parameter's own memory.
     cell.before_merge = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
     original, _, *magnitude = cell.before_merge
-    weight = original.reshape(len(original), -1)
-    b, a = factors(*cell.pair(), cell.embeds)
-    merged, gains = fold_weight(weight, b, a, cell.scale, *magnitude)
+    # One pair of matrices, or one for each expert.
+    b, a = (half.reshape(-1, *half.shape[-2:]) for half in factors(*cell.pair(), cell.embeds))
+    weight = original.reshape(len(b), b.shape[1], a.shape[2])
+    folded = [fold_weight(*matrices, cell.scale, *magnitude) for matrices in zip(weight, b, a)]
     # from_numpy takes over the array, whereas Tensor would briefly hold a second copy of the weight.
-    cell.weight.set_data(Tensor.from_numpy(merged.reshape(original.shape)))
+    cell.weight.set_data(Tensor.from_numpy(_joined([merged for merged, _ in folded]).reshape(original.shape)))
     cell.silence()
-    difference, bound = probe_weight(weight, cell.weight.asnumpy().reshape(weight.shape), b, a, cell.scale, gains)
+    stored = cell.weight.asnumpy().reshape(weight.shape)
+    probes = [probe_weight(*matrices, cell.scale, gains) for *matrices, (_, gains) in zip(weight, stored, b, a, folded)]
+    difference, bound = (np.concatenate(found, axis=1) for found in zip(*probes))
     if not np.isfinite(bound).all():
         raise MergeError(
             f"{path}: W, A or B holds NaN or infinity, so nothing was merged. Load the base or the adapter again."
@@ -254,6 +258,10 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
             "keep the adapter unmerged, or load the base in a dtype with more range."
         )
     return float(difference[worst]), float(bound[worst])
+
+
+def _joined(blocks: List[np.ndarray]) -> np.ndarray:
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def _restore(cells):

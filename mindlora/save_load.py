@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Optional, Tuple
+from typing import Mapping, Optional, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -30,7 +30,12 @@ logger = logging.getLogger("mindlora")
 
 
 def save_lora(
-    network: nn.Cell, path: str, format: str = "peft", base_model: Optional[str] = None, part: Optional[str] = None
+    network: nn.Cell,
+    path: str,
+    format: str = "peft",
+    base_model: Optional[str] = None,
+    part: Optional[str] = None,
+    values: Optional[Mapping[str, np.ndarray]] = None,
 ) -> None:
     """Writes the adapter of ``network``, and nothing else of it, in one atomic step.
 
@@ -45,6 +50,7 @@ def save_lora(
         base_model (str): Name or path of the base model, written into adapter_config.json. Default: None.
         part (str): With "diffusers" and "kohya", which part of Stable Diffusion the network is: "unet", "text_encoder"
             or "text_encoder_2". Default: None, as its paths say.
+        values (mapping): As for ``adapter_of``. Default: None.
 
     Raises:
         LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown or does not suit ``path``.
@@ -57,7 +63,7 @@ def save_lora(
     cells = dict(lora_cells(network))
     if not cells:
         raise LoraError("The network holds no LoRADense cell, so there is no adapter to save. Call apply_lora first.")
-    adapter = adapter_of(network)
+    adapter = adapter_of(network, values)
     adapter.base_model = base_model
     if format == "peft":
         split_joined(adapter, network, cells)
@@ -71,11 +77,13 @@ def save_lora(
     adapter_files.write(adapter, str(path), format)
 
 
-def adapter_of(network: nn.Cell) -> Adapter:
+def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = None) -> Adapter:
     """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base that was loaded.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
+        values (mapping): In a sharded run, name -> whole array for each parameter of which the network has a slice.
+            The adapter then has no fingerprint of the base, of which there are only slices too. Default: None.
 
     Returns:
         Adapter, whose paths are the network's own.
@@ -98,6 +106,10 @@ def adapter_of(network: nn.Cell) -> Adapter:
     shared = next(iter(cells.values())).shared_parts()
     tensors |= {SHARED[part]: to_array(parameter) for part, parameter in shared.items()}
     saved_modules = {parameter.name: to_array(parameter) for parameter in saved_module_parameters(network)}
+    if values:
+        saved_modules = {name: values.get(name, array) for name, array in saved_modules.items()}
+        named = {(path, part): p.name for path, cell in cells.items() for part, p in cell.parts().items()}
+        tensors = {key: values.get(named.get(key), array) for key, array in tensors.items()}
     rslora = {cell.use_rslora for cell in cells.values()}
     if len(rslora) > 1:
         raise LoraError(
@@ -110,7 +122,7 @@ def adapter_of(network: nn.Cell) -> Adapter:
         rslora.pop(),
         max(cell.dropout_rate for cell in cells.values()),
         saved_modules,
-        fingerprint=base_fingerprint(network, left_out),
+        fingerprint=base_fingerprint(network, left_out) if values is None else None,
         dialect="network",
         embeddings={path for path, cell in cells.items() if cell.embeds},
         projection_key=max(cell.projection_key for cell in cells.values()),
@@ -312,7 +324,7 @@ def _selection(network, cells, adapter):
     if stacked:
         fields["target_parameters"] = stacked
     # The leaf of a parameter needs the name of its module, since a linear cell can be called down_proj too.
-    parts = {"target_modules": -1, "target_parameters": -2}
+    parts = {"target_modules": -1, "target_parameters": -3}
     for field, paths in fields.items():
         names_there = [names.to_hugging_face(path).split(".") for path in paths]
         fields[field] = sorted({".".join(name[parts[field] :] if all_adapted else name) for name in names_there})

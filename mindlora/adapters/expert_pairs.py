@@ -26,7 +26,12 @@ _SINGLE = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)$")
 
 def single_paths(adapter: Adapter) -> List[str]:
     """Returns the paths of pairs of single experts."""
-    return [path for path in adapter.paths if _SINGLE.match(path)]
+    return [path for path in adapter.paths if is_single(path)]
+
+
+def is_single(path: str) -> bool:
+    """Tells whether ``path`` is a single expert's."""
+    return _SINGLE.match(path) is not None
 
 
 def stacked_paths(adapter: Adapter) -> List[str]:
@@ -140,7 +145,9 @@ def _joined_rows(stacks: List[Pair], path: str) -> Pair:
         return a, b
     ((other_a, other_b),) = others
     if other_a.shape[2] != a.shape[2]:
-        raise ShapeMismatchError(f"gate_proj and up_proj take inputs of different sizes, so they cannot make up {path}.")
+        raise ShapeMismatchError(
+            f"gate_proj and up_proj take inputs of different sizes, so they cannot make up {path}."
+        )
     if a.tobytes() == other_a.tobytes():
         return a, np.concatenate([b, other_b], axis=1)
     upper = np.concatenate([b, np.zeros_like(other_b, shape=(*b.shape[:2], other_b.shape[2]))], axis=2)

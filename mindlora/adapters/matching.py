@@ -4,7 +4,7 @@ import logging
 import warnings
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type
 
-from mindlora.adapters import joined_pairs
+from mindlora.adapters import expert_pairs, joined_pairs
 from mindlora.adapters.adapter import Adapter, listed_parts, name_of
 from mindlora.adapters.fingerprint import base_difference, forms_that_differ
 from mindlora.errors import (
@@ -30,6 +30,7 @@ class CellShape(NamedTuple):
         kv_heads (int or None): Number of key-value heads of the attention that it belongs to, if any.
         head_dim (int or None): Their size.
         linear (bool): Whether "all-linear" selects it.
+        experts (bool): Whether it is a stacked weight of experts.
     """
 
     in_channels: Optional[int]
@@ -37,6 +38,7 @@ class CellShape(NamedTuple):
     kv_heads: Optional[int] = None
     head_dim: Optional[int] = None
     linear: bool = True
+    experts: bool = False
 
 
 class Match:
@@ -59,7 +61,8 @@ class Match:
         self.adapter, self.shapes, self.source = adapter, shapes, source
         own = {names.to_mindformers(path): path for path in shapes}
         rename(adapter, {path: names.to_mindformers(path) for path in adapter.paths})
-        present, self.relaid = set(adapter.paths), False
+        self.relaid = self._relay_experts(own)
+        present = set(adapter.paths)
         for path in own:
             if path not in present and any(part in present for part in names.joined_parts(path)):
                 cell = shapes[own[path]]
@@ -77,26 +80,49 @@ class Match:
                 # An embedding has no in_channels, and no VeRA either.
                 adapter.narrow(path, shapes[path].in_channels)
 
+    def _relay_experts(self, own: Mapping[str, str]) -> bool:
+        """Stacks pairs of single experts, or takes stacked ones apart, as the network has them; tells whether it did."""
+        adapter = self.adapter
+        if any(cell.experts for cell in self.shapes.values()):
+            relaid = bool(expert_pairs.single_paths(adapter))
+            expert_pairs.stack_pairs(adapter)
+            return relaid
+        apart = any(map(expert_pairs.is_single, own)) and bool(expert_pairs.stacked_paths(adapter))
+        if apart:
+            expert_pairs.split_pairs(adapter)
+        return apart
+
     def selected(self) -> List[str]:
         """Returns the paths that the adapter's own configuration selects, so that a lost pair is noticed."""
         adapter = self.adapter
         selection: Dict[str, Any] = adapter.selection
         targets = selection.get("target_modules")
+        parameters = tuple("." + name for name in selection.get("target_parameters") or ())
+        # As in PEFT, whatever layers_to_transform says.
+        stacked = [
+            path
+            for path, cell in self.shapes.items()
+            if cell.experts and any(("." + name).endswith(parameters) for name in names.aliases(path))
+        ]
         if not targets:
-            return []
+            return stacked
         # As in apply_lora.
-        plain = [path for path, cell in self.shapes.items() if cell.linear or targets != ALL_LINEAR]
+        plain = [
+            path for path, cell in self.shapes.items() if not cell.experts and (cell.linear or targets != ALL_LINEAR)
+        ]
         try:
             chosen = select_targets(plain, targets, selection.get("exclude_modules"))
         except TargetError:
             # PEFT accepts names that match nothing if others match, so here only the tensors can tell.
-            return []
+            return stacked
         layers = selection.get("layers_to_transform")
         if layers is not None:
             wanted = set(layers if isinstance(layers, list) else [layers])
             chosen = [path for path in chosen if names.layer_of(path) in wanted]
         saved = {name.rpartition(".")[0] for name in adapter.saved_modules}
-        return [path for path in chosen if names.to_mindformers(path) not in saved or (path, "A") in adapter.tensors]
+        return stacked + [
+            path for path in chosen if names.to_mindformers(path) not in saved or (path, "A") in adapter.tensors
+        ]
 
     def check_names(self, expected: List[str], strict: bool) -> None:
         """Raises UnexpectedTensorsError or MissingTensorsError if adapter and network hold different tensors.

@@ -1,8 +1,8 @@
 """The table of pairs: which parts each kind of adapter has (KINDS), and what A and B look like on each cell (LAYOUTS).
 
 A kind (LoRA, DoRA, VeRA) says which tensors a cell's adapter consists of and what may be done with them. A layout
-(linear, embedding, convolution, experts) says which shapes A and B have and how B A is added to the weight. A new kind is one
-entry here; no other module of mindlora.adapters asks for a part by name or for a number of dimensions.
+(linear, embedding, convolution, experts) says which shapes A and B have and how B A is added to the weight. A new kind
+is one entry here; no other module of mindlora.adapters asks for a part by name or for a number of dimensions.
 """
 
 import dataclasses

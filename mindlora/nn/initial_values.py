@@ -6,7 +6,7 @@ from typing import Any, List, Sequence, Tuple
 import numpy as np
 from mindspore import Tensor
 from mindspore.common import dtype as mstype
-from mindspore.common.initializer import HeUniform, Normal, initializer
+from mindspore.common.initializer import HeUniform, Normal, Uniform, initializer
 
 from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
@@ -56,7 +56,8 @@ def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -
     if init is None:
         init = "kaiming_uniform" if field == "lora_a_init" else "zeros"
     if isinstance(init, str) and init == "kaiming_uniform":
-        init = HeUniform(negative_slope=math.sqrt(5))
+        # Of stacked experts [experts, r, in], MindSpore would count the rank among the inputs.
+        init = HeUniform(negative_slope=math.sqrt(5)) if len(shape) != 3 else Uniform(1 / math.sqrt(shape[2]))
     elif isinstance(init, Tensor) and list(init.shape) != shape:
         raise ConfigError(f"{field} is a Tensor of shape {list(init.shape)}: it must be {shape}.")
     try:

@@ -14,6 +14,7 @@ from mindlora.errors import MissingTensorsError, RankMismatchError, ScaleMismatc
 from mindlora.models import names
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.linear_form import channels_of
+from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.nn.registry import adaptable_linear_types, kind_of
 
 # A join or a split changes the last bits of lora_alpha.
@@ -98,7 +99,12 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
     """
     heads, linear = _head_sizes(network), adaptable_linear_types()
     return {
-        path: CellShape(*channels_of(cell), *heads[id(cell)], linear=isinstance(cell, linear))
+        path: CellShape(
+            *channels_of(cell),
+            *heads.get(id(cell), (None, None)),
+            linear=isinstance(cell, linear),
+            experts=isinstance(cell, (ExpertWeight, LoRAExpertWeight)),
+        )
         for path, cell in cells.items()
     }
 

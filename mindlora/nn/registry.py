@@ -11,9 +11,11 @@ from mindlora.nn.conv import LoRAConv2d
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
+from mindlora.nn.experts import LoRAExpertWeight
 from mindlora.nn.linear_form import parallel_linear_types
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.parallel_linear import (
+    AdaLoRAParallelLinear,
     DoRAParallelLinear,
     LoRAParallelLinear,
     NF4ParallelLinear,
@@ -27,14 +29,17 @@ from mindlora.nn.vera import VeRADense
 KINDS = (
     DoRAParallelLinear,  # linear cells of MindFormers' mcore models, with use_dora
     VeRAParallelLinear,  # the same, with use_vera
+    AdaLoRAParallelLinear,  # the same, with use_adalora
     LoRAParallelLinear,  # the same
     QLoRAParallelLinear,  # NF4ParallelLinear
     DoRADense,  # nn.Dense and MindFormers' Linear, with use_dora
     VeRADense,  # the same, with use_vera
+    AdaLoRADense,  # the same, with use_adalora
     LoRADense,  # the same
     QLoRADense,  # NF4Dense
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
+    LoRAExpertWeight,  # ExpertWeight, of MindFormers' mcore models
 )
 
 
@@ -44,7 +49,6 @@ def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     If no class can adapt the cell, or none provides that adapter for it, the check of the returned class raises the
     reason.
     """
-    AdaLoRADense,  # the same, with use_adalora
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
     return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
 

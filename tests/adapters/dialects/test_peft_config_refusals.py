@@ -82,7 +82,6 @@ def test_flags_must_be_true_or_false(tmp_path, value):
         ("layer_replication", [[0, 4], [2, 5]]),
         ("lora_bias", True),
         ("monteclora_config", {"a": 1}),
-        ("target_parameters", ["experts.gate_up_proj"]),
         ("trainable_token_indices", [5]),
         ("use_bdlora", True),
         ("use_qalora", True),
@@ -124,7 +123,9 @@ def test_initializers_that_change_the_base_are_refused(tmp_path, value):
     )
 
 
-@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern", "modules_to_save"])
+@pytest.mark.parametrize(
+    "field", ["target_modules", "target_parameters", "exclude_modules", "layers_pattern", "modules_to_save"]
+)
 @pytest.mark.parametrize("value", [5, True, ["q_proj", 5], [""], {"q_proj": 1}, [["q_proj"]]])
 def test_invalid_module_names(tmp_path, field, value):
     refused(written(tmp_path, {**PLAIN, field: value}), f": {field} is {value!r}; it must be a list of module names.")

@@ -1,0 +1,213 @@
+"""LoRA on the weights of the routed experts in MindFormers' mcore models, stacked for a grouped matrix product.
+
+MindFormers' FFNGroupedGEMM holds two of them. ExpertWeight shows each as a cell of its own, so that it can be selected,
+adapted, saved and merged like any other; mindlora.nn.routed_experts computes what FFNGroupedGEMM does with the two.
+"""
+
+import sys
+from typing import Dict, Iterable, Tuple
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.auto_generate import GroupedMatmul
+
+from mindlora.config import LoraConfig
+from mindlora.errors import ConfigError, UnsupportedCellError
+from mindlora.models import names
+from mindlora.models.targets import pattern_value
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.initial_values import initial_values
+
+FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
+# Field of LoraConfig -> why it is not for experts. PEFT has none of these for stacked experts either.
+_UNSERVED = {
+    "lora_dropout": "would drop elements of a token before it is sent to its experts",
+    "use_dora": "needs the norms of single experts' rows",
+    "use_vera": "shares A and B between cells of one shape",
+    "use_adalora": "prunes ranks of linear cells",
+    "quantize_base": "quantizes linear cells alone, so the experts would stay in float",
+}
+Operands = Tuple[Tensor, Tensor, Tensor]
+
+
+class ExpertWeight(nn.Cell):
+    """One stacked weight of a layer's experts: y_e = x_e W_e for the tokens x_e of each expert.
+
+    Args:
+        holder (nn.Cell): MindFormers' FFNGroupedGEMM, whose weight it shares.
+        leaf (str): "weight1" (gate_proj and up_proj) or "weight2" (down_proj).
+
+    Attributes:
+        experts, in_channels, out_channels (int): Number of experts, and the sizes of each W_e [in, out].
+        leaf (str): As above.
+        dtype (mindspore.dtype): The dtype of the products.
+
+    Weights:
+        weight [experts * in_channels, out_channels].
+
+    Inputs:
+        - **x** (Tensor) - Shape [tokens, in_channels], sorted by expert.
+        - **weight**, **a**, **b** (Tensor) - What ``operands`` returned, or this device's part of it.
+        - **groups** (Tensor) - int64, the token after each expert's last.
+
+    Outputs:
+        Tensor of shape [tokens, out_channels].
+    """
+
+    def __init__(self, holder: nn.Cell, leaf: str):
+        super().__init__()
+        # The tuple hides it from MindSpore, as in LoRACell.
+        self._holder = (holder,)
+        self.leaf, self.weight = leaf, getattr(holder, leaf)
+        self.experts, self.out_channels = holder.num_local_experts, self.weight.shape[1]
+        self.in_channels = self.weight.shape[0] // self.experts
+        self.dtype = holder.compute_dtype
+        self.product = GroupedProduct(self.in_channels, self.out_channels)
+        self.cast = ops.Cast()
+
+    @property
+    def holder(self) -> nn.Cell:
+        """The FFNGroupedGEMM whose weight this is."""
+        return self._holder[0]
+
+    def operands(self) -> Operands:
+        """Returns what construct multiplies by; W stands in for the A and B that there are not."""
+        weight = self.cast(self.weight, self.dtype)
+        return weight, weight, weight
+
+    def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+        return self.product(x, weight, groups)
+
+
+class GroupedProduct(nn.Cell):
+    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses.
+
+    Args:
+        in_channels (int): Size of the last axis of x.
+        out_channels (int): Size of the last axis of the result.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.shape = (-1, in_channels, out_channels)
+        self.reshape, self.grouped_matmul = ops.Reshape(), GroupedMatmul(split_item=3, group_type=0)
+
+    def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
+        weight = self.reshape(weight, self.shape)
+        return self.grouped_matmul([x], [weight], None, None, None, None, None, groups)[0]
+
+
+class LoRAExpertWeight(LoRACell):
+    """A stacked weight of experts with a low-rank update: y_e = x_e W_e + ((x_e A_e^T) * scale) B_e^T.
+
+    All experts of a layer have one rank. The groups of tokens are the base's.
+
+    Weights:
+        weight [experts * in, out], mindpet_delta_lora_a [experts, r, in], mindpet_delta_lora_b [experts, out, r].
+
+    Inputs:
+        As for ExpertWeight.
+
+    Outputs:
+        Tensor of shape [tokens, out].
+
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
+    """
+
+    @classmethod
+    def base_types(cls) -> Tuple[type, ...]:
+        return (ExpertWeight,)
+
+    @classmethod
+    def serves(cls, config: LoraConfig) -> bool:
+        return True
+
+    @classmethod
+    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
+        _check_holder(cell.holder)
+        for field, meaning in _UNSERVED.items():
+            if getattr(config, field, None):
+                raise UnsupportedCellError(
+                    f"The cell holds the weights of {cell.experts} experts, and {field} {meaning}. Leave {field} out, "
+                    "or add the experts to exclude_modules."
+                )
+
+    @classmethod
+    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
+        return {"A": (cell.experts, rank, cell.in_channels), "B": (cell.experts, cell.out_channels, rank)}
+
+    def _adopt(self, cell, config):
+        self._describe(cell, config)
+        self.leaf, self.weight, self.experts = cell.leaf, cell.weight, cell.experts
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.dtype
+        shapes = self.part_shapes(cell, self.lora_rank)
+        a, b = initial_values(config, shapes["A"], shapes["B"])
+        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
+        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
+        self.product = cell.product
+        self.a_product = GroupedProduct(self.in_channels, self.lora_rank)
+        self.b_product = GroupedProduct(self.lora_rank, self.out_channels)
+        self.cast, self.transpose = ops.Cast(), ops.Transpose()
+        carry_settings(cell, self)
+
+    def operands(self) -> Operands:
+        """Returns what construct multiplies by: W, A and B."""
+        return (
+            self.cast(self.weight, self.dtype),
+            self.cast(self.mindpet_delta_lora_a, self.dtype),
+            self.cast(self.mindpet_delta_lora_b, self.dtype),
+        )
+
+    def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
+        low_rank = self.a_product(x, self.transpose(a, (0, 2, 1)), groups) * self.cast(self.scale, self.dtype)
+        return self.product(x, weight, groups) + self.b_product(low_rank, self.transpose(b, (0, 2, 1)), groups)
+
+    def _give_back(self, cell):
+        """The cell that was replaced still has the weight."""
+
+    def extend_repr(self) -> str:
+        return (
+            f"experts={self.experts}, in_channels={self.in_channels}, out_channels={self.out_channels}, "
+            f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
+        )
+
+
+def check_patterns(config: LoraConfig, cells: Iterable[nn.Cell]) -> None:
+    """Raises ConfigError if rank_pattern or alpha_pattern names single experts of ``cells``.
+
+    Args:
+        config (LoraConfig): The configuration.
+        cells (iterable of nn.Cell): The selected cells, of all kinds.
+    """
+    weights = [cell for cell in cells if isinstance(cell, ExpertWeight)]
+    for field in ("rank_pattern", "alpha_pattern"):
+        for expression in getattr(config, field) or ():
+            named = [weight for weight in weights if _names_single_experts(expression, weight)]
+            if named:
+                raise ConfigError(
+                    f"{field} {expression!r} names single experts, and all experts of a layer have one rank and one "
+                    f"lora_alpha. Name their weights, such as '{names.to_hugging_face(named[0].weight.name)}'."
+                )
+
+
+def _names_single_experts(expression: str, weight: ExpertWeight) -> bool:
+    path, pattern = weight.weight.name, {expression: True}
+    holder = names.to_hugging_face(path).rpartition(".")[0]
+    singles = [
+        f"{holder}.{expert}{end}"
+        for expert in range(weight.experts)
+        for end in ("", ".gate_proj", ".up_proj", ".down_proj")
+    ]
+    return not pattern_value(pattern, path, False) and any(pattern_value(pattern, single, False) for single in singles)
+
+
+def _check_holder(cell: nn.Cell) -> None:
+    kind = type(cell).__name__
+    if type(cell).construct is not sys.modules[FFN_MODULE].FFNGroupedGEMM.construct:
+        raise UnsupportedCellError(f"{kind} has a forward of its own, which the adapter's cell would drop.")
+    if getattr(cell.config, "enable_expert_relocation", False):
+        raise UnsupportedCellError(
+            f"{kind} moves experts between devices (enable_expert_relocation), and their adapters would stay behind. "
+            "Set enable_expert_relocation: False, or add the experts to exclude_modules."
+        )

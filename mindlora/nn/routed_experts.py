@@ -1,0 +1,143 @@
+"""What MindFormers' FFNGroupedGEMM computes, with adapters on the weights of its experts (see mindlora.nn.experts)."""
+
+import sys
+from typing import Dict, Iterable, Iterator, Mapping, Optional, Tuple
+
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.operations import Morph
+
+from mindlora.nn.cell import LoRACell, carry_settings
+from mindlora.nn.experts import FFN_MODULE, ExpertWeight
+from mindlora.nn.linear_form import is_sharded
+
+_LEAVES = ("weight1", "weight2")
+
+
+class RoutedExperts(nn.Cell):
+    """FFNGroupedGEMM with an adapter on one or both of its weights:
+
+    y = sum over the experts e of a token of p_e swiglu(x W1_e) W2_e. The tokens are sent to the experts' devices and
+    back by MindFormers' own dispatcher.
+
+    Args:
+        cell (nn.Cell): The FFNGroupedGEMM to replace.
+        weights (mapping): "weight1" and "weight2" -> ExpertWeight or LoRAExpertWeight.
+
+    Inputs:
+        - **tokens** (Tensor) - Shape [devices, tokens, hidden].
+        - **probs** (Tensor) - Shape [devices, tokens, experts of a token].
+        - **routing_map** (Tensor) - Of the same shape; the experts of each token.
+
+    Outputs:
+        Tensor of the shape and dtype of tokens.
+    """
+
+    def __init__(self, cell: nn.Cell, weights: Mapping[str, nn.Cell]):
+        super().__init__()
+        self._adopted = (cell,)
+        # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
+        self._cells.update(weights)
+        self.token_dispatcher, self.swiglu = cell.token_dispatcher, cell.swiglu
+        self.num_tokens_per_expert = cell.num_tokens_per_expert
+        self.hidden_size, self.inner_size = cell.hidden_size, cell.moe_ffn_hidden_size
+        self.dtype = next(weight.dtype for weight in weights.values() if isinstance(weight, LoRACell))
+        self.slices = cell.moe_token_dispatcher_type == "alltoall_deredundency"
+        if self.slices:
+            self.stride_slice = cell.stride_slice
+        self.cast, self.reshape = ops.Cast(), ops.Reshape()
+        self.morphed_forward = Morph(self.forward_func, _of_tokens, _of_tokens)
+        self.morphed_forward.add_prim_attr("self_define_shard", True)
+        if is_sharded(cell):
+            self._shard()
+        carry_settings(cell, self)
+
+    def _shard(self):
+        layout = sys.modules[FFN_MODULE].layout
+        tokens = layout("dp_cp", "None", "None")
+        # W is [experts * in, out]; A and B have an axis of experts.
+        own = {True: layout("ep", "None", "None"), False: layout("ep", "None")}
+        operands = [
+            own[half and isinstance(self._cells[leaf], LoRACell)] for leaf in _LEAVES for half in (False, True, True)
+        ]
+        self.morphed_forward.shard(
+            in_strategy=(tokens, tokens, tokens, *operands, layout("None")), out_strategy=(tokens,)
+        )
+
+    def construct(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        shape, dtype = tokens.shape, tokens.dtype
+        if self.slices:
+            tokens = self.stride_slice(tokens, (0, 0, 0), shape, (1, 1, 1))
+        w1, a1, b1 = self.weight1.operands()
+        w2, a2, b2 = self.weight2.operands()
+        y = self.morphed_forward(
+            self.cast(tokens, self.dtype), probs, routing_map, w1, a1, b1, w2, a2, b2, self.num_tokens_per_expert
+        )
+        if self.slices:
+            y = self.stride_slice(y, (0, 0, 0), shape, (1, 1, 1))
+        return self.cast(y, dtype)
+
+    def forward_func(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        w1: Tensor,
+        a1: Tensor,
+        b1: Tensor,
+        w2: Tensor,
+        a2: Tensor,
+        b2: Tensor,
+        num_tokens_per_expert: Optional[Parameter] = None,
+    ) -> Tensor:
+        """What the Morph runs: a Morph takes each tensor as an input of its own, and no Parameter besides them."""
+        x, groups, context = self.token_dispatcher.token_permutation(tokens, probs, routing_map, num_tokens_per_expert)
+        x = self.weight1(self.reshape(x, (-1, self.hidden_size)), w1, a1, b1, groups)
+        x = self.reshape(self.swiglu(x, -1), (-1, self.inner_size))
+        return self.token_dispatcher.token_unpermutation(self.weight2(x, w2, a2, b2, groups), context)
+
+    def sharded_state_dict(self) -> dict:
+        """Returns what MindFormers' Muon optimizer asks of the cell that was replaced."""
+        return self._adopted[0].sharded_state_dict()
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the cell that this one replaced, with its weights."""
+        (cell,) = self._adopted
+        carry_settings(self, cell)
+        return cell
+
+
+def _of_tokens(*inputs: object) -> object:
+    return inputs[0]
+
+
+def cells_and_weights(network: nn.Cell) -> Iterator[Tuple[str, nn.Cell]]:
+    """Yields (path, cell) for each cell of a network, and after experts (path, ExpertWeight) for their weights."""
+    ffn = sys.modules.get(FFN_MODULE)
+    for path, cell in network.cells_and_names():
+        yield path, cell
+        if ffn and isinstance(cell, ffn.FFNGroupedGEMM):
+            for leaf in _LEAVES:
+                yield f"{path}.{leaf}" if path else leaf, ExpertWeight(cell, leaf)
+
+
+def holders_with(adapted: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
+    """Returns id of FFNGroupedGEMM -> the RoutedExperts to put in its place.
+
+    Args:
+        adapted (iterable): (base cell, the cell that replaces it), of all kinds.
+    """
+    holders: Dict[int, nn.Cell] = {}
+    weights: Dict[int, Dict[str, nn.Cell]] = {}
+    for base, cell in adapted:
+        if isinstance(base, ExpertWeight):
+            holders[id(base.holder)] = base.holder
+            weights.setdefault(id(base.holder), {})[base.leaf] = cell
+    return {
+        key: RoutedExperts(holder, {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in _LEAVES})
+        for key, holder in holders.items()
+    }
+
+
+def plain_holders(network: nn.Cell) -> Dict[int, nn.Cell]:
+    """Returns id of each RoutedExperts in a network -> the FFNGroupedGEMM that it replaced."""
+    return {id(cell): cell.plain_cell() for _, cell in network.cells_and_names() if isinstance(cell, RoutedExperts)}
