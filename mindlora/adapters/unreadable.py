@@ -62,7 +62,7 @@ FOREIGN = (
     Foreign(
         "an adapter of a diffusion model other than Stable Diffusion",
         _OTHER_DIFFUSION,
-        r"^(transformer|diffusion_model|prior|controlnet|text_encoder_3)\..*lora|^lora_(transformer|prior|unet_blocks|unet_layers)_",
+        r"^(transformer\.\w*blocks|diffusion_model|prior|controlnet|text_encoder_3)\..*lora|^lora_(transformer|prior|unet_blocks|unet_layers)_",
     ),
     Foreign("torchtune's checkpoint", _TORCHTUNE, r"^layers\.\d+\..*\.lora_[ab]\.weight$", r"^adapter_\d+\.pt$"),
     Foreign("lit-gpt's adapter", _LITGPT, r"\.lora_[AB]$", r"(\.lora\.pth|\.pth\.lora)$"),
