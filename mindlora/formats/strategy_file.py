@@ -7,9 +7,9 @@ one of them all, in which the number of the stage stands before each name ("1-mo
 
 import os
 import re
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Tuple
 
-from mindlora.common.json_files import parse_object
+from mindlora.common.json_files import parse_object, write_json
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
 from mindlora.formats import protobuf
 
@@ -106,6 +106,31 @@ def read_all(path: str) -> Stages:
                 )
             first.setdefault(stage, file)
     return stages
+
+
+def write(path: str, stage: int, layouts: Mapping[str, Layout]) -> None:
+    """Writes the layouts of one pipeline stage in the JSON form.
+
+    Args:
+        path (str): A file that ends in .json.
+        stage (int): The pipeline stage.
+        layouts (mapping): Parameter -> Layout, with even slices.
+    """
+    items = {
+        name: {
+            "dev_matrix": list(layout.dev_matrix),
+            "tensor_map": [list(axes) if len(axes) > 1 else (*axes, -1)[0] for axes in layout.tensor_map],
+            "param_split_shape": [],
+            "indices_offset": [],
+            "field": 0,
+            "opt_weight_shard_step": layout.opt_shard_step,
+            "opt_weight_shard_size": layout.opt_shard_size,
+        }
+        for name, layout in layouts.items()
+    }
+    # MindSpore's own tools take the number of the stage from the first operator.
+    operators = {"LoRA": {"stage": stage, "parallel_strategy": []}}
+    write_json(path, {"current_stage": 1, "parallel_strategy_item": operators, "parallel_layout_item": items})
 
 
 def _from_protobuf(content: bytes, path: str) -> Tuple[int, List[Tuple[str, Layout]]]:

@@ -6,6 +6,7 @@ from mindformers.tools.register import MindFormerConfig
 ORDER = (
     "LoraStart",
     "LoraInitialization",
+    "AdapterSlices",
     "ExchangeCheck",
     "HeldOutLoss",
     "AdapterHealth",

@@ -16,6 +16,7 @@ from mindlora.nn.tree import saved_module_parameters
 from mindlora.plugin.log import logger
 from mindlora.plugin.mcore_model import McoreRows
 from mindlora.plugin.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
+from mindlora.plugin.sharded_checks import is_scattered
 from mindlora.save_load import load_lora
 
 
@@ -61,7 +62,9 @@ class MindloraModel(LoraModel):
         saved = [f"*.{parameter.name}" for parameter in saved_module_parameters(base_model)]
         config.freeze_exclude = [*(config.freeze_exclude or ()), *saved] or None
         self._leave_frozen(config)
-        if config.adapter_path:
+        if is_scattered(config.adapter_path):
+            logger.info("The slices of %s are loaded once MindSpore has cut the network.", config.adapter_path)
+        elif config.adapter_path:
             if not config.use_adalora:
                 load_lora(base_model, config.adapter_path)
             logger.info("Adapter loaded from %s.", config.adapter_path)

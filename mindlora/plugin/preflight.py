@@ -14,14 +14,15 @@ from mindlora.numerics import initializers
 from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume, run_description
 from mindlora.plugin.adalora import prepare_budget
 from mindlora.plugin.cpu_checks import check_cpu
+from mindlora.plugin.eval_rows import cut_rows_for_eval
 from mindlora.plugin.exchange import prepare_exchange
 from mindlora.plugin.log import logger
 from mindlora.plugin.mcore import check_mcore, is_mcore
+from mindlora.plugin.mistakes import refuse_mistakes
 from mindlora.plugin.pet_config import check_pet_config
 from mindlora.plugin.run_modes import TRAINING_MODES
+from mindlora.plugin.sharded_checks import check_sharded, is_scattered
 
-# Modes in which MindSpore rewrites the graph; in these, optimizer parallelism splits the parameters themselves.
-_GRAPH_PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
 # Callbacks that carry out a lora_init that changes the base. LoraStart was LoraInitialization's name in version 0.1.
 _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization", "LoraStart")
 
@@ -45,8 +46,10 @@ def prepare(config: MindFormerConfig) -> None:
         _prepare_mcore(config, pet_config)
     elif config.context.device_target == "CPU":
         check_cpu(config)
+    refuse_mistakes(config)
     if config.run_mode in TRAINING_MODES:
-        _check_sharded_adapter(config)
+        check_sharded(config)
+        _fill_adapter_slices(config)
         _fill_preset_learning_rate(config)
         _fill_resume(config)
         _add_initialization(config)
@@ -57,6 +60,7 @@ def prepare(config: MindFormerConfig) -> None:
         callback_order.arrange(config)
         _record_gradient_norms(config)
     packing.check_eval_data(config)
+    cut_rows_for_eval(config)
     _move_lora_plus(config)
     check_quantized_base(config)
     run_description.remember_configuration(config)
@@ -99,26 +103,17 @@ def _prepare_mcore(config, pet_config):
         config.print_separate_loss = False
 
 
-def _check_sharded_adapter(config):
-    if not config.use_parallel or not any(
-        callback.get("type") == "LoraCheckpoint" for callback in config.callbacks or []
-    ):
+def _fill_adapter_slices(config):
+    """Has each rank load its own slices, if adapter_path is a folder that mindlora scatter wrote."""
+    path = (config.model.model_config.pet_config or {}).get("adapter_path")
+    if not is_scattered(path):
         return
-    parallel, context = config.parallel_config or {}, config.parallel or {}
-    found = [
-        (f"parallel_config.{key}", parallel[key], 1)
-        for key in ("model_parallel", "pipeline_stage")
-        if (parallel.get(key) or 1) > 1
-    ]
-    if context.get("enable_parallel_optimizer") and context.get("parallel_mode") in _GRAPH_PARALLEL_MODES:
-        found.append(("parallel.enable_parallel_optimizer", True, False))
-    for key, value, needed in found:
+    if not config.use_parallel:
         raise ConfigError(
-            f"callbacks has LoraCheckpoint and {key} is {value}: each device then holds only a part of the "
-            f"adapter, but LoraCheckpoint saves only complete ones. Set {key.rpartition('.')[2]}: {needed}, or "
-            "save with CheckpointMonitor and save_trainable_params: True and merge the parts with "
-            "MindFormers' transform_checkpoint."
+            f"adapter_path: {path} holds slices of an adapter for the ranks of a sharded run, and use_parallel is "
+            "False. Name the adapter itself."
         )
+    config.callbacks = [MindFormerConfig(type="AdapterSlices", path=path), *(config.callbacks or [])]
 
 
 def _fill_preset_learning_rate(config):
@@ -133,16 +128,6 @@ def _add_initialization(config):
     pet_config = config.model.model_config.pet_config or {}
     if not initializers.changes_base(pet_config.get("lora_init")) or pet_config.get("adapter_path"):
         return
-    parallel = config.parallel or {}
-    if (
-        config.use_parallel
-        and parallel.get("enable_parallel_optimizer")
-        and parallel.get("parallel_mode") in _GRAPH_PARALLEL_MODES
-    ):
-        raise ConfigError(
-            f"pet_config has lora_init {pet_config['lora_init']} and parallel.enable_parallel_optimizer "
-            "is True: each device then holds only a part of a weight. Set enable_parallel_optimizer: False."
-        )
     callbacks = config.callbacks or []
     if not any(callback.get("type") in _INITIALIZING_CALLBACKS for callback in callbacks):
         config.callbacks = [MindFormerConfig(type="LoraInitialization"), *callbacks]

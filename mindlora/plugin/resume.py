@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from typing import TYPE_CHECKING, List, Optional, Union
+from typing import TYPE_CHECKING, List, Mapping, Optional, Union
 
+import numpy as np
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Parameter, Tensor, nn
 from safetensors.numpy import load_file, save_file
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam
 
 STEP_PREFIX = "step_"
+# Where the slices of a sharded run are that could not be joined: in it step_N, in that rank_R.
+SLICES = "slices"
 _STATE_TENSORS = "training_state.safetensors"
 _STATE_METADATA = "training_state.json"
 _BEST_METADATA = "best.json"
@@ -71,7 +74,8 @@ def set_aside(directory: str, step: int) -> Optional[str]:
     Returns:
         str, the folder that now holds it, or None if there was nothing to move.
     """
-    later = [folder for folder in step_folders(directory) if int(os.path.basename(folder)[len(STEP_PREFIX) :]) > step]
+    saved = [*step_folders(directory), *step_folders(os.path.join(directory, SLICES))]
+    later = [folder for folder in saved if int(os.path.basename(folder)[len(STEP_PREFIX) :]) > step]
     best = os.path.join(directory, "best")
     if (_read_json(os.path.join(best, _BEST_METADATA)) or {}).get("step", 0) > step:
         later.append(best)
@@ -82,7 +86,7 @@ def set_aside(directory: str, step: int) -> Optional[str]:
         number += 1
     os.mkdir(aside)
     for folder in later:
-        os.rename(folder, os.path.join(aside, os.path.basename(folder)))
+        os.renames(folder, os.path.join(aside, os.path.relpath(folder, directory)))
     return aside
 
 
@@ -122,13 +126,18 @@ def read_metadata(folder: str) -> dict:
     return _read_json(os.path.join(folder, _STATE_METADATA))
 
 
-def save(folder: str, params: "InternalCallbackParam") -> None:
+def save(folder: str, params: "InternalCallbackParam", values: Optional[Mapping[str, np.ndarray]] = None) -> None:
     """Writes a step folder: adapter, optimizer moments, loss scale, step, trained base parameters, callbacks' state.
 
     Args:
         folder (str): The folder to write, atomically.
         params (InternalCallbackParam): MindSpore's callback parameters.
+        values (mapping): In a sharded run the whole tensors of the adapter (see mindlora.save_load.adapter_of). Only
+            the adapter is written then, as every rank has a state of its own. Default: None.
     """
+    if values is not None:
+        save_lora(base_of(params.train_network), folder, values=values)
+        return
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in state_parameters(params.train_network)}
     metadata = {
@@ -142,7 +151,13 @@ def save(folder: str, params: "InternalCallbackParam") -> None:
         write_json(os.path.join(new, _STATE_METADATA), metadata)
 
 
-def save_best(folder: str, params: "InternalCallbackParam", metric: str, value: float) -> None:
+def save_best(
+    folder: str,
+    params: "InternalCallbackParam",
+    metric: str,
+    value: float,
+    values: Optional[Mapping[str, np.ndarray]] = None,
+) -> None:
     """Writes the adapter that is the best so far, with its step and its metric.
 
     Args:
@@ -150,9 +165,10 @@ def save_best(folder: str, params: "InternalCallbackParam", metric: str, value: 
         params (InternalCallbackParam): MindSpore's callback parameters.
         metric (str): The name of the metric.
         value (float): The value of the metric.
+        values (mapping): As for ``save``. Default: None.
     """
     with atomic.replace_folder(folder) as new:
-        save_lora(base_of(params.train_network), new)
+        save_lora(base_of(params.train_network), new, values=values)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
 
 

@@ -1,6 +1,7 @@
 """The callbacks that a YAML can name, one file each; importing this package registers them all in MindFormers."""
 
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
+from mindlora.plugin.callbacks.adapter_slices import AdapterSlices
 from mindlora.plugin.callbacks.early_stopping import EarlyStopping
 from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
 from mindlora.plugin.callbacks.graceful_stop import GracefulStop
@@ -19,6 +20,7 @@ from mindlora.plugin.callbacks.warm_up import WarmUp
 
 __all__ = [
     "AdapterHealth",
+    "AdapterSlices",
     "EarlyStopping",
     "ExchangeCheck",
     "GracefulStop",

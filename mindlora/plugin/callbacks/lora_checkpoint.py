@@ -18,6 +18,7 @@ from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, loss_of, register
 from mindlora.plugin.log import logger
 from mindlora.plugin.network import base_of
+from mindlora.plugin.sharded_saves import ShardedSaves
 
 
 @register
@@ -27,6 +28,10 @@ class LoraCheckpoint(Callback):
     ``directory`` gets step_N (adapter and training state, from which a run resumes) and best (only the adapter). Rank 0
     writes them, each atomically. Whatever an earlier run saved there after the step at which this run starts is moved
     into earlier_run_1, earlier_run_2 and so on.
+
+    In a sharded run (model_parallel, pipeline_stage, or an optimizer that splits parameters) the ranks join their
+    slices at each save, and rank 0 writes the adapter alone: such a run cannot be resumed here. Where they cannot be
+    joined, each rank writes its own below slices, and the log says which command joins them.
 
     A resumed run continues exactly as if it had never stopped: the same data in the same order, the same learning
     rates and losses. The exceptions are lora_dropout above 0 and neftune_alpha, which the log warns about: MindSpore
@@ -67,6 +72,7 @@ class LoraCheckpoint(Callback):
         self.directory = training_state.checkpoint_directory(directory)
         self.best_metric, self.best_mode, self.resume = best_metric, best_mode, resume
         self.losses, self.last_saved, self.measured = [], 0, (0, None)
+        self.sharded = ShardedSaves(self.directory, keep_last)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Resumes the run or initializes the adapters, and sets aside what an earlier run saved."""
@@ -137,10 +143,15 @@ class LoraCheckpoint(Callback):
         step = params.cur_step_num
         self.losses, self.last_saved = [], step
         exchange_state.save_unsent(self.directory, step, params.train_network, self.keep_last)
+        values = None
+        if self.sharded.applies_to(params):
+            value, values = self.sharded.metric(value), self.sharded.gather(params)
+            if values is None:
+                return
         if get_real_rank() != 0:
             return
         folder = os.path.join(self.directory, f"{training_state.STEP_PREFIX}{step}")
-        training_state.save(folder, params)
+        training_state.save(folder, params, values)
         logger.info(
             "Adapter of step %d saved in %s (%s: %s).",
             step,
@@ -148,19 +159,34 @@ class LoraCheckpoint(Callback):
             self.best_metric,
             "not measured" if value is None else f"{value:.6g}",
         )
-        if value is not None:
-            self._keep_if_best(params, value)
+        if value is not None and self._is_best(value):
+            training_state.save_best(self._best, params, self.best_metric, value, values)
         for old in training_state.step_folders(self.directory)[: -self.keep_last]:
             atomic.remove_folder(old)
 
     def _keep_if_best(self, params, value):
         """Writes best, on rank 0, if ``value`` is the best so far."""
-        if get_real_rank() != 0 or not np.isfinite(value):
-            return
-        folder = os.path.join(self.directory, "best")
-        before = training_state.best_value(folder, self.best_metric)
-        if before is None or (value < before if self.best_mode == "min" else value > before):
-            training_state.save_best(folder, params, self.best_metric, value)
+        values = None
+        if self.sharded.applies_to(params):
+            value = self.sharded.metric(value)
+            # All ranks must know, as all of them have to gather.
+            if not self.sharded.rank_0_says(self._is_best(value)):
+                return
+            values = self.sharded.gather(params)
+            if values is None:
+                return
+        if get_real_rank() == 0 and self._is_best(value):
+            training_state.save_best(self._best, params, self.best_metric, value, values)
+
+    @property
+    def _best(self):
+        return os.path.join(self.directory, "best")
+
+    def _is_best(self, value):
+        """Returns whether ``value`` is the best so far, by what this rank finds in the folder."""
+        before = training_state.best_value(self._best, self.best_metric)
+        better = before is None or (value < before if self.best_mode == "min" else value > before)
+        return bool(np.isfinite(value)) and better
 
     def _reported(self, params):
         """Returns {metric: value} of this step."""

@@ -1,0 +1,71 @@
+"""What all processes of a run tell each other outside the train step, bit for bit: bytes, gathered or summed."""
+
+from typing import Callable, List
+
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.communication import get_group_size, get_rank
+
+from mindlora.errors import BackendError
+
+
+def all_gather(content: np.ndarray) -> np.ndarray:
+    """Returns what every rank holds: by AllGather.
+
+    Args:
+        content (numpy.ndarray): uint8 [n], with the same n on all ranks.
+
+    Returns:
+        numpy.ndarray, uint8 [ranks, n].
+
+    Raises:
+        BackendError: The device has no such operator.
+    """
+    # As int32, which every backend gathers; bytes are gathered on none.
+    words = np.frombuffer(content.tobytes() + bytes(-content.size % 4), np.int32)
+    gathered = _run("AllGather", ops.AllGather, words)
+    return gathered.view(np.uint8).reshape(get_group_size(), -1)[:, : content.size]
+
+
+def all_sum(content: np.ndarray) -> np.ndarray:
+    """Returns the bytes of all ranks put together, where at each place only one rank has any: by AllReduce.
+
+    Args:
+        content (numpy.ndarray): uint8 [n], with the same n on all ranks, 0 where it is another rank's turn.
+
+    Returns:
+        numpy.ndarray, uint8 [n].
+
+    Raises:
+        BackendError: The device has no such operator.
+    """
+    # Two bytes become a whole number in float32, whose sum with zeros is exact, also for NaN and -0.0.
+    halves = np.frombuffer(content.tobytes() + bytes(content.size % 2), np.uint16).astype(np.float32)
+    return _run("AllReduce", ops.AllReduce, halves).astype(np.uint16).view(np.uint8)[: content.size]
+
+
+def share(text: bytes) -> List[bytes]:
+    """Returns the text of every rank, in the order of the ranks; all of them must call this."""
+    sizes = all_gather(np.array([len(text)], np.int64).view(np.uint8)).copy().view(np.int64)[:, 0]
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    return [row[:size].tobytes() for row, size in zip(all_gather(padded), sizes)]
+
+
+def value_of(rank: int, value: float) -> float:
+    """Returns what one rank has as ``value``, on every rank; -1 is the last. All of them must call this."""
+    own = np.array([value], np.float64).view(np.uint8)
+    return float(all_gather(own)[rank].copy().view(np.float64)[0])
+
+
+def rank_and_count() -> "tuple[int, int]":
+    """Returns this process's rank, and how many there are."""
+    return get_rank(), get_group_size()
+
+
+def _run(name: str, operator: Callable, content: np.ndarray) -> np.ndarray:
+    try:
+        return operator()(Tensor(content)).asnumpy()
+    except (RuntimeError, TypeError, ValueError) as error:
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        raise BackendError(f"{name} of {content.dtype} cannot run on this device or in this mode: {first}") from error
