@@ -4,14 +4,16 @@ Such a cell returns (y, bias): with skip_bias_add, the bias is for the caller to
 MindFormers shards by layouts and which runs in graph mode alone.
 """
 
+import functools
 from typing import Optional, Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.common import dtype as mstype
+from mindspore.common.initializer import initializer
 from mindspore.ops import functional
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
+from mindlora.nn.adalora import AdaLoRADense
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
@@ -96,7 +98,7 @@ def _product(kind, in_channels, out_channels, cell):
         in_channels,
         out_channels,
         config=cell.config,
-        init_method=lambda shape: Tensor(shape=shape, dtype=mstype.float32, init=0),
+        init_method=functools.partial(initializer, "zeros"),
         bias=False,
         skip_bias_add=True,
     )
@@ -122,6 +124,8 @@ class _Parallel(LoRACell):
             if config.use_dora
             else "use_vera"
             if config.use_vera
+            else "use_adalora"
+            if config.use_adalora
             else initializers.needs_whole_matrices(config.lora_init) and f"lora_init {config.lora_init}"
         )
         if unserved:
@@ -195,6 +199,10 @@ class DoRAParallelLinear(_Parallel, DoRADense):
 
 class VeRAParallelLinear(_Parallel, VeRADense):
     """VeRADense for the linear cells of mcore models that are not sharded."""
+
+
+class AdaLoRAParallelLinear(_Parallel, AdaLoRADense):
+    """AdaLoRADense for the linear cells of mcore models that are not sharded."""
 
 
 class NF4ParallelLinear(NF4Dense):

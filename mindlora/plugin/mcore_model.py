@@ -12,8 +12,9 @@ from mindlora.errors import ConfigError
 def _check_width(found, seq_length):
     if found not in (seq_length, seq_length + 1):
         raise ConfigError(
-            f"The rows of the data have {found} tokens, and the model's seq_length is {seq_length}: an mcore model "
-            f"takes rows of {seq_length}, or of {seq_length + 1} as mindlora data --seq-length {seq_length} writes them."
+            f"The rows of the data have {found} tokens, and the model's seq_length is {seq_length}: an mcore "
+            f"model takes rows of {seq_length}, or of {seq_length + 1} as mindlora data --seq-length {seq_length} "
+            "writes them."
         )
 
 

@@ -1,0 +1,55 @@
+"""Small networks of MindFormers' mcore models, for a CPU with the stand-ins of mcore_cpu."""
+
+from unittest import mock
+
+import numpy as np
+
+# Where MindFormers asks whether the run is of a legacy model while it builds one.
+_ASKED = "mindformers.parallel_core.training_graph.transformer.utils.is_legacy_model"
+# A YAML's model_config; sizes that differ from each other wherever the model lets them.
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "seq_length": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "ignore_token_id": -100,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "params_dtype": "float32",
+    "compute_dtype": "float32",
+    "layernorm_compute_dtype": "float32",
+    "softmax_compute_dtype": "float32",
+    "rotary_dtype": "float32",
+}
+
+
+def tiny_qwen3(seed=0, **keys):
+    """Returns a Qwen3 as MindFormers trains it, of the sizes in TINY, with random weights."""
+    from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
+
+    with mock.patch(_ASKED, lambda: False):
+        return filled(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys})), seed)
+
+
+def filled(network, seed):
+    """Fills a network's weights with random values, which depend on their names alone; returns the network."""
+    from mindspore import Tensor
+
+    for parameter in network.get_parameters():
+        rng = np.random.default_rng([seed, *parameter.name.encode()])
+        values = rng.normal(size=parameter.shape, scale=0.3 if len(parameter.shape) > 1 else 0.1)
+        parameter.set_data(Tensor((values + (len(parameter.shape) == 1)).astype(np.float32)))
+    return network
+
+
+def tokens(rows=2, length=TINY["seq_length"], seed=0):
+    """Returns random token ids, int32 [rows, length], none of which is padding."""
+    return np.random.default_rng(seed).integers(1, TINY["vocab_size"], (rows, length)).astype(np.int32)
