@@ -1,12 +1,14 @@
-"""convert_adapter: turns an adapter of any known form into one of six."""
+"""convert_adapter: turns an adapter of any known form into one of seven."""
 
 import dataclasses
 import os
-from typing import Optional, Tuple
+from typing import Any, Dict, Iterable, Optional, Tuple
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import joined_pairs, parts
 from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects import mcore
+from mindlora.adapters.known_base import KnownBase, known_base
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
 from mindlora.models.architecture import JoinedCell
@@ -14,17 +16,19 @@ from mindlora.models.architecture import JoinedCell
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Sizes of the model's attention, which splitting and joining w_qkv need.
+    """Sizes of the model's attention, which splitting and joining its cells need.
 
     Attributes:
         heads (int): num_heads, or None.
         kv_heads (int): n_kv_heads, or None.
         head_dim (int): Size of a head, or None.
+        q_rank (int): q_lora_rank of DeepSeek-V3, or None.
     """
 
     heads: Optional[int] = None
     kv_heads: Optional[int] = None
     head_dim: Optional[int] = None
+    q_rank: Optional[int] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +80,22 @@ def convert_adapter(
     overwrite: bool = False,
     part: Optional[str] = None,
     target_paths: Optional[str] = None,
+    architecture: Optional[str] = None,
 ) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
     The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in
-    form "slora": their B are rescaled and rounded to their dtype. A convolution in three matrices (kohya's lora_mid)
-    becomes one in two.
+    forms "slora" and "mcore": their B are rescaled and rounded to their dtype. In form "mcore", which has one rank for
+    all cells, pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in
+    three matrices (kohya's lora_mid) becomes one in two.
 
     Args:
         source (str): Any form that adapter_files.read takes.
         output (str): Where to write.
-        to (str): "peft", "mindformers", "ckpt", "slora", "diffusers" or "kohya", as in adapter_files.write.
+        to (str): "peft", "mindformers", "ckpt", "slora", "mcore", "diffusers" or "kohya", as in adapter_files.write.
         lora_alpha (float): For a source that does not state it. Default: None.
-        heads (Heads): Needed if w_qkv is split (for "peft") or joined. Default: nothing known.
+        heads (Heads): Needed if w_qkv is split (for "peft") or joined, unless the adapter's base is a folder here with
+            its config.json. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
@@ -97,6 +104,8 @@ def convert_adapter(
             whose paths do not say what they are of, the part that they are. Default: None, all parts.
         target_paths (str): Text file with the paths of the network's cells, one in a line, for a source in kohya's
             form of a model that mindlora does not know. Default: None.
+        architecture (str): The kind of the base, as model_type in its config.json, such as qwen3. Default: None, which
+            takes it from the base's folder, its name or the adapter's cells; a Llama, if none of them tells.
 
     Returns:
         ConvertAdapterReport.
@@ -113,12 +122,18 @@ def convert_adapter(
         parts.of_one_model(adapter, source)
     if lora_alpha is not None:
         adapter.set_alpha(lora_alpha)
+    base = known_base(adapter, architecture)
+    _check_form(base, to)
+    heads = _completed(heads, base.config)
     if concatenate:
         if to == "peft":
             raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
-        _join_all(adapter, heads)
+        _join_all(adapter, heads, adapter.paths)
     elif to == "peft":
         split_all(adapter, heads)
+    elif to == "mcore":
+        _join_all(adapter, heads, adapter.paths)
+        adapter = mcore.one_rank(adapter)
     adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
@@ -140,28 +155,46 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 
 
+def _check_form(base: KnownBase, to: str) -> None:
+    """Raises AdapterError if MindFormers has no legacy model of the kind, whose names the form ``to`` has."""
+    if to in ("mindformers", "ckpt", "slora") and base.architecture and not base.architecture.legacy:
+        raise AdapterError(
+            f"MindFormers has {base.architecture.title} ({base.reason}) as an mcore model alone, and format {to!r} has "
+            "the names of its legacy models. Write format 'mcore', which MindFormers' own LoRA reads, or 'peft', which "
+            "mindlora loads."
+        )
+
+
+def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:
+    """Returns ``heads`` with what it lacks taken from Hugging Face's config.json."""
+    count = heads.heads or config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    return Heads(
+        count,
+        heads.kv_heads or config.get("num_key_value_heads"),
+        heads.head_dim or config.get("head_dim") or (hidden // count if hidden and count else None),
+        heads.q_rank or config.get("q_lora_rank"),
+    )
+
+
 def split_all(adapter: Adapter, heads: Heads) -> None:
-    """Replaces each pair of a joined cell in ``adapter`` by pairs of its members."""
+    """Gives ``adapter`` the cells of Hugging Face's model: joined cells that it lacks are split, and parts joined."""
     for path in adapter.paths:
-        if names.joined_parts(path):
-            joined_pairs.split_pairs(adapter, path, heads.kv_heads, heads.head_dim)
+        if names.joined_parts(path) and not names.in_hugging_face(path):
+            joined_pairs.split_pairs(adapter, path, heads.kv_heads, heads.head_dim, heads.q_rank)
+    parts_alone = [path for path in adapter.paths if names.joined_path(path) and not names.in_hugging_face(path)]
+    _join_all(adapter, heads, parts_alone)
 
 
-def _join_all(adapter: Adapter, heads: Heads) -> None:
-    """Replaces the pairs of members of joined cells in ``adapter`` by one for each joined cell."""
-    joined = {
-        path.rpartition(".")[0] + "." + cell.name: cell
-        for path in adapter.paths
-        for cell in names.joined_cells()
-        if path.rpartition(".")[2] in cell.parts
-    }
-    for path, cell in joined.items():
-        join_into(adapter, path, cell, heads)
+def _join_all(adapter: Adapter, heads: Heads, paths: Iterable[str]) -> None:
+    """Replaces the pairs at ``paths``, as far as they are of members of joined cells, by one for each joined cell."""
+    for path in dict.fromkeys(filter(None, map(names.joined_path, paths))):
+        join_into(adapter, path, names.joined_cell(path), heads)
 
 
 def join_into(adapter: Adapter, path: str, cell: JoinedCell, heads: Heads) -> None:
     """Replaces the pairs of the members of the joined ``cell`` at ``path`` by one."""
-    members = cell.paths(path)
+    members = names.joined_parts(path)
     rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}
     counts = [rows.get(member) for member in members]
     total = cell.layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)

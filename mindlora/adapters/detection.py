@@ -93,11 +93,7 @@ def _mindformers(file: File) -> Sorted:
         unreadable.refuse_without_adapter(file.keys, file.path)
     if dialect is mindformers.SLORA and _is_mlx(file):
         return Sorted(mlx.NAME, mlx.sort(file.keys, file.path), {}, functools.partial(mlx.transpose, source=file.path))
-    part_keys = {
-        key: found
-        for key in file.keys
-        if (found := mindformers.parse_expert_key(key) or mindformers.parse_key(key, dialect))
-    }
+    part_keys = mindformers.sort(file.keys, dialect)
     if any(map(mindformers.is_adalora_key, file.keys)):
         raise AdapterFormatError(
             f"{file.path} is a checkpoint of a run with use_adalora, which keeps Lambda apart from A. Take the folder "

@@ -1,4 +1,4 @@
-"""Adapter files without a network: reading every known form, writing six of them."""
+"""Adapter files without a network: reading every known form, writing seven of them."""
 
 import os
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from tqdm import tqdm
 from mindlora.adapters import detection, parts, unreadable
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter, is_alpha
-from mindlora.adapters.dialects import diffusers, kohya, mindformers, mlx, peft, peft_config, peft_experts, slora
+from mindlora.adapters.dialects import diffusers, kohya, mcore, mindformers, mlx, peft, peft_config, peft_experts, slora
 from mindlora.adapters.expert_pairs import single_paths
 from mindlora.adapters.pair_kinds import VARIANTS
 from mindlora.common import atomic
@@ -25,9 +25,9 @@ from mindlora.numerics.dtypes import FLOATS, dtype_name
 _MANIFEST = "mindformers_adapter_config.json"  # MindFormers 2's, beside the adapter's safetensors.
 _MAX_NAME = 1000
 
-FORMS = ("peft", "mindformers", "ckpt", "slora", "diffusers", "kohya")
+FORMS = ("peft", "mindformers", "ckpt", "slora", "mcore", "diffusers", "kohya")
 # Form -> the ending of the file that it is; the others are folders.
-_FILES = {"ckpt": ".ckpt", "mindformers": ".safetensors", "kohya": ".safetensors"}
+_FILES = {"ckpt": ".ckpt", "mindformers": ".safetensors", "mcore": ".safetensors", "kohya": ".safetensors"}
 _WEIGHTS = (
     peft.WEIGHTS_FILE,
     peft.PICKLE_FILE,
@@ -132,10 +132,11 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 
     Args:
         adapter (Adapter): With complete pairs and a known lora_alpha.
-        path (str): A folder for "peft", "slora" and "diffusers", a file that ends in .safetensors for "mindformers"
-            and "kohya" and in .ckpt for "ckpt".
+        path (str): A folder for "peft", "slora" and "diffusers", a file that ends in .safetensors for "mindformers",
+            "mcore" and "kohya" and in .ckpt for "ckpt".
         to (str): "peft" for adapter_config.json and adapter_model.safetensors, "mindformers" and "ckpt" for
-            MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter, "diffusers" for
+            MindFormers' own names, "slora" for the folder from which MindFormers serves an adapter, "mcore" for what
+            MindFormers' own LoRA on an mcore model reads (see dialects/mcore.py), "diffusers" for
             pytorch_lora_weights.safetensors and "kohya" for one file, both of Stable Diffusion. Default: "peft".
 
     Raises:
@@ -175,6 +176,12 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
             write_arrays(written, tensors, kohya.header(adapter))
         return
     _refuse_experts(adapter, to)
+    if to == "mcore":
+        adapter = mcore.one_rank(adapter)
+        metadata = {"format": "np", adapter_metadata.KEY: adapter_metadata.text_of(adapter)}
+        with atomic.replace_file(path) as written:
+            write_arrays(written, mcore.tensors(adapter), metadata)
+        return
     if to == "slora":
         with atomic.replace_folder(path) as folder:
             ckpt_file.write(os.path.join(folder, slora.WEIGHTS_FILE), slora.tensors(adapter), "{}")
@@ -279,6 +286,8 @@ def _adapter_from(
         adapter.saved_modules[parameter] = array
     found.complete(adapter)
     adapter_metadata.complete(adapter, metadata, path)
+    if found.dialect == mindformers.MCORE.name:
+        mcore.without_zeros(adapter)
     return adapter
 
 
@@ -337,7 +346,7 @@ def _manifest_alpha(path: str) -> float:
 
 
 def _refuse_joined(adapter: Adapter) -> None:
-    joined = [path for path in adapter.paths if names.joined_parts(path)]
+    joined = [path for path in adapter.paths if names.joined_parts(path) and not names.in_hugging_face(path)]
     if joined:
         raise AdapterError(
             f"PEFT has no joined modules such as {listed(joined)}. Split them first: give the model's n_kv_heads and "

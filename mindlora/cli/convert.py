@@ -16,15 +16,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output",
         metavar="OUT",
-        help="a folder for peft, slora and diffusers, a .safetensors file for mindformers and kohya, a .ckpt file for "
-        "ckpt",
+        help="a folder for peft, slora and diffusers, a .safetensors file for mindformers, mcore and kohya, a .ckpt "
+        "file for ckpt",
     )
     parser.add_argument(
         "--to",
         required=True,
-        choices=("peft", "mindformers", "ckpt", "slora", "diffusers", "kohya"),
+        choices=("peft", "mindformers", "ckpt", "slora", "mcore", "diffusers", "kohya"),
         help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder that "
-        "MindFormers serves an adapter from; diffusers, kohya: Stable Diffusion's adapters",
+        "MindFormers serves an adapter from; mcore: what MindFormers' own LoRA on an mcore model reads; diffusers, "
+        "kohya: Stable Diffusion's adapters",
     )
     parser.add_argument("--alpha", type=float, metavar="ALPHA", help="lora_alpha, if IN does not state it")
     parser.add_argument(
@@ -33,6 +34,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, metavar="N", help="num_heads of the model, to join w_qkv")
     parser.add_argument("--kv-heads", type=int, metavar="N", help="n_kv_heads of the model, to join or split w_qkv")
     parser.add_argument("--head-dim", type=int, metavar="N", help="size of a head, to join or split w_qkv")
+    parser.add_argument("--q-lora-rank", type=int, metavar="N", help="q_lora_rank of DeepSeek-V3, to split linear_qkv")
+    parser.add_argument(
+        "--architecture",
+        metavar="TYPE",
+        help="the kind of the base, as model_type in its config.json (qwen3, deepseek_v3, ...), where neither that nor "
+        "the adapter tells",
+    )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
@@ -67,12 +75,13 @@ def convert(arguments: argparse.Namespace) -> Any:
         arguments.output,
         arguments.to,
         arguments.alpha,
-        Heads(arguments.heads, arguments.kv_heads, arguments.head_dim),
+        Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.q_lora_rank),
         arguments.concat,
         arguments.allow_pickle,
         arguments.overwrite,
         arguments.part,
         arguments.target_paths,
+        arguments.architecture,
     )
 
 

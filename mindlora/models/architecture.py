@@ -110,6 +110,8 @@ class Architecture:
             model. Default: None, they are not known.
         experts (tuple of Experts): The weights in which a layer's routed experts are stacked. Default: none.
         router (Names): The end of the path of what sends a token to its experts. Default: none.
+        hugging_face_types (tuple of str): model_type in Hugging Face's config.json. Default: none.
+        hub_names (str): Regular expression of what such models are called there, in lower case. Default: "", none.
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
     """
@@ -128,6 +130,8 @@ class Architecture:
     parameter_sizes: Optional[Callable[[dict], Dict[str, ParameterSize]]] = None
     experts: Tuple[Experts, ...] = ()
     router: Names = Names("", "", "")
+    hugging_face_types: Tuple[str, ...] = ()
+    hub_names: str = ""
     legacy: bool = True
     trains: bool = True
 

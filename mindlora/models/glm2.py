@@ -74,5 +74,7 @@ GLM2 = Architecture(
     ),
     computed=("rotary_pos_emb.inv_freq",),
     linear_sizes=linear_sizes,
+    hugging_face_types=("chatglm",),
+    hub_names=r"chatglm[23]-",
     layers=Names("transformer.encoder.layers", "transformer.encoder.layers"),
 )

@@ -32,6 +32,9 @@ GLM4 = dataclasses.replace(
     ),
     joined=(W_QKV,),
     linear_sizes=linear_sizes,
+    parameter_sizes=None,
+    hugging_face_types=("glm4",),
+    hub_names=r"glm-(4|z1)-.*0414",
     legacy=False,
     trains=False,
 )

@@ -109,5 +109,6 @@ LLAMA = Architecture(
     joined=(W_QKV, W_GATE_HIDDEN),
     computed=("rotary_emb.inv_freq",),
     linear_sizes=linear_sizes,
+    hugging_face_types=("llama", "qwen2", "mistral"),
     parameter_sizes=parameter_sizes,
 )

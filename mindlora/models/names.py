@@ -176,6 +176,12 @@ def architecture_of(parameters: Iterable[str]) -> Architecture:
     )
 
 
+def architecture_of_cells(paths: Iterable[str]) -> Optional[Architecture]:
+    """Returns the architecture that knows most of these cells (legacy names); None if the first knows as many."""
+    found = _most_known(lambda one, path: one.rename_path(path, LEGACY, HF if one.legacy else MCORE), list(paths))
+    return None if found is registry.ARCHITECTURES[0] else found
+
+
 def _most_known(knows: Callable[[Architecture, str], object], found: List[str]) -> Architecture:
     """Returns the architecture that knows most of ``found``; if several do, the first of them."""
     return max(registry.ARCHITECTURES, key=lambda one: sum(bool(knows(one, name)) for name in found))

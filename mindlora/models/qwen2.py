@@ -24,5 +24,7 @@ QWEN2 = dataclasses.replace(
     title="Qwen2 (mcore)",
     model_types=("Qwen2ForCausalLM", "Qwen2Config"),
     linear_sizes=linear_sizes,
+    parameter_sizes=None,
+    hugging_face_types=(),
     trains=False,
 )

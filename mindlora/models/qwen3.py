@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Dict, List, Tuple
 
-from mindlora.models.architecture import Names
+from mindlora.common.fields import dtype_name
+from mindlora.models.architecture import Names, ParameterSize
 from mindlora.models.llama import LLAMA
 from mindlora.models.mcore_config import ModelConfig
 
@@ -49,11 +50,33 @@ def in_layers(layers: List[Sizes], config: ModelConfig) -> Sizes:
     return {**sizes, "output_layer": (config["vocab"], config["hidden"])}
 
 
+def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of all parameters of MindFormers' Qwen3ForCausalLM under ``model_config``."""
+    config, linear = ModelConfig(model_config, DEFAULTS), linear_sizes(model_config)
+    dtype = dtype_name(model_config.get("params_dtype") or "float32", "params_dtype")
+    hidden, head_dim = config["hidden"], config["head_dim"] or config["hidden"] // config["heads"]
+    shapes: Dict[str, Tuple[int, ...]] = {"embedding.word_embeddings.weight": linear["output_layer"]}
+    for layer in range(config["layers"]):
+        norms = {"input_layernorm": hidden, "pre_mlp_layernorm": hidden}
+        norms |= {"self_attention.q_layernorm": head_dim, "self_attention.k_layernorm": head_dim}
+        shapes |= {f"decoder.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
+    shapes["decoder.final_layernorm.weight"] = (hidden,)
+    tied = bool(model_config.get("tie_word_embeddings"))
+    shapes |= {f"{path}.weight": size for path, size in linear.items() if path != "output_layer" or not tied}
+    if model_config.get("attention_bias"):
+        joined = [path for path in linear if path.endswith("linear_qkv")]
+        shapes |= {f"{path}.bias": linear[path][:1] for path in joined}
+    return {name: ParameterSize(shape, dtype) for name, shape in shapes.items()}
+
+
 QWEN3 = dataclasses.replace(
     LLAMA,
     title="Qwen3",
     model_types=("Qwen3ForCausalLM", "Qwen3Config"),
     parameters=(*LLAMA.parameters, *NORMS),
     linear_sizes=linear_sizes,
+    parameter_sizes=parameter_sizes,
+    hugging_face_types=("qwen3",),
+    hub_names=r"qwen3-[\d.]+b(?!-a[\d.]+b)",
     legacy=False,
 )

@@ -30,6 +30,9 @@ QWEN3_MOE = dataclasses.replace(
     parameters=(*QWEN3.parameters, Names("mlp.gate.weight", "", "mlp.router.weight")),
     computed=(*QWEN3.computed, *COUNTS),
     linear_sizes=linear_sizes,
+    parameter_sizes=None,
+    hugging_face_types=("qwen3_moe",),
+    hub_names=r"qwen3-[\d.]+b-a[\d.]+b",
     experts=EXPERTS,
     router=ROUTER,
 )

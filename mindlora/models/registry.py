@@ -1,5 +1,6 @@
 """The architectures that mindlora knows, one line each. If two know the same name, the first one wins."""
 
+import re
 from typing import Optional, Tuple
 
 from mindlora.models.architecture import Architecture
@@ -26,6 +27,21 @@ ARCHITECTURES: Tuple[Architecture, ...] = (
 def by_model_type(name: Optional[str]) -> Optional[Architecture]:
     """Returns the architecture of the model type ``name`` of a MindFormers YAML, or None."""
     return next((architecture for architecture in ARCHITECTURES if name in architecture.model_types), None)
+
+
+def by_hugging_face_type(name: str) -> Optional[Architecture]:
+    """Returns the architecture whose config.json in Hugging Face's world has the model_type ``name``, or None."""
+    return next((architecture for architecture in ARCHITECTURES if name in architecture.hugging_face_types), None)
+
+
+def hugging_face_types() -> Tuple[str, ...]:
+    """Returns the values of model_type that by_hugging_face_type knows."""
+    return tuple(dict.fromkeys(name for architecture in ARCHITECTURES for name in architecture.hugging_face_types))
+
+
+def by_hub_name(name: str) -> Optional[Architecture]:
+    """Returns the architecture of a model that is called ``name``, such as Qwen/Qwen3-8B, or None."""
+    return next((one for one in ARCHITECTURES if one.hub_names and re.search(one.hub_names, name.lower())), None)
 
 
 def titles() -> str:

@@ -1,7 +1,7 @@
 """The forms of LoRA in MindFormers' own files: a table of key endings for each, and the same functions for all."""
 
 import re
-from typing import Callable, Dict, List, NamedTuple, Optional
+from typing import Dict, Iterable, List, NamedTuple, Optional
 
 import numpy as np
 
@@ -16,13 +16,13 @@ class Dialect(NamedTuple):
     Attributes:
         name (str): For messages.
         endings (dict): Ending of a key -> name of the part; the first ending of a part is the one that is written.
-        path_of (callable): Turns the dialect's paths into those of MindFormers' legacy models. Default: str, as it is.
+        mcore (bool): Whether its paths are those of mcore models. Default: False, legacy models'.
         only (str): Regular expression that at least one key of a file in this form matches. Default: "", any key.
     """
 
     name: str
     endings: Dict[str, str]
-    path_of: Callable[[str], str] = str
+    mcore: bool = False
     only: str = ""
 
 
@@ -42,14 +42,11 @@ TK_DELTA = Dialect(
 MCORE = Dialect(
     "MindFormers' mcore LoRA",
     {".lora_A.weight": "A", ".lora_B.weight": "B"},
-    names.mcore_to_mindformers,
+    mcore=True,
     only=r"^decoder\.layers\.|^output_layer\.",
 )
 PYNATIVE = Dialect(
-    "MindFormers 2's LoRA",
-    {".lora_a": "A", ".lora_b": "B"},
-    names.mcore_to_mindformers,
-    only=r"^decoder\.layers\.|^output_layer\.",
+    "MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, mcore=True, only=r"^decoder\.layers\.|^output_layer\."
 )
 SLORA = Dialect("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
 DIALECTS = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
@@ -66,13 +63,28 @@ def tensor_key(path: str, part: str, dialect: Dialect = MINDPET) -> str:
 
 def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[PartKey]:
     """Returns (path, part) for a LoRA tensor, or None for a tensor of the base or of the optimizer."""
+    found = _parse(key, dialect)
+    return (names.mcore_to_mindformers(found[0]), found[1]) if found and dialect.mcore else found
+
+
+def sort(keys: Iterable[str], dialect: Dialect) -> Dict[str, PartKey]:
+    """Returns key -> (path, part) of the LoRA tensors among ``keys``; together, they tell which mcore model it is."""
+    single = {key: own for key in keys if (own := parse_expert_key(key))}
+    found = {key: own for key in keys if key not in single and (own := _parse(key, dialect))}
+    if dialect.mcore:
+        own_paths = names.canonical(path for path, _ in found.values())
+        found = {key: (names.mcore_to_mindformers(own_paths[path]), part) for key, (path, part) in found.items()}
+    return {**single, **found}
+
+
+def _parse(key: str, dialect: Dialect) -> Optional[PartKey]:
+    """Returns (path, part) as the dialect calls the path, or None."""
     if key.startswith(_OPTIMIZER_PREFIXES):
         return None
     for ending, part in dialect.endings.items():
         if ("." + key).endswith(ending):
             # MindSpore may name a shared parameter after the first of the cells that share it.
-            path = key[: -len(ending)] if key.endswith(ending) and part not in SHARED_PARTS else ""
-            return dialect.path_of(path), part
+            return key[: -len(ending)] if key.endswith(ending) and part not in SHARED_PARTS else "", part
     return None
 
 
@@ -86,7 +98,12 @@ def detect(keys: List[str]) -> Optional[Dialect]:
 
 def is_adapter_key(key: str) -> bool:
     """Tells whether ``key`` is a LoRA tensor's in any of the dialects."""
-    return bool(parse_expert_key(key)) or any(parse_key(key, dialect) for dialect in DIALECTS)
+    return bool(parse_expert_key(key)) or is_adalora_key(key) or any(parse_key(key, dialect) for dialect in DIALECTS)
+
+
+def is_adalora_key(key: str) -> bool:
+    """Tells whether ``key`` is the Lambda of a cell that AdaLoRA trains, which MindSpore's own checkpoints hold."""
+    return key.endswith("mindpet_delta_lora_lambda") and not key.startswith(_OPTIMIZER_PREFIXES)
 
 
 def is_optimizer_key(key: str) -> bool:
