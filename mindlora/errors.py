@@ -1,5 +1,7 @@
 """Every error that mindlora raises on purpose, so that callers can catch one kind or all of them."""
 
+from typing import Sequence
+
 
 class LoraError(ValueError):
     """Base of all errors that mindlora raises on purpose."""
@@ -7,6 +9,19 @@ class LoraError(ValueError):
 
 class ConfigError(LoraError):
     """A field of a LoRA configuration or of a YAML is wrong."""
+
+
+class ConfigMistakes(ConfigError):
+    """Several settings are wrong, or one.
+
+    Args:
+        mistakes (list of str): A sentence for each, with what to change.
+    """
+
+    def __init__(self, mistakes: Sequence[str]):
+        lines = "".join(f"\n  - {mistake}" for mistake in mistakes)
+        super().__init__(f"{len(mistakes)} settings are wrong:{lines}" if len(mistakes) > 1 else mistakes[0])
+        self.mistakes = tuple(mistakes)
 
 
 class TargetError(LoraError):

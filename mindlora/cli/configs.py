@@ -6,7 +6,6 @@ import os
 import pathlib
 from typing import Dict, Optional
 
-import mindlora
 from mindlora.cli.verb import Verb, add_command
 from mindlora.common import atomic
 from mindlora.common.tables import fields
@@ -67,7 +66,7 @@ def configurations() -> Configurations:
     Raises:
         ConfigError: It has none.
     """
-    package = pathlib.Path(mindlora.__file__).parent
+    package = pathlib.Path(__file__).parent.parent
     # A wheel carries them in the package; in a checkout they are beside it.
     for folder in (package / "configs", package.parent / "configs"):
         paths = sorted(folder.glob("*/*.yaml"))

@@ -8,7 +8,7 @@ import tempfile
 from typing import Iterator
 
 from mindlora.doctor.finding import Finding
-from mindlora.errors import LoraError
+from mindlora.errors import ConfigMistakes, LoraError
 
 
 def check_with_launcher(path: str) -> Iterator[Finding]:
@@ -26,6 +26,8 @@ def check_with_launcher(path: str) -> Iterator[Finding]:
             from mindlora.plugin import preflight
 
             preflight.prepare(MindFormerConfig(path))
+        except ConfigMistakes as error:
+            yield from (Finding("error", "", mistake) for mistake in error.mistakes)
         except LoraError as error:
             yield Finding("error", "", str(error))
         except Exception as error:

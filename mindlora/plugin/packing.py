@@ -1,25 +1,24 @@
 """Packed data in a MindFormers run: how it is recognized, and what keeps the examples of a row apart."""
 
-import os
-from typing import List, Optional, Sequence, Union
+from typing import Optional
 
 from mindformers.models.llama.llama import LlamaModel
 from mindformers.tools.register import MindFormerConfig
 from mindspore import nn
 
-from mindlora.data.mindrecord import mindrecord_files
 from mindlora.errors import ConfigError
 from mindlora.plugin.accumulation import WRAPPER
 from mindlora.plugin.log import logger
+from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows
 from mindlora.plugin.network import base_of
 from mindlora.training.segment_mask import SegmentMask
 
-COLUMN, ENDS = "boundary", "actual_seq_len"
+ENDS = "actual_seq_len"
 # Settings of a Llama under which it does not ask casual_mask for the whole mask of its tokens.
 _WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression", "use_ring_attention", "use_past")
 
 
-def boundary_of(data: Union[str, Sequence[str]]) -> Optional[int]:
+def boundary_of(data: Data) -> Optional[int]:
     """Returns the token at which the examples of packed rows begin, or None if the data is not packed.
 
     Args:
@@ -29,7 +28,7 @@ def boundary_of(data: Union[str, Sequence[str]]) -> Optional[int]:
     Raises:
         ConfigError: A file cannot be read, or one is packed differently from another.
     """
-    first, *others = _files(data) or [None]
+    first, *others = files_of(data) or [None]
     boundary = _boundary_of_file(first) if first else None
     for path in others:
         other = _boundary_of_file(path)
@@ -98,7 +97,7 @@ def set_boundary(config: MindFormerConfig) -> None:
     Raises:
         ConfigError: The data is packed, and the train step is not mindlora's, or a setting does not go with the data.
     """
-    data, wrapper = _data_of(config.train_dataset), config.runner_wrapper
+    data, wrapper = data_of(config.train_dataset), config.runner_wrapper
     boundary = boundary_of(data) if data else None
     if boundary is None:
         return
@@ -116,7 +115,7 @@ def set_boundary(config: MindFormerConfig) -> None:
             "Remove the key: mindlora-run sets it."
         )
     pad = config.model.model_config.pad_token_id
-    if boundary != pad and boundary != _first_row(_files(data)[0])["input_ids"][0]:
+    if boundary != pad and boundary != _first_row(files_of(data)[0])["input_ids"][0]:
         raise ConfigError(
             f"model.model_config.pad_token_id is {pad}, and the padding in train_dataset is {boundary}. Set it to that."
         )
@@ -132,7 +131,7 @@ def check_eval_data(config: MindFormerConfig) -> None:
     """
     if config.run_mode != "eval" and not config.do_eval:
         return
-    data = _data_of(config.eval_dataset)
+    data = data_of(config.eval_dataset)
     boundary = boundary_of(data) if data else None
     trained = (config.runner_wrapper or {}).get("packed_boundary") if config.run_mode != "eval" else None
     if boundary not in (None, trained):
@@ -173,34 +172,14 @@ def _packed(boundary):
     return "is not packed" if boundary is None else f"is packed (token {boundary} begins an example)"
 
 
-def _data_of(dataset):
-    """Returns the MindRecords that a dataset node names, or None if they cannot be read yet."""
-    loader = (dataset or {}).get("data_loader") or {}
-    data = loader.get("dataset_dir") or loader.get("dataset_files")
-    if loader.get("type") != "MindDataset" or not data:
-        return None
-    return data if all(map(os.path.exists, [data] if isinstance(data, str) else data)) else None
-
-
-def _files(data: Union[str, Sequence[str]]) -> List[str]:
-    """Returns the files that MindFormers would read."""
-    return mindrecord_files(data) if isinstance(data, str) else list(data)
-
-
 def _boundary_of_file(path):
-    column = _first_row(path).get(COLUMN)
+    column = _first_row(path).get(BOUNDARY)
     return None if column is None else int(column[0])
 
 
 def _first_row(path):
     """Returns the columns of the first row of a MindRecord."""
-    from mindspore.mindrecord import FileReader
-    from mindspore.mindrecord.common.exceptions import MindRecordException
-
-    try:
-        reader = FileReader(path, num_consumer=1)
-        row = next(reader.get_next())
-        reader.close()
-    except (MindRecordException, RuntimeError, StopIteration) as error:
-        raise ConfigError(f"{path} cannot be read as a MindRecord: {' '.join(str(error).split())}") from error
+    row = next(first_rows(path, 1), None)
+    if row is None:
+        raise ConfigError(f"{path} is a MindRecord without rows. Convert the data again.")
     return row

@@ -11,6 +11,7 @@ from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import (
     LORA_YAML,
+    SEQUENCE,
     TINY,
     files,
     launch,
@@ -19,6 +20,7 @@ from tests.support.runs import (
     read_yaml,
     step_losses,
     succeeded,
+    write_rows,
     write_yaml,
 )
 
@@ -122,14 +124,18 @@ def test_a_preset_gives_rank_and_learning_rate(data, base, tmp_path):
 # Evaluation and prediction
 
 
-def test_eval_judges_base_and_adapter(trained, data, base, tmp_path, fresh_network):
+def test_eval_judges_base_and_adapter_on_rows_as_training_takes_them(trained, data, base, tmp_path, fresh_network):
+    # As `mindlora data` writes them, with one token more than MindFormers' evaluation takes.
+    rows = tmp_path / "held_out.mindrecord"
+    tokens = write_rows(rows, step=5, rows=8, length=SEQUENCE + 1, seed=1)
+    assert (tokens[:, :-1] == data.eval_rows).all()
     stdout = succeeded(
         launch(
             tmp_path,
             "--run_mode",
             "eval",
             "--eval_dataset_dir",
-            data.eval,
+            rows,
             "--batch_size",
             "4",
             "--load_checkpoint",

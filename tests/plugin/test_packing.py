@@ -147,7 +147,7 @@ def prepared(data, model=None, eval_data="", **changes):
     from mindlora.plugin import preflight
 
     config = tiny_runs.tiny_config(data, 1, [], **changes)
-    config["model"]["model_config"].update(model or {})
+    config["model"]["model_config"].update({"seq_length": LENGTH, **(model or {})})
     config["eval_dataset"]["data_loader"]["dataset_dir"] = eval_data
     config = MindFormerConfig(**config)
     preflight.prepare(config)

@@ -1,0 +1,83 @@
+"""Do the rows of the data suit the model: their length, their tokens, their padding."""
+
+import os
+from typing import Dict, Iterator, List, Optional, Sequence
+
+import numpy as np
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows
+from mindlora.plugin.run_modes import TRAINING_MODES
+
+# So many rows of a file are looked at: a file of millions would take minutes.
+_ROWS = 200
+# A row that ends in fewer equal tokens which do not count may be none that was padded.
+_PADDED = 4
+_IGNORED = -100
+
+
+def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
+    """Yields a sentence for each way in which the rows of the run's data do not suit its model.
+
+    Args:
+        config (MindFormerConfig): The whole YAML. Data that is not there is passed over (check_files names it), and so
+            is data that is no MindRecord.
+    """
+    model = config.model.model_config
+    length = model.get("seq_length")
+    if not isinstance(length, int):
+        return
+    training = config.run_mode in TRAINING_MODES
+    # MindFormers' legacy models predict each token of a row of N + 1 from those before it.
+    sliced = model.get("input_sliced_sig") or config.get("use_legacy", True) is False
+    lengths = (length, length + 1) if sliced else (length + 1,)
+    if training:
+        yield from _mistakes("train_dataset", data_of(config.train_dataset), model, lengths)
+    if config.run_mode == "eval" or (training and config.do_eval):
+        yield from _mistakes("eval_dataset", data_of(config.eval_dataset), model, (length, length + 1))
+    for number, callback in enumerate(config.callbacks or []) if training else ():
+        if callback.get("type") == "HeldOutLoss" and callback.get("dataset_dir"):
+            where, data = f"callbacks.{number} (HeldOutLoss)", callback["dataset_dir"]
+            if not os.path.exists(data):
+                yield f"{where}: dataset_dir is {data}, which does not exist."
+            else:
+                yield from _mistakes(where, data, model, lengths)
+
+
+def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[int]) -> Iterator[str]:
+    files = files_of(data) if data else []
+    rows = [row for row in first_rows(files[0], _ROWS) if "input_ids" in row] if files else []
+    if not rows:
+        return
+    found = len(rows[0]["input_ids"])
+    if found not in lengths:
+        yield (
+            f"{where}: the rows have {found} tokens, and model_config.seq_length {model['seq_length']} needs "
+            f"{' or '.join(map(str, lengths))}. Set seq_length: {found - 1}, or convert the data with "
+            f"--seq-length {model['seq_length']}."
+        )
+    largest, vocabulary = max(int(row["input_ids"].max()) for row in rows), model.get("vocab_size")
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        yield (
+            f"{where}: the rows hold token {largest}, and model_config.vocab_size is {vocabulary}: the data was "
+            "converted with the tokenizer of another model, or vocab_size is not this model's."
+        )
+    padding, declared = _padding(rows, model.get("ignore_token_id", _IGNORED)), model.get("pad_token_id")
+    if isinstance(declared, int) and padding not in (None, declared):
+        yield (
+            f"{where}: the rows are padded with token {padding}, and model_config.pad_token_id is {declared}. Set it "
+            f"to {padding}."
+        )
+
+
+def _padding(rows: List[Dict[str, np.ndarray]], ignored: int) -> Optional[int]:
+    """Returns the token that rows end in where nothing counts, or None if no row is padded."""
+    for row in rows:
+        tokens, labels = row["input_ids"], row.get("labels")
+        # set_boundary looks at packed rows, where another padding may do no harm.
+        if labels is None or len(labels) != len(tokens) or BOUNDARY in row:
+            return None
+        end = tokens[-_PADDED:]
+        if (end == end[0]).all() and (labels[-_PADDED:] == ignored).all():
+            return int(end[0])
+    return None

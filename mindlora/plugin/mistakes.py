@@ -1,0 +1,41 @@
+"""All that is wrong in a YAML and would fail only after the network is built, at once."""
+
+from typing import Iterator, List
+
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.errors import ConfigMistakes
+from mindlora.plugin.data_rows import data_mistakes
+from mindlora.plugin.registry_checks import registry_mistakes
+
+
+def find_mistakes(config: MindFormerConfig) -> List[str]:
+    """Returns a sentence for each mistake, with what to change.
+
+    Args:
+        config (MindFormerConfig): The whole YAML.
+    """
+    return [*_model_mistakes(config.model.model_config), *registry_mistakes(config), *data_mistakes(config)]
+
+
+def refuse_mistakes(config: MindFormerConfig) -> None:
+    """Raises ConfigMistakes with all of them, if there are any."""
+    found = find_mistakes(config)
+    if found:
+        raise ConfigMistakes(found)
+
+
+def _model_mistakes(model: MindFormerConfig) -> Iterator[str]:
+    hidden, heads = (model.get(name) for name in ("hidden_size", "num_heads"))
+    heads = heads or model.get("num_attention_heads")
+    groups = model.get("n_kv_heads") or model.get("num_key_value_heads")
+    # Where the size of a head is set, it need not be hidden_size / num_heads.
+    own_size = model.get("head_dim") or model.get("kv_channels") or model.get("qk_head_dim")
+    if _whole(hidden, heads) and not own_size and hidden % heads:
+        yield f"model_config.hidden_size is {hidden}, which num_heads {heads} does not divide. Correct one of the two."
+    if _whole(heads, groups) and heads % groups:
+        yield f"model_config.num_heads is {heads}, which n_kv_heads {groups} does not divide. Correct one of the two."
+
+
+def _whole(*values) -> bool:
+    return all(isinstance(value, int) and value > 0 for value in values)

@@ -1,0 +1,78 @@
+"""What is wrong in a YAML and would fail only after the network is built: found before, all at once."""
+
+import pytest
+
+from mindlora.doctor.launcher_check import check_with_launcher
+from mindlora.errors import ConfigError, ConfigMistakes
+from mindlora.plugin import launcher, preflight
+from tests.support.runs import LORA_YAML, SIZE_FLAGS, VOCABULARY, read_yaml, write_rows, write_yaml
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder / "train.mindrecord", rows=4)
+    write_rows(folder / "eval.mindrecord", rows=4, length=16)
+    write_rows(folder / "short.mindrecord", rows=4, length=9)
+    # A constant row, of which the last tokens do not count, is one that was padded with its token.
+    write_rows(folder / "padded.mindrecord", rows=4, step=0, counted=0.5)
+    return folder
+
+
+def prepare(data, *words):
+    train = ["--train_dataset_dir", str(data / "train.mindrecord")]
+    preflight.prepare(launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, *train, *words]))
+
+
+def test_a_yaml_without_mistakes_passes(data):
+    prepare(data)
+    prepare(data, "--run_mode", "eval", "--eval_dataset_dir", str(data / "eval.mindrecord"))
+
+
+MODEL = "--model.model_config."
+HELD_OUT = '[{"type": "HeldOutLoss", "dataset_dir": "%s"}]'
+MISTAKES = {
+    "heads": ([f"{MODEL}num_heads", "5", f"{MODEL}n_kv_heads", "5"], "hidden_size is 32, which num_heads 5 does not"),
+    "groups": ([f"{MODEL}num_heads", "4", f"{MODEL}n_kv_heads", "3"], "num_heads is 4, which n_kv_heads 3 does not"),
+    "callback": (["--callbacks.LoraCheckpoint.type", "LoraChekpoint"], "not registered. Did you mean 'LoraCheckpoint'"),
+    "argument": (["--callbacks.LoraCheckpoint.save_step", "5"], "no argument 'save_step'. Did you mean 'save_steps'"),
+    "optimizer": (["--optimizer.type", "AdmW"], "optimizer.type is 'AdmW', which is not registered. Did you mean"),
+    "schedule": (["--lr_schedule.type", "CosinWithWarmUpLR"], "Did you mean 'CosineWithWarmUpLR'"),
+    "length": ([f"{MODEL}seq_length", "8"], "the rows have 17 tokens, and model_config.seq_length 8 needs 9"),
+    "vocabulary": ([f"{MODEL}vocab_size", "32"], "and model_config.vocab_size is 32: the data was converted with"),
+    "held-out file": (["--callbacks", HELD_OUT % "nowhere.mindrecord"], "(HeldOutLoss): dataset_dir is nowhere.mind"),
+    "held-out rows": (["--callbacks", HELD_OUT % "{data}/short.mindrecord"], "(HeldOutLoss): the rows have 9 tokens"),
+    "padding": (
+        ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],
+        "and model_config.pad_token_id is 3. Set it to ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_is_named_with_what_to_change(data, name):
+    words, message = MISTAKES[name]
+    with pytest.raises(ConfigMistakes) as raised:
+        prepare(data, *(word.replace("{data}", str(data)) for word in words))
+    assert message in str(raised.value) and len(raised.value.mistakes) == 1
+
+
+def test_all_of_them_are_named_at_once_and_doctor_shows_each(data, tmp_path):
+    config = read_yaml(LORA_YAML)
+    config["model"]["model_config"].update(
+        seq_length=8, hidden_size=33, num_heads=4, n_kv_heads=4, vocab_size=VOCABULARY
+    )
+    config["optimizer"]["type"] = "AdmW"
+    next(found for found in config["callbacks"] if found["type"] == "LoraCheckpoint")["keep"] = 1
+    config["train_dataset"]["data_loader"]["dataset_dir"] = str(data / "train.mindrecord")
+    path = write_yaml(tmp_path, config)
+    with pytest.raises(ConfigError) as raised:
+        preflight.prepare(launcher.build_config(["--config", str(path)]))
+    assert str(raised.value).startswith("4 settings are wrong:\n  - model_config.hidden_size is 33")
+    found = [finding.found for finding in check_with_launcher(str(path))]
+    assert found == list(raised.value.mistakes)
+
+
+def test_a_class_of_the_users_own_is_left_to_mindformers(data):
+    own = '[{"type": "Mine", "auto_register": "my_callbacks.Mine", "anything": 1}]'
+    prepare(data, "--callbacks", own)
