@@ -11,12 +11,13 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, ShapeMismatchError
 from mindlora.models import names
-from mindlora.models.architecture import JoinedCell
-from mindlora.models.joined_rows import join_rows, split_rows
+from mindlora.models.joined_rows import RowLayout, join_rows, split_rows
 from mindlora.numerics.dtypes import from_float32, to_float32
 
 
-def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optional[int] = None) -> None:
+def join_pairs(
+    adapter: Adapter, path: str, out_channels: int, kv_heads: Optional[int] = None, layout: Optional[RowLayout] = None
+) -> None:
     """Replaces the pairs of the members of a joined cell (wq, wk, wv, or w1, w3) in ``adapter`` by one for the cell.
 
     A = [A_q; A_k; A_v] and B is block-diagonal. Its rows and DoRA's magnitudes are in the order of the cell's rows. The
@@ -28,6 +29,7 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
         path (str): Path that ends in w_qkv or w_gate_hidden.
         out_channels (int): Rows of the joined weight.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None.
+        layout (RowLayout): How the cell orders its rows. Default: None, as its record says.
 
     Raises:
         ShapeMismatchError: The members do not make up ``out_channels`` rows, or take inputs of different sizes.
@@ -35,10 +37,10 @@ def join_pairs(adapter: Adapter, path: str, out_channels: int, kv_heads: Optiona
             the magnitude that the others have; or pairs of this kind cannot be joined.
     """
     _check_can_be_joined(adapter, path)
-    cell, members = names.joined_cell(path), names.joined_parts(path)
+    layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
     present = [member for member in members if (member, "A") in adapter.tensors]
-    rows = _member_rows(adapter, path, cell, present, out_channels)
-    groups = _groups(path, cell, list(rows.values()), kv_heads)
+    rows = _member_rows(adapter, path, layout, present, out_channels)
+    groups = _groups(path, layout, list(rows.values()), kv_heads)
     scale = adapter.scale(present[0])
     _use_one_dtype(adapter, present)
     blocks_a = [adapter.tensors[member, "A"] for member in present]
@@ -71,6 +73,7 @@ def split_pairs(
     kv_heads: Optional[int] = None,
     head_dim: Optional[int] = None,
     first: Optional[int] = None,
+    layout: Optional[RowLayout] = None,
 ) -> None:
     """Replaces the pair of a joined cell in ``adapter`` by pairs of its members: the reverse of join_pairs.
 
@@ -82,16 +85,17 @@ def split_pairs(
         path (str): Path that ends in w_qkv or w_gate_hidden, of a pair in ``adapter``.
         kv_heads, head_dim (int): Number of key-value heads and their size, for w_qkv. Default: None.
         first (int): Rows of the first member, for DeepSeek's w_qkv_down (q_lora_rank). Default: None.
+        layout (RowLayout): How the cell orders its rows. Default: None, as its record says.
 
     Raises:
-        AdapterError: kv_heads, head_dim or first is needed and missing, or does not divide the rows; or a pair of this kind
-            cannot be split.
+        AdapterError: kv_heads, head_dim or first is needed and missing, or does not divide the rows; or a pair of this
+            kind cannot be split.
     """
     _check_can_be_joined(adapter, path)
-    cell, members = names.joined_cell(path), names.joined_parts(path)
+    layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-    group = cell.layout.sizes(len(b), kv_heads, head_dim, first=first)
-    if group is None and cell.layout.needs_first:
+    group = layout.sizes(len(b), kv_heads, head_dim, first=first)
+    if group is None and layout.needs_first:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, and how many are the first one's is not known or not "
             f"possible ({first}). Give the model's q_lora_rank."
@@ -128,12 +132,12 @@ def _check_can_be_joined(adapter: Adapter, path: str) -> None:
 
 
 def _member_rows(
-    adapter: Adapter, path: str, cell: JoinedCell, present: List[str], out_channels: int
+    adapter: Adapter, path: str, layout: RowLayout, present: List[str], out_channels: int
 ) -> Dict[str, int]:
     """Returns the rows of each member; those of a member without a pair follow from the others'."""
     rows = {member: len(adapter.tensors[member, "B"]) for member in present}
     members = names.joined_parts(path)
-    complete = cell.layout.complete([rows.get(member) for member in members], out_channels)
+    complete = layout.complete([rows.get(member) for member in members], out_channels)
     if complete is None:
         raise ShapeMismatchError(
             f"{path} has {out_channels} rows and cannot be made of the adapter's "
@@ -142,8 +146,8 @@ def _member_rows(
     return dict(zip(members, complete))
 
 
-def _groups(path: str, cell: JoinedCell, rows: Sequence[int], kv_heads: Optional[int]) -> int:
-    groups = cell.layout.groups(rows, kv_heads)
+def _groups(path: str, layout: RowLayout, rows: Sequence[int], kv_heads: Optional[int]) -> int:
+    groups = layout.groups(rows, kv_heads)
     if groups is None:
         raise AdapterError(
             f"{path} orders its rows by key-value head, but {kv_heads} heads do not divide the "

@@ -16,6 +16,7 @@ from mindlora.errors import (
     UnexpectedTensorsError,
 )
 from mindlora.models import names
+from mindlora.models.joined_rows import RowLayout
 from mindlora.models.targets import ALL_LINEAR, select_targets
 
 logger = logging.getLogger("mindlora")
@@ -29,6 +30,9 @@ class CellShape(NamedTuple):
         out_channels (int or None): Size of its output; None for an embedding.
         kv_heads (int or None): Number of key-value heads of the attention that it belongs to, if any.
         head_dim (int or None): Their size.
+        first_rows (int or None): Rows of the first part of DeepSeek's linear_qkv, if it belongs to such an attention.
+        layout (RowLayout or None): How a joined cell orders its rows, if not as its record says.
+        name (str or None): The path that adapters have it under; None if to_mindformers gives that.
         linear (bool): Whether "all-linear" selects it.
         experts (bool): Whether it is a stacked weight of experts.
     """
@@ -37,6 +41,9 @@ class CellShape(NamedTuple):
     out_channels: Optional[int]
     kv_heads: Optional[int] = None
     head_dim: Optional[int] = None
+    first_rows: Optional[int] = None
+    layout: Optional[RowLayout] = None
+    name: Optional[str] = None
     linear: bool = True
     experts: bool = False
 
@@ -59,20 +66,20 @@ class Match:
 
     def __init__(self, adapter: Adapter, shapes: Mapping[str, CellShape], source: str):
         self.adapter, self.shapes, self.source = adapter, shapes, source
-        own = {names.to_mindformers(path): path for path in shapes}
-        rename(adapter, {path: names.to_mindformers(path) for path in adapter.paths})
+        own = {cell.name or names.to_mindformers(path): path for path, cell in shapes.items()}
+        rename(adapter, {**names.canonical(adapter.paths), **{path: name for name, path in own.items()}})
         self.relaid = self._relay_experts(own)
         present = set(adapter.paths)
         for path in own:
             if path not in present and any(part in present for part in names.joined_parts(path)):
                 cell = shapes[own[path]]
-                joined_pairs.join_pairs(adapter, path, cell.out_channels or 0, cell.kv_heads)
+                joined_pairs.join_pairs(adapter, path, cell.out_channels or 0, cell.kv_heads, cell.layout)
                 self.relaid = True
         for path in present - set(own):
             parts = names.joined_parts(path)
             if parts and all(part in own for part in parts):
                 cell = shapes[own[parts[0]]]
-                joined_pairs.split_pairs(adapter, path, cell.kv_heads, cell.head_dim)
+                joined_pairs.split_pairs(adapter, path, cell.kv_heads, cell.head_dim, cell.out_channels)
                 self.relaid = True
         rename(adapter, own)
         for path in adapter.paths:

@@ -48,8 +48,8 @@ def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
 
     linear, hidden = linear_sizes(model_config), model_config.get("hidden_size") or 4096
     weight, norm = dtype_of("param_init_type", "float16"), dtype_of("layernorm_compute_type", "float32")
-    biased = ("wq", "wk", "wv", "w_qkv") if model_config.get("qkv_has_bias") else ()
-    biased += ("wo",) if model_config.get("attn_proj_has_bias") else ()
+    biased = ["wq", "wk", "wv", "w_qkv"] if model_config.get("qkv_has_bias") else []
+    biased += ["wo"] if model_config.get("attn_proj_has_bias") else []
     table = ParameterSize((linear["lm_head"][0], hidden), dtype_of("embedding_init_type", weight))
     sizes = {"model.tok_embeddings.embedding_weight": table}
     for path, (rows, columns) in linear.items():

@@ -50,13 +50,17 @@ def parameter_to_mcore(name: str) -> Optional[str]:
     return _parameter(name, (LEGACY, HF), MCORE)
 
 
-def canonical(paths: Iterable[str]) -> Dict[str, str]:
-    """Returns path -> to_mindformers(path) for the cells of one network.
+def canonical(paths: Iterable[str], among: Iterable[str] = ()) -> Dict[str, str]:
+    """Returns path -> to_mindformers(path) for cells of one network.
 
     Cells of two mcore models can have the same name, such as linear_qkv: together, the paths tell which model it is.
+
+    Args:
+        paths (iterable of str): The cells' paths.
+        among (iterable of str): Paths of more cells of the network, which help to tell the model. Default: none.
     """
     found = list(paths)
-    architecture = _most_known(lambda one, path: one.rename_path(path, MCORE, LEGACY), found)
+    architecture = _most_known(lambda one, path: one.rename_path(path, MCORE, LEGACY), [*found, *among])
     return {path: architecture.rename_path(path, MCORE, LEGACY) or to_mindformers(path) for path in found}
 
 

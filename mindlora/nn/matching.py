@@ -1,22 +1,41 @@
 """Matches an adapter to the cells of a network: what mindlora.adapters.matching cannot tell without the cells."""
 
-from typing import Dict, Optional, Tuple
+from typing import Dict, NamedTuple, Optional
 
 from mindspore import nn
 
 from mindlora.adapters import joined_pairs, matching
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.matching import CellShape
+from mindlora.adapters.matching import CellShape, rename
 from mindlora.adapters.pair_kinds import VARIANTS, Shape
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import MissingTensorsError, RankMismatchError, ScaleMismatchError, UnexpectedTensorsError
 from mindlora.models import names
+from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
 from mindlora.nn.cell import LoRACell
-from mindlora.nn.linear_form import channels_of
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
+from mindlora.nn.linear_form import channels_of
 from mindlora.nn.registry import adaptable_linear_types, kind_of
 
+
+class _Rows(NamedTuple):
+    """Fields of CellShape."""
+
+    kv_heads: Optional[int] = None
+    head_dim: Optional[int] = None
+    first_rows: Optional[int] = None
+    layout: Optional[RowLayout] = None
+
+
+_NO_ROWS = _Rows()
+_MCORE = "mindformers.parallel_core."
+# Its cells with the rows of linear_qkv or linear_fc1 one part after the other, as a YAML can ask for.
+_LAYOUTS: Dict[str, RowLayout] = {
+    "SelfAttentionContiguous": QueryKeyValueInTurn(),
+    "MLP": PartAfterPart(),
+    "SharedExpertMLP": PartAfterPart(),
+}
 # A join or a split changes the last bits of lora_alpha.
 _SCALE_TOLERANCE = 1e-12
 
@@ -97,11 +116,12 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
     Returns:
         dict, adapter path -> CellShape.
     """
-    heads, linear = _head_sizes(network), adaptable_linear_types()
+    rows, linear, own = _rows(network), adaptable_linear_types(), _own_names(network, cells)
     return {
         path: CellShape(
             *channels_of(cell),
-            *heads.get(id(cell), (None, None)),
+            **rows.get(id(cell), _NO_ROWS)._asdict(),
+            name=own[path],
             linear=isinstance(cell, linear),
             experts=isinstance(cell, (ExpertWeight, LoRAExpertWeight)),
         )
@@ -110,27 +130,43 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
 
 
 def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> None:
-    """Splits the pairs of joined cells into pairs of their parts, by the network's head sizes there.
+    """Gives the pairs Hugging Face's cells: those of joined cells that it lacks are split, by the network's head sizes.
 
     Args:
         adapter (Adapter): The adapter of ``network``; changed in place.
         network (nn.Cell): The network.
         cells (dict): Adapter path -> cell.
     """
-    heads = _head_sizes(network)
-    for path in adapter.paths:
-        if names.joined_parts(path):
-            joined_pairs.split_pairs(adapter, path, *heads[id(cells[path])])
+    rows, own = _rows(network), _own_names(network, cells)
+    rename(adapter, own)
+    for path, name in own.items():
+        if (name, "B") in adapter.tensors and names.joined_parts(name) and not names.in_hugging_face(name):
+            joined_pairs.split_pairs(adapter, name, *rows[id(cells[path])])
+    for joined in filter(None, dict.fromkeys(map(names.joined_path, adapter.paths))):
+        # Of most models, Hugging Face has the parts; of ChatGLM, the joined cell alone.
+        if names.in_hugging_face(joined):
+            parts = [path for path in names.joined_parts(joined) if (path, "B") in adapter.tensors]
+            joined_pairs.join_pairs(adapter, joined, sum(len(adapter.tensors[path, "B"]) for path in parts))
 
 
-def _head_sizes(network) -> Dict[int, Tuple[Optional[int], Optional[int]]]:
-    """Returns id of a cell -> (number of key-value heads, their size) of the attention that the cell belongs to."""
-    sizes = {id(network): (None, None)}
+def _own_names(network, cells) -> Dict[str, str]:
+    """Returns adapter path -> the path that adapters have the cell under."""
+    return names.canonical(cells, among=[path for path, _ in network.cells_and_names()])
+
+
+def _rows(network) -> Dict[int, _Rows]:
+    """Returns id of a cell -> what tells the rows of a joined cell apart, from the cell that it belongs to."""
+    found = {id(network): _NO_ROWS}
     for _, parent in network.cells_and_names():
         kv_heads = getattr(parent, "n_kv_head", None) or getattr(parent, "kv_num_heads", None)
-        found = kv_heads, getattr(parent, "head_dim", None)
-        sizes.update({id(child): found for child in parent.cells()})
-    return sizes
+        rows = _Rows(
+            kv_heads,
+            getattr(parent, "head_dim", None),
+            getattr(parent, "q_rank", None),
+            _LAYOUTS.get(type(parent).__name__) if type(parent).__module__.startswith(_MCORE) else None,
+        )
+        found.update({id(child): rows for child in parent.cells()})
+    return found
 
 
 def _only(wrong, paths, field) -> str:
