@@ -11,7 +11,7 @@ import pytest
 import mindlora
 from mindlora.errors import ConfigError, LoraError
 from mindlora.plugin import launcher
-from tests.support.runs import LORA_YAML, TINY, environment
+from tests.support.runs import LORA_YAML, environment
 
 # The flags of MindFormers' run_mindformer.py, and where it puts them
 
@@ -251,26 +251,3 @@ def test_a_cpu_predicts_only_with_what_it_has(tmp_path, capsys):
     )
     line = capsys.readouterr().err
     assert code == 1 and "do_sample: True" in line and "postprocess_use_numpy: True" in line
-
-
-@pytest.mark.parametrize("key", ["model_parallel", "pipeline_stage", "enable_parallel_optimizer"])
-def test_an_adapter_that_would_be_cut_is_refused(key):
-    from mindlora.plugin import preflight
-
-    config = launcher.build_config(["--config", str(TINY.parent / "llama2" / "lora_llama2_7b.yaml")])
-    preflight.prepare(config)
-    config = launcher.build_config(
-        [
-            "--config",
-            str(TINY.parent / "llama2" / "lora_llama2_7b.yaml"),
-            *(
-                ["--parallel.enable_parallel_optimizer", "True"]
-                if "optimizer" in key
-                else [f"--parallel_config.{key}", "2"]
-            ),
-        ]
-    )
-    with pytest.raises(ConfigError, match=rf"LoraCheckpoint and parallel(_config)?\.{key} is (2|True)"):
-        preflight.prepare(config)
-    config.callbacks = [callback for callback in config.callbacks if callback["type"] != "LoraCheckpoint"]
-    preflight.prepare(config)
