@@ -35,12 +35,12 @@ class RmsNorm(StandIn):
 
 
 class SplitWithSize(StandIn):
-    """The pieces of x of the given sizes along an axis."""
+    """The pieces of x of the given sizes along an axis (dim)."""
 
-    def construct(self, x: Tensor, sizes, axis=0):
+    def construct(self, x: Tensor, sizes, dim=0):
         pieces, begin = (), 0
         for size in sizes:
-            pieces += (ops.narrow(x, axis, begin, size),)
+            pieces += (ops.narrow(x, dim, begin, size),)
             begin += size
         return pieces
 
