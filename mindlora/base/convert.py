@@ -27,7 +27,7 @@ class ConvertBaseReport:
         tensors (int): Number of tensors written.
         bytes (int): Their size.
         skipped (tuple of str): Tensors of the source that every model computes for itself.
-        notes (tuple of str): What was decided about tied embeddings.
+        notes (tuple of str): What was decided about tied embeddings, and what was left out besides.
         seconds (float): How long it took.
     """
 
@@ -112,7 +112,7 @@ def convert_base(
                 "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
             )
         plan = _Plan(base, to, concat, heads, kv_heads)
-        notes = _settle_head(base, plan, to, tied)
+        notes = [*base.left_out, *_settle_head(base, plan, to, tied)]
         files = write(output, plan.shards, to, progress=progress)
     tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
     return ConvertBaseReport(
@@ -136,9 +136,9 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
         CheckpointError: A name is not known, or the output head is missing.
     """
     if base.world == "mindformers":
-        return [_tensor(base, name) for name in base.tensors], []
+        return [_tensor(base, name) for name in base.tensors], base.left_out
     plan = _Plan(base, "mindformers", False, None, None)
-    notes = _settle_head(base, plan, "mindformers", False)
+    notes = [*base.left_out, *_settle_head(base, plan, "mindformers", False)]
     return [tensor for shard in plan.shards for tensor in shard.tensors], notes
 
 
@@ -164,10 +164,10 @@ class _Plan:
         self.separate = {self.rename(name): name for name in known} if concat else {}
         self.shards = [
             Shard(
-                [made for name in file.tensors if name not in self.skipped for made in self._made_of(name)],
-                file.metadata,
+                [made for name in found if name not in self.skipped for made in self._made_of(name)],
+                base.files[file].metadata,
             )
-            for file in base.files.values()
+            for file, found in base.names_by_file.items()
         ]
 
     def _made_of(self, name) -> List[OutputTensor]:

@@ -37,6 +37,7 @@ class MergeCheckpointReport:
         tensor (str): The tensor whose result on a random probe differs most from the exact one.
         difference (float): That difference, in the largest element.
         bound (float): How much rounding can change that element.
+        notes (tuple of str): What of the base was left out.
         seconds (float): How long it took.
     """
 
@@ -51,6 +52,7 @@ class MergeCheckpointReport:
     tensor: str
     difference: float
     bound: float
+    notes: Tuple[str, ...]
     seconds: float
 
     def __str__(self):
@@ -63,7 +65,7 @@ class MergeCheckpointReport:
                 f"Largest difference of a tensor's result on a random probe: {self.difference:.3g}, at "
                 f"{self.tensor}; rounding explains up to {self.bound:.3g}."
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def merge_checkpoint(
@@ -117,7 +119,8 @@ def merge_checkpoint(
     with BaseCheckpoint(base) as source:
         merging = _Merging(source, content, str(adapter), kv_heads)
         shards = [
-            Shard([merging.tensor(name) for name in file.tensors], file.metadata) for file in source.files.values()
+            Shard([merging.tensor(name) for name in found], source.files[file].metadata)
+            for file, found in source.names_by_file.items()
         ]
         files = write(output, shards, source.world, source.companions(), progress)
     count = len(content.paths)
@@ -139,6 +142,7 @@ def merge_checkpoint(
         tensor,
         difference,
         bound,
+        tuple(source.left_out),
         time.perf_counter() - started,
     )
 

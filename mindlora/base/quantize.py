@@ -216,12 +216,7 @@ def _parameters(base: BaseCheckpoint, source: str) -> Tuple[List[OutputTensor], 
             f"{source} is quantized already, at {examples(quantized_paths(base.tensors))}. Give "
             "the checkpoint in float."
         )
-    tensors, notes = in_mindformers_names(base)
-    # An optimizer's state has the name of its parameter after a prefix, such as adam_m.
-    states = [tensor.name for tensor in tensors if tensor.name.partition(".")[2] in base.tensors]
-    if states:
-        notes = [*notes, f"Left out, the state of an optimizer: {examples(states)}."]
-    return [tensor for tensor in tensors if tensor.name not in states], notes
+    return in_mindformers_names(base)
 
 
 def _linear_paths(tensor_names) -> List[str]:

@@ -5,7 +5,7 @@ Safetensors are read row by row as requested. A .ckpt is read into memory as a w
 
 import contextlib
 import os
-from typing import Dict, Iterable, List, Optional, Union
+from typing import Container, Dict, Iterable, List, Optional, Union
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from mindlora.models import names, registry
 
 INDEX = "model.safetensors.index.json"
 WORLDS = {"hf": "Hugging Face's", "mindformers": "MindFormers'"}
+# What CheckpointMonitor and the optimizers of MindSpore and MindFormers save beside the parameters of the model.
+_RUN_STATE = (
+    *("epoch_num", "step_num", "global_step", "global_batch_size", "current_iterator_step"),
+    *("loss_scale", "scale_sense", "last_overflow_iterator_step"),
+    *("beta1_power", "beta2_power", "learning_rate", "weight_decay"),
+)
 # The files of a model's folder that transformers and MindFormers need besides the tensors.
 COMPANIONS = (
     "config.json",
@@ -50,6 +56,8 @@ class BaseCheckpoint:
         world (str): Whose names the tensors have: "hf" or "mindformers".
         architecture (Architecture): The record that knows their names.
         config (dict): Content of the config.json beside the tensors; empty if there is none.
+        training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
+            MindFormers' CheckpointMonitor saves with the model. They are in no other attribute.
 
     Raises:
         CheckpointError: Nothing at ``path`` can be read, the index is wrong, or the names are not known.
@@ -72,6 +80,9 @@ class BaseCheckpoint:
                 self._add(name)
             if weight_map is not None:
                 self._check_index(weight_map)
+            self.training_state = [name for name in self._file_of if _is_training_state(name, self._file_of)]
+            for name in self.training_state:
+                del self._file_of[name]
             self.world = detect_world(self.path, self.tensors)
             self.architecture = names.architecture_of(self.tensors)
             config = os.path.join(self.folder, "config.json")
@@ -88,6 +99,19 @@ class BaseCheckpoint:
     def tensors(self) -> Dict[str, TensorInfo]:
         """Name of a tensor -> TensorInfo."""
         return {name: self.files[file].tensors[name] for name, file in self._file_of.items()}
+
+    @property
+    def left_out(self) -> List[str]:
+        """A note about training_state for reports, or nothing."""
+        state = self.training_state
+        return (
+            [f"Left out, as training's and not the model's: {len(state)} tensors: {examples(state)}."] if state else []
+        )
+
+    @property
+    def names_by_file(self) -> Dict[str, List[str]]:
+        """Name of a file -> names of its tensors."""
+        return {file: [name for name in found.tensors if name in self._file_of] for file, found in self.files.items()}
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""
@@ -155,6 +179,11 @@ class CkptFile:
         """Returns a copy of rows [begin, end)."""
         array = self._arrays[key]
         return (array[begin:end] if array.shape else array).copy()
+
+
+def _is_training_state(name: str, present: Container[str]) -> bool:
+    """Tells whether a tensor is an optimizer's, called as its parameter after a prefix, or a run's."""
+    return name in _RUN_STATE or name.partition(".")[2] in present
 
 
 def detect_world(path: str, tensor_names: Iterable[str]) -> str:
