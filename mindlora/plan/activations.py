@@ -1,0 +1,236 @@
+"""The tensors that a training step keeps for its backward, layer by layer.
+
+What is kept was read from the optimized graphs that MindSpore makes of MindFormers' legacy Llama (2.9.0 and 1.9.0): the
+outputs of forward operators that an operator of the backward takes. tests/plan counts them again and compares. For
+other models the same rules are arithmetic, and nothing more.
+"""
+
+import dataclasses
+from typing import Dict, Iterator, List, NamedTuple, Set
+
+from mindlora.models import names
+from mindlora.plan.recomputation import Recomputation
+from mindlora.plan.run import Run
+from mindlora.plan.units import bytes_of
+from mindlora.plan.weights import Weight, leaf_of
+
+_QUERIES, _GATES = ("wq", "wk", "wv", "w_qkv"), ("w1", "w3", "w_gate_hidden")
+# The loss of MindFormers holds this many float32 tensors of the logits' shape at its widest point.
+LOSS_TENSORS = 4
+
+
+class Kept(NamedTuple):
+    """A tensor that is kept for the backward.
+
+    Attributes:
+        path (str): The operator that makes it, below its layer.
+        size (int): Its bytes on one device.
+    """
+
+    path: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the tensors of a layer are made of, on one device.
+
+    Attributes:
+        tokens (int): Tokens of a micro-batch.
+        outside (int): Tokens outside of the products, where sequence parallelism divides them.
+        hidden (int): Width of the residual stream.
+        queries, keys (int): Width of q and of k, v.
+        heads (int): Query heads.
+        inner (int): Width of the feed-forward network.
+        repeats (bool): Whether k and v are repeated for the heads that share them, where attention is not fused.
+    """
+
+    tokens: int
+    outside: int
+    hidden: int
+    queries: int
+    keys: int
+    heads: int
+    inner: int
+    repeats: bool
+
+    @classmethod
+    def of(cls, run: Run) -> "Sizes":
+        """Returns the sizes of a run's layers."""
+        model, parts = run.model, run.division.model
+        heads = model.get("num_heads") or model.get("num_attention_heads") or 32
+        key_heads = model.get("n_kv_heads") or model.get("num_key_value_heads") or heads
+        hidden = run.number("hidden_size", 4096)
+        head_size = model.get("head_dim") or hidden // heads
+        inner = next(shape[1] for path, shape in run.architecture.linear_sizes(model).items() if leaf_of(path) == "w2")
+        return cls(
+            run.tokens,
+            run.tokens // (parts if run.division.sequence else 1),
+            hidden,
+            heads * head_size // parts,
+            key_heads * head_size // parts,
+            heads // parts,
+            inner // parts,
+            heads != key_heads,
+        )
+
+
+class Activations:
+    """What each layer of a run keeps.
+
+    Args:
+        run (Run): The run.
+        weights (list of Weight): Its parameters.
+    """
+
+    def __init__(self, run: Run, weights: List[Weight]):
+        self.run, self.sizes = run, Sizes.of(run)
+        self.compute = bytes_of(run.compute_dtype)
+        self.norm = bytes_of(run.dtype("layernorm_compute_type", "float32"))
+        self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
+        self.is_legacy = "use_flash_attention" in run.model or run.model.get("type") == "LlamaConfig"
+        self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
+        self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))
+        self.weights: Dict[int, List[Weight]] = {}
+        for weight in weights:
+            layer = names.layer_of(weight.path)
+            self.weights.setdefault(-1 if layer is None else layer, []).append(weight)
+
+    @property
+    def layer_input(self) -> int:
+        """Bytes of what a layer takes in."""
+        return self.compute * self.sizes.outside * self.sizes.hidden
+
+    def first_trained(self) -> int:
+        """Returns the first layer with a trained parameter; the number of layers if there is none."""
+        if any(weight.trained for weight in self.weights.get(-1, []) if weight.leaf == "tok_embeddings"):
+            return -1
+        trained = [layer for layer, own in self.weights.items() if layer >= 0 and any(weight.trained for weight in own)]
+        return min(trained, default=len(self.weights))
+
+    def kept_by(self, layer: int, recomputation: Recomputation) -> int:
+        """Returns the bytes that a layer keeps from its forward to its backward."""
+        if layer < self.first_trained():
+            return 0
+        if layer in recomputation.layers:
+            return self.layer_input
+        return sum(kept.size for kept in self.tensors(layer) if not recomputation.skips(layer, kept.path))
+
+    def whole_layer(self, layer: int) -> int:
+        """Returns the bytes that a layer keeps if nothing of it is recomputed."""
+        return sum(kept.size for kept in self.tensors(layer)) if layer >= self.first_trained() else 0
+
+    def head(self) -> int:
+        """Returns the bytes that are kept after the last layer, without the loss."""
+        sizes, own = self.sizes, [weight for weight in self.weights.get(-1, []) if weight.leaf == "lm_head"]
+        total = self.compute * sizes.outside * sizes.hidden + 4 * sizes.outside
+        if any(weight.trained for weight in own):
+            total += self.compute * sizes.tokens * sizes.hidden
+        return total
+
+    def masks(self) -> int:
+        """Returns the bytes of what all layers share: the mask and the angles of the rotary embedding."""
+        length = self.run.seq_length
+        mask = self.run.rows * length * length if self.fuses_attention else 0
+        if self.run.model.get("use_attn_mask_compression") or self.run.model.get("use_eod_attn_mask_compression"):
+            mask = 2048 * 2048
+        head_size = self.sizes.queries // self.sizes.heads
+        return mask + 2 * length * head_size * bytes_of(self.run.dtype("rotary_dtype", "float32"))
+
+    def loss(self) -> int:
+        """Returns the bytes of the logits and the loss at their widest point."""
+        vocabulary = self.run.number("vocab_size", 32000)
+        division = self.run.division
+        parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
+        return LOSS_TENSORS * 4 * self.sizes.tokens * vocabulary // parts
+
+    def tensors(self, layer: int) -> Iterator[Kept]:
+        """Yields what a layer keeps if nothing of it is recomputed."""
+        by_leaf: Dict[str, List[Weight]] = {}
+        for weight in self.weights.get(layer, []):
+            by_leaf.setdefault(weight.leaf, []).append(weight)
+        trained = {leaf for leaf, own in by_leaf.items() if any(weight.trained for weight in own)}
+        # Gradients flow only to what lies behind the first trained parameter.
+        before = layer > self.first_trained()
+        queries = before or bool(trained.intersection(("attention_norm", *_QUERIES)))
+        attended = queries or "wo" in trained
+        gates = attended or bool(trained.intersection(("ffn_norm", *_GATES)))
+        yield from self._norm("attention_norm", before, trained)
+        yield from self._inputs("attention_norm.rcast", _QUERIES, by_leaf)
+        if queries:
+            yield from self._attention()
+        yield from self._inputs("attention.merge", ("wo",), by_leaf)
+        yield from self._norm("ffn_norm", attended, trained)
+        yield from self._inputs("ffn_norm.rcast", _GATES, by_leaf)
+        if gates:
+            yield from self._feed_forward()
+        yield from self._inputs("feed_forward.mul", ("w2",), by_leaf)
+        yield from self._casts(by_leaf, {"wo": queries, "w2": gates, **dict.fromkeys(_QUERIES, before)}, attended)
+
+    def _norm(self, path: str, needed: bool, trained: Set[str]) -> Iterator[Kept]:
+        if needed or path in trained:
+            tokens, hidden = self.sizes.outside, self.sizes.hidden
+            # The fused one casts again in the backward; the composed one keeps what it cast.
+            yield Kept(f"{path}.cast", tokens * hidden * (self.compute if self.fuses_norms else self.norm))
+            yield Kept(f"{path}.rsqrt", tokens * (4 if self.fuses_norms else self.norm))
+
+    def _attention(self) -> Iterator[Kept]:
+        sizes, element = self.sizes, self.compute
+        tokens, length = sizes.tokens, self.run.seq_length
+        repeated = sizes.queries if sizes.repeats and not self.fuses_attention else sizes.keys
+        yield Kept("attention.apply_rotary_emb.add", element * tokens * sizes.queries)
+        yield Kept("attention.keys", element * tokens * repeated)
+        yield Kept("attention.values", element * tokens * repeated)
+        if self.fuses_attention:
+            yield Kept("attention.flash_attention", element * tokens * sizes.queries)
+            # The maximum and the sum of each row of scores, eight times each.
+            yield Kept("attention.flash_attention", 2 * 8 * 4 * tokens * sizes.heads)
+        else:
+            scores = tokens * length * sizes.heads
+            yield Kept("attention.softmax", scores * self.softmax)
+            if self.softmax != element:
+                yield Kept("attention.softmax_cast", scores * element)
+
+    def _feed_forward(self) -> Iterator[Kept]:
+        size = self.compute * self.sizes.tokens * self.sizes.inner
+        yield Kept("feed_forward.w1.matmul", size)
+        yield Kept("feed_forward.w1.activation.silu", size)
+        yield Kept("feed_forward.w3.matmul", size)
+
+    def _inputs(self, path: str, leaves, by_leaf: Dict[str, List[Weight]]) -> Iterator[Kept]:
+        """Yields what cells with the same input keep: the input once, and what each cell's adapter makes of it."""
+        drops = bool(self.run.lora and self.run.lora.lora_dropout)
+        shared = False
+        for leaf in leaves:
+            weights = [weight for weight in by_leaf.get(leaf, []) if weight.trained]
+            adapter = [weight for weight in weights if weight.adapter]
+            width = self._input_width(leaf)
+            needs_input = any(weight.part in ("weight", "A", "lambda_d") for weight in weights)
+            if adapter and drops and not self.run.on_cpu:
+                # MindSpore's Dropout keeps its mask, one bit for each element, and what it lets through.
+                yield Kept(f"{path}.dropout", self.sizes.tokens * width * self.compute)
+                yield Kept(f"{path}.dropout", self.sizes.tokens * width // 8)
+                needs_input = any(not weight.adapter and weight.part == "weight" for weight in weights)
+            shared = shared or needs_input
+            if adapter and not (drops and self.run.on_cpu):
+                rank = max((self._rank(weight) for weight in adapter), default=0)
+                yield Kept(f"{path}.low_rank", self.compute * self.sizes.tokens * rank)
+        if shared:
+            tokens = self.sizes.outside if path.endswith("norm.rcast") else self.sizes.tokens
+            yield Kept(path, self.compute * tokens * self._input_width(leaves[0]))
+
+    def _input_width(self, leaf: str) -> int:
+        return {"wo": self.sizes.queries, "w2": self.sizes.inner}.get(leaf, self.sizes.hidden)
+
+    def _rank(self, weight: Weight) -> int:
+        return self.run.lora.for_cell(weight.path).lora_rank if self.run.lora else 0
+
+    def _casts(self, by_leaf: Dict[str, List[Weight]], needed: Dict[str, bool], gates_need: bool) -> Iterator[Kept]:
+        """Yields the copies in the compute dtype of parameters that are stored in another one."""
+        for leaf, weights in by_leaf.items():
+            for weight in weights:
+                if len(weight.shape) < 2 or weight.dtype in (self.run.compute_dtype, "uint8"):
+                    continue
+                parts = self.run.division.part_of(leaf, weight.part, weight.shape)
+                if weight.adapter or needed.get(leaf, gates_need):
+                    yield Kept(f"{leaf}.cast", self.compute * weight.elements // parts)

@@ -1,0 +1,187 @@
+"""The smallest change of a YAML with which its run fits a device, in the order in which people try."""
+
+import copy
+import dataclasses
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import yaml
+
+from mindlora.common.yaml_file import value_at
+from mindlora.errors import LoraError
+from mindlora.plan.memory import memory_of
+from mindlora.plan.run import Run, read_run
+
+# The part of a device's memory that is left for what is not counted: work space, communication, fragments.
+RESERVE = 0.1
+_STEP = "LoraTrainOneStepCell"
+Keys = Dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One change, or several together.
+
+    Attributes:
+        change (str): What is changed, in words.
+        needed (int): Bytes that the run then needs on a device.
+        fits (bool): Whether it fits.
+    """
+
+    change: str
+    needed: int
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether a run fits, and what would make it fit.
+
+    Attributes:
+        memory (int): Bytes of a device.
+        usable (int): What of it the plan fills.
+        fits (bool): Whether the run fits as it is.
+        tried (tuple of Trial): The changes in the order in which they were tried; the last one fits, if any does.
+        lines (str): What to change in the YAML so that the last one is made; empty if nothing is to change or none
+            fits.
+    """
+
+    memory: int
+    usable: int
+    fits: bool
+    tried: Tuple[Trial, ...]
+    lines: str
+
+
+class _Change(NamedTuple):
+    words: str
+    keys: Dict[str, Any]
+
+
+def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
+    """Returns whether a run fits a device, and the first change with which it would.
+
+    Args:
+        run (Run): The run.
+        memory (int): Bytes of a device.
+        devices (list of int): On how many devices the run may be divided.
+    """
+    usable = int(memory * (1 - RESERVE))
+    needed = memory_of(run).total
+    if needed <= usable:
+        return Fit(memory, usable, True, (), "")
+    tried: List[Trial] = []
+    for variants in _ladder(run, devices):
+        found = [(change, size) for change in variants for size in [_needed(run, change.keys)] if size is not None]
+        if not found:
+            continue
+        fitting = [(change, size) for change, size in found if size <= usable]
+        change, size = (fitting or found[-1:])[0]
+        tried.append(Trial(change.words, size, bool(fitting)))
+        if fitting:
+            return Fit(memory, usable, False, tuple(tried), _lines(change.keys))
+    return Fit(memory, usable, False, tuple(tried), "")
+
+
+def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
+    """Yields the changes in order; of several variants in a step, the first that fits counts."""
+    recompute, batches, quantized = _recomputation(run), _batches(run), _quantization(run)
+    yield recompute
+    yield batches
+    yield _joined(recompute, batches)
+    yield quantized
+    yield _joined(quantized, recompute)
+    yield _joined(quantized, _joined(recompute, batches) or batches)
+    for count in devices:
+        if count > 1:
+            divided = _model_parallel(run, count)
+            yield divided
+            yield _joined(divided, recompute)
+            yield _joined(divided, _joined(recompute, batches) or batches)
+            yield _joined(_optimizer_parallel(run, count), batches)
+
+
+def _recomputation(run: Run) -> List[_Change]:
+    if not run.trains or value_at(run.config, "recompute_config.recompute") is True:
+        return []
+    return [_Change("recompute all layers", {"recompute_config": {"recompute": True}})]
+
+
+def _batches(run: Run) -> List[_Change]:
+    """Returns smaller batches with as many more micro-batches, so that a step has as many rows as before."""
+    size = value_at(run.config, "runner_config.batch_size") or 1
+    found, factor = [], 2
+    while run.trains and isinstance(size, int) and size % factor == 0:
+        steps = run.accumulation * factor
+        words = f"batch_size {size // factor}, gradient_accumulation_steps {steps}"
+        keys: Keys = {"runner_config": {"batch_size": size // factor, "gradient_accumulation_steps": steps}}
+        if not run.division.sharded:
+            # What accumulates alone and in data parallel is mindlora's train step.
+            if value_at(run.config, "runner_wrapper.type") != _STEP:
+                keys["runner_wrapper"] = {"type": _STEP}
+            if value_at(run.config, "train_dataset.drop_remainder") is not True:
+                keys["train_dataset"] = {"drop_remainder": True}
+        found.append(_Change(words, keys))
+        factor *= 2
+    return found
+
+
+def _quantization(run: Run) -> List[_Change]:
+    if run.lora is None or run.lora.quantize_base or run.division.sharded:
+        return []
+    return [
+        _Change("QLoRA (quantize_base: nf4)", {"model": {"model_config": {"pet_config": {"quantize_base": "nf4"}}}})
+    ]
+
+
+def _model_parallel(run: Run, count: int) -> List[_Change]:
+    others = run.division.pipeline * run.division.context
+    data = max(run.division.devices // (count * others), 1)
+    if run.division.model >= count or run.lora and run.lora.quantize_base:
+        return []
+    keys = {
+        "use_parallel": True,
+        "parallel": {"parallel_mode": 1, "full_batch": True},
+        "parallel_config": {"data_parallel": data, "model_parallel": count},
+    }
+    return [_Change(f"model_parallel {count} on {data * count * others} devices", keys)]
+
+
+def _optimizer_parallel(run: Run, count: int) -> List[_Change]:
+    division = run.division
+    if division.optimizer or division.model * division.pipeline * division.context > 1:
+        return []
+    data = max(division.data, count)
+    recompute = {"recompute": True, "parallel_optimizer_comm_recompute": True}
+    keys = {
+        "use_parallel": True,
+        "parallel": {"parallel_mode": 1, "full_batch": True, "enable_parallel_optimizer": True},
+        "parallel_config": {"data_parallel": data, "model_parallel": 1},
+        "recompute_config": recompute,
+    }
+    words = f"enable_parallel_optimizer and recomputation on {data} devices"
+    return [] if run.lora and run.lora.quantize_base else [_Change(words, keys)]
+
+
+def _joined(first: List[_Change], second: List[_Change]) -> List[_Change]:
+    return [_Change(f"{a.words}; {b.words}", merged(a.keys, b.keys)) for a in first for b in second]
+
+
+def merged(config: Dict[str, Any], keys: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns a configuration with other values at some keys, node by node."""
+    result = copy.deepcopy(config)
+    for key, value in keys.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
+def _needed(run: Run, keys: Dict[str, Any]) -> Optional[int]:
+    """Returns the bytes that a run needs with a change, or None if it cannot be made."""
+    try:
+        return memory_of(read_run(merged(run.config, keys))).total
+    except LoraError:
+        return None
+
+
+def _lines(keys: Dict[str, Any]) -> str:
+    return str(yaml.safe_dump(keys, sort_keys=False, default_flow_style=False)).rstrip()

@@ -1,0 +1,223 @@
+"""The bytes that a run needs on a device."""
+
+import dataclasses
+from typing import Any, Dict, List, Tuple
+
+from mindlora.common.yaml_file import value_at
+from mindlora.models import names
+from mindlora.plan.activations import Activations
+from mindlora.plan.recomputation import Recomputation, read_recomputation
+from mindlora.plan.run import Run
+from mindlora.plan.units import bytes_of
+from mindlora.plan.weights import Weight, weights_of
+
+EXACT, MODEL, ARITHMETIC = "exact", "model, 15 %", "arithmetic"
+# Optimizer -> (states of each trained parameter, whether they are float32 whatever the parameter is).
+OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
+    "AdamW": (2, True),
+    "PmaAdamW": (3, True),
+    "FP32StateAdamWeightDecay": (2, True),
+    "Adam": (2, False),
+    "adam": (2, False),
+    "AdamWeightDecay": (2, False),
+    "Adagrad": (1, False),
+    "adagrad": (1, False),
+    "Momentum": (1, False),
+    "SGD": (2, False),
+    "sgd": (2, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One part of the memory of a device.
+
+    Attributes:
+        name (str): What it is.
+        size (int): Its bytes.
+        basis (str): "exact", "model, 15 %" or "arithmetic".
+    """
+
+    name: str
+    size: int
+    basis: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What a run needs on one device.
+
+    Attributes:
+        stage (int): The stage of the pipeline that needs most.
+        lines (tuple of Line): What is in memory at the widest point of a step.
+        kept_at_most (int): Bytes of the activations without recomputation.
+        kept_at_least (int): Bytes of the activations if all layers are recomputed.
+    """
+
+    stage: int
+    lines: Tuple[Line, ...]
+    kept_at_most: int
+    kept_at_least: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the lines."""
+        return sum(line.size for line in self.lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The parameters on one device, by what they are for."""
+
+    base: int
+    gathered: int
+    adapter: int
+    gradients: int
+    states: int
+
+
+def memory_of(run: Run) -> DeviceMemory:
+    """Returns what a run needs on the device that needs most.
+
+    Raises:
+        LoraError: A setting of the YAML is wrong.
+    """
+    weights = weights_of(run)
+    stages = [_stage(run, weights, stage) for stage in range(run.division.pipeline)]
+    return max(stages, key=lambda memory: memory.total)
+
+
+def optimizer_of(run: Run) -> Tuple[str, int, bool]:
+    """Returns the optimizer's name, its states for each trained parameter, and whether those are float32."""
+    kind = str(value_at(run.config, "optimizer.type") or "AdamW")
+    return (kind, *OPTIMIZERS.get(kind, (2, True)))
+
+
+def kv_cache_per_token(run: Run) -> int:
+    """Returns the bytes of the keys and values of one token in all layers of one device's stage."""
+    model = run.model
+    heads = model.get("num_heads") or model.get("num_attention_heads") or 32
+    key_heads = model.get("n_kv_heads") or model.get("num_key_value_heads") or heads
+    head_size = model.get("head_dim") or run.number("hidden_size", 4096) // heads
+    layers = -(-layer_count(run) // run.division.pipeline)
+    return 2 * layers * key_heads * head_size * bytes_of(run.compute_dtype) // run.division.model
+
+
+def layer_count(run: Run) -> int:
+    """Returns the number of layers of a run's model."""
+    return run.number("num_layers" if "num_layers" in run.model else "num_hidden_layers", 32)
+
+
+def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
+    own = _weights_of_stage(run, weights, stage)
+    tensors = _tensors(run, own)
+    kind, states, is_float32 = optimizer_of(run)
+    moments = f"{states} state{'s' * (states > 1)} of {kind}{' in float32' * is_float32}"
+    lines = [Line("base", tensors.base, EXACT)]
+    if tensors.gathered:
+        lines.append(Line("base gathered for use (optimizer parallelism)", tensors.gathered, ARITHMETIC))
+    if run.lora is not None:
+        lines.append(Line("adapter", tensors.adapter, EXACT))
+    if not run.trains:
+        lines += _inference_lines(run)
+        return DeviceMemory(stage, tuple(lines), 0, 0)
+    lines.append(Line("gradients", tensors.gradients, ARITHMETIC))
+    if value_at(run.config, "optimizer.swap"):
+        lines.append(Line(f"optimizer: {moments}, on the host (swap)", 0, EXACT))
+    else:
+        lines.append(Line(f"optimizer: {moments}", tensors.states, EXACT))
+    activations = Activations(run, weights)
+    recomputation = read_recomputation(run.config, run.division, layer_count(run))
+    basis = basis_of(run)
+    kept = _kept(run, activations, recomputation, stage)
+    lines.append(Line(f"activations, {_described(recomputation, layer_count(run))}", kept, basis))
+    layer = _recomputed_layer(run, activations, recomputation, stage)
+    loss = activations.loss() if stage == run.division.pipeline - 1 else 0
+    name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
+    lines.append(Line(name, max(loss, layer), basis))
+    return DeviceMemory(
+        stage,
+        tuple(lines),
+        _kept(run, activations, Recomputation(frozenset(), {}), stage),
+        _kept(run, activations, Recomputation(frozenset(range(layer_count(run))), {}), stage),
+    )
+
+
+def basis_of(run: Run) -> str:
+    """Returns what the activations of a run rest on: the graphs of the legacy Llama were counted, others were not."""
+    division = run.division
+    plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
+    plain = plain and not (run.lora and (run.lora.use_dora or run.lora.use_vera))
+    return MODEL if plain and run.lora is not None and "LlamaConfig" in run.architecture.model_types else ARITHMETIC
+
+
+def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:
+    """Returns the parameters of a stage: its layers', on the first one the embedding, on the last one what follows."""
+    layers, last = run.division.layers(layer_count(run), stage), run.division.pipeline - 1
+
+    def is_here(weight: Weight) -> bool:
+        layer = names.layer_of(weight.path)
+        if layer is not None:
+            return layer in layers
+        # What VeRA's cells share has no path.
+        return not weight.path or stage == (0 if weight.leaf == "tok_embeddings" else last)
+
+    return [weight for weight in weights if is_here(weight)]
+
+
+def _tensors(run: Run, weights: List[Weight]) -> Tensors:
+    sizes: Dict[str, int] = dict.fromkeys(("base", "gathered", "adapter", "gradients", "states"), 0)
+    _, states, is_float32 = optimizer_of(run)
+    layers: Dict[Any, int] = {}
+    for weight in weights:
+        whole = weight.size // run.division.part_of(weight.leaf, weight.part, weight.shape)
+        parts = run.division.part_of(weight.leaf, weight.part, weight.shape)
+        shards = run.division.shards_of(weight.leaf, whole, max(weight.shape[0] // parts, 1))
+        sizes["adapter" if weight.adapter else "base"] += whole // shards
+        if shards > 1:
+            layer = weight.path.rpartition(".")[0].rpartition(".")[0]
+            layers[layer] = layers.get(layer, 0) + whole
+        if weight.trained and run.trains:
+            elements = weight.elements // parts // shards
+            sizes["gradients"] += elements * _gradient_bytes(run, bytes_of(weight.dtype))
+            sizes["states"] += elements * states * (4 if is_float32 else bytes_of(weight.dtype))
+    if layers:
+        # Without parallel_optimizer_comm_recompute, what the forward gathers stays for the backward.
+        sizes["gathered"] = max(layers.values()) if run.division.gathers_again else sum(layers.values())
+    return Tensors(**sizes)
+
+
+def _gradient_bytes(run: Run, element: int) -> int:
+    """Returns the bytes of the gradient of one element: mindlora's step scales it to float32; sums need another one."""
+    if run.steps_by_mindlora:
+        return 4 + (element if run.accumulation > 1 else 0)
+    return element * (2 if run.accumulation > 1 or run.division.pipeline > 1 else 1)
+
+
+def _kept(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
+    layers = run.division.layers(layer_count(run), stage)
+    kept = sum(activations.kept_by(layer, recomputation) for layer in layers)
+    kept += activations.head() if stage == run.division.pipeline - 1 else 0
+    return run.division.in_flight(stage) * kept + activations.masks()
+
+
+def _recomputed_layer(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
+    own = [layer for layer in run.division.layers(layer_count(run), stage) if layer in recomputation.layers]
+    return max((activations.whole_layer(layer) for layer in own), default=0)
+
+
+def _inference_lines(run: Run) -> List[Line]:
+    logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.number("vocab_size", 32000)
+    lines = [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
+    if run.model.get("use_past"):
+        tokens = run.number("num_blocks", 512) * run.number("block_size", 16)
+        lines.insert(0, Line(f"KV cache of {tokens:,} tokens", tokens * kv_cache_per_token(run), EXACT))
+    return lines
+
+
+def _described(recomputation: Recomputation, count: int) -> str:
+    if len(recomputation.layers) == count:
+        return "all layers recomputed"
+    parts = [f"{len(recomputation.layers)} of {count} layers recomputed"] if recomputation.layers else []
+    parts += ["select_recompute"] if recomputation.operators else []
+    return " and ".join(parts) or "nothing recomputed"

@@ -1,0 +1,170 @@
+"""PlanReport: what mindlora plan found, and its text of 100 columns."""
+
+import dataclasses
+import textwrap
+from typing import List, Optional, Sequence, Tuple
+
+from mindlora.common.text import listed
+from mindlora.plan.changes import RESERVE, Fit
+from mindlora.plan.layouts import Layout
+from mindlora.plan.memory import DeviceMemory
+from mindlora.plan.schedule import Schedule
+from mindlora.plan.units import gib, size_text
+
+WIDTH = 100
+_BASES = (
+    "exact: the same bytes as in a network that MindFormers builds.",
+    "model, 15 %: within 15 % of the tensors that MindSpore's graph of such a step keeps, counted for MindFormers' "
+    "legacy Llama on one device.",
+    "arithmetic: follows from the sizes and was compared with nothing.",
+    "Not counted: work space of kernels, buffers of communication, fragments, and what the framework itself takes.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """What a run will take.
+
+    Attributes:
+        yaml (str): The YAML.
+        model (str): The kind of model.
+        mode (str): Its run_mode.
+        parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
+        trained (int): Elements of those that are trained.
+        adapted (tuple of str): Paths of the cells with an adapter.
+        adapter (str): The adapter in words; empty if there is none.
+        adapter_file (int): Bytes of adapter_model.safetensors, or None if there is no adapter.
+        dtype (str): The dtype of most of the base.
+        devices (int): How many devices the YAML divides the run among.
+        division (str): How, in words.
+        batch (str): A step's rows in words; empty if the run does not train.
+        device (DeviceMemory): What is needed on the device that needs most.
+        kv_cache_per_token (int): Bytes of the keys and values of a token.
+        seq_length (int): Tokens in a row.
+        schedule (Schedule): Steps and tokens, or None if the run does not train.
+        layouts (tuple of Layout): The same run on other numbers of devices.
+        fit (Fit): Whether it fits the memory that was given, or None if none was.
+        notes (tuple of str): What the plan assumed.
+    """
+
+    yaml: str
+    model: str
+    mode: str
+    parameters: int
+    trained: int
+    adapted: Tuple[str, ...]
+    adapter: str
+    adapter_file: Optional[int]
+    dtype: str
+    devices: int
+    division: str
+    batch: str
+    device: DeviceMemory
+    kv_cache_per_token: int
+    seq_length: int
+    schedule: Optional[Schedule]
+    layouts: Tuple[Layout, ...]
+    fit: Optional[Fit]
+    notes: Tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the run does not fit the memory that was given, else 0."""
+        return int(self.fit is not None and not self.fit.fits)
+
+    def __str__(self) -> str:
+        parts = [_facts(self), _memory(self), _layouts(self.layouts)]
+        parts += [_fit(self.fit, self.device.total)] if self.fit else []
+        parts.append("\n".join(_wrapped("", text) for text in (*self.notes, *_BASES)))
+        return "\n\n".join(part for part in parts if part)
+
+
+def _facts(report: PlanReport) -> str:
+    share = 100 * report.trained / report.parameters
+    found = [
+        ("run", f"{report.yaml}: {report.mode}, {report.model}"),
+        ("parameters", f"{report.parameters:,}, of which {report.trained:,} are trained ({share:.4f} %)"),
+    ]
+    if report.adapter:
+        found.append(("adapter", f"{report.adapter}: {listed(report.adapted)}"))
+    if report.adapter_file:
+        size = f"{size_text(report.adapter_file)} ({report.adapter_file:,} bytes)"
+        found.append(("adapter file", f"adapter_model.safetensors: {size}, exact"))
+    if report.batch:
+        found.append(("batch", report.batch))
+    if report.schedule:
+        found.append(("steps", _steps(report.schedule)))
+    return "\n".join(_wrapped(f"{name:<14}", text) for name, text in found)
+
+
+def _steps(schedule: Schedule) -> str:
+    if schedule.rows is None:
+        return f"not known: {schedule.data}"
+    epochs = f"{schedule.epochs} epoch{'s' * (schedule.epochs > 1)}"
+    return (
+        f"{epochs} of {schedule.rows:,} rows ({schedule.data}): {schedule.steps:,} steps, {schedule.tokens:,} tokens "
+        "with padding"
+    )
+
+
+def _memory(report: PlanReport) -> str:
+    device = report.device
+    rows = [
+        (f"base, {report.dtype}" if line.name == "base" else line.name, gib(line.size), line.basis)
+        for line in device.lines
+    ]
+    rows.append(("in all", gib(device.total), ""))
+    if device.kept_at_most:
+        rows.append(("  activations with nothing recomputed", gib(device.kept_at_most), ""))
+        rows.append(("  activations with all layers recomputed", gib(device.kept_at_least), ""))
+    rows.append(("  KV cache of one row, when asked", gib(report.kv_cache_per_token * report.seq_length), "exact"))
+    title = f"one device of {report.devices}, {report.division}" if report.devices > 1 else "one device"
+    return _table((title, "GiB", "basis"), rows, (">", "<"))
+
+
+def _layouts(layouts: Sequence[Layout]) -> str:
+    if not layouts:
+        return ""
+    divides = any(layout.yaml is not None for layout in layouts)
+    titles = ["GiB on each device", "data parallel", "optimizer parallel", "model parallel"]
+    rows = []
+    for layout in layouts:
+        sizes = [layout.data, layout.optimizer, layout.model] + ([layout.yaml] if divides else [])
+        name = f"{layout.devices} device{'s' * (layout.devices > 1)}"
+        rows.append((name, *("-" if size is None else gib(size) for size in sizes)))
+    table = _table((*titles, *(["as the YAML"] if divides else [])), rows, ">" * (3 + divides))
+    notes = [_wrapped("- ", note) for layout in layouts for note in layout.notes]
+    return "\n".join([table, *notes])
+
+
+def _fit(fit: Fit, needed: int) -> str:
+    limit = f"{gib(fit.memory)} GiB, of which {100 * (1 - RESERVE):.0f} %, {gib(fit.usable)} GiB, are filled"
+    if fit.fits:
+        return _wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.")
+    text = [_wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.")]
+    rows = [(trial.change, gib(trial.needed), "fits" if trial.fits else "") for trial in fit.tried]
+    text.append(_table(("change", "GiB", ""), rows, (">", "<")))
+    if fit.lines:
+        text.append(f"\nTo make the last change, put into the YAML:\n\n{textwrap.indent(fit.lines, '  ')}")
+    else:
+        text.append("\nNone of these makes it fit: use more devices (--devices), or a smaller model or seq_length.")
+    return "\n".join(text)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
+    """Returns a table whose first column is wrapped where the table would be wider than WIDTH."""
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(1, len(titles))]
+    room = min(max(len(row[0]) for row in (titles, *rows)), WIDTH - sum(2 + width for width in widths))
+    lines: List[str] = []
+    for first, *others in (titles, *rows):
+        indent = first[: len(first) - len(first.lstrip())] + "  "
+        pieces = textwrap.wrap(first, room, subsequent_indent=indent, drop_whitespace=True) or [""]
+        cells = [f"{text:{side}{width}}" for text, side, width in zip(others, sides, widths)]
+        lines.append("  ".join([f"{pieces[0]:<{room}}", *cells]).rstrip())
+        lines += pieces[1:]
+    return "\n".join(lines)
+
+
+def _wrapped(head: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+    return (head + f"\n{' ' * len(head)}".join(lines)).rstrip()

@@ -1,0 +1,173 @@
+"""Run: what a plan needs to know of a MindFormers YAML, checked."""
+
+import dataclasses
+from typing import Any, Dict, Optional
+
+from mindlora.common.fields import check_number, dtype_name
+from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import PET, value_at
+from mindlora.config import LoraConfig
+from mindlora.errors import ConfigError
+from mindlora.models import registry
+from mindlora.models.architecture import Architecture, ParameterSize
+from mindlora.plan.division import Division
+
+# Keys of pet_config that change neither a tensor nor its size.
+WITHOUT_SIZE = ("adapter_path", "loraplus_lr_ratio", "neftune_alpha")
+_TRAINING_MODES = ("train", "finetune")
+_MODES = (*_TRAINING_MODES, "eval", "predict")
+_STEP = "LoraTrainOneStepCell"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as its YAML describes it.
+
+    Attributes:
+        config (dict): The YAML.
+        architecture (Architecture): The model's record.
+        parameters (dict): Name -> ParameterSize of all parameters of the base.
+        lora (LoraConfig): The adapter, or None if the whole network is trained.
+        mode (str): "train", "finetune", "eval" or "predict".
+        rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
+        accumulation (int): Micro-batches in a step.
+        epochs (int): Passes over the data.
+        division (Division): How the work is divided among devices.
+    """
+
+    config: Dict[str, Any]
+    architecture: Architecture
+    parameters: Dict[str, ParameterSize]
+    lora: Optional[LoraConfig]
+    mode: str
+    rows: int
+    accumulation: int
+    epochs: int
+    division: Division
+
+    @property
+    def model(self) -> Dict[str, Any]:
+        """The node model_config."""
+        return self.config["model"]["model_config"]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains."""
+        return self.mode in _TRAINING_MODES
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens in a row."""
+        return self.number("seq_length", 2048)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one device computes at a time."""
+        return self.rows * self.seq_length // self.division.context
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the YAML names a CPU."""
+        return value_at(self.config, "context.device_target") == "CPU"
+
+    @property
+    def steps_by_mindlora(self) -> bool:
+        """Whether mindlora's train step makes the gradients, and not MindFormers'."""
+        return value_at(self.config, "runner_wrapper.type") == _STEP and not self.division.sharded
+
+    def number(self, key: str, default: int) -> int:
+        """Returns a whole number above 0 of model_config."""
+        return _number(self.model.get(key), default, f"model.model_config.{key}")
+
+    def dtype(self, key: str, default: str) -> str:
+        """Returns a dtype of model_config."""
+        return dtype_name(default if self.model.get(key) is None else self.model[key], f"model.model_config.{key}")
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of activations."""
+        return self.dtype("compute_dtype", "float16")
+
+
+def read_run(config: Dict[str, Any]) -> Run:
+    """Returns the run that a YAML describes.
+
+    Args:
+        config (dict): The content of the YAML.
+
+    Raises:
+        ConfigError: The model is not known, a size or a setting is wrong, or sizes cannot be divided as the YAML says.
+    """
+    mode = config.get("run_mode")
+    if mode not in _MODES:
+        raise ConfigError(f"run_mode is {mode!r}, which is not known.{suggestion(str(mode), list(_MODES))}")
+    architecture = _architecture(config)
+    if architecture.parameter_sizes is None:
+        planned = [found.title for found in registry.ARCHITECTURES if found.parameter_sizes]
+        raise ConfigError(
+            f"The sizes of all parameters of {architecture.title} are not known, so its run cannot be planned. "
+            f"Planned: {', '.join(planned)}."
+        )
+    runner = config.get("runner_config") or {}
+    run = Run(
+        config,
+        architecture,
+        _sizes(architecture, config["model"]["model_config"]),
+        _adapter(config),
+        mode,
+        _number(runner.get("batch_size"), 1, "runner_config.batch_size")
+        * _number(config.get("micro_batch_interleave_num"), 1, "micro_batch_interleave_num"),
+        _number(runner.get("gradient_accumulation_steps"), 1, "runner_config.gradient_accumulation_steps"),
+        _number(runner.get("epochs"), 1, "runner_config.epochs"),
+        Division.of_yaml(config),
+    )
+    run.division.check(run.model)
+    refusal = run.division.refusal(run.lora)
+    if refusal:
+        raise ConfigError(f"pet_config cannot be built in this parallel_mode: {refusal}.")
+    return run
+
+
+def _number(value: Any, default: int, field: str) -> int:
+    value = default if value is None else value
+    check_number(value, field, int, lambda number: number >= 1, "a whole number of at least 1")
+    return int(value)
+
+
+def _architecture(config: Dict[str, Any]) -> Architecture:
+    model = config["model"]["model_config"]
+    experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model))
+    kinds = [kind for kind in (value_at(config, "model.arch.type"), model.get("type"), model.get("model_type")) if kind]
+    found = next((record for record in map(registry.by_model_type, kinds) if record), None)
+    if found is None:
+        known = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
+        kind = kinds[0] if kinds else None
+        raise ConfigError(f"The model is {kind!r}, whose sizes are not known.{suggestion(str(kind), known)}")
+    if experts > 1 and not found.experts:
+        raise ConfigError(
+            f"moe_config.expert_num is {experts}: the sizes of the experts of {found.title} are not known, so its run "
+            "cannot be planned."
+        )
+    return found
+
+
+def _sizes(architecture: Architecture, model: Dict[str, Any]) -> Dict[str, ParameterSize]:
+    try:
+        sizes = architecture.parameter_sizes(model) if architecture.parameter_sizes else {}
+        whole = all(isinstance(size, int) and size >= 1 for found in sizes.values() for size in found.shape)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ConfigError(f"model.model_config: the sizes of the model cannot be worked out: {error}.") from error
+    if not whole:
+        raise ConfigError("model.model_config: the sizes of the model must be whole numbers of at least 1.")
+    return sizes
+
+
+def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:
+    pet = value_at(config, PET)
+    if not pet:
+        return None
+    if not isinstance(pet, dict):
+        raise ConfigError(f"{PET} is {pet!r}, which is not a node with keys. Write pet_type and the rest below it.")
+    return LoraConfig.from_pet_config({key: value for key, value in pet.items() if key not in WITHOUT_SIZE})

@@ -1,0 +1,65 @@
+"""What a plan says that a step keeps for its backward is what MindSpore's graph of the step keeps, within 15 %."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn, ops
+
+from mindlora.plan.activations import Activations
+from mindlora.plan.memory import layer_count, memory_of
+from mindlora.plan.recomputation import read_recomputation
+from mindlora.plan.weights import weights_of
+from tests.support.planned_runs import LORA, TINY, adapted, run_of
+from tests.support.saved_tensors import compiled_graph, saved_tensors
+
+# What MindFormers builds for an NPU: fused attention and norms, in bfloat16. Its rotary embedding is that for a CPU.
+ASCEND = {"compute_dtype": "bfloat16", "param_init_type": "bfloat16", "use_flash_attention": True, "fused_rms_norm": True}
+WIDE = {"seq_length": 32, "hidden_size": 64, "num_heads": 8, "n_kv_heads": 2, "intermediate_size": 200}
+# Name -> (model_config, pet_config, recompute_config, rows, device).
+SHAPES = {
+    "on a CPU, all that is kept": ({}, LORA, {}, 2, "CPU"),
+    "for an NPU, a wide model": ({**ASCEND, **WIDE}, LORA, {}, 3, "Ascend"),
+    "for an NPU, one layer of two recomputed": (ASCEND, LORA, {"recompute": [1]}, 2, "Ascend"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_keeps_what_the_plan_says(name, make_llama, graph_mode, tmp_path, monkeypatch):
+    assert_kept(*SHAPES[name], make_llama, tmp_path, monkeypatch)
+
+
+def assert_kept(model, pet, recompute, rows, device, make_llama, tmp_path, monkeypatch):
+    nodes = {"runner_config": {"batch_size": rows}, "context": {"device_target": device}, "recompute_config": recompute}
+    run = run_of(model, pet, **nodes)
+    activations, recomputed = Activations(run, weights_of(run)), read_recomputation(run.config, run.division, layer_count(run))
+    network = adapted(make_llama(**{**TINY, **model, "type": None, **parallel(recompute)}, batch_size=rows), pet)
+    tokens = ms.Tensor(np.ones((rows, run.seq_length + 1), np.int32))
+    found = saved_tensors(compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch))
+    loss = sum(saved.size for saved in found if "loss-CrossEntropyLoss" in saved.scope)
+    counted = sum(saved.size for saved in found) - loss
+    layers = [activations.kept_by(layer, recomputed) for layer in range(layer_count(run))]
+    planned = sum(layers) + activations.head() + activations.masks()
+    print(counted, planned, planned / counted, loss, activations.loss())
+    assert planned == pytest.approx(counted, rel=0.15)
+    (line,) = [line for line in memory_of(run).lines if line.name.startswith("activations")]
+    assert line.size == planned
+
+
+def parallel(recompute):
+    """Returns the LlamaConfig's parallel_config with a recompute_config."""
+    from mindformers.modules.transformer import transformer
+
+    config = transformer.TransformerRecomputeConfig(**recompute)
+    return {"parallel_config": transformer.TransformerOpParallelConfig(recompute=config)}
+
+
+class Step(nn.Cell):
+    """The loss of a network and its gradients."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network, self.weights = network, ms.ParameterTuple(network.trainable_params())
+        self.gradient = ops.GradOperation(get_by_list=True)
+
+    def construct(self, tokens):
+        return self.network(tokens), self.gradient(self.network, self.weights)(tokens)

@@ -1,0 +1,57 @@
+"""YAMLs of small runs as mindlora plan reads them, and the networks that MindFormers builds of the same sizes."""
+
+from mindlora.plan.run import read_run
+
+# Sizes that differ from each other wherever the model lets them.
+TINY = {
+    "type": "LlamaConfig",
+    "seq_length": 16,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "n_kv_heads": 2,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "compute_dtype": "float32",
+    "layernorm_compute_type": "float32",
+    "softmax_compute_type": "float32",
+    "rotary_dtype": "float32",
+    "param_init_type": "float32",
+    "use_flash_attention": False,
+    "fused_rms_norm": False,
+    "use_rope_slice": True,
+}
+LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+def yaml_of(model=None, pet=None, **nodes):
+    """Returns the content of a YAML; ``pet`` None is LORA, and {} none at all; further nodes replace those below."""
+    pet = LORA if pet is None else pet
+    return {
+        "run_mode": "finetune",
+        "runner_config": {"batch_size": 2, "epochs": 1},
+        "optimizer": {"type": "AdamW"},
+        "context": {"device_target": "CPU"},
+        "model": {
+            "model_config": {**TINY, **(model or {}), **({"pet_config": pet} if pet else {})},
+            "arch": {"type": "LlamaForCausalLM"},
+        },
+        "runner_wrapper": {"type": "LoraTrainOneStepCell"},
+        **nodes,
+    }
+
+
+def run_of(model=None, pet=None, **nodes):
+    """Returns the Run of such a YAML."""
+    return read_run(yaml_of(model, pet, **nodes))
+
+
+def adapted(network, pet):
+    """Returns ``network`` with the adapter of a pet_config, and all else frozen."""
+    from mindlora import LoraConfig, apply_lora, freeze_base
+
+    if pet:
+        config = LoraConfig.from_pet_config(pet)
+        apply_lora(network, config)
+        freeze_base(network, config)
+    return network
