@@ -129,11 +129,8 @@ def convert_adapter(
         if to == "peft":
             raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
         _join_all(adapter, heads, adapter.paths)
-    elif to == "peft":
-        split_all(adapter, heads)
-    elif to == "mcore":
-        _join_all(adapter, heads, adapter.paths)
-        adapter = mcore.one_rank(adapter)
+    else:
+        adapter = with_cells_of(adapter, to, heads)
     adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
@@ -175,6 +172,16 @@ def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:
         heads.head_dim or config.get("head_dim") or (hidden // count if hidden and count else None),
         heads.q_rank or config.get("q_lora_rank"),
     )
+
+
+def with_cells_of(adapter: Adapter, to: str, heads: Heads) -> Adapter:
+    """Returns ``adapter``, which may be changed, with joined cells split or joined as the form ``to`` has them."""
+    if to == "peft":
+        split_all(adapter, heads)
+    elif to == "mcore":
+        _join_all(adapter, heads, adapter.paths)
+        return mcore.one_rank(adapter)
+    return adapter
 
 
 def split_all(adapter: Adapter, heads: Heads) -> None:

@@ -17,6 +17,7 @@ def _add_run_options(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--heads", type=int, metavar="N", help=f"num_heads of the model, to {purpose} w_qkv")
     parser.add_argument("--kv-heads", type=int, metavar="N", help=f"n_kv_heads of the model, to {purpose} w_qkv")
     parser.add_argument("--head-dim", type=int, metavar="N", help=f"size of a head, to {purpose} w_qkv")
+    parser.add_argument("--q-lora-rank", type=int, metavar="N", help="q_lora_rank of DeepSeek-V3")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
 
 
@@ -25,7 +26,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
     from mindlora.adapters.convert import Heads
     from mindlora.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
 
-    given = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim)
+    given = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.q_lora_rank)
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=given)
     from mindlora.common.yaml_file import read_yaml
@@ -53,7 +54,10 @@ def _gather_options(parser: argparse.ArgumentParser) -> None:
         help="the run's strategy files: a folder, or one file (default: the folder strategy in or beside CHECKPOINT)",
     )
     parser.add_argument(
-        "--to", default="peft", choices=("peft", "mindformers", "ckpt", "slora"), help="form of OUT (default: peft)"
+        "--to",
+        default="peft",
+        choices=("peft", "mindformers", "ckpt", "slora", "mcore", "diffusers", "kohya"),
+        help="form of OUT, as for mindlora convert (default: peft)",
     )
     parser.add_argument("--step", metavar="E_S", help="epoch and step in it, such as 2_100 (default: the newest)")
     _add_run_options(parser, "split")
@@ -76,7 +80,8 @@ def gather(arguments: argparse.Namespace) -> Any:
 
 
 def _beside(checkpoint: str, to: str) -> str:
-    ending = {"mindformers": ".safetensors", "ckpt": ".ckpt"}.get(to, "")
+    single = {"mindformers": ".safetensors", "mcore": ".safetensors", "kohya": ".safetensors", "ckpt": ".ckpt"}
+    ending = single.get(to, "")
     return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), f"adapter{ending}")
 
 

@@ -135,7 +135,8 @@ def write(path: str, stage: int, layouts: Mapping[str, Layout]) -> None:
 
 def _from_protobuf(content: bytes, path: str) -> Tuple[int, List[Tuple[str, Layout]]]:
     """Returns the stage, and (name, Layout) of each parameter."""
-    stage, layouts = 0, []
+    stage = 0
+    layouts: List[Tuple[str, Layout]] = []
     try:
         for field in protobuf.fields(memoryview(content)):
             if field.field == _STRATEGY_ITEM and not layouts:

@@ -195,10 +195,10 @@ def _by_all_reduce(entries: List[_Entry], array: Any, dtype: np.dtype, size: int
     rank, _ = collectives.rank_and_count()
     for part, owner in owners.items():
         if owner == rank:
-            whole[part.index] = array
+            whole[part.where] = array
     summed = collectives.all_sum(np.frombuffer(whole.tobytes(), np.uint8))
     whole = np.frombuffer(summed.tobytes(), dtype).reshape(whole.shape)
-    return [Piece(f"rank {entry.rank}", entry.part, whole[entry.part.index]) for entry in entries]
+    return [Piece(f"rank {entry.rank}", entry.part, whole[entry.part.where]) for entry in entries]
 
 
 def _piece(entry: _Entry, row: np.ndarray, dtype: np.dtype) -> Piece:

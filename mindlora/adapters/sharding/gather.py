@@ -8,7 +8,7 @@ import numpy as np
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import metadata as adapter_metadata
-from mindlora.adapters.convert import check_free, split_all
+from mindlora.adapters.convert import check_free, with_cells_of
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.sharding import rank_files
 from mindlora.adapters.sharding.rank_files import Content, RankFile
@@ -73,7 +73,8 @@ def gather_adapter(
         checkpoint (str): The folder that holds rank_0, rank_1, ...: checkpoint_trainable, checkpoint or
             checkpoint_network of a run of MindFormers, slices that LoraCheckpoint wrote, or what scatter_adapter wrote.
         output (str): Where to write.
-        to (str): "peft", "mindformers", "ckpt" or "slora", as in adapter_files.write. Default: "peft".
+        to (str): "peft", "mindformers", "ckpt", "slora", "mcore" or any other form that adapter_files.write takes.
+            Default: "peft".
         strategy (str): The run's strategy file, merged, or the folder with one for each rank or stage. Default: None,
             the folder "strategy" in ``checkpoint`` or beside it.
         settings (RunSettings): What the files do not say. Default: nothing.
@@ -100,8 +101,7 @@ def gather_adapter(
     tensors = _joined(contents, known, checkpoint)
     adapter = adapter_files.adapter_of_tensors(tensors, _metadata(contents, tensors), checkpoint)
     settings.complete(adapter, checkpoint)
-    if to == "peft":
-        split_all(adapter, settings.heads)
+    adapter = with_cells_of(adapter, to, settings.heads)
     adapter_files.write(adapter, output, to)
     return GatherReport(
         checkpoint,

@@ -79,9 +79,12 @@ def heads_of(model_config: Mapping[str, Any], given: Heads) -> Heads:
     """Returns the sizes of the attention: those that are given, and the others from a model_config of MindFormers."""
     heads = given.heads or _whole(model_config, "num_heads", "num_attention_heads")
     hidden = _whole(model_config, "hidden_size")
-    head_dim = given.head_dim or _whole(model_config, "head_dim") or (hidden // heads if hidden and heads else None)
-    kv_heads = given.kv_heads or _whole(model_config, "n_kv_heads", "num_key_value_heads") or heads
-    return Heads(heads, kv_heads, head_dim)
+    return Heads(
+        heads,
+        given.kv_heads or _whole(model_config, "n_kv_heads", "num_key_value_heads") or heads,
+        given.head_dim or _whole(model_config, "head_dim") or (hidden // heads if hidden and heads else None),
+        given.q_rank or _whole(model_config, "q_lora_rank"),
+    )
 
 
 def pet_config_of(model_config: Mapping[str, Any], source: str) -> Dict[str, Any]:

@@ -25,7 +25,7 @@ class Slice(NamedTuple):
     shape: Shape
 
     @property
-    def index(self) -> Tuple[slice, ...]:
+    def where(self) -> Tuple[slice, ...]:
         """What selects the part in an array of the whole."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.shape))
 
@@ -137,7 +137,7 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
         )
     sizes = [size // count for size, count in zip(array.shape, counts)]
     part = Slice(array.shape, tuple(size * index for size, index in zip(sizes, indices)), tuple(sizes))
-    return np.array(array[part.index])
+    return np.array(array[part.where])
 
 
 def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
@@ -168,14 +168,14 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
         if twin is not None:
             _check_equal(name, twin, piece)
             continue
-        if covered[piece.part.index].any():
+        if covered[piece.part.where].any():
             raise ShapeMismatchError(
                 f"{name} has overlapping slices: {piece.source} holds elements that another rank holds as part of a "
                 "different slice. The strategy is another run's."
             )
         distinct.append(piece)
-        covered[piece.part.index] = True
-        whole[piece.part.index] = piece.array
+        covered[piece.part.where] = True
+        whole[piece.part.where] = piece.array
     if not covered.all():
         raise MissingTensorsError(
             f"{name} is incomplete: {np.count_nonzero(~covered):,} of its {covered.size:,} elements are in no rank's "
