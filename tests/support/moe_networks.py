@@ -24,6 +24,7 @@ QWEN3_MOE = {
 DEEPSEEK_V3 = {
     **{key: value for key, value in TINY.items() if key != "head_dim"},
     "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
     "first_k_dense_replace": 1,
     "n_routed_experts": EXPERTS,
     "num_experts_per_tok": CHOSEN,
