@@ -5,6 +5,8 @@ from unittest import mock
 import numpy as np
 from mindspore import Tensor, nn
 
+from tests.support import tiny_runs
+
 # Where MindFormers asks whether the run is of a legacy model while it builds one.
 _ASKED = "mindformers.parallel_core.training_graph.transformer.utils.is_legacy_model"
 # A YAML's model_config; sizes that differ from each other wherever the model lets them.
@@ -78,3 +80,19 @@ def train(network, steps, rate=1e-2):
     step.set_train(True)
     batches = [(Tensor(ids), Tensor(np.roll(ids, -1, 1))) for ids in (tokens(seed=seed) for seed in range(5))]
     return np.array([float(step(*batches[number % 5]).asnumpy().sum()) for number in range(steps)])
+
+
+def tiny_config(data, epochs, callbacks, pet, **changes):
+    """Returns the content of a YAML that trains adapters on a Qwen3 of the sizes in TINY, through mindlora-run.
+
+    Args:
+        data (str): MindRecord to train on, as tiny_runs.write_data writes it.
+        epochs (int): Epochs.
+        callbacks (list of dict): Callbacks after a loss monitor.
+        pet (dict): pet_config, without pet_type.
+        **changes: Replaced top-level nodes.
+    """
+    config = tiny_runs.tiny_config(data, epochs, callbacks, use_legacy=False, **changes)
+    model = {"model_type": "qwen3", "architectures": "Qwen3ForCausalLM", **TINY, "pad_token_id": tiny_runs.PAD}
+    config["model"] = {"model_config": {**model, "pet_config": {"pet_type": "lora", **pet}}}
+    return config
