@@ -98,6 +98,8 @@ def test_the_parts_of_one_file_go_into_the_networks_that_they_are_of(tmp_path, f
     assert_loaded(both, make())
     save_lora(both, path, form)
     assert_same_pairs(adapter_files.read(path), make())
+    save_lora(both, path, form, part="text_encoder")
+    assert_same_pairs(adapter_files.read(path), make((TEXT,)))
 
 
 def test_what_does_not_fit_the_network_is_named(tmp_path):

@@ -161,12 +161,13 @@ def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
     """
     own = list(paths)
     found = found_in(adapter.paths)
-    if not found or set(found) <= set(found_in(own)):
+    if not found:
         return
-    of_one_model(adapter, source)
+    if not set(found) <= set(found_in(own)):
+        of_one_model(adapter, source)
     # Newer versions of transformers leave this level of CLIP out.
-    if not any(path.startswith(_CLIP) for path in own):
-        rename(adapter, {path: path[len(_CLIP) :] for path in adapter.paths if path.startswith(_CLIP)})
+    if not any(_CLIP in path for path in own):
+        rename(adapter, {path: path.replace(_CLIP, "", 1) for path in adapter.paths})
 
 
 def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:

@@ -91,7 +91,10 @@ def test_xl_s_text_encoders_are_te1_and_te2(tmp_path):
     adapter = make((TEXT,))
     renamed = {
         **adapter.tensors,
-        **{(path.replace("text_encoder.", "text_encoder_2."), half): array for (path, half), array in adapter.tensors.items()},
+        **{
+            (path.replace("text_encoder.", "text_encoder_2."), half): array
+            for (path, half), array in adapter.tensors.items()
+        },
     }
     adapter.tensors, adapter.alphas = renamed, dict.fromkeys((path for path, _ in renamed), 4.0)
     path = written(tmp_path, adapter)
@@ -105,13 +108,17 @@ def test_names_are_found_among_the_network_s_own_paths(tmp_path):
         adapter_files.read(path)
     found = adapter_files.read(path, wanted=Wanted(paths=("body.in_proj.0", "unet.tail")))
     assert found.paths == ["unet.body.in_proj.0", Q]
+    # Before those that are known.
+    known = saved(tmp_path / "b.safetensors", linear("lora_unet_conv_in"))
+    assert adapter_files.read(known).paths == ["unet.conv_in"]
+    assert adapter_files.read(known, wanted=Wanted(paths=("unet.conv.in", "vae.conv_in"))).paths == ["unet.conv.in"]
 
 
 def test_a_name_of_two_paths_is_an_error_that_names_both(tmp_path):
     path = saved(tmp_path / "a.safetensors", linear("lora_unet_body_in_proj_0"))
     wanted = Wanted(paths=("body.in_proj.0", "body.in.proj_0", "text_encoder.body_in.proj.0"))
     with pytest.raises(
-        UnexpectedTensorsError, match=r"body_in_proj_0, which can be body\.in_proj\.0 and body\.in\.proj_0"
+        UnexpectedTensorsError, match=r"body_in_proj_0, which can be body\.in_proj\.0 and body\.in\.proj_0: kohya"
     ):
         adapter_files.read(path, wanted=wanted)
 
