@@ -13,6 +13,8 @@ from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
 from mindlora.models.architecture import JoinedCell
 
+EXPERT_FORMS = ("stacked", "single")
+
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
@@ -81,6 +83,7 @@ def convert_adapter(
     part: Optional[str] = None,
     target_paths: Optional[str] = None,
     architecture: Optional[str] = None,
+    experts: Optional[str] = None,
 ) -> ConvertAdapterReport:
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
@@ -106,6 +109,9 @@ def convert_adapter(
             form of a model that mindlora does not know. Default: None.
         architecture (str): The kind of the base, as model_type in its config.json, such as qwen3. Default: None, which
             takes it from the base's folder, its name or the adapter's cells; a Llama, if none of them tells.
+        experts (str): "stacked" for one pair for each of the two weights in which a layer's routed experts are stacked,
+            "single" for pairs of each expert by itself. Default: None, as they are in ``source``; stacked for
+            "mindformers" and "ckpt", which have no others.
 
     Returns:
         ConvertAdapterReport.
@@ -131,6 +137,7 @@ def convert_adapter(
         _join_all(adapter, heads, adapter.paths)
     else:
         adapter = with_cells_of(adapter, to, heads)
+    _arrange_experts(adapter, experts, to)
     adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
@@ -142,6 +149,15 @@ def convert_adapter(
         tuple(sorted({adapter.rank(path) for path in adapter.paths})),
         tuple(sorted(set(adapter.alphas.values()))),
     )
+
+
+def _arrange_experts(adapter: Adapter, experts: Optional[str], to: str) -> None:
+    if experts not in (None, *EXPERT_FORMS):
+        raise LoraError(f"experts is {experts!r}, which is none of {', '.join(EXPERT_FORMS)}.")
+    if experts == "stacked" or experts is None and to in ("mindformers", "ckpt"):
+        expert_pairs.stack_pairs(adapter)
+    elif experts == "single":
+        expert_pairs.split_pairs(adapter)
 
 
 def check_free(source: str, output: str, overwrite: bool) -> None:
@@ -196,10 +212,10 @@ def split_all(adapter: Adapter, heads: Heads) -> None:
 def _join_all(adapter: Adapter, heads: Heads, paths: Iterable[str]) -> None:
     """Replaces the pairs at ``paths``, as far as they are of members of joined cells, by one for each joined cell."""
     for path in dict.fromkeys(filter(None, map(names.joined_path, paths))):
-        join_into(adapter, path, names.joined_cell(path), heads)
+        _join_into(adapter, path, names.joined_cell(path), heads)
 
 
-def join_into(adapter: Adapter, path: str, cell: JoinedCell, heads: Heads) -> None:
+def _join_into(adapter: Adapter, path: str, cell: JoinedCell, heads: Heads) -> None:
     """Replaces the pairs of the members of the joined ``cell`` at ``path`` by one."""
     members = names.joined_parts(path)
     rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}

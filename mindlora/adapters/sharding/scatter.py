@@ -2,22 +2,23 @@
 
 import dataclasses
 import os
-from typing import Dict, Tuple
+from typing import Dict, Iterable, Optional, Tuple
 
 import numpy as np
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.convert import check_free, join_into, split_all
+from mindlora.adapters.convert import Heads, check_free
 from mindlora.adapters.dialects import mindformers
+from mindlora.adapters.matching import CellShape, Match
 from mindlora.adapters.pair_kinds import PartKey
 from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
 from mindlora.adapters.sharding.slices import cut
 from mindlora.adapters.sharding.strategy import Strategy, read_strategy
 from mindlora.common import atomic
 from mindlora.common.text import listed
-from mindlora.errors import LoraError, MissingTensorsError, UnexpectedTensorsError
+from mindlora.errors import AdapterError, LoraError, MissingTensorsError, UnexpectedTensorsError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import names
@@ -118,7 +119,7 @@ def _write(folder: str, rank: int, slices: Dict[str, np.ndarray], text: str, for
 def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSettings) -> Dict[str, np.ndarray]:
     """Returns the adapter's tensors under the names that the strategy has for them."""
     keys = _keys(strategy)
-    _take_form(adapter, {path for path, _ in keys.values()}, settings)
+    _take_form(adapter, {path for path, _ in keys.values()} - {""}, settings.heads, source)
     stored = adapter.stored_tensors()
     lost, extra = set(keys.values()) - set(stored), set(stored) - set(keys.values())
     if lost:
@@ -155,11 +156,28 @@ def _keys(strategy: Strategy) -> Dict[str, PartKey]:
     return keys
 
 
-def _take_form(adapter: Adapter, paths: set, settings: RunSettings) -> None:
-    """Joins or splits the pairs of joined cells as the paths of the run have them."""
-    for path in sorted(paths - set(adapter.paths)):
-        members = names.joined_parts(path)
-        if any((member, "B") in adapter.tensors for member in members):
-            join_into(adapter, path, names.joined_cell(path), settings.heads)
-    if any(names.joined_parts(path) for path in set(adapter.paths) - paths):
-        split_all(adapter, settings.heads)
+def _take_form(adapter: Adapter, paths: Iterable[str], heads: Heads, source: str) -> None:
+    """Gives ``adapter`` the paths and the joined cells that the run has, as load_lora does for a network."""
+    known = names.canonical(paths)
+    shapes = {
+        path: CellShape(None, _rows(adapter, name, heads), heads.kv_heads, heads.head_dim, name=name)
+        for path, name in known.items()
+    }
+    Match(adapter, shapes, source)
+
+
+def _rows(adapter: Adapter, path: str, heads: Heads) -> Optional[int]:
+    """Returns the rows of a joined cell of which the adapter has members; of any other cell, what splitting needs."""
+    present = names.canonical(adapter.paths)
+    rows = {name: len(adapter.tensors[own, "B"]) for own, name in present.items() if (own, "B") in adapter.tensors}
+    members = names.joined_parts(path)
+    if not set(members) & set(rows):
+        return heads.q_rank
+    counts = [rows.get(member) for member in members]
+    total = names.joined_cell(path).layout.total(counts, heads.heads, heads.kv_heads, heads.head_dim)
+    if total is None:
+        raise AdapterError(
+            f"{path} joins {', '.join(members)}, and the adapter lacks some of these, so that their rows are not "
+            "known. Give the model's num_heads, n_kv_heads and head size."
+        )
+    return total

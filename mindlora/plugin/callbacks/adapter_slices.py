@@ -89,7 +89,7 @@ def _check_scale(network, metadata, path: str) -> None:
     """Raises ScaleMismatchError unless the adapter's lora_alpha are those of the cells."""
     built = {names.to_mindformers(cell_path): cell for cell_path, cell in lora_cells(network)}
     for cell_path, alpha in metadata.get("alphas", {}).items():
-        cell = built.get(cell_path)
+        cell = built.get(names.to_mindformers(cell_path))
         if cell is not None and (cell.lora_alpha, cell.use_rslora) != (alpha, metadata.get("use_rslora", False)):
             raise ScaleMismatchError(
                 f"{path} was trained with lora_alpha {alpha:g} and use_rslora {metadata.get('use_rslora', False)} at "

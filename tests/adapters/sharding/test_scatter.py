@@ -123,3 +123,23 @@ def test_what_does_not_belong_together_is_refused_and_nothing_is_written(tmp_pat
     case(ShapeMismatchError, "parts do not divide", strategy=strategy_of("fine", Scheme(mp=5), whole))
     case(MissingTensorsError, "has no adapter", strategy=strategy_of("plain", scheme, ["lm_head.weight"]))
     case(LoraError, "format is 'bin'", form="bin")
+
+
+@pytest.mark.parametrize("ending", ("mindpet_delta_lora_", "lora_"))
+def test_an_mcore_network_goes_to_peft_and_back(ending, tmp_path):
+    # Three groups of two query heads, a key head and a value head, of size 4; trained as one pair.
+    path, rng = "decoder.layers.0.self_attention.linear_qkv", np.random.default_rng(0)
+    halves = ("a", "b") if ending.startswith("mindpet") else ("A.weight", "B.weight")
+    shapes = dict(zip(halves, ((4, 24), (48, 4))))
+    whole = {f"{path}.{ending}{half}": rng.normal(size=shapes[half]).astype(np.float32) for half in halves}
+    scheme, settings = Scheme(mp=2, dp=2), RunSettings(lora_alpha=ALPHA, heads=Heads(6, 3, 4))
+    strategy = sharded_runs.write_strategy(tmp_path / "strategy", scheme, whole)
+    ranks = sharded_runs.write_ranks(tmp_path / "ranks", scheme, whole)
+    gather_adapter(ranks, str(tmp_path / "peft"), "peft", strategy, settings)
+    assert len(files.read(str(tmp_path / "peft")).paths) == 3
+    scatter_adapter(str(tmp_path / "peft"), str(tmp_path / "back"), strategy, "ckpt", RunSettings(heads=Heads(6, 3, 4)))
+    for rank in range(scheme.ranks):
+        expected = slices(ranks, rank)
+        found = slices(str(tmp_path / "back"), rank)
+        assert found.keys() == expected.keys()
+        assert all(found[name].tobytes() == array.tobytes() for name, array in expected.items())
