@@ -12,7 +12,7 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequenc
 
 import numpy as np
 
-from mindlora.base.reader import INDEX
+from mindlora.base.reader import CONFIG, INDEX
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.errors import CheckpointError
@@ -75,7 +75,7 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
         return
     if not overwrite:
         raise CheckpointError(f"{output} exists. Give another output, or --overwrite to replace it.")
-    if os.path.isdir(path) == _is_file_name(output):
+    if os.path.isdir(path) == is_file_name(output):
         found, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
         raise CheckpointError(f"{output} is a {found}, but the output must be a {written}. Give another output.")
     # Replacing a folder removes all files in it.
@@ -88,6 +88,7 @@ def write(
     shards: List[Shard],
     world: str,
     companions: Sequence[str] = (),
+    config: Optional[dict] = None,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> List[str]:
     """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there unchanged.
@@ -95,8 +96,9 @@ def write(
     Args:
         output (str): A folder, or a file that ends in .safetensors or .ckpt; a .ckpt is written tensor by tensor.
         shards (list of Shard): The content of each file in a folder; a single file holds all of them.
-        world (str): "hf" or "mindformers".
+        world (str): "hf", "mindformers" or "mcore".
         companions (list of str): Files to copy into a folder. Default: ().
+        config (dict): Content of config.json to write into a folder. Default: None.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
 
     Returns:
@@ -109,7 +111,7 @@ def write(
         if progress:
             progress(nbytes, total)
 
-    if _is_file_name(output):
+    if is_file_name(output):
         whole = Shard(
             [tensor for shard in shards for tensor in shard.tensors],
             {key: text for shard in shards for key, text in shard.metadata.items()},
@@ -123,6 +125,8 @@ def write(
     with atomic.replace_folder(output) as folder:
         for path in companions:
             shutil.copyfile(path, os.path.join(folder, os.path.basename(path)))
+        if config is not None:
+            write_json(os.path.join(folder, CONFIG), config)
         return _write_folder(folder, shards, world, tick)
 
 
@@ -138,7 +142,7 @@ def _write_folder(folder, shards, world, tick) -> List[str]:
         weight_map = {tensor.name: file for file, shard in zip(files, shards) for tensor in shard.tensors}
         size = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
         write_json(os.path.join(folder, INDEX), {"metadata": {"total_size": size}, "weight_map": weight_map})
-        if world == "mindformers":
+        if world != "hf":
             # MindSpore looks for the index under this name.
             write_json(os.path.join(folder, "param_name_map.json"), weight_map)
     return files
@@ -207,5 +211,6 @@ def _is_safetensors(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _is_file_name(output: str) -> bool:
+def is_file_name(output: str) -> bool:
+    """Tells whether ``output`` is to be one file, and not a folder."""
     return str(output).endswith((".safetensors", ".ckpt"))

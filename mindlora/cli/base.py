@@ -15,10 +15,16 @@ def _convert_options(parser):
     parser.add_argument(
         "--from",
         dest="from_",
-        choices=("hf", "mindformers"),
+        choices=("hf", "mindformers", "mcore"),
         help="whose parameter names IN has (default: found from the names)",
     )
-    parser.add_argument("--to", required=True, choices=("hf", "mindformers"), help="whose parameter names OUT gets")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "mindformers", "mcore"),
+        help="whose parameter names OUT gets; of a model that MindFormers has as an mcore model alone (Qwen3, "
+        "DeepSeek-V3), mindformers means mcore",
+    )
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and gate, up, for a model with qkv_concat: True"
     )
@@ -32,6 +38,11 @@ def _convert_options(parser):
         metavar="N",
         help="number of key-value heads, to join or split tensors (default for both: from IN's config.json)",
     )
+    parser.add_argument(
+        "--config",
+        metavar="YAML",
+        help="the model's MindFormers YAML: a folder with --to hf gets its config.json from it, if IN has none",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, convert_base)
 
@@ -39,7 +50,9 @@ def _convert_options(parser):
 def convert_base(arguments: argparse.Namespace) -> Any:
     """Runs mindlora convert-base."""
     from mindlora.base import convert as module
+    from mindlora.common.yaml_file import read_yaml
 
+    model_config = read_yaml(arguments.config)["model"]["model_config"] if arguments.config else None
     with _Bar("convert-base") as bar:
         return module.convert_base(
             arguments.source,
@@ -51,6 +64,7 @@ def convert_base(arguments: argparse.Namespace) -> Any:
             heads=arguments.heads,
             kv_heads=arguments.kv_heads,
             overwrite=arguments.overwrite,
+            model_config=model_config,
             progress=bar,
         )
 
