@@ -159,8 +159,7 @@ def _cell_difference(one: Adapter, two: Adapter, path: str) -> CellDifference:
         return CellDifference(path, True, 0.0, 0.0, None if row_norms is None else 0.0, 0.0, 0.0)
     (a, b), (other_a, other_b) = quiet_pair(one, path), quiet_pair(two, path)
     comparable = (
-        a.shape[1:] == other_a.shape[1:]
-        and len(b) == len(other_b)
+        one.weight_shape(path) == two.weight_shape(path)
         and has_product(a, b)
         and has_product(other_a, other_b)
         and all(map(is_finite, (a, b, other_a, other_b)))

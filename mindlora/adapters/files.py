@@ -359,5 +359,5 @@ def _refuse_experts(adapter: Adapter, to: str) -> None:
     if experts:
         raise AdapterError(
             f"Format {to!r} cannot hold adapters of single experts: {listed(experts)}. Write format 'peft', or "
-            "stack them (stack_pairs)."
+            "stack them (mindlora convert --experts stacked)."
         )

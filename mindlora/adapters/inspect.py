@@ -224,7 +224,7 @@ def _cell_norms(adapter: Adapter, path: str) -> CellNorms:
         delta = delta_norm((scale, a, b))
     return CellNorms(
         path,
-        (b.shape[0], a.size // a.shape[0]),
+        adapter.layout(path).channels(a.shape, b.shape),
         adapter.rank(path),
         adapter.alphas.get(path),
         scale,

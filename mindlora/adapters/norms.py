@@ -10,16 +10,21 @@ from typing import Optional, Tuple
 import numpy as np
 
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.pair_kinds import Pair
+from mindlora.adapters.pair_kinds import Pair, factors
 from mindlora.numerics.dtypes import to_float32
 
 
 def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
-    """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r])."""
-    pairs = [(scale, _matrix(a), _matrix(b)) for scale, a, b in parts]
-    a, b = np.concatenate([a for _, a, _ in pairs]), np.concatenate([scale * b for scale, _, b in pairs], axis=1)
+    """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r]).
+
+    Pairs of experts are stacks of such matrices, and the norm is over all of them.
+    """
+    pairs = [(scale, *(half.astype(np.float64) for half in factors(a, b))) for scale, a, b in parts]
+    left = np.concatenate([scale * b for scale, b, _ in pairs], axis=-1)
+    right = np.concatenate([a for _, _, a in pairs], axis=-2)
+    squares = (right @ right.swapaxes(-1, -2)) * (left.swapaxes(-1, -2) @ left)
     # If the terms cancel, rounding may leave a square just below zero.
-    return math.sqrt(max(0.0, float(((a @ a.T) * (b.T @ b)).sum())))
+    return math.sqrt(max(0.0, float(squares.sum())))
 
 
 def finite_norm(array: np.ndarray) -> Optional[float]:
@@ -32,7 +37,3 @@ def quiet_pair(adapter: Adapter, path: str) -> Pair:
     """Returns ``adapter.pair(path)`` without NumPy's warnings; what is not finite shows in its norm."""
     with np.errstate(invalid="ignore", over="ignore"):
         return adapter.pair(path)
-
-
-def _matrix(half: np.ndarray) -> np.ndarray:
-    return to_float32(half).astype(np.float64).reshape(len(half), -1)

@@ -149,11 +149,13 @@ class PairLayout:
         peft (dict): "A" and "B" -> the ending of the key in PEFT's files.
         can_combine (bool): Whether combine_adapters takes such pairs.
         in_slora (bool): Whether MindFormers' slora can serve them.
+        stacked (bool): Whether A and B are stacks, with a product B A for each expert.
     """
 
     cells = "linear cells"
     dims = 2
     rank_axes = (0, 1)
+    stacked = False
     peft = {"A": A.peft, "B": B.peft}
     can_combine = True
     in_slora = True
@@ -241,6 +243,7 @@ class _Experts(PairLayout):
 
     cells = "stacked experts"
     dims = 3
+    stacked = True
     rank_axes = (1, 2)
     can_combine = False
     in_slora = False

@@ -186,3 +186,9 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
         raise AdapterError(
             f"Convolutions with groups cannot be resized, as B A is not defined for them: {listed(grouped)}."
         )
+    stacked = [path for path in adapter.paths if adapter.layout(path).stacked]
+    if stacked:
+        raise AdapterError(
+            f"Stacked experts cannot be resized: {listed(stacked)}. Convert the adapter to pairs of single experts first "
+            "(mindlora convert --experts single)."
+        )

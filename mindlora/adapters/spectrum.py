@@ -28,7 +28,8 @@ class CellSpectrum:
         path (str): Path of the cell under MindFormers' names.
         rank (int): r of A [r, in] and B [out, r].
         singular_values (tuple of float): Those of scale B A, the largest first, as many as min(r, in, out); None if
-            they cannot be computed: A or B is not finite, lora_alpha is not known, or a convolution has groups.
+            they cannot be computed: A or B is not finite, lora_alpha is not known, a convolution has groups, or experts
+            are stacked.
         ranks (tuple of int): The smallest ranks that hold each of SHARES of the energy, the sum of the squared singular
             values; None where singular_values is, and 0 if scale B A is zero.
     """
@@ -89,7 +90,8 @@ def spectrum_table(found: Iterable[CellSpectrum]) -> str:
 
 def _spectrum(adapter: Adapter, path: str) -> CellSpectrum:
     a, b = quiet_pair(adapter, path)
-    if path not in adapter.alphas or not (is_finite(a) and is_finite(b) and has_product(a, b)):
+    one_product = has_product(a, b) and not adapter.layout(path).stacked
+    if path not in adapter.alphas or not (is_finite(a) and is_finite(b) and one_product):
         return CellSpectrum(path, adapter.rank(path), None, None)
     values = pair_svd(a, b, adapter.scale(path))[1]
     return CellSpectrum(

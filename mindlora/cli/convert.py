@@ -52,6 +52,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="convert this part of a Stable Diffusion adapter alone (needed for peft and ckpt if IN has several)",
     )
     add_target_paths(parser)
+    parser.add_argument(
+        "--experts",
+        choices=("stacked", "single"),
+        help="pairs of routed experts: one for each stacked weight of a layer (PEFT's target_parameters), or of each "
+        "expert by itself (PEFT's older form)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, convert)
 
@@ -82,6 +88,7 @@ def convert(arguments: argparse.Namespace) -> Any:
         arguments.part,
         arguments.target_paths,
         arguments.architecture,
+        arguments.experts,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Dict, Mapping, Optional
 
 import numpy as np
 
-from mindlora.adapters.pair_kinds import has_product
+from mindlora.adapters.pair_kinds import has_product, layout_of
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
@@ -35,7 +35,7 @@ def cell_values(
         kept = np.flatnonzero(parts["lambda"])
         a, b, rank = parts["lambda"][kept, None] * parts["A"][kept], parts["B"][:, kept], len(kept)
         factors = change_factors(a, b) if rank else None
-    elif "A" in parts and has_product(parts["A"], parts["B"]):
+    elif "A" in parts and has_product(parts["A"], parts["B"]) and not layout_of(parts["A"].shape).stacked:
         factors = change_factors(parts["A"], parts["B"], _initial_pair(cell))
     return CellValues(
         rank=rank,

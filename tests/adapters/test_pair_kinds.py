@@ -13,7 +13,7 @@ from mindlora.adapters.combine import combine_adapters
 from mindlora.adapters.compare import compare_adapters
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.adapters.inspect import inspect_adapter
-from mindlora.adapters.pair_kinds import CONVOLUTION, EMBEDDING, KINDS, LAYOUTS, LINEAR, PARTS, SHARED_PARTS, VARIANTS
+from mindlora.adapters.pair_kinds import CONVOLUTION, EMBEDDING, EXPERTS, KINDS, LAYOUTS, LINEAR, PARTS, SHARED_PARTS, VARIANTS
 from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from tests.conftest import ROOT
 from tests.support.adapter_samples import K, Q, assert_same
@@ -45,10 +45,12 @@ def of_kind(kind, seed=0):
 def of_layout(layout, groups=1):
     """An adapter of one cell."""
     random, path = np.random.default_rng(0), "model.tok_embeddings" if layout is EMBEDDING else "model.cell"
+    path = "model.layers.0.mlp.experts.weight1" if layout is EXPERTS else path
     kernel, ones = ((3, 5), (1, 1)) if layout is CONVOLUTION else ((), ())
+    stack = (3,) if layout is EXPERTS else ()
     tensors = {
-        (path, "A"): random.normal(size=(2, 6, *kernel)).astype(np.float32),
-        (path, "B"): random.normal(size=(4, 2 // groups, *ones)).astype(np.float32),
+        (path, "A"): random.normal(size=(*stack, 2, 6, *kernel)).astype(np.float32),
+        (path, "B"): random.normal(size=(*stack, 4, 2 // groups, *ones)).astype(np.float32),
     }
     return Adapter(tensors, {path: 3.0}, embeddings={path} if layout is EMBEDDING else set())
 
@@ -180,6 +182,8 @@ def test_each_layout_is_told_from_its_shapes_and_changes_the_weight(tmp_path, la
         LINEAR: lambda: np.einsum("ri,or->oi", a, b),
         EMBEDDING: lambda: np.einsum("ri,or->io", a, b),
         CONVOLUTION: lambda: np.einsum("rihw,or->oihw", a, b[:, :, 0, 0]),
+        # Each expert's weight is [in, out], and they are stacked by rows.
+        EXPERTS: lambda: np.einsum("eri,eor->eio", a, b).reshape(-1, b.shape[1]),
     }[layout]()
     np.testing.assert_allclose(adapter.delta(path), 1.5 * change, rtol=1e-5, atol=1e-6)
     for form in ("peft", "mindformers", "ckpt"):
@@ -215,7 +219,10 @@ def test_groups_have_a_shape_and_no_product():
     "a, b, problem",
     [
         ((6,), (4, 2), "A and B must be matrices"),
-        ((2, 6, 3), (4, 2, 1), "A and B must be matrices"),
+        ((2, 6, 3), (4, 2), "A and B must be matrices"),
+        ((3, 2, 6), (4, 5, 2), "A is of 3 experts and B of 4"),
+        ((3, 2, 6), (3, 2, 5), "B is transposed: it must be [out, r]"),
+        ((3, 2, 6), (3, 5, 7), "A [r, in] and B [out, r] have no rank r in common"),
         ((2, 6), (4, 2, 1, 1), "A and B must be matrices"),
         ((2, 6, 3, 3), (4, 2), "A and B must be matrices"),
         ((2, 0), (4, 2), "A or B is empty"),
