@@ -4,8 +4,8 @@ import dataclasses
 import os
 from typing import Any, Dict, Iterable, Optional, Tuple
 
-from mindlora.adapters import files as adapter_files
 from mindlora.adapters import expert_pairs, joined_pairs, parts
+from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import mcore
 from mindlora.adapters.known_base import KnownBase, known_base

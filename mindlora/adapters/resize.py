@@ -189,6 +189,6 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
     stacked = [path for path in adapter.paths if adapter.layout(path).stacked]
     if stacked:
         raise AdapterError(
-            f"Stacked experts cannot be resized: {listed(stacked)}. Convert the adapter to pairs of single experts first "
-            "(mindlora convert --experts single)."
+            f"Stacked experts cannot be resized: {listed(stacked)}. Convert the adapter to pairs of single experts "
+            "first (mindlora convert --experts single)."
         )

@@ -13,7 +13,17 @@ from mindlora.adapters.combine import combine_adapters
 from mindlora.adapters.compare import compare_adapters
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.adapters.inspect import inspect_adapter
-from mindlora.adapters.pair_kinds import CONVOLUTION, EMBEDDING, EXPERTS, KINDS, LAYOUTS, LINEAR, PARTS, SHARED_PARTS, VARIANTS
+from mindlora.adapters.pair_kinds import (
+    CONVOLUTION,
+    EMBEDDING,
+    EXPERTS,
+    KINDS,
+    LAYOUTS,
+    LINEAR,
+    PARTS,
+    SHARED_PARTS,
+    VARIANTS,
+)
 from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from tests.conftest import ROOT
 from tests.support.adapter_samples import K, Q, assert_same
