@@ -19,7 +19,13 @@ import numpy as np  # noqa: E402
 import peft  # noqa: E402
 import torch  # noqa: E402
 from adalora_side import adalora_steps  # noqa: E402
-from diffusers_side import diffusion_cells, diffusion_outputs, original_names, save_diffusion  # noqa: E402
+from diffusers_side import (  # noqa: E402
+    diffusion_cells,
+    diffusion_outputs,
+    diffusion_weights,
+    original_names,
+    save_diffusion,
+)
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
 from peft.tuners.vera import VeraLayer  # noqa: E402
@@ -308,6 +314,7 @@ VERBS = {
         adalora_steps,
         diffusion_cells,
         diffusion_outputs,
+        diffusion_weights,
         original_names,
         save_diffusion,
     )
