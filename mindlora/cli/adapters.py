@@ -54,6 +54,13 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also show the singular values of each cell's change, and the rank that holds 90, 95 and 99 %% of them",
     )
+    parser.add_argument(
+        "--for",
+        dest="server",
+        metavar="SERVER",
+        help="say instead whether vllm, vllm-ascend or vllm-mindspore would serve it as it is, and what to do if not; "
+        "the exit code is 1 then",
+    )
     add_target_paths(parser)
     _add_reading_options(parser)
     add_command(parser, inspect)
@@ -62,7 +69,12 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 def inspect(arguments: argparse.Namespace) -> Any:
     """Runs mindlora inspect."""
     from mindlora.adapters.inspect import inspect_adapter
+    from mindlora.adapters.servers import check_for_server
 
+    if arguments.server is not None:
+        return check_for_server(
+            arguments.path, arguments.server, alpha=arguments.alpha, allow_pickle=arguments.allow_pickle
+        )
     return inspect_adapter(
         arguments.path,
         alpha=arguments.alpha,

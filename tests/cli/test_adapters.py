@@ -179,7 +179,9 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
     silent.alphas = {}
     read = adapter_files.read
     monkeypatch.setattr(
-        adapter_files, "read", lambda path, allow_pickle=False: silent if path == "silent" else read(path, allow_pickle)
+        adapter_files,
+        "read",
+        lambda path, allow_pickle=False, _=None: silent if path == "silent" else read(path, allow_pickle),
     )
     words = ["combine", "out", "--method", "cat", "--adapter", "one", "1", "--adapter", "silent", "1"]
     code, _, err = run(capsys, *words)
@@ -191,7 +193,9 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
 
 def test_a_pickle_is_read_only_if_allowed(capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr(adapter_files, "read", lambda path, allow_pickle=False: asked.append(allow_pickle) or make(0))
+    monkeypatch.setattr(
+        adapter_files, "read", lambda path, allow_pickle=False, _=None: asked.append(allow_pickle) or make(0)
+    )
     for words in (["inspect", "x"], ["diff", "x", "x"], ["combine", "out", "--method", "cat", "--adapter", "x", "1"]):
         open("x", "wb").close()
         for flag in ([], ["--allow-pickle"]):
