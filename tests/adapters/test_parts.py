@@ -47,7 +47,7 @@ def test_a_text_encoder_goes_through_peft_and_can_be_called_the_second(tmp_path)
     source = written(tmp_path, make())
     convert_adapter(source, str(tmp_path / "p"), "peft", part="text_encoder")
     config = json.loads((tmp_path / "p" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["encoder.layers.0.self_attn.q_proj"]
+    assert config["task_type"] is None and config["target_modules"] == ["encoder.layers.0.self_attn.q_proj"]
     convert_adapter(str(tmp_path / "p"), str(tmp_path / "one"), "diffusers")
     assert_same_pairs(adapter_files.read(str(tmp_path / "one")), make((TEXT,)))
     convert_adapter(str(tmp_path / "p"), str(tmp_path / "two"), "diffusers", part="text_encoder_2")

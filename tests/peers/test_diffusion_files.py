@@ -56,6 +56,8 @@ def test_ranks_alphas_and_bits_pass_through_both_forms(peer, outputs, tmp_path):
         found = outputs(paths["diffusers"])
         words, noise = (expected, base) if part == "text_encoder" else (base, expected)
         assert_equal(found, {"words": words["words"], "noise": noise["noise"]})
+        if part == "unet":
+            assert_equal(outputs(paths["peft"], prefix="peft"), found)
 
 
 def test_diffusers_reads_kohya_s_form_as_it_is_written(peer, outputs, tmp_path):

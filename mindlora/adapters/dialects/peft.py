@@ -7,7 +7,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft_vera
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.pair_kinds import EMBEDDING, PARTS, SHARED_PARTS, PartKey
-from mindlora.models import names
+from mindlora.models import diffusion, names
 
 NAME = "PEFT"
 CONFIG_FILE = "adapter_config.json"
@@ -98,7 +98,8 @@ def adapter_config(adapter: Adapter) -> Dict:
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
         # A cell outside a network has no path.
         "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
-        "task_type": "CAUSAL_LM",
+        # PEFT would look for generate() in a UNet.
+        "task_type": None if any(map(diffusion.part_of, modules.values())) else "CAUSAL_LM",
         "use_dora": adapter.use_dora,
         "use_rslora": adapter.use_rslora,
         **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 UNET = {
@@ -40,6 +40,7 @@ XL = {
     "use_linear_projection": True,
     "attention_head_dim": (5, 10, 20),
 }
+TIME = 7
 WEIGHTS = "pytorch_lora_weights.safetensors"
 SIZES = {"sd": {"cross_attention_dim": 768}, "xl": XL}
 
@@ -120,12 +121,14 @@ def save_diffusion(folder, form, alphas=None, dropout=0.0):
     )
 
 
-def diffusion_outputs(path, adapter=None, prefix="unet"):
-    """Saves what UNet and text encoder compute with an adapter that diffusers' own loader reads."""
+def diffusion_outputs(path, adapter=None, prefix="unet", inputs=None):
+    """Saves what UNet and text encoder compute with an adapter that diffusers' own loader or PEFT reads, and the inputs."""
     from diffusers.loaders import StableDiffusionLoraLoaderMixin as Loader
 
     unet, text = models()
-    if adapter and prefix is None:
+    if adapter and prefix == "peft":
+        unet = PeftModel.from_pretrained(unet, adapter)
+    elif adapter and prefix is None:
         unet.load_lora_adapter(adapter, prefix=None, weight_name=WEIGHTS)
     elif adapter:
         state, alphas, settings = Loader.lora_state_dict(adapter, return_lora_metadata=True)
@@ -138,7 +141,15 @@ def diffusion_outputs(path, adapter=None, prefix="unet"):
         words = text(torch.arange(6).reshape(1, 6) + 3).last_hidden_state
         picture = torch.randn(1, 4, 8, 8, generator=rng)
         context = torch.randn(1, 6, 12, generator=rng)
-        np.savez(path, words=words.numpy(), noise=unet(picture, 7, context).sample.numpy())
+        noise = unet(picture, TIME, context).sample
+    if inputs:
+        np.savez(inputs, picture=picture.numpy(), context=context.numpy())
+    np.savez(path, words=words.numpy(), noise=noise.numpy())
+
+
+def diffusion_weights(path):
+    """Saves the weights of the UNet."""
+    np.savez(path, **{name: weight.numpy() for name, weight in models()[0].state_dict().items()})
 
 
 def diffusion_cells(size):
