@@ -42,7 +42,7 @@ def output(tmp_path_factory):
 
 def test_it_trains_and_saves_an_adapter_under_hugging_faces_names(output):
     losses = tiny_runs.losses(output)
-    assert sorted(losses) == list(range(1, 9)) and losses[8] < losses[1] - 0.1
+    assert sorted(losses) == list(range(1, 9)) and losses[8] < losses[1] - 0.02
     folder = output / "lora_checkpoint" / "step_8"
     tensors = load_file(folder / "adapter_model.safetensors")
     ends = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
