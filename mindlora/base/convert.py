@@ -4,16 +4,21 @@ Elements are copied as they are: MindFormers rotates pairs of positions as Huggi
 """
 
 import dataclasses
-import functools
 import time
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, List, Mapping, Optional, Tuple
 
-from mindlora.base.joined import join, joined_name, parts_of, split
+from mindlora.base.hf_config import hugging_face_config
 from mindlora.base.reader import WORLDS, BaseCheckpoint
-from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
+from mindlora.base.renaming import Plan, tensor_of
+from mindlora.base.writer import OutputTensor, check_checkpoint_output, is_file_name, write
 from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
-from mindlora.models import names, registry
+from mindlora.models.architecture import HF, LEGACY, MCORE
+
+_NO_CONFIG = (
+    "There is no config.json, which transformers and vLLM need: name the model's YAML (--config run.yaml), or copy it "
+    "from the original model."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +27,7 @@ class ConvertBaseReport:
 
     Attributes:
         source, output (str): The two checkpoints.
-        from_, to (str): Whose names they have, "hf" or "mindformers".
+        from_, to (str): Whose names they have, "hf", "mindformers" or "mcore".
         files (tuple of str): The written files that hold tensors.
         tensors (int): Number of tensors written.
         bytes (int): Their size.
@@ -62,6 +67,7 @@ def convert_base(
     heads: Optional[int] = None,
     kv_heads: Optional[int] = None,
     overwrite: bool = False,
+    model_config: Optional[Mapping] = None,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> ConvertBaseReport:
     """Renames every tensor of a base checkpoint; each keeps its bytes and its dtype.
@@ -78,13 +84,16 @@ def convert_base(
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
         output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
-        from_ (str): "hf" or "mindformers", which is checked against the names; None detects it from the names.
-        to (str): "hf" or "mindformers".
-        concat (bool): Whether to join w_qkv and w_gate_hidden, for MindFormers. Default: False.
+        from_ (str): "hf", "mindformers" or "mcore", which is checked against the names; None detects it from them.
+        to (str): "hf", "mindformers" or "mcore". Of a model that MindFormers has as an mcore model alone, such as
+            Qwen3, "mindformers" means "mcore".
+        concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers". Default: False.
         tied (bool): Whether to leave lm_head.weight out because it is the embedding. Default: False.
         heads, kv_heads (int): Numbers of attention and of key-value heads, for qkv_concat. Default: None, which takes
             them from the config.json beside the source.
         overwrite (bool): Whether to replace an existing ``output``. Default: False.
+        model_config (dict): model.model_config of a MindFormers YAML, from which a folder for Hugging Face gets its
+            config.json if there is none beside the source. Default: None.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
 
     Returns:
@@ -100,26 +109,34 @@ def convert_base(
         raise CheckpointError(f"Checkpoints are converted between {' and '.join(WORLDS)}, not from {from_} to {to}.")
     check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
-        if from_ not in (None, base.world):
+        if from_ not in (None, base.world) and not (from_ == LEGACY and base.world == MCORE):
             raise CheckpointError(
                 f"{source} has {WORLDS[base.world]} names, not {WORLDS[str(from_)]}. Give --from "
                 f"{base.world}, or another checkpoint."
             )
-        if to == base.world:
+        written = _world_of(base, to)
+        if written == base.world:
             raise CheckpointError(f"{source} has {WORLDS[to]} names already: there is nothing to convert.")
         if concat and to == "hf":
             raise CheckpointError(
                 "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
             )
-        plan = _Plan(base, to, concat, heads, kv_heads)
-        notes = [*base.left_out, *_settle_head(base, plan, to, tied)]
-        files = write(output, plan.shards, to, progress=progress)
-    tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+        plan = Plan(base, written, concat, heads, kv_heads)
+        notes = [*base.left_out, *_settle_head(base, plan, written, tied)]
+        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+        companions, config = [], None
+        if to == "hf" and not is_file_name(output):
+            companions = base.companions()
+            if not base.config and model_config is None:
+                notes.append(_NO_CONFIG)
+            elif not base.config:
+                config = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
+        files = write(output, plan.shards, written, companions, config, progress)
     return ConvertBaseReport(
         str(source),
         str(output),
         base.world,
-        to,
+        written,
         tuple(files),
         len(tensors),
         sum(tensor.nbytes for tensor in tensors),
@@ -135,71 +152,17 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
     Raises:
         CheckpointError: A name is not known, or the output head is missing.
     """
-    if base.world == "mindformers":
-        return [_tensor(base, name) for name in base.tensors], base.left_out
-    plan = _Plan(base, "mindformers", False, None, None)
-    notes = [*base.left_out, *_settle_head(base, plan, "mindformers", False)]
+    if base.world != HF:
+        return [tensor_of(base, name) for name in base.tensors], base.left_out
+    to = _world_of(base, LEGACY)
+    plan = Plan(base, to, False, None, None)
+    notes = [*base.left_out, *_settle_head(base, plan, to, False)]
     return [tensor for shard in plan.shards for tensor in shard.tensors], notes
 
 
-class _Plan:
-    """What to write: a Shard for each file of ``base``, and the names that are left out."""
-
-    def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):
-        self.base = base
-        self.heads = heads or base.config.get("num_attention_heads")
-        self.kv_heads = kv_heads or base.config.get("num_key_value_heads") or self.heads
-        self.rename = names.parameter_to_mindformers if to == "mindformers" else names.parameter_to_hugging_face
-        # Old checkpoints hold tables that every model computes for itself.
-        self.skipped = [name for name in base.tensors if names.is_computed(name)]
-        known = [name for name in base.tensors if name not in self.skipped]
-        unknown = [name for name in known if not self.rename(name) and not (to == "hf" and parts_of(name))]
-        if unknown:
-            raise CheckpointError(
-                f"{base.path} holds tensors for which {WORLDS[to]} name is not known: {examples(unknown)}. "
-                f"Known parameters are those of {registry.titles()}, without LoRA, quantization and the state of an "
-                "optimizer."
-            )
-        # New name -> old name, where tensors are to be joined.
-        self.separate = {self.rename(name): name for name in known} if concat else {}
-        self.shards = [
-            Shard(
-                [made for name in found if name not in self.skipped for made in self._made_of(name)],
-                base.files[file].metadata,
-            )
-            for file, found in base.names_by_file.items()
-        ]
-
-    def _made_of(self, name) -> List[OutputTensor]:
-        """Returns the tensors that are written in place of ``name``."""
-        target = self.rename(name)
-        if not target:
-            targets = [self.rename(part) or part for part in parts_of(name)]
-            return split(self.base, name, targets, self.heads, self.kv_heads)
-        joined = joined_name(target) if self.separate else None
-        if joined:
-            return self._joined_at(target, joined)
-        info = self.base.tensors[name]
-        return [OutputTensor(target, info.dtype, info.shape, lambda *rows: self.base.read_rows(name, *rows))]
-
-    def _joined_at(self, target, joined) -> List[OutputTensor]:
-        parts = parts_of(joined)
-        missing = [part for part in parts if part not in self.separate]
-        if missing:
-            raise CheckpointError(
-                f"{self.base.path} holds {self.separate[target]} and nothing for "
-                f"{', '.join(missing)}, so {joined} cannot be made. Copy the model again, or leave --concat out."
-            )
-        # The joined tensor goes where its first part was.
-        if target != parts[0]:
-            return []
-        return [join(joined, [_tensor(self.base, self.separate[part]) for part in parts], self.kv_heads)]
-
-
-def _tensor(base, name) -> OutputTensor:
-    """Returns a tensor of ``base`` as it is."""
-    info = base.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
+def _world_of(base: BaseCheckpoint, to: str) -> str:
+    """Returns ``to``, or "mcore" for MindFormers' names of a model that it has as an mcore model alone."""
+    return MCORE if to == LEGACY and not base.architecture.legacy else to
 
 
 def _settle_head(base, plan, to, tied) -> List[str]:
@@ -217,7 +180,8 @@ def _settle_head(base, plan, to, tied) -> List[str]:
             f"{base.path} lacks {head}, and its config.json says that the embeddings are not tied. "
             "Copy the model again."
         )
-    if tied or to == "hf":
+    # MindFormers' mcore models share the embedding as transformers does, if the configuration says so.
+    if tied or to in (HF, MCORE):
         return [f"The checkpoint has no {head}; the model must set tie_word_embeddings: true."]
     table = base.architecture.embedding_table(to)
     for shard in plan.shards:

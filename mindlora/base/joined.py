@@ -4,7 +4,7 @@ Both directions read a range of rows at a time: whole groups, as mindlora.models
 """
 
 import functools
-from typing import List, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -14,6 +14,19 @@ from mindlora.errors import CheckpointError
 from mindlora.models import names
 from mindlora.models.architecture import JoinedCell
 from mindlora.models.joined_rows import join_rows, split_rows
+
+
+class Rows(NamedTuple):
+    """What tells the rows of a joined tensor's parts apart.
+
+    Attributes:
+        heads, kv_heads (int): Numbers of attention and of key-value heads, for q, k and v; None if not known.
+        first (int): Rows of the first part, for DeepSeek's latents; None if not known.
+    """
+
+    heads: Optional[int]
+    kv_heads: Optional[int]
+    first: Optional[int] = None
 
 
 def parts_of(name: str) -> List[str]:
@@ -47,10 +60,10 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
             f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}."
         )
     layout = _cell(joined).layout
-    if layout.needs_heads:
-        _known(joined, kv_heads)
     counts = [tensor.shape[0] for tensor in tensors]
     groups = layout.groups(counts, kv_heads)
+    if groups is None and layout.needs_heads:
+        _known(joined, kv_heads)
     if groups is None:
         raise CheckpointError(
             f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} cannot be joined into {joined}"
@@ -67,49 +80,47 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     return OutputTensor(joined, tensors[0].dtype, (sum(counts),) + tensors[0].shape[1:], rows, unit)
 
 
-def split(
-    base: BaseCheckpoint, joined: str, targets: List[str], heads: Optional[int], kv_heads: Optional[int]
-) -> List[OutputTensor]:
-    """Returns the tensors ``targets`` that the tensor ``joined`` of ``base`` is divided into.
+def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], rows: Rows) -> List[OutputTensor]:
+    """Returns the tensors ``targets`` that the tensor ``name`` of ``base`` is divided into.
 
     Args:
         base (BaseCheckpoint): The checkpoint, open until the tensors are written.
-        joined (str): Name of the joined tensor in ``base``.
+        name (str): Name of the joined tensor in ``base``.
+        joined (str): The same under MindFormers' names.
         targets (list of str): Names of the new tensors, in the order of their rows.
-        heads, kv_heads (int): Numbers of attention and of key-value heads, for w_qkv; None if not known.
+        rows (Rows): What tells the rows of the parts apart.
 
     Raises:
         CheckpointError: The rows do not match the numbers of heads, or these are needed but not known.
     """
-    info = base.tensors[joined]
-    sizes = _group_sizes(joined, info.shape[0], heads, kv_heads)
+    info = base.tensors[name]
+    sizes = _group_sizes(name, _cell(joined), info.shape[0], rows)
     groups = info.shape[0] // sum(sizes)
 
-    def rows(part: int, begin: int, end: int) -> np.ndarray:
+    def read(part: int, begin: int, end: int) -> np.ndarray:
         begin, end = begin // sizes[part], end // sizes[part]
-        return split_rows(base.read_rows(joined, begin * sum(sizes), end * sum(sizes)), sizes)[part]
+        return split_rows(base.read_rows(name, begin * sum(sizes), end * sum(sizes)), sizes)[part]
 
     return [
-        OutputTensor(target, info.dtype, (groups * size,) + info.shape[1:], functools.partial(rows, part), size)
+        OutputTensor(target, info.dtype, (groups * size,) + info.shape[1:], functools.partial(read, part), size)
         for part, (target, size) in enumerate(zip(targets, sizes))
     ]
 
 
-def _group_sizes(joined, count, heads, kv_heads) -> Tuple[int, ...]:
+def _group_sizes(name: str, cell: JoinedCell, count: int, rows: Rows) -> Tuple[int, ...]:
     """Returns the rows of each part in one group of a joined tensor with ``count`` rows."""
-    cell = _cell(joined)
     if cell.layout.needs_heads:
-        _known(joined, heads)
-        _known(joined, kv_heads)
-    sizes = cell.layout.sizes(count, kv_heads, heads=heads)
+        _known(name, rows.heads)
+        _known(name, rows.kv_heads)
+    sizes = cell.layout.sizes(count, rows.kv_heads, heads=rows.heads, first=rows.first)
     if sizes is None and cell.layout.needs_heads:
         raise CheckpointError(
-            f"{joined} has {count} rows, which cannot be those of {heads} heads and {kv_heads} "
+            f"{name} has {count} rows, which cannot be those of {rows.heads} heads and {rows.kv_heads} "
             "key-value heads. Give the model's --heads and --kv-heads."
         )
     if sizes is None:
         raise CheckpointError(
-            f"{joined} has {count} rows, which cannot be split into those of {' and '.join(cell.parts)}."
+            f"{name} has {count} rows, which cannot be split into those of {' and '.join(cell.parts)}."
         )
     return sizes
 

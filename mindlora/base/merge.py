@@ -8,7 +8,7 @@ from typing import Callable, Dict, List, Optional, Tuple
 import numpy as np
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import joined_pairs
+from mindlora.adapters import expert_pairs, joined_pairs
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.pair_kinds import factors
 from mindlora.base.reader import WORLDS, BaseCheckpoint
@@ -16,6 +16,7 @@ from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, w
 from mindlora.common.text import examples
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
+from mindlora.models.architecture import LEGACY
 from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
 from mindlora.numerics.folding import fold_and_probe, worst_of
 
@@ -122,7 +123,7 @@ def merge_checkpoint(
             Shard([merging.tensor(name) for name in found], source.files[file].metadata)
             for file, found in source.names_by_file.items()
         ]
-        files = write(output, shards, source.world, source.companions(), progress)
+        files = write(output, shards, source.world, source.companions(), progress=progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
     replaced = len(content.saved_modules) - sum(
@@ -153,7 +154,9 @@ class _Merging:
     def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: Optional[int]):
         self.base, self.adapter, self.source = base, adapter, source
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
-        self._own = {_under_mindformers(name, base.world): name for name in base.tensors}
+        self._own = {_under_mindformers(name, base): name for name in base.tensors}
+        if any(map(expert_pairs.is_single, (name.rpartition(".")[0] for name in self._own))):
+            expert_pairs.split_pairs(adapter)
         self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
@@ -232,8 +235,9 @@ class _Merging:
             if parts and f"{path}.weight" not in self._own and all(part in self._own for part in parts):
                 _need_heads(path, kv_heads)
                 layout = names.joined_cell(path).layout
-                head_dim = layout.head_dim([self._shape(part)[0] for part in parts], kv_heads)
-                joined_pairs.split_pairs(self.adapter, path, kv_heads, head_dim)
+                rows = [self._shape(part)[0] for part in parts]
+                head_dim = layout.head_dim(rows, kv_heads)
+                joined_pairs.split_pairs(self.adapter, path, kv_heads, head_dim, rows[0])
 
     def _check_names(self):
         wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
@@ -294,11 +298,13 @@ class _Merging:
         return self.base.tensors[self._own[name]].shape
 
 
-def _under_mindformers(name, world) -> str:
-    if world == "mindformers":
+def _under_mindformers(name, base) -> str:
+    if base.world == LEGACY:
         return name
     path, _, leaf = name.rpartition(".")
-    return names.parameter_to_mindformers(name) or f"{names.to_mindformers(path)}.{leaf}"
+    # The record of the base first: two mcore models have a cell called linear_qkv.
+    found = base.architecture.rename_parameter(name, base.world, LEGACY) or names.parameter_to_mindformers(name)
+    return found or f"{names.to_mindformers(path)}.{leaf}"
 
 
 def _need_heads(path, kv_heads):

@@ -16,9 +16,12 @@ from mindlora.errors import CheckpointError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import TensorFile, TensorInfo
 from mindlora.models import names, registry
+from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture
 
 INDEX = "model.safetensors.index.json"
-WORLDS = {"hf": "Hugging Face's", "mindformers": "MindFormers'"}
+CONFIG = "config.json"
+WORLDS = {HF: "Hugging Face's", LEGACY: "MindFormers'", MCORE: "MindFormers' mcore"}
+_OWNERS = {HF: "Hugging Face", LEGACY: "MindFormers", MCORE: "MindFormers' mcore"}
 # What CheckpointMonitor and the optimizers of MindSpore and MindFormers save beside the parameters of the model.
 _RUN_STATE = (
     *("epoch_num", "step_num", "global_step", "global_batch_size", "current_iterator_step"),
@@ -27,7 +30,7 @@ _RUN_STATE = (
 )
 # The files of a model's folder that transformers and MindFormers need besides the tensors.
 COMPANIONS = (
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -53,7 +56,7 @@ class BaseCheckpoint:
     Attributes:
         files (dict): Name of a file -> the open file, in the order of the names.
         tensors (dict): Name of a tensor -> TensorInfo, file by file in the order of the bytes.
-        world (str): Whose names the tensors have: "hf" or "mindformers".
+        world (str): Whose names the tensors have: "hf", "mindformers" or "mcore".
         architecture (Architecture): The record that knows their names.
         config (dict): Content of the config.json beside the tensors; empty if there is none.
         training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
@@ -83,9 +86,9 @@ class BaseCheckpoint:
             self.training_state = [name for name in self._file_of if _is_training_state(name, self._file_of)]
             for name in self.training_state:
                 del self._file_of[name]
-            self.world = detect_world(self.path, self.tensors)
             self.architecture = names.architecture_of(self.tensors)
-            config = os.path.join(self.folder, "config.json")
+            self.world = detect_world(self.path, self.tensors, self.architecture)
+            config = os.path.join(self.folder, CONFIG)
             self.config = _read_object(config) if os.path.isfile(config) else {}
             self._stack = stack.pop_all()
 
@@ -186,35 +189,34 @@ def _is_training_state(name: str, present: Container[str]) -> bool:
     return name in _RUN_STATE or name.partition(".")[2] in present
 
 
-def detect_world(path: str, tensor_names: Iterable[str]) -> str:
-    """Returns "hf" or "mindformers": whose names these are.
+def detect_world(path: str, tensor_names: Iterable[str], architecture: Architecture) -> str:
+    """Returns "hf", "mindformers" or "mcore": whose names these are.
 
     Args:
         path (str): The checkpoint, for messages.
         tensor_names (iterable of str): The names of its tensors.
+        architecture (Architecture): The record that knows them.
 
     Raises:
-        CheckpointError: They are of neither world, or of both.
+        CheckpointError: They are of no world, or of several.
     """
-    kinds: Dict[str, List[str]] = {"hf": [], "mindformers": []}
+    kinds: Dict[str, List[str]] = {world: [] for world in WORLDS}
     for name in tensor_names:
-        from_hf, from_mindformers = names.parameter_to_mindformers(name), names.parameter_to_hugging_face(name)
-        if from_hf and not from_mindformers:
-            kinds["hf"].append(name)
-        elif from_mindformers and not from_hf or names.joined_parts(name.rpartition(".")[0]):
-            kinds["mindformers"].append(name)
-    if all(kinds.values()):
-        raise CheckpointError(
-            f"{path} holds names of Hugging Face ({examples(kinds['hf'])}) and of MindFormers "
-            f"({examples(kinds['mindformers'])}). Give a checkpoint of only one model."
-        )
-    if not any(kinds.values()):
+        worlds = names.worlds_of(name, architecture)
+        if len(worlds) == 1:
+            kinds[worlds[0]].append(name)
+    found = {world: known for world, known in kinds.items() if known}
+    if len(found) > 1:
+        listed = " and of ".join(f"{_OWNERS[world]} ({examples(known)})" for world, known in found.items())
+        raise CheckpointError(f"{path} holds names of {listed}. Give a checkpoint of only one model.")
+    if not found:
         raise CheckpointError(
             f"{path} holds no parameter of a known model ({registry.titles()}), neither under Hugging Face's name "
-            "(model.layers.0.self_attn.q_proj.weight) nor under MindFormers' (model.layers.0.attention.wq.weight). "
+            "(model.layers.0.self_attn.q_proj.weight) nor under MindFormers' (model.layers.0.attention.wq.weight, or "
+            "decoder.layers.0.self_attention.linear_qkv.weight in mcore). "
             f"It holds: {examples(tensor_names) or 'nothing'}. Give a checkpoint of one of these models."
         )
-    return "hf" if kinds["hf"] else "mindformers"
+    return next(iter(found))
 
 
 def _file_names(path: str, weight_map: Optional[Dict[str, str]]) -> List[str]:

@@ -142,7 +142,7 @@ class Architecture:
             path (str): Path of a cell, or an end of one.
             source, target (str): "hf", "mindformers" or "mcore".
         """
-        return self._renamed(path, self._renamed_cells, source, target)
+        return self._renamed(path, "cells", source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
         """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known.
@@ -151,11 +151,11 @@ class Architecture:
             name (str): Name of a parameter, or an end of one.
             source, target (str): "hf", "mindformers" or "mcore".
         """
-        found = self._renamed(name, self._renamed_parameters, source, target)
+        found = self._renamed(name, "parameters", source, target)
         if found is not None:
             return found
         path, _, leaf = name.rpartition(".")
-        path_there = self._renamed(path, self._cells_with_weights, source, target) if leaf in _LEAVES else None
+        path_there = self._renamed(path, "cells with weights", source, target) if leaf in _LEAVES else None
         return None if path_there is None else f"{path_there}.{leaf}"
 
     def in_layers(self, path: str, source: str, target: str) -> str:
@@ -227,9 +227,30 @@ class Architecture:
         tables = [path.followed_by(*self.embedding_weight) for path in self.embedding_paths]
         return (*self.parameters, *tables, self.output_head.followed_by("weight", "weight", "weight"))
 
-    def _renamed(self, name: str, pairs: Tuple[Names, ...], source: str, target: str) -> Optional[str]:
+    @functools.cached_property
+    def layer_starts(self) -> Tuple[str, ...]:
+        """What the names of everything in a layer begin with, in each world."""
+        return tuple(f"{own}." for own in self.layers if own)
+
+    @functools.cached_property
+    def _by_leaf(self) -> Dict[Tuple[str, str], Dict[str, List[Names]]]:
+        """(What is named, world) -> last part of a name -> the names that end in it."""
+        kinds = {
+            "cells": self._renamed_cells,
+            "cells with weights": self._cells_with_weights,
+            "parameters": self._renamed_parameters,
+        }
+        tables: Dict[Tuple[str, str], Dict[str, List[Names]]] = {}
+        for kind, pairs in kinds.items():
+            for world in WORLDS:
+                table = tables.setdefault((kind, world), {})
+                for pair in pairs:
+                    table.setdefault(pair.leaves.under(world), []).append(pair)
+        return tables
+
+    def _renamed(self, name: str, kind: str, source: str, target: str) -> Optional[str]:
         name = within_mcore(name) if source == MCORE else name
-        for pair in pairs:
+        for pair in self._by_leaf[kind, source].get(name.rpartition(".")[2], ()):
             here, there = pair.under(source), pair.under(target)
             if there and _ends(name, here) and not self._is_anothers(name, pair, source):
                 return self.in_layers(name[: len(name) - len(here)] + there, source, target)

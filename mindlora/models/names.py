@@ -2,6 +2,7 @@
 models in registry.ARCHITECTURES."""
 
 import itertools
+import re
 from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 from mindlora.models import registry
@@ -62,6 +63,15 @@ def canonical(paths: Iterable[str], among: Iterable[str] = ()) -> Dict[str, str]
     found = list(paths)
     architecture = _most_known(lambda one, path: one.rename_path(path, MCORE, LEGACY), [*found, *among])
     return {path: architecture.rename_path(path, MCORE, LEGACY) or to_mindformers(path) for path in found}
+
+
+def worlds_of(name: str, architecture: Architecture) -> Tuple[str, ...]:
+    """Returns the worlds in which a model has a parameter called ``name``: of "hf", "mindformers" and "mcore"."""
+    renamed = (
+        own for own, there in itertools.permutations(WORLDS, 2) if architecture.rename_parameter(name, own, there)
+    )
+    joined = architecture.joined_parts(name.rpartition(".")[0])
+    return tuple(dict.fromkeys(renamed)) or ((LEGACY,) if joined else ())
 
 
 def aliases(path: str) -> Tuple[str, ...]:
@@ -176,7 +186,8 @@ def architecture_of(parameters: Iterable[str]) -> Architecture:
     """Returns the architecture that knows most of the names of a checkpoint's tensors, in either world."""
     return _most_known(
         lambda one, name: any(one.rename_parameter(name, *worlds) for worlds in itertools.permutations(WORLDS, 2)),
-        list(parameters),
+        # Layers and experts are alike.
+        {re.sub(r"\d+", "0", name) for name in parameters},
     )
 
 
@@ -186,16 +197,14 @@ def architecture_of_cells(paths: Iterable[str]) -> Optional[Architecture]:
     return None if found is registry.ARCHITECTURES[0] else found
 
 
-def _most_known(knows: Callable[[Architecture, str], object], found: List[str]) -> Architecture:
+def _most_known(knows: Callable[[Architecture, str], object], found: Iterable[str]) -> Architecture:
     """Returns the architecture that knows most of ``found``; if several do, the first of them."""
     return max(registry.ARCHITECTURES, key=lambda one: sum(bool(knows(one, name)) for name in found))
 
 
 def _by_layers(name: str) -> List[Architecture]:
     """Returns the architectures, before all others those whose layers' names begin as ``name`` does."""
-    return sorted(
-        registry.ARCHITECTURES, key=lambda one: not name.startswith(tuple(f"{own}." for own in one.layers if own))
-    )
+    return sorted(registry.ARCHITECTURES, key=lambda one: not name.startswith(one.layer_starts))
 
 
 def _path(path: str, sources: Tuple[str, ...], target: str) -> str:

@@ -249,7 +249,7 @@ def test_joined_tensors_are_not_hugging_faces(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.q_norm.scale",
         "model.layers.0.mlp.experts.0.w1.weight",
         "model.layers.0.self_attn.q_proj.weight_scale",
     ],
