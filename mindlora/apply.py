@@ -11,7 +11,7 @@ from mindspore.common import dtype as mstype
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import LoraError, TargetError, UnsupportedCellError
-from mindlora.models import names
+from mindlora.models import names, pipeline_parts
 from mindlora.models.targets import ALL_LINEAR, select_parameters, select_targets
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.experts import ExpertWeight, check_patterns
@@ -61,7 +61,8 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
 
     Raises:
         LoraError: The network holds LoRADense cells already.
-        TargetError: target_modules selects nothing, or names something that is not there.
+        TargetError: target_modules selects nothing, names something that is not there, or selects cells of a
+            text-to-image pipeline that stay as they are (see mindlora.models.pipeline_parts).
         UnsupportedCellError: Selected cells cannot carry LoRA; all of them are listed and nothing is replaced.
         QuantizationError: The base cannot be quantized.
     """
@@ -73,6 +74,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
         )
     linear, selected = _selected(network, config)
     check_patterns(config, [linear[path] for path in selected])
+    pipeline_parts.check_parts(selected, list(linear), config.target_modules, "target_modules")
     saved = _saved_module_parameters(network, config.modules_to_save, selected)
     paths, initial_parts = {path: adapter_path(linear[path], path) for path in selected}, {}
     if config.quantize_base:
@@ -131,7 +133,7 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
 
     Raises:
         LoraError: The network holds no LoRADense cell.
-        TargetError: A pattern matches no parameter.
+        TargetError: A pattern matches no parameter, or freeze_exclude one of a part that stays as it is.
     """
     adapters = {id(p) for _, cell in lora_cells(network) for p in cell.trained_parameters()}
     if not adapters:
@@ -143,6 +145,8 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
     parameters = list(network.get_parameters())
     freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
     train = _matched_names(parameters, config.freeze_exclude if config else None, "freeze_exclude")
+    if train:
+        pipeline_parts.check_parts(sorted(train), [p.name for p in parameters], config.freeze_exclude, "freeze_exclude")
     trains = {}
     for parameter in parameters:
         trains[parameter.name] = id(parameter) in adapters
@@ -270,6 +274,8 @@ def _saved_module_parameters(network, modules, selected) -> list:
                 "Keep each in one of the two: a module either trains itself or gets an adapter."
             )
         saved += hits
+    every = [p.name for p in network.get_parameters()]
+    pipeline_parts.check_parts([p.name for p in saved], every, modules, "modules_to_save")
     return saved
 
 

@@ -30,8 +30,8 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
     LoraConfig(quantize_base="nf4") apply_lora does both.
 
     Args:
-        network (nn.Cell): A network of nn.Dense or MindFormers' Linear cells. If its weights have no values yet,
-            afterwards load a checkpoint written by ``mindlora quantize-base``.
+        network (nn.Cell): A network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells. If its weights have no
+            values yet, afterwards load a checkpoint written by ``mindlora quantize-base``.
         exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), given in the same way
             as target_modules (see LoraConfig). Default: None.
 

@@ -42,21 +42,13 @@ class LoRAConv2d(LoRACell):
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         kind = type(cell).__name__
-        if type(cell).construct is not nn.Conv2d.construct:
+        if not any(type(cell).construct is base.construct for base in cls.base_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAConv2d would drop.")
-        if cell.data_format != "NCHW" or tuple(cell.dilation) not in ((1, 1), (1, 1, 1, 1)):
+        cls._check_form(cell)
+        group = cls._group(cell)
+        if config.lora_rank % group:
             raise UnsupportedCellError(
-                f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
-                "supports NCHW convolutions without dilation, as PEFT does. Add it to "
-                "exclude_modules."
-            )
-        if getattr(cell.conv2d, "in_strategy", None) is not None:
-            raise UnsupportedCellError(
-                f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules."
-            )
-        if config.lora_rank % cell.group:
-            raise UnsupportedCellError(
-                f"{kind} has {cell.group} groups, which do not divide lora_rank "
+                f"{kind} has {group} groups, which do not divide lora_rank "
                 f"{config.lora_rank}. Choose a rank that they divide (rank_pattern), or add it to "
                 "exclude_modules."
             )
@@ -68,41 +60,75 @@ class LoRAConv2d(LoRACell):
                 )
 
     @classmethod
+    def _check_form(cls, cell):
+        kind = type(cell).__name__
+        if cell.data_format != "NCHW" or tuple(cell.dilation) not in ((1, 1), (1, 1, 1, 1)):
+            raise UnsupportedCellError(
+                f"{kind} has data_format {cell.data_format} and dilation {cell.dilation}: LoRA "
+                "supports NCHW convolutions without dilation, as PEFT does. Add it to "
+                "exclude_modules."
+            )
+        if getattr(cell.conv2d, "in_strategy", None) is not None:
+            raise UnsupportedCellError(
+                f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules."
+            )
+
+    @staticmethod
+    def _group(cell) -> int:
+        return cell.group
+
+    @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {"A": (rank, cell.in_channels, *cell.kernel_size), "B": (cell.out_channels, rank // cell.group, 1, 1)}
+        return {
+            "A": (rank, cell.in_channels, *cell.kernel_size),
+            "B": (cell.out_channels, rank // cls._group(cell), 1, 1),
+        }
 
     def _adopt(self, cell, config):
         self._describe(cell, config)
-        self.in_channels, self.out_channels, self.group = cell.in_channels, cell.out_channels, cell.group
-        self.kernel_size = cell.kernel_size
-        self.weight, self.bias, self.has_bias, self.conv2d = cell.weight, cell.bias, cell.has_bias, cell.conv2d
-        self.bias_add = cell.bias_add
+        self.in_channels, self.out_channels, self.group = cell.in_channels, cell.out_channels, self._group(cell)
+        self.kernel_size, self.weight, self.bias, self.conv2d = cell.kernel_size, cell.weight, cell.bias, cell.conv2d
+        self._adopt_operators(cell)
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.weight.dtype
         shapes = self.part_shapes(cell, self.lora_rank)
         a, b = initial_values(config, shapes["A"], shapes["B"])
         self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
         self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
-        self.lora_a_conv = ops.Conv2D(
-            self.lora_rank, cell.kernel_size, pad_mode=cell.pad_mode, pad=cell.padding, stride=cell.stride
-        )
-        self.lora_b_conv = ops.Conv2D(self.out_channels, 1, group=self.group)
         if self.dropout_rate > 0:
             self.lora_dropout = nn.Dropout(p=self.dropout_rate)
         self.cast = ops.Cast()
         carry_settings(cell, self)
 
+    def _adopt_operators(self, cell):
+        self.has_bias, self.bias_add = cell.has_bias, cell.bias_add
+        self.lora_a_conv = ops.Conv2D(
+            self.lora_rank, cell.kernel_size, pad_mode=cell.pad_mode, pad=cell.padding, stride=cell.stride
+        )
+        self.lora_b_conv = ops.Conv2D(self.out_channels, 1, group=self.group)
+
     def construct(self, x: Tensor) -> Tensor:
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)
-        y = self.conv2d(x, self.cast(self.weight, self.dtype))
-        if self.has_bias:
-            y = self.bias_add(y, self.cast(self.bias, self.dtype))
+        y = self._base(x)
         if self.dropout_rate > 0 and self.training:
             x = self.lora_dropout(x)
-        low_rank = self.lora_a_conv(x, self.cast(self.mindpet_delta_lora_a, self.dtype))
+        low_rank = self._shrink(x, self.cast(self.mindpet_delta_lora_a, self.dtype))
         low_rank = low_rank * self.cast(self.scale, self.dtype)
-        y = y + self.lora_b_conv(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype))
+        y = y + self._expand(low_rank, self.cast(self.mindpet_delta_lora_b, self.dtype))
         return self.cast(y, input_dtype)
+
+    def _base(self, x):
+        """conv(x, W) + bias."""
+        y = self.conv2d(x, self.cast(self.weight, self.dtype))
+        return self.bias_add(y, self.cast(self.bias, self.dtype)) if self.has_bias else y
+
+    def _shrink(self, x, a):
+        """conv(x, A)."""
+        return self.lora_a_conv(x, a)
+
+    def _expand(self, x, b):
+        """conv(x, B)."""
+        return self.lora_b_conv(x, b)
 
     def extend_repr(self) -> str:
         return (

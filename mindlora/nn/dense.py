@@ -3,7 +3,7 @@
 import sys
 from typing import Any, Dict, Optional, Tuple
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
@@ -98,7 +98,7 @@ class LoRADense(LoRACell):
         """Puts LoRA on an existing linear cell, and shares its parameters and operators with it.
 
         Args:
-            cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
+            cell (nn.Dense, mint.nn.Linear or mindformers.modules.layers.Linear): The cell to replace.
             config (LoraConfig): Rank, scale, dropout, initializers and dtypes.
 
         Returns:
@@ -129,7 +129,7 @@ class LoRADense(LoRACell):
         if isinstance(cell, LoRACell):
             raise UnsupportedCellError("The cell is a LoRADense already: adapters do not stack.")
         if not isinstance(cell, plain_linear_types()):
-            raise UnsupportedCellError(f"{kind} is neither nn.Dense nor MindFormers' Linear.")
+            raise UnsupportedCellError(f"{kind} is none of nn.Dense, mint.nn.Linear and MindFormers' Linear.")
         if not any(type(cell).construct is base.construct for base in plain_linear_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRADense would drop.")
         if getattr(cell, "expert_num", 1) > 1 or getattr(cell, "use_gmm", False):
@@ -142,12 +142,18 @@ class LoRADense(LoRACell):
                 f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False); "
                 "LoRADense needs [out_channels, in_channels]. Add it to exclude_modules."
             )
-        if getattr(cell.matmul, "in_layout", None) is not None:
+        if isinstance(cell, mint.nn.Linear) and is_sharded(cell):
+            raise UnsupportedCellError(
+                f"{kind} of mindspore.mint is sharded, and LoRA's strategies are derived from those of nn.Dense "
+                "and MindFormers' Linear alone. Add it to exclude_modules."
+            )
+        matmul = linear_form(cell).matmul
+        if getattr(matmul, "in_layout", None) is not None:
             raise UnsupportedCellError(
                 f"{kind} is sharded by Layouts, from which LoRA's strategies cannot be derived. "
                 "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
             )
-        strategy = getattr(cell.matmul, "in_strategy", None)
+        strategy = getattr(matmul, "in_strategy", None)
         if config and initializers.needs_whole_matrices(config.lora_init) and strategy and max(strategy[1]) > 1:
             raise UnsupportedCellError(
                 f"{kind} is sharded, and lora_init {config.lora_init!r} needs whole weights. "
@@ -166,7 +172,7 @@ class LoRADense(LoRACell):
 
         self._add_adapter(config)
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
-        strategy = getattr(cell.matmul, "in_strategy", None)
+        strategy = getattr(form.matmul, "in_strategy", None)
         self.choice, self.low_rank, self.decode = self._pick_low_rank(strategy)
         # Last, so that the training mode reaches the low-rank path.
         carry_settings(cell, self)
@@ -231,6 +237,6 @@ def refuse_sharded(cell: nn.Cell, option: str) -> None:
 
 
 def plain_linear_types() -> Tuple[type, ...]:
-    """Returns the classes of linear cells that are not quantized: nn.Dense, and MindFormers' Linear if imported."""
+    """Returns the classes of plain linear cells: nn.Dense, mint.nn.Linear, and MindFormers' Linear if imported."""
     layers = sys.modules.get("mindformers.modules.layers")
-    return (nn.Dense, layers.Linear) if layers else (nn.Dense,)
+    return (nn.Dense, mint.nn.Linear, layers.Linear) if layers else (nn.Dense, mint.nn.Linear)

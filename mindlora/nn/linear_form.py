@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple, Optional, Tuple
 
-from mindspore import nn
+from mindspore import mint, nn, ops
 from mindspore.common import dtype as mstype
 
 _PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
@@ -45,12 +45,14 @@ def channels_of(cell: nn.Cell) -> Tuple[Optional[int], Optional[int]]:
     """Returns (in_channels, out_channels) of a linear cell, with an adapter or without one; None where it has none."""
     if isinstance(cell, parallel_linear_types()):
         return cell.input_size, cell.output_size
+    if isinstance(cell, mint.nn.Linear):
+        return cell.in_features, cell.out_features
     return getattr(cell, "in_channels", None), getattr(cell, "out_channels", None)
 
 
 def is_sharded(cell: nn.Cell) -> bool:
     """Returns whether a linear cell has been told how to divide its product between devices."""
-    operators = cell.matmul, getattr(cell, "morphed_forward", None)
+    operators = [getattr(cell, name, None) for name in ("matmul", "dense", "morphed_forward")]
     return any(getattr(op, name, None) is not None for op in operators for name in ("in_strategy", "in_layout"))
 
 
@@ -58,8 +60,11 @@ def linear_form(cell: nn.Cell) -> LinearForm:
     """Returns what a linear cell computes.
 
     Args:
-        cell (nn.Cell): nn.Dense, MindFormers' Linear, a linear cell of its mcore models, or NF4Dense.
+        cell (nn.Cell): nn.Dense, mint.nn.Linear, MindFormers' Linear, a linear cell of its mcore models, or NF4Dense.
     """
+    if isinstance(cell, mint.nn.Linear):
+        bias_add = ops.Add() if cell.has_bias else None
+        return LinearForm(*channels_of(cell), cell.weight.dtype, cell.dense, bias_add, None)
     if isinstance(cell, parallel_linear_types()):
         # With skip_bias_add, the cell returns its bias beside y, for the caller to add.
         bias_add = cell.add if cell.has_bias and not cell.skip_bias_add else None

@@ -13,6 +13,7 @@ from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.experts import LoRAExpertWeight
 from mindlora.nn.linear_form import parallel_linear_types
+from mindlora.nn.mint_conv import LoRAMintConv2d
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.parallel_linear import (
     AdaLoRAParallelLinear,
@@ -39,6 +40,7 @@ KINDS = (
     QLoRADense,  # NF4Dense
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
+    LoRAMintConv2d,  # mint.nn.Conv2d
     LoRAExpertWeight,  # ExpertWeight, of MindFormers' mcore models
 )
 

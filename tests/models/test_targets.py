@@ -187,7 +187,8 @@ def test_excluding_everything_is_an_error():
 
 def test_a_network_without_linear_cells_is_an_error():
     assert refusal([], "wq") == (
-        "The network holds no linear cell (nn.Dense or MindFormers' Linear), so there is nothing to put LoRA on."
+        "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear), so there is nothing "
+        "to put LoRA on."
     )
 
 

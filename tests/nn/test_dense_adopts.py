@@ -7,6 +7,7 @@ from mindspore import Tensor, nn, ops
 
 from mindlora import LoraConfig, LoRADense
 from mindlora.errors import UnsupportedCellError
+from mindlora.nn.linear_form import linear_form
 from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, adapted, oracle
 from tests.support.networks import assert_close, gradients, normal
 
@@ -25,7 +26,7 @@ class OtherName(nn.Dense):
 
 
 REFUSED = {
-    "conv": (lambda linear: nn.Conv2d(3, 4, 3), "Conv2d is neither nn.Dense nor MindFormers' Linear."),
+    "conv": (lambda linear: nn.Conv2d(3, 4, 3), "Conv2d is none of nn.Dense, mint.nn.Linear and MindFormers' Linear."),
     "LoRADense": (
         lambda linear: LoRADense(IN, OUT, RANK, ALPHA),
         "The cell is a LoRADense already: adapters do not stack.",
@@ -70,8 +71,9 @@ def test_a_subclass_with_the_same_forward_is_taken():
 def test_the_base_is_shared_and_not_copied(plain):
     cell, _ = plain
     lora = LoRADense.from_dense(cell, CONFIG)
-    assert lora.weight is cell.weight and lora.bias is cell.bias and lora.activation is cell.activation
-    assert lora.matmul is cell.matmul
+    form = linear_form(cell)
+    assert lora.weight is cell.weight and lora.bias is cell.bias and lora.activation is form.activation
+    assert lora.matmul is form.matmul
     assert (lora.weight.name, lora.mindpet_delta_lora_a.name) == ("weight", "mindpet_delta_lora_a")
     cell.weight.set_data(Tensor(np.zeros((OUT, IN), np.float32)))
     assert not lora.weight.asnumpy().any()

@@ -143,9 +143,9 @@ def test_it_shares_the_base_s_parameters_and_trains_nothing():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: nn.Conv2d(3, 4, 1), "Conv2d is neither nn.Dense nor MindFormers' Linear."),
+        (lambda: nn.Conv2d(3, 4, 1), "Conv2d is none of nn.Dense, mint.nn.Linear and MindFormers' Linear."),
         (lambda: LoRADense.from_dense(nn.Dense(IN, OUT), CONFIG), "The cell is a LoRADense already"),
-        (lambda: pooled(nn.Dense(IN, OUT), False), "MultiLoRADense is neither nn.Dense nor"),
+        (lambda: pooled(nn.Dense(IN, OUT), False), "MultiLoRADense is none of nn.Dense,"),
     ],
 )
 def test_refused_cells(make, message):

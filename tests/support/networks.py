@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 
 # How far a result may be from the float64 oracle, relative to the largest element of the oracle.
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
@@ -65,7 +65,8 @@ def _silu(y):
     return y / (1 + np.exp(-y))
 
 
-# Linear cells by name: nn.Dense or MindFormers' Linear, what they are built with, and their activation in numpy.
+# Linear cells by name: nn.Dense, mint.nn.Linear or MindFormers' Linear, what they are built with, and their activation
+# in numpy.
 LINEAR_CELLS = {
     "dense": ("Dense", {"has_bias": False}, None),
     "dense with bias": ("Dense", {}, None),
@@ -73,6 +74,8 @@ LINEAR_CELLS = {
     "linear": ("Linear", {"has_bias": False}, None),
     "linear with bias": ("Linear", {}, None),
     "linear with silu": ("Linear", {"activation": "silu"}, _silu),
+    "mint": ("mint.nn.Linear", {"bias": False}, None),
+    "mint with bias": ("mint.nn.Linear", {}, None),
 }
 
 
@@ -81,7 +84,10 @@ def linear_cell(name, in_channels, out_channels, mindformers):
     kind, arguments, activation = LINEAR_CELLS[name]
     if kind == "Dense":
         return normal_dense(in_channels, out_channels, **arguments), activation
-    cell = mindformers.modules.layers.Linear(in_channels, out_channels, compute_dtype=ms.float32, **arguments)
+    if kind == "mint.nn.Linear":
+        cell = mint.nn.Linear(in_channels, out_channels, **arguments)
+    else:
+        cell = mindformers.modules.layers.Linear(in_channels, out_channels, compute_dtype=ms.float32, **arguments)
     randomize(cell.get_parameters(), seed=1)
     return cell, activation
 
