@@ -14,11 +14,11 @@ import sys
 from typing import Optional, Sequence
 
 from mindlora import __version__
-from mindlora.cli import adapters, base, chat, configs, convert, data, doctor, generate, plan, report, serve, shards
+from mindlora.cli import adapters, base, chat, configs, convert, data, doctor, generate, plan, report, serve, shards, suggest
 from mindlora.cli.engine_options import split_overrides
 from mindlora.errors import LoraError
 
-_GROUPS = (data, convert, adapters, shards, base, report, configs, doctor, plan, generate, chat, serve)
+_GROUPS = (data, convert, adapters, shards, base, report, suggest, configs, doctor, plan, generate, chat, serve)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

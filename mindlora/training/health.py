@@ -30,7 +30,7 @@ class CellHealth:
     """The adapter of one cell.
 
     D is what the adapter has changed in the weight: scale B A, or scale (B A - B0 A0) where the initial pair was
-    subtracted from the base (PiSSA, OLoRA). The last three are None for VeRA and for convolutions with groups, and the
+    subtracted from the base (PiSSA, OLoRA). The last four are None for VeRA and for convolutions with groups, and the
     effective rank also where D is zero.
 
     Attributes:
@@ -40,6 +40,7 @@ class CellHealth:
         effective_rank (float or None): exp(entropy of the singular values of D over their sum), from 1 to ``rank``.
         change_norm (float or None): |D|.
         change (float or None): |D| / |W|; None also if |W| is not known.
+        singular_values (list of float or None): Those of D, the largest first, to four digits.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class CellHealth:
     effective_rank: Optional[float] = None
     change_norm: Optional[float] = None
     change: Optional[float] = None
+    singular_values: Optional[List[float]] = None
 
     @property
     def gradient_norm(self) -> Optional[float]:

@@ -146,6 +146,7 @@ def _cell_health(cell: CellValues, values: Optional[np.ndarray]) -> CellHealth:
         effective_rank=effective_rank(values),
         change_norm=norm,
         change=norm / cell.weight_norm if cell.weight_norm else None,
+        singular_values=[float(f"{abs(cell.scale) * value:.4g}") for value in values],
     )
 
 

@@ -91,6 +91,7 @@ def test_zero_b_changes_nothing_and_has_no_rank():
     a, b = pair(3, 8, 6)
     found = health(values(a, np.zeros_like(b), weight_norm=2.0))
     assert found.effective_rank is None and found.change_norm == found.change == 0
+    assert set(found.singular_values) == {0}
     assert found.parts["B"] == PartHealth(size=18, norm=0.0, zeros=1.0)
 
 
@@ -146,6 +147,7 @@ def test_report_as_json_has_no_nan():
                 "effective_rank": None,
                 "change_norm": None,
                 "change": None,
+                "singular_values": None,
             }
         },
         "findings": [{"rule": "rule", "path": "wq", "message": "message", "advice": "advice"}],

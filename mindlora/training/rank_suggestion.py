@@ -1,0 +1,260 @@
+"""Which cells deserve rank: a rank_pattern from what AdapterHealth recorded in a run."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+
+from mindlora.errors import ConfigError, DataError
+from mindlora.models.targets import pattern_value
+from mindlora.numerics import initializers
+from mindlora.training.history import History
+
+# Ranks that are suggested: few, so that many cells share one.
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# A cell gets at most so many times the mean rank: what its spectrum says of ranks that it does not have is a guess.
+_MOST = 4
+# How fast singular values are taken to fall behind the last one that is known, at the slowest, and if one alone is.
+_SLOWEST, _UNKNOWN = 0.95, 0.5
+# |P| times the norm of its gradient bounds the sum over P g, which is the same for each of these parts.
+_PARTS = ("A", "B", "lambda")
+_LAYER = re.compile(r"^(?:.*\.)?([^.\d]+)\.(\d+)\.(.+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class CellEvidence:
+    """What a run says of one cell.
+
+    Attributes:
+        rank (int): Its rank.
+        sensitivity (float): Mean over the run of min over its parts P of |P| |gradient of P|: a bound of how much the
+            loss changes, in first order, with the size of what the adapter adds.
+        spectrum (tuple of float): Singular values of what the adapter has changed, the largest first.
+        used (float): Effective rank of that, 0 if it is zero.
+    """
+
+    rank: int
+    sensitivity: float
+    spectrum: Tuple[float, ...]
+    used: float
+
+    def scores(self, count: int) -> List[float]:
+        """Returns the sensitivity of the first ``count`` directions: its share by the singular values.
+
+        Behind the last one that is known, they go on falling as fast as they did on average.
+        """
+        values = [value for value in self.spectrum[: self.rank] if value > 0]
+        if not values:
+            return [0.0] * count
+        fall = (values[-1] / values[0]) ** (1 / (len(values) - 1)) if len(values) > 1 else _UNKNOWN
+        fall, total = min(fall, _SLOWEST), sum(values)
+        while len(values) < count:
+            values.append(values[-1] * fall)
+        return [self.sensitivity * value / total for value in values[:count]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankGroup:
+    """Cells of one kind that get the same rank.
+
+    Attributes:
+        pattern (str): Regular expression for rank_pattern that matches these cells and no other.
+        paths (tuple of str): Their paths.
+        rank (int): The rank that is suggested.
+        reason (str): Why, in a sentence.
+    """
+
+    pattern: str
+    paths: Tuple[str, ...]
+    rank: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSuggestion:
+    """Ranks for a run like one that was recorded; str() is YAML to paste into pet_config.
+
+    Attributes:
+        run (str): Folder of the run.
+        budget (int): The sum of ranks that was to be spent.
+        before (int): The sum of ranks of the run.
+        spent (int): The sum of ranks that is suggested.
+        lora_rank (int): The rank of cells that no pattern matches.
+        groups (tuple of RankGroup): All cells, the most sensitive group first.
+        without (tuple of str): Cells of which too little is known; they keep their rank, outside of the budget.
+    """
+
+    run: str
+    budget: int
+    before: int
+    spent: int
+    lora_rank: int
+    groups: Tuple[RankGroup, ...]
+    without: Tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        cells = sum(len(group.paths) for group in self.groups)
+        lines = [
+            f"# {self.spent} ranks for {cells} cells, within a budget of {self.budget}; {self.run} had {self.before}.",
+            "# Paste this into model.model_config.pet_config.",
+            f"lora_rank: {self.lora_rank}",
+        ]
+        patterns = [group for group in self.groups if group.rank != self.lora_rank]
+        lines += ["rank_pattern:"] if patterns else ["# No cell needs another rank."]
+        for group in self.groups:
+            lines.append(f"  # {group.reason}")
+            if group in patterns:
+                lines.append(f"  '{group.pattern}': {group.rank}")
+        if self.without:
+            lines.append(f"# Nothing is known of {', '.join(self.without)}, which keep their rank.")
+        return "\n".join(lines)
+
+
+def suggest_ranks(history: History, budget: Optional[int] = None) -> RankSuggestion:
+    """Returns the ranks that the gradients and spectra of a run ask for.
+
+    A rank is worth the sensitivity of its direction (CellEvidence.scores), AdaLoRA's measure in the singular vectors of
+    what was learned. Every cell gets rank 1; then the cell whose next ranks are worth most on average gets them, in the
+    steps of LADDER, as long as the budget lasts.
+
+    Args:
+        history (History): Of a run with AdapterHealth, whose train step recorded the norms of gradients.
+        budget (int): Sum of the ranks. Default: None, that of the run.
+
+    Raises:
+        DataError: The run recorded no gradients, or no singular values.
+        ConfigError: The budget is smaller than the number of cells.
+    """
+    known, without = _evidence(history)
+    before = sum(cell.rank for cell in known.values())
+    budget = before if budget is None else budget
+    if budget < len(known):
+        raise ConfigError(
+            f"--budget is {budget}, and each of the {len(known)} cells of {history.directory} needs a rank of at "
+            "least 1. Give at least that many, or exclude cells in the next run (exclude_modules)."
+        )
+    ranks = _allocate(known, budget)
+    usual = Counter(cell.rank for cell in known.values()).most_common(1)[0][0]
+    return RankSuggestion(
+        history.directory,
+        budget,
+        before,
+        sum(ranks.values()),
+        max(usual, 1),
+        tuple(_groups(known, ranks)),
+        tuple(without),
+    )
+
+
+def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
+    records = [record["health"]["cells"] for record in history.health]
+    if not records:
+        raise DataError(
+            f"{history.directory} has no measurements of adapters. Add AdapterHealth to callbacks and run it again."
+        )
+    sensitivities: Dict[str, List[float]] = {}
+    for cells in records:
+        for path, cell in cells.items():
+            found = _sensitivity(cell)
+            if found is not None:
+                sensitivities.setdefault(path, []).append(found)
+    if not sensitivities:
+        raise DataError(
+            f"{history.directory} has no norms of gradients. Set runner_wrapper.record_gradient_norms: True "
+            "(mindlora-run does so) and run it again."
+        )
+    doubled = _has_initial_pairs(history.runs)
+    known, without = {}, []
+    for path, cell in records[-1].items():
+        # AdaLoRA may have left a cell without a rank, and then without a spectrum.
+        spectrum = [] if cell["rank"] == 0 else cell.get("singular_values")
+        if spectrum is None or path not in sensitivities:
+            without.append(path)
+            continue
+        rank = cell["rank"] // 2 if doubled else cell["rank"]
+        mean = math.fsum(sensitivities[path]) / len(sensitivities[path])
+        known[path] = CellEvidence(rank, mean, tuple(spectrum), cell["effective_rank"] or 0.0)
+    if not known:
+        raise DataError(
+            f"{history.directory} has no singular values of what its adapters change: VeRA and convolutions with "
+            "groups have none, and mindlora 0.2 did not record them."
+        )
+    return known, without
+
+
+def _sensitivity(cell: Mapping[str, Any]) -> Optional[float]:
+    found = [
+        part["norm"] * part["gradient_norm"]
+        for name, part in cell["parts"].items()
+        if name in _PARTS and part["norm"] is not None and part["gradient_norm"] is not None
+    ]
+    return min(found) if found else None
+
+
+def _has_initial_pairs(runs: List[dict]) -> bool:
+    """Returns whether a run's lora_init changed the base, so that what it changed has twice the rank that trains."""
+    node = (runs[-1]["run"] if runs else {}).get("configuration") or {}
+    for key in ("model", "model_config", "pet_config"):
+        node = node.get(key) or {}
+    return initializers.changes_base(node.get("lora_init")) and not node.get("adapter_path")
+
+
+def _allocate(known: Mapping[str, CellEvidence], budget: int) -> Dict[str, int]:
+    most = _MOST * max(budget / len(known), 1)
+    scores = {path: cell.scores(LADDER[-1]) for path, cell in known.items()}
+    steps, left = dict.fromkeys(known, 0), budget - len(known)
+    while True:
+        worth = {}
+        for path, step in steps.items():
+            now, then = LADDER[step], LADDER[min(step + 1, len(LADDER) - 1)]
+            if now < then <= most and then - now <= left:
+                worth[path] = sum(scores[path][now:then]) / (then - now)
+        best = max(worth, key=lambda path: worth[path], default=None)
+        if best is None or not worth[best] > 0:
+            return {path: LADDER[step] for path, step in steps.items()}
+        left -= LADDER[steps[best] + 1] - LADDER[steps[best]]
+        steps[best] += 1
+
+
+def _groups(known: Mapping[str, CellEvidence], ranks: Mapping[str, int]) -> Iterable[RankGroup]:
+    total = math.fsum(cell.sensitivity for cell in known.values()) or 1.0
+    by_rank: Dict[Tuple[str, int], List[str]] = {}
+    kinds: Dict[str, List[str]] = {}
+    for path in known:
+        by_rank.setdefault((_kind(path), ranks[path]), []).append(path)
+        kinds.setdefault(_kind(path), []).append(path)
+    shares = {key: math.fsum(known[path].sensitivity for path in paths) / total for key, paths in by_rank.items()}
+    for (kind, rank), paths in sorted(by_rank.items(), key=lambda item: -shares[item[0]]):
+        share = shares[kind, rank]
+        pattern = re.escape(kind) if paths == kinds[kind] else _pattern(paths)
+        if [path for path in known if pattern_value({pattern: True}, path, False)] != paths:
+            pattern = "|".join(f"^{re.escape(path)}" for path in paths)
+        yield RankGroup(pattern, tuple(paths), rank, _reason(known, paths, rank, share))
+
+
+def _kind(path: str) -> str:
+    """Returns what cells of all layers have in common: the path behind the layer's number."""
+    layer = _LAYER.match(path)
+    return layer[3] if layer else path
+
+
+def _pattern(paths: List[str]) -> str:
+    """Returns an expression for cells of some layers, such as ``layers\\.(0|2)\\.attention\\.wq``."""
+    layers = [layer for layer in map(_LAYER.match, paths) if layer]
+    if not layers:
+        return re.escape(paths[0])
+    numbers = "|".join(layer[2] for layer in layers)
+    numbers = f"({numbers})" if len(layers) > 1 else numbers
+    return rf"{layers[0][1]}\.{numbers}\.{re.escape(layers[0][3])}"
+
+
+def _reason(known: Mapping[str, CellEvidence], paths: List[str], rank: int, share: float) -> str:
+    cells = [known[path] for path in paths]
+    before, used = (math.fsum(values) / len(cells) for values in zip(*((cell.rank, cell.used) for cell in cells)))
+    change = "more than" if rank > before else "less than" if rank < before else "as much as"
+    kind = _kind(paths[0])
+    return (
+        f"{kind}, {len(cells)} of {len(known)} cells: {share:.0%} of the sensitivity, {used:.1f} of {before:.3g} ranks "
+        f"in use, so rank {rank}, {change} before."
+    )
