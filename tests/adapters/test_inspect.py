@@ -37,7 +37,7 @@ def make(seed=0, rank=3, alpha=6.0, layers=2, dtype=np.float32, **fields):
 def stored(monkeypatch):
     """Returns a function that stores an adapter under a name, without reading a file."""
     held = {}
-    monkeypatch.setattr(adapter_files, "read", lambda path, allow_pickle=False: held[path])
+    monkeypatch.setattr(adapter_files, "read", lambda path, *_: held[path])
 
     def put(name, adapter):
         with open(name, "wb") as file:

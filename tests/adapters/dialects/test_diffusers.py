@@ -10,6 +10,7 @@ from safetensors import safe_open
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.parts import Wanted
 from mindlora.errors import AdapterError, AdapterFormatError, RankMismatchError, UnexpectedTensorsError
+from tests.support import torch_zip
 from tests.support.adapter_samples import make as make_llama
 from tests.support.diffusion_adapters import CONV, OUT, TEXT, Q, assert_same_pairs, make, saved
 
@@ -95,6 +96,15 @@ def test_older_keys_have_a_scale_of_1(tmp_path, generation, part):
     assert found.tensors.keys() == expected.keys()
     assert all(found.tensors[key].tobytes() == array.tobytes() for key, array in expected.items())
     assert {found.scale(path) for path in found.paths} == {1.0}
+
+
+def test_the_pickle_of_the_first_versions_is_read_where_it_is_allowed(tmp_path):
+    adapter, tensors = older("processor")
+    torch_zip.save(tmp_path / "pytorch_lora_weights.bin", tensors)
+    with pytest.raises(AdapterFormatError, match="is a pickle, which can run programs"):
+        adapter_files.read(str(tmp_path))
+    found = adapter_files.read(str(tmp_path), allow_pickle=True)
+    assert all(found.tensors[key].tobytes() == array.tobytes() for key, array in adapter.tensors.items())
 
 
 def test_rslora_of_one_part_goes_into_its_alphas(tmp_path):
