@@ -113,6 +113,14 @@ def save_again(model, adapter, folder):
     load_adapted(model, adapter).save_pretrained(folder)
 
 
+def save_stacked(model, adapter, folder):
+    """Loads an adapter with a pair for each expert, from before transformers stacked them, and saves what PEFT makes."""
+    with warnings.catch_warnings():
+        # PEFT looks for its own rank_pattern of the stacked experts among the modules, and then uses it.
+        warnings.simplefilter("ignore")
+        PeftModel.from_pretrained(load_model(model), adapter).save_pretrained(folder)
+
+
 def merge(model, adapter, folder):
     """Saves the model with the adapter merged."""
     load_adapted(model, adapter).merge_and_unload().save_pretrained(folder)
@@ -316,6 +324,7 @@ VERBS = {
         diffusion_outputs,
         diffusion_weights,
         original_names,
+        save_stacked,
         save_diffusion,
     )
 }
