@@ -123,10 +123,18 @@ def _parts(parameters: Mapping[str, Parameter], layouts: Mapping[str, tuple]) ->
     found = {}
     for name, parameter in parameters.items():
         if name in layouts:
-            layout = _layout(layouts[name])
+            layout, group = _layout(layouts[name]), layouts[name][5]
             devices = int(np.prod(layout.dev_matrix, dtype=np.int64))
-            found[name] = slice_of(layout, get_rank() % devices, tuple(parameter.shape), name)
+            # Which part the optimizer's group gave to this rank, the group itself knows.
+            part = slice_of(layout._replace(opt_shard_size=0), get_rank() % devices, tuple(parameter.shape), name)
+            found[name] = _cut_again(part, layout.opt_shard_size, get_rank(group)) if group else part
     return found
+
+
+def _cut_again(part: Slice, size: int, own: int) -> Slice:
+    """Returns one of ``size`` parts along the first axis; ``part`` has its shape, and lies as if it were not cut."""
+    whole, begin = part.whole[0] * size, part.begin[0] * size + own * part.shape[0]
+    return Slice((whole, *part.whole[1:]), (begin, *part.begin[1:]), part.shape)
 
 
 def _layout(recorded: tuple) -> Layout:

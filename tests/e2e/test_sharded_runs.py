@@ -67,6 +67,13 @@ def test_the_last_rank_decides_which_is_best(runs):
         assert json.load(file) == {"step": 2, "loss": 2.0}
 
 
+def test_the_best_may_be_measured_between_two_saves(runs):
+    folder, _ = runs
+    with open(folder / "optimizer" / "of_rank_0" / "best" / "best.json", encoding="utf-8") as file:
+        # To rank 0, this was the worst step.
+        assert json.load(file) == {"step": 1, "held_out_loss": 0.25}
+
+
 def test_slices_are_written_where_no_collective_runs_and_the_command_in_the_log_joins_them(runs):
     folder, logs = runs
     slices = folder / "forbidden" / "all" / "slices"
@@ -81,6 +88,8 @@ def test_slices_are_written_where_no_collective_runs_and_the_command_in_the_log_
 def test_slices_without_a_recorded_layout_need_the_strategy_of_the_run(runs):
     folder, logs = runs
     slices = folder / "unrecorded" / "all" / "slices" / "step_3"
+    # Only one step is to be kept.
+    assert os.listdir(slices.parent) == ["step_3"]
     assert sorted(os.listdir(slices)) == ["rank_0", "rank_1"]
     assert f"mindlora gather {slices} --strategy OUTPUT/strategy" in logs[0]
     gather_adapter(str(slices), str(folder / "unrecorded" / "joined"), strategy=str(folder / "strategy.json"))

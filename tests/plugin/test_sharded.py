@@ -200,6 +200,16 @@ def test_only_a_network_that_holds_parts_is_sharded():
         ms.reset_auto_parallel_context()
 
 
+def test_slices_of_an_earlier_run_are_set_aside_with_its_steps(mindformers, tmp_path):
+    from mindlora.plugin import resume
+
+    for folder in ("step_2", "step_4", "slices/step_2", "slices/step_4"):
+        os.makedirs(tmp_path / "saved" / folder)
+    aside = resume.set_aside(str(tmp_path / "saved"), 2)
+    assert sorted(os.listdir(aside)) == ["slices", "step_4"] and os.listdir(os.path.join(aside, "slices")) == ["step_4"]
+    assert sorted(os.listdir(tmp_path / "saved")) == ["earlier_run_1", "slices", "step_2"]
+
+
 def test_an_operator_that_the_device_lacks_is_named(monkeypatch):
     from mindlora.plugin import collectives
 

@@ -13,6 +13,7 @@ import numpy as np
 RANKS, STEPS = 2, 3
 RANK, IN, OUT, ALPHA = 4, 8, 6, 12.0
 LOSSES = {0: [5, 5, 5], 1: [3, 1, 2]}
+HELD_OUT = {0: {1: 9.0, 2: 1.0, 3: 1.0}, 1: {1: 0.25, 2: 0.75, 3: 0.5}}
 CELLS = [f"model.layers.{layer}.attention.{name}" for layer in range(2) for name in ("wq", "wo")]
 
 
@@ -111,7 +112,7 @@ def run(scenario, folder, rank):
     from mindlora.errors import BackendError
     from mindlora.plugin import collectives, sharded_adapter
     from mindlora.plugin.callbacks import AdapterSlices, LoraCheckpoint
-    from tests.support.scripted_runs import StopAt
+    from tests.support.scripted_runs import Report, StopAt
 
     ms.set_auto_parallel_context(pipeline_stages=2 if scenario == "stages" else 1)
     step = build(scenario, rank)
@@ -124,7 +125,12 @@ def run(scenario, folder, rank):
 
         collectives._run = refuse
     saved = os.path.join(folder, scenario, f"of_rank_{rank}" if scenario not in ("forbidden", "unrecorded") else "all")
-    callbacks = [LoraCheckpoint(save_steps=2, directory=saved), StopAt(STEPS)]
+    settings = {"keep_last": 1} if scenario == "unrecorded" else {}
+    if scenario == "optimizer":
+        settings["best_metric"] = "held_out_loss"
+    callbacks = [LoraCheckpoint(save_steps=2, directory=saved, **settings), StopAt(STEPS)]
+    if scenario == "optimizer":
+        callbacks.insert(0, Report("held_out_loss", HELD_OUT[rank]))
     if scenario == "start":
         callbacks.insert(0, AdapterSlices(os.path.join(folder, "scattered")))
     dataset = ms.dataset.NumpySlicesDataset(np.asarray(LOSSES[rank], np.float32), shuffle=False).batch(1)
