@@ -5,7 +5,10 @@ import os
 
 from tests.conftest import ROOT
 
-PATHS = sorted(os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "configs", "*", "*.yaml")))
+_ALL = sorted(os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, "configs", "*", "*.yaml")))
+# Those of MindFormers' mcore models, whose keys and cells are others.
+MCORE = [path for path in _ALL if path.startswith(os.path.join("configs", "qwen3"))]
+PATHS = [path for path in _ALL if path not in MCORE]
 ON_ASCEND = [path for path in PATHS if not path.startswith(os.path.join("configs", "tiny"))]
 QLORA = os.path.join("configs", "llama2", "qlora_llama2_7b.yaml")
 ON_8 = [path for path in ON_ASCEND if path != QLORA]

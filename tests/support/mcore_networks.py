@@ -1,5 +1,8 @@
 """Small networks of MindFormers' mcore models, for a CPU with the stand-ins of mcore_cpu."""
 
+import contextlib
+import importlib
+import types
 from unittest import mock
 
 import numpy as np
@@ -7,8 +10,6 @@ from mindspore import Tensor, nn
 
 from tests.support import tiny_runs
 
-# Where MindFormers asks whether the run is of a legacy model while it builds one.
-_ASKED = "mindformers.parallel_core.training_graph.transformer.utils.is_legacy_model"
 # A YAML's model_config; sizes that differ from each other wherever the model lets them.
 TINY = {
     "vocab_size": 64,
@@ -33,12 +34,28 @@ TINY = {
 }
 
 
+@contextlib.contextmanager
+def mcore_context():
+    """Lets MindFormers build mcore models in what it holds, as a YAML with use_legacy: False and context.mode: 0 does.
+
+    Without a run's context, MindFormers would make one, of other settings, for the whole process.
+    """
+    settings = types.SimpleNamespace(get_context={"use_legacy": False}.get)
+    operator = "mindformers.core.context.build_context.MFContextOperator.get_mf_ctx_instance"
+    with mock.patch(operator, lambda: settings), contextlib.ExitStack() as stack:
+        for name in ("qwen3.modeling_qwen3", "qwen3_moe.modeling_qwen3_moe", "deepseek3.modeling_deepseek_v3"):
+            module = importlib.import_module(f"mindformers.models.{name}")
+            if hasattr(module, "get_context"):
+                stack.enter_context(mock.patch.object(module, "get_context", {"mode": 0}.get))
+        yield
+
+
 def tiny_qwen3(seed=0, **keys):
     """Returns a Qwen3 as MindFormers trains it, of the sizes in TINY, with random weights."""
     from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
 
-    with mock.patch(_ASKED, lambda: False):
+    with mcore_context():
         return filled(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys})), seed)
 
 
