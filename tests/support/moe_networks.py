@@ -1,11 +1,10 @@
 """Small networks with routed experts: MindFormers' Qwen3-MoE and DeepSeek-V3, and their experts alone; dense NumPy."""
 
 import importlib
-from unittest import mock
 
 import numpy as np
 
-from tests.support.mcore_networks import _ASKED, TINY, filled
+from tests.support.mcore_networks import TINY, filled, mcore_context
 from tests.support.moe_cells import Decoder
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 8, 6, 4, 2
@@ -56,7 +55,7 @@ def tiny_moe(name, seed=0, **keys):
     package = f"mindformers.models.{folder}"
     config = getattr(importlib.import_module(f"{package}.configuration_{module}"), config)
     network = getattr(importlib.import_module(f"{package}.modeling_{module}_train"), network)
-    with mock.patch(_ASKED, lambda: False):
+    with mcore_context():
         return filled(network(config(**{**sizes, **keys})), seed)
 
 
