@@ -6,7 +6,7 @@ other models the same rules are arithmetic, and nothing more.
 """
 
 import dataclasses
-from typing import Dict, Iterator, List, NamedTuple, Set
+from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
 
 from mindlora.models import names
 from mindlora.plan.recomputation import Recomputation
@@ -25,10 +25,12 @@ class Kept(NamedTuple):
     Attributes:
         path (str): The operator that makes it, below its layer.
         size (int): Its bytes on one device.
+        instead (int): Bytes of what is kept in its place if that operator is recomputed. Default: 0.
     """
 
     path: str
     size: int
+    instead: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,8 @@ class Activations:
             return 0
         if layer in recomputation.layers:
             return self.layer_input
-        return sum(kept.size for kept in self.tensors(layer) if not recomputation.skips(layer, kept.path))
+        found = self.tensors(layer)
+        return sum(kept.instead if recomputation.skips(layer, kept.path) else kept.size for kept in found)
 
     def whole_layer(self, layer: int) -> int:
         """Returns the bytes that a layer keeps if nothing of it is recomputed."""
@@ -156,22 +159,24 @@ class Activations:
         attended = queries or "wo" in trained
         gates = attended or bool(trained.intersection(("ffn_norm", *_GATES)))
         yield from self._norm("attention_norm", before, trained)
-        yield from self._inputs("attention_norm.rcast", _QUERIES, by_leaf)
+        yield from self._inputs("attention_norm.rcast", "attention", _QUERIES, by_leaf)
         if queries:
             yield from self._attention()
-        yield from self._inputs("attention.merge", ("wo",), by_leaf)
+        yield from self._inputs("attention.merger_head_transpose", "attention", ("wo",), by_leaf)
         yield from self._norm("ffn_norm", attended, trained)
-        yield from self._inputs("ffn_norm.rcast", _GATES, by_leaf)
+        yield from self._inputs("ffn_norm.rcast", "feed_forward", _GATES, by_leaf)
         if gates:
             yield from self._feed_forward()
-        yield from self._inputs("feed_forward.mul", ("w2",), by_leaf)
+        # What w2 takes was reshaped after feed_forward.mul: that stays, even if mul is recomputed.
+        yield from self._inputs("feed_forward.w2.reshape", "feed_forward", ("w2",), by_leaf)
         yield from self._casts(by_leaf, {"wo": queries, "w2": gates, **dict.fromkeys(_QUERIES, before)}, attended)
 
     def _norm(self, path: str, needed: bool, trained: Set[str]) -> Iterator[Kept]:
         if needed or path in trained:
             tokens, hidden = self.sizes.outside, self.sizes.hidden
+            kept = tokens * hidden * self.compute
             # The fused one casts again in the backward; the composed one keeps what it cast.
-            yield Kept(f"{path}.cast", tokens * hidden * (self.compute if self.fuses_norms else self.norm))
+            yield Kept(f"{path}.cast", kept if self.fuses_norms else tokens * hidden * self.norm, kept)
             yield Kept(f"{path}.rsqrt", tokens * (4 if self.fuses_norms else self.norm))
 
     def _attention(self) -> Iterator[Kept]:
@@ -194,10 +199,13 @@ class Activations:
     def _feed_forward(self) -> Iterator[Kept]:
         size = self.compute * self.sizes.tokens * self.sizes.inner
         yield Kept("feed_forward.w1.matmul", size)
-        yield Kept("feed_forward.w1.activation.silu", size)
+        # What silu makes is reshaped too.
+        yield Kept("feed_forward.w1.reshape", size)
         yield Kept("feed_forward.w3.matmul", size)
 
-    def _inputs(self, path: str, leaves, by_leaf: Dict[str, List[Weight]]) -> Iterator[Kept]:
+    def _inputs(
+        self, path: str, parent: str, leaves: Tuple[str, ...], by_leaf: Dict[str, List[Weight]]
+    ) -> Iterator[Kept]:
         """Yields what cells with the same input keep: the input once, and what each cell's adapter makes of it."""
         drops = bool(self.run.lora and self.run.lora.lora_dropout)
         shared = False
@@ -208,13 +216,16 @@ class Activations:
             needs_input = any(weight.part in ("weight", "A", "lambda_d") for weight in weights)
             if adapter and drops and not self.run.on_cpu:
                 # MindSpore's Dropout keeps its mask, one bit for each element, and what it lets through.
-                yield Kept(f"{path}.dropout", self.sizes.tokens * width * self.compute)
-                yield Kept(f"{path}.dropout", self.sizes.tokens * width // 8)
+                yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width * self.compute)
+                yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width // 8)
                 needs_input = any(not weight.adapter and weight.part == "weight" for weight in weights)
             shared = shared or needs_input
             if adapter and not (drops and self.run.on_cpu):
-                rank = max((self._rank(weight) for weight in adapter), default=0)
-                yield Kept(f"{path}.low_rank", self.compute * self.sizes.tokens * rank)
+                yield Kept(f"{parent}.{leaf}.low_rank", self.compute * self.sizes.tokens * self._rank(adapter[0]))
+            if any(weight.part == "magnitude" for weight in adapter):
+                # The gradient of DoRA's magnitude is that of a factor of the cell's output.
+                rows = max(weight.shape[0] for weight in adapter if weight.part == "magnitude")
+                yield Kept(f"{parent}.{leaf}.mul", self.compute * self.sizes.tokens * rows)
         if shared:
             tokens = self.sizes.outside if path.endswith("norm.rcast") else self.sizes.tokens
             yield Kept(path, self.compute * tokens * self._input_width(leaves[0]))
@@ -233,4 +244,5 @@ class Activations:
                     continue
                 parts = self.run.division.part_of(leaf, weight.part, weight.shape)
                 if weight.adapter or needed.get(leaf, gates_need):
-                    yield Kept(f"{leaf}.cast", self.compute * weight.elements // parts)
+                    parent = "feed_forward" if leaf in ("w2", *_GATES) else "attention"
+                    yield Kept(f"{parent}.{leaf}.cast", self.compute * weight.elements // parts)

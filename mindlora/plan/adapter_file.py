@@ -20,13 +20,15 @@ _HASH = "0" * 16
 
 
 def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
-    """Returns the bytes of adapter_model.safetensors as PEFT's folder has it, or None if the run has no adapter.
+    """Returns the bytes of adapter_model.safetensors as PEFT's folder has it, or None if there is no telling.
+
+    A run without an adapter saves none, and AdaLoRA saves the ranks that training leaves.
 
     Args:
         run (Run): The run.
         weights (list of Weight): Its parameters.
     """
-    if run.lora is None:
+    if run.lora is None or run.lora.use_adalora:
         return None
     saved = run.lora.as_saved()
     adapted = adapted_cells(run)

@@ -69,7 +69,8 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
 def _adapter(run: Run, weights: List[Weight]) -> str:
     if run.lora is None:
         return ""
-    kind = "VeRA" if run.lora.use_vera else "DoRA" if run.lora.use_dora else "LoRA"
+    kinds = {"VeRA": run.lora.use_vera, "DoRA": run.lora.use_dora, "AdaLoRA": run.lora.use_adalora, "LoRA": True}
+    kind = next(name for name, used in kinds.items() if used)
     paths = {weight.path for weight in weights if weight.adapter and weight.path}
     ranks = sorted({run.lora.for_cell(path).lora_rank for path in paths})
     return f"{kind} of rank {', '.join(map(str, ranks))} on {len(paths)} cells"
@@ -107,6 +108,8 @@ def _notes(run: Run) -> List[str]:
     kind = optimizer_of(run)[0]
     if run.trains and kind not in OPTIMIZERS:
         notes.append(f"Note: the optimizer {kind} is not known; it is counted as AdamW, with two float32 states.")
+    if run.lora is not None and run.lora.use_adalora:
+        notes.append("Note: AdaLoRA saves the ranks that training leaves, so the size of its file is not known before.")
     if run.division.pipeline > 1:
         notes.append(
             f"Note: the table is that of stage {memory_of(run).stage} of the pipeline, which needs most, with "

@@ -128,13 +128,16 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         lines.append(Line(f"optimizer: {moments}", tensors.states, EXACT))
     activations = Activations(run, weights)
     recomputation = read_recomputation(run.config, run.division, layer_count(run))
-    basis = basis_of(run)
     kept = _kept(run, activations, recomputation, stage)
+    # How many bits an NPU keeps of a dropout's mask was not counted.
+    keeps_masks = not run.on_cpu and bool(run.lora and run.lora.lora_dropout)
+    keeps_masks = keeps_masks and len(recomputation.layers) < layer_count(run)
+    basis = ARITHMETIC if keeps_masks else basis_of(run)
     lines.append(Line(f"activations, {_described(recomputation, layer_count(run))}", kept, basis))
     layer = _recomputed_layer(run, activations, recomputation, stage)
     loss = activations.loss() if stage == run.division.pipeline - 1 else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
-    lines.append(Line(name, max(loss, layer), basis))
+    lines.append(Line(name, max(loss, layer), basis_of(run)))
     return DeviceMemory(
         stage,
         tuple(lines),
@@ -147,8 +150,8 @@ def basis_of(run: Run) -> str:
     """Returns what the activations of a run rest on: the graphs of the legacy Llama were counted, others were not."""
     division = run.division
     plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
-    plain = plain and not (run.lora and (run.lora.use_dora or run.lora.use_vera))
-    return MODEL if plain and run.lora is not None and "LlamaConfig" in run.architecture.model_types else ARITHMETIC
+    plain = plain and not (run.lora and run.lora.use_adalora)
+    return MODEL if plain and "LlamaConfig" in run.architecture.model_types else ARITHMETIC
 
 
 def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:

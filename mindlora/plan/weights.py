@@ -138,6 +138,8 @@ def parts_of(lora: LoraConfig, path: str, shape: Shape) -> Dict[str, Shape]:
     if names.is_embedding(path):
         return {"A": (rank, rows), "B": (columns, rank)}
     parts: Dict[str, Shape] = {"A": (rank, columns), "B": (rows, rank)}
+    if lora.use_adalora:
+        parts["lambda"] = (rank,)
     return {**parts, "magnitude": (rows,)} if lora.use_dora else parts
 
 

@@ -13,7 +13,12 @@ from tests.support.planned_runs import LORA, TINY, adapted, run_of
 from tests.support.saved_tensors import compiled_graph, saved_tensors
 
 # What MindFormers builds for an NPU: fused attention and norms, in bfloat16. Its rotary embedding is that for a CPU.
-ASCEND = {"compute_dtype": "bfloat16", "param_init_type": "bfloat16", "use_flash_attention": True, "fused_rms_norm": True}
+ASCEND = {
+    "compute_dtype": "bfloat16",
+    "param_init_type": "bfloat16",
+    "use_flash_attention": True,
+    "fused_rms_norm": True,
+}
 WIDE = {"seq_length": 32, "hidden_size": 64, "num_heads": 8, "n_kv_heads": 2, "intermediate_size": 200}
 # Name -> (model_config, pet_config, recompute_config, rows, device).
 SHAPES = {
@@ -31,7 +36,10 @@ def test_a_step_keeps_what_the_plan_says(name, make_llama, graph_mode, tmp_path,
 def assert_kept(model, pet, recompute, rows, device, make_llama, tmp_path, monkeypatch):
     nodes = {"runner_config": {"batch_size": rows}, "context": {"device_target": device}, "recompute_config": recompute}
     run = run_of(model, pet, **nodes)
-    activations, recomputed = Activations(run, weights_of(run)), read_recomputation(run.config, run.division, layer_count(run))
+    activations, recomputed = (
+        Activations(run, weights_of(run)),
+        read_recomputation(run.config, run.division, layer_count(run)),
+    )
     network = adapted(make_llama(**{**TINY, **model, "type": None, **parallel(recompute)}, batch_size=rows), pet)
     tokens = ms.Tensor(np.ones((rows, run.seq_length + 1), np.int32))
     found = saved_tensors(compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch))

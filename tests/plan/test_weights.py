@@ -1,4 +1,4 @@
-"""The parameters that a plan counts are those of the network that MindFormers and mindlora build: names, shapes, bytes."""
+"""The parameters that a plan counts are those of the built network: names, shapes, dtypes, bytes."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 PARTS = {"A": "mindpet_delta_lora_a", "B": "mindpet_delta_lora_b", "magnitude": "mindpet_delta_lora_magnitude"}
 PARTS |= {"lambda_d": "mindpet_delta_lora_lambda_d", "lambda_b": "mindpet_delta_lora_lambda_b"}
+PARTS |= {"lambda": "mindpet_delta_lora_lambda"}
 PARTS |= {"shared A": "mindpet_delta_lora_vera_a", "shared B": "mindpet_delta_lora_vera_b"}
 BFLOAT16 = {"param_init_type": "bfloat16", "compute_dtype": "bfloat16"}
 VERA = {"pet_type": "lora", "lora_rank": 8, "use_vera": True, "target_modules": "all-linear"}
@@ -30,6 +31,7 @@ NETWORKS = {
     "one layer, some cells": ({}, {**LORA, "layers_to_transform": [1], "exclude_modules": ["w3"]}),
     "DoRA": ({}, {**LORA, "use_dora": True}),
     "VeRA": ({}, VERA),
+    "AdaLoRA": ({}, {"pet_type": "lora", "use_adalora": True, "init_r": 12, "target_modules": "all-linear"}),
     "A frozen": ({}, {**LORA, "freeze_lora_a": True}),
     "adapter in float16": ({}, {**LORA, "param_init_type": "float16"}),
     "saved modules": ({}, {**LORA, "modules_to_save": ["lm_head", "attention_norm"]}),
@@ -62,7 +64,9 @@ def test_the_parameters_are_those_of_the_built_network(name, make_llama):
     assert sum(weight.count for weight in weights) == parameter_count(network)
 
 
-@pytest.mark.parametrize("keys", [{}, {"tie_word_embeddings": True, "params_dtype": "bfloat16"}, {"attention_bias": True}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"tie_word_embeddings": True, "params_dtype": "bfloat16"}, {"attention_bias": True}]
+)
 def test_the_parameters_are_those_of_the_built_qwen3(keys, mindformers, monkeypatch):
     from tests.support import mcore_networks
     from tests.support.mcore_cpu import install

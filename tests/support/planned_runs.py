@@ -26,7 +26,7 @@ LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": 
 
 def yaml_of(model=None, pet=None, **nodes):
     """Returns the content of a YAML; ``pet`` None is LORA, and {} none at all; further nodes replace those below."""
-    pet = LORA if pet is None else pet
+    pet = dict(LORA if pet is None else pet)
     return {
         "run_mode": "finetune",
         "runner_config": {"batch_size": 2, "epochs": 1},

@@ -1,0 +1,138 @@
+"""The lines of a device's memory, worked out by hand, and how devices divide them."""
+
+import pytest
+
+from mindlora.errors import ConfigError
+from mindlora.plan.layouts import layouts_of
+from mindlora.plan.memory import kv_cache_per_token, memory_of
+from mindlora.plan.weights import weights_of
+from tests.support.planned_runs import LORA, TINY, adapted, run_of
+
+SHARDED = {"use_parallel": True, "parallel": {"parallel_mode": 1}}
+# Eight layers of eight heads, so that everything can be divided by 8, and large enough for optimizer parallelism.
+LARGE = {
+    "num_layers": 8,
+    "num_heads": 8,
+    "n_kv_heads": 8,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 512,
+}
+ADAPTER = 2 * 8 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 48))
+
+
+def lines(run):
+    """Returns name up to a comma -> bytes of the lines of a run's device."""
+    return {line.name.partition(",")[0].partition(":")[0]: line.size for line in memory_of(run).lines}
+
+
+def test_adapter_gradients_and_moments_are_of_the_adapters_size():
+    found = lines(run_of())
+    assert sum(weight.elements for weight in weights_of(run_of()) if weight.adapter) == ADAPTER
+    assert (found["adapter"], found["gradients"], found["optimizer"]) == (4 * ADAPTER, 4 * ADAPTER, 8 * ADAPTER)
+
+
+@pytest.mark.parametrize(
+    "optimizer, states", [("AdamW", 8), ("PmaAdamW", 12), ("Momentum", 4), ("Adam", 8), ("somebody's", 8)]
+)
+def test_each_optimizer_has_its_states(optimizer, states):
+    assert lines(run_of(optimizer={"type": optimizer}))["optimizer"] == states * ADAPTER
+
+
+def test_the_moments_are_those_that_mindformers_allocates(make_llama):
+    from mindformers.core.optim.adamw import AdamW
+
+    network = adapted(make_llama(**{**TINY, "type": None}), LORA)
+    optimizer = AdamW(network.trainable_params())
+    states = [p for p in optimizer.get_parameters() if p.name.startswith(("adam_m", "adam_v"))]
+    assert sum(p.nbytes for p in states) == lines(run_of())["optimizer"]
+
+
+def test_states_that_are_swapped_take_nothing_on_the_device():
+    assert lines(run_of(optimizer={"type": "AdamW", "swap": True}))["optimizer"] == 0
+
+
+def test_accumulation_holds_a_second_gradient_and_the_activations_of_one_micro_batch():
+    one, four = (run_of(runner_config={"batch_size": 2, "gradient_accumulation_steps": n}) for n in (1, 4))
+    assert lines(four)["gradients"] == 2 * lines(one)["gradients"]
+    assert lines(four)["activations"] == lines(one)["activations"]
+
+
+def test_the_whole_network_trained_in_bfloat16_has_gradients_and_moments_in_float32():
+    run = run_of({"param_init_type": "bfloat16", "compute_dtype": "bfloat16"}, {})
+    count = sum(weight.elements for weight in weights_of(run))
+    assert (lines(run)["gradients"], lines(run)["optimizer"]) == (4 * count, 8 * count)
+
+
+def test_logits_and_loss_are_four_float32_tensors():
+    assert lines(run_of())["logits and loss"] == 4 * 4 * 2 * 16 * 64
+
+
+def test_a_recomputed_layer_counts_where_it_is_larger_than_the_loss():
+    run = run_of({"vocab_size": 8}, recompute_config={"recompute": True})
+    assert "a layer that is recomputed (more than logits and loss)" in lines(run)
+
+
+def test_recomputation_keeps_the_inputs_of_the_layers():
+    kept = memory_of(run_of(recompute_config={"recompute": True}))
+    nothing, three = memory_of(run_of()), memory_of(run_of({"num_layers": 3}, recompute_config={"recompute": [2]}))
+    assert kept.kept_at_least == lines(run_of(recompute_config={"recompute": True}))["activations"]
+    assert nothing.kept_at_most == lines(run_of())["activations"] > kept.kept_at_least
+    assert three.kept_at_least < lines(run_of({"num_layers": 3}, recompute_config={"recompute": [2]}))["activations"]
+
+
+def test_the_cache_of_predict_has_its_blocks():
+    run = run_of({"use_past": True, "num_blocks": 10, "block_size": 4}, run_mode="predict")
+    assert kv_cache_per_token(run) == 2 * 2 * 16 * 4
+    assert lines(run)["KV cache of 40 tokens"] == 40 * kv_cache_per_token(run)
+    assert "gradients" not in lines(run) and "optimizer" not in lines(run)
+
+
+def test_two_devices_of_model_parallelism_have_half_of_each_cell():
+    alone, shared = run_of(LARGE), run_of(LARGE, **SHARDED, parallel_config={"model_parallel": 2})
+    assert lines(shared)["adapter"] < lines(alone)["adapter"]
+    table, norms = 512 * 256 * 4, (2 * 8 + 1) * 256 * 4
+    cells = lines(alone)["base"] - 2 * table - norms
+    assert lines(shared)["base"] == cells // 2 + 2 * table + norms
+    split = run_of(LARGE, **SHARDED, parallel_config={"model_parallel": 2, "vocab_emb_dp": False})
+    assert lines(split)["base"] == cells // 2 + table + norms
+
+
+def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
+    alone = run_of(LARGE)
+    parts = {"pipeline_stage": 2, "micro_batch_num": 4}
+    shared = run_of(LARGE, **SHARDED, parallel_config=parts)
+    table = 512 * 256 * 4
+    assert lines(shared)["base"] < lines(alone)["base"] - table
+    # Two micro-batches are in flight on the first stage, each with half of the layers.
+    assert lines(shared)["activations"] == pytest.approx(lines(alone)["activations"], rel=0.1)
+
+
+def test_optimizer_parallelism_divides_the_base_and_gathers_it_for_use():
+    alone = run_of(LARGE)
+    nodes = {"use_parallel": True, "parallel": {"parallel_mode": 1, "enable_parallel_optimizer": True}}
+    kept = run_of(LARGE, **nodes, parallel_config={"data_parallel": 4})
+    again = {"recompute": True, "parallel_optimizer_comm_recompute": True}
+    gathered = run_of(LARGE, **nodes, parallel_config={"data_parallel": 4}, recompute_config=again)
+    assert lines(kept)["base"] < lines(alone)["base"] / 2
+    name = "base gathered for use (optimizer parallelism)"
+    assert lines(gathered)[name] < lines(kept)[name] / 4
+
+
+def test_the_table_of_devices_says_what_cannot_be_divided():
+    one, three = layouts_of(run_of(LARGE), [1, 3])
+    assert one.data == one.optimizer == one.model == memory_of(run_of(LARGE)).total
+    assert three.model is None and three.notes == ("3 devices, model parallel: num_heads 8 by model_parallel 3",)
+    assert three.yaml is None and three.data == one.data
+
+
+def test_the_yamls_own_division_scales_with_the_rows():
+    run = run_of(LARGE, **SHARDED, parallel_config={"model_parallel": 2, "data_parallel": 2})
+    two, four = layouts_of(run, [2, 4])
+    assert two.yaml == four.yaml == memory_of(run).total == two.model
+
+
+@pytest.mark.parametrize("node", [{"recompute": [1, 1]}, {"recompute": "yes"}, {"select_recompute": {"wq": [1, 2]}}])
+def test_a_recomputation_that_does_not_suit_the_stages_is_an_error(node):
+    with pytest.raises(ConfigError, match="in each of the 1 stages of the pipeline"):
+        memory_of(run_of(recompute_config=node))
