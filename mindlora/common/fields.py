@@ -1,5 +1,6 @@
 """Checks of configuration fields: each raises ConfigError with the field, what it holds and what it must be."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Callable, Iterable, Tuple, Union
@@ -36,6 +37,11 @@ def check_number(
     """Checks that ``value`` has one of the types, is not a bool and is in range; ``expected`` says this in words."""
     if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
         raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
+
+
+def check_ratio(ratio: object, field: str) -> None:
+    """Raises ConfigError, with the field's name, unless ``ratio`` is a number of at least 1 (see lora_plus)."""
+    check_number(ratio, field, (int, float), lambda v: 1 <= v < math.inf, "a number of at least 1")
 
 
 def check_names(value: Any, field: str) -> None:

@@ -2,9 +2,11 @@
 
 from typing import Iterator
 
+from mindlora.common.fields import dtype_name
 from mindlora.common.yaml_file import PET, value_at
-from mindlora.config import LoraConfig, dtype_name
+from mindlora.config import LoraConfig
 from mindlora.doctor.finding import Finding
+from mindlora.doctor.mcore_checks import base_dtype_keys
 from mindlora.errors import ConfigError
 from mindlora.plugin.run_modes import TRAINING_MODES
 
@@ -15,16 +17,17 @@ _MODEL = "model.model_config"
 def check_dtypes(config: dict, lora: LoraConfig) -> Iterator[Finding]:
     """Yields a finding for what rounding, underflow or overflow would cost in the dtypes that the YAML names."""
     dtypes = []
-    for key in ("param_init_type", "compute_dtype"):
+    keys = base_dtype_keys(config)
+    for key, default in keys:
         try:
-            dtypes.append(dtype_name(value_at(config, f"{_MODEL}.{key}") or "float16", key))
+            dtypes.append(dtype_name(value_at(config, f"{_MODEL}.{key}") or default, key))
         except ConfigError as error:
             yield Finding("error", f"{_MODEL}.{key}", str(error))
             return
     stored, computed = dtypes
     if config.get("run_mode") in TRAINING_MODES:
         yield from _check_training(config, lora, computed)
-    yield from _check_base(stored, computed)
+    yield from _check_base(stored, computed, keys[0][0])
     if lora.compute_dtype == "float16" != computed:
         yield Finding(
             "warning",
@@ -53,7 +56,7 @@ def _check_training(config, lora, computed) -> Iterator[Finding]:
         )
 
 
-def _check_base(stored, computed) -> Iterator[Finding]:
+def _check_base(stored, computed, stored_key) -> Iterator[Finding]:
     if (stored, computed) == ("bfloat16", "float16"):
         yield Finding(
             "warning",
@@ -65,7 +68,7 @@ def _check_base(stored, computed) -> Iterator[Finding]:
     if (stored, computed) == ("float16", "bfloat16"):
         yield Finding(
             "note",
-            f"{_MODEL}.param_init_type",
+            f"{_MODEL}.{stored_key}",
             "The base is stored in float16, and every product rounds it to bfloat16.",
             "Store it in bfloat16: the products are the same, without the cast.",
         )

@@ -7,9 +7,9 @@ import dataclasses
 import math
 from typing import ClassVar, Mapping, Optional
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import check_number, check_ratio
 from mindlora.common.text import suggestion
-from mindlora.config import PET_TYPES, LoraConfig, check_ratio
+from mindlora.config import PET_TYPES, LoraConfig
 from mindlora.errors import ConfigError
 
 PET_TYPE = "lora"

@@ -6,7 +6,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.config import check_ratio
+from mindlora.common.fields import check_ratio
 from mindlora.errors import ConfigError, LoraError
 from mindlora.nn.cell import LORA_B, MAGNITUDE
 from mindlora.nn.tree import lora_cells

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Dict, List, Optional, Union
 
 from mindlora.common.fields import (
@@ -18,16 +18,10 @@ from mindlora.common.fields import (
     settle_dependents,
 )
 from mindlora.common.text import suggestion
+from mindlora.config.pet_keys import check_pet_type, expand_pet_type, preset_fields
 from mindlora.errors import ConfigError
 from mindlora.models.targets import pattern_value
 from mindlora.numerics import initializers, rank_schedule
-
-# Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
-# mindlora-run puts it into lr_schedule when the YAML names none.
-PRESETS = {
-    "small_dataset": {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.2, "learning_rate": 1e-4},
-    "large_dataset": {"lora_rank": 16, "lora_alpha": 64, "lora_dropout": 0.05, "learning_rate": 3e-5},
-}
 
 QUANTIZATIONS = ("nf4",)
 _NOT_WITH_VERA = (
@@ -38,8 +32,9 @@ _NOT_WITH_ADALORA = (
     *("use_rslora", "use_dora", "use_vera", "freeze_lora_a", "rank_pattern", "quantize_base"),
     *("lora_init", "lora_a_init", "lora_b_init"),
 )
-PET_TYPES = ["lora", "qlora"]
 _ZERO_INITS = ("zero", "zeros")
+# PEFT's names of fields, for whoever knows those.
+_PEFT_NAMES = {"r": "lora_rank", "init_lora_weights": "lora_init"}
 Patterns = Union[str, List[str], None]
 
 
@@ -137,6 +132,14 @@ class LoraConfig:
     modules_to_save: Optional[List[str]] = None
     freeze_include: Optional[List[str]] = None
     freeze_exclude: Optional[List[str]] = None
+
+    def __new__(cls, *_: object, **fields: object) -> "LoraConfig":
+        """Raises ConfigError for a field that there is not, with the one that was meant."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"{cls.__name__} has no field '{name}'.{_meant(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         _check_rank(self.lora_rank, "lora_rank")
@@ -313,7 +316,7 @@ class LoraConfig:
         known = fields + ["pet_type", "preset", "exclude_layers"]
         for key in given:
             if key not in fields:
-                raise ConfigError(f"pet_config has an unknown key '{key}'.{suggestion(key, known)}")
+                raise ConfigError(f"pet_config has an unknown key '{key}'.{_meant(key, known)}")
         if "target_modules" not in given and "target_parameters" not in given:
             raise ConfigError(
                 "pet_config has no target_modules: name the linear cells that get an adapter, "
@@ -338,37 +341,8 @@ class LoraConfig:
         return dataclasses.asdict(self)
 
 
-def expand_pet_type(pet_config: MutableMapping) -> None:
-    """Expands ``pet_type: qlora`` to what it is short for, in place; any other pet_type is left unchanged."""
-    if pet_config.get("pet_type") == "qlora":
-        pet_config["pet_type"] = "lora"
-        if pet_config.get("quantize_base") is None:
-            pet_config["quantize_base"] = "nf4"
-
-
-def check_pet_type(pet_type: object) -> None:
-    """Raises ConfigError unless ``pet_type`` is the one that mindlora handles, ``lora``."""
-    if pet_type != "lora":
-        raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), PET_TYPES)}")
-
-
-def preset_fields(preset: str, use_adalora: bool = False) -> dict:
-    """Returns the LoraConfig fields of a named preset; raises ConfigError for a name that is not in PRESETS.
-
-    AdaLoRA ends with the preset's rank on average and begins with one and a half times as much.
-    """
-    if preset not in PRESETS:
-        raise ConfigError(f"preset is {preset!r}, which is not known.{suggestion(str(preset), list(PRESETS))}")
-    fields = {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
-    if use_adalora:
-        rank = fields.pop("lora_rank")
-        fields.update(target_r=rank, init_r=rank + rank // 2)
-    return fields
-
-
-def check_ratio(ratio: object, field: str) -> None:
-    """Raises ConfigError, with the field's name, unless ``ratio`` is a number of at least 1 (see lora_plus)."""
-    check_number(ratio, field, (int, float), lambda v: 1 <= v < math.inf, "a number of at least 1")
+def _meant(key, known) -> str:
+    return f" Did you mean '{_PEFT_NAMES[key]}'?" if key in _PEFT_NAMES else suggestion(key, known)
 
 
 def _check_rank(value, field):
