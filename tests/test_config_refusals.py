@@ -11,7 +11,6 @@ from mindlora.errors import ConfigError
     "fields, message",
     [
         ({"r": 16}, "LoraConfig has no field 'r'. Did you mean 'lora_rank'?"),
-        ({"lora_alfa": 16}, "LoraConfig has no field 'lora_alfa'. Did you mean 'lora_alpha'?"),
         ({"lora_rank": 0}, "lora_rank is 0: it must be a whole number of at least 1."),
         ({"lora_rank": -3}, "lora_rank is -3: it must be a whole number of at least 1."),
         ({"lora_rank": True}, "lora_rank is True: it must be a whole number of at least 1."),
