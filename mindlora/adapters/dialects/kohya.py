@@ -87,9 +87,10 @@ def complete(adapter: Adapter, source: str) -> None:
         if mid is not None:
             _put_in(mid, adapter, path, source)
         half = adapter.parts(path)
-        rank = len(half["A"]) if "A" in half else 1
+        # check_pairs names a pair without A, or with one that has no rank.
+        rank = half["A"].shape[0] if "A" in half and half["A"].shape else 1
         value = float(rank) if alpha is None else _number(alpha)
-        if half and not is_alpha(value):
+        if half and alpha is not None and not is_alpha(value):
             raise AdapterFormatError(f"{source}: alpha of {path} is {shown(value)}; it must be one number above 0.")
         if half:
             adapter.alphas[path] = value

@@ -155,6 +155,13 @@ def test_three_matrices_of_a_convolution_become_two(tmp_path):
             adapter_files.read(saved(tmp_path / "b.safetensors", {**tensors, f"{name}.lora_mid.weight": wrong}))
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (0, 6)])
+def test_a_matrix_without_a_rank_is_named(tmp_path, shape):
+    tensors = {**linear(FLAT), f"{FLAT}.lora_down.weight": np.ones(shape, np.float32)}
+    with pytest.raises(AdapterError, match=r"A (and B must be matrices|or B is empty|\[r, in\])"):
+        adapter_files.read(saved(tmp_path / "a.safetensors", tensors))
+
+
 @pytest.mark.parametrize("lost", ["lora_down", "lora_up"])
 def test_half_a_pair_is_named(tmp_path, lost):
     tensors = {key: array for key, array in linear(FLAT, 2, 1.0).items() if lost not in key}
