@@ -48,6 +48,7 @@ def check_mcore(config: Mapping) -> None:
             "graph mode alone (Morph). Set context.mode: 0."
         )
     check_device(context.get("device_target"))
+    _check_base(config)
 
 
 def check_device(target: Optional[str]) -> None:
@@ -56,6 +57,15 @@ def check_device(target: Optional[str]) -> None:
         raise ConfigError(
             "context.device_target is CPU and use_legacy is False: mcore models need operators that a CPU lacks "
             "(RmsNorm, FlashAttentionScore and others). Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml."
+        )
+
+
+def _check_base(config):
+    path = config.get("load_checkpoint")
+    if path and os.path.isfile(os.path.join(path, "config.json")) and not config.get("use_parallel"):
+        raise ConfigError(
+            f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
+            f"on one device. Convert it once: mindlora convert-base {path} base.safetensors --to mcore"
         )
 
 
@@ -74,6 +84,13 @@ def family_of(config: Mapping) -> Optional[str]:
         if named:
             return named
     return model.get("model_type")
+
+
+def model_config_of(config: Mapping) -> dict:
+    """Returns model.model_config, over the config.json in pretrained_model_dir if the YAML names a folder."""
+    model = (config.get("model") or {}).get("model_config") or {}
+    folder = config.get("pretrained_model_dir") if is_mcore(config) else None
+    return {**_read(os.path.join(folder, "config.json")), **model} if folder else dict(model)
 
 
 def _read(path: str) -> dict:

@@ -2,7 +2,7 @@
 
 from typing import Optional, Tuple, Union
 
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import constexpr
 
 from mindlora.errors import ConfigError
@@ -27,6 +27,7 @@ class McoreRows(nn.Cell):
 
     Args:
         seq_length (int): N, as in the model's configuration.
+        data_parallel (int): In how many parts the rows of a batch are on the devices. Default: 1.
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N] or [batch, N + 1].
@@ -36,15 +37,20 @@ class McoreRows(nn.Cell):
         (input_ids, labels), int32 [batch, N] each.
     """
 
-    def __init__(self, seq_length: int):
+    def __init__(self, seq_length: int, data_parallel: int = 1):
         super().__init__(auto_prefix=False)
         self.seq_length = seq_length
+        self.slice = ops.StridedSlice().shard(((data_parallel, 1),))
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         _check_width(input_ids.shape[1], self.seq_length)
         if input_ids.shape[1] == self.seq_length:
             return input_ids, labels
-        return input_ids[:, :-1], labels[:, 1:]
+        rows, width = input_ids.shape
+        return (
+            self.slice(input_ids, (0, 0), (rows, width - 1), (1, 1)),
+            self.slice(labels, (0, 1), (rows, width), (1, 1)),
+        )
 
 
 class McoreLoss(nn.Cell):

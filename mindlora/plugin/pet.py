@@ -100,7 +100,9 @@ class MindloraMcoreModel(MindloraModel):
 
     def __init__(self, config: PetLoraConfig, base_model: PreTrainedModel):
         super().__init__(config, base_model)
-        self.rows = McoreRows(base_model.config.seq_length)
+        self.rows = McoreRows(
+            base_model.config.seq_length, base_model.get_gpt_transformer_config().data_parallel_size or 1
+        )
         self.pad, self.ignored = base_model.config.pad_token_id, base_model.config.ignore_token_id
 
     def _leave_frozen(self, config):

@@ -100,6 +100,15 @@ def test_a_cpu_pynative_and_another_run_mode_are_refused():
     assert message(yaml_of(run_mode="predict")).startswith("run_mode is 'predict' and use_legacy is False")
 
 
+def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert message(yaml_of(load_checkpoint=str(tmp_path))) == (
+        f"load_checkpoint: {tmp_path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
+        f"on one device. Convert it once: mindlora convert-base {tmp_path} base.safetensors --to mcore"
+    )
+    check_mcore(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True))
+
+
 def test_the_model_is_found_in_a_folder_of_hugging_faces(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
     config = yaml_of(model={"architectures": None, "model_type": None}, pretrained_model_dir=str(tmp_path))
