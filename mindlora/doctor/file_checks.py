@@ -14,7 +14,12 @@ _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
 def check_files(config: dict, lora: Optional[LoraConfig]) -> Iterator[Finding]:
     """Yields a finding for each file that this run will read and that is missing or not named."""
     effect = "the base under the adapter has random weights" if lora else ""
-    yield from _check_path(config, "load_checkpoint", "--load_checkpoint", effect)
+    # MindFormers takes the weights from the folder of the model where load_checkpoint is empty.
+    base = "load_checkpoint" if config.get("load_checkpoint") else "pretrained_model_dir"
+    if config.get(base):
+        yield from _check_path(config, base, f"--{base}", effect)
+    else:
+        yield from _check_path(config, "load_checkpoint", "--load_checkpoint", effect)
     if config.get("run_mode") in TRAINING_MODES:
         yield from _check_data(config, "train")
     if config.get("run_mode") == "eval" or config.get("do_eval"):

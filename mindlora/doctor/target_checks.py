@@ -13,6 +13,7 @@ from mindlora.errors import TargetError
 from mindlora.models import registry, targets
 from mindlora.models.architecture import Architecture
 from mindlora.models.targets import pattern_value
+from mindlora.plugin.mcore import family_of, is_mcore, model_config_of
 
 Sizes = Dict[str, Tuple[int, int]]
 
@@ -31,15 +32,18 @@ def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
     if architecture is None:
         return [_unknown_model(config)]
     try:
-        sizes = architecture.linear_sizes(config["model"]["model_config"])
+        sizes = architecture.linear_sizes(model_config_of(config))
     except (TypeError, ValueError, ZeroDivisionError) as error:
         found = f"The sizes of the model cannot be worked out: {error}."
         advice = (
             "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be whole numbers."
         )
         return [Finding("error", "model.model_config", found, advice)]
-    if lora.target_modules != targets.ALL_LINEAR:
+    # MindFormers' mcore models have an embedding that takes no adapter.
+    if lora.target_modules != targets.ALL_LINEAR and not is_mcore(config):
         sizes[architecture.embedding.mindformers] = sizes[architecture.output_head.mindformers]
+    if lora.target_modules is None:
+        return list(_check_parameters(architecture, lora))
     with _warnings_of(targets.logger) as messages:
         try:
             selected = targets.select_targets(
@@ -53,11 +57,14 @@ def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
         _count_parameters(selected, sizes, lora),
         *_check_ranks(selected, sizes, lora),
         *_check_patterns(selected, lora),
+        *_check_parameters(architecture, lora),
     ]
 
 
 def _model_type(config) -> Tuple[Optional[str], bool]:
-    """Returns the type of the model, and whether it has experts."""
+    """Returns the type of the model, and whether it is a legacy one with experts."""
+    if is_mcore(config):
+        return family_of(config), False
     model_config = config["model"]["model_config"]
     experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model_config))
     return value_at(config, "model.arch.type") or model_config.get("type"), experts > 1
@@ -102,6 +109,17 @@ def _check_ranks(selected, sizes: Sizes, lora) -> Iterator[Finding]:
             "The change of a weight cannot have a higher rank than that. Lower lora_rank, or lower it for just these "
             "cells with rank_pattern.",
         )
+
+
+def _check_parameters(architecture: Architecture, lora) -> Iterator[Finding]:
+    known = [name for stack in architecture.experts for name in dict.fromkeys(stack.names) if name]
+    key = f"{PET}.target_parameters"
+    for wanted in lora.target_parameters or ():
+        if any(("." + name).endswith("." + wanted) or wanted.endswith("." + name) for name in known):
+            yield Finding("note", key, f"LoRA on the stacked weights {wanted} too, which are not in the count above.")
+        else:
+            found = f"{wanted!r} is no stacked weight of {architecture.title}."
+            yield Finding("error", key, found, f"It has: {listed(known) or 'none'}.")
 
 
 def _check_patterns(selected, lora) -> Iterator[Finding]:

@@ -4,11 +4,13 @@ import re
 from typing import Iterator, List
 
 from mindlora.common.text import suggestion
-from mindlora.common.yaml_file import PET, read_yaml
+from mindlora.common.yaml_file import read_yaml
 from mindlora.doctor.dtype_checks import check_dtypes
 from mindlora.doctor.file_checks import check_files
 from mindlora.doctor.finding import SEVERITIES, Finding
+from mindlora.doctor.language_model import at, language_model
 from mindlora.doctor.launcher_check import check_with_launcher
+from mindlora.doctor.mcore_checks import check_mcore_model
 from mindlora.doctor.memory_checks import check_memory_options
 from mindlora.doctor.pet_config_checks import check_pet_config
 from mindlora.doctor.target_checks import check_targets
@@ -34,13 +36,16 @@ def check_yaml(path: str) -> List[Finding]:
     except ConfigError as error:
         return [Finding("error", "", str(error))]
     findings = [*_check_numbers(config), *_check_run_mode(config)]
-    lora, pet_findings = check_pet_config(config)
-    findings += pet_findings
+    model, key = language_model(config)
+    lora, pet_findings = check_pet_config(model)
+    unsupported = list(check_mcore_model(model))
+    findings = [*unsupported, *findings, *at(key, pet_findings)]
     # mindlora-run's errors about a wrong pet_config would repeat these findings.
-    ask_launcher = not any(finding.severity == "error" and finding.key.startswith(PET) for finding in findings)
-    if lora is not None:
-        findings += check_targets(config, lora)
-        findings += check_dtypes(config, lora)
+    ask_launcher = not unsupported and not any(
+        finding.severity == "error" and finding.key.startswith(f"{key}.pet_config") for finding in findings
+    )
+    if lora is not None and not unsupported:
+        findings += at(key, [*check_targets(model, lora), *check_dtypes(model, lora)])
     findings += check_memory_options(config)
     findings += check_files(config, lora)
     if ask_launcher:

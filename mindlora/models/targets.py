@@ -186,13 +186,13 @@ def _selects(matches: _Matcher, path: str, parts: Sequence[str], field: str) -> 
         return True
     hit = [part for part in parts if matches(part)]
     if hit and len(hit) < len(parts):
-        missing = [part.rpartition(".")[2] for part in parts if part not in hit]
-        leaf = path.rpartition(".")[2]
-        apart = "" if names.is_mcore(path) else ", or build the model with qkv_concat: False"
+        mcore = names.is_mcore(path)
+        own = {part: (names.to_hugging_face(part) if mcore else part).rpartition(".")[2] for part in parts}
+        missing = [own[part] for part in parts if part not in hit]
+        apart = "" if mcore else ", or build the model with qkv_concat: False"
         raise TargetError(
-            f"{field} names {', '.join(part.rpartition('.')[2] for part in hit)}, but here {path} holds "
-            f"{', '.join(part.rpartition('.')[2] for part in parts)} in one cell. Name {leaf}, or "
-            f"{', '.join(missing)} as well{apart}."
+            f"{field} names {', '.join(own[part] for part in hit)}, but here {path} holds {', '.join(own.values())} in "
+            f"one cell. Name {path.rpartition('.')[2]}, or {', '.join(missing)} as well{apart}."
         )
     return bool(hit)
 
