@@ -43,6 +43,19 @@ DEEPSEEK_V3 = {
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",
 }
+_ALONE = {
+    "num_attention_heads": 2,
+    "num_layers": 1,
+    "hidden_size": HIDDEN,
+    "moe_ffn_hidden_size": INNER,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": CHOSEN,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+    "seq_length": 5,
+    "compute_dtype": "float32",
+    "params_dtype": "float32",
+}
 _MODELS = {
     "qwen3_moe": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig", "TrainingQwen3MoeForCausalLM", QWEN3_MOE),
     "deepseek_v3": ("deepseek3", "deepseek_v3", "DeepseekV3Config", "TrainingDeepseekV3ForCausalLM", DEEPSEEK_V3),
@@ -64,21 +77,7 @@ def experts_alone(seed=0, **keys):
     from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGroupedGEMM
     from mindformers.parallel_core.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_attention_heads=2,
-        num_layers=1,
-        hidden_size=HIDDEN,
-        moe_ffn_hidden_size=INNER,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=CHOSEN,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        seq_length=5,
-        compute_dtype="float32",
-        params_dtype="float32",
-        **keys,
-    )
-    return filled(Decoder(FFNGroupedGEMM(config)), seed)
+    return filled(Decoder(FFNGroupedGEMM(TransformerConfig(**{**_ALONE, **keys}))), seed)
 
 
 def routed(tokens=5, seed=0):
