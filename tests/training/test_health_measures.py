@@ -47,6 +47,8 @@ def test_effective_rank_and_change(rank, in_channels, out_channels):
     np.testing.assert_allclose(found.effective_rank, rank_expected, rtol=1e-6)
     np.testing.assert_allclose(found.change_norm, norm_expected, rtol=1e-12)
     assert found.change == found.change_norm / 4.0 and found.rank == rank
+    expected = np.linalg.svd(product(a, b), compute_uv=False)
+    np.testing.assert_allclose(found.singular_values[: len(expected)], expected[:rank], rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("decay", [0.5, 1e-1, 1e-2])
