@@ -48,7 +48,8 @@ class PartReport:
 
     def __str__(self) -> str:
         convolutions = f", {self.convolutions} of them convolutions" if self.convolutions else ""
-        return f"{self.part}: {self.cells} cells{convolutions}, rank {', '.join(map(str, self.ranks))}"
+        cells = "1 cell" if self.cells == 1 else f"{self.cells} cells"
+        return f"{self.part}: {cells}{convolutions}, rank {', '.join(map(str, self.ranks))}"
 
 
 def check_part(part: Optional[str]) -> None:

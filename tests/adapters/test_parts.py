@@ -62,7 +62,7 @@ def test_a_network_of_its_own_is_named_by_its_part_and_its_paths(tmp_path, capsy
     paths.write_text("body.0.in_proj\n\nbody.0.out\n")
     assert cli.main(["convert", source, str(tmp_path / "p"), "--to", "peft", "--target-paths", str(paths)]) == 0
     assert cli.main(["inspect", source, "--target-paths", str(paths)]) == 0
-    assert "unet: 1 cells, rank 2" in capsys.readouterr().out
+    assert "unet: 1 cell, rank 2" in capsys.readouterr().out
     with pytest.raises(AdapterError, match=r"under diffusers' names: body\.0\.in_proj\. Say which part"):
         convert_adapter(str(tmp_path / "p"), str(tmp_path / "k.safetensors"), "kohya")
     convert_adapter(str(tmp_path / "p"), str(tmp_path / "k.safetensors"), "kohya", part="unet")
