@@ -137,7 +137,7 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     layer = _recomputed_layer(run, activations, recomputation, stage)
     loss = activations.loss() if stage == run.division.pipeline - 1 else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
-    lines.append(Line(name, max(loss, layer), basis_of(run)))
+    lines.append(Line(name, max(loss, layer), basis_of(run) if loss >= layer else ARITHMETIC))
     return DeviceMemory(
         stage,
         tuple(lines),

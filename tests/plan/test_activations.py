@@ -1,16 +1,13 @@
-"""What a plan says that a step keeps for its backward is what MindSpore's graph of the step keeps, within 15 %."""
+"""What a plan says that a step keeps, and needs at its widest point, is what MindSpore's graph has, within 15 %."""
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn, ops
 
-from mindlora.plan.activations import Activations
-from mindlora.plan.memory import layer_count, memory_of
-from mindlora.plan.recomputation import read_recomputation
-from mindlora.plan.weights import weights_of
+from mindlora.plan.memory import MODEL, memory_of
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
-from tests.support.saved_tensors import compiled_graph, saved_tensors
+from tests.support.saved_tensors import compiled_graph, saved_tensors, widest_point
 
 # What MindFormers builds for an NPU: fused attention and norms, in bfloat16. Its rotary embedding is that for a CPU.
 ASCEND = {
@@ -24,7 +21,7 @@ WIDE = {"seq_length": 32, "hidden_size": 64, "num_heads": 8, "n_kv_heads": 2, "i
 SHAPES = {
     "on a CPU, all that is kept": ({}, LORA, {}, 2, "CPU"),
     "for an NPU, a wide model": ({**ASCEND, **WIDE}, LORA, {}, 3, "Ascend"),
-    "for an NPU, one layer of two recomputed": (ASCEND, LORA, {"recompute": [1]}, 2, "Ascend"),
+    "for an NPU, one layer of two recomputed": ({**ASCEND, "vocab_size": 256}, LORA, {"recompute": [1]}, 2, "Ascend"),
 }
 
 
@@ -36,21 +33,13 @@ def test_a_step_keeps_what_the_plan_says(name, make_llama, graph_mode, tmp_path,
 def assert_kept(model, pet, recompute, rows, device, make_llama, tmp_path, monkeypatch):
     nodes = {"runner_config": {"batch_size": rows}, "context": {"device_target": device}, "recompute_config": recompute}
     run = run_of(model, pet, **nodes)
-    activations, recomputed = (
-        Activations(run, weights_of(run)),
-        read_recomputation(run.config, run.division, layer_count(run)),
-    )
     network = adapted(make_llama(**{**TINY, **model, "type": None, **parallel(recompute)}, batch_size=rows), pet)
     tokens = ms.Tensor(np.ones((rows, run.seq_length + 1), np.int32))
-    found = saved_tensors(compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch))
-    loss = sum(saved.size for saved in found if "loss-CrossEntropyLoss" in saved.scope)
-    counted = sum(saved.size for saved in found) - loss
-    layers = [activations.kept_by(layer, recomputed) for layer in range(layer_count(run))]
-    planned = sum(layers) + activations.head() + activations.masks()
-    print(counted, planned, planned / counted, loss, activations.loss())
-    assert planned == pytest.approx(counted, rel=0.15)
-    (line,) = [line for line in memory_of(run).lines if line.name.startswith("activations")]
-    assert line.size == planned
+    graph = compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch)
+    kept = sum(saved.size for saved in saved_tensors(graph) if "loss-CrossEntropyLoss" not in saved.scope)
+    planned = {line.name.partition(",")[0]: line.size for line in memory_of(run).lines if line.basis == MODEL}
+    assert planned["activations"] == pytest.approx(kept, rel=0.15)
+    assert sum(planned.values()) == pytest.approx(widest_point(graph), rel=0.15)
 
 
 def parallel(recompute):

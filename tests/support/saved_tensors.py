@@ -96,6 +96,24 @@ def saved_tensors(path: str) -> List[Saved]:
     ]
 
 
+def widest_point(path: str) -> int:
+    """Returns the most bytes of tensors that are in use at a time, if the operators run in the order of the text."""
+    nodes = read_graph(path)
+    made = {name: node for name, node in nodes.items() if node.operator not in (*VIEWS, "MakeTuple")}
+    last: Dict[Key, int] = {}
+    for position, node in enumerate(made.values()):
+        for name in node.inputs:
+            last.update(dict.fromkeys(origins(nodes, name, node), position))
+    live: Dict[Key, int] = {}
+    widest = 0
+    for position, (name, node) in enumerate(made.items()):
+        sizes = [BYTES[dtype] * math.prod(shape) for dtype, shape in node.outputs]
+        live.update({(name, index): size for index, size in enumerate(sizes)})
+        widest = max(widest, sum(live.values()))
+        live = {key: size for key, size in live.items() if last.get(key, -1) > position}
+    return widest
+
+
 def origins(nodes: Dict[str, Node], name: str, taker: Node, index: int = 0) -> List[Key]:
     """Returns what makes the tensor ``name``, and which of its outputs it is; nothing for a parameter."""
     node = nodes.get(name)
@@ -103,6 +121,8 @@ def origins(nodes: Dict[str, Node], name: str, taker: Node, index: int = 0) -> L
         index = int(re.search(r"I64\((\d+)\)", taker.text)[1])
     if node is None:
         return []
+    if node.operator == "MakeTuple":
+        return [key for name in node.inputs for key in origins(nodes, name, node)]
     if node.operator in VIEWS:
         return origins(nodes, node.inputs[0], node, index) if node.inputs else []
     return [(name, index)]
