@@ -59,6 +59,45 @@ def tiny_qwen3(seed=0, **keys):
         return filled(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys})), seed)
 
 
+def tiny_qwen3_moe(seed=0, **keys):
+    """Returns a Qwen3-MoE of one layer with four experts, with random weights."""
+    from mindformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from mindformers.models.qwen3_moe.modeling_qwen3_moe_train import TrainingQwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
+    with mcore_context():
+        config = Qwen3MoeConfig(**{**TINY, **experts, "routed_scaling_factor": 1.0, **keys})
+        return filled(TrainingQwen3MoeForCausalLM(config), seed)
+
+
+def tiny_deepseek_v3(seed=0, **keys):
+    """Returns a DeepSeek-V3 of one layer with four routed experts and a shared one, with random weights."""
+    from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
+    from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
+
+    own = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "rope_scaling": None,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 20,
+        "moe_grouped_gemm": True,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+    }
+    config = {**{key: value for key, value in TINY.items() if key != "head_dim"}, **own, **keys}
+    with mcore_context():
+        return filled(TrainingDeepseekV3ForCausalLM(DeepseekV3Config(**config)), seed)
+
+
 def filled(network, seed):
     """Fills a network's weights with random values, which depend on their names alone; returns the network."""
     for parameter in network.get_parameters():
