@@ -122,7 +122,7 @@ def save_diffusion(folder, form, alphas=None, dropout=0.0):
 
 
 def diffusion_outputs(path, adapter=None, prefix="unet", inputs=None):
-    """Saves what UNet and text encoder compute with an adapter, which diffusers' loader or PEFT reads; and the inputs."""
+    """Saves what UNet and text encoder compute with an adapter that diffusers or PEFT reads; and the inputs."""
     from diffusers.loaders import StableDiffusionLoraLoaderMixin as Loader
 
     unet, text = models()
