@@ -27,6 +27,8 @@ class PetLoraConfig(LoraConfig):
             predict with it. It replaces lora_init. Default: None.
         loraplus_lr_ratio (float): The learning rate of B divided by that of A (Hayou et al., LoRA+, 2024); at least 1.
             mindlora-run turns it into grouped learning rates. Default: None, B learns at the rate of A.
+        base_model_name_or_path (str): Name or path of the base on Hugging Face, written into the adapter_config.json of
+            saved adapters, from which PEFT and others load the base. Default: None.
         neftune_alpha (float): Strength of the noise that is added to the embedding's output in training (Jain et al.,
             NEFTune, 2023); above 0. Default: None, no noise.
 
@@ -39,9 +41,13 @@ class PetLoraConfig(LoraConfig):
     adapter_path: Optional[str] = None
     loraplus_lr_ratio: Optional[float] = None
     neftune_alpha: Optional[float] = None
+    base_model_name_or_path: Optional[str] = None
 
     def __post_init__(self):
         super().__post_init__()
+        name = self.base_model_name_or_path
+        if name is not None and not (isinstance(name, str) and name):
+            raise ConfigError(f"base_model_name_or_path is {name!r}: it must be a name or a path of the base.")
         if self.neftune_alpha is not None:
             check_number(
                 self.neftune_alpha, "neftune_alpha", (int, float), lambda v: 0 < v < math.inf, "a number above 0"

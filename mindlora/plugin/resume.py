@@ -136,7 +136,7 @@ def save(folder: str, params: "InternalCallbackParam", values: Optional[Mapping[
             the adapter is written then, as every rank has a state of its own. Default: None.
     """
     if values is not None:
-        save_lora(base_of(params.train_network), folder, values=values)
+        _save_adapter(params, folder, values)
         return
     # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in state_parameters(params.train_network)}
@@ -146,9 +146,16 @@ def save(folder: str, params: "InternalCallbackParam", values: Optional[Mapping[
         "callbacks": {type(callback).__name__: callback.training_state() for callback in _with_state(params)},
     }
     with atomic.replace_folder(folder) as new:
-        save_lora(base_of(params.train_network), new)
+        _save_adapter(params, new)
         save_file(tensors, os.path.join(new, _STATE_TENSORS))
         write_json(os.path.join(new, _STATE_METADATA), metadata)
+
+
+def _save_adapter(params, folder, values=None):
+    """Writes the adapter, with the name of its base that pet_config gives."""
+    network = base_of(params.train_network)
+    pet_config = getattr(getattr(network, "config", None), "pet_config", None)
+    save_lora(network, folder, base_model=getattr(pet_config, "base_model_name_or_path", None), values=values)
 
 
 def save_best(
@@ -168,7 +175,7 @@ def save_best(
         values (mapping): As for ``save``. Default: None.
     """
     with atomic.replace_folder(folder) as new:
-        save_lora(base_of(params.train_network), new, values=values)
+        _save_adapter(params, new, values)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
 
 

@@ -37,7 +37,8 @@ def base(data, tmp_path_factory):
 def trained(data, base, tmp_path_factory):
     """A run of mindlora-run that teaches the base to count by fives: its folder, output and adapter."""
     folder = tmp_path_factory.mktemp("trained")
-    stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING))
+    name = ["--model.model_config.pet_config.base_model_name_or_path", "someone/a-base"]
+    stdout = succeeded(launch(folder, "--train_dataset_dir", data.train, "--load_checkpoint", base, *TRAINING, *name))
     return types.SimpleNamespace(
         stdout=stdout, output=folder / "output", adapter=folder / "output" / "lora_checkpoint" / "best"
     )

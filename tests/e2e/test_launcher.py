@@ -49,6 +49,8 @@ def test_it_trains_and_saves_the_adapter_alone(trained):
         ]
     )
     assert "trainable params: " in trained.stdout
+    written = read_yaml(trained.adapter / "adapter_config.json")
+    assert written["base_model_name_or_path"] == "someone/a-base"
 
 
 def test_the_adapter_loads_into_a_fresh_network(trained, data, fresh_network):
