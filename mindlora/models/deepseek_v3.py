@@ -12,7 +12,7 @@ from mindlora.models.joined_rows import PartAfterPart
 from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
 from mindlora.models.llama import NORMS as LLAMA_NORMS
 from mindlora.models.mcore_config import ModelConfig
-from mindlora.models.qwen3 import Sizes, in_layers
+from mindlora.models.qwen3 import DROPOUT_STATE, Sizes, in_layers
 from mindlora.models.qwen3_moe import COUNTS, EXPERTS, ROUTER
 
 # Those of MindFormers' DeepseekV3Config.
@@ -97,7 +97,7 @@ DEEPSEEK_V3 = dataclasses.replace(
         Names("mlp.gate.e_score_correction_bias", "", "mlp.router.expert_bias"),
     ),
     joined=(W_QKV_DOWN, W_GATE_HIDDEN),
-    computed=(*LLAMA.computed, *COUNTS),
+    computed=(*LLAMA.computed, *DROPOUT_STATE, *COUNTS),
     linear_sizes=linear_sizes,
     parameter_sizes=None,
     hugging_face_types=("deepseek_v3",),

@@ -13,6 +13,8 @@ Sizes = Dict[str, Tuple[int, int]]
 DEFAULTS = {
     "layers": 32, "heads": 32, "kv_heads": 32, "head_dim": 128, "hidden": 4096, "inner": 22016, "vocab": 151936
 }  # fmt: skip
+# The state of dropouts, which MindFormers 1.8 keeps as parameters.
+DROPOUT_STATE = ("dropout.seed", "dropout.offset")
 NORMS = (
     Names("self_attn.q_norm.weight", "", "self_attention.q_layernorm.weight"),
     Names("self_attn.k_norm.weight", "", "self_attention.k_layernorm.weight"),
@@ -74,6 +76,7 @@ QWEN3 = dataclasses.replace(
     title="Qwen3",
     model_types=("Qwen3ForCausalLM", "Qwen3Config"),
     parameters=(*LLAMA.parameters, *NORMS),
+    computed=(*LLAMA.computed, *DROPOUT_STATE),
     linear_sizes=linear_sizes,
     parameter_sizes=parameter_sizes,
     hugging_face_types=("qwen3",),
