@@ -47,13 +47,18 @@ def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
     with _warnings_of(targets.logger) as messages:
         try:
             selected = targets.select_targets(
-                list(sizes), lora.target_modules, lora.exclude_modules, layers=lora.layers_to_transform
+                [*sizes, *_stacked_weights(architecture, sizes, lora)],
+                lora.target_modules,
+                lora.exclude_modules,
+                layers=lora.layers_to_transform,
             )
         except TargetError as error:
             key = re.match(r"\w+", str(error))[0]
             return [Finding("error", f"{PET}.{key}", str(error))]
+    stacked, selected = [p for p in selected if p not in sizes], [p for p in selected if p in sizes]
     return [
         *(Finding("warning", f"{PET}.target_modules", message) for message in messages),
+        *(Finding("note", f"{PET}.target_modules", _uncounted(listed(stacked))) for _ in stacked[:1]),
         _count_parameters(selected, sizes, lora),
         *_check_ranks(selected, sizes, lora),
         *_check_patterns(selected, lora),
@@ -111,12 +116,25 @@ def _check_ranks(selected, sizes: Sizes, lora) -> Iterator[Finding]:
         )
 
 
+def _stacked_weights(architecture: Architecture, sizes: Sizes, lora) -> List[str]:
+    """Returns the paths that stacked weights of experts would have in every layer; all-linear leaves them out."""
+    if lora.target_modules == targets.ALL_LINEAR:
+        return []
+    layers = dict.fromkeys(path[: found.end()] for path in sizes if (found := re.match(r".*?layers\.\d+", path)))
+    return [f"{layer}.{stack.names.mcore}" for layer in layers for stack in architecture.experts]
+
+
+def _uncounted(weights: str) -> str:
+    return f"LoRA on the stacked weights {weights} too, which are not in the count."
+
+
 def _check_parameters(architecture: Architecture, lora) -> Iterator[Finding]:
     known = [name for stack in architecture.experts for name in dict.fromkeys(stack.names) if name]
+    modules = [name.rpartition(".")[0] for name in known]
     key = f"{PET}.target_parameters"
     for wanted in lora.target_parameters or ():
-        if any(("." + name).endswith("." + wanted) or wanted.endswith("." + name) for name in known):
-            yield Finding("note", key, f"LoRA on the stacked weights {wanted} too, which are not in the count above.")
+        if any(("." + name).endswith("." + wanted) or wanted.endswith("." + name) for name in known + modules):
+            yield Finding("note", key, _uncounted(wanted))
         else:
             found = f"{wanted!r} is no stacked weight of {architecture.title}."
             yield Finding("error", key, found, f"It has: {listed(known) or 'none'}.")

@@ -113,6 +113,11 @@ def adapted_cells(run: Run) -> Dict[str, Shape]:
     """
     if run.lora is None:
         return {}
+    if run.lora.target_parameters:
+        raise TargetError(
+            f"pet_config has target_parameters {run.lora.target_parameters!r}, and the adapters of routed experts are "
+            "not counted yet. Leave it out, and add experts * rank * (in + out) parameters for each weight."
+        )
     sizes = linear_sizes(run)
     if run.lora.target_modules != targets.ALL_LINEAR:
         path, shape = _embedding(run.parameters)
