@@ -1,4 +1,7 @@
-"""What a plan says that a step keeps, and needs at its widest point, is what MindSpore's graph has, within 15 %."""
+"""What a plan says that a step keeps, and needs at its widest point, is what MindSpore's graph has.
+
+The documentation promises 15 %; these three are closer.
+"""
 
 import mindspore as ms
 import numpy as np
@@ -38,8 +41,8 @@ def assert_kept(model, pet, recompute, rows, device, make_llama, tmp_path, monke
     graph = compiled_graph(Step(network.set_train()), [tokens], tmp_path, monkeypatch)
     kept = sum(saved.size for saved in saved_tensors(graph) if "loss-CrossEntropyLoss" not in saved.scope)
     planned = {line.name.partition(",")[0]: line.size for line in memory_of(run).lines if line.basis == MODEL}
-    assert planned["activations"] == pytest.approx(kept, rel=0.15)
-    assert sum(planned.values()) == pytest.approx(widest_point(graph), rel=0.15)
+    assert planned["activations"] == pytest.approx(kept, rel=0.05)
+    assert sum(planned.values()) == pytest.approx(widest_point(graph), rel=0.05)
 
 
 def parallel(recompute):

@@ -77,7 +77,9 @@ def test_the_parameters_are_those_of_the_built_qwen3(keys, mindformers, monkeypa
     model = {**mcore_networks.TINY, **keys, "type": "Qwen3Config"}
     yaml = {"run_mode": "finetune", "model": {"model_config": model, "arch": {"type": "Qwen3ForCausalLM"}}}
     planned = {weight.name: (weight.shape, weight.dtype) for weight in weights_of(read_run(yaml))}
-    assert planned == {p.name: (tuple(p.shape), str(p.dtype).lower()) for p in network.get_parameters()}
+    built = {p.name: (tuple(p.shape), str(p.dtype).lower()) for p in network.get_parameters()}
+    # MindFormers 1.8 has the states of dropouts among them, two numbers each.
+    assert planned == {name: found for name, found in built.items() if found[1] != "int64"}
 
 
 def test_a_4_bit_weight_cannot_be_trained():
