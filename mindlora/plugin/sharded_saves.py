@@ -1,5 +1,6 @@
 """How LoraCheckpoint saves in a sharded run: the slices of all ranks joined, or written as they are."""
 
+import contextlib
 import os
 import shutil
 from typing import TYPE_CHECKING, Dict, Optional
@@ -83,5 +84,7 @@ class ShardedSaves:
         """Removes what this rank wrote at steps that are not kept."""
         for old in training_state.step_folders(self.folder)[: -self.keep_last]:
             shutil.rmtree(os.path.join(old, f"rank_{get_real_rank()}"), ignore_errors=True)
-            if not any(name.startswith("rank_") for name in os.listdir(old)):
-                shutil.rmtree(old, ignore_errors=True)
+            # Where ranks share a disk, another one may have removed the rest.
+            with contextlib.suppress(FileNotFoundError):
+                if not any(name.startswith("rank_") for name in os.listdir(old)):
+                    shutil.rmtree(old, ignore_errors=True)

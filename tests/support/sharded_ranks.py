@@ -26,9 +26,12 @@ def whole_tensors(seed=0):
     rng = np.random.default_rng(seed)
     shapes = {name_of(cell, part): shape for cell in CELLS for part, shape in (("A", (RANK, IN)), ("B", (OUT, RANK)))}
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors["lm_head.weight"] = rng.normal(size=(10, IN)).astype(np.float32)
     for array in tensors.values():
         array.reshape(-1)[::5] = -0.0
-    return {**tensors, "lm_head.weight": rng.normal(size=(10, IN)).astype(np.float32)}
+        # Two numbers of 16 bits that together are -0.0 in 32.
+        array.reshape(-1)[2:4] = 0.0, -0.0
+    return tensors
 
 
 def axis_of(scenario, name):
@@ -108,6 +111,7 @@ def build(scenario, rank):
 
 def run(scenario, folder, rank):
     import mindspore as ms
+    from mindspore import ops
 
     from mindlora.errors import BackendError
     from mindlora.plugin import collectives, sharded_adapter
@@ -125,10 +129,17 @@ def run(scenario, folder, rank):
 
         collectives._run = refuse
     saved = os.path.join(folder, scenario, f"of_rank_{rank}" if scenario not in ("forbidden", "unrecorded") else "all")
-    settings = {"keep_last": 1} if scenario == "unrecorded" else {}
+    settings = {"save_steps": 2, "keep_last": 1 if scenario == "unrecorded" else 3}
     if scenario == "optimizer":
-        settings["best_metric"] = "held_out_loss"
-    callbacks = [LoraCheckpoint(save_steps=2, directory=saved, **settings), StopAt(STEPS)]
+        settings = {"save_steps": 3, "best_metric": "held_out_loss"}
+
+    class Together(ms.Callback):
+        """Keeps the ranks in step, as the gradients of a real train step do."""
+
+        def on_train_step_begin(self, run_context):
+            ops.AllReduce()(ms.Tensor([1.0])).asnumpy()
+
+    callbacks = [Together(), LoraCheckpoint(directory=saved, **settings), StopAt(STEPS)]
     if scenario == "optimizer":
         callbacks.insert(0, Report("held_out_loss", HELD_OUT[rank]))
     if scenario == "start":
