@@ -4,6 +4,7 @@ Safetensors are read row by row as requested. A .ckpt is read into memory as a w
 """
 
 import contextlib
+import functools
 import os
 from typing import Container, Dict, Iterable, List, Optional, Union
 
@@ -98,7 +99,7 @@ class BaseCheckpoint:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
+    @functools.cached_property
     def tensors(self) -> Dict[str, TensorInfo]:
         """Name of a tensor -> TensorInfo."""
         return {name: self.files[file].tensors[name] for name, file in self._file_of.items()}

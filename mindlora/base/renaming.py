@@ -41,7 +41,7 @@ class Plan:
         # Legacy name -> name in base: joined tensors and their parts are known by legacy names.
         self._own: Dict[str, str] = {}
         for name in base.tensors:
-            legacy = name if base.world == LEGACY else self._renamed(name, base.world, LEGACY)
+            legacy = name if base.world == LEGACY or self._expert(name) else self._renamed(name, base.world, LEGACY)
             if legacy:
                 self._own[legacy] = name
         self._legacy = {name: legacy for legacy, name in self._own.items()}
