@@ -1,5 +1,6 @@
 """use_adalora from a YAML: what mindlora-run adds and refuses; two processes that decide alike; the adapter used."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 import yaml
@@ -78,7 +79,9 @@ def test_in_the_same_yaml_an_adapter_is_used_with_the_ranks_that_it_has(pynative
         weights = np.arange(4) < number
         cell.mindpet_delta_lora_lambda.set_data(Tensor(weights.astype(np.float32)))
     save_lora(trained, str(tmp_path / "adapter"))
-    model = get_pet_model(make_llama(), {**PET, "adapter_path": str(tmp_path / "adapter")})
+    base = make_llama()
+    ms.load_param_into_net(base, {p.name: p for p in trained.get_parameters() if "mindpet" not in p.name})
+    model = get_pet_model(base, {**PET, "adapter_path": str(tmp_path / "adapter")})
     cells = dict(lora_cells(model))
     assert not any(isinstance(cell, AdaLoRADense) for cell in cells.values())
     assert [cell.lora_rank for cell in cells.values()] == [1, 2, 3, 4, 4]

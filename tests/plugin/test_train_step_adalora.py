@@ -11,6 +11,7 @@ from mindlora.errors import ConfigError
 from mindlora.plugin import resume
 from mindlora.plugin.callbacks.rank_budget import RankBudget
 from mindlora.plugin.train_step import LoraTrainOneStepCell
+from tests.conftest import in_mode
 from tests.support.compilations import compilations
 from tests.support.networks import as_array, randomize
 
@@ -91,6 +92,10 @@ class Oracle:
 
 @pytest.fixture
 def data():
+    return batches()
+
+
+def batches():
     rng = np.random.default_rng(0)
     return [(rng.normal(size=(4, 5)), rng.normal(size=(4, 4))) for _ in range(STEPS)]
 
@@ -111,8 +116,9 @@ def run(cell, data, first=1):
         yield number, schedule
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_every_step_is_the_oracle_s(mode, data, micro_batches, monkeypatch):
+def test_every_step_is_the_oracle_s(mode, data, monkeypatch):
+    """In graph mode with two micro-batches."""
+    micro_batches = 1 if mode else 2
     cell, compiled = train_step(micro_batches=micro_batches), compilations(monkeypatch)
     oracle, left, distances = Oracle(cell.network), [], []
     for number, schedule in run(cell, data):
@@ -143,6 +149,19 @@ def test_a_step_that_is_skipped_changes_nothing_of_it(graph_mode, data):
     assert not [name for name in after if not np.array_equal(before[name], after[name])]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that is saved at two steps: the folder, and its last state."""
+    folder = tmp_path_factory.mktemp("whole")
+    with in_mode(0):
+        cell = train_step()
+        for number, _ in run(cell, batches()):
+            if number in (4, 7):
+                resume.save(str(folder / str(number)), params(cell, number))
+        expected = {p.name: p.asnumpy() for p in resume.state_parameters(cell)}
+    return types.SimpleNamespace(folder=folder, expected=expected)
+
+
 def params(cell, step):
     dataset = types.SimpleNamespace(get_init_step=lambda: step)
     return types.SimpleNamespace(
@@ -150,21 +169,16 @@ def params(cell, step):
     )
 
 
-def test_a_resumed_run_is_the_same_run(mode, data, tmp_path):
-    """Stopped while the budget falls in graph mode, after the last allocation in PyNative."""
-    whole, stopped = train_step(), 7 if mode else 4
-    for number, _ in run(whole, data):
-        if number == stopped:
-            resume.save(str(tmp_path / "step"), params(whole, number))
+@pytest.mark.parametrize("stopped", [4, 7], ids=["while it falls", "at its end"])
+def test_a_resumed_run_is_the_same_run(graph_mode, whole, data, stopped):
     resumed = train_step()
     randomize(resumed.network.trainable_params(), seed=7)
-    resume.restore(str(tmp_path / "step"), params(resumed, stopped))
+    resume.restore(str(whole.folder / str(stopped)), params(resumed, stopped))
     for _ in run(resumed, data, stopped + 1):
         pass
-    expected = {p.name: p.asnumpy() for p in resume.state_parameters(whole)}
-    assert any(name.endswith(LAMBDA) for name in expected)
+    assert any(name.endswith(LAMBDA) for name in whole.expected)
     for parameter in resume.state_parameters(resumed):
-        np.testing.assert_array_equal(parameter.asnumpy(), expected[parameter.name])
+        np.testing.assert_array_equal(parameter.asnumpy(), whole.expected[parameter.name])
 
 
 def test_a_base_that_is_another_one_is_refused(pynative_mode, tmp_path):
@@ -177,9 +191,7 @@ def test_a_base_that_is_another_one_is_refused(pynative_mode, tmp_path):
 
 def test_a_train_step_that_would_allocate_nothing_is_refused():
     network = Loss()
-    with pytest.raises(
-        ConfigError, match="whose ranks this train step would not allocate. Start the run with"
-    ):
+    with pytest.raises(ConfigError, match="whose ranks this train step would not allocate. Start the run with"):
         LoraTrainOneStepCell(network, nn.SGD(network.trainable_params(), RATE))
 
 
@@ -196,22 +208,24 @@ def test_a_network_without_it_is_refused():
         LoraTrainOneStepCell(dense, nn.SGD(dense.trainable_params(), RATE), rank_budget=True)
 
 
-def test_the_callback_says_what_is_left_and_where_nothing_is(pynative_mode, data):
-    cell, callback = train_step(), RankBudget()
+def test_the_callback_plans_each_step_and_says_what_is_left_and_where_nothing_is(pynative_mode):
+    cell, callback, plans = train_step(), RankBudget(), []
     found = CallbackParams(train_network=cell, batch_num=STEPS, epoch_num=1, cur_step_num=0)
     context = types.SimpleNamespace(original_args=lambda: found)
     callback.on_train_begin(context)
-    for batch in data[:6]:
-        found.cur_step_num += 1
+    cell.network.wv.mindpet_delta_lora_lambda.set_data(Tensor(np.zeros(RANK, np.float32)))
+    for step in range(1, STEPS + 1):
+        found.cur_step_num = step
         callback.on_train_step_begin(context)
-        cell(*(Tensor(array.astype(np.float32)) for array in batch))
+        plans.append(cell.rank_budget.plan.asnumpy().tolist())
         callback.on_train_step_end(context)
+    schedule = callback.schedule
+    assert plans == [[schedule.learns(step), schedule.masked(step)] for step in range(1, STEPS + 1)]
     (event,) = found["training_events"]
-    ranks = cell.rank_budget.ranks()
-    assert (event["step"], event["kind"], sum(ranks.values())) == (6, "rank_budget", 2)
-    assert event["message"].startswith("AdaLoRA has allocated 2 ranks: ")
-    for path, rank in ranks.items():
-        assert f"{rank} at" in event["message"] if rank else f"None at {path}" in event["message"]
+    assert (event["step"], event["kind"]) == (6, "rank_budget")
+    assert event["message"].startswith(
+        "AdaLoRA has allocated 3 ranks: 3 at wq. None at wv, which an adapter file leaves out. P and Q are "
+    )
 
 
 class CallbackParams(dict):
