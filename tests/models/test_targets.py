@@ -290,3 +290,24 @@ def test_a_layer_without_a_target_is_named():
         "layers_to_transform names 2, 7, where target_modules selects nothing. It selects: "
         "model.layers.{0..1}.attention.wq, lm_head."
     )
+
+
+@pytest.mark.parametrize("router", ["decoder.layers.0.mlp.router", "model.layers.0.mlp.gate"])
+def test_all_linear_leaves_routers_out_and_a_name_takes_them(router):
+    paths = [router, "decoder.layers.0.mlp.shared_experts.linear_fc1", "output_layer"]
+    assert select_targets(paths, "all-linear") == paths[1:2]
+    assert select_targets(paths, [router.rpartition(".")[2]]) == [router]
+
+
+@pytest.mark.parametrize("spec", [["q_proj", "k_proj", "v_proj"], ["linear_qkv"], ["wq", "wk", "wv"], ".*[qkv]_proj"])
+def test_a_joined_cell_of_mcore_is_selected_under_any_world_s_names(spec):
+    paths = [f"model.decoder.layers.0.{cell}" for cell in ("self_attention.linear_qkv", "self_attention.linear_proj")]
+    assert select_targets(paths, spec) == paths[:1]
+
+
+def test_deepseek_s_latents_are_selected_under_hugging_face_s_names():
+    paths = [f"decoder.layers.0.self_attention.{cell}" for cell in ("linear_qkv", "linear_qb", "linear_kvb")]
+    assert select_targets(paths, ["q_a_proj", "kv_a_proj_with_mqa"]) == paths[:1]
+    assert select_targets(paths, ["q_b_proj"]) == paths[1:2]
+    with pytest.raises(TargetError, match="Name linear_qkv, or kv_a_proj_with_mqa as well."):
+        select_targets(paths, ["q_a_proj"])
