@@ -201,3 +201,18 @@ def test_a_base_loaded_after_the_adapters_is_the_one_they_are_on():
     cell = dict(lora_cells(network))["decoder.layers.0.mlp.linear_fc1"]
     expected = arrays(tiny_qwen3(seed=8))["decoder.layers.0.mlp.linear_fc1.weight"]
     assert np.array_equal(cell.weight.asnumpy(), expected) and isinstance(cell, nn.Cell)
+
+
+def test_vera_on_a_joined_cell_is_refused_before_it_trains_because_no_file_could_hold_it(mindformers):
+    from mindformers.pet.pet_model import get_pet_model
+
+    from mindlora.errors import ConfigError
+    from mindlora.plugin import hooks  # noqa: F401  importing registers the pet type
+
+    pet = {"pet_type": "lora", "use_vera": True, "target_modules": ["linear_qkv", "linear_proj"]}
+    with pytest.raises(
+        ConfigError, match=r"use_vera is True, and decoder\.layers\.0\.self_attention\.linear_qkv do the"
+    ):
+        get_pet_model(tiny_qwen3(), dict(pet))
+    model = get_pet_model(tiny_qwen3(), {**pet, "target_modules": ["o_proj", "down_proj"]})
+    assert all("lambda" in p.name for p in model.trainable_params())
