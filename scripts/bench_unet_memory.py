@@ -1,8 +1,8 @@
 """Counts what a residual block of a UNet keeps for its backward, with and without recompute_norm_activation.
 
 Run it with ``python scripts/bench_unet_memory.py``. It prints feature maps: tensors of the size of the block's input.
-They are counted in MindSpore's optimized graph (see tests/support/saved_tensors.py), so the result does not depend on the
-machine; memory in use on a CPU in graph mode does not tell what a backward keeps. The time does.
+They are counted in MindSpore's optimized graph (see tests/support/saved_tensors.py), so the result does not depend on
+the machine; memory in use on a CPU in graph mode does not tell what a backward keeps. The time does.
 """
 
 import argparse

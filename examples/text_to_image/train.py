@@ -43,7 +43,7 @@ def main() -> None:
     print(f"brightness of the background: {background(before):.2f} before, {background(after):.2f} after")
 
     adapter = os.path.join(settings.output, "adapter")
-    mindlora.save_lora(pipeline, adapter)
+    mindlora.save_lora(pipeline, adapter, format="diffusers")
     fresh = load_base(base)
     mindlora.load_lora(fresh, adapter)
     again = draw(fresh, captions, settings, "loaded.png")

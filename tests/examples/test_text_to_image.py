@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.conftest import ROOT
 from tests.support.small_unet import FOLDER  # noqa: F401  (makes the example's modules importable)
@@ -28,6 +29,9 @@ def test_the_program_runs_from_end_to_end(tmp_path):
     assert float(re.search(r"pictures after loading: (\S+)", result.stdout)[1]) == 0
     files = {"base.ckpt", "base.png", "before.png", "after.png", "loaded.png", "adapter"}
     assert set(os.listdir(tmp_path / "text_to_image_output")) == files
+    adapter = load_file(tmp_path / "text_to_image_output" / "adapter" / "pytorch_lora_weights.safetensors")
+    assert adapter["unet.down_blocks.0.attentions.0.proj_in.lora_A.weight"].shape == (8, 32, 1, 1)
+    assert all(key.startswith("unet.") for key in adapter)
 
 
 def test_the_same_drawing_on_paper_and_by_night():

@@ -85,9 +85,7 @@ class Pipeline(nn.Cell):
 
 def test_a_pattern_that_would_adapt_the_vae_is_an_error():
     network = Pipeline()
-    with pytest.raises(
-        TargetError, match=r"'conv_in'\] selects cells of vae, .*: vae.to_q, vae.conv_in. Begin"
-    ):
+    with pytest.raises(TargetError, match=r"'conv_in'\] selects cells of vae, .*: vae.to_q, vae.conv_in. Begin"):
         apply_lora(network, LoraConfig(target_modules=["to_q", "conv_in"]))
     with pytest.raises(TargetError, match="'all-linear' selects cells of text_encoder"):
         apply_lora(network, LoraConfig(target_modules="all-linear", exclude_modules=r"vae\..*"))
