@@ -9,6 +9,7 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import mcore
 from mindlora.adapters.known_base import KnownBase, known_base
+from mindlora.adapters.matching import rename
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
 from mindlora.models.architecture import JoinedCell
@@ -128,6 +129,9 @@ def convert_adapter(
         parts.of_one_model(adapter, source)
     if lora_alpha is not None:
         adapter.set_alpha(lora_alpha)
+    if to in ("peft", "mcore"):
+        # A checkpoint of an mcore network has its own paths.
+        rename(adapter, names.canonical(adapter.paths))
     base = known_base(adapter, architecture)
     _check_form(base, to)
     heads = _completed(heads, base.config)

@@ -52,10 +52,12 @@ class LoftqInitializer:
         self.paths = [path for path in self._selected if path in quantized]
         joined = sorted(path for path in self._selected if names.joined_parts(path))
         if joined:
-            raise CheckpointError(
-                f"{listed(joined)} are joined cells, for which PEFT's form has no adapter. Split them with "
-                "mindlora convert-base --to hf, quantize the result, and set qkv_concat: False."
+            advice = (
+                "An mcore model has them always: leave them out of target_modules, or quantize without LoftQ."
+                if any(map(names.is_mcore, joined))
+                else "Split them with mindlora convert-base --to hf, quantize the result, and set qkv_concat: False."
             )
+            raise CheckpointError(f"{listed(joined)} are joined cells, for which PEFT's form has no adapter. {advice}")
         for path in self.paths:
             initializers.check_rank(config.for_cell(path).lora_rank, weights[path], "loftq")
         self._sampled = sampled_paths(self._selected)

@@ -8,6 +8,7 @@ import pytest
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.convert import Heads, convert_adapter
 from mindlora.adapters.files import read, write
+from mindlora.cli import main
 from mindlora.errors import AdapterError
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
@@ -185,6 +186,33 @@ def test_deepseek_s_latents_are_joined_one_after_the_other(tmp_path):
         convert_adapter(path, str(tmp_path / "again"), "peft")
     convert_adapter(path, str(tmp_path / "again"), "peft", heads=Heads(q_rank=5))
     assert_same(read(str(tmp_path / "again")), read(first))
+
+
+@pytest.mark.parametrize("heads", [Heads(), Heads(q_rank=5)])
+def test_a_checkpoint_of_a_network_s_own_paths_goes_to_peft(tmp_path, heads):
+    # As save_lora and MindSpore's own checkpoints name them in an mcore network.
+    cells = {"linear_qkv": (9, HIDDEN), "linear_kvb": (12, 3), "linear_proj": (HIDDEN, 12)}
+    start = "decoder.layers.0.self_attention."
+    adapter = adapter_of({start + cell: size for cell, size in cells.items()})
+    write(adapter, str(tmp_path / "a.ckpt"), "ckpt")
+    if heads.q_rank is None:
+        with pytest.raises(AdapterError, match="model.layers.0.attention.wkv_down in 9 rows.*q_lora_rank"):
+            convert_adapter(str(tmp_path / "a.ckpt"), str(tmp_path / "peft"), "peft", heads=heads)
+        return
+    convert_adapter(str(tmp_path / "a.ckpt"), str(tmp_path / "peft"), "peft", heads=heads)
+    found = read(str(tmp_path / "peft"))
+    rows = [found.delta(f"model.layers.0.attention.{cell}") for cell in ("wq_down", "wkv_down")]
+    np.testing.assert_allclose(np.concatenate(rows), adapter.delta(start + "linear_qkv"), rtol=1e-5, atol=1e-6)
+
+
+def test_the_command_takes_sizes_and_kind(tmp_path):
+    first = peft_folder(tmp_path / "peft", adapter_of(CELLS), None)
+    sizes = ["--heads", "4", "--kv-heads", "2", "--head-dim", "3"]
+    assert main(["convert", first, str(tmp_path / "m.safetensors"), "--to", "mcore", *sizes]) == 0
+    assert main(["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "again"), "--to", "peft", *sizes]) == 0
+    assert_same(read(str(tmp_path / "again")), read(first))
+    assert main(["convert", first, str(tmp_path / "a.ckpt"), "--to", "ckpt", "--architecture", "qwen3"]) == 1
+    assert not (tmp_path / "a.ckpt").exists()
 
 
 def test_the_parts_of_a_chatglm_are_joined_for_peft(tmp_path):

@@ -10,6 +10,8 @@ from mindlora.adapters.files import write
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
 from mindlora.base.quantize import quantize_checkpoint
+from mindlora.cli import main
+from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError
 from mindlora.numerics.dtypes import to_float32
 from tests.support.llama_checkpoints import assert_same, llama, load, save_base
@@ -27,6 +29,8 @@ from tests.support.mcore_checkpoints import (
     deepseek_v3,
     qwen3,
 )
+
+SIZES = ["--heads", str(HEADS), "--kv-heads", str(KV_HEADS)]
 
 
 @pytest.fixture
@@ -240,6 +244,22 @@ def test_a_quantized_base_has_mcore_names(tmp_path, to):
     cells = ("self_attention.linear_qkv", "self_attention.linear_proj")
     assert four_bit == {f"decoder.layers.{layer}.{cell}.weight" for layer in (0, 1) for cell in cells}
     assert found["decoder.layers.0.mlp.router.weight"].shape == (EXPERTS, HIDDEN)
+
+
+def test_loftq_of_joined_cells_is_refused_with_what_an_mcore_model_allows(tmp_path):
+    source = save_base(tmp_path / "hf", qwen3(), **CONFIG)
+    config = LoraConfig(target_modules=["linear_qkv"], lora_rank=2, lora_init="loftq", quantize_base="nf4")
+    with pytest.raises(CheckpointError, match="linear_qkv are joined cells.*quantize without LoftQ"):
+        quantize_checkpoint(source, str(tmp_path / "q.safetensors"), adapter=str(tmp_path / "a"), config=config)
+
+
+def test_the_command_knows_mcore(tmp_path):
+    source = save_base(tmp_path / "hf", qwen3(), **CONFIG)
+    assert main(["convert-base", source, str(tmp_path / "mf"), "--to", "mcore"]) == 0
+    assert (
+        main(["convert-base", str(tmp_path / "mf"), str(tmp_path / "b"), "--from", "mcore", "--to", "hf", *SIZES]) == 0
+    )
+    assert_same(load(tmp_path / "b"), qwen3())
 
 
 def load_any(path):
