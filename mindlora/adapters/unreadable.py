@@ -38,6 +38,7 @@ _MINDSPEED = "Convert it with MindSpeed-LLM's convert_ckpt.py --save-lora-to-hf,
 _TORCHTUNE = "Give the folder of torchtune's output that holds adapter_model.safetensors, which is in PEFT's form."
 _LITGPT = "Merge it with `litgpt merge_lora` and convert the result with `litgpt convert_from_litgpt`."
 _GGUF_WAY = "Give the PEFT folder that llama.cpp's convert_lora_to_gguf.py made it from."
+_RANKS = "Join the slices of a sharded run with mindlora gather; of a data-parallel run, give the file of one rank."
 _MLX_WAY = "Train or save it with a version of mlx-lm that writes adapters.safetensors."
 
 FOREIGN = (
@@ -75,6 +76,7 @@ FOREIGN = (
     ),
     Foreign("a GGUF file", _GGUF_WAY, files=r"\.gguf$"),
     Foreign("an adapter of an old mlx-lm", _MLX_WAY, files=r"^adapters\.npz$"),
+    Foreign("a folder with the checkpoints of several ranks", _RANKS, files=r"^rank_[1-9]\d*$"),
 )
 
 

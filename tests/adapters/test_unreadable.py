@@ -35,6 +35,7 @@ FILES = {
     "Megatron-Bridge's or NeMo 2's adapter": "__0_0.distcp",
     "MindSpeed-LLM's or Megatron's checkpoint": "latest_checkpointed_iteration.txt",
     "an old mlx-lm": "adapters.npz",
+    "several ranks": "rank_1",
 }
 
 
