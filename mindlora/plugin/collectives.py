@@ -1,6 +1,6 @@
 """What all processes of a run tell each other outside the train step, bit for bit: bytes, gathered or summed."""
 
-from typing import Callable, List
+from typing import Callable, List, Tuple
 
 import numpy as np
 from mindspore import Tensor, ops
@@ -58,7 +58,7 @@ def value_of(rank: int, value: float) -> float:
     return float(all_gather(own)[rank].copy().view(np.float64)[0])
 
 
-def rank_and_count() -> "tuple[int, int]":
+def rank_and_count() -> Tuple[int, int]:
     """Returns this process's rank, and how many there are."""
     return get_rank(), get_group_size()
 

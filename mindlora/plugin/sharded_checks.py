@@ -56,7 +56,7 @@ def _cuts(config: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
     parallel, context = config.get("parallel_config") or {}, config.get("parallel") or {}
     found: List[Tuple[str, Any, Any]] = [
         (f"parallel_config.{key}", parallel[key], 1)
-        for key in ("model_parallel", "pipeline_stage")
+        for key in ("model_parallel", "pipeline_stage", "expert_parallel")
         if (parallel.get(key) or 1) > 1
     ]
     if context.get("enable_parallel_optimizer") and context.get("parallel_mode") in _GRAPH_PARALLEL_MODES:

@@ -70,6 +70,7 @@ def scattered(adapter, tmp_path):
 CUTS = {
     "parallel_config.model_parallel is 2": {"parallel_config": {"model_parallel": 2}},
     "parallel_config.pipeline_stage is 4": {"parallel_config": {"pipeline_stage": 4}},
+    "parallel_config.expert_parallel is 2": {"parallel_config": {"model_parallel": 1, "expert_parallel": 2}},
     "parallel.enable_parallel_optimizer is True": {"parallel": {"enable_parallel_optimizer": True, "parallel_mode": 1}},
 }
 
