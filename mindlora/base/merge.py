@@ -7,8 +7,8 @@ from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters import files as adapter_files
 from mindlora.adapters import expert_pairs, joined_pairs
+from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.pair_kinds import factors
 from mindlora.base.reader import WORLDS, BaseCheckpoint
@@ -16,7 +16,7 @@ from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, w
 from mindlora.common.text import examples
 from mindlora.errors import MergeError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.models.architecture import LEGACY
+from mindlora.models.architecture import LEGACY, MCORE
 from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
 from mindlora.numerics.folding import fold_and_probe, worst_of
 
@@ -157,6 +157,8 @@ class _Merging:
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
         if any(map(expert_pairs.is_single, (name.rpartition(".")[0] for name in self._own))):
             expert_pairs.split_pairs(adapter)
+        elif base.world == MCORE:
+            expert_pairs.stack_pairs(adapter)
         self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
@@ -166,10 +168,14 @@ class _Merging:
             self._check_pair(name, path)
         for name, array in self._saved_modules.items():
             self._check_saved_module(name, array)
+        # A tensor's blocks follow each other, and all of them need its factors.
+        self._factors = functools.lru_cache(maxsize=4)(self._factors_of)
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
 
     def weight_name(self, path: str) -> str:
         """Returns the name of the weight at a path of the adapter, under MindFormers' names."""
+        if self.adapter.layout(path).stacked:
+            return path
         named = (f"{path}.{leaf}" for leaf in _TABLES if path in self.adapter.embeddings)
         return next((name for name in named if name in self._own), f"{path}.weight")
 
@@ -189,14 +195,24 @@ class _Merging:
         found = {name: max(pairs) for name, pairs in self._found.items() if pairs}
         return max(found.items(), key=lambda item: item[1], default=("", (0.0, 0.0)))
 
+    def _factors_of(self, path):
+        """Returns the matrices whose product is added to a weight: one pair, or one for the rows of each expert."""
+        left, right = factors(*self.adapter.pair(path), path in self.adapter.embeddings)
+        left = left * np.float32(self.adapter.scale(path))
+        return left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:])
+
     def _merged(self, name, own_rows, begin, end):
         path, dtype = self._pairs[name], self.base.tensors[name].dtype
-        left, right = factors(*self.adapter.pair(path), path in self.adapter.embeddings)
-        left, weight = left[begin:end] * np.float32(self.adapter.scale(path)), to_float32(own_rows(begin, end))
-        magnitude = self.adapter.row_norms(path)
-        if magnitude is not None:
-            magnitude = to_float32(magnitude[begin:end])
-        rows, difference, bound = fold_and_probe(weight.reshape(len(weight), -1), left, right, dtype, magnitude)
+        left, right = self._factors(path)
+        magnitude, weight = self.adapter.row_norms(path), to_float32(own_rows(begin, end))
+        parts, height = [], left.shape[1]
+        for index in range(begin // height, -(-end // height)):
+            first, last = max(begin, index * height), min(end, (index + 1) * height)
+            norms = None if magnitude is None else to_float32(magnitude[first:last])
+            block = weight[first - begin : last - begin].reshape(last - first, -1)
+            own = left[index, first - index * height : last - index * height]
+            parts.append(fold_and_probe(block, own, right[index], dtype, norms))
+        rows, difference, bound = (part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*parts))
         rows = rows.reshape(weight.shape)
         worst, explained = worst_of(difference, bound)
         if not explained:
@@ -304,6 +320,8 @@ def _under_mindformers(name, base) -> str:
     path, _, leaf = name.rpartition(".")
     # The record of the base first: two mcore models have a cell called linear_qkv.
     found = base.architecture.rename_parameter(name, base.world, LEGACY) or names.parameter_to_mindformers(name)
+    if base.world == MCORE and names.to_mindformers(name) != name:
+        return names.to_mindformers(name)  # A stacked weight of experts, which adapters know as a cell.
     return found or f"{names.to_mindformers(path)}.{leaf}"
 
 
