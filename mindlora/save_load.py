@@ -96,12 +96,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     _check_not_merged(network)
     for cell in cells.values():
         cell.prepare()
-    saved = {path: cell.saved_parts() for path, cell in cells.items()}
-    if not any(saved.values()):
-        # AdaLoRA before its first step: all of it adds nothing yet.
-        saved = {path: cell.saved_parts(keep_zeros=True) for path, cell in cells.items()}
-    left_out = [path for path, own in saved.items() if not own]
-    tensors = {(path, part): array for path, own in saved.items() for part, array in own.items()}
+    tensors, left_out = _saved_tensors(cells)
     # All cells share these, so any one has them.
     shared = next(iter(cells.values())).shared_parts()
     tensors |= {SHARED[part]: to_array(parameter) for part, parameter in shared.items()}
@@ -134,6 +129,16 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
     adapter.take_shared_projection("The network")
     initialize.append_initial_pairs(adapter, cells)
     return adapter
+
+
+def _saved_tensors(cells):
+    """Returns (path, part) -> array as a file holds them, and the paths of cells without a rank, which it leaves out."""
+    saved = {path: cell.saved_parts() for path, cell in cells.items()}
+    if not any(saved.values()):
+        # AdaLoRA before its first step: all of it adds nothing yet.
+        saved = {path: cell.saved_parts(keep_zeros=True) for path, cell in cells.items()}
+    tensors = {(path, part): array for path, own in saved.items() for part, array in own.items()}
+    return tensors, [path for path, own in saved.items() if not own]
 
 
 def load_lora(

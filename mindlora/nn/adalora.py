@@ -83,7 +83,8 @@ class AdaLoRADense(LoRADense):
         return composed_low_rank(self.dropout_rate, "AdaLoRA scales between the two products, each row by its own")
 
     def _factors(self):
-        a, b, _ = super()._factors()
+        # Not super()._factors(): in graph mode it would be this one again in a class with a further base.
+        a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
         return a, b, self.cast(self.mindpet_delta_lora_lambda, mstype.float32) * self.scale
 
     def pair(self) -> Tuple[np.ndarray, np.ndarray]:

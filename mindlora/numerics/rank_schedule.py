@@ -1,6 +1,8 @@
 """AdaLoRA's budget: how many triplets of a network may be left after each step."""
 
+import functools
 import math
+import operator
 from typing import NamedTuple
 
 from mindlora.common.fields import check_number
@@ -39,7 +41,7 @@ def check_settings(settings: BudgetSettings) -> None:
     """Raises ConfigError if one of AdaLoRA's settings is out of range, whatever the length of the run."""
     for field, least in (("init_r", 1), ("target_r", 1), ("deltaT", 1), ("tinit", 0), ("tfinal", 0)):
         expected = f"a whole number of at least {least}"
-        check_number(getattr(settings, field), field, int, lambda v, least=least: v >= least, expected)
+        check_number(getattr(settings, field), field, int, functools.partial(operator.le, least), expected)
     for field in ("beta1", "beta2"):
         check_number(getattr(settings, field), field, float, lambda v: 0 < v < 1, "a number above 0 and below 1")
     weight = settings.orth_reg_weight

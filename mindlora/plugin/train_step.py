@@ -107,12 +107,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.is_mindformers_step:
             given = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
             _refuse(mode, **given, rank_budget=rank_budget)
-        if is_adaptive(network) and not rank_budget:
-            raise ConfigError(
-                "The network has cells of AdaLoRA (use_adalora), whose ranks this train step would not allocate. Start "
-                "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."
-            )
-        self.rank_budget = RankBudget(network, self.weights) if rank_budget else None
+        self.rank_budget = _budget(network, self.weights, rank_budget)
         if packed_boundary is not None:
             install_segment_mask(base_of(network), packed_boundary)
         self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
@@ -169,11 +164,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
 
         skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))
         if ops.logical_not(skipped):
-            loss = ops.depend(loss, self.optimizer(gradients))
-            if self.rank_budget is not None:
-                loss = ops.depend(loss, self.rank_budget(gradients))
-            if self.exchange is not None:
-                loss = ops.depend(loss, self.exchange.keep(residual))
+            loss = self.update(loss, gradients, residual)
         values = (loss, norm, count, skipped.astype(mstype.float32), stop, learning_rate)
         ops.assign(self.record, ops.stack(values))
         if self.records_norms:
@@ -181,6 +172,15 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.local_norm:
             return loss, overflow, scale, learning_rate, global_norm, local_norm, size
         return loss, overflow, scale, learning_rate, global_norm
+
+    def update(self, loss: Tensor, gradients: Tuple[Tensor, ...], residual: Optional[Tensor]) -> Tensor:
+        """Updates the weights, and what follows from the update; returns ``loss``, once all of it is done."""
+        loss = ops.depend(loss, self.optimizer(gradients))
+        if self.rank_budget is not None:
+            loss = ops.depend(loss, self.rank_budget(gradients))
+        if self.exchange is not None:
+            loss = ops.depend(loss, self.exchange.keep(residual))
+        return loss
 
     def positions(self, inputs: Tuple[Tensor, ...]) -> float:
         """Returns how many tokens the loss of a batch could count at most: a constant of the shape."""
@@ -260,6 +260,16 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
                 "The train step records no gradient norms. Set runner_wrapper.record_gradient_norms: True."
             )
         return {p.name: float(norm) for p, norm in zip(self.weights, self.norms.asnumpy())}
+
+
+def _budget(network, weights, allocates):
+    """Returns what allocates AdaLoRA's ranks, or None for a network without it."""
+    if is_adaptive(network) and not allocates:
+        raise ConfigError(
+            "The network has cells of AdaLoRA (use_adalora), whose ranks this train step would not allocate. Start "
+            "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."
+        )
+    return RankBudget(network, weights) if allocates else None
 
 
 def _refuse(mode, **given):

@@ -66,9 +66,10 @@ def test_variants_compute_what_they_compute_on_other_linear_cells():
     quantized = NF4ParallelLinear.from_dense(parallel_cell("RowParallelLinear", **BIASES["returns"]))
     weight, bias = dequantize(nf4_array(quantized)), quantized.bias.asnumpy()
     qlora = adapted(quantized)
-    network = Outputs(dora, vera, quantized, qlora)
+    adaptive = adapted(parallel_cell(), use_adalora=True, init_r=RANK, target_r=1)
+    network = Outputs(dora, vera, quantized, qlora, adaptive)
     network.set_train(False)
-    y_dora, y_vera, y_quantized, y_qlora = (y.asnumpy() for y in network(Tensor(x)))
+    y_dora, y_vera, y_quantized, y_qlora, y_adaptive = (y.asnumpy() for y in network(Tensor(x)))
     w, (a, b) = dora.weight.asnumpy(), dora.pair()
     gain = dora.mindpet_delta_lora_magnitude.asnumpy() / row_norms(w, a, b, SCALE)
     assert_close(y_dora, gain * (x @ w.T + delta(x, dora)))
@@ -76,6 +77,7 @@ def test_variants_compute_what_they_compute_on_other_linear_cells():
     assert_close(y_vera, linear(x, vera) + (x @ a.T) @ b.T)
     assert_close(y_quantized, x @ weight.T + bias)
     assert_close(y_qlora, x @ weight.T + bias + delta(x, qlora))
+    assert_close(y_adaptive, linear(x, adaptive) + delta(x, adaptive))
 
 
 def test_the_low_rank_path_of_a_sharded_cell_computes_the_same():

@@ -131,6 +131,10 @@ def test_every_step_is_the_oracle_s(mode, data, monkeypatch):
         oracle.step(found, 0.5, schedule.learns(number), schedule.masked(number))
         for parameter in cell.network.get_parameters():
             np.testing.assert_allclose(as_array(parameter), oracle.w[parameter.name], rtol=1e-4, atol=1e-5)
+        state = {p.name: p.asnumpy() for p in resume.state_parameters(cell)}
+        for name in oracle.trained:
+            for kind, expected in (("sensitivity", oracle.mean), ("uncertainty", oracle.spread)):
+                np.testing.assert_allclose(state[f"rank_budget.{name}.{kind}"], expected[name], rtol=1e-3, atol=1e-6)
         left.append(sum(cell.rank_budget.ranks().values()))
     assert left[0] == 6 and left[2] < 6 and left[-4:] == [2] * 4
     assert distances[-1] < distances[0]
