@@ -18,6 +18,8 @@ def weight_of(cell: nn.Cell) -> Parameter:
 
 def adapter_path(cell: nn.Cell, path: str) -> str:
     """Returns the prefix of a cell's parameters: its path, or a longer or a shorter one."""
+    if weight_of(cell) is None:
+        return path  # mcore's output layer with tied embeddings
     weight = weight_of(cell).name
     prefix, _, name = weight.rpartition(".")
     if name == path.rpartition(".")[2]:

@@ -15,7 +15,7 @@ from mindlora import (
     unmerge_lora,
 )
 from mindlora.adapters import files
-from mindlora.errors import TargetError
+from mindlora.errors import TargetError, UnsupportedCellError
 from mindlora.nn.tree import lora_cells
 from tests.support import mcore_cpu
 from tests.support.mcore_networks import arrays, filled, tiny_qwen3, tokens, train
@@ -137,6 +137,13 @@ def test_some_members_of_a_joined_cell_and_the_embedding_are_refused_by_name():
         apply_lora(tiny_qwen3(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(TargetError, match="is a VocabParallelEmbedding and not a linear cell"):
         apply_lora(tiny_qwen3(), LoraConfig(target_modules=["word_embeddings"]))
+
+
+def test_an_output_layer_takes_an_adapter_unless_it_has_the_embeddings_weight():
+    config = LoraConfig(target_modules=["lm_head"])
+    assert apply_lora(tiny_qwen3(), config).replaced == ("model.output_layer",)
+    with pytest.raises(UnsupportedCellError, match="output_layer: ColumnParallelLinear has no weight of its own"):
+        apply_lora(tiny_qwen3(tie_word_embeddings=True), config)
 
 
 # Saving and loading ---------------------------------------------------------------------------------------------
