@@ -54,7 +54,17 @@ def in_layers(layers: List[Sizes], config: ModelConfig) -> Sizes:
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of MindFormers' Qwen3ForCausalLM under ``model_config``."""
-    config, linear = ModelConfig(model_config, DEFAULTS), linear_sizes(model_config)
+    return sizes_of_parameters(model_config, ModelConfig(model_config, DEFAULTS), linear_sizes(model_config))
+
+
+def sizes_of_parameters(model_config: dict, config: ModelConfig, linear: Sizes) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of linear cells, norms, embedding and output head of an mcore model.
+
+    Args:
+        model_config (dict): The node of a MindFormers YAML.
+        config (ModelConfig): The same, with the model's defaults.
+        linear (dict): Path -> (out, in) of its linear cells.
+    """
     dtype = dtype_name(model_config.get("params_dtype") or "float32", "params_dtype")
     hidden, head_dim = config["hidden"], config["head_dim"] or config["hidden"] // config["heads"]
     shapes: Dict[str, Tuple[int, ...]] = {"embedding.word_embeddings.weight": linear["output_layer"]}

@@ -1,13 +1,16 @@
 """Qwen3-MoE, which MindFormers has as an mcore model alone: Qwen3 with routed experts in every layer."""
 
 import dataclasses
+from typing import Dict
 
-from mindlora.models.architecture import Experts, Names
+from mindlora.models.architecture import Experts, Names, ParameterSize
 from mindlora.models.mcore_config import ModelConfig
-from mindlora.models.qwen3 import QWEN3, Sizes, attention_sizes, in_layers
+from mindlora.models.qwen3 import QWEN3, Sizes, attention_sizes, in_layers, sizes_of_parameters
 
 # Those of MindFormers' Qwen3MoeConfig.
-DEFAULTS = {"layers": 24, "heads": 32, "kv_heads": 4, "hidden": 2048, "vocab": 151936}
+DEFAULTS = {
+    "layers": 24, "heads": 32, "kv_heads": 4, "hidden": 2048, "vocab": 151936, "experts": 128, "expert_inner": 768
+}  # fmt: skip
 EXPERTS = (
     Experts(Names("mlp.experts.gate_up_proj", "mlp.experts.weight1", "mlp.experts.weight1"), ("gate_proj", "up_proj")),
     Experts(Names("mlp.experts.down_proj", "mlp.experts.weight2", "mlp.experts.weight2"), ("down_proj",)),
@@ -23,6 +26,19 @@ def linear_sizes(model_config: dict) -> Sizes:
     return in_layers([attention_sizes(config)] * config["layers"], config)
 
 
+def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of all parameters of MindFormers' Qwen3MoeForCausalLM but a router's counts."""
+    config = ModelConfig(model_config, DEFAULTS)
+    sizes = sizes_of_parameters(model_config, config, linear_sizes(model_config))
+    hidden, experts, inner = config["hidden"], config["experts"], config["expert_inner"]
+    dtype = sizes["decoder.final_layernorm.weight"].dtype
+    shapes = {"router.weight": (experts, hidden)}
+    shapes |= {"experts.weight1": (experts * hidden, 2 * inner), "experts.weight2": (experts * inner, hidden)}
+    for layer in range(config["layers"]):
+        sizes |= {f"decoder.layers.{layer}.mlp.{end}": ParameterSize(shape, dtype) for end, shape in shapes.items()}
+    return sizes
+
+
 QWEN3_MOE = dataclasses.replace(
     QWEN3,
     title="Qwen3-MoE",
@@ -30,7 +46,7 @@ QWEN3_MOE = dataclasses.replace(
     parameters=(*QWEN3.parameters, Names("mlp.gate.weight", "", "mlp.router.weight")),
     computed=(*QWEN3.computed, *COUNTS),
     linear_sizes=linear_sizes,
-    parameter_sizes=None,
+    parameter_sizes=parameter_sizes,
     hugging_face_types=("qwen3_moe",),
     hub_names=r"qwen3-[\d.]+b-a[\d.]+b",
     experts=EXPERTS,

@@ -59,22 +59,27 @@ class Sizes:
     @classmethod
     def of(cls, run: Run) -> "Sizes":
         """Returns the sizes of a run's layers."""
-        model, parts = run.model, run.division.model
-        heads = model.get("num_heads") or model.get("num_attention_heads") or 32
-        key_heads = model.get("n_kv_heads") or model.get("num_key_value_heads") or heads
-        hidden = run.number("hidden_size", 4096)
-        head_size = model.get("head_dim") or hidden // heads
-        inner = next(shape[1] for path, shape in run.architecture.linear_sizes(model).items() if leaf_of(path) == "w2")
+        parts, (queries, keys) = run.division.model, run.attention_widths
         return cls(
             run.tokens,
             run.tokens // (parts if run.division.sequence else 1),
-            hidden,
-            heads * head_size // parts,
-            key_heads * head_size // parts,
-            heads // parts,
-            inner // parts,
-            heads != key_heads,
+            run.hidden,
+            queries // parts,
+            keys // parts,
+            run.heads // parts,
+            _inner(run) // parts,
+            queries != keys,
         )
+
+
+def _inner(run: Run) -> int:
+    """Returns the width of the feed-forward network; with routed experts, of those that a token goes to."""
+    found = next((size[1] for path, size in run.linear.items() if leaf_of(path) == "w2"), None)
+    if found is not None:
+        return found
+    chosen = run.model.get("num_experts_per_tok") or run.model.get("moe_router_topk") or 8
+    width = run.model.get("moe_intermediate_size") or run.model.get("moe_ffn_hidden_size") or 768
+    return int(chosen * width)
 
 
 class Activations:
@@ -142,8 +147,7 @@ class Activations:
 
     def loss(self) -> int:
         """Returns the bytes of the logits and the loss at their widest point."""
-        vocabulary = self.run.number("vocab_size", 32000)
-        division = self.run.division
+        vocabulary, division = self.run.vocabulary, self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
         return LOSS_TENSORS * 4 * self.sizes.tokens * vocabulary // parts
 

@@ -52,9 +52,9 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     members = names.joined_parts(path)
     if not members:
         return {path: shape}
-    heads = run.model.get("num_heads") or run.model.get("num_attention_heads")
-    key_heads = run.model.get("n_kv_heads") or run.model.get("num_key_value_heads") or heads
-    group = names.joined_cell(path).layout.sizes(shape[0], key_heads, run.model.get("head_dim"), heads)
+    # Only the size of a head tells the rows of q from those of k and v.
+    head_dim = run.attention_widths[0] // run.heads
+    group = names.joined_cell(path).layout.sizes(shape[0], run.attention_widths[1] // head_dim, head_dim)
     rows = [size * (shape[0] // sum(group)) for size in group] if group else [shape[0] // len(members)] * len(members)
     return {member: (own, shape[1]) for member, own in zip(members, rows)}
 

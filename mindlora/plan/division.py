@@ -31,6 +31,7 @@ class Division:
             (parallel_optimizer_comm_recompute).
         sequence (bool): Whether model-parallel devices share the tokens outside of the products (use_seq_parallel).
         whole_vocabulary (bool): Whether each has the whole embedding and output head (vocab_emb_dp).
+        experts (int): Devices that share a layer's routed experts, each with some of them (expert_parallel).
         offset (tuple of int): How many layers more than the others each stage has; empty for none.
     """
 
@@ -44,6 +45,7 @@ class Division:
     gathers_again: bool = False
     sequence: bool = False
     whole_vocabulary: bool = True
+    experts: int = 1
     offset: Tuple[int, ...] = ()
 
     @classmethod
@@ -71,9 +73,16 @@ class Division:
             bool(value_at(config, "parallel.enable_parallel_optimizer")),
             recompute and bool(value_at(config, "recompute_config.parallel_optimizer_comm_recompute")),
             bool(value_at(config, "parallel_config.use_seq_parallel")),
-            True if whole is None else bool(whole),
+            # MindFormers' mcore models do not know it.
+            config.get("use_legacy") is not False and (whole is None or bool(whole)),
+            _number(config, "expert_parallel"),
             tuple(offset) if isinstance(offset, list) and all(isinstance(part, int) for part in offset) else (),
         )
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a device has only a part of the parameters."""
+        return self.optimizer or max(self.model, self.pipeline, self.experts) > 1
 
     @property
     def devices(self) -> int:
@@ -103,6 +112,8 @@ class Division:
             ("hidden_size", hidden, "model_parallel", self.model),
             ("intermediate_size", model.get("intermediate_size"), "model_parallel", self.model),
             ("seq_length", model.get("seq_length"), "context_parallel", self.context),
+            ("data_parallel x model_parallel", self.data * self.model, "expert_parallel", self.experts),
+            ("num_experts", model.get("num_experts"), "expert_parallel", self.experts),
         ]
         for name, size, by, parts in divided:
             if isinstance(size, int) and isinstance(parts, int) and parts and size % parts:
@@ -129,15 +140,17 @@ class Division:
         return min(self.micro_batches, self.pipeline - stage)
 
     def part_of(self, leaf: str, part: str, shape: Tuple[int, ...]) -> int:
-        """Returns into how many parts model parallelism divides a parameter.
+        """Returns into how many parts model parallelism or expert parallelism divides a parameter.
 
         Args:
             leaf (str): The last part of the path of its cell, under the legacy model's names.
-            part (str): "weight", "bias", "A" or "B".
+            part (str): "weight", "bias", "A" or "B"; of routed experts, "weight1" or "weight2".
             shape (tuple of int): Its shape.
         """
         if leaf in ("lm_head", "tok_embeddings"):
             return 1 if self.whole_vocabulary or shape[0] % self.model or part in "AB" else self.model
+        if leaf == "experts":
+            return self.experts
         if leaf in _BY_COLUMNS:
             return self.model if part in ("weight", "A") else 1
         return self.model if leaf in _BY_ROWS and part in ("weight", "bias", "B") else 1
@@ -150,7 +163,9 @@ class Division:
             size (int): Its bytes on a device.
             rows (int): Its rows on a device.
         """
-        # MindFormers takes the embedding and the norms out of it.
+        # MindFormers takes the embedding out of it, and experts that are divided already have no replica left.
+        if leaf == "experts" and self.experts > 1:
+            return 1
         if not self.optimizer or size < _SMALLEST_SHARD or rows % self.data or leaf == "tok_embeddings":
             return 1
         return self.data

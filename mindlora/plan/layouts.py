@@ -1,7 +1,7 @@
 """The same run on other numbers of devices."""
 
 import dataclasses
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from mindlora.errors import LoraError
 from mindlora.plan.division import Division
@@ -32,6 +32,9 @@ class Layout:
     notes: Tuple[str, ...]
 
 
+_NAMES = {"data": "data parallel", "optimizer": "optimizer parallel", "model": "model parallel", "yaml": "as the YAML"}
+
+
 def layouts_of(run: Run, counts: Sequence[int]) -> List[Layout]:
     """Returns the layouts of a run on the given numbers of devices."""
     return [_layout(run, count) for count in counts]
@@ -39,14 +42,13 @@ def layouts_of(run: Run, counts: Sequence[int]) -> List[Layout]:
 
 def _layout(run: Run, count: int) -> Layout:
     own, notes = run.division, []
-    ways = {
+    several, experts = count > 1, count if own.experts > 1 else 1
+    ways: Dict[str, Optional[Division]] = {
         "data": Division(data=count),
-        "optimizer": Division(data=count, sharded=True, optimizer=True, gathers_again=True)
-        if count > 1
-        else Division(),
-        "model": Division(model=count, sharded=True, sequence=own.sequence, whole_vocabulary=own.whole_vocabulary)
-        if count > 1
-        else Division(),
+        "optimizer": Division(data=count, sharded=several, optimizer=several, gathers_again=True, experts=experts),
+        "model": Division(
+            model=count, sharded=several, sequence=own.sequence, whole_vocabulary=own.whole_vocabulary, experts=experts
+        ),
         "yaml": None,
     }
     unit = own.model * own.pipeline * own.context
@@ -55,7 +57,7 @@ def _layout(run: Run, count: int) -> Layout:
     found = {}
     for name, division in ways.items():
         found[name], note = _needed(run, division) if division else (None, "")
-        notes += [f"{count} devices, {name} parallel: {note}"] if note else []
+        notes += [f"{count} devices, {_NAMES[name]}: {note}"] if note else []
     return Layout(count, found["data"], found["optimizer"], found["model"], found["yaml"], tuple(notes))
 
 

@@ -95,17 +95,8 @@ def optimizer_of(run: Run) -> Tuple[str, int, bool]:
 
 def kv_cache_per_token(run: Run) -> int:
     """Returns the bytes of the keys and values of one token in all layers of one device's stage."""
-    model = run.model
-    heads = model.get("num_heads") or model.get("num_attention_heads") or 32
-    key_heads = model.get("n_kv_heads") or model.get("num_key_value_heads") or heads
-    head_size = model.get("head_dim") or run.number("hidden_size", 4096) // heads
-    layers = -(-layer_count(run) // run.division.pipeline)
-    return 2 * layers * key_heads * head_size * bytes_of(run.compute_dtype) // run.division.model
-
-
-def layer_count(run: Run) -> int:
-    """Returns the number of layers of a run's model."""
-    return run.number("num_layers" if "num_layers" in run.model else "num_hidden_layers", 32)
+    layers = -(-run.layers // run.division.pipeline)
+    return 2 * layers * run.attention_widths[1] * bytes_of(run.compute_dtype) // run.division.model
 
 
 def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
@@ -113,11 +104,13 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     tensors = _tensors(run, own)
     kind, states, is_float32 = optimizer_of(run)
     moments = f"{states} state{'s' * (states > 1)} of {kind}{' in float32' * is_float32}"
-    lines = [Line("base", tensors.base, EXACT)]
+    # How MindSpore divides parameters was not compared with anything.
+    exact = ARITHMETIC if run.division.divides_parameters else EXACT
+    lines = [Line("base", tensors.base, exact)]
     if tensors.gathered:
         lines.append(Line("base gathered for use (optimizer parallelism)", tensors.gathered, ARITHMETIC))
     if run.lora is not None:
-        lines.append(Line("adapter", tensors.adapter, EXACT))
+        lines.append(Line("adapter", tensors.adapter, exact))
     if not run.trains:
         lines += _inference_lines(run)
         return DeviceMemory(stage, tuple(lines), 0, 0)
@@ -125,15 +118,15 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     if value_at(run.config, "optimizer.swap"):
         lines.append(Line(f"optimizer: {moments}, on the host (swap)", 0, EXACT))
     else:
-        lines.append(Line(f"optimizer: {moments}", tensors.states, EXACT))
+        lines.append(Line(f"optimizer: {moments}", tensors.states, exact))
     activations = Activations(run, weights)
-    recomputation = read_recomputation(run.config, run.division, layer_count(run))
+    recomputation = read_recomputation(run.config, run.division, run.layers)
     kept = _kept(run, activations, recomputation, stage)
     # How many bits an NPU keeps of a dropout's mask was not counted.
     keeps_masks = not run.on_cpu and bool(run.lora and run.lora.lora_dropout)
-    keeps_masks = keeps_masks and len(recomputation.layers) < layer_count(run)
+    keeps_masks = keeps_masks and len(recomputation.layers) < run.layers
     basis = ARITHMETIC if keeps_masks else basis_of(run)
-    lines.append(Line(f"activations, {_described(recomputation, layer_count(run))}", kept, basis))
+    lines.append(Line(f"activations, {_described(recomputation, run.layers)}", kept, basis))
     layer = _recomputed_layer(run, activations, recomputation, stage)
     loss = activations.loss() if stage == run.division.pipeline - 1 else 0
     name = "logits and loss" if loss >= layer else "a layer that is recomputed (more than logits and loss)"
@@ -142,7 +135,7 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         stage,
         tuple(lines),
         _kept(run, activations, Recomputation(frozenset(), {}), stage),
-        _kept(run, activations, Recomputation(frozenset(range(layer_count(run))), {}), stage),
+        _kept(run, activations, Recomputation(frozenset(range(run.layers)), {}), stage),
     )
 
 
@@ -156,7 +149,7 @@ def basis_of(run: Run) -> str:
 
 def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:
     """Returns the parameters of a stage: its layers', on the first one the embedding, on the last one what follows."""
-    layers, last = run.division.layers(layer_count(run), stage), run.division.pipeline - 1
+    layers, last = run.division.layers(run.layers, stage), run.division.pipeline - 1
 
     def is_here(weight: Weight) -> bool:
         layer = names.layer_of(weight.path)
@@ -198,19 +191,19 @@ def _gradient_bytes(run: Run, element: int) -> int:
 
 
 def _kept(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
-    layers = run.division.layers(layer_count(run), stage)
+    layers = run.division.layers(run.layers, stage)
     kept = sum(activations.kept_by(layer, recomputation) for layer in layers)
     kept += activations.head() if stage == run.division.pipeline - 1 else 0
     return run.division.in_flight(stage) * kept + activations.masks()
 
 
 def _recomputed_layer(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> int:
-    own = [layer for layer in run.division.layers(layer_count(run), stage) if layer in recomputation.layers]
+    own = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
     return max((activations.whole_layer(layer) for layer in own), default=0)
 
 
 def _inference_lines(run: Run) -> List[Line]:
-    logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.number("vocab_size", 32000)
+    logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.vocabulary
     lines = [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
     if run.model.get("use_past"):
         tokens = run.number("num_blocks", 512) * run.number("block_size", 16)

@@ -1,14 +1,15 @@
 """Run: what a plan needs to know of a MindFormers YAML, checked."""
 
 import dataclasses
-from typing import Any, Dict, Optional
+import functools
+from typing import Any, Dict, Optional, Tuple
 
 from mindlora.common.fields import check_number, dtype_name
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
-from mindlora.models import registry
+from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
 from mindlora.plan.division import Division
 
@@ -59,6 +60,44 @@ class Run:
     def seq_length(self) -> int:
         """Tokens in a row."""
         return self.number("seq_length", 2048)
+
+    @functools.cached_property
+    def layers(self) -> int:
+        """Number of layers."""
+        return 1 + max(names.layer_of(name) or 0 for name in self.parameters)
+
+    @functools.cached_property
+    def linear(self) -> Dict[str, Tuple[int, int]]:
+        """Path -> (out, in) of the linear cells."""
+        return dict(self.architecture.linear_sizes(self.model))
+
+    @functools.cached_property
+    def embedding(self) -> Tuple[str, Tuple[int, ...]]:
+        """Path and shape [vocabulary, hidden] of the embedding."""
+        found = {name.rpartition(".")[0]: size.shape for name, size in self.parameters.items()}
+        return next((path, shape) for path, shape in found.items() if names.is_embedding(path))
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the embedding knows."""
+        return self.embedding[1][0]
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.embedding[1][1]
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return int(self.model.get("num_heads") or self.model.get("num_attention_heads") or 32)
+
+    @functools.cached_property
+    def attention_widths(self) -> Tuple[int, int]:
+        """Widths of q, and of k or v, from the cells of the first layer."""
+        cells = {names.to_mindformers(path).rpartition(".")[2]: size for path, size in reversed(self.linear.items())}
+        queries = cells["wo"][1]
+        return queries, cells["wk"][0] if "wk" in cells else (cells["w_qkv"][0] - queries) // 2
 
     @property
     def tokens(self) -> int:
@@ -137,8 +176,12 @@ def _number(value: Any, default: int, field: str) -> int:
 def _architecture(config: Dict[str, Any]) -> Architecture:
     model = config["model"]["model_config"]
     experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model))
-    kinds = [kind for kind in (value_at(config, "model.arch.type"), model.get("type"), model.get("model_type")) if kind]
+    named = model.get("architectures")
+    named = [named] if isinstance(named, str) else named or ()
+    given = [value_at(config, "model.arch.type"), model.get("type"), *named]
+    kinds = [str(kind) for kind in (*given, model.get("model_type")) if kind]
     found = next((record for record in map(registry.by_model_type, kinds) if record), None)
+    found = found or next((record for record in map(registry.by_hugging_face_type, kinds) if record), None)
     if found is None:
         known = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
         kind = kinds[0] if kinds else None

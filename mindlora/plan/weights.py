@@ -11,7 +11,6 @@ from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import TargetError
 from mindlora.models import names, targets
-from mindlora.models.architecture import ParameterSize
 from mindlora.numerics import nf4
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
@@ -81,10 +80,11 @@ def weights_of(run: Run) -> List[Weight]:
     ]
     if run.lora is None:
         return base
-    linear = linear_sizes(run)
     adapted = adapted_cells(run)
     trained = _trained_in_full(run, [weight.name for weight in base], adapted)
-    packed = set(targets.select_quantized(list(linear), run.lora.quantize_exclude)) if run.lora.quantize_base else set()
+    packed = (
+        set(targets.select_quantized(list(run.linear), run.lora.quantize_exclude)) if run.lora.quantize_base else set()
+    )
     wrong = sorted(trained & {f"{path}.{part}" for path in packed for part in ("weight", "bias")})
     if wrong:
         raise TargetError(
@@ -100,11 +100,6 @@ def weights_of(run: Run) -> List[Weight]:
     return found + list(_adapter(run.lora, adapted))
 
 
-def linear_sizes(run: Run) -> Dict[str, Shape]:
-    """Returns path -> (out, in) of the linear cells of a run's model."""
-    return dict(run.architecture.linear_sizes(run.model))
-
-
 def adapted_cells(run: Run) -> Dict[str, Shape]:
     """Returns path -> (out, in) of the cells that get an adapter; an embedding counts as [vocabulary, hidden].
 
@@ -118,10 +113,9 @@ def adapted_cells(run: Run) -> Dict[str, Shape]:
             f"pet_config has target_parameters {run.lora.target_parameters!r}, and the adapters of routed experts are "
             "not counted yet. Leave it out, and add experts * rank * (in + out) parameters for each weight."
         )
-    sizes = linear_sizes(run)
+    sizes: Dict[str, Shape] = dict(run.linear)
     if run.lora.target_modules != targets.ALL_LINEAR:
-        path, shape = _embedding(run.parameters)
-        sizes[path] = shape
+        sizes[run.embedding[0]] = run.embedding[1]
     with _quiet(targets.logger):
         selected = targets.select_targets(
             list(sizes), run.lora.target_modules, run.lora.exclude_modules, layers=run.lora.layers_to_transform
@@ -209,12 +203,6 @@ def _quantized(weight: Weight) -> Iterator[Weight]:
     for field, (shape, dtype) in nf4.layout(*weight.shape).items():
         count = weight.count if field == "codes" else 0
         yield Weight(weight.path, nf4.TENSOR_NAMES[field], shape, str(dtype), count)
-
-
-def _embedding(parameters: Dict[str, ParameterSize]) -> Tuple[str, Shape]:
-    return next(
-        (_split(name)[0], size.shape) for name, size in parameters.items() if names.is_embedding(_split(name)[0])
-    )
 
 
 def _split(name: str) -> Tuple[str, str]:

@@ -5,7 +5,9 @@ import pytest
 from mindlora.errors import ConfigError
 from mindlora.plan.layouts import layouts_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
+from mindlora.plan.run import read_run
 from mindlora.plan.weights import weights_of
+from tests.support import moe_networks
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 SHARDED = {"use_parallel": True, "parallel": {"parallel_mode": 1}}
@@ -81,10 +83,12 @@ def test_recomputation_keeps_the_inputs_of_the_layers():
     assert three.kept_at_least < lines(run_of({"num_layers": 3}, recompute_config={"recompute": [2]}))["activations"]
 
 
-def test_the_cache_of_predict_has_its_blocks():
-    run = run_of({"use_past": True, "num_blocks": 10, "block_size": 4}, run_mode="predict")
-    assert kv_cache_per_token(run) == 2 * 2 * 16 * 4
-    assert lines(run)["KV cache of 40 tokens"] == 40 * kv_cache_per_token(run)
+def test_the_cache_of_predict_is_that_of_the_built_network(make_llama):
+    keys = {"use_past": True, "num_blocks": 10, "block_size": 4, "compute_dtype": "float16"}
+    network = make_llama(**{**TINY, **keys, "type": None})
+    built = sum(p.nbytes for p in network.get_parameters() if p.name.endswith(("key_cache", "value_cache")))
+    run = run_of(keys, run_mode="predict")
+    assert lines(run)["KV cache of 40 tokens"] == 40 * kv_cache_per_token(run) == built
     assert "gradients" not in lines(run) and "optimizer" not in lines(run)
 
 
@@ -94,6 +98,7 @@ def test_two_devices_of_model_parallelism_have_half_of_each_cell():
     table, norms = 512 * 256 * 4, (2 * 8 + 1) * 256 * 4
     cells = lines(alone)["base"] - 2 * table - norms
     assert lines(shared)["base"] == cells // 2 + 2 * table + norms
+    assert {line.basis for line in memory_of(shared).lines} == {"arithmetic"}
     split = run_of(LARGE, **SHARDED, parallel_config={"model_parallel": 2, "vocab_emb_dp": False})
     assert lines(split)["base"] == cells // 2 + table + norms
 
@@ -117,6 +122,17 @@ def test_optimizer_parallelism_divides_the_base_and_gathers_it_for_use():
     assert lines(kept)["base"] < lines(alone)["base"] / 2
     name = "base gathered for use (optimizer parallelism)"
     assert lines(gathered)[name] < lines(kept)[name] / 4
+
+
+def test_experts_are_divided_among_devices():
+    model = {**moe_networks.QWEN3_MOE, "type": "Qwen3MoeConfig", "hidden_size": 64}
+    yaml = {"run_mode": "finetune", "model": {"model_config": model}}
+    nodes = {**SHARDED, "parallel_config": {"data_parallel": 2, "expert_parallel": 2}, "use_legacy": False}
+    alone, shared = read_run(yaml), read_run({**yaml, **nodes})
+    experts = sum(weight.size for weight in weights_of(alone) if ".experts." in weight.name)
+    assert lines(alone)["base"] - lines(shared)["base"] == experts // 2
+    with pytest.raises(ConfigError, match="data_parallel x model_parallel 2 by expert_parallel 4"):
+        read_run({**yaml, **nodes, "parallel_config": {"data_parallel": 2, "expert_parallel": 4}})
 
 
 def test_the_table_of_devices_says_what_cannot_be_divided():

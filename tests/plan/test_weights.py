@@ -4,8 +4,10 @@ import pytest
 
 from mindlora.errors import TargetError
 from mindlora.nn.nf4 import parameter_count
+from mindlora.plan.memory import memory_of
 from mindlora.plan.run import read_run
 from mindlora.plan.weights import weights_of
+from tests.support import mcore_cpu, mcore_networks, moe_cpu, moe_networks
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 PARTS = {"A": "mindpet_delta_lora_a", "B": "mindpet_delta_lora_b", "magnitude": "mindpet_delta_lora_magnitude"}
@@ -68,18 +70,29 @@ def test_the_parameters_are_those_of_the_built_network(name, make_llama):
     "keys", [{}, {"tie_word_embeddings": True, "params_dtype": "bfloat16"}, {"attention_bias": True}]
 )
 def test_the_parameters_are_those_of_the_built_qwen3(keys, mindformers, monkeypatch):
-    from tests.support import mcore_networks
-    from tests.support.mcore_cpu import install
-
-    install(monkeypatch.setattr)
+    mcore_cpu.install(monkeypatch.setattr)
     monkeypatch.setattr(mcore_networks, "filled", lambda network, _: network)
-    network = mcore_networks.tiny_qwen3(**keys)
     model = {**mcore_networks.TINY, **keys, "type": "Qwen3Config"}
-    yaml = {"run_mode": "finetune", "model": {"model_config": model, "arch": {"type": "Qwen3ForCausalLM"}}}
-    planned = {weight.name: (weight.shape, weight.dtype) for weight in weights_of(read_run(yaml))}
+    assert_parameters_of_mcore(model, mcore_networks.tiny_qwen3(**keys))
+
+
+def test_the_parameters_are_those_of_the_built_qwen3_with_experts(mindformers, monkeypatch):
+    moe_cpu.install(monkeypatch.setattr)
+    model = {**moe_networks.QWEN3_MOE, "type": "Qwen3MoeConfig"}
+    assert_parameters_of_mcore(model, moe_networks.tiny_moe("qwen3_moe"))
+
+
+def assert_parameters_of_mcore(model, network):
+    run = read_run({"run_mode": "finetune", "model": {"model_config": model}})
     built = {p.name: (tuple(p.shape), str(p.dtype).lower()) for p in network.get_parameters()}
-    # MindFormers 1.8 has the states of dropouts among them, two numbers each.
-    assert planned == {name: found for name, found in built.items() if found[1] != "int64"}
+    # What routers count, and, in MindFormers 1.8, the states of dropouts: some bytes of each layer.
+    counts = {
+        name for name, (_, dtype) in built.items() if name.endswith(("fi_accu", "expert_load")) or dtype == "int64"
+    }
+    assert {weight.name: (weight.shape, weight.dtype) for weight in weights_of(run)} == {
+        name: found for name, found in built.items() if name not in counts
+    }
+    assert memory_of(run).total > sum(weight.size for weight in weights_of(run))
 
 
 def test_a_4_bit_weight_cannot_be_trained():
