@@ -132,7 +132,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
 
 
 def _saved_tensors(cells):
-    """Returns (path, part) -> array as a file holds them, and the paths of cells without a rank, which it leaves out."""
+    """Returns (path, part) -> array as a file holds them, and the cells without a rank, which it leaves out."""
     saved = {path: cell.saved_parts() for path, cell in cells.items()}
     if not any(saved.values()):
         # AdaLoRA before its first step: all of it adds nothing yet.
