@@ -99,6 +99,21 @@ def test_stacked_weights_of_experts_are_known_by_name(write):
     assert any("mlp.experts.gate_up_proj too" in found for _, _, found in findings)
 
 
+@pytest.mark.parametrize(
+    "pet",
+    [
+        {"target_parameters": ["mlp.experts"]},
+        {"target_modules": ["linear_proj", "mlp.experts"]},
+        {"target_modules": r".*linear_proj|.*experts\.weight[12]"},
+    ],
+    ids=str,
+)
+def test_experts_can_be_named_as_a_module_or_in_target_modules(write, pet):
+    findings = found_in(write(mcore("Qwen3MoeForCausalLM", pet)))
+    assert not [finding for finding in findings if finding[0] == "error"]
+    assert any("LoRA on the stacked weights" in found and "experts" in found for _, _, found in findings)
+
+
 def test_a_pet_config_in_llm_model_is_found_and_named_where_it_is(write):
     pet = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": ".*wq|.*query"}
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "vocab_size": 100}
