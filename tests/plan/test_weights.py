@@ -111,6 +111,13 @@ def test_a_module_cannot_be_both_adapted_and_saved():
         weights_of(run_of({}, {**LORA, "modules_to_save": ["wq"]}))
 
 
+def test_adapters_of_routed_experts_are_not_counted_and_said_so():
+    with pytest.raises(
+        TargetError, match="has target_parameters \\['mlp.experts'\\], and the adapters of routed experts"
+    ):
+        weights_of(run_of({}, {**LORA, "target_parameters": ["mlp.experts"]}))
+
+
 def name_of(weight):
     """Returns the name that a parameter has in the network."""
     part = PARTS.get(weight.part, weight.part) if weight.adapter else weight.part
