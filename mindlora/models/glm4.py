@@ -1,6 +1,6 @@
 """GLM4, which MindFormers has as an mcore model for prediction alone: its names and no more.
 
-Hugging Face joins gate and up too, one after the other, so the cell is one and the same in both worlds.
+Hugging Face joins gate and up too, one after the other, so the cell is one and the same everywhere.
 """
 
 import dataclasses
