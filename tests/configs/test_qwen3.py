@@ -64,6 +64,7 @@ def test_it_builds_its_network_with_adapters_train_step_and_callbacks(path):
         ends |= {"mlp.linear_fc1", "mlp.linear_fc2"}
     assert set(cells) == {f"decoder.layers.{layer}.{end}" for layer in range(2) for end in ends}
     for cell in cells.values():
+        assert "recompute" in cell.get_scope()
         assert (cell.lora_rank, cell.lora_alpha, cell.dropout_rate) == (16, 32, 0.05)
         assert str(cell.weight.dtype) == ("UInt8" if pet.quantize_base else "BFloat16")
         assert {str(p.dtype) for p in cell.lora_parameters()} == {"Float32"} and str(cell.dtype) == "BFloat16"

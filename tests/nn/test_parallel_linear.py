@@ -242,6 +242,18 @@ def test_a_and_b_are_sharded_as_in_mindformers_own_lora(kind, on_eight_devices):
     assert not path.trainable_params() and not list(path.get_parameters())
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_these_layouts_are_those_of_mindformers_own_cells(kind, on_eight_devices):
+    from mindformers.parallel_core.training_graph.tensor_parallel import lora_layers
+
+    theirs = getattr(lora_layers, f"{kind}WithLoRA")(
+        IN, OUT, on_eight_devices, lambda shape: Tensor(normal(*shape, seed=1)), bias=False, skip_bias_add=True
+    )
+    path = adapted(parallel_cell(kind, on_eight_devices)).low_rank
+    assert layouts(path.a_product) == layouts(theirs.lora_A.morphed_forward)
+    assert layouts(path.b_product) == layouts(theirs.lora_B.morphed_forward)
+
+
 def test_with_sequence_parallelism_a_row_cells_sum_is_split_along_the_sequence(on_eight_devices):
     on_eight_devices.sequence_parallel = True
     path = adapted(parallel_cell("RowParallelLinear", on_eight_devices)).low_rank
