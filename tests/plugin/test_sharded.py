@@ -201,6 +201,21 @@ def test_only_a_network_that_holds_parts_is_sharded():
         ms.reset_auto_parallel_context()
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"use_dora": True}, {"use_vera": True}, {"use_adalora": True, "init_r": 4, "target_r": 2}],
+    ids=["plain", "DoRA", "VeRA", "AdaLoRA"],
+)
+def test_a_whole_adapter_of_any_kind_is_not_sharded(kind):
+    from mindlora.plugin import sharded_adapter
+
+    network = nn.SequentialCell()
+    network.embedding, network.wq, network.conv = nn.Embedding(12, 8), nn.Dense(8, 6), nn.Conv2d(3, 4, 3)
+    targets = "wq" if kind else "wq|embedding|conv"
+    apply_lora(network, LoraConfig(target_modules=targets, **kind))
+    assert not sharded_adapter.is_sharded(network, {})
+
+
 def test_slices_of_an_earlier_run_are_set_aside_with_its_steps(mindformers, tmp_path):
     from mindlora.plugin import resume
 
