@@ -42,7 +42,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         raise ConfigError(f"devices is {list(devices)!r}: it must hold whole numbers of at least 1.")
     run = read_run(config)
     weights = weights_of(run)
-    division = run.division
+    division, device = run.division, memory_of(run)
     return PlanReport(
         name,
         run.architecture.title,
@@ -56,7 +56,8 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         division.devices,
         _division(division),
         _batch(run) if run.trains else "",
-        memory_of(run),
+        device.total,
+        device,
         kv_cache_per_token(run),
         run.seq_length,
         schedule_of(run) if run.trains else None,

@@ -38,7 +38,8 @@ class PlanReport:
         devices (int): How many devices the YAML divides the run among.
         division (str): How, in words.
         batch (str): A step's rows in words; empty if the run does not train.
-        device (DeviceMemory): What is needed on the device that needs most.
+        needed (int): Bytes on the device that needs most.
+        device (DeviceMemory): What they are.
         kv_cache_per_token (int): Bytes of the keys and values of a token.
         seq_length (int): Tokens in a row.
         schedule (Schedule): Steps and tokens, or None if the run does not train.
@@ -59,6 +60,7 @@ class PlanReport:
     devices: int
     division: str
     batch: str
+    needed: int
     device: DeviceMemory
     kv_cache_per_token: int
     seq_length: int
@@ -74,7 +76,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         parts = [_facts(self), _memory(self), _layouts(self.layouts)]
-        parts += [_fit(self.fit, self.device.total)] if self.fit else []
+        parts += [_fit(self.fit, self.needed)] if self.fit else []
         parts.append("\n".join(_wrapped("", text) for text in (*self.notes, *_BASES)))
         return "\n\n".join(part for part in parts if part)
 
@@ -113,7 +115,7 @@ def _memory(report: PlanReport) -> str:
         (f"base, {report.dtype}" if line.name == "base" else line.name, gib(line.size), line.basis)
         for line in device.lines
     ]
-    rows.append(("in all", gib(device.total), ""))
+    rows.append(("in all", gib(report.needed), ""))
     if device.kept_at_most:
         rows.append(("  activations with nothing recomputed", gib(device.kept_at_most), ""))
         rows.append(("  activations with all layers recomputed", gib(device.kept_at_least), ""))

@@ -57,7 +57,7 @@ def test_json_holds_what_the_text_says(plan):
     assert report["parameters"] == 19616 + report["trained"] and report["adapter_file"] > 4 * report["trained"]
     assert [layout["devices"] for layout in report["layouts"]] == [1, 2]
     assert {line["basis"] for line in report["device"]["lines"]} == {"exact", "model, 15 %", "arithmetic"}
-    assert report["fit"] is None
+    assert report["needed"] == sum(line["size"] for line in report["device"]["lines"]) and report["fit"] is None
 
 
 def test_the_exit_code_is_1_if_the_run_does_not_fit(plan):

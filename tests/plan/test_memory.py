@@ -41,13 +41,18 @@ def test_each_optimizer_has_its_states(optimizer, states):
     assert lines(run_of(optimizer={"type": optimizer}))["optimizer"] == states * ADAPTER
 
 
-def test_the_moments_are_those_that_mindformers_allocates(make_llama):
-    from mindformers.core.optim.adamw import AdamW
+@pytest.mark.parametrize("kind", ["AdamW", "PmaAdamW", "Adam", "AdamWeightDecay", "Adagrad", "Momentum", "SGD"])
+def test_the_states_are_those_that_the_optimizer_allocates(kind, make_llama):
+    from mindformers.core import optim
+    from mindspore import nn
 
-    network = adapted(make_llama(**{**TINY, "type": None}), LORA)
-    optimizer = AdamW(network.trainable_params())
-    states = [p for p in optimizer.get_parameters() if p.name.startswith(("adam_m", "adam_v"))]
-    assert sum(p.nbytes for p in states) == lines(run_of())["optimizer"]
+    pet = {**LORA, "param_init_type": "float16"} if kind in ("AdamW", "Adam", "Momentum") else LORA
+    trained = adapted(make_llama(**{**TINY, "type": None}), pet).trainable_params()
+    made = getattr(optim, kind, None) or getattr(nn, kind)
+    built = made(trained, **({"learning_rate": 0.1, "momentum": 0.9} if kind == "Momentum" else {}))
+    known = {p.name for p in trained}
+    states = [p for p in built.get_parameters() if p.name not in known and p.size > 1]
+    assert sum(p.nbytes for p in states) == lines(run_of({}, pet, optimizer={"type": kind}))["optimizer"]
 
 
 def test_states_that_are_swapped_take_nothing_on_the_device():
