@@ -198,7 +198,7 @@ def test_experts_with_adapters_compute_and_differentiate_what_changed_weights_wo
     "name, targets, trained",
     [
         ("qwen3_moe", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], ("weight1", "weight2")),
-        # Its first layer is dense, the others have shared experts besides the routed ones.
+        # It has shared experts besides the routed ones.
         ("deepseek_v3", ["experts.down_proj"], ("weight2",)),
     ],
 )

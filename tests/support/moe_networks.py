@@ -23,8 +23,8 @@ QWEN3_MOE = {
 DEEPSEEK_V3 = {
     **{key: value for key, value in TINY.items() if key != "head_dim"},
     "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
     "n_routed_experts": EXPERTS,
     "num_experts_per_tok": CHOSEN,
     "n_shared_experts": 1,
