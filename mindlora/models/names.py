@@ -192,9 +192,14 @@ def architecture_of(parameters: Iterable[str]) -> Architecture:
 
 
 def architecture_of_cells(paths: Iterable[str]) -> Optional[Architecture]:
-    """Returns the architecture that knows most of these cells (legacy names); None if the first knows as many."""
-    found = _most_known(lambda one, path: one.rename_path(path, LEGACY, HF if one.legacy else MCORE), list(paths))
-    return None if found is registry.ARCHITECTURES[0] else found
+    """Returns the first architecture that has all of these cells (legacy names); None if the Llama has, or none."""
+    found = list(paths)
+    know_all = [
+        one
+        for one in registry.ARCHITECTURES
+        if all(one.rename_path(path, LEGACY, HF if one.legacy else MCORE) is not None for path in found)
+    ]
+    return know_all[0] if know_all and know_all[0] is not registry.ARCHITECTURES[0] else None
 
 
 def _most_known(knows: Callable[[Architecture, str], object], found: Iterable[str]) -> Architecture:

@@ -90,6 +90,6 @@ QWEN3 = dataclasses.replace(
     linear_sizes=linear_sizes,
     parameter_sizes=parameter_sizes,
     hugging_face_types=("qwen3",),
-    hub_names=r"qwen3-[\d.]+b(?!-a[\d.]+b)",
+    hub_names=r"qwen3-(?!next|vl|omni|asr)[a-z-]*[\d.]+b(?!-a[\d.]+b)",
     legacy=False,
 )

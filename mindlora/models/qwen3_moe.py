@@ -48,7 +48,7 @@ QWEN3_MOE = dataclasses.replace(
     linear_sizes=linear_sizes,
     parameter_sizes=parameter_sizes,
     hugging_face_types=("qwen3_moe",),
-    hub_names=r"qwen3-[\d.]+b-a[\d.]+b",
+    hub_names=r"qwen3-(?!next|vl|omni|asr)[a-z-]*[\d.]+b-a[\d.]+b",
     experts=EXPERTS,
     router=ROUTER,
 )

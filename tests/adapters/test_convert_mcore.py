@@ -118,6 +118,9 @@ def test_legacy_names_of_a_model_without_a_legacy_model_are_refused(tmp_path, to
     "base, title",
     [
         ("Qwen/Qwen3-30B-A3B", "Qwen3-MoE"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3-MoE"),
+        ("unsloth/Qwen3-0.6B-unsloth-bnb-4bit", "Qwen3"),
+        ("Qwen/Qwen3-VL-8B-Instruct", None),
         ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3"),
         ("THUDM/GLM-4-9B-0414", "GLM4"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", None),
@@ -132,6 +135,19 @@ def test_names_of_bases_tell_the_kind(tmp_path, base, title):
         convert_adapter(folder, str(tmp_path / "a.ckpt"), "ckpt")
         return
     with pytest.raises(AdapterError, match=f"MindFormers has {title} "):
+        convert_adapter(folder, str(tmp_path / "a.ckpt"), "ckpt")
+
+
+@pytest.mark.parametrize("cells, title", [(("w_gate_up", "w2"), "GLM4"), (("w_gate_up", "qkv_proj"), None)])
+def test_cells_that_one_model_alone_has_tell_the_kind(tmp_path, cells, title):
+    # Phi-3 has GLM4's gate_up_proj, and a qkv_proj that GLM4 has not.
+    folder = peft_folder(
+        tmp_path / "peft", adapter_of({f"model.layers.0.feed_forward.{c}": (4, 4) for c in cells}), None
+    )
+    if title is None:
+        convert_adapter(folder, str(tmp_path / "a.ckpt"), "ckpt")
+        return
+    with pytest.raises(AdapterError, match=r"MindFormers has GLM4 \(it has the cells of GLM4\)"):
         convert_adapter(folder, str(tmp_path / "a.ckpt"), "ckpt")
 
 
