@@ -7,6 +7,7 @@ import numpy as np
 from mindlora.adapters import metadata
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft
+from mindlora.config import LoraConfig
 from mindlora.formats.safetensors_file import layout
 from mindlora.models import names
 from mindlora.numerics import initializers
@@ -63,7 +64,7 @@ def _with_rank(shape: Shape, rank: int, part: str) -> Shape:
     return {"A": (rank, *shape[1:]), "B": (*shape[:1], rank), "lambda_d": (rank,)}.get(part, shape)
 
 
-def _entry(path: str, part: str, shape: Shape, lora) -> _Entry:
+def _entry(path: str, part: str, shape: Shape, lora: LoraConfig) -> _Entry:
     return peft.tensor_key(path, part, names.is_embedding(path)), _dtype(lora.param_init_type), shape
 
 
