@@ -12,6 +12,7 @@ from mindlora.errors import ConfigError, LoraError
 from mindlora.nn.adalora import AdaLoRADense
 from mindlora.nn.tree import lora_cells
 from mindlora.training.history import read_history
+from mindlora.training.rank_suggestion import suggest_ranks
 from tests.conftest import ROOT
 from tests.support import tiny_runs
 from tests.support.networks import as_array, randomize
@@ -53,6 +54,11 @@ def test_two_processes_agree_on_each_step_and_end_with_the_budget(two):
     (event,) = [event for event in history.events if event["event"] == "rank_budget"]
     assert event["step"] == 7 and event["message"].startswith("AdaLoRA has allocated 6 ranks: ")
     assert not [event for event in history.events if event["event"] == "adapter_health"]
+
+
+def test_ranks_can_be_suggested_from_it(two):
+    suggestion = suggest_ranks(read_history(str(two)))
+    assert (suggestion.before, len(suggestion.groups)) == (6, 3) and 3 <= suggestion.spent <= 6
 
 
 def test_its_adapter_is_a_plain_lora_of_these_ranks(two, make_llama):
