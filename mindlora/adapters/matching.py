@@ -88,7 +88,7 @@ class Match:
                 adapter.narrow(path, shapes[path].in_channels)
 
     def _relay_experts(self, own: Mapping[str, str]) -> bool:
-        """Stacks pairs of single experts, or takes stacked ones apart, as the network has them; tells whether it did."""
+        """Stacks pairs of single experts, or splits stacked ones, as the network has them; tells whether it did."""
         adapter = self.adapter
         if any(cell.experts for cell in self.shapes.values()):
             relaid = bool(expert_pairs.single_paths(adapter))

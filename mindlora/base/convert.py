@@ -127,10 +127,10 @@ def convert_base(
         companions, config = [], None
         if to == "hf" and not is_file_name(output):
             companions = base.companions()
-            if not base.config and model_config is None:
-                notes.append(_NO_CONFIG)
-            elif not base.config:
+            if not base.config and model_config is not None:
                 config = hugging_face_config([tensor[:3] for tensor in tensors], model_config)
+            elif not base.config:
+                notes.append(_NO_CONFIG)
         files = write(output, plan.shards, written, companions, config, progress)
     return ConvertBaseReport(
         str(source),

@@ -14,7 +14,21 @@ import sys
 from typing import Optional, Sequence
 
 from mindlora import __version__
-from mindlora.cli import adapters, base, chat, configs, convert, data, doctor, generate, plan, report, serve, shards, suggest
+from mindlora.cli import (
+    adapters,
+    base,
+    chat,
+    configs,
+    convert,
+    data,
+    doctor,
+    generate,
+    plan,
+    report,
+    serve,
+    shards,
+    suggest,
+)
 from mindlora.cli.engine_options import split_overrides
 from mindlora.errors import LoraError
 

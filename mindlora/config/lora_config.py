@@ -215,7 +215,7 @@ class LoraConfig:
                 f"use_adalora is True and lora_rank is {self.lora_rank!r}: AdaLoRA begins with init_r and ends with "
                 "target_r on average. Leave lora_rank out."
             )
-        self.lora_rank = self.init_r
+        self.lora_rank = self.budget_settings.init_r
 
     @property
     def budget_settings(self) -> rank_schedule.BudgetSettings:

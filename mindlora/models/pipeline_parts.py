@@ -28,7 +28,7 @@ def check_parts(paths: Sequence[str], all_paths: Sequence[str], patterns: object
     Raises:
         TargetError: A part would be changed that must not be.
     """
-    asked = TEXT_ENCODER in " ".join([patterns] if isinstance(patterns, str) else map(str, patterns or ()))
+    asked = TEXT_ENCODER in str(patterns)
     touched: Dict[str, List[str]] = {}
     for path in paths:
         part = _frozen_part(path, all_paths)

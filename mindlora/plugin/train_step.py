@@ -276,8 +276,8 @@ def _refuse(mode, **given):
     for name, is_given in given.items():
         if is_given:
             raise ConfigError(
-                f"runner_wrapper has {name}, which works alone and in data parallel (parallel.parallel_mode 0), without "
-                f"dumped norms, and not in this run of parallel_mode {mode!r}. Remove it."
+                f"runner_wrapper has {name}, which works alone and in data parallel (parallel.parallel_mode 0), "
+                f"without dumped norms, and not in this run of parallel_mode {mode!r}. Remove it."
             )
 
 

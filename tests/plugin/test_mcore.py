@@ -133,7 +133,9 @@ def test_target_modules_take_the_names_of_either_world(names):
 
 
 def test_some_members_of_a_joined_cell_and_the_embedding_are_refused_by_name():
-    with pytest.raises(TargetError, match=r"names q_proj, but here model\.decoder\.layers\.0\.self_attention\.linear_qkv"):
+    with pytest.raises(
+        TargetError, match=r"names q_proj, but here model\.decoder\.layers\.0\.self_attention\.linear_qkv"
+    ):
         apply_lora(tiny_qwen3(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(TargetError, match="is a VocabParallelEmbedding and not a linear cell"):
         apply_lora(tiny_qwen3(), LoraConfig(target_modules=["word_embeddings"]))

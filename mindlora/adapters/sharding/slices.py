@@ -129,8 +129,9 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
         AdapterFormatError: As in ``parts_of``.
         ShapeMismatchError: The tensor cannot be cut into so many parts.
     """
-    counts, indices = parts_of(layout, rank, name) if layout.tensor_map else ((1,) * array.ndim, (0,) * array.ndim)
-    if len(counts) != array.ndim or any(size % count for size, count in zip(array.shape, counts)):
+    axes = len(array.shape)
+    counts, indices = parts_of(layout, rank, name) if layout.tensor_map else ((1,) * axes, (0,) * axes)
+    if len(counts) != axes or any(size % count for size, count in zip(array.shape, counts)):
         raise ShapeMismatchError(
             f"{name} is {list(array.shape)}, which the strategy's {list(counts)} parts do not divide: it is the "
             "strategy of another network. Give the one of the run that is to start from this adapter."

@@ -114,7 +114,7 @@ def save_again(model, adapter, folder):
 
 
 def save_stacked(model, adapter, folder):
-    """Loads an adapter with a pair for each expert, from before transformers stacked them, and saves what PEFT makes."""
+    """Loads an adapter with a pair for each expert, as before transformers stacked them, and saves what PEFT makes."""
     with warnings.catch_warnings():
         # PEFT looks for its own rank_pattern of the stacked experts among the modules, and then uses it.
         warnings.simplefilter("ignore")
