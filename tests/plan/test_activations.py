@@ -20,11 +20,12 @@ ASCEND = {
     "fused_rms_norm": True,
 }
 WIDE = {"seq_length": 32, "hidden_size": 64, "num_heads": 8, "n_kv_heads": 2, "intermediate_size": 200}
+SOME = {**LORA, "target_modules": ["wq", "wv", "w2"]}
 # Name -> (model_config, pet_config, recompute_config, rows, device).
 SHAPES = {
     "on a CPU, all that is kept": ({}, LORA, {}, 2, "CPU"),
-    "for an NPU, a wide model": ({**ASCEND, **WIDE}, LORA, {}, 3, "Ascend"),
-    "for an NPU, one layer of two recomputed": ({**ASCEND, "vocab_size": 256}, LORA, {"recompute": [1]}, 2, "Ascend"),
+    "for an NPU, a wide model": ({**ASCEND, **WIDE}, SOME, {}, 3, "Ascend"),
+    "for an NPU, one layer of two recomputed": ({**ASCEND, "vocab_size": 256}, SOME, {"recompute": [1]}, 2, "Ascend"),
 }
 
 
