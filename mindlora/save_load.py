@@ -2,21 +2,21 @@
 
 import logging
 import warnings
-from typing import Mapping, Optional, Tuple
+from typing import List, Mapping, Optional, Tuple
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from mindlora import initialize
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import parts
+from mindlora.adapters import parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
-from mindlora.errors import LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import AdapterError, LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
 from mindlora.nn.matching import Match, split_joined
@@ -68,6 +68,8 @@ def save_lora(
     if format == "peft":
         split_joined(adapter, network, cells)
         adapter.selection = _selection(network, cells, adapter)
+        for tied in _tied_tables(network):
+            tied_embeddings.add_head(adapter, *tied)
     bad = [key for key, array in adapter.tensors.items() if not is_finite(array)]
     if bad:
         raise NotFiniteError(
@@ -261,9 +263,10 @@ def _set_values(network, adapter, saved_modules, initial_pairs):
 
 
 def _config(adapter, path) -> LoraConfig:
-    """Returns the configuration of one cell of an adapter, with the adapter's dtype."""
-    # float64 becomes float32, because cells do not compute in it; PEFT writes no such adapters.
-    dtype = dtype_name(adapter.tensors[path, "A"].dtype)
+    """Returns the configuration of one cell of an adapter, in a dtype that holds every value of its parts."""
+    # float32 holds float16 and bfloat16. float64 becomes float32 too: cells do not compute in it, PEFT does not write it.
+    dtypes = {dtype_name(array.dtype) for array in adapter.parts(path).values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     adapter.scale(path)
     with warnings.catch_warnings():
         # The warning about a small lora_alpha was given when the adapter was made.
@@ -286,6 +289,8 @@ def _saved_module_parameters(match, network, strict):
     adapter, source = match.adapter, match.source
     parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
+    if _tied_tables(network):
+        tied_embeddings.settle(adapter, source, "the network", AdapterError)
     found = []
     for name, array in adapter.saved_modules.items():
         parameter = parameters.get(name)
@@ -311,6 +316,18 @@ def _saved_module_parameters(match, network, strict):
             )
         else:
             found.append((parameter, array))
+    return found
+
+
+def _tied_tables(network) -> List[Tuple[str, str]]:
+    """Returns (embedding, head), as MindFormers names the parameters, for output heads whose weight is an embedding's."""
+    heads, tables, found = names.output_heads(), names.embeddings(), []
+    for path, cell in network.cells_and_names():
+        weight = getattr(cell, "weight", None)
+        head = names.to_mindformers(path)
+        if head in heads and isinstance(weight, Parameter):
+            embedding = names.parameter_to_mindformers(weight.name) or weight.name
+            found += [(embedding, f"{head}.weight")] if embedding.rpartition(".")[0] in tables else []
     return found
 
 

@@ -51,6 +51,8 @@ class Adapter:
         allocation (dict): Of an adapter that AdaLoRA trained: "rank", the sum of its cells' ranks; "target", what that
             is to be at the end of the run; and "left_out", the paths of cells that have no rank. None for any other.
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
+        peft_fields (dict): The fields of PEFT's configuration that change nothing here, as the file has them: task_type,
+            modules_to_save, revision, ...; empty for an adapter that was not PEFT's.
     """
 
     tensors: Dict[PartKey, np.ndarray]
@@ -66,6 +68,7 @@ class Adapter:
     embeddings: Set[str] = dataclasses.field(default_factory=set)
     projection_key: int = 0
     allocation: Optional[dict] = None
+    peft_fields: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def paths(self) -> List[str]:

@@ -7,16 +7,15 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 import numpy as np
 from tqdm import tqdm
 
-from mindlora.adapters import detection, parts, unreadable
+from mindlora.adapters import detection, parts, peft_settings, unreadable
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects import diffusers, kohya, mcore, mindformers, mlx, peft, peft_config, peft_experts, slora
 from mindlora.adapters.expert_pairs import single_paths
-from mindlora.adapters.pair_kinds import VARIANTS
 from mindlora.common import atomic
 from mindlora.common.json_files import write_json
 from mindlora.common.text import listed, shown, suggestion
-from mindlora.errors import AdapterError, AdapterFormatError, LoraError, MissingTensorsError, UnexpectedTensorsError
+from mindlora.errors import AdapterError, AdapterFormatError, LoraError
 from mindlora.formats import ckpt_file, torch_pickle
 from mindlora.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.models import names
@@ -79,7 +78,7 @@ def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
     declared = peft_config.read(config) if described and not os.path.exists(manifest) else None
     adapter = _read_weights(weights, allow_pickle, wanted)
     if declared:
-        _apply_config(adapter, declared, path)
+        peft_settings.apply(adapter, declared, path)
     else:
         adapter.check_pairs(path)
         if described:
@@ -300,40 +299,6 @@ def _check_tensor(key: str, name: str, array: np.ndarray, path: str, any_dtype: 
     if not any_dtype and array.dtype not in FLOATS:
         raise AdapterFormatError(
             f"{path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 or bfloat16."
-        )
-
-
-def _apply_config(adapter: Adapter, config: peft_config.PeftConfig, path: str) -> None:
-    """Puts the content of adapter_config.json into ``adapter``, and checks its pairs against it."""
-    adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
-    for kind in VARIANTS:
-        declared = getattr(config, kind.field)
-        if declared != (adapter.kind is kind):
-            error, found = (MissingTensorsError, "no ") if declared else (UnexpectedTensorsError, "")
-            raise error(f"{path}: {kind.field} is {declared}, but the adapter has {found}{kind.tensors}.")
-    adapter.projection_key = config.projection_key
-    if adapter.dialect != peft.NAME:
-        adapter.check_pairs(path)
-        slora.check_rank(adapter, config, path)
-        adapter.alphas = slora.alphas(adapter, config)
-        return
-    peft_experts.restore(adapter, config, path)
-    adapter.check_pairs(path, {cell: config.rank_of(cell) for cell in adapter.paths})
-    adapter.alphas = {cell: config.alpha_of(cell) for cell in adapter.paths}
-    adapter.selection = dict(config.selection)
-    for module in config.modules_to_save:
-        if not any(peft.is_of_module(name, module) for name in adapter.saved_modules):
-            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, but the file holds no tensor of it.")
-    kept = {*adapter.paths, *names.embeddings(), *names.output_heads()}
-    unknown = sorted(
-        name
-        for name in adapter.saved_modules
-        if not any(peft.is_of_module(name, module) for module in config.modules_to_save)
-        and name.rpartition(".")[0] not in kept
-    )
-    if unknown:
-        raise UnexpectedTensorsError(
-            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(unknown)}."
         )
 
 

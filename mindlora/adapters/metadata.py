@@ -33,6 +33,8 @@ def text_of(adapter: Adapter) -> str:
         content[kind.field] = True
     if kind.shared_parts:
         content["projection_key"] = adapter.projection_key
+    if adapter.peft_fields:
+        content["peft"] = adapter.peft_fields
     return json.dumps(content)
 
 
@@ -88,6 +90,7 @@ def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
         allocation=metadata.get("adalora"),
         projection_key=metadata.get("projection_key", 0),
         embeddings=set(metadata.get("embeddings", ())),
+        peft_fields=metadata.get("peft", {}),
     )
 
 
@@ -140,6 +143,10 @@ def _is_table_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
+def _is_peft_fields(value: Any) -> bool:
+    return isinstance(value, dict) and _is_list_of_texts(value.get("modules_to_save") or [])
+
+
 def _is_allocation(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -160,6 +167,7 @@ _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "whole": (_is_list_of_texts, "a list of strings"),
     "embeddings": (_is_list_of_texts, "a list of strings"),
     "base_fingerprint": (_is_table_of(_is_text), "strings by name"),
+    "peft": (_is_peft_fields, "an object with the fields of an adapter_config.json"),
     "adalora": (_is_allocation, "an object of rank, target and left_out"),
     "start": (lambda value: _is_text(value) and initializers.changes_base(value), "a lora_init that changes the base"),
 }

@@ -7,7 +7,7 @@ from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters import expert_pairs, joined_pairs
+from mindlora.adapters import expert_pairs, joined_pairs, tied_embeddings
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.pair_kinds import factors
@@ -159,6 +159,7 @@ class _Merging:
             expert_pairs.split_pairs(adapter)
         elif base.world == MCORE:
             expert_pairs.stack_pairs(adapter)
+        self._head = base.architecture.head_weight("mindformers")
         self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
@@ -256,17 +257,18 @@ class _Merging:
                 joined_pairs.split_pairs(self.adapter, path, kv_heads, head_dim, rows[0])
 
     def _check_names(self):
+        tied = self._is_tied()
+        if tied:
+            tied_embeddings.settle(self.adapter, self.source, self.base.path, MergeError)
         wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
-        tied = self.base.config.get("tie_word_embeddings") is True
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
-        if embeddings and tied:
+        if embeddings and self.base.config.get("tie_word_embeddings") is True:
             raise MergeError(
                 f"{self.source} changes {', '.join(embeddings)}, and {self.base.path} has tied embeddings, "
                 "so the output head would change too. Save the base with lm_head.weight and "
                 "tie_word_embeddings: false first."
             )
-        head = self.base.architecture.head_weight("mindformers")
-        if head in wanted and (tied or head not in self._own):
+        if self._head in wanted and tied:
             raise MergeError(
                 f"{self.source} changes lm_head, and {self.base.path} has no output head of its own: its "
                 "embeddings are tied, so a change of the head would change the input embedding too. Save "
@@ -279,6 +281,9 @@ class _Merging:
                 f"It has {WORLDS[self.base.world]} names: {examples(self.base.tensors)}. Give the base that the "
                 "adapter was trained on."
             )
+
+    def _is_tied(self) -> bool:
+        return self.base.config.get("tie_word_embeddings") is True or self._head not in self._own
 
     def _check_pair(self, name, path):
         self.adapter.scale(path)

@@ -199,3 +199,28 @@ def test_between_safetensors_forms_mindspore_is_not_imported(tmp_path):
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+@pytest.mark.parametrize("through", ["peft", "ckpt", "mindformers"])
+@pytest.mark.parametrize("task", ["SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", None, "CAUSAL_LM"])
+def test_what_a_configuration_says_besides_comes_back_from_every_form(tmp_path, through, task):
+    """PEFT -> another form -> PEFT: the task, and each field that changes nothing, known or not."""
+    fields = {
+        "task_type": task,
+        "revision": "main",
+        "auto_mapping": {"base_model_class": "LlamaModel", "parent_library": "transformers"},
+        "inference_mode": False,
+        "peft_version": "0.15.2",
+        "modules_to_save": None,
+        "unsloth_fixed": True,
+        "base_model_name_or_path": "some/base",
+    }
+    source = written(tmp_path, "peft")
+    config = pathlib.Path(source, "adapter_config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields, "eva_config": {"rho": 2.0}}))
+    convert_adapter(source, str(tmp_path / FORMS[through]), through)
+    convert_adapter(str(tmp_path / FORMS[through]), str(tmp_path / "back"), "peft")
+    found = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert {field: found[field] for field in fields} == fields
+    # It belongs to an init_lora_weights that is over.
+    assert "eva_config" not in found

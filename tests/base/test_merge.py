@@ -180,3 +180,15 @@ def test_memory_is_that_of_a_few_blocks(tmp_path):
     used = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     # In KiB; the one tensor has 128 MiB.
     assert int(used.stdout) < 100 * 1024
+
+
+def test_an_embedding_and_a_head_that_are_equal_replace_the_one_table_of_a_tied_base(tmp_path):
+    """PEFT's ensure_weight_tying."""
+    source, found = llama(DTYPES["float32"], tied=True), pairs(Q)
+    table = np.random.default_rng(5).normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    saved = {"model.embed_tokens.weight": table, "lm_head.weight": table}
+    adapter = save_adapter(tmp_path / "adapter", found, saved, ensure_weight_tying=True)
+    base = save_base(tmp_path / "base", source, tie_word_embeddings=True)
+    report = merge_checkpoint(base, adapter, str(tmp_path / "out"))
+    assert (report.merged, report.replaced) == (1, 1)
+    assert_merged(load(tmp_path / "out"), {**source, "model.embed_tokens.weight": table}, found)

@@ -165,3 +165,15 @@ def test_what_rounding_does_not_explain_is_found(tmp_path, monkeypatch, dtype):
         save_base(tmp_path / "base", llama(DTYPES[dtype])),
         pairs(Q),
     )
+
+
+def test_a_saved_embedding_alone_on_a_tied_base(tmp_path):
+    """PEFT unties the two; one table cannot be both."""
+    merge_refused(
+        tmp_path,
+        MergeError,
+        "holds model.tok_embeddings.embedding_weight alone .modules_to_save.*tied",
+        save_base(tmp_path / "base", llama(tied=True)),
+        pairs(Q),
+        {"model.embed_tokens.weight": np.ones((VOCAB, HIDDEN), np.float32)},
+    )

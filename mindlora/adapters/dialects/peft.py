@@ -25,7 +25,7 @@ def tensor_key(path: str, part: str, embeds: bool = False) -> str:
     """Returns the key of a part of the cell at ``path`` (MindFormers' name), which may be an embedding."""
     if part in SHARED_PARTS:
         return SHARED_PARTS[part].peft
-    return PREFIX + names.to_hugging_face(path) + (EMBEDDING.peft if embeds else _SUFFIXES)[part]
+    return PREFIX + names.to_hugging_face(path) + {**_SUFFIXES, **(EMBEDDING.peft if embeds else {})}[part]
 
 
 def parse_key(key: str) -> Optional[PartKey]:
@@ -83,23 +83,24 @@ def adapter_config(adapter: Adapter) -> Dict:
     stacked = stacked_paths(adapter)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     config = {
+        "inference_mode": True,
+        "modules_to_save": _modules_to_save(adapter),
+        # PEFT would look for generate() in a UNet.
+        "task_type": None if any(map(diffusion.part_of, modules.values())) else "CAUSAL_LM",
+        **adapter.peft_fields,
         "alpha_pattern": {patterns[path]: value for path, value in alphas.items() if value != alpha},
         "base_model_name_or_path": adapter.base_model,
         "bias": "none",
         "fan_in_fan_out": False,
-        "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": alpha,
         # PEFT loads nothing with a dropout on parameters.
         "lora_dropout": 0.0 if stacked else adapter.dropout,
-        "modules_to_save": _modules_to_save(adapter),
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
         # A cell outside a network has no path.
         "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
-        # PEFT would look for generate() in a UNet.
-        "task_type": None if any(map(diffusion.part_of, modules.values())) else "CAUSAL_LM",
         "use_dora": adapter.use_dora,
         "use_rslora": adapter.use_rslora,
         **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),

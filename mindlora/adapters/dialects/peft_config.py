@@ -36,6 +36,8 @@ _NEUTRAL = (
     "runtime_config",
     "task_type",
 )
+# Those that say how a training began, of which PEFT warns beside another init_lora_weights.
+_OF_INITIALIZERS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 # Fields that change the forward or the base.
 _UNSUPPORTED = {
     "alora_invocation_tokens": "the adapter then acts on some tokens only",
@@ -66,6 +68,8 @@ _USED = (
     "use_dora",
     "use_rslora",
 )
+# Fields that are written again as they were read.
+_KEPT = (*(field for field in _NEUTRAL if field not in _OF_INITIALIZERS), "modules_to_save")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,7 @@ class PeftConfig:
         modules_to_save (tuple of str): Modules that were trained in full and are saved with the adapter.
         selection (dict): The fields that select modules, as they are.
         base_model (str): base_model_name_or_path, or None.
+        kept (dict): The fields that change nothing here and are written again as they are, unknown ones among them.
     """
 
     rank: int
@@ -98,6 +103,7 @@ class PeftConfig:
     modules_to_save: tuple
     selection: Dict[str, object]
     base_model: Optional[str]
+    kept: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def rank_of(self, path: str) -> int:
         """Returns r of the module at ``path`` (MindFormers' or Hugging Face's name)."""
@@ -158,6 +164,7 @@ def parse(content: dict, path: str) -> PeftConfig:
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
         selection=selection(content, path),
         base_model=_text(content.get("base_model_name_or_path"), path),
+        kept={field: content[field] for field in content if field in (*_KEPT, *unknown)},
     )
 
 

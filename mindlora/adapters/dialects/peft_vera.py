@@ -38,6 +38,7 @@ def projection_key(content: Dict) -> int:
 def of_lora(config: Dict, projection_prng_key: int) -> Dict:
     """Returns the content of a VeRA adapter_config.json, given the content that a LoRA's would have."""
     shared = (
+        "auto_mapping",
         "base_model_name_or_path",
         "bias",
         "fan_in_fan_out",
@@ -45,7 +46,9 @@ def of_lora(config: Dict, projection_prng_key: int) -> Dict:
         "layers_pattern",
         "layers_to_transform",
         "modules_to_save",
+        "peft_version",
         "r",
+        "revision",
         "target_modules",
         "task_type",
     )

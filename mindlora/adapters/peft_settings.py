@@ -1,0 +1,63 @@
+"""What an adapter_config.json says, put into the adapter whose tensors lie beside it and checked against them."""
+
+from typing import List
+
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects import peft, peft_config, peft_experts, slora
+from mindlora.adapters.pair_kinds import VARIANTS
+from mindlora.common.text import listed
+from mindlora.errors import MissingTensorsError, UnexpectedTensorsError
+from mindlora.models import names
+
+# PEFT adds both to modules_to_save of every classifier, and a model has one of them.
+_CLASSIFIERS = ("classifier", "score")
+
+
+def apply(adapter: Adapter, config: peft_config.PeftConfig, path: str) -> None:
+    """Puts the content of adapter_config.json into ``adapter``, and checks its pairs against it.
+
+    Args:
+        adapter (Adapter): With its tensors; changed in place.
+        config (PeftConfig): What lies beside them.
+        path (str): The adapter, for messages.
+
+    Raises:
+        MissingTensorsError, UnexpectedTensorsError: The two are of different kinds, a saved module is missing, or there
+            are tensors of which the configuration says nothing.
+        RankMismatchError, ShapeMismatchError: A pair does not have the declared rank.
+    """
+    adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
+    for kind in VARIANTS:
+        declared = getattr(config, kind.field)
+        if declared != (adapter.kind is kind):
+            error, found = (MissingTensorsError, "no ") if declared else (UnexpectedTensorsError, "")
+            raise error(f"{path}: {kind.field} is {declared}, but the adapter has {found}{kind.tensors}.")
+    adapter.projection_key = config.projection_key
+    if adapter.dialect != peft.NAME:
+        adapter.check_pairs(path)
+        slora.check_rank(adapter, config, path)
+        adapter.alphas = slora.alphas(adapter, config)
+        return
+    peft_experts.restore(adapter, config, path)
+    adapter.check_pairs(path, {cell: config.rank_of(cell) for cell in adapter.paths})
+    adapter.alphas = {cell: config.alpha_of(cell) for cell in adapter.paths}
+    adapter.selection, adapter.peft_fields = dict(config.selection), dict(config.kept)
+    _check_saved_modules(adapter, list(config.modules_to_save), path)
+
+
+def _check_saved_modules(adapter: Adapter, modules: List[str], path: str) -> None:
+    present = [module for module in modules if any(peft.is_of_module(name, module) for name in adapter.saved_modules)]
+    one_suffices = any(module in _CLASSIFIERS for module in present)
+    for module in modules:
+        if module not in present and not (one_suffices and module in _CLASSIFIERS):
+            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, but the file holds no tensor of it.")
+    own = {*adapter.paths, *names.embeddings(), *names.output_heads()}
+    unknown = sorted(
+        name
+        for name in adapter.saved_modules
+        if not any(peft.is_of_module(name, module) for module in modules) and name.rpartition(".")[0] not in own
+    )
+    if unknown:
+        raise UnexpectedTensorsError(
+            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(unknown)}."
+        )

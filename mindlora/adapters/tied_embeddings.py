@@ -1,0 +1,73 @@
+"""Saved embeddings and output heads, where the base has one table for both (tied embeddings).
+
+PEFT gives each module of modules_to_save a weight of its own, which unties the two: an embedding that was saved alone
+leaves the head as the base has it. One table cannot be both. With ensure_weight_tying, PEFT keeps the two equal.
+"""
+
+from typing import Iterable, Optional, Type
+
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects import peft
+from mindlora.errors import LoraError
+from mindlora.models import names
+from mindlora.numerics.dtypes import to_float32
+
+
+def settle(adapter: Adapter, source: str, base: str, error: Type[LoraError]) -> None:
+    """Takes the saved head off an adapter for a base with one table, where it equals the saved embedding.
+
+    Args:
+        adapter (Adapter): Changed in place.
+        source (str): The adapter, for messages.
+        base (str): What has one table, for messages.
+        error (type): What to raise.
+
+    Raises:
+        error: The adapter has an embedding that the head must not share.
+    """
+    embedding = _saved(adapter, names.embeddings())
+    head = _saved(adapter, names.output_heads())
+    if embedding is None:
+        return
+    way_out = "Take a base with lm_head.weight and tie_word_embeddings: false, which has two."
+    if head is not None:
+        tables = [adapter.saved_modules[name] for name in (embedding, head)]
+        if tables[0].shape != tables[1].shape or (to_float32(tables[0]) != to_float32(tables[1])).any():
+            raise error(
+                f"{source} holds different weights for {embedding} and {head}, and {base} has one table for both: its "
+                f"embeddings are tied. {way_out}"
+            )
+        del adapter.saved_modules[head]
+    elif _is_untied(adapter, embedding):
+        raise error(
+            f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, and "
+            f"{base} has one table for both: its embeddings are tied. {way_out}"
+        )
+
+
+def add_head(adapter: Adapter, embedding: str, head: str) -> None:
+    """Gives an adapter of a network with tied embeddings the head too, so that PEFT does not untie them.
+
+    Args:
+        adapter (Adapter): Changed in place, if it has ``embedding`` among its saved modules.
+        embedding, head (str): The parameters, under MindFormers' names.
+    """
+    if embedding in adapter.saved_modules:
+        adapter.saved_modules[head] = adapter.saved_modules[embedding].copy()
+        adapter.peft_fields["ensure_weight_tying"] = True
+
+
+def _saved(adapter: Adapter, paths: Iterable[str]) -> Optional[str]:
+    own = set(paths)
+    return next((name for name in adapter.saved_modules if name.rpartition(".")[0] in own), None)
+
+
+def _is_untied(adapter: Adapter, embedding: str) -> bool:
+    """Tells whether PEFT would give the embedding a weight of its own.
+
+    It does not where the file holds the base's weight without naming it, as after a change of the vocabulary. An
+    adapter with a fingerprint was trained here, where tied embeddings stay tied.
+    """
+    modules = adapter.peft_fields.get("modules_to_save") or ()
+    named = any(peft.is_of_module(embedding, module) for module in modules)
+    return named and not adapter.peft_fields.get("ensure_weight_tying") and adapter.fingerprint is None
