@@ -31,22 +31,23 @@ def replaced(network):
     return {path.removeprefix("model.decoder.layers.") for path in paths}
 
 
-def test_all_linear_takes_the_attention_of_a_mixture_of_experts_and_leaves_router_and_experts_alone():
+def test_all_linear_takes_what_is_no_expert_in_a_mixture_of_experts_and_leaves_the_router_alone():
     assert replaced(tiny_qwen3_moe()) == {"0.self_attention.linear_qkv", "0.self_attention.linear_proj"}
+    shared = {"0.mlp.shared_experts.linear_fc1", "0.mlp.shared_experts.linear_fc2"}
+    assert replaced(tiny_deepseek_v3()) == shared | {f"0.self_attention.{cell}" for cell in LATENTS}
 
 
 @pytest.fixture(scope="module")
 def deepseek():
-    """A DeepSeek-V3 that has trained with adapters, and its losses."""
-    network = tiny_deepseek_v3()
-    cells = replaced(network)
-    shared = {"0.mlp.shared_experts.linear_fc1", "0.mlp.shared_experts.linear_fc2"}
-    assert cells == shared | {f"0.self_attention.{cell}" for cell in LATENTS}
+    """A DeepSeek-V3 of a dense layer that has trained with adapters, and its losses."""
+    network = tiny_deepseek_v3(first_k_dense_replace=1)
+    dense = {"0.mlp.linear_fc1", "0.mlp.linear_fc2"}
+    assert replaced(network) == dense | {f"0.self_attention.{cell}" for cell in LATENTS}
     freeze_base(network)
     return network, train(network, 20)
 
 
-def test_deepseek_v3_trains_with_latent_attention_and_shared_experts(deepseek):
+def test_deepseek_v3_trains_with_latent_attention(deepseek):
     network, losses = deepseek
     assert losses[-5:].mean() < losses[:5].mean() - 0.1
     for path, cell in lora_cells(network):
@@ -59,8 +60,8 @@ def test_deepseek_v3s_adapter_is_saved_under_hugging_faces_names_and_comes_back(
     names = {name.removeprefix(prefix).rpartition(".lora_")[0] for name in load_file(tmp_path / "adapter" / WEIGHTS)}
     attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     forward = ("gate_proj", "up_proj", "down_proj")
-    assert names == {f"0.self_attn.{cell}" for cell in attention} | {f"0.mlp.shared_experts.{cell}" for cell in forward}
-    other = tiny_deepseek_v3()
+    assert names == {f"0.self_attn.{cell}" for cell in attention} | {f"0.mlp.{cell}" for cell in forward}
+    other = tiny_deepseek_v3(first_k_dense_replace=1)
     load_lora(other, tmp_path / "adapter")
     pairs = {path: cell.pair() for path, cell in lora_cells(deepseek[0])}
     for path, cell in lora_cells(other):
