@@ -2,7 +2,8 @@
 
 Three paths compute the same result: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed``
 (plain MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; if that path is not
-available, it is an error and there is no fallback. lora_dropout on an NPU is exempt, because it has no Ascend kernel:
+available, it is an error and there is no fallback. MINDLORA_BACKEND_<OPERATOR>, such as MINDLORA_BACKEND_LORA_DELTA,
+does so for one operator and comes first. lora_dropout on an NPU is exempt, because it has no Ascend kernel:
 cells use nn.Dropout there, and a direct call takes the composed path, as the report shows. Exempt are also the
 operators of serving in CPU_ONLY: they stand in for MindSpore's own, which have kernels for NPUs only, so they have the
 cpu path or none.
@@ -119,22 +120,22 @@ def choose(op: str) -> Choice:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout on an
             NPU, and for those of CPU_ONLY).
     """
-    device, forced = ms.get_context("device_target"), os.environ.get(VARIABLE, "")
+    device, (variable, forced) = ms.get_context("device_target"), _asked(op)
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
     if forced not in ("", *PATHS):
-        raise BackendError(f"{VARIABLE} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
+        raise BackendError(f"{variable} is {forced!r}: it must be one of {', '.join(PATHS)}, or unset.")
     if op in CPU_ONLY:
         return _cpu_or_none(op, device)
     if forced == "composed":
-        return Choice(op, "composed", f"{VARIABLE} asks for it{note}")
+        return Choice(op, "composed", f"{variable} asks for it{note}")
     path = forced or ("ascend" if device == "Ascend" else "cpu")
     if path == "ascend" and device == "Ascend" and ASCEND_OP_TYPES[op] is None:
-        return Choice(op, "composed", f"it has no Ascend kernel, even if {VARIABLE} asks for one")
+        return Choice(op, "composed", f"it has no Ascend kernel, even if {variable} asks for one")
     problem = _ascend_problem(op, device) if path == "ascend" else _cpu_problem(device)
     if forced and problem:
-        raise BackendError(f"{VARIABLE} is {forced}, but {problem}.")
+        raise BackendError(f"{variable} is {forced}, but {problem}.")
     if forced:
-        return Choice(op, path, f"{VARIABLE} asks for it")
+        return Choice(op, path, f"{variable} asks for it")
     if problem:
         return Choice(op, "composed", problem + note)
     if path == "ascend":
@@ -168,9 +169,21 @@ def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Ch
         problem = f"the cell computes in {dtype}, and the fused operators in Float32, Float16 or BFloat16"
     if choice.path == "composed" or not problem:
         return choice
-    if os.environ.get(VARIABLE):
-        raise BackendError(f"{VARIABLE} is {choice.path}, but {problem}.")
+    variable, forced = _asked(op)
+    if forced:
+        raise BackendError(f"{variable} is {choice.path}, but {problem}.")
     return Choice(op, "composed", problem)
+
+
+def switch(op: str) -> str:
+    """Returns the environment variable that forces the path of one operator, MINDLORA_BACKEND_<OPERATOR>."""
+    return f"{VARIABLE}_{op.upper()}"
+
+
+def _asked(op):
+    """Returns the variable that counts for an operator, and the path that it names: "" if there is none."""
+    variable = switch(op) if os.environ.get(switch(op)) else VARIABLE
+    return variable, os.environ.get(variable, "")
 
 
 def _cpu_or_none(op, device) -> Choice:

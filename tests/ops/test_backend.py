@@ -60,6 +60,18 @@ def test_a_path_can_be_forced(mode, monkeypatch, path):
     assert {reason.split(";")[0] for reason in reasons()} == {"MINDLORA_BACKEND asks for it"}
 
 
+def test_one_operator_can_be_switched_off_by_itself(mode, monkeypatch):
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    monkeypatch.setenv("MINDLORA_BACKEND_LORA_DELTA", "composed")
+    found = {choice.op: choice for choice in backend_report().choices}
+    assert found.pop("lora_delta").path == LoraDelta().path == "composed"
+    assert {choice.path for choice in found.values()} == {"cpu"}
+    assert backend.choose("lora_delta").reason.startswith("MINDLORA_BACKEND_LORA_DELTA asks for it")
+    monkeypatch.setenv("MINDLORA_BACKEND_LORA_DELTA", "off")
+    with pytest.raises(BackendError, match="^MINDLORA_BACKEND_LORA_DELTA is 'off': it must be one of ascend, cpu"):
+        LoraDelta()
+
+
 @pytest.mark.parametrize(
     "value, message",
     [
