@@ -38,8 +38,8 @@ def test_targets_are_found_under_diffusers_names():
     assert sum(path.endswith(".conv1") for path in kinds) == 8 and "conv_out" not in kinds
 
 
-def test_it_trains_and_the_adapter_does_the_same_in_a_fresh_unet(pynative_mode, tmp_path):
-    """In PyNative; the program of examples/text_to_image trains one in graph mode."""
+def test_it_trains_and_the_adapter_does_the_same_in_a_fresh_unet(graph_mode, tmp_path):
+    """In graph mode; the program of examples/text_to_image trains one in PyNative."""
     network, inputs = adapted(seed=None), unet_inputs(batch=2)
     freeze_base(network)
     parameters, before = network.trainable_params(), snapshot(network)
