@@ -1,5 +1,6 @@
 """LossCurve: the losses of a run as JSON and as a plot."""
 
+import importlib.util
 import json
 import os
 from typing import Optional
@@ -9,7 +10,6 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.common import atomic
-from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks.common import loss_of, register
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLoss
 from mindlora.plugin.log import logger
@@ -19,24 +19,20 @@ from mindlora.plugin.log import logger
 class LossCurve(Callback):
     """Records the loss of every step and what HeldOutLoss measures in loss_curve.json, and plots both.
 
-    The plot is loss_curve.png. The two files are written when training ends.
+    The plot is loss_curve.png, for which matplotlib must be installed. The files are written when training ends.
 
     Args:
         directory (str): Folder to write to. Default: None, the output folder of the run.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
 
     def __init__(self, directory: Optional[str] = None):
         super().__init__()
-        try:
-            import matplotlib  # noqa: F401  if it is missing, this fails now and not after hours of training
-        except ImportError as error:
-            raise ConfigError(
-                "LossCurve needs matplotlib, which is not installed: pip install "
-                "'mindlora[plot]', or remove LossCurve from callbacks."
-            ) from error
+        self.plots = importlib.util.find_spec("matplotlib") is not None
+        if not self.plots:
+            logger.warning(
+                "matplotlib is not installed, so LossCurve writes loss_curve.json without its picture. The run's "
+                "report.html shows the same curves; for the picture: pip install 'mindlora[plot]'."
+            )
         self.directory = directory or get_output_root_path()
         self.train = []
 
@@ -55,14 +51,16 @@ class LossCurve(Callback):
             if isinstance(callback, HeldOutLoss)
             for point in callback.measured
         ]
-        from mindlora.training.loss_curve import draw_loss
-
         os.makedirs(self.directory, exist_ok=True)
         with atomic.replace_file(os.path.join(self.directory, "loss_curve.json")) as path:
             _write(path, {"train": self.train, "held_out": held_out})
-        with atomic.replace_file(os.path.join(self.directory, "loss_curve.png")) as path:
-            draw_loss(self.train, held_out, path)
-        logger.info("Loss curve written to %s.", os.path.join(self.directory, "loss_curve.png"))
+        if self.plots:
+            from mindlora.training.loss_curve import draw_loss
+
+            with atomic.replace_file(os.path.join(self.directory, "loss_curve.png")) as path:
+                draw_loss(self.train, held_out, path)
+        name = "loss_curve.png" if self.plots else "loss_curve.json"
+        logger.info("Loss curve written to %s.", os.path.join(self.directory, name))
 
 
 def _write(path, content):

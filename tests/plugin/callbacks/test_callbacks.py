@@ -218,10 +218,13 @@ def test_loss_curve_of_a_resumed_run_starts_where_it_resumed(tmp_path):
     assert tiny_runs.losses(tmp_path) == {4: 0.5, 5: 0.25}
 
 
-def test_loss_curve_without_matplotlib(monkeypatch):
+def test_loss_curve_without_matplotlib_writes_the_numbers_and_says_how_to_get_the_plot(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("mindlora.plugin.callbacks.loss_curve.logger.warning", told.append)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"matplotlib, which is not installed: pip install 'mindlora\[plot\]'"):
-        LossCurve()
+    play([LossCurve("curve")], [0.5, 0.25])
+    assert [path.name for path in (tmp_path / "curve").iterdir()] == ["loss_curve.json"]
+    assert len(told) == 1 and "report.html shows the same curves; for the picture: pip install" in told[0]
 
 
 @pytest.mark.parametrize("start, beginning", [(0, "  0%|          | 0/8"), (6, " 75%|███████▌  | 6/8")])
