@@ -6,22 +6,22 @@ built with the same lora_init.
 """
 
 import logging
-import math
 from typing import Dict, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
 
+from mindlora.adapters import initial_pairs
 from mindlora.adapters.adapter import Adapter
 from mindlora.common.text import listed
 from mindlora.errors import BaseMismatchError, LoraError, RankMismatchError
 from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.tensors import to_array
-from mindlora.nn.tree import lora_cells
+from mindlora.nn.tree import lora_cells, weight_of
 from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics import initializers
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.dtypes import ROUNDING, to_float32
 from mindlora.numerics.initializers import InitialPair
 
 logger = logging.getLogger("mindlora")
@@ -99,12 +99,49 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
         )
     for path, cell in cells.items():
         if cell.initial_pair:
-            a, b = (adapter.tensors[path, half] for half in "AB")
-            adapter.tensors[path, "A"] = np.concatenate([a, cell.initial_pair.a])
-            adapter.tensors[path, "B"] = np.concatenate([b, _negative(cell.initial_pair.b)], axis=1)
-            adapter.alphas[path] *= _growth(cell.use_rslora)
+            initial_pairs.append(adapter, path, cell.initial_pair.a, cell.initial_pair.b)
     if all(cell.initial_pair for cell in cells.values()):
         adapter.initialization = next(iter(cells.values())).lora_init
+
+
+def complete_initial_pairs(adapter: Adapter, cells: Dict[str, nn.Cell], source: str, relaid: bool) -> None:
+    """Makes a plain LoRA of an adapter that PEFT saved as PiSSA or OLoRA trained it; does nothing to any other.
+
+    Args:
+        adapter (Adapter): Matched to the network; changed in place.
+        cells (dict): Path -> cell of the network, with the base's weight.
+        source (str): Where the adapter comes from, for messages.
+        relaid (bool): Whether its pairs were joined or split.
+
+    Raises:
+        LoraError: The initial pairs cannot be computed from the network's weights.
+    """
+    if adapter.initializer is None:
+        return
+    if relaid:
+        raise LoraError(
+            f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from the "
+            "weights of the cells that it names, and this network has those joined. Build it with qkv_concat: False, "
+            "or merge the adapter into Hugging Face's checkpoint."
+        )
+    if any(getattr(cells[path], "initial_pair", None) for path in adapter.paths):
+        raise LoraError(
+            f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from the "
+            "base, and initialize_adapters has changed this one. Load it before."
+        )
+    wrong = [path for path in adapter.paths if weight_of(cells[path]).has_init or not _is_whole(adapter, path, cells)]
+    if wrong:
+        raise LoraError(
+            f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from the "
+            f"base, and the weights of {listed(wrong)} have no values yet, are parts of sharded ones, or are "
+            "quantized. Load the base first, whole and in float."
+        )
+    initial_pairs.complete(adapter, lambda path: to_float32(to_array(weight_of(cells[path]))))
+
+
+def _is_whole(adapter, path, cells) -> bool:
+    weight = weight_of(cells[path])
+    return tuple(weight.shape) == adapter.weight_shape(path) and str(weight.dtype).lower() in ROUNDING
 
 
 def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[str, InitialPair]:
@@ -124,7 +161,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
         BaseMismatchError: The initial pair that was subtracted from the base is not the adapter's.
         LoraError: An initial pair cannot be subtracted from a weight.
     """
-    cells, initial_pairs = dict(lora_cells(network)), {}
+    cells, found = dict(lora_cells(network)), {}
     for path in adapter.paths:
         cell, rank = cells[path], adapter.rank(path)
         if adapter.initialization and rank == 2 * cell.lora_rank:
@@ -134,32 +171,32 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
                     f"and is saved as a plain LoRA of rank {rank}. Set lora_init to {adapter.initialization!r}, or "
                     f"lora_rank to {rank} and lora_alpha to {adapter.alphas[path]:g}."
                 )
-            initial_pairs[path] = _split_initial_pair(adapter, path)
+            found[path] = _split_initial_pair(adapter, path)
         built = cell.initial_pair and _content(cell.initial_pair)
-        if built and built != (path in initial_pairs and _content(initial_pairs[path])):
+        if built and built != (path in found and _content(found[path])):
             raise BaseMismatchError(
                 f"{source} holds a different initial pair for {path or 'the cell'} than initialize_adapters has "
                 "subtracted from the base. Load it into a network on which initialize_adapters was not called."
             )
         if built:
-            del initial_pairs[path]
-    _check_weights(network, {path: cells[path] for path in initial_pairs})
-    return initial_pairs
+            del found[path]
+    _check_weights(network, {path: cells[path] for path in found})
+    return found
 
 
-def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, initial_pairs: Dict[str, InitialPair]) -> None:
+def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, pairs: Dict[str, InitialPair]) -> None:
     """Subtracts a loaded adapter's initial pairs from the base; in cells without one, lora_init no longer applies.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
         adapter (Adapter): What was loaded into it.
-        initial_pairs (dict): What split_initial_pairs returned.
+        pairs (dict): What split_initial_pairs returned.
     """
-    fingerprint = base_fingerprint(network) if initial_pairs else None
+    fingerprint = base_fingerprint(network) if pairs else None
     plain, paths = [], set(adapter.paths)
     for path, cell in lora_cells(network):
-        if path in initial_pairs:
-            _subtract(cell, initial_pairs[path]._replace(fingerprint=fingerprint))
+        if path in pairs:
+            _subtract(cell, pairs[path]._replace(fingerprint=fingerprint))
         elif path in paths and cell.awaits_initialization:
             cell.lora_init = None
             plain.append(path)
@@ -171,8 +208,8 @@ def _split_initial_pair(adapter, path) -> InitialPair:
     a, b = (adapter.tensors[path, half] for half in "AB")
     rank = len(a) // 2
     adapter.tensors[path, "A"], adapter.tensors[path, "B"] = a[:rank], b[:, :rank]
-    adapter.alphas[path] /= _growth(adapter.use_rslora)
-    return InitialPair(np.ascontiguousarray(a[rank:]), _negative(b[:, rank:]), None)
+    adapter.alphas[path] /= initial_pairs.growth(adapter.use_rslora)
+    return InitialPair(np.ascontiguousarray(a[rank:]), initial_pairs.negative(b[:, rank:]), None)
 
 
 def _subtract(cell, initial_pair):
@@ -199,12 +236,3 @@ def _check_weights(network, cells):
         own = {path: cell for path, cell in cells.items() if cell.lora_init == name}
         step = f"initialization by lora_init {name!r}"
         check_weights(network, own, LoraError, step, "Add it to exclude_modules.")
-
-
-def _negative(array) -> np.ndarray:
-    return from_float32(-to_float32(array), array.dtype)
-
-
-def _growth(use_rslora) -> float:
-    """Returns the factor on lora_alpha that keeps the scale at twice the rank."""
-    return math.sqrt(2) if use_rslora else 2

@@ -11,6 +11,7 @@ from mindlora import initialize
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
+from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
@@ -186,7 +187,8 @@ def load_lora(
     has_lora = any(lora_cells(network))
     parts.check_part(part)
     own = _cell_paths(network)
-    adapter = adapter_files.read(str(path), allow_pickle, parts.Wanted(part, own))
+    extras = Extras(initial_pairs=True, token_rows=True)
+    adapter = adapter_files.read(str(path), allow_pickle, parts.Wanted(part, own), extras)
     parts.for_network(adapter, own, str(path))
     load = _load_into_lora_cells if has_lora else _load_with_new_cells
     load(network, adapter, str(path), strict, on_base_mismatch)
@@ -223,6 +225,7 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     match.check_kind()
     match.check_names(list(cells), strict)
     match.check_shapes()
+    initialize.complete_initial_pairs(adapter, cells, source, match.relaid)
     initial_pairs = initialize.split_initial_pairs(adapter, network, source)
     match.check_rank_and_scale()
     saved_modules = _saved_module_parameters(match, network, strict)
@@ -239,6 +242,7 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     match = Match(adapter, network, {adapter_path(cell, name): cell for name, cell in modules}, source)
     match.check_names(match.selected(), strict)
     match.check_shapes()
+    initialize.complete_initial_pairs(adapter, match.cells, source, match.relaid)
     saved_modules = _saved_module_parameters(match, network, strict)
     adapter.check_finite(source)
     adapted = {path: cell for path, cell in match.cells.items() if (path, "A") in adapter.tensors}
@@ -264,7 +268,7 @@ def _set_values(network, adapter, saved_modules, initial_pairs):
 
 def _config(adapter, path) -> LoraConfig:
     """Returns the configuration of one cell of an adapter, in a dtype that holds every value of its parts."""
-    # float32 holds float16 and bfloat16. float64 becomes float32 too: cells do not compute in it, PEFT does not write it.
+    # float32 holds float16 and bfloat16. float64 becomes float32 too: cells do not compute in it.
     dtypes = {dtype_name(array.dtype) for array in adapter.parts(path).values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     adapter.scale(path)
@@ -310,17 +314,36 @@ def _saved_module_parameters(match, network, strict):
                 name,
             )
         elif tuple(parameter.shape) != array.shape:
+            tied_embeddings.check_vocabulary(name, array.shape, tuple(parameter.shape), source)
             raise ShapeMismatchError(
                 f"{source}: {name}, a saved module (modules_to_save), is {list(array.shape)}, the "
                 f"network's is {list(parameter.shape)}. Load it into the model it was trained on."
             )
         else:
             found.append((parameter, array))
-    return found
+    return found + [_with_token_rows(parameters, path, *rows, source) for path, rows in adapter.token_rows.items()]
+
+
+def _with_token_rows(parameters, path, indices, rows, source):
+    """Returns (parameter, array) for an embedding with some rows replaced (PEFT's trainable_token_indices)."""
+    parameter = next((p for name, p in parameters.items() if name.rpartition(".")[0] == path), None)
+    if parameter is None or tuple(parameter.shape[1:]) != rows.shape[1:] or indices.max() >= parameter.shape[0]:
+        shape = "no such table" if parameter is None else f"one of {list(parameter.shape)}"
+        raise ShapeMismatchError(
+            f"{source} holds {list(rows.shape)} for rows {listed(map(str, indices))} of {path}, and the network has "
+            f"{shape}. Load it into the model it was trained on."
+        )
+    if parameter.has_init:
+        raise LoraError(
+            f"{source} holds rows of {path}, whose table has no values yet: load the base before the adapter."
+        )
+    array = to_float32(to_array(parameter)).copy()
+    array[indices] = to_float32(rows)
+    return parameter, array
 
 
 def _tied_tables(network) -> List[Tuple[str, str]]:
-    """Returns (embedding, head), as MindFormers names the parameters, for output heads whose weight is an embedding's."""
+    """Returns (embedding, head) under MindFormers' names, for output heads whose weight is an embedding's table."""
     heads, tables, found = names.output_heads(), names.embeddings(), []
     for path, cell in network.cells_and_names():
         weight = getattr(cell, "weight", None)

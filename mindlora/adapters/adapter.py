@@ -51,8 +51,11 @@ class Adapter:
         allocation (dict): Of an adapter that AdaLoRA trained: "rank", the sum of its cells' ranks; "target", what that
             is to be at the end of the run; and "left_out", the paths of cells that have no rank. None for any other.
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
-        peft_fields (dict): The fields of PEFT's configuration that change nothing here, as the file has them: task_type,
-            modules_to_save, revision, ...; empty for an adapter that was not PEFT's.
+        peft_fields (dict): The fields of PEFT's configuration that change nothing here, as the file has them:
+            task_type, modules_to_save, revision, ...; empty for an adapter that was not PEFT's.
+        initializer (str): "pissa" or "olora", if A and B are for the base that this initializer changed (see
+            mindlora.adapters.initial_pairs); None otherwise.
+        token_rows (dict): Path of an embedding -> (indices [n], rows [n, dim]) that replace rows of its table.
     """
 
     tensors: Dict[PartKey, np.ndarray]
@@ -69,6 +72,8 @@ class Adapter:
     projection_key: int = 0
     allocation: Optional[dict] = None
     peft_fields: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    initializer: Optional[str] = None
+    token_rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     @property
     def paths(self) -> List[str]:
@@ -256,6 +261,7 @@ class Adapter:
         """Raises NotFiniteError if a tensor holds NaN or infinity."""
         bad = [name_of(key) for key, array in self.tensors.items() if not is_finite(array)]
         bad += [name for name, array in self.saved_modules.items() if not is_finite(array)]
+        bad += [f"rows of {path}" for path, (_, rows) in self.token_rows.items() if not is_finite(rows)]
         if bad:
             raise NotFiniteError(f"{source} holds tensors with NaN or infinity: {listed(bad)}.")
 

@@ -8,6 +8,7 @@ from mindlora.adapters import expert_pairs, joined_pairs, parts
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import mcore
+from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.known_base import KnownBase, known_base
 from mindlora.adapters.matching import rename
 from mindlora.errors import AdapterError, LoraError
@@ -124,7 +125,8 @@ def convert_adapter(
     check_free(source, output, overwrite)
     adapter_files.check_adapter_output(output, to)
     parts.check_part(part)
-    adapter = adapter_files.read(source, allow_pickle, parts.Wanted(part, parts.read_paths(target_paths)))
+    wanted = parts.Wanted(part, parts.read_paths(target_paths))
+    adapter = adapter_files.read(source, allow_pickle, wanted, Extras(token_rows=to == "peft"))
     if to not in ("diffusers", "kohya"):
         parts.of_one_model(adapter, source)
     if lora_alpha is not None:

@@ -2,11 +2,12 @@
 
 import functools
 import re
+from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from mindlora.adapters import parts, unreadable
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import diffusers, kohya, mindformers, mlx, peft
+from mindlora.adapters.dialects import diffusers, kohya, mindformers, mlx, peft, peft_megatron
 from mindlora.adapters.pair_kinds import PartKey, Shape
 from mindlora.errors import AdapterFormatError, UnexpectedTensorsError
 from mindlora.models import names
@@ -23,6 +24,7 @@ class File(NamedTuple):
         saved_modules (tuple of str): Parameters of saved modules that mindlora's metadata names.
         mlx (dict): mlx-lm's configuration beside it, or None.
         wanted (Wanted): What is to be read of a Stable Diffusion adapter.
+        refusals (list of str): If given, what is not known in PEFT's form is added to it in words, and left out.
     """
 
     path: str
@@ -32,6 +34,7 @@ class File(NamedTuple):
     saved_modules: Tuple[str, ...]
     mlx: Optional[Dict[str, Any]]
     wanted: parts.Wanted
+    refusals: Optional[List[str]] = None
 
 
 class Sorted(NamedTuple):
@@ -41,6 +44,7 @@ class Sorted(NamedTuple):
         dialect (str): Whose form it is.
         part_keys (dict): Key -> PartKey, for LoRA's tensors.
         parameters (dict): Key -> parameter, for saved modules.
+        token_rows (dict): Key -> path of an embedding, for rows of its table.
         complete (callable): Takes the adapter with its tensors and gives it what else this form says.
     """
 
@@ -48,6 +52,7 @@ class Sorted(NamedTuple):
     part_keys: Dict[str, PartKey]
     parameters: Dict[str, str]
     complete: Callable[[Adapter], None] = lambda adapter: None
+    token_rows: Mapping[str, str] = MappingProxyType({})
 
 
 def sort_keys(file: File) -> Sorted:
@@ -83,8 +88,10 @@ def sort_keys(file: File) -> Sorted:
 def _peft(file: File) -> Sorted:
     part_keys = {key: found for key in file.keys if (found := peft.parse_key(key))}
     parameters = {key: name for key in file.keys if key not in part_keys and (name := peft.parse_saved_module_key(key))}
-    _refuse_unknown(sorted(set(file.keys) - set(part_keys) - set(parameters)), file.path)
-    return Sorted(peft.NAME, part_keys, parameters)
+    rows = {key: path for key in file.keys if (path := peft.parse_token_rows_key(key))}
+    _refuse_unknown(sorted(set(file.keys) - set(part_keys) - set(parameters) - set(rows)), file.path, file.refusals)
+    reorder = functools.partial(peft_megatron.reorder, keys=file.keys)
+    return Sorted(peft.NAME, part_keys, parameters, reorder, rows)
 
 
 def _mindformers(file: File) -> Sorted:
@@ -132,7 +139,11 @@ def _is_mlx(file: File) -> bool:
     return transposed
 
 
-def _refuse_unknown(keys: Iterable[str], path: str) -> None:
+def _refuse_unknown(keys: Iterable[str], path: str, refusals: Optional[List[str]] = None) -> None:
     unknown = list(keys)
-    if unknown:
-        raise UnexpectedTensorsError(f"{path} holds tensors that are not LoRA's: {unreadable.listed_keys(unknown)}.")
+    if not unknown:
+        return
+    message = f"{path} holds tensors that are not LoRA's: {unreadable.listed_keys(unknown)}."
+    if refusals is None:
+        raise UnexpectedTensorsError(message)
+    refusals.append(message)

@@ -37,7 +37,9 @@ _WEIGHTS = (
 )
 
 
-def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL) -> Adapter:
+def read(
+    path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL, extras: Optional[peft_config.Extras] = None
+) -> Adapter:
     """Reads an adapter in any known form; tensors of the base and of the optimizer are ignored.
 
     Args:
@@ -47,6 +49,7 @@ def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
             it is run. Default: False.
         wanted (Wanted): Which part of a Stable Diffusion adapter, and for a network with which paths. Default: all of
             it, for any.
+        extras (Extras): What of PEFT's the caller can take besides plain pairs. Default: None, nothing.
 
     Returns:
         Adapter, whose pairs are complete and have the declared ranks. If it is Stable Diffusion's, its paths begin with
@@ -75,12 +78,18 @@ def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
     described = os.path.isdir(path) or os.path.basename(weights).startswith("adapter_model.") and os.path.exists(config)
     described = described and not by_itself
     # Read before the weights: it is small, and may already rule them out.
-    declared = peft_config.read(config) if described and not os.path.exists(manifest) else None
-    adapter = _read_weights(weights, allow_pickle, wanted)
+    declared = peft_config.read(config, extras) if described and not os.path.exists(manifest) else None
+    refusals = extras.refusals if extras else None
+    adapter = _read_weights(weights, allow_pickle, wanted, refusals)
     if declared:
-        peft_settings.apply(adapter, declared, path)
+        peft_settings.apply(adapter, declared, path, refusals)
     else:
         adapter.check_pairs(path)
+        if adapter.token_rows:
+            raise AdapterFormatError(
+                f"{path} holds rows of {listed(adapter.token_rows)}, and which rows they are is in the "
+                "adapter_config.json beside it: give the folder of both."
+            )
         if described:
             adapter.set_alpha(_manifest_alpha(manifest))
     parts.take(adapter, wanted.part, path)
@@ -88,7 +97,11 @@ def read(path: str, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
 
 
 def read_adapters(
-    paths: List[str], alpha: Optional[float] = None, allow_pickle: bool = False, wanted: parts.Wanted = parts.ALL
+    paths: List[str],
+    alpha: Optional[float] = None,
+    allow_pickle: bool = False,
+    wanted: parts.Wanted = parts.ALL,
+    extras: Optional[peft_config.Extras] = None,
 ) -> List[Adapter]:
     """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not state lora_alpha.
 
@@ -97,13 +110,14 @@ def read_adapters(
         alpha (float): lora_alpha. Default: None.
         allow_pickle (bool): As for ``read``. Default: False.
         wanted (Wanted): As for ``read``. Default: all.
+        extras (Extras): As for ``read``. Default: None.
 
     Raises:
         AdapterError: There is no usable adapter at one of them.
         ScaleMismatchError: ``alpha`` is given, but every file states lora_alpha.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
-    adapters = [read(path, allow_pickle, wanted) for path in progress]
+    adapters = [read(path, allow_pickle, wanted, extras) for path in progress]
     if alpha is not None:
         for adapter in [adapter for adapter in adapters if not adapter.alphas] or adapters[:1]:
             adapter.set_alpha(alpha)
@@ -158,6 +172,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
         tensors.update(
             {peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()}
         )
+        tensors.update({peft.token_rows_key(cell): rows for cell, (_, rows) in adapter.token_rows.items()})
         # "format" tells transformers which framework to load for.
         metadata = {"format": "pt", adapter_metadata.KEY: adapter_metadata.peft_text_of(adapter)}
         with atomic.replace_folder(path) as folder:
@@ -229,11 +244,11 @@ def _weights_in(folder: str) -> str:
     unreadable.refuse_folder(folder, found, _WEIGHTS)
 
 
-def _read_weights(path: str, allow_pickle: bool, wanted: parts.Wanted) -> Adapter:
+def _read_weights(path: str, allow_pickle: bool, wanted: parts.Wanted, refusals: Optional[List[str]] = None) -> Adapter:
     if path.endswith(".safetensors"):
         with TensorFile(path) as file:
             metadata = adapter_metadata.parse(file.metadata.get(adapter_metadata.KEY, ""), path)
-            return _adapter_from(path, list(file.tensors), file.read, metadata, file.metadata, wanted)
+            return _adapter_from(path, list(file.tensors), file.read, metadata, file.metadata, wanted, refusals)
     if path.endswith(".ckpt"):
         arrays, text = ckpt_file.read(path, mindformers.is_adapter_key)
         if not arrays:
@@ -249,7 +264,7 @@ def _read_weights(path: str, allow_pickle: bool, wanted: parts.Wanted) -> Adapte
                 "with allow_pickle (--allow-pickle): only tensors are then taken from it."
             )
         arrays = torch_pickle.read(path)
-        return _adapter_from(path, list(arrays), arrays.__getitem__, {}, wanted=wanted)
+        return _adapter_from(path, list(arrays), arrays.__getitem__, {}, wanted=wanted, refusals=refusals)
     raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
 
 
@@ -260,10 +275,11 @@ def _adapter_from(
     metadata: Dict[str, Any],
     header: Mapping[str, str] = MappingProxyType({}),
     wanted: parts.Wanted = parts.ALL,
+    refusals: Optional[List[str]] = None,
 ) -> Adapter:
     """Returns the adapter of the tensors that ``fetch`` gives for a file's keys, and the strings in its header."""
     saved_modules, beside = tuple(metadata.get("whole", ())), mlx.config_beside(path)
-    file = detection.File(path, keys, lambda key: fetch(key).shape, header, saved_modules, beside, wanted)
+    file = detection.File(path, keys, lambda key: fetch(key).shape, header, saved_modules, beside, wanted, refusals)
     found = detection.sort_keys(file)
     adapter = adapter_metadata.empty_adapter(metadata, found.dialect)
     for file_key, part_key in found.part_keys.items():
@@ -283,6 +299,11 @@ def _adapter_from(
         if parameter in adapter.saved_modules:
             raise AdapterFormatError(f"{path} holds {parameter} twice, under two names.")
         adapter.saved_modules[parameter] = array
+    for file_key, cell in found.token_rows.items():
+        array = fetch(file_key)
+        _check_tensor(file_key, cell, array, path)
+        # Which rows these are, the configuration says.
+        adapter.token_rows[cell] = np.empty(0, np.int64), array
     found.complete(adapter)
     adapter_metadata.complete(adapter, metadata, path)
     if found.dialect == mindformers.MCORE.name:

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import parts as adapter_parts
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
+from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
 from mindlora.adapters.pair_kinds import VARIANTS, has_product
 from mindlora.adapters.spectrum import CellSpectrum, spectra, spectrum_table
@@ -165,7 +166,8 @@ def inspect_adapter(
         ScaleMismatchError: ``alpha`` is given, but the file states lora_alpha.
     """
     wanted = adapter_parts.Wanted(paths=adapter_parts.read_paths(target_paths))
-    (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle, wanted)
+    refusals: List[str] = []
+    (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle, wanted, Extras(refusals=refusals))
     cells = tuple(
         _cell_norms(adapter, cell) for cell in tqdm(adapter.paths, desc="norms", delay=1, leave=False, disable=None)
     )
@@ -191,7 +193,7 @@ def inspect_adapter(
         base_model=adapter.base_model,
         fingerprint=adapter.fingerprint,
         saved_modules=tuple(collapse_numbers(list(adapter.saved_modules))),
-        warnings=tuple(_warnings(adapter, cells)),
+        warnings=(*refusals, *_warnings(adapter, cells)),
         cells=cells,
         spectra=tuple(spectra(adapter)) if energy else None,
         allocation=adapter.allocation,
@@ -250,6 +252,11 @@ def _warnings(adapter: Adapter, cells: Sequence[CellNorms]) -> Iterator[str]:
         yield "The file does not state lora_alpha, so the scale is not known. Give it with --alpha."
     if wide:
         yield f"The rank is above the smaller side of the weight, so part of it cannot have any effect, at {at(wide)}."
+    if adapter.peft_fields.get("fan_in_fan_out"):
+        yield (
+            "fan_in_fan_out is true: the base may store its weights transposed (GPT-2's Conv1D), into which mindlora "
+            "cannot merge. It loads on linear cells."
+        )
     not_finite = [name for name, array in adapter.saved_modules.items() if not is_finite(array)]
     if not_finite:
         yield f"Saved modules hold NaN or infinity: {listed(not_finite)}."

@@ -8,7 +8,8 @@ from typing import Iterable, Optional, Type
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft
-from mindlora.errors import LoraError
+from mindlora.adapters.pair_kinds import Shape
+from mindlora.errors import LoraError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.numerics.dtypes import to_float32
 
@@ -43,6 +44,27 @@ def settle(adapter: Adapter, source: str, base: str, error: Type[LoraError]) -> 
             f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, and "
             f"{base} has one table for both: its embeddings are tied. {way_out}"
         )
+
+
+def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
+    """Raises ShapeMismatchError if a saved embedding or head is of a larger or smaller vocabulary than the base's.
+
+    Args:
+        name (str): The parameter, under MindFormers' names.
+        saved, base (tuple of int): Its shapes in the adapter and in the base.
+        source (str): The adapter, for messages.
+    """
+    if is_of_vocabulary(name) and saved[1:] == base[1:]:
+        raise ShapeMismatchError(
+            f"{source}: {name} has {saved[0]} rows and the base {base[0]}: tokens were added to or taken from the "
+            f"vocabulary before the training. Build the model with vocab_size {saved[0]}, on the base that mindlora "
+            "merge makes with this adapter, if the file holds embedding and head, or one resized as for the training."
+        )
+
+
+def is_of_vocabulary(name: str) -> bool:
+    """Tells whether a parameter (MindFormers' name) has a row for each token."""
+    return name.rpartition(".")[0] in {*names.embeddings(), *names.output_heads()}
 
 
 def add_head(adapter: Adapter, embedding: str, head: str) -> None:

@@ -7,10 +7,12 @@ from typing import Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 
-from mindlora.adapters import expert_pairs, joined_pairs, tied_embeddings
+from mindlora.adapters import expert_pairs, initial_pairs, joined_pairs, tied_embeddings
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
+from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.pair_kinds import factors
+from mindlora.base.merge_checks import check_not_transposed, check_pair, check_shape, grown_tables
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.common.text import examples
@@ -113,7 +115,7 @@ def merge_checkpoint(
     """
     started = time.perf_counter()
     check_checkpoint_output(output, [base, adapter], overwrite)
-    content = adapter_files.read(adapter, allow_pickle)
+    content = adapter_files.read(adapter, allow_pickle, extras=Extras(initial_pairs=True, token_rows=True))
     if lora_alpha is not None:
         content.set_alpha(lora_alpha)
     content.check_finite(str(adapter))
@@ -123,12 +125,12 @@ def merge_checkpoint(
             Shard([merging.tensor(name) for name in found], source.files[file].metadata)
             for file, found in source.names_by_file.items()
         ]
-        files = write(output, shards, source.world, source.companions(), progress=progress)
+        config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
+        files = write(output, shards, source.world, source.companions(), config, progress)
     count = len(content.paths)
     # An adapted module whose own weight is in the adapter too counts as merged, once.
-    replaced = len(content.saved_modules) - sum(
-        merging.weight_name(path) in content.saved_modules for path in content.paths
-    )
+    tables = {merging.weight_name(path, True) for path in content.token_rows}.union(content.saved_modules)
+    replaced = len(tables) - sum(merging.weight_name(path) in tables for path in content.paths)
     tensor, (difference, bound) = merging.worst()
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     return MergeCheckpointReport(
@@ -143,7 +145,7 @@ def merge_checkpoint(
         tensor,
         difference,
         bound,
-        tuple(source.left_out),
+        (*source.left_out, *merging.notes),
         time.perf_counter() - started,
     )
 
@@ -160,24 +162,47 @@ class _Merging:
         elif base.world == MCORE:
             expert_pairs.stack_pairs(adapter)
         self._head = base.architecture.head_weight("mindformers")
+        initial_pairs.complete(adapter, self._base_weight)
         self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._saved_modules = {self._own[name]: array for name, array in adapter.saved_modules.items()}
+        self._rows = {
+            self._own[self.weight_name(path, True)]: (path, rows) for path, rows in adapter.token_rows.items()
+        }
         self._check_dtypes()
+        shapes = {name: base.tensors[own].shape for name, own in self._own.items()}
+        self._grown = {self._own[name]: shape for name, shape in grown_tables(adapter, shapes, source).items()}
+        for name, path in self._pairs.items():
+            check_not_transposed(path, name, shapes)
         for name, path in self._pairs.items():
             self._check_pair(name, path)
+        for name, (path, (indices, rows)) in self._rows.items():
+            self._check_rows(name, path, indices, rows)
         for name, array in self._saved_modules.items():
             self._check_saved_module(name, array)
         # A tensor's blocks follow each other, and all of them need its factors.
         self._factors = functools.lru_cache(maxsize=4)(self._factors_of)
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
 
-    def weight_name(self, path: str) -> str:
+    @property
+    def changed_config(self) -> Dict[str, int]:
+        """The fields of config.json that change: the size of a vocabulary that grew."""
+        return {"vocab_size": shape[0] for shape in self._grown.values()}
+
+    @property
+    def notes(self) -> Tuple[str, ...]:
+        """What the report says about a vocabulary that grew."""
+        return tuple(
+            f"The vocabulary has {rows} tokens with this adapter: build the model with vocab_size {rows}."
+            for rows in self.changed_config.values()
+        )
+
+    def weight_name(self, path: str, embeds: bool = False) -> str:
         """Returns the name of the weight at a path of the adapter, under MindFormers' names."""
-        if self.adapter.layout(path).stacked:
+        if not embeds and self.adapter.layout(path).stacked:
             return path
-        named = (f"{path}.{leaf}" for leaf in _TABLES if path in self.adapter.embeddings)
+        named = (f"{path}.{leaf}" for leaf in _TABLES if embeds or path in self.adapter.embeddings)
         return next((name for name in named if name in self._own), f"{path}.weight")
 
     def tensor(self, name: str) -> OutputTensor:
@@ -186,10 +211,12 @@ class _Merging:
         rows = functools.partial(self.base.read_rows, name)
         if name in self._saved_modules:
             rows = functools.partial(self._replaced, name)
+        if name in self._rows:
+            rows = functools.partial(self._with_rows, name)
         if name in self._pairs:
             # Added to the saved module if the adapter also holds one of the same cell, as PEFT does for output heads.
             rows = functools.partial(self._merged, name, rows)
-        return OutputTensor(name, info.dtype, info.shape, rows)
+        return OutputTensor(name, info.dtype, self._shape_of(name), rows)
 
     def worst(self) -> Tuple[str, Tuple[float, float]]:
         """Returns the tensor with the largest difference on its probe, and (difference, bound)."""
@@ -239,6 +266,25 @@ class _Merging:
             )
         return rows
 
+    def _with_rows(self, name, begin, end):
+        """Returns rows of an embedding, some of them the adapter's (PEFT's trainable_token_indices)."""
+        table, (_, (indices, rows)) = self.base.read_rows(name, begin, end), self._rows[name]
+        inside = (indices >= begin) & (indices < end)
+        table[indices[inside] - begin] = from_float32(to_float32(rows[inside]), table.dtype)
+        return table
+
+    def _base_weight(self, path):
+        own = self._own.get(f"{path}.weight")
+        if own is None:
+            raise MergeError(
+                f"{self.source} was trained with init_lora_weights {self.adapter.initializer!r}, whose initial pairs "
+                f"follow from the weights of the cells that it names, and {self.base.path} does not have {path}. Give "
+                "the base that it was trained on, in Hugging Face's form."
+            )
+        shape = self.base.tensors[own].shape
+        check_shape(own, shape, self.adapter.weight_shape(path), self.source)
+        return to_float32(self.base.read_rows(own, 0, shape[0]))
+
     def _match_joined(self, kv_heads):
         """Joins or splits the adapter's pairs so that each is for a tensor of the base."""
         paths = set(self.adapter.paths)
@@ -261,6 +307,7 @@ class _Merging:
         if tied:
             tied_embeddings.settle(self.adapter, self.source, self.base.path, MergeError)
         wanted = [self.weight_name(path) for path in self.adapter.paths] + list(self.adapter.saved_modules)
+        wanted += [self.weight_name(path, True) for path in self.adapter.token_rows]
         embeddings = [path for path in self.adapter.paths if path in self.adapter.embeddings]
         if embeddings and self.base.config.get("tie_word_embeddings") is True:
             raise MergeError(
@@ -288,16 +335,24 @@ class _Merging:
     def _check_pair(self, name, path):
         self.adapter.scale(path)
         self.adapter.narrow(path, self.base.tensors[name].shape[-1])
-        needed = self.adapter.weight_shape(path)
-        if self.base.tensors[name].shape != needed:
-            raise ShapeMismatchError(
-                f"{name} is {list(self.base.tensors[name].shape)} in the base, and the adapter {self.source} is for "
-                f"{list(needed)}. It belongs to another model: give the base that it was trained on."
-            )
+        check_pair(self.adapter, path, name, self.source)
+        check_shape(name, self._shape_of(name), self.adapter.weight_shape(path), self.source)
         factors(self.adapter.tensors[path, "A"], self.adapter.tensors[path, "B"])
 
+    def _shape_of(self, name):
+        """Returns the shape that a tensor of the base will have."""
+        return self._grown.get(name, self.base.tensors[name].shape)
+
+    def _check_rows(self, name, path, indices, rows):
+        shape = self.base.tensors[name].shape
+        if rows.shape[1:] != shape[1:] or indices.size and indices.max() >= shape[0]:
+            raise ShapeMismatchError(
+                f"{name} is {list(shape)} in the base, and {self.source} holds rows {', '.join(map(str, indices[:9]))} "
+                f"of {path} as {list(rows.shape)}. Give the base that the adapter was trained on."
+            )
+
     def _check_saved_module(self, name, array):
-        if array.shape != self.base.tensors[name].shape:
+        if array.shape != self._shape_of(name):
             raise ShapeMismatchError(
                 f"{name} is {list(self.base.tensors[name].shape)} in the base and {list(array.shape)} in "
                 f"{self.source}. It belongs to another model: give the base that the adapter was trained on."
@@ -306,7 +361,7 @@ class _Merging:
     def _check_dtypes(self):
         wrong = [
             f"{name} ({dtype_name(self.base.tensors[name].dtype)})"
-            for name in (*self._pairs, *self._saved_modules)
+            for name in (*self._pairs, *self._saved_modules, *self._rows)
             if self.base.tensors[name].dtype not in FLOATS
         ]
         if wrong:

@@ -1,5 +1,6 @@
 """PEFT's adapter folder: the keys of its tensors, under Hugging Face names, and the adapter_config.json it writes."""
 
+import re
 from collections import Counter
 from typing import Dict, Iterable, List, Optional, Union
 
@@ -19,6 +20,16 @@ _PARTS_BY_SUFFIX = {suffix: part for suffixes in (_SUFFIXES, EMBEDDING.peft) for
 _SHARED_PARTS_BY_KEY = {part.peft: name for name, part in SHARED_PARTS.items()}
 # In the key of an adapted module's own weight, which PEFT saves for embeddings and output heads.
 _BASE_LAYER = ".base_layer."
+# PEFT's trainable_token_indices.
+_TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+# Keys of a running PEFT model have the adapter's name in them, which PEFT leaves out when it saves.
+_NAMED = (
+    (re.compile(r"\.(lora_[AB])\.[^.]+\.weight$"), r".\1.weight"),
+    (re.compile(r"\.(lora_embedding_[AB]|vera_lambda_[bd])\.(?!weight$)[^.]+$"), r".\1"),
+    (re.compile(r"\.(lora_magnitude_vector)\.[^.]+(?:\.weight)?$"), r".\1"),
+    (re.compile(r"\.modules_to_save\.[^.]+\.(weight|bias)$"), r".\1"),
+    (re.compile(r"^(base_model\.vera_[AB])\.[^.]+$"), r"\1"),
+)
 
 
 def tensor_key(path: str, part: str, embeds: bool = False) -> str:
@@ -30,6 +41,7 @@ def tensor_key(path: str, part: str, embeds: bool = False) -> str:
 
 def parse_key(key: str) -> Optional[PartKey]:
     """Returns (path under MindFormers' names, part) for a key of PEFT's, or None for any other."""
+    key = saved_key(key)
     if key in _SHARED_PARTS_BY_KEY:
         return "", _SHARED_PARTS_BY_KEY[key]
     if not key.startswith(PREFIX):
@@ -40,9 +52,21 @@ def parse_key(key: str) -> Optional[PartKey]:
     return None
 
 
+def saved_key(key: str) -> str:
+    """Returns the key that PEFT saves a tensor under, for one with the adapter's name in it; any other is unchanged."""
+    for pattern, written in _NAMED:
+        key = pattern.sub(written, key)
+    return key
+
+
+def is_megatron_key(key: str) -> bool:
+    """Tells whether a key of PEFT's belongs to a cell of Megatron, whose names are mcore's."""
+    return key.startswith((f"{PREFIX}decoder.layers.", f"{PREFIX}output_layer."))
+
+
 def is_embedding_key(key: str) -> bool:
     """Tells whether a key of PEFT's belongs to an embedding."""
-    return key.endswith(tuple(EMBEDDING.peft.values()))
+    return saved_key(key).endswith(tuple(EMBEDDING.peft.values()))
 
 
 def saved_module_key(name: str, adapted: Iterable[str]) -> str:
@@ -57,8 +81,20 @@ def saved_module_key(name: str, adapted: Iterable[str]) -> str:
     return f"{PREFIX}{path}{_BASE_LAYER if names.to_mindformers(path) in adapted else '.'}{leaf}"
 
 
+def token_rows_key(path: str) -> str:
+    """Returns the key of the trained rows of the embedding at ``path`` (MindFormers' name)."""
+    return PREFIX + names.to_hugging_face(path) + _TOKEN_ROWS
+
+
+def parse_token_rows_key(key: str) -> Optional[str]:
+    """Returns the path of the embedding (MindFormers' name) whose trained rows a key is of, or None for any other."""
+    known = key.startswith(PREFIX) and key.endswith(_TOKEN_ROWS)
+    return names.to_mindformers(key[len(PREFIX) : -len(_TOKEN_ROWS)]) if known else None
+
+
 def parse_saved_module_key(key: str) -> Optional[str]:
     """Returns the MindFormers name of a parameter of modules_to_save, or None for a key of another kind."""
+    key = saved_key(key)
     if not key.startswith(PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
         return None
     name = key[len(PREFIX) :].replace(_BASE_LAYER, ".")
@@ -83,6 +119,7 @@ def adapter_config(adapter: Adapter) -> Dict:
     stacked = stacked_paths(adapter)
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     config = {
+        "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": _modules_to_save(adapter),
         # PEFT would look for generate() in a UNet.
@@ -91,7 +128,6 @@ def adapter_config(adapter: Adapter) -> Dict:
         "alpha_pattern": {patterns[path]: value for path, value in alphas.items() if value != alpha},
         "base_model_name_or_path": adapter.base_model,
         "bias": "none",
-        "fan_in_fan_out": False,
         "init_lora_weights": True,
         "lora_alpha": alpha,
         # PEFT loads nothing with a dropout on parameters.

@@ -42,21 +42,22 @@ _OF_INITIALIZERS = ("corda_config", "eva_config", "loftq_config", "lora_ga_confi
 _UNSUPPORTED = {
     "alora_invocation_tokens": "the adapter then acts on some tokens only",
     "arrow_config": "the adapter is then a mixture of several",
-    "fan_in_fan_out": "the base then stores its weights transposed",
     "kasa_config": "the update then has singular values of its own",
     "layer_replication": "the base then repeats layers",
     "lora_bias": "B then has a bias",
     "monteclora_config": "the update is then sampled",
-    "trainable_token_indices": "rows of the embedding are then trained too",
     "use_bdlora": "A or B is then block-diagonal",
     "use_qalora": "the input is then pooled",
     "velora_config": "the update is then compressed",
 }
-# Initializers that subtract from the base what they put into A and B.
+# Initializers that subtract from the base what they put into A and B; two of them always find the same.
+_EXACT_INITIALIZERS = ("pissa", "olora")
 _BASE_CHANGING_INITIALIZERS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _USED = (
     "base_model_name_or_path",
     "bias",
+    # PEFT resets it where a cell is linear, and a file of A and B is the same either way.
+    "fan_in_fan_out",
     "init_lora_weights",
     "lora_alpha",
     "lora_dropout",
@@ -65,11 +66,37 @@ _USED = (
     "r",
     "rank_pattern",
     "alpha_pattern",
+    "trainable_token_indices",
     "use_dora",
     "use_rslora",
 )
+
+
+@dataclasses.dataclass
+class Extras:
+    """What a reader can take besides plain pairs.
+
+    Attributes:
+        initial_pairs (bool): An adapter as PiSSA or OLoRA trains it, whose initial pairs follow from the base.
+        token_rows (bool): Single rows of the embedding (trainable_token_indices).
+        refusals (list of str): If given, what cannot be read is added to it in words, and the rest is read.
+    """
+
+    initial_pairs: bool = False
+    token_rows: bool = False
+    refusals: Optional[List[str]] = None
+
+
 # Fields that are written again as they were read.
-_KEPT = (*(field for field in _NEUTRAL if field not in _OF_INITIALIZERS), "modules_to_save")
+_KEPT = (
+    *(field for field in _NEUTRAL if field not in _OF_INITIALIZERS),
+    "fan_in_fan_out",
+    "modules_to_save",
+    "trainable_token_indices",
+)
+_BIASES = ("none", "all", "lora_only")
+# PEFT's own defaults.
+_RANK = _ALPHA = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +115,9 @@ class PeftConfig:
         modules_to_save (tuple of str): Modules that were trained in full and are saved with the adapter.
         selection (dict): The fields that select modules, as they are.
         base_model (str): base_model_name_or_path, or None.
+        bias (str): "none", or which biases of the base were trained.
+        initializer (str): "pissa" or "olora", if the adapter is for the base that this initializer changed; or None.
+        token_rows (dict): Module -> indices of the rows of its weight that were trained (trainable_token_indices).
         kept (dict): The fields that change nothing here and are written again as they are, unknown ones among them.
     """
 
@@ -103,6 +133,9 @@ class PeftConfig:
     modules_to_save: tuple
     selection: Dict[str, object]
     base_model: Optional[str]
+    bias: str = "none"
+    initializer: Optional[str] = None
+    token_rows: Dict[str, List[int]] = dataclasses.field(default_factory=dict)
     kept: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def rank_of(self, path: str) -> int:
@@ -114,19 +147,23 @@ class PeftConfig:
         return pattern_value(self.alpha_pattern, path, self.alpha)
 
 
-def read(path: str) -> PeftConfig:
+def read(path: str, extras: Optional[Extras] = None) -> PeftConfig:
     """Reads an adapter_config.json.
 
     Unknown fields are ignored with a warning.
+
+    Args:
+        path (str): The file.
+        extras (Extras): What the caller can take besides plain pairs. Default: None, nothing.
 
     Raises:
         AdapterFormatError: The file is missing or not a JSON object, or a field is invalid or changes the mathematics
             in a way that is not supported.
     """
-    return parse(json_object(path), path)
+    return parse(json_object(path), path, extras)
 
 
-def parse(content: dict, path: str) -> PeftConfig:
+def parse(content: dict, path: str, extras: Optional[Extras] = None) -> PeftConfig:
     """Returns the checked content of an adapter_config.json, which errors call ``path``.
 
     Raises:
@@ -142,7 +179,8 @@ def parse(content: dict, path: str) -> PeftConfig:
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
         logger.warning("%s has fields that mindlora does not know and ignores: %s.", path, ", ".join(unknown))
-    _refuse_unsupported(content, path)
+    extras = extras or Extras()
+    _refuse_unsupported(content, path, extras)
     rank_pattern = {
         key: _integer(value, f"rank_pattern[{shown(key)}]", path)
         for key, value in _pattern(content, "rank_pattern", path).items()
@@ -152,8 +190,8 @@ def parse(content: dict, path: str) -> PeftConfig:
         for key, value in _pattern(content, "alpha_pattern", path).items()
     }
     return PeftConfig(
-        rank=_integer(content.get("r"), "r", path),
-        alpha=_positive(content.get("lora_alpha"), "lora_alpha", path),
+        rank=_integer(content.get("r", _RANK), "r", path),
+        alpha=_positive(content.get("lora_alpha", _ALPHA), "lora_alpha", path),
         dropout=_dropout(content.get("lora_dropout"), path),
         use_rslora=_flag(content, "use_rslora", path),
         use_dora=_flag(content, "use_dora", path),
@@ -164,6 +202,9 @@ def parse(content: dict, path: str) -> PeftConfig:
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
         selection=selection(content, path),
         base_model=_text(content.get("base_model_name_or_path"), path),
+        bias=content.get("bias", "none"),
+        initializer=_exact_initializer(content) if extras.initial_pairs else None,
+        token_rows=_token_rows(content.get("trainable_token_indices"), path),
         kept={field: content[field] for field in content if field in (*_KEPT, *unknown)},
     )
 
@@ -186,25 +227,60 @@ def json_object(path: str) -> dict:
     return parse_object(text, path, AdapterFormatError)
 
 
-def _refuse_unsupported(content: dict, path: str) -> None:
+def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
         raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}; it must be 'LORA' or 'VERA'.")
-    if content.get("bias", "none") != "none":
-        raise AdapterFormatError(
-            f"{path}: bias is {shown(content['bias'])}, so biases of the base were trained, which "
-            "is not supported: it must be 'none'."
+    if content.get("bias", "none") not in _BIASES:
+        raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}; it must be 'none', 'all' or 'lora_only'.")
+    found = [
+        f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}."
+        for field, meaning in _UNSUPPORTED.items()
+        if content.get(field)
+    ]
+    if content.get("trainable_token_indices") and not extras.token_rows:
+        found.append(
+            f"{path}: trainable_token_indices is {shown(content['trainable_token_indices'])}, so rows of the embedding "
+            "were trained too, which only PEFT's form has a place for. Load it (load_lora), or merge it."
         )
-    for field, meaning in _UNSUPPORTED.items():
-        if content.get(field):
-            raise AdapterFormatError(f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}.")
     initializer = content.get("init_lora_weights", True)
-    if isinstance(initializer, str) and initializer.lower().startswith(_BASE_CHANGING_INITIALIZERS):
-        raise AdapterFormatError(
+    changes_base = isinstance(initializer, str) and initializer.lower().startswith(_BASE_CHANGING_INITIALIZERS)
+    if changes_base and not (extras.initial_pairs and _exact_initializer(content)):
+        found.append(
             f"{path}: init_lora_weights is {shown(initializer)}, so the adapter belongs to a base that this "
-            "initializer changed. Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain "
-            "LoRA of it."
+            f"initializer changed. {_way_out(initializer)}"
         )
+    if found and extras.refusals is None:
+        raise AdapterFormatError(found[0])
+    if extras.refusals is not None:
+        extras.refusals += found
+
+
+def _exact_initializer(content: dict) -> Optional[str]:
+    """Returns the initializer whose initial pairs are the same whenever they are computed, or None."""
+    initializer = content.get("init_lora_weights")
+    found = initializer.lower() if isinstance(initializer, str) else None
+    return found if found in _EXACT_INITIALIZERS else None
+
+
+def _way_out(initializer: str) -> str:
+    convert = "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+    if initializer.lower() in _EXACT_INITIALIZERS:
+        return f"Load it (load_lora) or merge it, where its initial pairs are computed from the base; or: {convert}."
+    return f"What it changed cannot be computed again. {convert}."
+
+
+def _token_rows(value: Any, path: str) -> Dict[str, List[int]]:
+    """Returns module -> indices; PEFT takes a list for the input embedding's."""
+    tables = value if isinstance(value, dict) else {"embed_tokens": value} if value else {}
+    for indices in tables.values():
+        good = isinstance(indices, list) and all(type(index) is int and index >= 0 for index in indices)
+        if not good or len(set(indices)) < len(indices):
+            raise AdapterFormatError(
+                f"{path}: trainable_token_indices is {shown(value)}; it must be a list of different token numbers, or "
+                "such a list for each module."
+            )
+    return tables
 
 
 def _integer(value: Any, field: str, path: str) -> int:

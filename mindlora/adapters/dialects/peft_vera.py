@@ -7,6 +7,8 @@ from mindlora.errors import AdapterFormatError
 KIND = "VERA"
 _VERA_FIELDS = ("d_initial", "fan_in_fan_out", "init_weights", "projection_prng_key", "save_projection", "vera_dropout")
 
+_RANK = 256  # PEFT's default.
+
 
 def as_lora(content: Dict, path: str) -> Dict:
     """Returns the content of a VeRA adapter_config.json under LoRA's names, at a scale of 1.
@@ -23,7 +25,8 @@ def as_lora(content: Dict, path: str) -> Dict:
     return {
         **renamed,
         "peft_type": "LORA",
-        "lora_alpha": content.get("r"),
+        "r": content.get("r", _RANK),
+        "lora_alpha": content.get("r", _RANK),
         "lora_dropout": content.get("vera_dropout"),
         "fan_in_fan_out": content.get("fan_in_fan_out"),
     }
