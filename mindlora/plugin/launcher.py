@@ -71,6 +71,10 @@ def run(config: "MindFormerConfig") -> None:
     elif config.run_mode == "eval":
         trainer.evaluate(eval_checkpoint=config.load_checkpoint)
     else:
+        if config.save_file is None:
+            # Else MindFormers writes it into the working folder.
+            os.makedirs(config.output_dir, exist_ok=True)
+            config.save_file = os.path.join(config.output_dir, "predict_result.txt")
         trainer.predict(
             predict_checkpoint=config.load_checkpoint,
             input_data=config.input_data,

@@ -175,6 +175,7 @@ def test_predict_goes_on_with_a_text(tmp_path):
     )
     texts = re.findall(r"'text_generation_text': \['((?:[^'\\]|\\.)*)'\]", stdout)
     assert len(texts) == 2
+    assert (tmp_path / "output" / "predict_result.txt").exists() and not list(tmp_path.glob("*result*"))
     for text, start in zip(texts, ("one two", "three")):
         assert text.startswith(start) and len(text) > len(start)
 
