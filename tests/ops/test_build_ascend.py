@@ -7,26 +7,9 @@ import subprocess
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.made_up_cann import made_up_cann
 
 SCRIPT = os.path.join(ROOT, "scripts", "build_ascend.sh")
-# Records how the functions of CANN's CMake are called, and makes a package that installs one file.
-CMAKE = r"""
-foreach(NAME npu_op_package npu_op_code_gen npu_op_library npu_op_kernel_sources npu_op_kernel_options
-        npu_op_kernel_library npu_op_package_add)
-    function(${NAME})
-        string(REPLACE ";" " " WORDS "${CMAKE_CURRENT_FUNCTION};${ARGV}")
-        file(APPEND $ENV{MINDLORA_TEST_LOG} "${WORDS}\n")
-    endfunction()
-endforeach()
-set(ASCEND_AUTOGEN_PATH ${CMAKE_BINARY_DIR}/autogen)
-file(APPEND $ENV{MINDLORA_TEST_LOG} "units ${ASCEND_COMPUTE_UNIT}\n")
-file(WRITE ${CMAKE_BINARY_DIR}/custom_opp_test.run [[
-for argument; do case $argument in --install-path=*) folder=${argument#*=} ;; esac; done
-mkdir -p "$folder/vendors/mindlora/bin" && touch "$folder/vendors/mindlora/bin/set_env.bash"
-]])
-add_custom_target(binary)
-add_custom_target(package)
-"""
 
 
 @pytest.fixture
@@ -53,15 +36,6 @@ def run(tmp_path):
     return call
 
 
-def toolkit(tmp_path, version, file="x86_64-linux/ascend_toolkit_install.info"):
-    path = tmp_path / "cann" / file
-    path.parent.mkdir(parents=True)
-    path.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\narch=x86_64\n")
-    cmake = tmp_path / "cann/compiler/tikcpp/ascendc_kernel_cmake"
-    cmake.mkdir(parents=True)
-    (cmake / "ASCConfig.cmake").write_text(CMAKE)
-
-
 def assert_refused(result, message):
     """One line, on stderr, and an exit code."""
     assert result.returncode == 1 and result.stdout == ""
@@ -78,7 +52,7 @@ def test_without_cann(run, tmp_path):
 
 @pytest.mark.parametrize("version", ["8.2.RC1", "8.0.RC3", "7.0.0"])
 def test_an_old_cann(run, tmp_path, version):
-    toolkit(tmp_path, version)
+    made_up_cann(tmp_path, version)
     assert_refused(run(), f"CANN {version} was found at {tmp_path}/cann: the kernels need 8.3 or newer.")
 
 
@@ -118,7 +92,7 @@ def test_arguments_that_cannot_be_served(run, arguments, message):
     ],
 )
 def test_what_is_built_and_where_it_goes(run, tmp_path, version, file):
-    toolkit(tmp_path, version, file)
+    made_up_cann(tmp_path, version, file)
     result = run("--soc", "ascend910b,ascend910_93", "--install-path", str(tmp_path / "into"))
     assert result.returncode == 0, result.stdout + result.stderr
     vendor = tmp_path / "into/vendors/mindlora"

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# One command for the owner of an Atlas A2 or A3: tries everything that docs/ascend.md says was not tried on an NPU, and
+# leaves one folder to send back, with report.md as its page. What cannot run on the machine at hand says so.
+#   bash scripts/verify_npu.sh                      all of it
+#   bash scripts/verify_npu.sh --quick              few shapes
+#   bash scripts/verify_npu.sh --only build operators --soc ascend910b
+#   bash scripts/verify_npu.sh --device CPU         the same comparisons on a CPU, to try the script itself
+# It takes the python that PATH finds first, or that PYTHON names. MINDLORA_CANN_FOLDERS: where CANN may be otherwise.
+set -eu
+
+if [ -z "${ASCEND_OPP_PATH:-}" ]; then
+    for folder in "${ASCEND_HOME_PATH:-}" ${MINDLORA_CANN_FOLDERS-/usr/local/Ascend/cann \
+        /usr/local/Ascend/ascend-toolkit "$HOME/Ascend/cann" "$HOME/Ascend/ascend-toolkit"}; do
+        # shellcheck disable=SC1091
+        if [ -n "$folder" ] && [ -f "$folder/set_env.sh" ]; then set +u; source "$folder/set_env.sh"; set -u; break; fi
+    done
+fi
+exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/verify_npu.py" "$@"

@@ -1,0 +1,118 @@
+"""Compares one operator in one dtype with its reference.py, case by case.
+
+    python scripts/verify_npu_operators.py lora_delta float16 --device Ascend --json lora_delta.json
+
+scripts/verify_npu.sh runs it for all. The path is forced: the kernels on Ascend, the C++ library on a CPU. A case is
+printed before it runs, so that after a crash or a hang the last line names it. The exit code is 1 if a case failed.
+"""
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, Dict, List, Optional
+
+PATHS = {"Ascend": "ascend", "CPU": "cpu"}
+DTYPES = ("float32", "float16", "bfloat16")
+OPERATORS = ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write")
+MODES = ("graph", "pynative")
+# Gradients: the largest error over the largest number of each. They pass several roundings to the dtype.
+GRADIENTS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operator", choices=OPERATORS)
+    parser.add_argument("dtype", choices=DTYPES)
+    parser.add_argument("--device", choices=list(PATHS), default="Ascend", help="default: Ascend")
+    parser.add_argument("--quick", action="store_true", help="few shapes")
+    parser.add_argument("--json", metavar="FILE", help="write the result to this file, anew after each case")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs all cases; returns the exit code."""
+    given = arguments()
+    os.environ.setdefault("GLOG_v", "3")
+    os.environ["MINDLORA_BACKEND"] = PATHS[given.device]
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import mindspore as ms
+
+    result: Dict[str, Any] = {"operator": given.operator, "dtype": given.dtype, "device": given.device}
+    result.update(cases=0, worst=0.0, failures=[], running=None)
+    for mode in MODES:
+        ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE, device_target=given.device)
+        run_cases(given, mode, result)
+    result["running"] = None
+    write(given.json, result)
+    print(f"{result['cases']} cases, {len(result['failures'])} failed, worst error / allowed {result['worst']:.3f}")
+    return 1 if result["failures"] else 0
+
+
+def run_cases(given: argparse.Namespace, mode: str, result: Dict[str, Any]) -> None:
+    """Runs the cases in one mode and adds to the result. An exception counts as a failure of its case."""
+    from scripts.verify_npu_cases import CASES, QUICK, Sizes
+
+    for case in CASES[given.operator](given.dtype, QUICK if given.quick else Sizes(), given.device == "Ascend"):
+        title = f"{mode}: {case.title}"
+        print(title, flush=True)
+        result.update(cases=result["cases"] + 1, running=title)
+        write(given.json, result)
+        try:
+            share, problem = compare(case, case.run(), given.dtype)
+        except Exception as error:  # whatever a device throws
+            share, problem = 0.0, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        result["worst"] = max(result["worst"], share)
+        if problem:
+            result["failures"].append({"case": title, "problem": problem})
+            print(f"    FAILED: {problem}", flush=True)
+
+
+def compare(case: Any, found: List[Any], dtype: str) -> "tuple[float, Optional[str]]":
+    """Returns the largest error as a share of what is allowed, and what is wrong, with the first wrong index, or None.
+
+    Allowed are the rounding of the result and of float32 sums and, in 16-bit types, that of the rows that the cube of
+    an NPU takes in 16 bits. Where the reference is NaN or infinite, the result must not be finite.
+    """
+    import numpy as np
+
+    from tests.support.native import ROUNDING
+
+    worst = 0.0
+    for number, (actual, wanted) in enumerate(zip(found, case.wanted)):
+        if actual.shape != wanted.shape:
+            return worst, f"result {number} has shape {actual.shape}, not {wanted.shape}"
+        finite = np.isfinite(wanted)
+        if case.gradient:
+            allowed = np.full(wanted.shape, GRADIENTS[dtype] * max(1.0, np.abs(wanted).max(initial=0)))
+        else:
+            sums = 4e-7 + (0 if dtype == "float32" else ROUNDING[dtype])
+            allowed = 1.01 * ROUNDING[dtype] * np.abs(wanted) + sums * max(1.0, case.terms)
+        if case.terms == 0:
+            allowed = np.zeros(wanted.shape)
+        with np.errstate(invalid="ignore"):
+            error = np.abs(actual - np.where(finite, wanted, 0))
+            wrong = np.where(finite, ~(error <= allowed), np.isfinite(actual))
+        if case.may_spoil is not None:
+            wrong &= ~(case.may_spoil & ~np.isfinite(actual))
+        if wrong.any():
+            at = tuple(map(int, np.argwhere(wrong)[0]))
+            return worst, (
+                f"result {number} differs in {int(wrong.sum())} of {wrong.size} numbers, first at {at}: "
+                f"{actual[at]:.7g}, not {wanted[at]:.7g} within {allowed[at] if finite[at] else 0:.2g}"
+            )
+        known = finite & np.isfinite(actual) & (allowed > 0)
+        worst = max(worst, float((error[known] / allowed[known]).max(initial=0)))
+    return worst, None
+
+
+def write(path: Optional[str], result: Dict[str, Any]) -> None:
+    """Writes the result so far, if a path is given."""
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

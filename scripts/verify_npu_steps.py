@@ -1,0 +1,277 @@
+"""The steps of scripts/verify_npu.py, each a generator of outcomes."""
+
+import argparse
+import csv
+import dataclasses
+import glob
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from verify_npu_operators import DTYPES, OPERATORS
+from verify_npu_page import KERNELS, switch
+from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
+
+# Last lines of build_ascend.sh where the machine lacks what it needs.
+CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found")
+# Of an operator where there are no kernels: no failure of its own unless the build said that it made them.
+NO_KERNELS = ("MINDLORA_BACKEND is ascend, but",)
+# Prints nothing if the device computes, else why not.
+PROBE = """
+import sys
+import mindspore as ms
+try:
+    ms.set_context(device_target=sys.argv[1])
+    (ms.Tensor([1.0]) + 1).asnumpy()
+except Exception as error:
+    sys.exit(str(error).strip().split(". ")[0])
+"""
+LORA_YAML = os.path.join("configs", "tiny", "lora_llama_tiny_cpu.yaml")
+# The first and the last loss on the device may differ from the CPU's by these shares.
+FIRST_LOSS, LAST_LOSS = 0.01, 0.1
+HOUR = 3600
+
+
+@dataclasses.dataclass
+class Place:
+    """Where the steps run.
+
+    Attributes:
+        given (argparse.Namespace): The options.
+        work (str): A folder that is removed at the end.
+        environment (dict): Of all commands; the build adds its package to it.
+        clean (Cleaner): What every text in the report goes through.
+        tuned (str or None): The folder of the quickstart, once it ran.
+        built (bool): Whether the build said that it made the kernels.
+    """
+
+    given: argparse.Namespace
+    work: str
+    environment: Dict[str, str]
+    clean: Cleaner
+    tuned: Optional[str] = None
+    built: bool = False
+    device_problem: Optional[str] = None
+    probed: bool = False
+
+    def run(self, name: str, command: Sequence[str], limit: int = HOUR, cannot: Sequence[str] = ()) -> Outcome:
+        """Runs a command; see verify_npu_run.run."""
+        return run(name, command, self.given.output, self.clean, self.environment, limit, cannot)
+
+    def problem(self) -> Optional[str]:
+        """Returns why nothing can be computed on the device, or None. The device is asked once."""
+        if not self.probed:
+            command = [sys.executable, "-c", PROBE, self.given.device]
+            tried = subprocess.run(
+                command, env=self.environment, capture_output=True, text=True, timeout=600, check=False
+            )
+            lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+            self.device_problem = self.clean(lines[-1].rstrip(".")) if tried.returncode else None
+            self.probed = True
+        return self.device_problem
+
+    def no_kernels(self) -> Sequence[str]:
+        """Returns the last lines that mean that there are no kernels to be tried."""
+        return () if self.built else NO_KERNELS
+
+    def python(self, script: str, *arguments: str) -> List[str]:
+        """Returns the command that runs a program of scripts/."""
+        return [sys.executable, os.path.join(ROOT, "scripts", script), *arguments]
+
+    def quick(self) -> List[str]:
+        """Returns the option --quick, if it was given."""
+        return ["--quick"] * self.given.quick
+
+
+def on_device(step: Callable[[Place], Iterator[Outcome]], name: str) -> Callable[[Place], Iterator[Outcome]]:
+    """Returns a step that says so where there is no such device."""
+
+    def guarded(place: Place) -> Iterator[Outcome]:
+        if place.problem():
+            yield Outcome(name, NOT_RUN, f"MindSpore finds no {place.given.device}: {place.problem()}")
+        else:
+            yield from step(place)
+
+    return guarded
+
+
+def doctor(place: Place) -> Iterator[Outcome]:
+    """mindlora doctor: versions, CANN, and the path of each operator."""
+    outcome = place.run("doctor", [sys.executable, "-m", "mindlora.cli", "doctor"], limit=600)
+    if outcome.state == HELD:
+        outcome.line = "no errors; the log names versions and the path of each operator"
+    yield outcome
+
+
+def build(place: Place) -> Iterator[Outcome]:
+    """build_ascend.sh, into the folder where mindlora looks; the steps after it use the package."""
+    if place.given.device == "CPU":
+        command = [sys.executable, "-m", "mindlora.ops.build"]
+        yield place.run("build", command)
+        return
+    command = ["bash", os.path.join(ROOT, "scripts", "build_ascend.sh")]
+    command += ["--soc", place.given.soc] if place.given.soc else []
+    outcome = place.run("build", command, 2 * HOUR, CANNOT_BUILD)
+    if outcome.state == HELD:
+        outcome.line, place.built = "the operator package is built and installed", True
+        # As `source set_env.bash` does.
+        package = os.path.join(ROOT, "mindlora", "ops", "lib", "ascend", "vendors", "mindlora")
+        others = place.environment.get("ASCEND_CUSTOM_OPP_PATH", "")
+        place.environment["ASCEND_CUSTOM_OPP_PATH"] = ":".join(filter(None, [package, others]))
+    yield outcome
+
+
+def operators(place: Place) -> Iterator[Outcome]:
+    """Every operator in every dtype against its reference, in processes of their own: one that hangs stops no other."""
+    for dtype in DTYPES:
+        for op in OPERATORS:
+            name = f"{op} {dtype}"
+            result = os.path.join(place.work, f"{op}_{dtype}.json")
+            arguments = [op, dtype, "--device", place.given.device, "--json", result, *place.quick()]
+            outcome = place.run(name, place.python("verify_npu_operators.py", *arguments), cannot=place.no_kernels())
+            outcome.figures = {"operator": op, "dtype": dtype, **read_json(result)}
+            running, failures = outcome.figures.get("running"), outcome.figures.get("failures", [])
+            if running:
+                outcome.line = f"ended within `{running}`; {outcome.line}"
+            elif failures:
+                outcome.line = f"{len(failures)} of {outcome.figures['cases']} cases; switch it off with {switch(op)}"
+            yield outcome
+
+
+def fine_tune(place: Place) -> Iterator[Outcome]:
+    """The quickstart's LoRA on a CPU, then the same run on the device: their losses must agree."""
+    name, folder = "fine-tune", os.path.join(place.work, "quickstart")
+    prepared = place.run("fine-tune on a CPU", place.python("quickstart.py", "--short", "--output", folder))
+    if prepared.state == HELD:
+        prepared.line, place.tuned = "the quickstart ran", folder
+    yield prepared
+    if not place.tuned:
+        yield Outcome(name, NOT_RUN, "it needs the run on a CPU before it")
+        return
+    tuned = os.path.join(place.work, "tuned")
+    outcome = place.run(name, [sys.executable, *training(place, tuned)])
+    if outcome.state == HELD:
+        compare_losses(outcome, losses(os.path.join(folder, "lora")), losses(tuned))
+    yield outcome
+
+
+def training(place: Place, output: str) -> List[str]:
+    """Returns script and arguments of the quickstart's LoRA run, on the device."""
+    (data,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "dialogues.mindrecord"))
+    (base,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "base.ckpt"))
+    return [
+        *(os.path.join("scripts", "run_mindformer.py"), "--config", LORA_YAML, "--output_dir", output),
+        *("--train_dataset_dir", data, "--load_checkpoint", base, "--runner_config.epochs", "1"),
+        *("--context.device_target", place.given.device),
+    ]
+
+
+def losses(folder: str) -> List[float]:
+    """Returns the losses of a run's steps."""
+    with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:
+        return [record["loss"] for record in map(json.loads, file) if record.get("loss") is not None]
+
+
+def compare_losses(outcome: Outcome, expected: List[float], found: List[float]) -> None:
+    """Puts the first and last losses of both runs into an outcome, and whether they agree."""
+    outcome.figures = {"CPU": expected, "device": found}
+    pairs = [(expected[0], found[0], FIRST_LOSS), (expected[-1], found[-1], LAST_LOSS)]
+    # Written so that NaN does not hold.
+    agree = len(expected) == len(found) and all(abs(a - b) <= share * a for a, b, share in pairs)
+    outcome.state = HELD if agree else FAILED
+    outcome.line = "loss from {:.3f} to {:.3f}, on a CPU from {:.3f} to {:.3f}".format(
+        found[0], found[-1], expected[0], expected[-1]
+    )
+
+
+def two_devices(place: Place) -> Iterator[Outcome]:
+    """The tiny fine-tune on two NPUs under msrun, each with half of the data."""
+    name, devices = "two-devices", len(glob.glob("/dev/davinci[0-9]*"))
+    if place.given.device == "CPU" or devices < 2:
+        yield Outcome(name, NOT_RUN, f"it needs two NPUs, and {devices or 'none'} can be seen")
+        return
+    if not place.tuned:
+        yield Outcome(name, NOT_RUN, "it needs the data and the base of the step fine-tune")
+        return
+    order = " ".join([*training(place, os.path.join(place.work, "both")), "--use_parallel", "True"])
+    logs = os.path.join(place.work, "msrun")
+    command = ["bash", os.path.join(ROOT, "scripts", "msrun_launcher.sh"), order, "2", "8118", logs, "True", "600"]
+    outcome = place.run(name, command)
+    outcome.line = "both workers ended well" if outcome.state == HELD else outcome.line
+    for path in sorted(glob.glob(os.path.join(logs, "*.log"))):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = place.clean(file.read())
+        with open(os.path.join(place.given.output, "logs", f"msrun_{os.path.basename(path)}"), "w") as log:
+            log.write(text)
+    yield outcome
+
+
+def bench(place: Place) -> Iterator[Outcome]:
+    """bench_ops.py: the operators beside MindSpore's own."""
+    result = os.path.join(place.work, "bench.json")
+    command = place.python("bench_ops.py", "--device", place.given.device, "--json", result, *place.quick())
+    outcome = place.run("bench", command, cannot=place.no_kernels())
+    outcome.figures = read_json(result)
+    if outcome.state == HELD:
+        outcome.line = "measured; the log has the tables, report.json the figures. Figures are no judgement"
+    yield outcome
+
+
+def msprof(place: Place) -> Iterator[Outcome]:
+    """The times of the kernels alone, by CANN's profiler."""
+    name, folder = "msprof", os.path.join(place.work, "msprof")
+    program = shutil.which("msprof", path=place.environment.get("PATH"))
+    if place.given.device == "CPU" or not program:
+        yield Outcome(name, NOT_RUN, "CANN's profiler measures NPUs only" if program else "msprof is not on PATH")
+        return
+    command = [program, f"--output={folder}"]
+    command += place.python("bench_ops.py", "--device", "Ascend", "--quick")
+    outcome = place.run(name, command, cannot=place.no_kernels())
+    if outcome.state == HELD:
+        outcome.figures = kernel_times(folder)
+        outcome.state = HELD if outcome.figures else FAILED
+        outcome.line = (
+            "; ".join(f"{kernel} {times['median']:g} us" for kernel, times in outcome.figures.items())
+            or "msprof left no op_summary with kernels that are looked for"
+        )
+    yield outcome
+
+
+def kernel_times(folder: str) -> Dict[str, Any]:
+    """Returns microseconds and calls of our kernels and of MindSpore's products, from msprof's op_summary files."""
+    found: Dict[str, List[float]] = {}
+    wanted: Tuple[str, ...] = (*(kernel for kernel, _ in KERNELS.values()), "MatMul")
+    for path in glob.glob(os.path.join(folder, "**", "op_summary*.csv"), recursive=True):
+        with open(path, encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                kind, time = row.get("OP Type", ""), row.get("Task Duration(us)", "")
+                if kind.startswith(wanted) and time:
+                    found.setdefault(kind, []).append(float(time))
+    return {
+        kind: {"median": statistics.median(times), "min": min(times), "calls": len(times)}
+        for kind, times in sorted(found.items())
+    }
+
+
+def read_json(path: str) -> Dict[str, Any]:
+    """Returns what a program wrote, or nothing if it did not come to it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+STEPS: Dict[str, Callable[[Place], Iterator[Outcome]]] = {
+    "doctor": doctor,
+    "build": build,
+    "operators": on_device(operators, "operators"),
+    "fine-tune": on_device(fine_tune, "fine-tune"),
+    "two-devices": on_device(two_devices, "two-devices"),
+    "bench": on_device(bench, "bench"),
+    "msprof": on_device(msprof, "msprof"),
+}

@@ -1,0 +1,243 @@
+"""scripts/verify_npu.sh up to where CANN is missing, with a made-up CANN, and its comparisons, on a CPU."""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.made_up_cann import made_up_cann
+
+SCRIPTS = os.path.join(ROOT, "scripts")
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+
+
+@pytest.fixture
+def verify(tmp_path):
+    """Runs the script of a checkout on a machine without CANN, or with that in tmp_path/cann."""
+
+    def call(*arguments, root=ROOT):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND", "MINDLORA"))}
+        environment.update(MINDLORA_CANN_FOLDERS=str(tmp_path / "nowhere"), MINDLORA_TEST_LOG=str(tmp_path / "log"))
+        environment.update(PYTHON=sys.executable)
+        if (tmp_path / "cann").exists():
+            environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
+        command = [
+            "bash",
+            os.path.join(root, "scripts", "verify_npu.sh"),
+            *arguments,
+            "--output",
+            str(tmp_path / "out"),
+        ]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return result, tmp_path / "out"
+
+    return call
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout of its own, since the build writes into it."""
+    for name in ("scripts", "ops"):
+        shutil.copytree(os.path.join(ROOT, name), tmp_path / "checkout" / name)
+    (tmp_path / "checkout/mindlora").mkdir()
+    shutil.copy(os.path.join(ROOT, "mindlora/__init__.py"), tmp_path / "checkout/mindlora")
+    return str(tmp_path / "checkout")
+
+
+def states(folder):
+    return {step["name"]: step["state"] for step in json.loads((folder / "report.json").read_text())["steps"]}
+
+
+def test_without_cann_each_step_says_why_it_does_not_run_and_the_next_one_follows(verify, tmp_path):
+    result, folder = verify("--only", "build", "operators", "bench", "msprof")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert set(states(folder).values()) == {"not run"} and len(states(folder)) == 4
+    page = (folder / "report.md").read_text()
+    assert "Nothing could run here. Not run: build, operators, bench, msprof." in page
+    assert "no CANN toolkit was found" in page and "MindSpore finds no Ascend" in page
+    for op in ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write"):
+        assert f"MINDLORA_BACKEND_{op.upper()}=composed" in page
+    for text in (page, (folder / "report.json").read_text(), (folder / "logs/build.log").read_text()):
+        assert str(tmp_path) not in text and ROOT not in text and socket.gethostname() not in text
+
+
+def test_a_folder_that_holds_something_is_not_written_to(verify, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").touch()
+    result, folder = verify()
+    assert result.returncode == 2 and "is not empty: name a new folder." in result.stderr
+    assert os.listdir(folder) == ["mine"]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+@pytest.mark.parametrize("code, state", [(None, "holds"), ("message(FATAL_ERROR broken)", "does not hold")])
+def test_with_a_made_up_cann_the_build_is_judged(verify, checkout, tmp_path, code, state):
+    made_up_cann(tmp_path, "8.5.0", **({"cmake_code": code} if code else {}))
+    result, folder = verify("--only", "build", "--soc", "ascend910b", root=checkout)
+    assert states(folder) == {"build": state}, result.stdout + result.stderr
+    assert result.returncode == (0 if state == "holds" else 1)
+    if state == "holds":
+        assert "units ascend910b\n" in (tmp_path / "log").read_text()
+    else:
+        assert "broken" in (folder / "logs/build.log").read_text()
+
+
+def test_a_cann_that_is_too_old_is_no_failure(verify, checkout, tmp_path):
+    made_up_cann(tmp_path, "8.0.RC3")
+    result, folder = verify("--only", "build", root=checkout)
+    assert result.returncode == 0 and states(folder) == {"build": "not run"}
+    assert "CANN 8.0.RC3 was found" in (folder / "report.md").read_text()
+
+
+def checked(op, dtype, monkeypatch):
+    """Returns the result of the quick cases of an operator in graph mode."""
+    from verify_npu_operators import run_cases
+
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    result = {"cases": 0, "worst": 0.0, "failures": []}
+    run_cases(argparse.Namespace(operator=op, dtype=dtype, quick=True, device="CPU", json=None), "graph", result)
+    return result
+
+
+@pytest.mark.parametrize(
+    "op, dtype, cases",
+    [
+        ("lora_delta", "float16", 10),
+        ("lora_linear", "bfloat16", 11),
+        ("nf4_linear", "float32", 6),
+        ("multi_lora_delta", "bfloat16", 10),
+        ("multi_lora_slot_write", "float16", 4),
+    ],
+)
+def test_the_operators_hold_on_a_cpu(library, graph_mode, monkeypatch, op, dtype, cases):
+    result = checked(op, dtype, monkeypatch)
+    assert result["failures"] == [] and result["cases"] == cases and result["worst"] <= 1
+
+
+def test_a_kernel_that_computes_something_else_does_not_hold(library, graph_mode, monkeypatch):
+    from mindlora.ops import MultiLoraSlotWrite
+
+    def construct(self, pool, ranks, scales, slot, packed, scale):
+        return self.kernel(pool, ranks, scales, slot, packed, scale * 2)
+
+    monkeypatch.setattr(MultiLoraSlotWrite, "construct", construct)
+    failures = checked("multi_lora_slot_write", "float32", monkeypatch)["failures"]
+    assert len(failures) == 4
+    assert failures[1] == {
+        "case": "graph: rank 1, 37 + 53, slot 3 of 4",
+        "problem": "result 2 differs in 1 of 4 numbers, first at (3,): 1.5, not 0.75 within 0",
+    }
+
+
+@pytest.mark.parametrize(
+    "found, wanted, options, problem",
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-7], {}, None),
+        ([1.0, 2.0], [1.0, 2.1], {}, "differs in 1 of 2 numbers, first at (1,): 2, not 2.1"),
+        ([1.0, np.nan], [1.0, 2.0], {}, "first at (1,): nan, not 2"),
+        ([1.0, 2.0], [1.0, np.nan], {}, "first at (1,): 2, not nan"),
+        ([1.0, np.nan], [1.0, np.nan], {}, None),
+        ([1.0, 2.0], [1.0, 2.0 + 1e-7], {"terms": 0}, "differs in 1 of 2"),
+        ([np.nan, 2.0], [1.0, 2.0], {"may_spoil": np.array([True, False])}, None),
+        ([3.0, 2.0], [1.0, 2.0], {"may_spoil": np.array([True, False])}, "first at (0,): 3, not 1"),
+        ([1.0, 100.001], [1.0, 100.0], {"gradient": True}, None),
+        ([1.0, 100.1], [1.0, 100.0], {"gradient": True}, "first at (1,)"),
+        ([1.0], [1.0, 2.0], {}, "result 0 has shape (1,), not (2,)"),
+    ],
+)
+def test_what_counts_as_equal(found, wanted, options, problem):
+    from verify_npu_cases import Case
+    from verify_npu_operators import compare
+
+    case = Case("", lambda: [], [np.array(wanted)], **{"terms": 1, **options})
+    _, said = compare(case, [np.array(found)], "float32")
+    assert (said is None) == (problem is None) and (problem or "") in (said or "")
+
+
+def test_logs_lose_names_paths_and_addresses(monkeypatch):
+    import verify_npu_run
+
+    monkeypatch.setattr(verify_npu_run.socket, "gethostname", lambda: "atlas-7")
+    clean = verify_npu_run.Cleaner({"/data/run1": "<work>"})
+    text = f"atlas-7 at 10.1.2.3 and 127.0.0.1: {ROOT}/ops/a.cc, /data/run1/x.log, /data/run12/y.log, a/b and 1/2"
+    assert clean(text) == (
+        "<name> at <address> and 127.0.0.1: <checkout>/ops/a.cc, <work>/x.log, <path>/y.log, a/b and 1/2"
+    )
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
+    from verify_npu_run import FAILED, Cleaner, run
+
+    (tmp_path / "logs").mkdir()
+    command = ["bash", "-c", "echo case 7; sleep 60 & wait"]
+    outcome = run("a b", command, str(tmp_path), Cleaner({}), os.environ, limit=1)
+    assert outcome.state == FAILED and outcome.seconds < 10
+    assert outcome.line == "it did not end within 1 s and was killed; last line: case 7"
+    assert (tmp_path / outcome.log).read_text() == "case 7\n"
+
+
+def test_the_page_names_what_failed_and_how_to_switch_it_off():
+    from verify_npu_page import page
+    from verify_npu_run import FAILED, HELD, Outcome
+
+    failed = {"operator": "lora_delta", "cases": 3, "failures": [{"case": "graph: 8 tokens", "problem": "differs"}]}
+    outcomes = [
+        Outcome("lora_delta float32", HELD, "fine", figures={"operator": "lora_delta"}),
+        Outcome("lora_delta float16", FAILED, "1 of 3 cases", figures=failed),
+        Outcome("nf4_linear float32", HELD, "fine", figures={"operator": "nf4_linear"}),
+    ]
+    text = page({"device": "Ascend"}, outcomes)
+    assert "1 of 3 steps that could run do not hold: lora_delta float16." in text
+    assert "## lora_delta float16: 1 of 3 cases\n\n- graph: 8 tokens: differs\n" in text
+    assert "| lora_delta | LoraDelta | does not hold | `MINDLORA_BACKEND_LORA_DELTA=composed` |" in text
+    assert "| nf4_linear | Nf4Dequantize | holds |" in text and "| lora_linear | LoraLinear | not run |" in text
+
+
+def test_the_switches_are_those_that_mindlora_reads():
+    from verify_npu_page import KERNELS, switch
+
+    from mindlora.ops import backend
+
+    assert {op: kernel for op, (kernel, _) in KERNELS.items()} == {
+        op: kernel for op, kernel in backend.ASCEND_OP_TYPES.items() if kernel
+    }
+    assert all(switch(op) == f"{backend.switch(op)}=composed" for op in KERNELS)
+
+
+def test_losses_on_the_device_are_those_on_a_cpu_or_it_does_not_hold():
+    from verify_npu_run import FAILED, HELD, Outcome
+    from verify_npu_steps import compare_losses
+
+    for found, state in (
+        ([5.01, 3.1], HELD),
+        ([5.2, 3.1], FAILED),
+        ([5.0, 3.4], FAILED),
+        ([5.0, float("nan")], FAILED),
+        ([5.0], FAILED),
+    ):
+        outcome = Outcome("fine-tune", HELD, "")
+        compare_losses(outcome, [5.0, 3.0], found)
+        assert outcome.state == state, found
+
+
+def test_kernel_times_come_from_msprofs_table(tmp_path):
+    from verify_npu_steps import kernel_times
+
+    (tmp_path / "PROF_1/mindstudio_profiler_output").mkdir(parents=True)
+    rows = "Op Name,OP Type,Task Duration(us)\na,LoraDelta,3.0\nb,LoraDelta,5.0\nc,MatMulV2,9\nd,Cast,1\n"
+    (tmp_path / "PROF_1/mindstudio_profiler_output/op_summary_1.csv").write_text(rows)
+    assert kernel_times(str(tmp_path)) == {
+        "LoraDelta": {"median": 4.0, "min": 3.0, "calls": 2},
+        "MatMulV2": {"median": 9.0, "min": 9.0, "calls": 1},
+    }
