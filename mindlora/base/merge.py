@@ -188,7 +188,8 @@ class _Merging:
     @property
     def changed_config(self) -> Dict[str, int]:
         """The fields of config.json that change: the size of a vocabulary that grew."""
-        return {"vocab_size": shape[0] for shape in self._grown.values()}
+        sizes = [rows for rows, _ in self._grown.values()]
+        return {"vocab_size": sizes[0]} if sizes else {}
 
     @property
     def notes(self) -> Tuple[str, ...]:

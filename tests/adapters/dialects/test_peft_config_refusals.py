@@ -77,12 +77,10 @@ def test_flags_must_be_true_or_false(tmp_path, value):
     [
         ("alora_invocation_tokens", [1, 2]),
         ("arrow_config", {"top_k": 2}),
-        ("fan_in_fan_out", True),
         ("kasa_config", {"a": 1}),
         ("layer_replication", [[0, 4], [2, 5]]),
         ("lora_bias", True),
         ("monteclora_config", {"a": 1}),
-        ("trainable_token_indices", [5]),
         ("use_bdlora", True),
         ("use_qalora", True),
         ("velora_config", {"a": 1}),
@@ -100,12 +98,29 @@ def test_every_such_field_is_tried_above():
     assert {field for field, _ in tried} == set(peft_config._UNSUPPORTED)
 
 
-@pytest.mark.parametrize("value", ["all", "lora_only", None, True])
-def test_biases_are_refused(tmp_path, value):
+@pytest.mark.parametrize("value", [None, True, "some", 5])
+def test_a_bias_that_peft_does_not_know(tmp_path, value):
     refused(
-        written(tmp_path, {**PLAIN, "bias": value}),
-        f": bias is {value!r}, so biases of the base were trained, which is not supported: it must be 'none'.",
+        written(tmp_path, {**PLAIN, "bias": value}), f": bias is {value!r}; it must be 'none', 'all' or 'lora_only'."
     )
+
+
+def test_trained_rows_of_the_embedding_are_for_those_who_can_take_them(tmp_path):
+    path = written(tmp_path, {**PLAIN, "trainable_token_indices": [5, 3]})
+    refused(
+        path,
+        ": trainable_token_indices is [5, 3], so rows of the embedding were trained too, which only PEFT's form has a "
+        "place for. Load it (load_lora), or merge it.",
+    )
+    assert peft_config.read(path, peft_config.Extras(token_rows=True)).token_rows == {"embed_tokens": [5, 3]}
+
+
+@pytest.mark.parametrize("value", [[5, 5], [-1], ["5"], 5, {"embed_tokens": 5}, [1.5], [True]])
+def test_invalid_token_numbers(tmp_path, value):
+    path = written(tmp_path, {**PLAIN, "trainable_token_indices": value})
+    with pytest.raises(AdapterFormatError) as error:
+        peft_config.read(path, peft_config.Extras(token_rows=True))
+    assert "it must be a list of different token numbers" in str(error.value)
 
 
 @pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
@@ -113,14 +128,29 @@ def test_another_kind_of_adapter_is_refused(tmp_path, value):
     refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}; it must be 'LORA' or 'VERA'.")
 
 
-@pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])
+CONVERT = "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it."
+
+
+@pytest.mark.parametrize("value", ["pissa", "PiSSA", "olora", "pissa_niter_16", "corda", "loftq", "lora_ga"])
 def test_initializers_that_change_the_base_are_refused(tmp_path, value):
-    refused(
-        written(tmp_path, {**PLAIN, "init_lora_weights": value}),
-        f": init_lora_weights is {value!r}, so the "
-        "adapter belongs to a base that this initializer changed. Save it with PEFT's "
-        "path_initial_model_for_weight_conversion, which makes a plain LoRA of it.",
-    )
+    way_out = "What it changed cannot be computed again. "
+    path = written(tmp_path, {**PLAIN, "init_lora_weights": value})
+    if value.lower() in ("pissa", "olora"):
+        way_out = "Load it (load_lora) or merge it, where its initial pairs are computed from the base; or: "
+        assert peft_config.read(path, peft_config.Extras(initial_pairs=True)).initializer == value.lower()
+    message = f": init_lora_weights is {value!r}, so the adapter belongs to a base that this initializer changed. "
+    refused(path, message + way_out + CONVERT)
+
+
+def test_several_refusals_are_collected_for_those_who_only_look(tmp_path):
+    fields = {"lora_bias": True, "init_lora_weights": "corda", "trainable_token_indices": [5]}
+    extras = peft_config.Extras(refusals=[])
+    assert peft_config.read(written(tmp_path, {**PLAIN, **fields}), extras).rank == 8
+    assert [text.split(": ", 1)[1].split()[0] for text in extras.refusals] == [
+        "lora_bias",
+        "trainable_token_indices",
+        "init_lora_weights",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +223,7 @@ def test_the_base_model_must_be_a_text(tmp_path, value):
         (b"[8, 16]", " holds a list instead of a JSON object."),
         (b"8", " holds a int instead of a JSON object."),
         (b"null", " holds a NoneType instead of a JSON object."),
-        (b"{}", ": r is None; it must be a whole number of at least 1."),
+        (b'{"r": null}', ": r is None; it must be a whole number of at least 1."),
         (b'{"r": 8, "r": 4}', " has r twice, so it is unclear which one counts. Remove one."),
         (
             b'{"r": 8, "lora_alpha": 16, "rank_pattern": {"a": 1, "a": 2, "b": 1, "b": 1}}',

@@ -26,6 +26,7 @@ from diffusers_side import (  # noqa: E402
     original_names,
     save_diffusion,
 )
+from odd_side import grow, make_odd_adapter, odd_logits  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
 from peft.tuners.vera import VeraLayer  # noqa: E402
@@ -320,6 +321,9 @@ VERBS = {
         warm_up_rates,
         next_probabilities,
         adalora_steps,
+        make_odd_adapter,
+        odd_logits,
+        grow,
         diffusion_cells,
         diffusion_outputs,
         diffusion_weights,
