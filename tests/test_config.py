@@ -71,6 +71,7 @@ def test_defaults_are_those_of_the_documentation():
         "lora_alpha": 16,
         "lora_dropout": 0.0,
         "target_modules": None,
+        "target_parameters": None,
         "exclude_modules": None,
         "quantize_base": None,
         "quantize_exclude": None,

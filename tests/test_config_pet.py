@@ -39,6 +39,7 @@ def test_pet_config_becomes_fields():
         "lora_alpha": 6,
         "lora_dropout": 0.1,
         "target_modules": ".*wq|.*wv",
+        "target_parameters": None,
         "exclude_modules": ["layers.0.attention.wq"],
         "quantize_base": "nf4",
         "quantize_exclude": ["w2"],
@@ -92,8 +93,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
         "compute_dtype, d_initial, deltaT, exclude_layers, exclude_modules, freeze_exclude, freeze_include, "
         "freeze_lora_a, init_r, layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, "
         "lora_rank, modules_to_save, orth_reg_weight, param_init_type, pet_type, preset, projection_prng_key, "
-        "quantize_base, quantize_exclude, rank_pattern, target_modules, target_r, tfinal, tinit, use_adalora, "
-        "use_dora, use_rslora, use_vera."
+        "quantize_base, quantize_exclude, rank_pattern, target_modules, target_parameters, target_r, tfinal, tinit, "
+        "use_adalora, use_dora, use_rslora, use_vera."
     )
 
 

@@ -98,7 +98,7 @@ def test_a_llama_is_merged_unmerged_and_unloaded(mode, make_llama):
     tokens, before = Tensor(np.arange(16, dtype=np.int32)[None]), snapshot(network)
     logits = network(tokens)[0].asnumpy()
     report = merge_lora(network, tokens)
-    assert len(report.merged) == 14 and report.output_difference < 1e-4
+    assert len(report.merged) == 14 and report.output_difference <= report.output_bound
     np.testing.assert_allclose(network(tokens)[0].asnumpy(), logits, rtol=0, atol=1e-4 * np.abs(logits).max())
     unmerge_lora(network)
     np.testing.assert_array_equal(network(tokens)[0].asnumpy(), logits)

@@ -7,6 +7,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin.data_rows import data_mistakes
 from mindlora.plugin.registry_checks import registry_mistakes
+from mindlora.plugin.run_modes import TRAINING_MODES
 
 
 def find_mistakes(config: MindFormerConfig) -> List[str]:
@@ -15,7 +16,13 @@ def find_mistakes(config: MindFormerConfig) -> List[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    return [*_model_mistakes(config.model.model_config), *registry_mistakes(config), *data_mistakes(config)]
+    model, callbacks = config.model.model_config, list(config.callbacks or [])
+    return [
+        *_model_mistakes(model),
+        *registry_mistakes(config),
+        *(_metric_mistakes(callbacks) if config.run_mode in TRAINING_MODES else ()),
+        *data_mistakes(config),
+    ]
 
 
 def refuse_mistakes(config: MindFormerConfig) -> None:
@@ -35,6 +42,24 @@ def _model_mistakes(model: MindFormerConfig) -> Iterator[str]:
         yield f"model_config.hidden_size is {hidden}, which num_heads {heads} does not divide. Correct one of the two."
     if _whole(heads, groups) and heads % groups:
         yield f"model_config.num_heads is {heads}, which n_kv_heads {groups} does not divide. Correct one of the two."
+
+
+def _metric_mistakes(callbacks: List[dict]) -> Iterator[str]:
+    """What keeps LoraCheckpoint from choosing the best adapter by the held-out loss."""
+    measuring = [callback for callback in callbacks if callback.get("type") == "HeldOutLoss"]
+    for number, callback in enumerate(callbacks):
+        if callback.get("type") != "LoraCheckpoint" or callback.get("best_metric") != "held_out_loss":
+            continue
+        where, saved = f"callbacks.{number} (LoraCheckpoint)", callback.get("save_steps", 100)
+        if not measuring:
+            yield f"{where}: best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures it. Add it."
+            return
+        measured = measuring[0].get("every_steps", 100)
+        if _whole(saved, measured) and saved % measured:
+            yield (
+                f"{where}: save_steps is {saved}, and HeldOutLoss measures every {measured} steps, so at some saves "
+                f"there is no held_out_loss. Set save_steps to a multiple of every_steps, such as {measured}."
+            )
 
 
 def _whole(*values) -> bool:

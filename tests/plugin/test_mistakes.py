@@ -42,6 +42,15 @@ MISTAKES = {
     "vocabulary": ([f"{MODEL}vocab_size", "32"], "and model_config.vocab_size is 32: the data was converted with"),
     "held-out file": (["--callbacks", HELD_OUT % "nowhere.mindrecord"], "(HeldOutLoss): dataset_dir is nowhere.mind"),
     "held-out rows": (["--callbacks", HELD_OUT % "{data}/short.mindrecord"], "(HeldOutLoss): the rows have 9 tokens"),
+    "metric": (["--callbacks.LoraCheckpoint.best_metric", "held_out_loss"], "and callbacks has no HeldOutLoss"),
+    "intervals": (
+        [
+            "--callbacks",
+            '[{"type": "LoraCheckpoint", "best_metric": "held_out_loss", "save_steps": 5},'
+            ' {"type": "HeldOutLoss", "dataset_dir": "{data}/train.mindrecord", "every_steps": 2}]',
+        ],
+        "save_steps is 5, and HeldOutLoss measures every 2 steps",
+    ),
     "padding": (
         ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],
         "and model_config.pad_token_id is 3. Set it to ",

@@ -116,13 +116,14 @@ class LoraCheckpoint(Callback):
         last = step >= training_state.total_steps(params)
         if last or training_state.passed(self.save_steps, self.last_saved, step):
             reported = self._reported(params)
+            # Whatever is wrong with the metric, what was trained is saved first.
+            self._save(params, float(reported[self.best_metric]) if self.best_metric in reported else None)
             if self.best_metric not in reported:
                 raise ConfigError(
                     f"LoraCheckpoint: best_metric is {self.best_metric!r}, but at step {step} only these are "
                     f"reported: {', '.join(sorted(reported))}. List the callback that reports it before "
-                    "LoraCheckpoint, and let it measure at every step that is saved."
+                    "LoraCheckpoint, and let it measure at every step that is saved. The step was saved."
                 )
-            self._save(params, float(reported[self.best_metric]))
         elif self.best_metric in (params.get("eval_results") or {}):
             self.measured = step, float(params["eval_results"][self.best_metric])
             self._keep_if_best(params, self.measured[1])

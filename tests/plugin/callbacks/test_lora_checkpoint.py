@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from mindlora.adapters import files as adapter_files
 from mindlora.errors import ConfigError
 from mindlora.plugin import resume
 from mindlora.plugin.callbacks import LoraCheckpoint
@@ -122,6 +123,8 @@ def test_a_metric_that_is_not_reported(callbacks):
         "callback that reports it before LoraCheckpoint",
     ):
         train([*callbacks, checkpoint], [1] * STEPS_PER_EPOCH)
+    # What was trained is not lost.
+    assert adapter_files.read("saved/step_2").paths
 
 
 @pytest.mark.parametrize(
