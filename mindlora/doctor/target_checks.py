@@ -120,7 +120,9 @@ def _stacked_weights(architecture: Architecture, sizes: Sizes, lora) -> List[str
     """Returns the paths that stacked weights of experts would have in every layer; all-linear leaves them out."""
     if lora.target_modules == targets.ALL_LINEAR:
         return []
-    layers = dict.fromkeys(path[: found.end()] for path in sizes if (found := re.match(r".*?layers\.\d+", path)))
+    layers = dict.fromkeys(
+        path[: found.end()] for path in sizes if (found := re.match(r".*?layers\.\d+(\.transformer_layer)?", path))
+    )
     return [f"{layer}.{stack.names.mcore}" for layer in layers for stack in architecture.experts]
 
 

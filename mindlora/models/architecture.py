@@ -105,9 +105,9 @@ class Architecture:
         computed (tuple of str): The ends of names of tensors that some checkpoints hold, although every model computes
             them for itself.
         linear_sizes (callable): model_config of a YAML -> {path: (out, in)} of the linear cells of MindFormers' model.
-        layers (Names): What comes before the number of a layer. Default: as in the Llama.
         parameter_sizes (callable): model_config of a YAML -> {name: ParameterSize} of all parameters of MindFormers'
-            model. Default: None, they are not known.
+            model.
+        layers (Names): What comes before the number of a layer. Default: as in the Llama.
         experts (tuple of Experts): The weights in which a layer's routed experts are stacked. Default: none.
         router (Names): The end of the path of what sends a token to its experts. Default: none.
         hugging_face_types (tuple of str): model_type in Hugging Face's config.json. Default: none.
@@ -126,8 +126,8 @@ class Architecture:
     joined: Tuple[JoinedCell, ...]
     computed: Tuple[str, ...]
     linear_sizes: Callable[[dict], Dict[str, Tuple[int, int]]]
+    parameter_sizes: Callable[[dict], Dict[str, ParameterSize]]
     layers: Names = Names("model.layers", "model.layers", "decoder.layers")
-    parameter_sizes: Optional[Callable[[dict], Dict[str, ParameterSize]]] = None
     experts: Tuple[Experts, ...] = ()
     router: Names = Names("", "", "")
     hugging_face_types: Tuple[str, ...] = ()

@@ -5,21 +5,22 @@ k and v, and calls the others linear_qb and linear_kvb. Without it, every cell i
 """
 
 import dataclasses
-from typing import Any, List
+from typing import Any, Dict, List
 
-from mindlora.models.architecture import JoinedCell, Names
+from mindlora.models.architecture import JoinedCell, Names, ParameterSize
 from mindlora.models.joined_rows import PartAfterPart
 from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
 from mindlora.models.llama import NORMS as LLAMA_NORMS
 from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.mcore_parameters import dtype_of, layers_of, parameter_sizes_of
 from mindlora.models.qwen3 import DROPOUT_STATE, Sizes, in_layers
-from mindlora.models.qwen3_moe import COUNTS, EXPERTS, ROUTER
+from mindlora.models.qwen3_moe import COUNTS, EXPERTS, ROUTER, expert_sizes
 
 # Those of MindFormers' DeepseekV3Config.
 DEFAULTS = {
     "layers": 61, "heads": 128, "hidden": 7168, "inner": 18432, "vocab": 129280, "q_rank": 1536, "kv_rank": 512,
     "qk_head": 128, "rotary_head": 64, "v_head": 128, "expert_inner": 2048, "experts": 256, "shared_experts": 1,
-    "dense_layers": 3, "expert_layers": 1, "mla_joined": True,
+    "dense_layers": 3, "expert_layers": 1, "mla_joined": True, "further_layers": 1,
 }  # fmt: skip
 SHARED_EXPERTS = (
     Names("mlp.shared_experts.gate_proj", "mlp.shared_experts.w1", "mlp.shared_experts.gating"),
@@ -38,10 +39,46 @@ def linear_sizes(model_config: dict) -> Sizes:
     """Returns path -> (out, in) of the linear cells of MindFormers' DeepseekV3ForCausalLM; routed experts are none."""
     config = ModelConfig(model_config, DEFAULTS)
     dense = _feed_forward_sizes("mlp", config["inner"], config)
-    shared = (config["shared_experts"] or 0) * config["expert_inner"]
+    shared = config["shared_experts"] and (config["shared_inner"] or config["shared_experts"] * config["expert_inner"])
     expert = _feed_forward_sizes("mlp.shared_experts", shared, config) if shared else {}
     attention = _attention_sizes(config)
-    return in_layers([{**attention, **(expert if routed else dense)} for routed in _routed_layers(config)], config)
+    layers = [{**attention, **(expert if routed else dense)} for routed in _routed_layers(config)]
+    sizes = in_layers(layers, config)
+    for number in range(config["further_layers"] or 0):
+        # What predicts a token after the next one: a layer like the last one, for two hidden states side by side.
+        sizes[f"mtp.layers.{number}.eh_proj"] = (config["hidden"], 2 * config["hidden"])
+        sizes |= {f"mtp.layers.{number}.transformer_layer.{end}": size for end, size in layers[-1].items()}
+    return sizes
+
+
+def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of all parameters of MindFormers' DeepseekV3ForCausalLM but a router's counts."""
+    config, linear = ModelConfig(model_config, DEFAULTS), linear_sizes(model_config)
+    dtype = dtype_of(model_config, "params_dtype")
+    sizes = parameter_sizes_of(model_config, linear, _norm_sizes(model_config, config), ties=False)
+    routed = _routed_layers(config)
+    further = config["further_layers"] or 0
+    for layer, has_experts in zip(layers_of(linear), [*routed, *routed[-1:] * further]):
+        if has_experts:
+            sizes |= expert_sizes(f"{layer}.mlp", config, dtype)
+            if model_config.get("moe_router_enable_expert_bias") is not False:
+                sizes[f"{layer}.mlp.router.expert_bias"] = ParameterSize((config["experts"],), "float32")
+            if model_config.get("use_shared_expert_gating") and config["shared_experts"]:
+                gate = f"{layer}.mlp.shared_experts.shared_experts_gate.weight"
+                sizes[gate] = ParameterSize((1, config["hidden"]), dtype)
+    for number in range(further):
+        norms = [f"mtp.layers.{number}.{norm}.weight" for norm in ("enorm", "hnorm", "final_layernorm")]
+        sizes |= dict.fromkeys(norms, ParameterSize((config["hidden"],), dtype))
+    return sizes
+
+
+def _norm_sizes(model_config: dict, config: ModelConfig) -> Dict[str, int]:
+    """Returns end of a path -> size of the norms in a layer; those of the latents are there with qk_layernorm."""
+    norms = {"input_layernorm": config["hidden"], "pre_mlp_layernorm": config["hidden"]}
+    if model_config.get("qk_layernorm"):
+        norms[f"self_attention.{'k' if config['mla_joined'] else 'kv'}_layernorm"] = config["kv_rank"]
+        norms |= {"self_attention.q_layernorm": config["q_rank"]} if config["q_rank"] else {}
+    return norms
 
 
 def _attention_sizes(config: ModelConfig) -> Sizes:
@@ -99,7 +136,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     joined=(W_QKV_DOWN, W_GATE_HIDDEN),
     computed=(*LLAMA.computed, *DROPOUT_STATE, *COUNTS),
     linear_sizes=linear_sizes,
-    parameter_sizes=None,
+    parameter_sizes=parameter_sizes,
     hugging_face_types=("deepseek_v3",),
     hub_names=r"deepseek-(v3|r1)(?!.*distill)",
     experts=EXPERTS,

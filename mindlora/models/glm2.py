@@ -6,8 +6,11 @@ them by default; qkv_concat: False and mlp_concat: False take them apart.
 
 from typing import Any, Dict, Tuple
 
-from mindlora.models.architecture import Architecture, JoinedCell, Names
+from mindlora.common.fields import dtype_name
+from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize
 from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn
+
+_FROM_HIDDEN = ("query_key_value", "wq", "wk", "wv")
 
 
 def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
@@ -42,6 +45,33 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
     return {**sizes, "transformer.output_layer": (get("padded_vocab_size", 65024), hidden)}
 
 
+def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of all parameters of ChatGLM2ForConditionalGeneration but its KV cache."""
+
+    def dtype_of(key: str, default: str) -> str:
+        return dtype_name(default if model_config.get(key) is None else model_config[key], key)
+
+    linear, every = linear_sizes(model_config), bool(model_config.get("add_bias_linear"))
+    weight, norm = dtype_of("param_init_type", "float16"), dtype_of("layernorm_compute_type", "float32")
+    table = linear["transformer.output_layer"]
+    parts = ("weight",) if model_config.get("rmsnorm", True) else ("gamma", "beta")
+    sizes = {"transformer.embedding.embedding_weight": ParameterSize(table, weight)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += [name for name in ("post_self_attn_layernorm", "post_mlp_layernorm") if model_config.get(name)]
+    for path, (rows, columns) in linear.items():
+        parent, _, leaf = path.rpartition(".")
+        sizes[f"{path}.weight"] = ParameterSize((rows, columns), weight)
+        has_bias = every or leaf in _FROM_HIDDEN and model_config.get("add_qkv_bias", True)
+        if has_bias and leaf != "output_layer":
+            sizes[f"{path}.bias"] = ParameterSize((rows,), weight)
+        if leaf == "dense":
+            layer = parent.rpartition(".")[0]
+            sizes |= {f"{layer}.{name}.{part}": ParameterSize(table[1:], norm) for name in norms for part in parts}
+    if model_config.get("post_layer_norm", True):
+        sizes |= {f"transformer.encoder.final_layernorm.{part}": ParameterSize(table[1:], norm) for part in parts}
+    return sizes
+
+
 def _same(name: str) -> Names:
     return Names(name, name)
 
@@ -74,6 +104,7 @@ GLM2 = Architecture(
     ),
     computed=("rotary_pos_emb.inv_freq",),
     linear_sizes=linear_sizes,
+    parameter_sizes=parameter_sizes,
     hugging_face_types=("chatglm",),
     hub_names=r"chatglm[23]-",
     layers=Names("transformer.encoder.layers", "transformer.encoder.layers"),

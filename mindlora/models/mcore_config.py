@@ -23,6 +23,7 @@ _KEYS: Dict[str, Tuple[str, ...]] = {
     "rotary_head": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     "v_head": ("v_head_dim",),
     "mla_joined": ("mla_qkv_concat",),
+    "further_layers": ("num_nextn_predict_layers", "mtp_num_layers"),
 }
 
 

@@ -5,9 +5,12 @@ wq.bias, wk.bias and wv.bias (or w_qkv.bias).
 """
 
 import dataclasses
+from typing import Dict
 
+from mindlora.models.architecture import ParameterSize
 from mindlora.models.llama import LLAMA
 from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.mcore_parameters import biases_of, parameter_sizes_of
 from mindlora.models.qwen3 import DEFAULTS, Sizes, dense_sizes
 
 # Those of MindFormers' Qwen2Config, which has no head_dim.
@@ -19,12 +22,21 @@ def linear_sizes(model_config: dict) -> Sizes:
     return dense_sizes(ModelConfig(model_config, _DEFAULTS))
 
 
+def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of all parameters of MindFormers' Qwen2ForCausalLM under ``model_config``."""
+    linear = linear_sizes(model_config)
+    hidden = linear["output_layer"][1]
+    norms = {"input_layernorm": hidden, "pre_mlp_layernorm": hidden}
+    sizes = parameter_sizes_of(model_config, linear, norms, "layernorm_compute_dtype")
+    return {**sizes, **biases_of(model_config, linear, False)}
+
+
 QWEN2 = dataclasses.replace(
     LLAMA,
     title="Qwen2 (mcore)",
     model_types=("Qwen2ForCausalLM", "Qwen2Config"),
     linear_sizes=linear_sizes,
-    parameter_sizes=None,
+    parameter_sizes=parameter_sizes,
     hugging_face_types=(),
     trains=False,
 )

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Dict, List, Tuple
 
-from mindlora.common.fields import dtype_name
 from mindlora.models.architecture import Names, ParameterSize
 from mindlora.models.llama import LLAMA
 from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.mcore_parameters import biases_of, parameter_sizes_of
 
 Sizes = Dict[str, Tuple[int, int]]
 # Those of MindFormers' Qwen3Config.
@@ -58,27 +58,18 @@ def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
 
 
 def sizes_of_parameters(model_config: dict, config: ModelConfig, linear: Sizes) -> Dict[str, ParameterSize]:
-    """Returns name -> ParameterSize of linear cells, norms, embedding and output head of an mcore model.
+    """Returns name -> ParameterSize of linear cells, norms, embedding and output head of a Qwen3 or a Qwen3-MoE.
 
     Args:
         model_config (dict): The node of a MindFormers YAML.
         config (ModelConfig): The same, with the model's defaults.
         linear (dict): Path -> (out, in) of its linear cells.
     """
-    dtype = dtype_name(model_config.get("params_dtype") or "float32", "params_dtype")
     hidden, head_dim = config["hidden"], config["head_dim"] or config["hidden"] // config["heads"]
-    shapes: Dict[str, Tuple[int, ...]] = {"embedding.word_embeddings.weight": linear["output_layer"]}
-    for layer in range(config["layers"]):
-        norms = {"input_layernorm": hidden, "pre_mlp_layernorm": hidden}
-        norms |= {"self_attention.q_layernorm": head_dim, "self_attention.k_layernorm": head_dim}
-        shapes |= {f"decoder.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
-    shapes["decoder.final_layernorm.weight"] = (hidden,)
-    tied = bool(model_config.get("tie_word_embeddings"))
-    shapes |= {f"{path}.weight": size for path, size in linear.items() if path != "output_layer" or not tied}
-    if model_config.get("attention_bias"):
-        joined = [path for path in linear if path.endswith("linear_qkv")]
-        shapes |= {f"{path}.bias": linear[path][:1] for path in joined}
-    return {name: ParameterSize(shape, dtype) for name, shape in shapes.items()}
+    norms = {"input_layernorm": hidden, "pre_mlp_layernorm": hidden}
+    norms |= {"self_attention.q_layernorm": head_dim, "self_attention.k_layernorm": head_dim}
+    sizes = parameter_sizes_of(model_config, linear, norms)
+    return {**sizes, **biases_of(model_config, linear, False)}
 
 
 QWEN3 = dataclasses.replace(

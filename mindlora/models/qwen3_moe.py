@@ -5,6 +5,7 @@ from typing import Dict
 
 from mindlora.models.architecture import Experts, Names, ParameterSize
 from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.mcore_parameters import dtype_of, layers_of
 from mindlora.models.qwen3 import QWEN3, Sizes, attention_sizes, in_layers, sizes_of_parameters
 
 # Those of MindFormers' Qwen3MoeConfig.
@@ -29,14 +30,25 @@ def linear_sizes(model_config: dict) -> Sizes:
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of MindFormers' Qwen3MoeForCausalLM but a router's counts."""
     config = ModelConfig(model_config, DEFAULTS)
-    sizes = sizes_of_parameters(model_config, config, linear_sizes(model_config))
+    linear = linear_sizes(model_config)
+    sizes = sizes_of_parameters(model_config, config, linear)
+    for layer in layers_of(linear):
+        sizes |= expert_sizes(f"{layer}.mlp", config, dtype_of(model_config, "params_dtype"))
+    return sizes
+
+
+def expert_sizes(holder: str, config: ModelConfig, dtype: str) -> Dict[str, ParameterSize]:
+    """Returns name -> ParameterSize of a layer's router and stacked experts.
+
+    Args:
+        holder (str): Path of the cell that holds them.
+        config (ModelConfig): The model's configuration.
+        dtype (str): Their dtype.
+    """
     hidden, experts, inner = config["hidden"], config["experts"], config["expert_inner"]
-    dtype = sizes["decoder.final_layernorm.weight"].dtype
     shapes = {"router.weight": (experts, hidden)}
     shapes |= {"experts.weight1": (experts * hidden, 2 * inner), "experts.weight2": (experts * inner, hidden)}
-    for layer in range(config["layers"]):
-        sizes |= {f"decoder.layers.{layer}.mlp.{end}": ParameterSize(shape, dtype) for end, shape in shapes.items()}
-    return sizes
+    return {f"{holder}.{end}": ParameterSize(shape, dtype) for end, shape in shapes.items()}
 
 
 QWEN3_MOE = dataclasses.replace(

@@ -8,13 +8,16 @@ other models the same rules are arithmetic, and nothing more.
 import dataclasses
 from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
 
-from mindlora.models import names
+from mindlora.plan.leaves import layer_of, leaf_of
 from mindlora.plan.recomputation import Recomputation
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
-from mindlora.plan.weights import Weight, leaf_of
+from mindlora.plan.weights import Weight
 
-_QUERIES, _GATES = ("wq", "wk", "wv", "w_qkv"), ("w1", "w3", "w_gate_hidden")
+_QUERIES = ("wq", "wk", "wv", "w_qkv", "wq_down", "wkv_down")
+_LATENTS = ("wq_up", "wkv_up")
+_GATES = ("w1", "w3", "w_gate_hidden")
+_EXPERTS = ("weight1", "weight2")
 # The loss of MindFormers holds this many float32 tensors of the logits' shape at its widest point.
 LOSS_TENSORS = 4
 
@@ -42,6 +45,7 @@ class Sizes:
         outside (int): Tokens outside of the products, where sequence parallelism divides them.
         hidden (int): Width of the residual stream.
         queries, keys (int): Width of q and of k, v.
+        attended (int): Width of what attention gives to its output projection.
         heads (int): Query heads.
         inner (int): Width of the feed-forward network.
         repeats (bool): Whether k and v are repeated for the heads that share them, where attention is not fused.
@@ -52,6 +56,7 @@ class Sizes:
     hidden: int
     queries: int
     keys: int
+    attended: int
     heads: int
     inner: int
     repeats: bool
@@ -59,27 +64,29 @@ class Sizes:
     @classmethod
     def of(cls, run: Run) -> "Sizes":
         """Returns the sizes of a run's layers."""
-        parts, (queries, keys) = run.division.model, run.attention_widths
+        parts, attention = run.division.model, run.attention
         return cls(
             run.tokens,
             run.tokens // (parts if run.division.sequence else 1),
             run.hidden,
-            queries // parts,
-            keys // parts,
-            run.heads // parts,
+            attention.queries // parts,
+            attention.keys // parts,
+            attention.output // parts,
+            attention.heads // parts,
             _inner(run) // parts,
-            queries != keys,
+            attention.queries != attention.keys,
         )
 
 
 def _inner(run: Run) -> int:
-    """Returns the width of the feed-forward network; with routed experts, of those that a token goes to."""
-    found = next((size[1] for path, size in run.linear.items() if leaf_of(path) == "w2"), None)
-    if found is not None:
-        return found
-    chosen = run.model.get("num_experts_per_tok") or run.model.get("moe_router_topk") or 8
-    width = run.model.get("moe_intermediate_size") or run.model.get("moe_ffn_hidden_size") or 768
-    return int(chosen * width)
+    """Returns the width of the widest feed-forward network; of experts, all that a token goes to count together."""
+    widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if leaf_of(path) == "w2"}
+    return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * _expert_width(run))
+
+
+def _expert_width(run: Run) -> int:
+    """Returns the inner width of a routed expert; 0 if there is none."""
+    return next((size[2] for path, size in run.experts.items() if leaf_of(path) == "weight2"), 0)
 
 
 class Activations:
@@ -98,9 +105,12 @@ class Activations:
         self.is_legacy = "use_flash_attention" in run.model or run.model.get("type") == "LlamaConfig"
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
         self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))
+        chosen = run.chosen_experts
+        self.widths = {leaf_of(path): size[1] for path, size in run.linear.items() if leaf_of(path) in _LATENTS}
+        self.widths |= {leaf_of(path): chosen * size[2] for path, size in run.experts.items()}
         self.weights: Dict[int, List[Weight]] = {}
         for weight in weights:
-            layer = names.layer_of(weight.path)
+            layer = layer_of(weight.path)
             self.weights.setdefault(-1 if layer is None else layer, []).append(weight)
 
     @property
@@ -159,11 +169,13 @@ class Activations:
         trained = {leaf for leaf, own in by_leaf.items() if any(weight.trained for weight in own)}
         # Gradients flow only to what lies behind the first trained parameter.
         before = layer > self.first_trained()
-        queries = before or bool(trained.intersection(("attention_norm", *_QUERIES)))
+        queries = before or bool(trained.intersection(("attention_norm", *_QUERIES, *_LATENTS)))
         attended = queries or "wo" in trained
-        gates = attended or bool(trained.intersection(("ffn_norm", *_GATES)))
+        gates = attended or bool(trained.intersection(("ffn_norm", *_GATES, "weight1")))
         yield from self._norm("attention_norm", before, trained)
         yield from self._inputs("attention_norm.rcast", "attention", _QUERIES, by_leaf)
+        for leaf in _LATENTS:
+            yield from self._inputs(f"attention.{leaf}.reshape", "attention", (leaf,), by_leaf)
         if queries:
             yield from self._attention()
         yield from self._inputs("attention.merger_head_transpose", "attention", ("wo",), by_leaf)
@@ -173,6 +185,8 @@ class Activations:
             yield from self._feed_forward()
         # What w2 takes was reshaped after feed_forward.mul: that stays, even if mul is recomputed.
         yield from self._inputs("feed_forward.w2.reshape", "feed_forward", ("w2",), by_leaf)
+        for leaf in _EXPERTS:
+            yield from self._inputs(f"mlp.experts.{leaf}", "mlp.experts", (leaf,), by_leaf)
         yield from self._casts(by_leaf, {"wo": queries, "w2": gates, **dict.fromkeys(_QUERIES, before)}, attended)
 
     def _norm(self, path: str, needed: bool, trained: Set[str]) -> Iterator[Kept]:
@@ -225,7 +239,10 @@ class Activations:
                 needs_input = any(not weight.adapter and weight.part == "weight" for weight in weights)
             shared = shared or needs_input
             if adapter and not (drops and self.run.on_cpu):
-                yield Kept(f"{parent}.{leaf}.low_rank", self.compute * self.sizes.tokens * self._rank(adapter[0]))
+                yield Kept(
+                    f"{parent}.{leaf}.low_rank",
+                    self.compute * self.sizes.tokens * self._rank(adapter[0]) * self._copies(leaf),
+                )
             if any(weight.part == "magnitude" for weight in adapter):
                 # The gradient of DoRA's magnitude is that of a factor of the cell's output.
                 rows = max(weight.shape[0] for weight in adapter if weight.part == "magnitude")
@@ -235,7 +252,11 @@ class Activations:
             yield Kept(path, self.compute * tokens * self._input_width(leaves[0]))
 
     def _input_width(self, leaf: str) -> int:
-        return {"wo": self.sizes.queries, "w2": self.sizes.inner}.get(leaf, self.sizes.hidden)
+        return {"wo": self.sizes.attended, "w2": self.sizes.inner, **self.widths}.get(leaf, self.sizes.hidden)
+
+    def _copies(self, leaf: str) -> int:
+        """Returns how often a token is among the inputs of a cell: once for each of its experts."""
+        return self.run.chosen_experts if leaf in _EXPERTS else 1
 
     def _rank(self, weight: Weight) -> int:
         return self.run.lora.for_cell(weight.path).lora_rank if self.run.lora else 0

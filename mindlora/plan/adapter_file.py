@@ -6,10 +6,11 @@ import numpy as np
 
 from mindlora.adapters import metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import peft
+from mindlora.adapters.dialects import peft, peft_experts
 from mindlora.config import LoraConfig
 from mindlora.formats.safetensors_file import layout
 from mindlora.models import names
+from mindlora.models.glm2 import GLM2
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import BFLOAT16
 from mindlora.plan.run import Run
@@ -23,7 +24,8 @@ _HASH = "0" * 16
 def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     """Returns the bytes of adapter_model.safetensors as PEFT's folder has it, or None if there is no telling.
 
-    A run without an adapter saves none, and AdaLoRA saves the ranks that training leaves.
+    A run without an adapter saves none, AdaLoRA saves the ranks that training leaves, and the parts of a ChatGLM's
+    joined cells are saved as one, of a rank that depends on their values.
 
     Args:
         run (Run): The run.
@@ -33,8 +35,14 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
         return None
     saved = run.lora.as_saved()
     adapted = adapted_cells(run)
+    if _joins_parts(run, adapted):
+        return None
     entries: List[_Entry] = []
+    modules = peft_experts.module_paths([path for path in adapted if path in run.experts])
     for path, shape in adapted.items():
+        if path in modules:
+            entries += _stacked_entries(modules[path], parts_of(saved, path, shape), saved)
+            continue
         for own, size in _split_cells(run, path, shape).items():
             for part, part_shape in parts_of(saved, own, size).items():
                 # PEFT's rank_pattern is resolved by the joined cell's path, under which the ranks were given.
@@ -48,16 +56,30 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     return layout(sorted(entries, key=lambda entry: entry[0]), {"format": "pt", metadata.KEY: _metadata(run)})[2]
 
 
+def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> List[_Entry]:
+    """Returns the entries of a stacked pair, whose experts PEFT has side by side."""
+    (experts, rank, columns), (_, rows, _) = parts["A"], parts["B"]
+    flat = {"A": (experts * rank, columns), "B": (rows, experts * rank)}
+    return [_entry(module, part, shape, lora) for part, shape in flat.items()]
+
+
 def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     """Returns path -> (out, in) of the cells that PEFT knows in the place of the one at ``path``."""
-    members = names.joined_parts(path)
-    if not members:
+    joined, members = run.architecture.joined_cell(path), run.architecture.joined_parts(path)
+    if joined is None or run.architecture is GLM2:
         return {path: shape}
-    # Only the size of a head tells the rows of q from those of k and v.
-    head_dim = run.attention_widths[0] // run.heads
-    group = names.joined_cell(path).layout.sizes(shape[0], run.attention_widths[1] // head_dim, head_dim)
+    attention = run.attention
+    # Only the size of a head tells the rows of q from those of k and v, and only the cache those of a latent.
+    head_dim = attention.queries // attention.heads
+    first = shape[0] - attention.cached if attention.latent else None
+    group = joined.layout.sizes(shape[0], attention.keys // head_dim, head_dim, first=first)
     rows = [size * (shape[0] // sum(group)) for size in group] if group else [shape[0] // len(members)] * len(members)
     return {member: (own, shape[1]) for member, own in zip(members, rows)}
+
+
+def _joins_parts(run: Run, adapted: Dict[str, Shape]) -> bool:
+    """Tells whether the file has one pair where the network has several: the parts of a ChatGLM's joined cells."""
+    return run.architecture is GLM2 and any(run.architecture.joined_path(path) for path in adapted)
 
 
 def _with_rank(shape: Shape, rank: int, part: str) -> Shape:

@@ -149,7 +149,7 @@ class Division:
         """
         if leaf in ("lm_head", "tok_embeddings"):
             return 1 if self.whole_vocabulary or shape[0] % self.model or part in "AB" else self.model
-        if leaf == "experts":
+        if leaf in _EXPERTS:
             return self.experts
         if leaf in _BY_COLUMNS:
             return self.model if part in ("weight", "A") else 1
@@ -164,15 +164,17 @@ class Division:
             rows (int): Its rows on a device.
         """
         # MindFormers takes the embedding out of it, and experts that are divided already have no replica left.
-        if leaf == "experts" and self.experts > 1:
+        if leaf in _EXPERTS and self.experts > 1:
             return 1
         if not self.optimizer or size < _SMALLEST_SHARD or rows % self.data or leaf == "tok_embeddings":
             return 1
         return self.data
 
 
-_BY_ROWS = ("wq", "wk", "wv", "w_qkv", "w1", "w3", "w_gate_hidden")
+_BY_ROWS = ("wq", "wk", "wv", "w_qkv", "wq_up", "wkv_up", "w1", "w3", "w_gate_hidden")
 _BY_COLUMNS = ("wo", "w2")
+# The cell of the base's stacked weights, and those of their adapters.
+_EXPERTS = ("experts", "weight1", "weight2")
 
 
 def _number(config: Dict[str, Any], key: str) -> int:

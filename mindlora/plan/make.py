@@ -9,7 +9,7 @@ from mindlora.plan.adapter_file import adapter_file_size
 from mindlora.plan.changes import fit
 from mindlora.plan.division import Division
 from mindlora.plan.layouts import layouts_of
-from mindlora.plan.memory import OPTIMIZERS, kv_cache_per_token, memory_of, optimizer_of
+from mindlora.plan.memory import ARITHMETIC, EXACT, OPTIMIZERS, kv_cache_per_token, memory_of, optimizer_of
 from mindlora.plan.overrides import apply_overrides
 from mindlora.plan.report import PlanReport
 from mindlora.plan.run import Run, read_run
@@ -59,6 +59,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         device.total,
         device,
         kv_cache_per_token(run),
+        EXACT if run.architecture.legacy and run.architecture.trains else ARITHMETIC,
         run.seq_length,
         schedule_of(run) if run.trains else None,
         tuple(layouts_of(run, devices)),
@@ -111,6 +112,16 @@ def _notes(run: Run) -> List[str]:
         notes.append(f"Note: the optimizer {kind} is not known; it is counted as AdamW, with two float32 states.")
     if run.lora is not None and run.lora.use_adalora:
         notes.append("Note: AdaLoRA saves the ranks that training leaves, so the size of its file is not known before.")
+    elif run.lora is not None and adapter_file_size(run, weights_of(run)) is None:
+        notes.append(
+            "Note: the pairs of a joined cell's parts are saved as one, of a rank that depends on their values, so the "
+            "size of the file is not known before."
+        )
+    if any(path.startswith("mtp.") for path in run.linear):
+        notes.append(
+            "Note: the parameters of layers that predict further tokens (num_nextn_predict_layers) are counted, their "
+            "activations, logits and loss are not."
+        )
     if run.division.pipeline > 1:
         notes.append(
             f"Note: the table is that of stage {memory_of(run).stage} of the pipeline, which needs most, with "

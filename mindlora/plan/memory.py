@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Dict, List, Tuple
 
 from mindlora.common.yaml_file import value_at
-from mindlora.models import names
 from mindlora.plan.activations import Activations
+from mindlora.plan.leaves import layer_of
 from mindlora.plan.recomputation import Recomputation, read_recomputation
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
@@ -96,7 +96,8 @@ def optimizer_of(run: Run) -> Tuple[str, int, bool]:
 def kv_cache_per_token(run: Run) -> int:
     """Returns the bytes of the keys and values of one token in all layers of one device's stage."""
     layers = -(-run.layers // run.division.pipeline)
-    return 2 * layers * run.attention_widths[1] * bytes_of(run.compute_dtype) // run.division.model
+    parts = 1 if run.attention.latent else run.division.model
+    return layers * run.attention.cached * bytes_of(run.compute_dtype) // parts
 
 
 def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
@@ -111,6 +112,10 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         lines.append(Line("base gathered for use (optimizer parallelism)", tensors.gathered, ARITHMETIC))
     if run.lora is not None:
         lines.append(Line("adapter", tensors.adapter, exact))
+    if run.cache_tokens:
+        lines.append(
+            Line(f"KV cache of {run.cache_tokens:,} tokens", run.cache_tokens * kv_cache_per_token(run), exact)
+        )
     if not run.trains:
         lines += _inference_lines(run)
         return DeviceMemory(stage, tuple(lines), 0, 0)
@@ -152,7 +157,7 @@ def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weigh
     layers, last = run.division.layers(run.layers, stage), run.division.pipeline - 1
 
     def is_here(weight: Weight) -> bool:
-        layer = names.layer_of(weight.path)
+        layer = layer_of(weight.path)
         if layer is not None:
             return layer in layers
         # What VeRA's cells share has no path.
@@ -204,11 +209,7 @@ def _recomputed_layer(run: Run, activations: Activations, recomputation: Recompu
 
 def _inference_lines(run: Run) -> List[Line]:
     logits = run.rows * (run.seq_length if run.mode == "eval" else 1) * run.vocabulary
-    lines = [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
-    if run.model.get("use_past"):
-        tokens = run.number("num_blocks", 512) * run.number("block_size", 16)
-        lines.insert(0, Line(f"KV cache of {tokens:,} tokens", tokens * kv_cache_per_token(run), EXACT))
-    return lines
+    return [Line("logits", logits * (4 + bytes_of(run.compute_dtype)), ARITHMETIC)]
 
 
 def _described(recomputation: Recomputation, count: int) -> str:

@@ -41,6 +41,7 @@ class PlanReport:
         needed (int): Bytes on the device that needs most.
         device (DeviceMemory): What they are.
         kv_cache_per_token (int): Bytes of the keys and values of a token.
+        kv_cache_basis (str): What that rests on.
         seq_length (int): Tokens in a row.
         schedule (Schedule): Steps and tokens, or None if the run does not train.
         layouts (tuple of Layout): The same run on other numbers of devices.
@@ -63,6 +64,7 @@ class PlanReport:
     needed: int
     device: DeviceMemory
     kv_cache_per_token: int
+    kv_cache_basis: str
     seq_length: int
     schedule: Optional[Schedule]
     layouts: Tuple[Layout, ...]
@@ -119,7 +121,8 @@ def _memory(report: PlanReport) -> str:
     if device.kept_at_most:
         rows.append(("  activations with nothing recomputed", gib(device.kept_at_most), ""))
         rows.append(("  activations with all layers recomputed", gib(device.kept_at_least), ""))
-    rows.append(("  KV cache of one row, when asked", gib(report.kv_cache_per_token * report.seq_length), "exact"))
+    cache = gib(report.kv_cache_per_token * report.seq_length)
+    rows.append(("  KV cache of one row, when asked", cache, report.kv_cache_basis))
     title = f"one device of {report.devices}, {report.division}" if report.devices > 1 else "one device"
     return _table((title, "GiB", "basis"), rows, (">", "<"))
 

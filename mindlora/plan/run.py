@@ -11,7 +11,10 @@ from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
+from mindlora.models.glm2 import GLM2
+from mindlora.plan.attention import Attention, attention_of
 from mindlora.plan.division import Division
+from mindlora.plan.leaves import layer_of
 
 # Keys of pet_config that change neither a tensor nor its size.
 WITHOUT_SIZE = ("adapter_path", "loraplus_lr_ratio", "neftune_alpha")
@@ -64,7 +67,7 @@ class Run:
     @functools.cached_property
     def layers(self) -> int:
         """Number of layers."""
-        return 1 + max(names.layer_of(name) or 0 for name in self.parameters)
+        return 1 + max(layer_of(name) or 0 for name in self.parameters)
 
     @functools.cached_property
     def linear(self) -> Dict[str, Tuple[int, int]]:
@@ -87,17 +90,35 @@ class Run:
         """Width of the residual stream."""
         return self.embedding[1][1]
 
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        return int(self.model.get("num_heads") or self.model.get("num_attention_heads") or 32)
+    @functools.cached_property
+    def attention(self) -> Attention:
+        """The widths of its attention."""
+        return attention_of(self.model, self.linear)
 
     @functools.cached_property
-    def attention_widths(self) -> Tuple[int, int]:
-        """Widths of q, and of k or v, from the cells of the first layer."""
-        cells = {names.to_mindformers(path).rpartition(".")[2]: size for path, size in reversed(self.linear.items())}
-        queries = cells["wo"][1]
-        return queries, cells["wk"][0] if "wk" in cells else (cells["w_qkv"][0] - queries) // 2
+    def experts(self) -> Dict[str, Tuple[int, int, int]]:
+        """Path -> (experts, out, in) of the stacked weights of routed experts."""
+        ends, router = [stack.names.mcore for stack in self.architecture.experts], self.architecture.router.mcore
+        found = {}
+        for path, size in self.parameters.items():
+            end = next((end for end in ends if path.endswith("." + end)), None)
+            if end is not None:
+                count = self.parameters[f"{path[: -len(end)]}{router}.weight"].shape[0]
+                found[path] = (count, size.shape[1], size.shape[0] // count)
+        return found
+
+    @property
+    def chosen_experts(self) -> int:
+        """How many routed experts a token goes to."""
+        return int(self.model.get("num_experts_per_tok") or self.model.get("moe_router_topk") or 8)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the KV cache that the network holds; a ChatGLM holds one while it trains, too."""
+        always = self.architecture is GLM2
+        if not always and (self.trains or not self.model.get("use_past")):
+            return 0
+        return self.number("num_blocks", 128 if always else 512) * self.number("block_size", 16)
 
     @property
     def tokens(self) -> int:
@@ -141,11 +162,10 @@ def read_run(config: Dict[str, Any]) -> Run:
     if mode not in _MODES:
         raise ConfigError(f"run_mode is {mode!r}, which is not known.{suggestion(str(mode), list(_MODES))}")
     architecture = _architecture(config)
-    if architecture.parameter_sizes is None:
-        planned = [found.title for found in registry.ARCHITECTURES if found.parameter_sizes]
+    if mode in _TRAINING_MODES and not architecture.trains:
         raise ConfigError(
-            f"The sizes of all parameters of {architecture.title} are not known, so its run cannot be planned. "
-            f"Planned: {', '.join(planned)}."
+            f"run_mode is {mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
+            "run_mode: predict."
         )
     runner = config.get("runner_config") or {}
     run = Run(
@@ -196,7 +216,7 @@ def _architecture(config: Dict[str, Any]) -> Architecture:
 
 def _sizes(architecture: Architecture, model: Dict[str, Any]) -> Dict[str, ParameterSize]:
     try:
-        sizes = architecture.parameter_sizes(model) if architecture.parameter_sizes else {}
+        sizes = architecture.parameter_sizes(model)
         whole = all(isinstance(size, int) and size >= 1 for found in sizes.values() for size in found.shape)
     except ConfigError:
         raise

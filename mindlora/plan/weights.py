@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import logging
 from typing import Dict, Iterable, Iterator, List, Set, Tuple
 
@@ -12,10 +11,13 @@ from mindlora.config import LoraConfig
 from mindlora.errors import TargetError
 from mindlora.models import names, targets
 from mindlora.numerics import nf4
+from mindlora.plan.leaves import leaf_of
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
 
 Shape = Tuple[int, ...]
+# The cell of stacked experts refuses them.
+_NOT_FOR_EXPERTS = ("lora_dropout", "use_dora", "use_vera", "use_adalora", "quantize_base")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Weight:
 
     @property
     def leaf(self) -> str:
-        """The last part of its cell's path, under the legacy model's names."""
+        """The last part of its cell's path, under the names of the legacy Llama."""
         return leaf_of(self.path)
 
     @property
@@ -62,12 +64,6 @@ class Weight:
         return self.elements * (1 if self.dtype == "uint8" else bytes_of(self.dtype))
 
 
-@functools.lru_cache(maxsize=None)
-def leaf_of(path: str) -> str:
-    """Returns the last part of a cell's path, under the legacy model's names."""
-    return names.to_mindformers(path).rpartition(".")[2]
-
-
 def weights_of(run: Run) -> List[Weight]:
     """Returns all parameters of the network that a run trains or asks, adapter included.
 
@@ -75,7 +71,7 @@ def weights_of(run: Run) -> List[Weight]:
         TargetError: target_modules, modules_to_save or a pattern selects nothing, or a 4-bit weight would be trained.
     """
     base = [
-        Weight(*_split(name), size.shape, size.dtype, _product(size.shape), run.lora is None and run.trains)
+        Weight(*_split(name), size.shape, size.dtype, _product(size.shape), _trains_alone(run, name))
         for name, size in run.parameters.items()
     ]
     if run.lora is None:
@@ -100,27 +96,43 @@ def weights_of(run: Run) -> List[Weight]:
     return found + list(_adapter(run.lora, adapted))
 
 
+def _trains_alone(run: Run, name: str) -> bool:
+    """Tells whether a parameter is trained where there is no adapter; routers set the biases of experts themselves."""
+    return run.lora is None and run.trains and not name.endswith(".expert_bias")
+
+
 def adapted_cells(run: Run) -> Dict[str, Shape]:
-    """Returns path -> (out, in) of the cells that get an adapter; an embedding counts as [vocabulary, hidden].
+    """Returns path -> (out, in) of the cells that get an adapter.
+
+    An embedding counts as [vocabulary, hidden], and a stacked weight of routed experts as [experts, out, in].
 
     Raises:
-        TargetError: target_modules selects nothing, or names something that is not there.
+        TargetError: What target_modules or target_parameters names is not there, or cannot have such an adapter.
     """
-    if run.lora is None:
+    lora = run.lora
+    if lora is None:
         return {}
-    if run.lora.target_parameters:
-        raise TargetError(
-            f"pet_config has target_parameters {run.lora.target_parameters!r}, and the adapters of routed experts are "
-            "not counted yet. Leave it out, and add experts * rank * (in + out) parameters for each weight."
-        )
     sizes: Dict[str, Shape] = dict(run.linear)
-    if run.lora.target_modules != targets.ALL_LINEAR:
+    if lora.target_modules != targets.ALL_LINEAR:
         sizes[run.embedding[0]] = run.embedding[1]
-    with _quiet(targets.logger):
-        selected = targets.select_targets(
-            list(sizes), run.lora.target_modules, run.lora.exclude_modules, layers=run.lora.layers_to_transform
+    selected: List[str] = []
+    if lora.target_modules is not None or lora.target_parameters is None:
+        with _quiet(targets.logger):
+            selected += targets.select_targets(
+                list(sizes), lora.target_modules, lora.exclude_modules, layers=lora.layers_to_transform
+            )
+    if lora.target_parameters is not None:
+        stacked = targets.select_parameters(
+            list(run.experts), lora.target_parameters, lora.exclude_modules, lora.layers_to_transform
         )
-    return {path: sizes[path] for path in selected}
+        unserved = [field for field in _NOT_FOR_EXPERTS if getattr(lora, field)]
+        if unserved:
+            raise TargetError(
+                f"pet_config has target_parameters and {' and '.join(unserved)}, which routed experts do not take. "
+                "Leave one of the two out."
+            )
+        selected += stacked
+    return {path: sizes[path] if path in sizes else run.experts[path] for path in selected}
 
 
 def parts_of(lora: LoraConfig, path: str, shape: Shape) -> Dict[str, Shape]:
@@ -129,9 +141,14 @@ def parts_of(lora: LoraConfig, path: str, shape: Shape) -> Dict[str, Shape]:
     Args:
         lora (LoraConfig): The adapter.
         path (str): Path of the cell.
-        shape (tuple of int): (out, in) of its weight; [vocabulary, hidden] of an embedding.
+        shape (tuple of int): (out, in) of its weight; [vocabulary, hidden] of an embedding, [experts, out, in] of
+            stacked experts.
     """
-    (rows, columns), rank = shape, lora.for_cell(path).lora_rank
+    rank = lora.for_cell(path).lora_rank
+    if len(shape) == 3:
+        experts, rows, columns = shape
+        return {"A": (experts, rank, columns), "B": (experts, rows, rank)}
+    rows, columns = shape
     if lora.use_vera:
         return {"lambda_d": (rank,), "lambda_b": (rows,)}
     if names.is_embedding(path):

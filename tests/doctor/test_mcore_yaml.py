@@ -42,7 +42,7 @@ QKV, OUT = (4 + 2 * 2) * 12 + 64, 64 + 4 * 12
         ("Qwen3MoeForCausalLM", {}, 4, 2 * 4 * (QKV + OUT)),
         (
             "DeepseekV3ForCausalLM",
-            LATENT,
+            {**LATENT, "num_nextn_predict_layers": 0},
             12,
             # The sizes of MindFormers' own network of this configuration.
             2 * 4 * ((24 + 64) + (48 + 12) + (64 + 8) + (64 + 32)) + 4 * (256 + 160) + 4 * (48 + 64 + 64 + 24),

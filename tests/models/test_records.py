@@ -7,6 +7,7 @@ from safetensors.numpy import load_file
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.models import names, registry
 from mindlora.nn.tree import lora_cells
+from tests.support.chatglm_networks import CHATGLM, chatglm
 from tests.support.mcore_networks import TINY, tiny_deepseek_v3, tiny_qwen3, tiny_qwen3_moe
 
 MOE = {"num_experts": 4, "moe_intermediate_size": 20}
@@ -21,29 +22,9 @@ LATENT = {
         "first_k_dense_replace": 1,
     },
     "moe_intermediate_size": 20,
+    "num_nextn_predict_layers": 0,
 }
-LAYERS = 1
-CHATGLM = {
-    "num_layers": LAYERS,
-    "padded_vocab_size": 64,
-    "hidden_size": 32,
-    "ffn_hidden_size": 40,
-    "kv_channels": 8,
-    "num_attention_heads": 4,
-    "multi_query_group_num": 2,
-    "seq_length": 16,
-    "param_init_type": "float32",
-    "compute_dtype": "float32",
-}
-
-
-def chatglm(**keys):
-    from mindformers.models.glm2.glm2 import ChatGLM2ForConditionalGeneration
-    from mindformers.models.glm2.glm2_config import ChatGLM2Config
-
-    return ChatGLM2ForConditionalGeneration(ChatGLM2Config(**{**CHATGLM, **keys}))
-
-
+LAYERS = CHATGLM["num_layers"]
 APART = {"qkv_concat": False, "mlp_concat": False}
 NETWORKS = {
     "qwen3": ("Qwen3ForCausalLM", tiny_qwen3, TINY, {}),

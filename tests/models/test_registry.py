@@ -35,6 +35,7 @@ TOY = Architecture(
     joined=(JoinedCell("both", ("left", "right"), RowsInTurn(2)),),
     computed=(".mask",),
     linear_sizes=toy_sizes,
+    parameter_sizes=lambda model_config: {},
 )
 TOY_PATHS = ["net.0.mix.left", "net.0.mix.right", "net.out"]
 

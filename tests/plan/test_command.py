@@ -93,7 +93,7 @@ WRONG = {
         "The model is 'LamaConfig', whose.*'LlamaConfig'.*Known: .*Qwen3Config",
     ),
     "no model": ({"model.arch": {}, f"{MODEL}.type": None}, "The model is None, whose sizes are not known"),
-    "a model without sizes": ({"model.arch.type": "DeepseekV3ForCausalLM"}, "DeepSeek-V3 are not known.*Llama"),
+    "a model that only predicts": ({"model.arch.type": "Glm4ForCausalLM"}, "GLM4 for prediction alone"),
     "no model_config": ({MODEL: None}, "has no model.model_config"),
     "experts": ({"moe_config.expert_num": 4}, "moe_config.expert_num is 4"),
     "a mode that is not known": ({"run_mode": "tune"}, "run_mode is 'tune'"),

@@ -31,7 +31,7 @@ def flattened(adapter: Adapter, tensors: Dict[PartKey, np.ndarray]) -> Dict[Part
     Raises:
         AdapterError: Several parameters of a module are adapted, and the order in which it declares them is not known.
     """
-    modules = _module_paths(stacked_paths(adapter))
+    modules = module_paths(stacked_paths(adapter))
     return {
         (modules.get(path, path), part): flatten_experts(part, array) if path in modules else array
         for (path, part), array in tensors.items()
@@ -73,8 +73,15 @@ def restore(adapter: Adapter, config: PeftConfig, source: str) -> None:
             _unflatten(adapter, path, names.to_mindformers(parameter), config.rank_of(parameter), source)
 
 
-def _module_paths(paths: List[str]) -> Dict[str, str]:
-    """Returns path of a stacked pair -> path of PEFT's module around its weight, under Hugging Face's names."""
+def module_paths(paths: List[str]) -> Dict[str, str]:
+    """Returns path of a stacked pair -> path of PEFT's module around its weight, under Hugging Face's names.
+
+    Args:
+        paths (list of str): Paths of all stacked pairs of an adapter.
+
+    Raises:
+        AdapterError: Several parameters of a module are adapted, and the order in which it declares them is not known.
+    """
     by_module: Dict[str, Dict[str, str]] = {}
     for path in paths:
         module, _, parameter = names.to_hugging_face(path).rpartition(".")
