@@ -118,7 +118,8 @@ class Match:
             path for path, cell in self.shapes.items() if not cell.experts and (cell.linear or targets != ALL_LINEAR)
         ]
         try:
-            chosen = select_targets(plain, targets, selection.get("exclude_modules"))
+            # The tensors tell what is missing, also of a regex that was written for several models.
+            chosen = select_targets(plain, targets, selection.get("exclude_modules"), warn=False)
         except TargetError:
             # PEFT accepts names that match nothing if others match, so here only the tensors can tell.
             return stacked

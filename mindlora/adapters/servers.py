@@ -123,6 +123,11 @@ def _problems(path: str, adapter: Adapter, rules: Server) -> Iterator[str]:
         yield f"It is a {adapter.kind.name} adapter ({adapter.kind.field}), which is refused. {_MERGE}"
     if config.get("modules_to_save") or (not config and adapter.saved_modules):
         yield f"It has modules_to_save ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
+    if config.get("bias", "none") != "none":
+        yield (
+            f"Its configuration says bias {config['bias']!r}, which is refused, though no bias is in the file. Write it "
+            f"again: mindlora convert {path} served --to peft"
+        )
     yield from _cell_problems(adapter, rules)
     yield from _scale_problems(adapter, config)
 

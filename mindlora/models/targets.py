@@ -22,6 +22,7 @@ def select_targets(
     exclude_modules: Optional[Selector] = None,
     other_cells: Optional[Mapping[str, str]] = None,
     layers: Optional[Union[int, Sequence[int]]] = None,
+    warn: bool = True,
 ) -> List[str]:
     """Returns the paths in ``linear_paths`` that get an adapter.
 
@@ -32,6 +33,7 @@ def select_targets(
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
             cell. Default: None.
         layers (int or list of int): layers_to_transform, as in LoraConfig. Default: None.
+        warn (bool): Whether to warn of alternatives of a regex that match nothing. Default: True.
 
     Returns:
         list of str, in the order of ``linear_paths``.
@@ -53,7 +55,7 @@ def select_targets(
     excluded = set()
     if exclude_modules is not None:
         excluded = set(_matching(linear_paths, exclude_modules, "exclude_modules", other_cells or {}))
-    chosen = _matching(linear_paths, target_modules, "target_modules", other_cells or {})
+    chosen = _matching(linear_paths, target_modules, "target_modules", other_cells or {}, warn)
     selected = [path for path in chosen if path not in excluded]
     if not selected:
         raise TargetError(
@@ -141,7 +143,9 @@ def _in_layers(paths: List[str], layers: Union[int, Sequence[int]]) -> List[str]
     return [path for path in paths if numbers[path] in wanted]
 
 
-def _matching(linear_paths: Sequence[str], spec: Selector, field: str, other_cells: Mapping[str, str]) -> List[str]:
+def _matching(
+    linear_paths: Sequence[str], spec: Selector, field: str, other_cells: Mapping[str, str], warn: bool = True
+) -> List[str]:
     """Returns the paths that ``spec``, the value of ``field``, matches; each of its alternatives must match one."""
     if spec == ALL_LINEAR:
         selected = [path for path in linear_paths if not names.is_output_head(path) and not names.is_router(path)]
@@ -176,7 +180,8 @@ def _matching(linear_paths: Sequence[str], spec: Selector, field: str, other_cel
         if not isinstance(spec, str):
             raise TargetError(message)
         # One regex is often written for several models, so an alternative without a match is only a warning.
-        logger.warning("%s The other alternatives match %d cells.", message, len(selected))
+        if warn:
+            logger.warning("%s The other alternatives match %d cells.", message, len(selected))
     return selected
 
 

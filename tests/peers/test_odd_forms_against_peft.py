@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from mindlora import load_lora
 from mindlora.adapters.convert import convert_adapter
 from mindlora.base.merge import merge_checkpoint
+from tests.support import peft_corpus
 from tests.support.peers import cases
 from tests.support.peers.peer import stored
 
@@ -118,3 +119,39 @@ def test_flags_and_spellings_that_change_nothing(
     network = make_network(model)
     load_lora(network, edited(made.adapters[name], tmp_path / "odd", rename, **fields))
     np.testing.assert_allclose(logits_of(network), peft_logits(model, made.adapters[name]), rtol=0, atol=2e-5)
+
+
+# Forms that differ from others in fields alone of which neither side takes notice.
+ALIKE = (
+    "of PEFT",
+    "of 2023",
+    "of trl",
+    "of unsloth,",
+    "full",
+    "a regular",
+    "gaussian",
+    "not",
+    "orthogonal",
+    "features",
+)
+CORPUS = [name for name in peft_corpus.FORMS if peft_corpus.is_loaded(name) and not name.startswith(ALIKE)]
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_corpus(name, judged, make_network, logits_of, peft_logits, tmp_path):
+    """A form that is loaded gives PEFT's logits, also where PEFT needs another spelling of the keys."""
+    form = peft_corpus.FORMS[name]
+    path = theirs = peft_corpus.write(str(tmp_path / "A"), form)
+    if name in ("the adapter's name in keys", "of MindSpeed-LLM"):
+        # PEFT loads nothing of such keys, without a word.
+        plain = form._replace(rename=str) if form.stem == "model.layers" else peft_corpus.FORMS["plain"]
+        theirs = peft_corpus.write(str(tmp_path / "B"), plain)
+    expected = judged("plain", theirs)
+    network = make_network("plain")
+    load_lora(network, path)
+    found = logits_of(network)
+    if name == "of MindSpeed-LLM":
+        assert np.abs(found - peft_logits("plain")).max() > 0.01
+        return
+    assert np.abs(expected - peft_logits("plain")).max() > 0.01
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
