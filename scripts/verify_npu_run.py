@@ -51,7 +51,7 @@ class Cleaner:
         # The longest first: one may be within another.
         self._places = sorted(((path, name) for path, name in known.items() if len(path) > 1), key=lambda p: -len(p[0]))
         names = {socket.gethostname(), socket.getfqdn(), *_user()} - {"", "root", "localhost"}
-        self._names = sorted((name for name in names if len(name) > 2), key=len, reverse=True)
+        self._names = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         """Returns the text without them."""
