@@ -34,7 +34,7 @@ TRAINED = {
     "qwen3 with biases": ("qwen3", {"attention_bias": True}, LINEAR),
     "qwen3_moe": ("qwen3_moe", {}, EXPERTS),
     "deepseek_v3": ("deepseek_v3", DENSE_FIRST, BOTH),
-    "deepseek_v3 apart": ("deepseek_v3", {**DENSE_FIRST, **APART, **BFLOAT16}, LINEAR),
+    "deepseek_v3 apart": ("deepseek_v3", {**DENSE_FIRST, **APART, "params_dtype": "float16"}, LINEAR),
     "deepseek_v3 without a latent of q": ("deepseek_v3", NO_QUERY_LATENT, {}),
     "deepseek_v3 without shared experts": ("deepseek_v3", {"n_shared_experts": 0, "mla_qkv_concat": False}, EXPERTS),
     "deepseek_v3 with a further token": ("deepseek_v3", FURTHER, LINEAR),
@@ -107,6 +107,8 @@ def test_the_parameters_and_the_cache_are_those_of_the_built_chatglm(name, mindf
 
 @pytest.mark.parametrize("name", PREDICTING)
 def test_the_parameters_are_those_of_the_built_model_that_only_predicts(name, mindformers, monkeypatch):
+    if mindformers.__version__.startswith("1.8"):
+        pytest.skip("MindFormers 1.8 builds networks for prediction on an NPU alone")
     monkeypatch.setenv("RUN_MODE", "predict")
     kind, keys = PREDICTING[name]
     record, sizes = {"qwen2": ("Qwen2Config", QWEN2), "glm4": ("Glm4Config", GLM4)}[kind]
@@ -114,7 +116,7 @@ def test_the_parameters_are_those_of_the_built_model_that_only_predicts(name, mi
     assert_planned_as_built(tiny_predicting(kind, **keys), config, mode="predict")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "deepseek_v3 without shared experts"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "deepseek_v3 with a further token"])
 def test_the_file_s_size_is_that_of_the_saved_one(name, mcore, tmp_path):
     assert_file_size(*mcore(*TRAINED[name]), tmp_path)
 
