@@ -47,6 +47,8 @@ SIGNATURES = {
         "offsets": DataType.F32_Default,
     },
 }
+# Outputs as CANN has them, where they are not called y.
+_OUTPUT_NAMES = {"MultiLoraSlotWrite": "written", "Nf4Dequantize": "w"}
 # The kernels whose output is not of dtype T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
 
@@ -112,7 +114,7 @@ def registration(op_type: str) -> dict:
     info = CustomRegOp(op_type)
     for i, name in enumerate(inputs):
         info.input(i, name, "required")
-    info.output(0, "output", "required")
+    info.output(0, _OUTPUT_NAMES.get(op_type, "y"), "required")
     for element in (DataType.F32_Default, DataType.F16_Default, DataType.BF16_Default):
         info.dtype_format(*[dtype or element for dtype in inputs.values()], _OUTPUTS.get(op_type, element))
     return info.target("Ascend").get_op_info()
