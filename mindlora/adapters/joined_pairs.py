@@ -150,8 +150,8 @@ def _groups(path: str, layout: RowLayout, rows: Sequence[int], kv_heads: Optiona
     groups = layout.groups(rows, kv_heads)
     if groups is None:
         raise AdapterError(
-            f"{path} orders its rows by key-value head, but {kv_heads} heads do not divide the "
-            f"{', '.join(map(str, rows))} rows of q, k, v evenly. Give the model's n_kv_heads."
+            f"{path} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} "
+            f"heads do not divide the {', '.join(map(str, rows))} rows of q, k, v evenly. Give the model's n_kv_heads."
         )
     return groups
 
