@@ -125,7 +125,7 @@ def _problems(path: str, adapter: Adapter, rules: Server) -> Iterator[str]:
         yield f"It has modules_to_save ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
     if config.get("bias", "none") != "none":
         yield (
-            f"Its configuration says bias {config['bias']!r}, which is refused, though no bias is in the file. Write it "
+            f"Its configuration says bias {config['bias']!r}, which is refused, though the file holds none. Write it "
             f"again: mindlora convert {path} served --to peft"
         )
     yield from _cell_problems(adapter, rules)

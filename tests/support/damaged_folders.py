@@ -23,10 +23,10 @@ for field, values in (
 for field, value in (
     ("use_dora", "false"),
     ("lora_bias", True),
-    ("fan_in_fan_out", True),
-    ("bias", "all"),
+    ("layer_replication", [[0, 1]]),
+    ("bias", "some"),
     ("peft_type", "IA3"),
-    ("init_lora_weights", "pissa"),
+    ("init_lora_weights", "pissa_niter_4"),
     ("use_rslora", "false"),
     ("lora_dropout", 2),
     ("target_modules", 5),
