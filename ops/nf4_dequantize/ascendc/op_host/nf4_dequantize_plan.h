@@ -36,7 +36,7 @@ inline Plan<Nf4DequantizeTiling> PlanNf4Dequantize(
 {
     constexpr uint64_t kMost = 128;  // blocks of a tile: an instruction has 255 repeats, and tiles fill a group
     constexpr uint64_t kUnit = 32;   // blocks, and the least tile: less is not worth another core
-    constexpr uint64_t kTables = 2 * 256 * sizeof(float);
+    constexpr uint64_t kTables = 2 * 256 * sizeof(float) + 224;  // with the padding that the kernel explains
     const int64_t rowBlocks = Nf4BlocksOf(columns);
     const bool whole = columns % kNf4Block == 0;  // then all rows are one
     Nf4DequantizeTiling t{};
