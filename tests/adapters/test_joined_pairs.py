@@ -274,8 +274,8 @@ def test_heads_that_do_not_divide_the_rows_to_join(kv_heads):
     with pytest.raises(AdapterError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, kv_heads)
     assert str(error.value) == (
-        f"{QKV} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} heads do not divide the 12, 6, "
-        "6 rows of q, k, v evenly. Give the model's n_kv_heads."
+        f"{QKV} orders its rows by key-value head, but {kv_heads or 'an unknown number of'} heads do not divide the "
+        "12, 6, 6 rows of q, k, v evenly. Give the model's n_kv_heads."
     )
     assert own.paths == PARTS
 
