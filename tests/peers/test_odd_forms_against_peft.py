@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mindlora import load_lora
+from mindlora import load_lora, save_lora
 from mindlora.adapters.convert import convert_adapter
 from mindlora.base.merge import merge_checkpoint
 from tests.support import peft_corpus
@@ -67,6 +67,16 @@ def test_a_merged_checkpoint_gives_peft_s_logits(name, adapters, judged, made, p
     merge_checkpoint(str(made.models[model]), str(adapters(name)), str(tmp_path / "merged"))
     peer.logits(model=tmp_path / "merged", ids=made.ids.tolist(), path=tmp_path / "logits.npy")
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), judged(model, adapters(name)), rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["tied-saved", "tokens", "pissa"])
+def test_what_a_network_saves_again_gives_the_same_in_peft(name, adapters, judged, make_network, tmp_path):
+    """A table for embedding and head is saved as both, so that PEFT does not untie them."""
+    model = FORMS[name][0]
+    network = make_network(model)
+    load_lora(network, str(adapters(name)))
+    save_lora(network, str(tmp_path / "again"))
+    np.testing.assert_allclose(judged(model, tmp_path / "again"), judged(model, adapters(name)), rtol=0, atol=3e-5)
 
 
 def test_trained_rows_come_back_from_a_conversion(adapters, tmp_path):
