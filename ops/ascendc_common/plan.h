@@ -17,14 +17,6 @@ struct Platform {
     uint64_t l0c;
 };
 
-// Bytes that the chip's memory moves while a core computes one repeat of its vector unit: 1.6 TB/s over 1.8 GHz, from
-// public documents on the 910B. Plans compare bytes with repeats by it and depend on no other speed.
-constexpr uint64_t kBytesPerRepeat = 889;
-
-// A core is taken to draw up to so many times its even share of the memory's bandwidth. An assumption: 1 would have all
-// cores share whatever they exchange, more would let fewer cores do with less exchange.
-constexpr uint64_t kDraw = 3;
-
 enum class KernelKind : uint32_t { kVector, kVectorSynchronized, kCubeAndVector };
 
 // Tiling is the operator's plain structure, which is copied to the kernel byte by byte.

@@ -29,16 +29,4 @@ inline RowProductsTiling PlanRowProducts(uint64_t rows, uint64_t vectors, uint64
     return tiles;
 }
 
-// Repeats of RowProducts::AddTile over all tiles of a matrix, up to `width` columns each, for some vectors.
-inline uint64_t RowProductsRepeats(
-    uint64_t rows, uint64_t columns, uint64_t width, uint64_t vectors, uint64_t elementBytes)
-{
-    constexpr uint64_t kLanes = 64, kNarrow = 32;
-    const uint64_t tiles = CeilDiv(columns, width);
-    const uint64_t dots =
-        columns <= kNarrow ? CeilDiv(rows, 8) * (CeilDiv(columns, 8) + 1) : rows * (CeilDiv(columns, kLanes) + tiles);
-    const uint64_t widened = elementBytes < sizeof(float) ? (rows + vectors) * CeilDiv(columns, kLanes) : 0;
-    return vectors * (dots + tiles * CeilDiv(rows, kLanes)) + widened;
-}
-
 }  // namespace mindlora

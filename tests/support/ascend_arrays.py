@@ -40,7 +40,7 @@ def empty(dtype: str, *shape: int) -> np.ndarray:
     return np.zeros(shape, STORED[dtype])
 
 
-def assert_rounded_once(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, dtype: str, low: Any = 0.0) -> None:
+def assert_rounded_once(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, dtype: str) -> None:
     """Asserts that a stored array is the oracle's result, summed in float32 and rounded to its dtype once.
 
     Args:
@@ -48,10 +48,9 @@ def assert_rounded_once(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray
         want: The oracle's result.
         magnitude: The oracle's result on the absolute values of its inputs; errors of float32 are relative to it.
         dtype: A name in DTYPES.
-        low: Sums of magnitudes that the rounding of x A^T is relative to, where the kernel rounds that too.
     """
     error = np.abs(widen(got, dtype) - want)
-    allowed = 16 * 2.0**-24 * magnitude + ROUNDING[dtype] * (np.abs(want) + low) * 1.001 + LEAST[dtype]
+    allowed = 16 * 2.0**-24 * magnitude + ROUNDING[dtype] * np.abs(want) * 1.001 + LEAST[dtype]
     worst = np.argmax(error - allowed) if error.size else 0
     assert np.all(error <= allowed), (
         f"{np.sum(~(error <= allowed))} of {error.size} numbers are off, at worst {widen(got, dtype).flat[worst]} "

@@ -1,4 +1,4 @@
-"""lora_delta for a few tokens in the simulator, on the vector cores or, where arithmetic is much, on the cube."""
+"""lora_delta for a few tokens, on the vector cores in the simulator."""
 
 import itertools
 
@@ -11,8 +11,7 @@ RANKS = (1, 8, 13, 16, 64, 128, 256)
 # K, N: less than a data block, ragged, and a multiple of 16 x cores.
 SIZES = ((1, 1), (100, 31), (257, 130), (2051, 1283), (1536, 768))
 CORES = ((24, 48), (20, 40), (1, 2))
-MOST_TOKENS = 16  # above it, 16-bit dtypes always take the cube
-CUBE = 2
+MOST_TOKENS = 16  # above it, 16-bit dtypes take the cube
 
 
 @pytest.fixture
@@ -33,10 +32,7 @@ def run(kernels, reference):
         assert report["unwritten"]["y"] == 0
         values = [widen(array, dtype) for array in (y0, x, a, b)]
         oracle = reference("lora_delta").lora_delta
-        low = 0.0
-        if kernels.plan("lora_delta", dtype, (tokens, k, n, rank), *cores)[0].tiling_key == CUBE:
-            low = np.abs(values[1] @ values[2].T * scale) @ np.abs(values[3].T)
-        assert_rounded_once(y, oracle(*values, scale), oracle(*map(np.abs, values), abs(scale)), dtype, low)
+        assert_rounded_once(y, oracle(*values, scale), oracle(*map(np.abs, values), abs(scale)), dtype)
         return y, report
 
     return run
@@ -70,7 +66,6 @@ def test_many_tokens_in_float32(run, tokens):
     for (k, n), rank in itertools.product(SIZES[1:3], (8, 64)):
         run("float32", tokens, k, n, rank)
     run("float32", tokens, 257, 130, 64, cores=(1, 2))
-    run("float32", 19, 515, 300, 256)
 
 
 def test_more_rows_than_a_tile(run):
@@ -115,8 +110,8 @@ def test_passes_together_and_alone(kernels):
     def together(tokens, k, n, rank, cores):
         return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), *cores)[0].workspace > 0
 
-    assert together(19, 515, 300, 256, (24, 48))
-    assert not together(49, 2051, 1283, 100, (3, 6))
+    assert together(49, 2051, 1283, 100, (3, 6))
+    assert not together(130, 257, 130, 64, (24, 48))
 
 
 def test_cores_exchange_sums_only_where_it_pays(kernels, run):
@@ -135,7 +130,7 @@ def test_one_token_keeps_all_cores_busy(run, d, rank, cores):
     report = run("float16", 1, d, d, rank, cores=cores)[1]
     assert report["cores_that_worked"] == cores[1]
     busiest = max(moved(core) for core in report["cores"])
-    assert busiest <= 1.4 * moved(report) / cores[1]
+    assert busiest <= 1.35 * moved(report) / cores[1]
 
 
 @pytest.mark.parametrize("tokens", (1, 8))
@@ -144,6 +139,6 @@ def test_one_token_keeps_all_cores_busy(run, d, rank, cores):
 def test_little_more_than_the_least_bytes_are_moved(run, d, rank, tokens):
     report = run("bfloat16", tokens, d, d, rank)[1]
     least = 2 * (2 * d * rank + 3 * d * tokens) + 4
-    assert least <= moved(report) <= 1.1 * least
+    assert least <= moved(report) <= 1.05 * least
     for name in ("a", "b", "x", "y0"):  # each once
         assert report["gm"][name]["read"] == 2 * (d * rank if name in "ab" else d * tokens)

@@ -111,16 +111,16 @@ def test_adapter_and_scale_matter(run):
 
 @pytest.mark.parametrize(
     "size, rank, most",
-    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.17), (5120, 64, 1.15)],
+    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.34), (5120, 64, 1.3)],
 )
 def test_bytes_moved(run, size, rank, most):
-    """Near the minimum (each input once, y once) with all cores busy; at rank 64 as many as draw all bandwidth."""
+    """Near the minimum (each input once, y once) with all cube cores busy; at rank 64 the exchange weighs more."""
     tokens = 512
     arrays = normal(0, "float16", (tokens, size), (tokens, size), (rank, size), (size, rank))
     _, report = run("float16", arrays, 1.0)
     least = 2 * (3 * tokens * size + 2 * rank * size)
     assert moved(report) <= most * least
-    assert report["cores_that_worked"] >= (60 if rank < 64 else 24)
+    assert report["cores_that_worked"] == 72
 
 
 def test_what_stays_with_the_vector_cores(kernels):
@@ -128,9 +128,7 @@ def test_what_stays_with_the_vector_cores(kernels):
         return kernels.plan("lora_delta", dtype, sizes)[0].tiling_key
 
     assert way("float16", 17, 4096, 4096, 16) == PREFILL
-    assert way("float16", 16, 4096, 4096, 16) == way("float16", 8, 4096, 4096, 64) == PREFILL
-    assert way("float16", 2, 4096, 4096, 16) != PREFILL  # bound by bytes on the vector cores too
-    assert way("float16", 16, 100, 31, 16) != PREFILL  # too little work
+    assert way("float16", 16, 4096, 4096, 16) != PREFILL
     assert way("float32", 512, 4096, 4096, 16) != PREFILL
     assert way("bfloat16", 512, 65535, 65535, 256) == PREFILL
     assert way("bfloat16", 512, 65536, 4096, 16) != PREFILL

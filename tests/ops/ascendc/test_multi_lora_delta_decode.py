@@ -175,10 +175,10 @@ def test_same_bits_every_time(run):
 
 
 def ones(tokens, adapters, rank, size):
-    """Inputs of full size, for tests that only count bytes. There are slots for all rows, so no row surely shares."""
-    rows, pool = np.ones((tokens, size), np.float16), np.ones((tokens, rank, 2 * size), np.float16)
+    """Inputs of full size, for tests that only count bytes."""
+    rows, pool = np.ones((tokens, size), np.float16), np.ones((adapters, rank, 2 * size), np.float16)
     indices = np.arange(tokens, dtype=np.int32) % adapters
-    return [rows, rows, pool, np.full(tokens, rank, np.int32), np.ones(tokens, np.float32), indices]
+    return [rows, rows, pool, np.full(adapters, rank, np.int32), np.ones(adapters, np.float32), indices]
 
 
 def over_least(report, inputs):

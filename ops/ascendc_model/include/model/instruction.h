@@ -25,8 +25,7 @@ struct GmRef {
 
 class Instruction {
 public:
-    // repeats: of the vector unit, or products of two fractals.
-    Instruction(const char* api, pipe_t pipe, uint64_t repeats = 0) : api_(api), pipe_(pipe)
+    Instruction(const char* api, pipe_t pipe) : api_(api), pipe_(pipe)
     {
         if (!HasPipe(Me(), pipe)) {
             Refuse(api, "runs on PIPE_", kPipeNames[pipe], ", which this kind of core does not have");
@@ -34,7 +33,6 @@ public:
         thread_ = MyThread(pipe);
         number_ = TheDevice().clocks.Issue(thread_);
         ++Me().counters.instructions[pipe];
-        Me().counters.repeats += repeats;
         Me().worked = Me().worked || pipe != PIPE_S;
     }
 

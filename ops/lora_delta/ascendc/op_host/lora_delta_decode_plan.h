@@ -14,7 +14,7 @@ constexpr uint64_t kUnit = 16;            // columns and rows are dealt out in u
 constexpr uint64_t kMostTokens = 48;      // at a time
 constexpr uint64_t kOneCore = 16 * 1024;  // bytes: less is not worth two synchronizations
 constexpr uint64_t kACore = 2 * 1024;     // bytes: less is not worth another core
-constexpr uint64_t kMoreCores = 22;       // more cores than the fastest plan's may cost 1/22 of its time
+constexpr uint64_t kExchangeShare = 22;   // the exchange may add 1/22 to the bytes that must be moved
 
 // Of 192 KiB of unified buffer, RowProducts takes up to 108 and y up to 24; x A^T may have 16, twice: once to be
 // written and once to be read back.
@@ -30,79 +30,12 @@ inline void FillTiles(LoraDeltaTiling& sizes, uint64_t elementBytes, uint64_t un
         kUnit);
 }
 
-// What the cores share for one pass over A and B.
-struct Work {
-    uint64_t bytes;
-    uint64_t repeats;
-};
-
-inline Work ShrinkOf(const LoraDeltaTiling& sizes, uint64_t elementBytes)
-{
-    const uint64_t in = sizes.inFeatures, tokens = sizes.decode.tokensAtOnce;
-    return {in * (sizes.rank + tokens) * elementBytes,
-        RowProductsRepeats(sizes.rank, in, sizes.decode.products.columns, tokens, elementBytes)};
-}
-
-inline Work ExpandOf(const LoraDeltaTiling& sizes, uint64_t elementBytes)
-{
-    const uint64_t out = sizes.outFeatures, tokens = sizes.decode.tokensAtOnce;
-    const uint64_t converted = elementBytes < sizeof(float) ? 2 * tokens * CeilDiv(out, 64) : 0;  // y0 and y
-    return {out * (sizes.rank + 2 * tokens) * elementBytes,
-        RowProductsRepeats(out, sizes.rank, sizes.rank, tokens, elementBytes) + converted};
-}
-
-// A time, as the bytes that the chip moves in it: the larger of the bytes, `busiest.bytes` of which are the busiest
-// core's, and of that core's repeats.
-inline uint64_t TimeOf(const Work& busiest, uint64_t cores, uint64_t exchange, uint64_t allCores)
-{
-    const uint64_t bytes = busiest.bytes * std::max(cores, CeilDiv(allCores, kDraw));
-    return std::max(bytes + exchange, busiest.repeats * kBytesPerRepeat);
-}
-
-struct Split {
-    uint64_t shrinkCores;
-    uint64_t expandCores;
-    uint64_t time;
-};
-
-// The fastest split of so many cores. The exchange costs each shrinking core a write and a read of the sums and each
-// expanding core a read.
-inline Split SplitOf(uint64_t cores, const Work& shrink, const Work& expand, uint64_t sums, uint64_t allCores)
-{
-    Split best{0, 0, ~uint64_t{0}};
-    for (uint64_t s = 1; s < cores; ++s) {
-        const uint64_t e = cores - s;
-        const Work busiest{std::max(CeilDiv(shrink.bytes, s), CeilDiv(expand.bytes, e)),
-            std::max(CeilDiv(shrink.repeats, s), CeilDiv(expand.repeats, e))};
-        const uint64_t time = TimeOf(busiest, cores, (2 * s + e) * sums, allCores);
-        if (time < best.time) {
-            best = {s, e, time};
-        }
-    }
-    return best;
-}
-
-// The split over the most cores that costs hardly more than the fastest one over any number of cores.
-inline Split MostCores(uint64_t mostCores, const Work& shrink, const Work& expand, uint64_t sums, uint64_t allCores)
-{
-    uint64_t least = ~uint64_t{0};
-    for (uint64_t cores = 2; cores <= mostCores; ++cores) {
-        least = std::min(least, SplitOf(cores, shrink, expand, sums, allCores).time);
-    }
-    for (uint64_t cores = mostCores; cores >= 2; --cores) {
-        const Split split = SplitOf(cores, shrink, expand, sums, allCores);
-        if (split.time <= least + least / kMoreCores) {
-            return split;
-        }
-    }
-    return {0, 0, least};
-}
-
 }  // namespace lora_delta_decode
 
-// Completes a plan whose tiling has the sizes. As many cores take part as the exchange between them allows; where
-// tokens of its own cost no core more, there is no exchange. Returns the time, as the bytes that the chip moves in it.
-inline uint64_t PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, const Platform& chip)
+// Completes a plan whose tiling has the sizes. Shrinking and expanding cores get equal loads. The exchange costs each
+// shrinking core a write and a read of the tokens x rank sums and each expanding core a read: as many cores take part
+// as these bytes allow. Where the busiest core moves no more with tokens of its own, there is no exchange.
+inline void PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, const Platform& chip)
 {
     using namespace lora_delta_decode;
     LoraDeltaTiling& sizes = plan.tiling;
@@ -110,30 +43,30 @@ inline uint64_t PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, c
     FillTiles(sizes, elementBytes, chip.unifiedBuffer);
     plan.kind = KernelKind::kVectorSynchronized;
 
-    const uint64_t tokens = tiles.tokensAtOnce;
-    const Work shrink = ShrinkOf(sizes, elementBytes), expand = ExpandOf(sizes, elementBytes);
-    const uint64_t least = shrink.bytes + expand.bytes;
+    // For one pass over A and B.
+    const uint64_t in = sizes.inFeatures, out = sizes.outFeatures, rank = sizes.rank, tokens = tiles.tokensAtOnce;
+    const uint64_t shrink = in * (rank + tokens) * elementBytes;
+    const uint64_t expand = out * (rank + 2 * tokens) * elementBytes;
+    const uint64_t least = shrink + expand;
     const uint64_t worthwhile = least <= kOneCore ? 1 : std::min<uint64_t>(chip.vectorCores, least / kACore);
 
     const uint64_t own = std::max<uint64_t>(1, std::min<uint64_t>(sizes.tokens, worthwhile));
-    const uint64_t ownTokens = CeilDiv(sizes.tokens, own), passes = CeilDiv(ownTokens, tokens);
-    const uint64_t in = sizes.inFeatures, out = sizes.outFeatures;
-    const uint64_t ownBytes = (passes * (in + out) * sizes.rank + ownTokens * (in + 2 * out)) * elementBytes;
-    const uint64_t ownRepeats = (shrink.repeats + expand.repeats) * ownTokens / tokens;
-    const uint64_t ownTime = TimeOf({ownBytes, ownRepeats}, own, 0, chip.vectorCores);
+    const uint64_t ownTokens = CeilDiv(sizes.tokens, own);
+    const uint64_t ownBytes =
+        CeilDiv(ownTokens, tokens) * (in + out) * rank * elementBytes + ownTokens * (in + 2 * out) * elementBytes;
 
-    const uint64_t sums = RoundUp(tokens * sizes.rank, 8) * sizeof(float);
-    const Split joint = MostCores(worthwhile, shrink, expand, sums, chip.vectorCores);
-    const uint64_t jointTime = joint.shrinkCores == 0 ? joint.time : CeilDiv(sizes.tokens, tokens) * joint.time;
-    if (ownTime <= jointTime) {
+    const uint64_t sums = RoundUp(tokens * rank, 8) * sizeof(float);
+    const uint64_t transfers = least / kExchangeShare / sums;  // = 2 shrinking cores + expanding cores
+    const uint64_t joint = std::min(worthwhile, transfers * least / (least + shrink));
+    if (joint < 2 || ownBytes <= CeilDiv(sizes.tokens, tokens) * least / joint) {
         plan.blocks = own;
-        return ownTime;
+        return;
     }
-    tiles.shrinkCores = std::min(joint.shrinkCores, CeilDiv(in, kUnit));
-    tiles.expandCores = std::min(joint.expandCores, CeilDiv(out, kUnit));
+    const uint64_t shrinkCores = std::min(std::max<uint64_t>(joint * shrink / least, 1), joint - 1);
+    tiles.shrinkCores = std::min(shrinkCores, CeilDiv(in, kUnit));
+    tiles.expandCores = std::min(joint - shrinkCores, CeilDiv(out, kUnit));
     plan.blocks = tiles.shrinkCores + tiles.expandCores;
     plan.workspace = (tiles.shrinkCores + 1) * sums;
-    return jointTime;
 }
 
 }  // namespace mindlora

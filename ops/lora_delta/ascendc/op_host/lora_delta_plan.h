@@ -11,7 +11,6 @@ namespace mindlora {
 constexpr uint64_t kLoraDeltaDecodeKey = 1;
 constexpr uint64_t kLoraDeltaPrefillKey = 2;
 constexpr uint32_t kLoraDeltaMaxRank = 256;
-constexpr uint64_t kStartOfCube = 64 * 1024;  // bytes: less of an advantage is not worth the cube's longer way
 
 // Any tokens, K, N >= 1; rank 1 to 256. elementBytes is 2 or 4.
 inline Plan<LoraDeltaTiling> PlanLoraDelta(
@@ -23,17 +22,13 @@ inline Plan<LoraDeltaTiling> PlanLoraDelta(
     sizes.inFeatures = in;
     sizes.outFeatures = out;
     sizes.rank = rank;
-    plan.tilingKey = kLoraDeltaDecodeKey;
-    const uint64_t time = PlanDecode(plan, elementBytes, platform);
     if (TakesPrefill(tokens, rank, std::max(in, out), elementBytes)) {
-        Plan<LoraDeltaTiling> cube{sizes};
-        cube.tiling.decode = {};
-        cube.tilingKey = kLoraDeltaPrefillKey;
-        const uint64_t cubeTime = PlanPrefill(tokens, in, out, rank, platform, cube);
-        if (tokens > prefill::kSide || (plan.blocks > 1 && cubeTime + kStartOfCube < time)) {
-            return cube;
-        }
+        plan.tilingKey = kLoraDeltaPrefillKey;
+        PlanPrefill(tokens, in, out, rank, platform, plan);
+        return plan;
     }
+    plan.tilingKey = kLoraDeltaDecodeKey;
+    PlanDecode(plan, elementBytes, platform);
     return plan;
 }
 

@@ -19,27 +19,14 @@ struct MultiLoraDeltaSizes {
 
 inline uint64_t RoundUp8(uint64_t number) { return (number + 7) / 8 * 8; }
 
-constexpr uint64_t kDecodeRound = 512;    // tokens at a time
-constexpr uint32_t kDecodeExchange = 24;  // the bytes of the exchange: about 4% more
+constexpr uint64_t kDecodeRound = 512;      // tokens at a time
+constexpr uint32_t kDecodeExchange = 24;    // the bytes of the exchange: about 4% more
+constexpr uint32_t kDecodeRepeats = 10240;  // a few microseconds of arithmetic
 
 // The stride over a row of the pool is a 32-bit number of bytes.
 constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
 
-// Whether the cube is faster. So many tokens are hardly one row each of as many requests; fewer may be, and those of an
-// adapter of their own are bound by its bytes on vector cores too, which is for them the better way. Only where there
-// are fewer slots than tokens do rows surely share adapters, and may have more arithmetic than bytes.
-inline bool MultiLoraDeltaTakesCube(const MultiLoraDeltaSizes& sizes, uint64_t elementBytes, const Platform& chip)
-{
-    constexpr uint64_t kSurely = 129;
-    const uint64_t tokens = sizes.tokens, rank = sizes.maxRank, columns = uint64_t(sizes.in) + sizes.out;
-    if (!TakesPrefill(tokens, rank, columns, elementBytes)) {
-        return false;
-    }
-    const uint64_t adapters = std::clamp<uint64_t>(sizes.slots, 1, tokens);
-    const uint64_t bytes = (adapters * rank + 3 * tokens / 2) * columns * elementBytes;
-    const uint64_t repeats = DecodeRepeats(tokens * rank, columns) / chip.vectorCores;
-    return tokens >= kSurely || repeats * kBytesPerRepeat > bytes;
-}
+constexpr uint32_t kLeastPrefill = 129;  // tokens; so many are hardly one row each of as many requests
 
 // As many as the table in UB that finds the rows of an adapter can hold.
 inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
@@ -60,7 +47,7 @@ inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     t.maxRank = static_cast<uint32_t>(sizes.maxRank);
     t.in = static_cast<uint32_t>(sizes.in);
     t.out = static_cast<uint32_t>(sizes.out);
-    if (MultiLoraDeltaTakesCube(sizes, elementBytes, chip)) {
+    if (t.tokens >= kLeastPrefill && TakesPrefill(t.tokens, t.maxRank, uint64_t{t.in} + t.out, elementBytes)) {
         Plan<MultiLoraDeltaTiling> plan{t, 0, kMultiLoraDeltaPrefill, 0, KernelKind::kCubeAndVector};
         PlanPrefill(t.tokens, t.in, t.out, t.maxRank, chip, plan);
         return plan;
@@ -68,7 +55,7 @@ inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     t.round = static_cast<uint32_t>(RoundUp8(std::clamp<uint64_t>(t.tokens, 1, kDecodeRound)));
     t.together = std::min(kDecodeRows, kDecodeTile / t.maxRank);
     t.exchange = kDecodeExchange;
-    t.bytesPerRepeat = kBytesPerRepeat;
+    t.repeats = kDecodeRepeats;
     // A round has at most rank sums for each token, and a segment those of its rows. Each piece of a segment has
     // partial sums, and there are at most as many pieces as segments and cores together.
     const uint64_t rank = RoundUp8(t.maxRank);
