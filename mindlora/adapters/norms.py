@@ -19,9 +19,9 @@ def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
 
     Pairs of experts are stacks of such matrices, and the norm is over all of them.
     """
-    pairs = [(scale, *(half.astype(np.float64) for half in factors(a, b))) for scale, a, b in parts]
-    left = np.concatenate([scale * b for scale, b, _ in pairs], axis=-1)
-    right = np.concatenate([a for _, _, a in pairs], axis=-2)
+    pairs = [(scale, factors(a, b)) for scale, a, b in parts]
+    left = np.concatenate([scale * b.astype(np.float64) for scale, (b, _) in pairs], axis=-1)
+    right = np.concatenate([a.astype(np.float64) for _, (_, a) in pairs], axis=-2)
     squares = (right @ right.swapaxes(-1, -2)) * (left.swapaxes(-1, -2) @ left)
     # If the terms cancel, rounding may leave a square just below zero.
     return math.sqrt(max(0.0, float(squares.sum())))

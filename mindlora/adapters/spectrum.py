@@ -5,7 +5,7 @@ small scale R_b R_a^T = U S V^T gives scale B A = (Q_b U) S (Q_a V)^T, exactly.
 """
 
 import dataclasses
-from typing import Iterable, List, Optional, Sequence, Tuple
+from typing import Iterable, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -54,13 +54,13 @@ def pair_svd(a: np.ndarray, b: np.ndarray, scale: float) -> Tuple[np.ndarray, np
     return basis_b @ u, s, vh @ basis_a.T
 
 
-def rank_holding(singular_values: Sequence[float], share: float) -> int:
+def rank_holding(singular_values: Union[Sequence[float], np.ndarray], share: float) -> int:
     """Returns the smallest k for which the first k singular values hold ``share`` of the energy.
 
     The energy is the sum of their squares, the squared Frobenius norm. It is 0 only if all of them are zero.
 
     Args:
-        singular_values (list of float): The largest first.
+        singular_values (list or array of float): The largest first.
         share (float): In (0, 1].
     """
     held = np.cumsum(np.square(np.asarray(singular_values, np.float64)))
