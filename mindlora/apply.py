@@ -50,7 +50,8 @@ class LoraReport:
 def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
 
-    With quantize_base, all linear cells except output heads become 4-bit first, whether they are selected or not.
+    With quantize_base, all linear cells except output heads, and the stacked weights of routed experts, become 4-bit
+    first, whether they are selected or not.
 
     Args:
         network (nn.Cell): Any network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells.
@@ -80,8 +81,8 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     if config.quantize_base:
         # Quantizing discards the weights in float, so this check comes first.
         _check_adaptable({path: linear[path] for path in selected}, config.for_cell)
-        quantized, initial_parts = quantize_with_adapters(network, config, selected, saved)
-        linear.update(quantized)
+        initial_parts = quantize_with_adapters(network, config, selected, saved)
+        linear = dict(cells_and_weights(network))
     put_lora(network, {paths[path]: linear[path] for path in selected}, config.for_cell)
     cells = dict(lora_cells(network))
     for path, parts in initial_parts.items():
@@ -116,7 +117,7 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
         for part, parameter in adapted.parts().items():
             parameter.name = f"{path}.{PART_NAMES[part]}"
         replacements[id(cell)] = adapted
-    replacements.update(holders_with((cell, replacements[id(cell)]) for cell in cells.values()))
+    replacements.update(holders_with(network, [(cell, replacements[id(cell)]) for cell in cells.values()]))
     replace_children(network, replacements)
     renew_recomputed_parameters(network)
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))

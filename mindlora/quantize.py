@@ -1,7 +1,7 @@
-"""quantize_base: turns the linear cells of a network into 4-bit NormalFloat, in place."""
+"""quantize_base: turns the linear cells and routed experts of a network into 4-bit NormalFloat, in place."""
 
 import logging
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple, Union
 
 import numpy as np
 from mindspore import Parameter, nn
@@ -13,20 +13,28 @@ from mindlora.errors import LoraError, QuantizationError, TargetError, Unsupport
 from mindlora.models.targets import select_quantized
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.dense import plain_linear_types
+from mindlora.nn.experts import ExpertWeight
 from mindlora.nn.linear_form import parallel_linear_types
 from mindlora.nn.nf4 import NF4Dense, as_float32
+from mindlora.nn.nf4_experts import NF4ExpertWeight
 from mindlora.nn.registry import nf4_type_of
+from mindlora.nn.routed_experts import cells_and_weights, holders_with
 from mindlora.nn.tree import adapter_path, refusals, replace_children
 from mindlora.numerics import initializers
 from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
+Quantized = Union[NF4Dense, NF4ExpertWeight]
+_NF4_TYPES = (NF4Dense, NF4ExpertWeight)
+_OTHER_TYPES = (LoRACell, NF4Dense, ExpertWeight)
+
 
 def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]:
     """Replaces the linear cells of ``network`` by NF4Dense, in place, one after another: 4.13 bits per weight.
 
-    Their float weights are discarded. Cells that are quantized already stay as they are. Apply LoRA afterwards; with
+    The stacked weights of routed experts in MindFormers' mcore models become NF4ExpertWeight in the same way. Float
+    weights are discarded. Cells that are quantized already stay as they are. Apply LoRA afterwards; with
     LoraConfig(quantize_base="nf4") apply_lora does both.
 
     Args:
@@ -49,7 +57,7 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
 
 
 def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, nn.Cell]:
-    """Returns the linear cells that quantize_base would replace.
+    """Returns the linear cells and the stacked weights of experts that quantize_base would replace.
 
     Args:
         network (nn.Cell): The network; not changed.
@@ -63,11 +71,13 @@ def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, n
     """
     linear = {
         path: cell
-        for path, cell in network.cells_and_names()
-        if path and isinstance(cell, (*plain_linear_types(), *parallel_linear_types(), LoRACell, NF4Dense))
+        for path, cell in cells_and_weights(network)
+        if path and isinstance(cell, (*plain_linear_types(), *parallel_linear_types(), *_OTHER_TYPES))
     }
     cells = {
-        path: linear[path] for path in select_quantized(list(linear), exclude) if not isinstance(linear[path], NF4Dense)
+        path: linear[path]
+        for path in select_quantized(list(linear), exclude)
+        if not isinstance(linear[path], _NF4_TYPES)
     }
     refused = refusals(cells, lambda _, cell: nf4_type_of(cell).check(cell))
     if refused:
@@ -86,7 +96,7 @@ def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, n
 
 def quantize_cells(
     network: nn.Cell, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Nf4Array]] = None
-) -> Dict[str, NF4Dense]:
+) -> Dict[str, Quantized]:
     """Replaces the cells that cells_to_quantize returned.
 
     Args:
@@ -96,20 +106,22 @@ def quantize_cells(
             Default: None.
 
     Returns:
-        dict, path -> NF4Dense.
+        dict, path -> NF4Dense or NF4ExpertWeight.
     """
     quantized = {
         path: nf4_type_of(cell).from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
         for path, cell in cells.items()
     }
-    replace_children(network, {id(cell): quantized[path] for path, cell in cells.items()})
+    replacements = {id(cell): quantized[path] for path, cell in cells.items()}
+    replacements.update(holders_with(network, ((cell, quantized[path]) for path, cell in cells.items())))
+    replace_children(network, replacements)
     logger.info("Quantized to NF4: %d cells, %s.", len(cells), listed(cells))
     return quantized
 
 
 def quantize_with_adapters(
     network: nn.Cell, config: LoraConfig, selected: List[str], saved: List[Parameter]
-) -> Tuple[Dict[str, NF4Dense], Dict[str, Dict[str, np.ndarray]]]:
+) -> Dict[str, Dict[str, np.ndarray]]:
     """Quantizes the base as ``config`` says, before apply_lora puts adapters on it.
 
     Args:
@@ -119,7 +131,7 @@ def quantize_with_adapters(
         saved (list of Parameter): Parameters of the saved modules, which train and so must stay in float.
 
     Returns:
-        (path -> NF4Dense, path -> part -> initial value); the second is empty unless lora_init is LoftQ.
+        dict, path -> part -> initial value; empty unless lora_init is LoftQ.
 
     Raises:
         TargetError, UnsupportedCellError, QuantizationError: As in quantize_base; or a module of modules_to_save would
@@ -127,14 +139,17 @@ def quantize_with_adapters(
         LoraError, ConfigError: loftq cannot be carried out.
     """
     cells, initial_parts = cells_to_quantize(network, config.quantize_exclude), {}
-    packed = [p.name for p in saved if any(p is cell.weight or p is cell.bias for cell in cells.values())]
+    packed = [
+        p.name for p in saved if any(p is cell.weight or p is getattr(cell, "bias", None) for cell in cells.values())
+    ]
     if packed:
         raise TargetError(
             f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
             "4-bit weights do not train. Add it to quantize_exclude."
         )
     if not initializers.is_loftq(config.lora_init):
-        return quantize_cells(network, cells), initial_parts
+        quantize_cells(network, cells)
+        return initial_parts
     adapted = [path for path in selected if path in cells]
     empty = [path for path in adapted if cells[path].weight.has_init]
     if empty:
@@ -152,7 +167,8 @@ def quantize_with_adapters(
         array, initial_parts[path] = _loftq(cell, config.for_cell(path))
         return array
 
-    return quantize_cells(network, cells, array_of), initial_parts
+    quantize_cells(network, cells, array_of)
+    return initial_parts
 
 
 def _loftq(cell, config) -> Tuple[Nf4Array, Dict[str, np.ndarray]]:

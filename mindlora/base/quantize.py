@@ -1,4 +1,4 @@
-"""quantize_checkpoint: quantizes the linear weights of a base checkpoint to 4-bit NormalFloat, as a stream."""
+"""quantize_checkpoint: linear and expert weights of a base checkpoint in 4-bit NormalFloat, as a stream."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from mindlora.formats.safetensors_file import TensorFile, write
 from mindlora.models import names
 from mindlora.models.targets import select_quantized
 from mindlora.numerics.dtypes import FLOATS, dtype_name, to_float32
-from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize
+from mindlora.numerics.nf4 import BLOCK, GROUP, TENSOR_NAMES, layout, quantize, tensor_name
 
 _WEIGHT = ".weight"
 # How many numbers are read at a time.
@@ -79,7 +79,7 @@ def quantize_checkpoint(
     adapter: Optional[str] = None,
     config: Optional[LoraConfig] = None,
 ) -> QuantizeReport:
-    """Writes a base checkpoint with 4-bit linear weights, under MindFormers' names, in one atomic step.
+    """Writes a base checkpoint with linear weights and routed experts in 4 bits, under MindFormers' names, atomically.
 
     The weights are those that quantize_base quantizes in a network, and they get the same bytes. All other tensors keep
     their bytes and their dtype; the state of an optimizer is left out. Safetensors are read a million numbers at a
@@ -118,10 +118,9 @@ def quantize_checkpoint(
     _check_output(source, output, overwrite, adapter, config)
     with BaseCheckpoint(source) as base:
         tensors, notes = _parameters(base, source)
-        linear = _linear_paths(tensor.name for tensor in tensors)
-        chosen = select_quantized(linear, exclude)
+        chosen = select_quantized(_paths(tensor.name for tensor in tensors), exclude)
         _check_floats(source, tensors, chosen)
-        weights = {_path(tensor.name): tensor for tensor in tensors if _path(tensor.name) in linear}
+        weights = {_path(tensor.name): tensor for tensor in tensors if names.is_linear(_path(tensor.name))}
         loftq = LoftqInitializer(weights, chosen, config) if config is not None else None
         entries = [entry for tensor in tensors for entry in _entries(tensor, chosen)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in entries)
@@ -148,8 +147,8 @@ def quantize_checkpoint(
 
 def quantized_paths(tensor_names: Iterable[str]) -> List[str]:
     """Returns the paths of the cells whose weights are 4-bit, given the names of a checkpoint's tensors."""
-    suffix = "." + TENSOR_NAMES["absmax"]
-    return [name[: -len(suffix)] for name in tensor_names if name.endswith(suffix)]
+    suffix = tensor_name("", "absmax")
+    return list(filter(None, (_path(name[: -len(suffix)]) for name in tensor_names if name.endswith(suffix))))
 
 
 def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) -> None:
@@ -166,7 +165,7 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
                 f"{path} is not quantized, and quantize_base is nf4. Quantize it once: "
                 f"mindlora quantize-base {path} base-nf4.safetensors"
             )
-        wanted = select_quantized(_linear_paths(file.tensors), exclude)
+        wanted = select_quantized(_paths(file.tensors), exclude)
     differ = sorted(set(found) ^ set(wanted))
     if differ:
         raise CheckpointError(
@@ -188,7 +187,7 @@ def values_fingerprint(path: str, paths: Sequence[str]) -> Optional[str]:
     with TensorFile(path) as file:
         if set(paths) - set(quantized_paths(file.tensors)):
             return None
-        codes = {cell: file.read(f"{cell}.{TENSOR_NAMES['codes']}") for cell in sampled_paths(paths)}
+        codes = {cell: file.read(_weight_name(cell)) for cell in sampled_paths(paths)}
         return fingerprint_from({}, {cell: sampled_elements(array) for cell, array in codes.items()})["values"]
 
 
@@ -219,14 +218,20 @@ def _parameters(base: BaseCheckpoint, source: str) -> Tuple[List[OutputTensor], 
     return in_mindformers_names(base)
 
 
-def _linear_paths(tensor_names) -> List[str]:
-    """Returns the paths of the linear cells whose weights are among the names; all under MindFormers' names."""
-    return [path for path in map(_path, tensor_names) if path and names.is_linear(path)]
+def _paths(tensor_names) -> List[str]:
+    """Returns the paths of the linear cells and stacked experts whose weights are among the names; all MindFormers'."""
+    return [path for path in map(_path, tensor_names) if names.is_linear(path) or names.is_expert_weight(path)]
 
 
 def _path(name: str) -> str:
     """Returns the path of the cell that has the weight ``name``, or "" for any other parameter."""
+    if names.is_expert_weight(name):
+        return name
     return name[: -len(_WEIGHT)] if name.endswith(_WEIGHT) else ""
+
+
+def _weight_name(path: str) -> str:
+    return path if names.is_expert_weight(path) else path + _WEIGHT
 
 
 def _check_floats(source, tensors, chosen):
@@ -242,10 +247,7 @@ def _entries(tensor, chosen) -> list:
     """Returns (name, dtype, shape) of each tensor that is written in place of ``tensor``."""
     if _path(tensor.name) not in chosen:
         return [tensor[:3]]
-    return [
-        (f"{_path(tensor.name)}.{TENSOR_NAMES[field]}", dtype, shape)
-        for field, (shape, dtype) in layout(*tensor.shape).items()
-    ]
+    return [(tensor_name(tensor.name, field), dtype, shape) for field, (shape, dtype) in layout(*tensor.shape).items()]
 
 
 def _contents(

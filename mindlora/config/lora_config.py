@@ -55,8 +55,8 @@ class LoraConfig:
             Hugging Face's world or MindFormers' (``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]``), or
             ``["mlp.experts"]`` for both, besides what target_modules selects. Default: None.
         exclude_modules (str or list of str): Cells that get no adapter, given as target_modules is. Default: None.
-        quantize_base (str): ``"nf4"`` quantizes linear cells of the base, adapted or not, to 4-bit NormalFloat
-            (Dettmers et al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
+        quantize_base (str): ``"nf4"`` quantizes linear cells and routed experts of the base, adapted or not, to 4-bit
+            NormalFloat (Dettmers et al., QLoRA, 2023; see quantize_base). Default: None, the base stays as it is.
         quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, given as
             target_modules is. Default: None.
         lora_init (str): Initializer of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation

@@ -150,6 +150,12 @@ def is_linear(path: str) -> bool:
     return any(architecture.is_linear(path) for architecture in registry.ARCHITECTURES)
 
 
+def is_expert_weight(name: str) -> bool:
+    """Tells whether ``name`` is the stacked weight of a layer's routed experts, under mcore's name."""
+    ends = {stack.names.mcore for found in registry.ARCHITECTURES for stack in found.experts}
+    return any(("." + name).endswith("." + end) for end in ends)
+
+
 def is_output_head(path: str) -> bool:
     """Tells whether ``path`` is, or ends in the name of, an output head, under either world's names."""
     return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.output_head if name}

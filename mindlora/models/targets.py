@@ -111,7 +111,7 @@ def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = 
     """Returns the paths of the weights that quantize_base makes 4-bit: all but output heads and ``exclude``.
 
     Args:
-        linear_paths (Sequence[str]): Full paths of linear cells, in order.
+        linear_paths (Sequence[str]): Full paths of linear cells and of stacked weights of experts, in order.
         exclude (str or list): quantize_exclude, in the same forms as target_modules. Default: None.
 
     Returns:

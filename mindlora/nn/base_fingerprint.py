@@ -5,6 +5,7 @@ from typing import Callable, Container, Dict, Iterable, Optional, Tuple
 from mindspore import nn
 
 from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tree import lora_cells, weight_of
 
 
@@ -79,5 +80,5 @@ def _described(shapes, samples, forms):
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
     """Returns the shape of a cell's weight; for a quantized one, the shape of W, not of the codes."""
     if getattr(cell, "quantization", None):
-        return cell.out_channels, cell.in_channels
+        return matrix_shape(cell)
     return tuple(weight_of(cell).shape)

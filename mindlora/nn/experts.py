@@ -17,6 +17,7 @@ from mindlora.models import names
 from mindlora.models.targets import pattern_value
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.initial_values import initial_values
+from mindlora.numerics import initializers
 
 FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
 # Field of LoraConfig -> why it is not for experts. PEFT has none of these for stacked experts either.
@@ -25,7 +26,6 @@ _UNSERVED = {
     "use_dora": "needs the norms of single experts' rows",
     "use_vera": "shares A and B between cells of one shape",
     "use_adalora": "prunes ranks of linear cells",
-    "quantize_base": "quantizes linear cells alone, so the experts would stay in float",
 }
 Operands = Tuple[Tensor, Tensor, Tensor]
 
@@ -70,8 +70,8 @@ class ExpertWeight(nn.Cell):
         """The FFNGroupedGEMM whose weight this is."""
         return self._holder[0]
 
-    def operands(self) -> Operands:
-        """Returns what construct multiplies by; W stands in for the A and B that there are not."""
+    def operands(self, after: Tensor) -> Operands:
+        """Returns what construct multiplies by once ``after`` is computed; W stands in for the A and B it has not."""
         weight = self.cast(self.weight, self.dtype)
         return weight, weight, weight
 
@@ -91,9 +91,10 @@ class GroupedProduct(nn.Cell):
         super().__init__()
         self.shape = (-1, in_channels, out_channels)
         self.reshape, self.grouped_matmul = ops.Reshape(), GroupedMatmul(split_item=3, group_type=0)
+        self.cast = ops.Cast()
 
     def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
-        weight = self.reshape(weight, self.shape)
+        x, weight = self.cast(x, weight.dtype), self.reshape(weight, self.shape)
         return self.grouped_matmul([x], [weight], None, None, None, None, None, groups)[0]
 
 
@@ -124,7 +125,12 @@ class LoRAExpertWeight(LoRACell):
 
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        _check_holder(cell.holder)
+        check_holder(cell.holder)
+        if initializers.is_loftq(config.lora_init):
+            raise UnsupportedCellError(
+                f"lora_init {config.lora_init!r} is for linear cells, and one of the selected cells is "
+                f"{type(cell).__name__}. Set lora_init: kaiming, or add it to exclude_modules."
+            )
         for field, meaning in _UNSERVED.items():
             if getattr(config, field, None):
                 raise UnsupportedCellError(
@@ -151,13 +157,17 @@ class LoRAExpertWeight(LoRACell):
         self.cast, self.transpose = ops.Cast(), ops.Transpose()
         carry_settings(cell, self)
 
-    def operands(self) -> Operands:
-        """Returns what construct multiplies by: W, A and B."""
+    def operands(self, after: Tensor) -> Operands:
+        """Returns what construct multiplies by once ``after`` is computed: W, A and B."""
         return (
-            self.cast(self.weight, self.dtype),
+            self.float_weight(after),
             self.cast(self.mindpet_delta_lora_a, self.dtype),
             self.cast(self.mindpet_delta_lora_b, self.dtype),
         )
+
+    def float_weight(self, after: Tensor) -> Tensor:
+        """Returns W in the dtype of the products."""
+        return self.cast(self.weight, self.dtype)
 
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
         low_rank = self.a_product(x, self.transpose(a, (0, 2, 1)), groups) * self.cast(self.scale, self.dtype)
@@ -202,7 +212,8 @@ def _names_single_experts(expression: str, weight: ExpertWeight) -> bool:
     return not pattern_value(pattern, path, False) and any(pattern_value(pattern, single, False) for single in singles)
 
 
-def _check_holder(cell: nn.Cell) -> None:
+def check_holder(cell: nn.Cell) -> None:
+    """Raises UnsupportedCellError for an FFNGroupedGEMM whose weights cannot be taken out of it."""
     kind = type(cell).__name__
     if type(cell).construct is not sys.modules[FFN_MODULE].FFNGroupedGEMM.construct:
         raise UnsupportedCellError(f"{kind} has a forward of its own, which the adapter's cell would drop.")

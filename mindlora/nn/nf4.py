@@ -1,6 +1,7 @@
 """NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
 
-from typing import Optional
+import math
+from typing import Dict, Optional, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -11,7 +12,7 @@ from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.linear_form import is_sharded, linear_form
-from mindlora.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, layout, quantize
+from mindlora.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
 from mindlora.ops.nf4_linear import Nf4Linear
 
 
@@ -87,16 +88,8 @@ class NF4Dense(nn.Cell):
         form = linear_form(cell)
         self.in_channels, self.out_channels = form.in_channels, form.out_channels
         self.weight_dtype, self.dtype = cell.weight.dtype, form.dtype
-        if array is None and not cell.weight.has_init:
-            array = quantize(as_float32(cell.weight), f"The weight of {prefix[:-1] or 'the cell'}")
-        for field, (shape, dtype) in layout(self.out_channels, self.in_channels).items():
-            if array is None:
-                unset, dtype = (np.nan, mstype.float32) if dtype == np.float32 else (0, mstype.uint8)
-                value = initializer(Constant(unset), list(shape), dtype)
-            else:
-                value = Tensor.from_numpy(getattr(array, field))
-            name = TENSOR_NAMES[field]
-            setattr(self, name, Parameter(value, name=prefix + name, requires_grad=False))
+        for name, parameter in packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array).items():
+            setattr(self, name, parameter)
         self.bias, self.matmul = cell.bias, Nf4Linear()
         self.has_bias, self.bias_add = form.bias_add is not None, form.bias_add
         self.activation, self.activation_flag = form.activation, form.activation is not None
@@ -137,12 +130,53 @@ class NF4Dense(nn.Cell):
         )
 
 
+def packed_parameters(
+    weight: Parameter, name: str, path: str, array: Optional[Nf4Array] = None
+) -> Dict[str, Parameter]:
+    """Returns the frozen parameters that take the place of a weight, by the attribute that they are of a cell.
+
+    Args:
+        weight (Parameter): A matrix in float. While it has no values, the result is NaN until it is loaded.
+        name (str): Its name.
+        path (str): The path of its cell, for errors; "" for a cell outside of a network.
+        array (Nf4Array): The quantized weight. Default: None, quantize(weight).
+    """
+    if array is None and not weight.has_init:
+        array = quantize(as_float32(weight), f"The weight of {path or 'the cell'}")
+    found = {}
+    for field, (shape, dtype) in layout(*weight.shape).items():
+        if array is None:
+            unset, dtype = (np.nan, mstype.float32) if dtype == np.float32 else (0, mstype.uint8)
+            value = initializer(Constant(unset), list(shape), dtype)
+        else:
+            value = Tensor.from_numpy(getattr(array, field))
+        found[TENSOR_NAMES[field]] = Parameter(value, name=tensor_name(name, field), requires_grad=False)
+    return found
+
+
+def matrix_shape(cell: nn.Cell) -> Tuple[int, int]:
+    """Returns the shape of W of a quantized cell: [out, in], or [experts * in, out] of stacked experts."""
+    if hasattr(cell, "experts"):
+        return cell.experts * cell.in_channels, cell.out_channels
+    return cell.out_channels, cell.in_channels
+
+
 def nf4_array(cell: nn.Cell) -> Nf4Array:
-    """Returns the quantized weight of an NF4Dense or a QLoRADense in NumPy."""
+    """Returns the quantized weight of a cell, with an adapter or without one, in NumPy."""
     return Nf4Array(
-        **{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()},
-        shape=(cell.out_channels, cell.in_channels),
+        **{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()}, shape=matrix_shape(cell)
     )
+
+
+def first_rows(cell: nn.Cell, rows: int) -> np.ndarray:
+    """Returns the first ``rows`` rows of a quantized cell's W, or all if it has no more; float32."""
+    array = nf4_array(cell)
+    rows = min(rows, array.shape[0])
+    groups = -(-rows * array.absmax.shape[1] // GROUP)
+    first = Nf4Array(
+        array.codes[:rows], array.absmax[:rows], array.scales[:groups], array.offsets[:groups], (rows, array.shape[1])
+    )
+    return dequantize(first)
 
 
 def as_float32(parameter: Parameter) -> np.ndarray:
@@ -156,5 +190,5 @@ def parameter_count(network: nn.Cell) -> int:
     quantized = [cell for _, cell in network.cells_and_names() if getattr(cell, "quantization", None)]
     packed = {id(getattr(cell, name)) for cell in quantized for name in TENSOR_NAMES.values()}
     return sum(p.size for p in network.get_parameters() if id(p) not in packed) + sum(
-        cell.in_channels * cell.out_channels for cell in quantized
+        math.prod(matrix_shape(cell)) for cell in quantized
     )

@@ -1,20 +1,51 @@
 """QLoRADense: LoRADense on a weight in 4-bit NormalFloat."""
 
-from typing import Tuple
+from typing import Tuple, Type
 
 import numpy as np
 from mindspore import nn
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import carry_settings
+from mindlora.nn.cell import LoRACell, carry_settings
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.nf4 import NF4Dense, nf4_array
+from mindlora.nn.nf4 import NF4Dense, first_rows
 from mindlora.numerics import initializers
-from mindlora.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize
+from mindlora.numerics.nf4 import TENSOR_NAMES
 
 
-class QLoRADense(LoRADense):
+class OnNF4:
+    """What cells with an adapter on a 4-bit weight have in common, whatever the base.
+
+    Attributes:
+        float_kind (type): The same adapter on the weight in float.
+    """
+
+    float_kind: Type[LoRACell]
+
+    @property
+    def quantization(self) -> str:
+        """How the base is quantized: "loftq" if W was quantized together with the initial A and B, else "nf4"."""
+        return "loftq" if initializers.is_loftq(self.lora_init) else NF4Dense.quantization
+
+    def in_float(self) -> LoRACell:
+        """Returns a cell of float_kind with the same A and B on the plain cell with the dequantized weight."""
+        (quantized,) = self._adopted
+        config = LoraConfig(
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.dropout_rate,
+            use_rslora=self.use_rslora,
+            compute_dtype=str(self.dtype),
+            freeze_lora_a=self.freeze_lora_a,
+        )
+        lora = self.float_kind.from_cell(quantized.plain_cell(), config)
+        lora.mindpet_delta_lora_a, lora.mindpet_delta_lora_b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
+        carry_settings(self, lora)
+        return lora
+
+
+class QLoRADense(OnNF4, LoRADense):
     r"""A quantized linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
     W = absmax' * TABLE[codes] is the weight of the NF4Dense that it adopts: 4.13 bits per number, frozen, without a
@@ -34,13 +65,7 @@ class QLoRADense(LoRADense):
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
-    # The same adapter on the weight in float.
     float_kind = LoRADense
-
-    @property
-    def quantization(self) -> str:
-        """How the base is quantized: "loftq" if W was quantized together with the initial A and B, else "nf4"."""
-        return "loftq" if initializers.is_loftq(self.lora_init) else NF4Dense.quantization
 
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
@@ -73,40 +98,14 @@ class QLoRADense(LoRADense):
     def _base_product(self, x):
         return self.matmul(x, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
 
-    def in_float(self) -> LoRADense:
-        """Returns a LoRADense with the same A and B on the plain cell with the dequantized weight."""
-        (quantized,) = self._adopted
-        config = LoraConfig(
-            lora_rank=self.lora_rank,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.dropout_rate,
-            use_rslora=self.use_rslora,
-            compute_dtype=str(self.dtype),
-            freeze_lora_a=self.freeze_lora_a,
-        )
-        lora = self.float_kind.from_cell(quantized.plain_cell(), config)
-        lora.mindpet_delta_lora_a, lora.mindpet_delta_lora_b = self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
-        carry_settings(self, lora)
-        return lora
-
     def drop_float(self) -> None:
         """Undoes in_float: frees the float copy of W."""
         del self._adopted[0].emptied_cell.weight
 
     def sample(self, rows: int) -> Tuple[np.ndarray, np.ndarray]:
         """Returns the first ``rows`` rows of W and of scale B A, float32 [rows, in_channels] each."""
-        array = nf4_array(self)
-        rows = min(rows, self.out_channels)
-        groups = -(-rows * array.absmax.shape[1] // GROUP)
-        first = Nf4Array(
-            array.codes[:rows],
-            array.absmax[:rows],
-            array.scales[:groups],
-            array.offsets[:groups],
-            (rows, self.in_channels),
-        )
         a, b = (parameter.asnumpy().astype(np.float32) for parameter in self.lora_parameters())
-        return dequantize(first), (b[:rows] * np.float32(self.scale)) @ a
+        return first_rows(self, rows), (b[:rows] * np.float32(self.scale)) @ a
 
     def extend_repr(self) -> str:
         return f"{super().extend_repr()}, quantization={self.quantization}"

@@ -1,6 +1,6 @@
 """Which class of cell puts an adapter on a base cell: a registry of one line for each kind."""
 
-from typing import Tuple, Type
+from typing import Tuple, Type, Union
 
 from mindspore import nn
 
@@ -11,10 +11,11 @@ from mindlora.nn.conv import LoRAConv2d
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.embedding import LoRAEmbedding
-from mindlora.nn.experts import LoRAExpertWeight
+from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.nn.linear_form import parallel_linear_types
 from mindlora.nn.mint_conv import LoRAMintConv2d
 from mindlora.nn.nf4 import NF4Dense
+from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
 from mindlora.nn.parallel_linear import (
     AdaLoRAParallelLinear,
     DoRAParallelLinear,
@@ -41,6 +42,7 @@ KINDS = (
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
     LoRAMintConv2d,  # mint.nn.Conv2d
+    QLoRAExpertWeight,  # NF4ExpertWeight
     LoRAExpertWeight,  # ExpertWeight, of MindFormers' mcore models
 )
 
@@ -55,8 +57,10 @@ def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
 
 
-def nf4_type_of(cell: nn.Cell) -> Type[NF4Dense]:
-    """Returns the class whose from_dense quantizes ``cell``, a linear cell in float."""
+def nf4_type_of(cell: nn.Cell) -> Union[Type[NF4Dense], Type[NF4ExpertWeight]]:
+    """Returns the class whose from_dense quantizes ``cell``, a linear cell or a stacked weight of experts in float."""
+    if isinstance(cell, ExpertWeight):
+        return NF4ExpertWeight
     return NF4ParallelLinear if isinstance(cell, parallel_linear_types()) else NF4Dense
 
 

@@ -1,4 +1,4 @@
-"""What MindFormers' FFNGroupedGEMM computes, with adapters on the weights of its experts (see mindlora.nn.experts)."""
+"""What MindFormers' FFNGroupedGEMM computes, with adapters on its experts' weights or with 4-bit ones."""
 
 import sys
 from typing import Dict, Iterable, Iterator, Mapping, Optional, Tuple
@@ -14,14 +14,15 @@ _LEAVES = ("weight1", "weight2")
 
 
 class RoutedExperts(nn.Cell):
-    """FFNGroupedGEMM with an adapter on one or both of its weights:
+    """FFNGroupedGEMM with an adapter on its weights, or with 4-bit ones (see mindlora.nn.experts and nf4_experts):
 
     y = sum over the experts e of a token of p_e swiglu(x W1_e) W2_e. The tokens are sent to the experts' devices and
     back by MindFormers' own dispatcher.
 
     Args:
         cell (nn.Cell): The FFNGroupedGEMM to replace.
-        weights (mapping): "weight1" and "weight2" -> ExpertWeight or LoRAExpertWeight.
+        weights (mapping): "weight1" and "weight2" -> the cell of each: ExpertWeight or LoRAExpertWeight, or those
+            on a 4-bit weight.
 
     Inputs:
         - **tokens** (Tensor) - Shape [devices, tokens, hidden].
@@ -40,7 +41,6 @@ class RoutedExperts(nn.Cell):
         self.token_dispatcher, self.swiglu = cell.token_dispatcher, cell.swiglu
         self.num_tokens_per_expert = cell.num_tokens_per_expert
         self.hidden_size, self.inner_size = cell.hidden_size, cell.moe_ffn_hidden_size
-        self.dtype = next(weight.dtype for weight in weights.values() if isinstance(weight, LoRACell))
         self.slices = cell.moe_token_dispatcher_type == "alltoall_deredundency"
         if self.slices:
             self.stride_slice = cell.stride_slice
@@ -67,11 +67,10 @@ class RoutedExperts(nn.Cell):
         shape, dtype = tokens.shape, tokens.dtype
         if self.slices:
             tokens = self.stride_slice(tokens, (0, 0, 0), shape, (1, 1, 1))
-        w1, a1, b1 = self.weight1.operands()
-        w2, a2, b2 = self.weight2.operands()
-        y = self.morphed_forward(
-            self.cast(tokens, self.dtype), probs, routing_map, w1, a1, b1, w2, a2, b2, self.num_tokens_per_expert
-        )
+        tokens = self.cast(tokens, self.weight1.dtype)
+        w1, a1, b1 = self.weight1.operands(tokens)
+        w2, a2, b2 = self.weight2.operands(tokens)
+        y = self.morphed_forward(tokens, probs, routing_map, w1, a1, b1, w2, a2, b2, self.num_tokens_per_expert)
         if self.slices:
             y = self.stride_slice(y, (0, 0, 0), shape, (1, 1, 1))
         return self.cast(y, dtype)
@@ -120,16 +119,20 @@ def cells_and_weights(network: nn.Cell) -> Iterator[Tuple[str, nn.Cell]]:
                 yield f"{path}.{leaf}" if path else leaf, ExpertWeight(cell, leaf)
 
 
-def holders_with(adapted: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
+def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
     """Returns id of FFNGroupedGEMM -> the RoutedExperts to put in its place.
 
+    Weights that are in a RoutedExperts already are cells of the network and need none.
+
     Args:
-        adapted (iterable): (base cell, the cell that replaces it), of all kinds.
+        network (nn.Cell): The network.
+        replaced (iterable): (base cell, the cell that replaces it), of all kinds.
     """
+    present = {id(cell) for _, cell in network.cells_and_names()}
     holders: Dict[int, nn.Cell] = {}
     weights: Dict[int, Dict[str, nn.Cell]] = {}
-    for base, cell in adapted:
-        if isinstance(base, ExpertWeight):
+    for base, cell in replaced:
+        if isinstance(base, ExpertWeight) and id(base) not in present:
             holders[id(base.holder)] = base.holder
             weights.setdefault(id(base.holder), {})[base.leaf] = cell
     return {
@@ -139,5 +142,9 @@ def holders_with(adapted: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cel
 
 
 def plain_holders(network: nn.Cell) -> Dict[int, nn.Cell]:
-    """Returns id of each RoutedExperts in a network -> the FFNGroupedGEMM that it replaced."""
-    return {id(cell): cell.plain_cell() for _, cell in network.cells_and_names() if isinstance(cell, RoutedExperts)}
+    """Returns id of each RoutedExperts without a 4-bit weight -> the FFNGroupedGEMM that it replaced."""
+    return {
+        id(cell): cell.plain_cell()
+        for _, cell in network.cells_and_names()
+        if isinstance(cell, RoutedExperts) and not any(getattr(one, "quantization", None) for one in cell.cells())
+    }

@@ -39,6 +39,7 @@ BLOCK, GROUP = 64, 256
 BYTE_VALUES = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]])
 # Field of Nf4Array -> name of its tensor in a network and in a checkpoint, after the path of its cell.
 TENSOR_NAMES = {"codes": "weight", "absmax": "weight_absmax", "scales": "weight_scales", "offsets": "weight_offsets"}
+_WEIGHT = TENSOR_NAMES["codes"]
 _MIDPOINTS = (TABLE[:-1] + TABLE[1:]) / 2
 # How many numbers are quantized at a time, so that temporary arrays stay small.
 _AT_ONCE = 1 << 18
@@ -146,6 +147,11 @@ def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype
         "scales": (groups, np.dtype(np.float32)),
         "offsets": (groups, np.dtype(np.float32)),
     }
+
+
+def tensor_name(weight: str, field: str) -> str:
+    """Returns the name of a field of Nf4Array, given the name of the weight; the codes have that of the weight."""
+    return weight + TENSOR_NAMES[field][len(_WEIGHT) :]
 
 
 def dequantize_absmax(absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from mindlora.plan.units import bytes_of
 
 Shape = Tuple[int, ...]
 # The cell of stacked experts refuses them.
-_NOT_FOR_EXPERTS = ("lora_dropout", "use_dora", "use_vera", "use_adalora", "quantize_base")
+_NOT_FOR_EXPERTS = ("lora_dropout", "use_dora", "use_vera", "use_adalora")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +78,8 @@ def weights_of(run: Run) -> List[Weight]:
         return base
     adapted = adapted_cells(run)
     trained = _trained_in_full(run, [weight.name for weight in base], adapted)
-    packed = (
-        set(targets.select_quantized(list(run.linear), run.lora.quantize_exclude)) if run.lora.quantize_base else set()
-    )
-    wrong = sorted(trained & {f"{path}.{part}" for path in packed for part in ("weight", "bias")})
+    packed = _packed_paths(run)
+    wrong = sorted(trained & (packed | {f"{path}.{part}" for path in packed for part in ("weight", "bias")}))
     if wrong:
         raise TargetError(
             f"{listed(wrong)} would be trained and is quantized, and 4-bit weights do not train. Add it to "
@@ -89,11 +87,18 @@ def weights_of(run: Run) -> List[Weight]:
         )
     found: List[Weight] = []
     for weight in base:
-        if weight.part == "weight" and weight.path in packed:
+        if weight.name in packed or weight.part == "weight" and weight.path in packed:
             found += _quantized(weight)
         else:
             found.append(dataclasses.replace(weight, trained=weight.name in trained))
     return found + list(_adapter(run.lora, adapted))
+
+
+def _packed_paths(run: Run) -> Set[str]:
+    """Returns the paths of the linear cells and stacked experts whose weights are 4-bit."""
+    if run.lora is None or not run.lora.quantize_base:
+        return set()
+    return set(targets.select_quantized([*run.linear, *run.experts], run.lora.quantize_exclude))
 
 
 def _trains_alone(run: Run, name: str) -> bool:
@@ -219,7 +224,7 @@ def _trained_in_full(run: Run, parameters: List[str], adapted: Iterable[str]) ->
 def _quantized(weight: Weight) -> Iterator[Weight]:
     for field, (shape, dtype) in nf4.layout(*weight.shape).items():
         count = weight.count if field == "codes" else 0
-        yield Weight(weight.path, nf4.TENSOR_NAMES[field], shape, str(dtype), count)
+        yield Weight(weight.path, nf4.tensor_name(weight.part, field), shape, str(dtype), count)
 
 
 def _split(name: str) -> Tuple[str, str]:

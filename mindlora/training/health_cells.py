@@ -7,6 +7,7 @@ import numpy as np
 
 from mindlora.adapters.pair_kinds import has_product, layout_of
 from mindlora.nn.cell import LoRACell
+from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
 from mindlora.training.health_measures import CellValues, change_factors
@@ -71,7 +72,7 @@ def weight_norm(cell: LoRACell) -> Optional[float]:
         cell (LoRACell): A cell whose weight has values.
     """
     if cell.quantization:
-        rows, count = cell.sample(_SAMPLED_ROWS)[0], cell.out_channels
+        rows, count = cell.sample(_SAMPLED_ROWS)[0], matrix_shape(cell)[0]
     else:
         weight = to_array(cell.weight)
         count = len(weight)

@@ -9,11 +9,12 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.files import write
 from mindlora.base.convert import convert_base
 from mindlora.base.merge import merge_checkpoint
-from mindlora.base.quantize import quantize_checkpoint
+from mindlora.base.quantize import check_quantized_base, quantize_checkpoint
 from mindlora.cli import main
 from mindlora.config import LoraConfig
 from mindlora.errors import CheckpointError
 from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.nf4 import TENSOR_NAMES, quantize, tensor_name
 from tests.support.llama_checkpoints import assert_same, llama, load, save_base
 from tests.support.mcore_checkpoints import (
     CONFIG,
@@ -240,10 +241,29 @@ def test_a_quantized_base_has_mcore_names(tmp_path, to):
         source = str(tmp_path / "mcore")
     quantize_checkpoint(source, str(tmp_path / "nf4.safetensors"))
     found = load_any(tmp_path / "nf4.safetensors")
-    four_bit = {name for name, array in found.items() if array.dtype == np.uint8 and name.endswith(".weight")}
-    cells = ("self_attention.linear_qkv", "self_attention.linear_proj")
-    assert four_bit == {f"decoder.layers.{layer}.{cell}.weight" for layer in (0, 1) for cell in cells}
+    four_bit = {name for name, array in found.items() if array.dtype == np.uint8 and not name.endswith("_absmax")}
+    weights = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+    weights += ("mlp.experts.weight1", "mlp.experts.weight2")
+    assert four_bit == {f"decoder.layers.{layer}.{weight}" for layer in (0, 1) for weight in weights}
     assert found["decoder.layers.0.mlp.router.weight"].shape == (EXPERTS, HIDDEN)
+
+
+def test_stacked_experts_are_quantized_as_one_matrix_and_the_run_must_exclude_the_same(tmp_path):
+    source, output = save_base(tmp_path / "hf", qwen3(experts=EXPERTS), **CONFIG), str(tmp_path / "nf4.safetensors")
+    convert_base(source, str(tmp_path / "mcore"), None, "mcore")
+    stacked = load(tmp_path / "mcore")
+    quantize_checkpoint(source, output, exclude=["experts.down_proj"])
+    found = load_any(tmp_path / "nf4.safetensors")
+    for layer in (0, 1):
+        name = f"decoder.layers.{layer}.mlp.experts.weight1"
+        packed = quantize(to_float32(stacked[name]))
+        for field in TENSOR_NAMES:
+            np.testing.assert_array_equal(found[tensor_name(name, field)], getattr(packed, field), strict=True)
+        name = f"decoder.layers.{layer}.mlp.experts.weight2"
+        np.testing.assert_array_equal(found[name], stacked[name], strict=True)
+    check_quantized_base(output, ["mlp.experts.weight2"])
+    with pytest.raises(CheckpointError, match=r"differ at decoder.layers.\{0..1\}.mlp.experts.weight2"):
+        check_quantized_base(output, None)
 
 
 def test_loftq_of_joined_cells_is_refused_with_what_an_mcore_model_allows(tmp_path):

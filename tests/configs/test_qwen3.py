@@ -8,6 +8,8 @@ import pytest
 from mindlora.models.registry import by_model_type
 from mindlora.nn.nf4 import parameter_count
 from mindlora.nn.tree import lora_cells
+from mindlora.plan.run import read_run
+from mindlora.plan.weights import weights_of
 from mindlora.plugin import launcher, preflight
 from tests.configs.test_configs_build import build, callbacks, train_step
 from tests.configs.test_configs_text import arguments, commands, merged, number
@@ -50,7 +52,7 @@ def shrunk(path):
 
 def test_the_configs_are_there():
     names = {os.path.basename(path) for path in MCORE}
-    assert names == {"lora_qwen3_8b.yaml", "qlora_qwen3_8b.yaml", "lora_qwen3_30b_a3b.yaml"}
+    assert names == {"lora_qwen3_8b.yaml", "qlora_qwen3_8b.yaml", "lora_qwen3_30b_a3b.yaml", "qlora_qwen3_30b_a3b.yaml"}
 
 
 @pytest.mark.parametrize("path", MCORE)
@@ -73,6 +75,9 @@ def test_it_builds_its_network_with_adapters_train_step_and_callbacks(path):
     held = "expert_load", "expert_bias", "fi_accu", "dropout"
     beside = sum(p.size for p in network.get_parameters() if any(word in p.name for word in held))
     assert parameter_count(network) - beside == base_count(model) + adapter_count(model, pet)
+    experts = [p for p in network.get_parameters() if p.name.endswith(("experts.weight1", "experts.weight2"))]
+    assert len(experts) == (4 if model.num_experts else 0)
+    assert {str(p.dtype) for p in experts} <= {"UInt8" if pet.quantize_base else "BFloat16"}
     step = train_step(config, network)
     assert type(step).__name__ == "LoraTrainOneStepCell" and step.use_clip_grad
     assert [type(c).__name__ for c in callbacks(config, step)] == [node["type"] for node in config.callbacks]
@@ -91,6 +96,18 @@ def test_the_figures_are_those_of_the_shapes(path):
     size = file_size(model, pet)
     file, folder = re.search(r"^# adapter file: ([\d.]+) MB; .*AdamW: ([\d.]+) MB$", text, re.M).groups()
     assert (file, folder) == (f"{size / 1e6:.1f}", f"{(size + 8 * adapter) / 1e6:.1f}")
+
+
+@pytest.mark.parametrize("path", [path for path in MCORE if "qlora_" in path])
+def test_the_bytes_of_a_4_bit_base_are_those_that_a_plan_counts(path):
+    text = read(path)
+    packed = number(re.search(r"^#   weights in NF4 +([\d,]+) x 4.129 / 8 bytes ", text, re.M)[1])
+    others = number(re.search(r"^#   other weights +([\d,]+) x 2 bytes ", text, re.M)[1])
+    base = [weight for weight in weights_of(read_run(merged(path))) if not weight.adapter]
+    assert sum(weight.count for weight in base if weight.dtype == "uint8") == packed
+    assert sum(weight.count for weight in base if weight.dtype != "uint8") == others
+    size = sum(weight.size for weight in base if weight.dtype == "uint8" or weight.part.endswith(("scales", "offsets")))
+    assert abs(size - packed * 4.129 / 8) < 1e-4 * size
 
 
 @pytest.mark.parametrize("path", MCORE)

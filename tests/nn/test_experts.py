@@ -102,7 +102,6 @@ REFUSED = {
     "lora_dropout": {"lora_dropout": 0.1},
     "use_dora": {"use_dora": True},
     "use_vera": {"use_vera": True, "lora_alpha": RANK},
-    "quantize_base": {"quantize_base": "nf4"},
 }
 
 

@@ -33,7 +33,13 @@ TRAINED = {
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, **BFLOAT16}, {}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}, LINEAR),
     "qwen3_moe": ("qwen3_moe", {}, EXPERTS),
+    "qwen3_moe in 4 bits": ("qwen3_moe", {}, {**EXPERTS, "quantize_base": "nf4"}),
     "deepseek_v3": ("deepseek_v3", DENSE_FIRST, BOTH),
+    "deepseek_v3, half of its experts in 4 bits": (
+        "deepseek_v3",
+        DENSE_FIRST,
+        {**LINEAR, "quantize_base": "nf4", "quantize_exclude": ["mlp.experts.down_proj"]},
+    ),
     "deepseek_v3 apart": ("deepseek_v3", {**DENSE_FIRST, **APART, "params_dtype": "float16"}, LINEAR),
     "deepseek_v3 without a latent of q": ("deepseek_v3", NO_QUERY_LATENT, {}),
     "deepseek_v3 without shared experts": ("deepseek_v3", {"n_shared_experts": 0, "mla_qkv_concat": False}, EXPERTS),
@@ -174,7 +180,9 @@ def test_a_model_that_only_predicts_is_not_planned_for_training():
 def parameters_of(network):
     """Returns the parameters without caches, what routers count, and MindFormers 1.8's states of dropouts."""
     uncounted = ("fi_accu", "expert_load", "key_cache", "value_cache")
-    return [p for p in network.get_parameters() if not p.name.endswith(uncounted) and "Int" not in str(p.dtype)]
+    return [
+        p for p in network.get_parameters() if not p.name.endswith(uncounted) and not str(p.dtype).startswith("Int")
+    ]
 
 
 def trains(parameter):

@@ -61,7 +61,7 @@ class Grouped(nn.Cell):
         self.lora_parameters = cell.lora_parameters
 
     def construct(self, x: Tensor):
-        weight, a, b = self.cell.operands()
+        weight, a, b = self.cell.operands(x)
         return self.cell(x, weight, a, b, self.ends)
 
 
