@@ -156,6 +156,11 @@ def test_the_adapter_is_saved_and_loaded_onto_4_bits_and_onto_float(tmp_path):
 
 def test_merging_into_4_bits_is_refused_and_merge_and_unload_gives_float_back():
     network = quantized()
+    network.set_train(True)
+    with pytest.raises(MergeError, match="is in training mode"):
+        merge_and_unload(network)
+    # The float copies that it had made are gone again.
+    assert not any(hasattr(experts_of(network).weight1._adopted[0].holder, leaf) for leaf in ("weight1", "weight2"))
     network.set_train(False)
     values = {
         leaf: changed_weight(dequantize(nf4_array(cell)), *map(as_array, cell.lora_parameters()), cell.scale)
