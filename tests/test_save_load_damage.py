@@ -94,7 +94,7 @@ def test_a_folder_without_a_config(saved):
         ('{"r": 2', f"{CONFIG} is not JSON: "),
         ("", f"{CONFIG} is not JSON: "),
         ("[2, 3]", f"{CONFIG} holds a list instead of a JSON object."),
-        ('{"lora_alpha": 3}', f"{CONFIG}: r is None; it must be a whole number of at least 1."),
+        ('{"r": "2", "lora_alpha": 3}', f"{CONFIG}: r is '2'; it must be a whole number of at least 1."),
         ('{"r": 2, "lora_alpha": 3, "use_bdlora": true}', f"{CONFIG}: use_bdlora is True, which is not supported"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_file_of_peft_with_foreign_tensors(saved):
         lambda tensors: tensors.update(
             {
                 "lm_head.weight": np.ones(2, np.float32),
-                "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight": np.ones(6, np.float32),
+                "base_model.model.model.layers.0.self_attn.q_proj.lora_other.weight": np.ones(6, np.float32),
             }
         ),
     )
@@ -138,7 +138,7 @@ def test_a_file_of_peft_with_foreign_tensors(saved):
         saved,
         UnexpectedTensorsError,
         f"{WEIGHTS} holds tensors that are not LoRA's: base_model.model.model.layers.0.self_attn.q_proj."
-        "lora_magnitude_vector.weight, lm_head.weight.",
+        "lora_other.weight, lm_head.weight.",
     )
 
 

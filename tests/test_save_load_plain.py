@@ -345,7 +345,12 @@ def test_a_saved_module_of_another_shape_or_name(tmp_path):
     plain_load_refused(
         folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((9, 6), np.float32)})),
         ShapeMismatchError,
-        "PATH: lm_head.weight, a saved module (modules_to_save), is [9, 6], the network's is [8, 6].",
+        "PATH: lm_head.weight has 9 rows and the base 8: tokens were added to or taken from the vocabulary",
+    )
+    plain_load_refused(
+        folder(tmp_path, make_adapter(saved_modules={"lm_head.weight": np.ones((8, 7), np.float32)})),
+        ShapeMismatchError,
+        "PATH: lm_head.weight, a saved module (modules_to_save), is [8, 7], the network's is [8, 6].",
     )
     plain_load_refused(
         folder(tmp_path, make_adapter(saved_modules={"model.norm_out.weight": np.ones(6, np.float32)})),

@@ -67,7 +67,7 @@ def _take_token_rows(adapter: Adapter, config: peft_config.PeftConfig, path: str
         cells = [cell for cell in adapter.token_rows if f".{names.to_hugging_face(cell)}".endswith(f".{module}")]
         for cell in cells:
             rows = adapter.token_rows[cell][1]
-            if rows.ndim != 2 or len(rows) != len(indices):
+            if len(rows.shape) != 2 or len(rows) != len(indices):
                 raise ShapeMismatchError(
                     f"{path}: trainable_token_indices names {len(indices)} rows of {module}, and the file holds "
                     f"{list(rows.shape)} for it. Save the adapter with PEFT again."

@@ -181,7 +181,7 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
     monkeypatch.setattr(
         adapter_files,
         "read",
-        lambda path, allow_pickle=False, _=None: silent if path == "silent" else read(path, allow_pickle),
+        lambda path, allow_pickle=False, *_: silent if path == "silent" else read(path, allow_pickle),
     )
     words = ["combine", "out", "--method", "cat", "--adapter", "one", "1", "--adapter", "silent", "1"]
     code, _, err = run(capsys, *words)
@@ -194,7 +194,7 @@ def test_alpha_where_the_file_does_not_say_it(three, capsys, monkeypatch):
 def test_a_pickle_is_read_only_if_allowed(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        adapter_files, "read", lambda path, allow_pickle=False, _=None: asked.append(allow_pickle) or make(0)
+        adapter_files, "read", lambda path, allow_pickle=False, *_: asked.append(allow_pickle) or make(0)
     )
     for words in (["inspect", "x"], ["diff", "x", "x"], ["combine", "out", "--method", "cat", "--adapter", "x", "1"]):
         open("x", "wb").close()
