@@ -1,6 +1,6 @@
 """LoRACell: what every cell with an adapter has in common."""
 
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -222,6 +222,18 @@ def fill(parameter: Parameter, value: float) -> None:
     """Sets every element of a parameter to the same value."""
     # from_numpy shares the array, whereas Tensor would copy it.
     parameter.set_data(Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
+
+
+def unserved_setting(config: LoraConfig, variants: Sequence[str], serves_init: Callable[[Any], bool]) -> Optional[str]:
+    """Returns the setting that a cell does not serve, as a message names it, or None.
+
+    Args:
+        config (LoraConfig): The configuration.
+        variants (sequence of str): Fields, True or False, that the cell does not serve.
+        serves_init (callable): Takes lora_init and tells whether the cell serves it.
+    """
+    found = next((field for field in variants if getattr(config, field)), None)
+    return found or (None if serves_init(config.lora_init) else f"lora_init {config.lora_init}")
 
 
 def carry_settings(source: nn.Cell, target: nn.Cell) -> None:

@@ -14,7 +14,7 @@ from mindspore.ops import functional
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.adalora import AdaLoRADense
-from mindlora.nn.cell import LoRACell
+from mindlora.nn.cell import LoRACell, unserved_setting
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.dora import DoRADense
 from mindlora.nn.linear_form import is_sharded, parallel_layers, parallel_linear_types
@@ -119,14 +119,8 @@ class _Parallel(LoRACell):
         check_parallel(cell)
         if not config or not is_sharded(cell):
             return
-        unserved = (
-            "use_dora"
-            if config.use_dora
-            else "use_vera"
-            if config.use_vera
-            else "use_adalora"
-            if config.use_adalora
-            else initializers.needs_whole_matrices(config.lora_init) and f"lora_init {config.lora_init}"
+        unserved = unserved_setting(
+            config, ("use_dora", "use_vera", "use_adalora"), lambda init: not initializers.needs_whole_matrices(init)
         )
         if unserved:
             raise UnsupportedCellError(

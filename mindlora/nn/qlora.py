@@ -7,7 +7,7 @@ from mindspore import nn
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, carry_settings
+from mindlora.nn.cell import LoRACell, carry_settings, unserved_setting
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.nf4 import NF4Dense, first_rows
 from mindlora.numerics import initializers
@@ -73,13 +73,7 @@ class QLoRADense(OnNF4, LoRADense):
 
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        unserved = (
-            "use_dora"
-            if config.use_dora
-            else "use_vera"
-            if config.use_vera
-            else initializers.changes_base(config.lora_init) and f"lora_init {config.lora_init}"
-        )
+        unserved = unserved_setting(config, ("use_dora", "use_vera"), lambda init: not initializers.changes_base(init))
         if unserved:
             raise UnsupportedCellError(
                 f"The weight is quantized, which {unserved} does not support: it needs a weight "

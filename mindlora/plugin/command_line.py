@@ -10,11 +10,9 @@ from mindlora.plugin.run_modes import RUN_MODES
 
 def true_or_false(text: str) -> bool:
     """Reads a flag that is True or False. argparse quotes the name of this function in its error message."""
-    return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else _refuse(text)
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(text)
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
 
 
 def true_false_or_name(text: str) -> Union[bool, str]:

@@ -39,7 +39,10 @@ def first_rows(path: str, count: int) -> Iterator[Dict[str, np.ndarray]]:
 
     try:
         reader = FileReader(path, num_consumer=1)
-        yield from itertools.islice(reader.get_next(), count)
-        reader.close()
+        try:
+            yield from itertools.islice(reader.get_next(), count)
+        finally:
+            # Also when the caller takes fewer rows.
+            reader.close()
     except (MindRecordException, RuntimeError) as error:
         raise ConfigError(f"{path} cannot be read as a MindRecord: {' '.join(str(error).split())}") from error
