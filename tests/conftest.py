@@ -10,7 +10,7 @@ import tempfile
 # Before MindSpore is imported: no spinning worker threads on few cores, and errors alone in its log.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
-# MindSpore 2.9 computes convolutions thirty times slower where its oneDNN may use AVX-512.
+# MindSpore 2.9 can be far slower in convolutions where its oneDNN may use AVX-512 (docs/diffusion.md).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Before Hugging Face's libraries are: no test asks the network for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

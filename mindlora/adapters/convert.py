@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Dict, Iterable, Optional, Tuple
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
 from mindlora.adapters import expert_pairs, joined_pairs, parts
 from mindlora.adapters import files as adapter_files
@@ -65,12 +65,15 @@ class ConvertAdapterReport:
         return self.saved_modules
 
     def __str__(self) -> str:
-        ranks, alphas = (", ".join(f"{value:g}" for value in values) for values in (self.ranks, self.alphas))
-        modules = f" and {self.saved_modules} parameters of saved modules" if self.saved_modules else ""
-        return (
-            f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {self.pairs} pairs of rank {ranks}, "
-            f"lora_alpha {alphas}{modules}."
-        )
+        content = pairs_in_words(self.pairs, self.ranks, self.alphas, self.saved_modules)
+        return f"{self.source} ({self.dialect}) -> {self.output} ({self.form}): {content}."
+
+
+def pairs_in_words(pairs: int, ranks: Sequence[int], alphas: Sequence[float], saved_modules: int) -> str:
+    """Returns what a written adapter holds, for reports: counts of pairs and of parameters, the distinct values."""
+    modules = f" and {saved_modules} parameters of saved modules" if saved_modules else ""
+    listed_ranks, listed_alphas = (", ".join(f"{value:g}" for value in values) for values in (ranks, alphas))
+    return f"{pairs} pairs of rank {listed_ranks}, lora_alpha {listed_alphas}{modules}"
 
 
 def convert_adapter(

@@ -8,7 +8,7 @@ import numpy as np
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters import metadata as adapter_metadata
-from mindlora.adapters.convert import check_free, with_cells_of
+from mindlora.adapters.convert import check_free, pairs_in_words, with_cells_of
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.sharding import rank_files
 from mindlora.adapters.sharding.rank_files import Content, RankFile
@@ -48,11 +48,10 @@ class GatherReport:
     alphas: Tuple[float, ...]
 
     def __str__(self) -> str:
-        lora_ranks, alphas = (", ".join(f"{value:g}" for value in values) for values in (self.lora_ranks, self.alphas))
-        modules = f" and {self.saved_modules} parameters of saved modules" if self.saved_modules else ""
+        content = pairs_in_words(self.pairs, self.lora_ranks, self.alphas, self.saved_modules)
         return (
             f"{self.checkpoint}, step {self.step} of {self.ranks} ranks in {self.stages} pipeline stages -> "
-            f"{self.output} ({self.form}): {self.pairs} pairs of rank {lora_ranks}, lora_alpha {alphas}{modules}."
+            f"{self.output} ({self.form}): {content}."
         )
 
 
