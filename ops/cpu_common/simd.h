@@ -34,6 +34,10 @@ MINDLORA_INLINE Vec Load(const float16* from)
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif MINDLORA_WIDTH == 8
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+    float16x4_t halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return vcvt_f32_f16(halves);
 #else
     Vec v;
     for (int i = 0; i < kWidth; ++i) v[i] = ToFloat(from[i]);
@@ -57,6 +61,9 @@ MINDLORA_INLINE void Store(Vec v, float16* to)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #elif MINDLORA_WIDTH == 8
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    const float16x4_t halves = vcvt_f16_f32(v);
+    std::memcpy(to, &halves, sizeof halves);
 #else
     for (int i = 0; i < kWidth; ++i) FromFloat(v[i], to + i);
 #endif
