@@ -122,8 +122,8 @@ def library():
     from mindlora.ops import build
     from tests.support import native
 
-    if not build.is_current():
-        build.build()
+    if not build.is_current(native.LIBRARY):
+        build.build(native.LIBRARY)
     return native.library()
 
 

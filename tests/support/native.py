@@ -1,13 +1,14 @@
 """Calls the CPU library's functions the way MindSpore does, but without MindSpore, with guards around every tensor."""
 
 import ctypes
+import functools
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from mindlora.ops.build import LIBRARY
 from tests.support.op_paths import PATHS
+from tests.support.operator_process import EMULATOR, LIBRARY, OperatorProcess
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Half a unit in the last place, relative: the largest error of rounding a float32 result to the dtype.
@@ -15,9 +16,10 @@ ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _GUARD = 64
 
 
+@functools.lru_cache(maxsize=None)
 def library():
-    """The library that MindSpore loads too: one handle in the process."""
-    return ctypes.CDLL(LIBRARY)
+    """The library that MindSpore loads too: one handle in the process. With an emulator, the one that it runs."""
+    return OperatorProcess() if EMULATOR else ctypes.CDLL(LIBRARY)
 
 
 def rounded(array, dtype):
@@ -50,6 +52,28 @@ def _guarded(stored, dtype):
     return whole, whole[_GUARD : len(whole) - _GUARD].reshape(stored.shape)
 
 
+def _invoke(name, guarded, dtypes):
+    """Calls a function on guarded tensors, of which the last is the output, and asserts that it succeeds."""
+    if EMULATOR:
+        answer = library().call(name, [(*tensor, dtype) for tensor, dtype in zip(guarded, dtypes)])
+        shape = "".join(f" {dimension}" for dimension in guarded[-1][1].shape)
+        assert (answer.shape, answer.code) == (f"shape{shape}", "code 0")
+        assert dtypes[int(answer.type.split()[1])] == dtypes[-1]
+        return
+    count = len(guarded)
+    shapes = [(ctypes.c_int64 * max(1, inner.ndim))(*inner.shape) for _, inner in guarded]
+    code = getattr(library(), name)(
+        count,
+        (ctypes.c_void_p * count)(*[inner.ctypes.data for _, inner in guarded]),
+        (ctypes.c_int * count)(*[inner.ndim for _, inner in guarded]),
+        (ctypes.POINTER(ctypes.c_int64) * count)(*[ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in shapes]),
+        (ctypes.c_char_p * count)(*[dtype.encode() for dtype in dtypes]),
+        None,
+        None,
+    )
+    assert code == 0
+
+
 def call(name, inputs, out_shape, out_dtype, in_place=0):
     """Calls a function of the library on an output full of NaN, and asserts that it writes nothing around a tensor.
 
@@ -70,25 +94,14 @@ def call(name, inputs, out_shape, out_dtype, in_place=0):
     ]
     guarded = [_guarded(array, dtype) for array, dtype in zip(stored, dtypes)]
     before = [whole.tobytes() for whole, _ in guarded]
-    count = len(guarded)
-    shapes = [(ctypes.c_int64 * max(1, inner.ndim))(*inner.shape) for _, inner in guarded]
-    code = getattr(library(), name)(
-        count,
-        (ctypes.c_void_p * count)(*[inner.ctypes.data for _, inner in guarded]),
-        (ctypes.c_int * count)(*[inner.ndim for _, inner in guarded]),
-        (ctypes.POINTER(ctypes.c_int64) * count)(*[ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in shapes]),
-        (ctypes.c_char_p * count)(*[dtype.encode() for dtype in dtypes]),
-        None,
-        None,
-    )
-    assert code == 0
+    _invoke(name, guarded, dtypes)
     for i, ((whole, _), bytes_before) in enumerate(zip(guarded, before)):
         size = _GUARD * whole.itemsize
         bytes_after = whole.tobytes()
         assert bytes_after[:size] == bytes_before[:size] and bytes_after[-size:] == bytes_before[-size:], (
             f"{name} wrote outside of tensor {i}"
         )
-        assert i < in_place or i == count - 1 or bytes_after == bytes_before, f"{name} changed input {i}"
+        assert i < in_place or i == len(guarded) - 1 or bytes_after == bytes_before, f"{name} changed input {i}"
     results = [inner if dtype == "int32" else _decode(inner, dtype) for (_, inner), dtype in zip(guarded, dtypes)]
     return results[:in_place] + results[-1:] if in_place else results[-1]
 

@@ -1,0 +1,106 @@
+"""The CPU library in a process of its own, on this processor or an emulated one.
+
+scripts/test_aarch64.sh names the emulator in MINDLORA_TEST_EMULATOR and the compiler in CXX; tests/support/native.py
+then calls every kernel through this.
+"""
+
+import dataclasses
+import functools
+import os
+import shlex
+import subprocess
+import tempfile
+from typing import Callable, List, Tuple
+
+import numpy as np
+
+from mindlora.ops import build
+from tests.conftest import ROOT
+
+EMULATOR = shlex.split(os.environ.get("MINDLORA_TEST_EMULATOR", ""))
+_FOLDER = os.path.join(ROOT, "build", "emulated" if EMULATOR else "native")
+_SOURCE = os.path.join(ROOT, "tests", "support", "operator_process.cc")
+LIBRARY = os.path.join(_FOLDER, "libmindlora_cpu.so") if EMULATOR else build.LIBRARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the library answers to one call. Each part is a line: what was returned, or "refused" and the message.
+
+    Attributes:
+        shape (str): Of InferShape: "shape" and the dimensions.
+        type (str): Of InferType: "type" and the number of the input that has the type of the output.
+        code (str): Of the function itself: "code" and what it returned.
+    """
+
+    shape: str
+    type: str
+    code: str
+
+
+class OperatorProcess:
+    """Opens the library in a new process; its functions of the form int f(int) are attributes.
+
+    Args:
+        **environment: Variables for that process, such as OMP_NUM_THREADS="2".
+    """
+
+    def __init__(self, **environment: str):
+        self._process = subprocess.Popen(
+            [*EMULATOR, _program(), LIBRARY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(argument: int = 0) -> int:
+            self._write(f"int {name} {argument}\n".encode())
+            return int(self._line().partition(" ")[2])
+
+        return function
+
+    def call(self, name: str, tensors: List[Tuple[np.ndarray, np.ndarray, str]]) -> Answer:
+        """Calls an operator on tensors, to which it writes.
+
+        Args:
+            name (str): The function.
+            tensors (list): (whole, inner, dtype) of each input and of the output: a tensor ``inner`` in the middle of
+                memory of its own, ``whole``.
+        """
+        request = [f"call {name} {len(tensors)}\n".encode()]
+        for whole, inner, dtype in tensors:
+            numbers = " ".join(map(str, ((whole.nbytes - inner.nbytes) // 2, whole.nbytes, inner.ndim, *inner.shape)))
+            request += [f"{dtype} {numbers}\n".encode(), whole.tobytes()]
+        self._write(b"".join(request))
+        answer = Answer(*(self._line() for _ in range(3)))
+        for whole, _, _ in tensors:
+            whole.view(np.uint8)[:] = np.frombuffer(self._process.stdout.read(whole.nbytes), np.uint8)
+        return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+    def _write(self, request):
+        self._process.stdin.write(request)
+        self._process.stdin.flush()
+
+    def _line(self):
+        line = self._process.stdout.readline().decode()
+        assert line.endswith("\n"), f"the library's process ended with code {self._process.wait()}"
+        return line[:-1]
+
+
+@functools.lru_cache(maxsize=None)
+def _program():
+    """Returns the path of the program, compiled where it is missing or older than its source."""
+    path = os.path.join(_FOLDER, "operator_process")
+    if not os.path.exists(path) or os.path.getmtime(path) < os.path.getmtime(_SOURCE):
+        os.makedirs(_FOLDER, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+            unfinished = os.path.join(folder, "program")
+            command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++17", _SOURCE, "-o", unfinished, "-ldl"]
+            subprocess.run(command, check=True)
+            os.replace(unfinished, path)
+    return path
