@@ -103,11 +103,13 @@ def test_more_tokens_than_a_round_has(run, reference):
     assert_near(reference, "float32", y, inputs)
 
 
-def test_as_many_slots_as_the_table_has_room_for(run, reference):
-    inputs = case("float32", np.arange(600) % 97 * 90, [1] * 8702, 3, 4)
+def test_as_many_slots_as_the_table_has_room_for(run, reference, kernels):
+    inputs = case("float32", np.arange(600) % 97 * 89, [1] * 8638, 3, 4)
     y, report = run("float32", inputs, 4)
     assert_near(reference, "float32", y, inputs)
-    assert report["peak"]["UB"] == 192 * 1024
+    assert report["peak"]["UB"] == 196352
+    with pytest.raises(kernels.model.KernelRefused, match="InitBuffer"):
+        run("float32", case("float32", [0] * 600, [1] * 8639, 3, 4), 4)
 
 
 def test_batches_of_one_size_and_other_segments(run, reference):

@@ -62,14 +62,14 @@ RULE(pad_random_filling)
 
 // --- buffers -------------------------------------------------------------------------------------------------------
 
-RULE(ub_capacity) { env.Fresh<float>(env.bad ? 48 * 1024 + 8 : 48 * 1024); }
+RULE(ub_capacity) { env.Fresh<float>(env.bad ? 196384 / 4 : 196352 / 4); }
 template <TPosition position>
 void Capacity(Env& env, uint32_t bytes)
 {
     TBuf<position> buffer;
     env.pipe.InitBuffer(buffer, env.bad ? bytes + 32 : bytes);
 }
-RULE(l1_capacity) { Capacity<TPosition::A1>(env, 512 * 1024); }
+RULE(l1_capacity) { Capacity<TPosition::A1>(env, 524032); }
 RULE(l0a_capacity) { Capacity<TPosition::A2>(env, 64 * 1024); }
 RULE(l0b_capacity) { Capacity<TPosition::B2>(env, 64 * 1024); }
 RULE(l0c_capacity) { Capacity<TPosition::CO1>(env, 128 * 1024); }

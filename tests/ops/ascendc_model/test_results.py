@@ -369,4 +369,4 @@ def test_unwritten_outputs_stay_poisoned_and_are_counted(run):
 def test_the_host_sees_the_same_platform_as_the_simulator(libraries):
     sizes = np.zeros(8, np.uint64)
     libraries["order_rules"].run("platform_sizes", [("sizes", sizes, "out")])
-    assert list(sizes[:5]) == [192 << 10, 512 << 10, 64 << 10, 64 << 10, 128 << 10]
+    assert list(sizes[:5]) == [196352, 524032, 64 << 10, 64 << 10, 128 << 10]

@@ -33,8 +33,8 @@ BUFFER_RULES = [
     ("pad_gm_stride", r"src reads bytes \[4160, 4192\) of GM buffer x", {}),
     ("pad_random_filling", r"src reads byte 0 of VECCALC TBuf 0, which was never written", {}),
     # buffers
-    ("ub_capacity", r"InitBuffer: VECCALC TBuf 0 needs 196640 bytes of UB, 0 are taken and there are 196608", {}),
-    ("l1_capacity", r"bytes of L1, 0 are taken and there are 524288", CUBE),
+    ("ub_capacity", r"InitBuffer: VECCALC TBuf 0 needs 196384 bytes of UB, 0 are taken and there are 196352", {}),
+    ("l1_capacity", r"bytes of L1, 0 are taken and there are 524032", CUBE),
     ("l0a_capacity", r"bytes of L0A, 0 are taken and there are 65536", CUBE),
     ("l0b_capacity", r"bytes of L0B, 0 are taken and there are 65536", CUBE),
     ("l0c_capacity", r"bytes of L0C, 0 are taken and there are 131072", CUBE),
