@@ -1,6 +1,6 @@
 """Every error that mindlora raises on purpose, so that callers can catch one kind or all of them."""
 
-from typing import Sequence
+from typing import Optional, Sequence
 
 
 class LoraError(ValueError):
@@ -85,7 +85,17 @@ class NotFiniteError(AdapterError):
 
 
 class BaseMismatchError(AdapterError):
-    """The adapter was trained on a different base model."""
+    """The adapter was trained on a different base model.
+
+    Args:
+        message (str): What differs.
+        stored (dict): Fingerprint of the base in the adapter. Default: None, not compared.
+        found (dict): Fingerprint of the base at hand. Default: None.
+    """
+
+    def __init__(self, message: str, stored: Optional[dict] = None, found: Optional[dict] = None):
+        super().__init__(message)
+        self.stored, self.found = stored, found
 
 
 class DataError(LoraError):

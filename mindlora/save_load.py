@@ -186,12 +186,17 @@ def load_lora(
     _check_not_merged(network)
     has_lora = any(lora_cells(network))
     parts.check_part(part)
-    own = _cell_paths(network)
-    extras = Extras(initial_pairs=True, token_rows=True)
-    adapter = adapter_files.read(str(path), allow_pickle, parts.Wanted(part, own), extras)
-    parts.for_network(adapter, own, str(path))
+    adapter = _read(network, str(path), allow_pickle, part)
     load = _load_into_lora_cells if has_lora else _load_with_new_cells
     load(network, adapter, str(path), strict, on_base_mismatch)
+
+
+def _read(network, path, allow_pickle=False, part=None):
+    """Reads an adapter under the paths of a network."""
+    own, extras = _cell_paths(network), Extras(initial_pairs=True, token_rows=True)
+    adapter = adapter_files.read(path, allow_pickle, parts.Wanted(part, own), extras)
+    parts.for_network(adapter, own, path)
+    return adapter
 
 
 def _cell_paths(network) -> Tuple[str, ...]:
@@ -200,17 +205,22 @@ def _cell_paths(network) -> Tuple[str, ...]:
     return tuple(dict(lora_cells(network))) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
 
-def check_base(network: nn.Cell, path: str) -> None:
-    """Raises BaseMismatchError if an adapter was trained on another base than that of ``network``.
+def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error") -> None:
+    """Compares the base of ``network`` with the one that an adapter was trained on, and loads nothing.
 
     Args:
-        network (nn.Cell): A network with adapters, such as AdaLoRA's, that the file cannot be loaded into.
+        network (nn.Cell): A network with adapters: AdaLoRA's, which no file can be loaded into, or those of the file,
+            under which the base has been loaded since.
         path (str): As for load_lora.
+        on_base_mismatch (str): As for load_lora. Default: "error".
+
+    Raises:
+        BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
     """
-    adapter = adapter_files.read(str(path))
+    adapter = _read(network, str(path))
     match = Match(adapter, network, dict(lora_cells(network)), str(path))
     left_out = (adapter.allocation or {}).get("left_out", [])
-    match.check_base(lambda: base_fingerprint(network, left_out), "error")
+    match.check_base(lambda: base_fingerprint(network, left_out), on_base_mismatch)
 
 
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):

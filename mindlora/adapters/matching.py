@@ -225,7 +225,7 @@ class Match:
         elif difference:
             message = f"{source} was trained on another base: {difference}. Load the base checkpoint it was trained on."
             if on_base_mismatch == "error":
-                raise BaseMismatchError(message)
+                raise BaseMismatchError(message, adapter.fingerprint, found)
             # The caller of load_lora.
             warnings.warn(message, stacklevel=4)
 

@@ -5,12 +5,11 @@ import dataclasses
 import json
 import math
 import time
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
 from mindlora.base.convert import in_mindformers_names
 from mindlora.base.loftq import LoftqInitializer, check_loftq_output
 from mindlora.base.reader import BaseCheckpoint
@@ -172,23 +171,6 @@ def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) ->
             f"{path} was quantized with another quantize_exclude: the file and this run differ at "
             f"{examples(differ)}. Set quantize_exclude as it was, or quantize the base again with --exclude."
         )
-
-
-def values_fingerprint(path: str, paths: Sequence[str]) -> Optional[str]:
-    """Returns the "values" of the base's fingerprint, taken from the 4-bit weights of cells in a file.
-
-    Args:
-        path (str): A .safetensors file that quantize_checkpoint wrote.
-        paths (list of str): The adapted cells.
-
-    Returns:
-        str as in mindlora.adapters.fingerprint, or None if one of the cells is not quantized in the file.
-    """
-    with TensorFile(path) as file:
-        if set(paths) - set(quantized_paths(file.tensors)):
-            return None
-        codes = {cell: file.read(_weight_name(cell)) for cell in sampled_paths(paths)}
-        return fingerprint_from({}, {cell: sampled_elements(array) for cell, array in codes.items()})["values"]
 
 
 def _check_output(

@@ -17,7 +17,7 @@ from mindlora.plan.division import Division
 from mindlora.plan.leaves import layer_of
 
 # Keys of pet_config that change neither a tensor nor its size.
-WITHOUT_SIZE = ("adapter_path", "loraplus_lr_ratio", "neftune_alpha")
+WITHOUT_SIZE = ("adapter_path", "base_model_name_or_path", "loraplus_lr_ratio", "neftune_alpha", "on_base_mismatch")
 _TRAINING_MODES = ("train", "finetune")
 _MODES = (*_TRAINING_MODES, "eval", "predict")
 _STEP = "LoraTrainOneStepCell"

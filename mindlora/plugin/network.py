@@ -29,6 +29,20 @@ def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
     return _innermost(train_network, lambda cell: hasattr(cell, "set_rate_factor"))
 
 
+def check_loaded_base(network: nn.Cell) -> None:
+    """Compares the base that adapter_path was trained on with the one that has been loaded, if both are there.
+
+    Args:
+        network (nn.Cell): The network that mindspore.Model trains or evaluates.
+
+    Raises:
+        BaseMismatchError: They differ, and on_base_mismatch of pet_config is "error".
+    """
+    model = _innermost(network, lambda cell: hasattr(cell, "check_loaded_base"))
+    if model is not None:
+        model.check_loaded_base()
+
+
 def count_tokens_in_loss(train_network: nn.Cell) -> bool:
     """Makes a model of MindFormers return the sum of its losses and the number of counted tokens, not their quotient.
 

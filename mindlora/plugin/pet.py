@@ -15,6 +15,7 @@ from mindlora.errors import ConfigError
 from mindlora.models import names
 from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells, saved_module_parameters
+from mindlora.plugin.loaded_base import LoadedBase
 from mindlora.plugin.log import logger
 from mindlora.plugin.mcore_model import McoreRows
 from mindlora.plugin.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
@@ -46,7 +47,9 @@ class MindloraModel(LoraModel):
             ConfigError: loraplus_lr_ratio is set, which only mindlora-run can carry out.
             LoraError: As in apply_lora, freeze_base and load_lora.
         """
-        config = self.config.pet_config
+        config, self.unchecked = self.config.pet_config, None
+        # With load_checkpoint, MindFormers builds the network without values and loads the base after the adapter.
+        self._base_comes_later = any(parameter.has_init for parameter in base_model.get_parameters())
         if config.loraplus_lr_ratio is not None:
             raise ConfigError(
                 "loraplus_lr_ratio is a key that only mindlora-run turns into learning rates. Under another "
@@ -54,7 +57,7 @@ class MindloraModel(LoraModel):
             )
         if config.use_adalora and config.adapter_path:
             # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
-            load_lora(base_model, config.adapter_path)
+            self._load(base_model, config)
         else:
             # A saved adapter belongs to the base as it is loaded, whatever initialization it was trained from.
             apply_lora(base_model, config.as_saved() if config.adapter_path else config)
@@ -69,12 +72,34 @@ class MindloraModel(LoraModel):
             logger.info("The slices of %s are loaded once MindSpore has cut the network.", config.adapter_path)
         elif config.adapter_path:
             if not config.use_adalora:
-                load_lora(base_model, config.adapter_path)
+                self._load(base_model, config)
             logger.info("Adapter loaded from %s.", config.adapter_path)
         if config.neftune_alpha is not None:
             add_embedding_noise(base_model, config.neftune_alpha)
         logger.info("LoRA by mindlora:\n%s", trainable_summary(base_model))
         return base_model
+
+    def _load(self, base_model, config):
+        """Loads adapter_path."""
+        ignore = self._base_comes_later or config.on_base_mismatch == "ignore"
+        load_lora(base_model, config.adapter_path, on_base_mismatch="ignore" if ignore else "warn")
+        if self._base_comes_later:
+            self.unchecked = LoadedBase(base_model, config.adapter_path, config.on_base_mismatch)
+
+    def check_loaded_base(self) -> None:
+        """Compares the base that adapter_path was trained on with the one that has been loaded since, once.
+
+        Raises:
+            BaseMismatchError: They differ, and on_base_mismatch is "error".
+        """
+        if self.unchecked is not None:
+            self.unchecked.check()
+            self.unchecked = None
+
+    def update_model_kwargs_before_generate(self, input_ids: Tensor, model_kwargs: dict) -> None:
+        """Compares the bases before the first answer; else as in MindFormers."""
+        self.check_loaded_base()
+        super().update_model_kwargs_before_generate(input_ids, model_kwargs)
 
     def _leave_frozen(self, config):
         """Does nothing: MindFormers' second freezing of a legacy model agrees with freeze_base."""

@@ -15,6 +15,7 @@ from mindlora.errors import ConfigError
 PET_TYPE = "lora"
 # MindFormers builds these itself, and mindlora leaves them alone.
 MINDFORMERS_PET_TYPES = ("prefixtuning", "ptuning2", "slora")
+ON_BASE_MISMATCH = ("error", "warn", "ignore")
 KNOWN_PET_TYPES = (*PET_TYPES, *MINDFORMERS_PET_TYPES)
 
 
@@ -29,6 +30,8 @@ class PetLoraConfig(LoraConfig):
             mindlora-run turns it into grouped learning rates. Default: None, B learns at the rate of A.
         base_model_name_or_path (str): Name or path of the base on Hugging Face, written into the adapter_config.json of
             saved adapters, from which PEFT and others load the base. Default: None.
+        on_base_mismatch (str): What to do if load_checkpoint is not the base that adapter_path was trained on: "error",
+            "warn" or "ignore". (Without load_checkpoint there is at most a warning.) Default: "error".
         neftune_alpha (float): Strength of the noise that is added to the embedding's output in training (Jain et al.,
             NEFTune, 2023); above 0. Default: None, no noise.
 
@@ -42,12 +45,17 @@ class PetLoraConfig(LoraConfig):
     loraplus_lr_ratio: Optional[float] = None
     neftune_alpha: Optional[float] = None
     base_model_name_or_path: Optional[str] = None
+    on_base_mismatch: str = "error"
 
     def __post_init__(self):
         super().__post_init__()
         name = self.base_model_name_or_path
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigError(f"base_model_name_or_path is {name!r}: it must be a name or a path of the base.")
+        if self.on_base_mismatch not in ON_BASE_MISMATCH:
+            raise ConfigError(
+                f"on_base_mismatch is {self.on_base_mismatch!r}: it must be one of {', '.join(ON_BASE_MISMATCH)}."
+            )
         if self.neftune_alpha is not None:
             check_number(
                 self.neftune_alpha, "neftune_alpha", (int, float), lambda v: 0 < v < math.inf, "a number above 0"

@@ -5,7 +5,6 @@ import os
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.adapters import files as adapter_files
 from mindlora.base import quantize
 from mindlora.config import PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
@@ -47,6 +46,7 @@ def prepare(config: MindFormerConfig) -> None:
     elif config.context.device_target == "CPU":
         check_cpu(config)
     refuse_mistakes(config)
+    _add_base_check(config)
     if config.run_mode in TRAINING_MODES:
         check_sharded(config)
         _fill_adapter_slices(config)
@@ -116,6 +116,14 @@ def _fill_adapter_slices(config):
     config.callbacks = [MindFormerConfig(type="AdapterSlices", path=path), *(config.callbacks or [])]
 
 
+def _add_base_check(config):
+    """Has a run compare the base of adapter_path with load_checkpoint, which MindFormers loads after the adapter."""
+    path = (config.model.model_config.pet_config or {}).get("adapter_path")
+    key = {"eval": "eval_callbacks", **dict.fromkeys(TRAINING_MODES, "callbacks")}.get(config.run_mode)
+    if path and key and not is_scattered(path):
+        config[key] = [MindFormerConfig(type="BaseCheck"), *(config[key] or [])]
+
+
 def _fill_preset_learning_rate(config):
     preset = (config.model.model_config.pet_config or {}).get("preset")
     if preset and config.lr_schedule and config.lr_schedule.get("learning_rate") is None:
@@ -164,24 +172,9 @@ def check_quantized_base(config: MindFormerConfig) -> None:
             f"quantized base once: mindlora quantize-base {path} base-nf4.safetensors"
         )
     quantize.check_quantized_base(path, pet_config.get("quantize_exclude"))
-    if pet_config.get("adapter_path"):
-        _compare_bases(path, pet_config["adapter_path"])
     if config.load_ckpt_format != "safetensors":
         config.load_ckpt_format = "safetensors"
         logger.info("load_ckpt_format is set to safetensors, the format of a quantized base.")
-
-
-def _compare_bases(path, adapter_path):
-    """Warns if an adapter was made for another quantized base; load_lora cannot, as the base is loaded after it."""
-    adapter = adapter_files.read(adapter_path)
-    fingerprint, found = adapter.fingerprint or {}, quantize.values_fingerprint(path, adapter.paths)
-    if found and fingerprint.get("quantization") and fingerprint["values"] != found:
-        logger.warning(
-            "adapter_path: %s was made for another quantized base than load_checkpoint: %s. Name the base "
-            "that it was trained on, or that mindlora quantize-base --loftq wrote with it.",
-            adapter_path,
-            path,
-        )
 
 
 def _move_lora_plus(config):

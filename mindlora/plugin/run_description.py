@@ -48,6 +48,11 @@ def remember_configuration(config: MindFormerConfig) -> None:
     _configuration.update(_plain(config))
 
 
+def configured(key: str) -> Any:
+    """Returns the value of a top-level key of the run's YAML; None if mindlora-run did not start the run."""
+    return _configuration.get(key)
+
+
 def describe(params: "InternalCallbackParam") -> Dict[str, Any]:
     """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run.
 

@@ -12,7 +12,6 @@ import pytest
 from mindlora import LoraConfig, apply_lora, load_lora, quantize_base, quantize_checkpoint, save_lora
 from mindlora.adapters import files as adapter_files
 from mindlora.base.convert import convert_base
-from mindlora.base.quantize import values_fingerprint
 from mindlora.cli import main
 from mindlora.errors import BaseMismatchError, CheckpointError, ConfigError, LoraError, QuantizationError, TargetError
 from mindlora.formats.safetensors_file import write_arrays
@@ -81,17 +80,6 @@ def test_base_and_adapter_are_those_that_apply_lora_makes(fields, tmp_path):
     }
     assert {cell.dropout_rate for _, cell in lora_cells(found)} == {fields.get("lora_dropout", 0.0)}
     assert set(report.started) == {path for path, _ in lora_cells(expected)}
-
-
-def test_the_fingerprint_of_a_base_by_its_file(tmp_path):
-    _, source = base_of(tmp_path)
-    report = run(tmp_path, source)
-    adapter = adapter_files.read(report.adapter)
-    assert values_fingerprint(report.output, adapter.paths) == adapter.fingerprint["values"]
-    assert values_fingerprint(report.output, adapter.paths[:1]) != adapter.fingerprint["values"]
-    assert values_fingerprint(report.output, [*adapter.paths, "lm_head"]) is None
-    quantize_checkpoint(source, str(tmp_path / "nf4.safetensors"))
-    assert values_fingerprint(str(tmp_path / "nf4.safetensors"), adapter.paths) != adapter.fingerprint["values"]
 
 
 def test_an_adapter_trained_on_it_belongs_to_it_alone(tmp_path):

@@ -240,7 +240,7 @@ def test_an_initialization_that_needs_the_base_gets_its_callback(tmp_path, pet, 
     from mindlora.plugin.callback_order import ADDED
 
     types_ = sorted(callback["type"] for callback in config.callbacks)
-    in_every_run = ["MFLossMonitor", *ADDED]
+    in_every_run = ["MFLossMonitor", *ADDED, *(["BaseCheck"] if "adapter_path" in pet else [])]
     assert types_ == sorted(
         ["LoraInitialization"] * added + in_every_run + [callback["type"] for callback in callbacks]
     )

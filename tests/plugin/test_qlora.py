@@ -3,7 +3,6 @@
 import pytest
 
 from mindlora import LoraConfig, quantize_checkpoint
-from mindlora.adapters import files as adapter_files
 from mindlora.base.convert import convert_base
 from mindlora.errors import ConfigError
 from tests.support import tiny_runs
@@ -52,36 +51,3 @@ def test_where_nobody_writes_it_out_it_is_refused_at_once():
 
     with pytest.raises(ConfigError, match="^pet_type is 'qlora', which only mindlora-run understands"):
         check_pet_config({"pet_type": "qlora", "target_modules": "all-linear"})
-
-
-@pytest.mark.parametrize(
-    "base, adapter, warned",
-    [("loftq", "adapter", False), ("nf4", "adapter", True), ("nf4", "unmarked", False), ("nf4", "of float", False)],
-)
-def test_an_adapter_is_held_against_the_quantized_base(base, adapter, warned, files, tmp_path, caplog):
-    path = files["adapter"]
-    if adapter != "adapter":
-        # PEFT's own adapter, or one of a float base, which load_lora warns about.
-        given = adapter_files.read(path)
-        given.fingerprint = {"shapes": "0", "values": "0"} if adapter == "of float" else None
-        path = str(tmp_path / "other")
-        adapter_files.write(given, path)
-    prepared(files[base], pet_type="qlora", adapter_path=path, target_modules=["wq", "w2"])
-    assert (
-        f"adapter_path: {path} was made for another quantized base than load_checkpoint: {files[base]}." in caplog.text
-    ) == warned
-
-
-def test_what_the_base_does_not_quantize_is_not_compared(files, tmp_path, caplog):
-    given = adapter_files.read(files["adapter"])
-    quantize_checkpoint(files["float"], str(tmp_path / "q.safetensors"), ["w2"])
-    given.fingerprint = {**given.fingerprint, "values": "0"}
-    adapter_files.write(given, str(tmp_path / "other"))
-    prepared(
-        str(tmp_path / "q.safetensors"),
-        pet_type="qlora",
-        adapter_path=str(tmp_path / "other"),
-        quantize_exclude=["w2"],
-        target_modules=["wq", "w2"],
-    )
-    assert "another quantized base" not in caplog.text

@@ -2,6 +2,7 @@
 
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
 from mindlora.plugin.callbacks.adapter_slices import AdapterSlices
+from mindlora.plugin.callbacks.base_check import BaseCheck
 from mindlora.plugin.callbacks.early_stopping import EarlyStopping
 from mindlora.plugin.callbacks.exchange_check import ExchangeCheck
 from mindlora.plugin.callbacks.graceful_stop import GracefulStop
@@ -21,6 +22,7 @@ from mindlora.plugin.callbacks.warm_up import WarmUp
 __all__ = [
     "AdapterHealth",
     "AdapterSlices",
+    "BaseCheck",
     "EarlyStopping",
     "ExchangeCheck",
     "GracefulStop",

@@ -17,7 +17,7 @@ from mindlora.plugin import exchange_state
 from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, loss_of, register
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import base_of
+from mindlora.plugin.network import base_of, check_loaded_base
 from mindlora.plugin.sharded_saves import ShardedSaves
 
 
@@ -75,8 +75,9 @@ class LoraCheckpoint(Callback):
         self.sharded = ShardedSaves(self.directory, keep_last)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Resumes the run or initializes the adapters, and sets aside what an earlier run saved."""
+        """Compares the bases as BaseCheck does, resumes or initializes the adapters, and sets earlier saves aside."""
         params = run_context.original_args()
+        check_loaded_base(params.train_network)
         if self.resume:
             folder = training_state.resume_folder(self.directory, self.resume)
             training_state.restore(folder, params)

@@ -1,0 +1,32 @@
+"""BaseCheck: before the first step, compares the base that adapter_path was trained on with load_checkpoint."""
+
+from mindspore import Callback
+from mindspore.train import RunContext
+
+from mindlora.plugin.callbacks.common import register
+from mindlora.plugin.network import check_loaded_base
+
+
+@register
+class BaseCheck(Callback):
+    """Compares the base that pet_config.adapter_path was trained on with the one that MindFormers has loaded.
+
+    mindlora-run adds it to a run with adapter_path that trains or evaluates; LoraCheckpoint does the same. (Where a
+    run predicts, the network compares them before its first answer.)
+    """
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Compares the two before the first step.
+
+        Raises:
+            BaseMismatchError: They differ, and on_base_mismatch of pet_config is "error".
+        """
+        check_loaded_base(run_context.original_args().train_network)
+
+    def on_eval_begin(self, run_context: RunContext) -> None:
+        """Compares the two before the first batch.
+
+        Raises:
+            BaseMismatchError: As on_train_begin.
+        """
+        check_loaded_base(run_context.original_args().network)
