@@ -75,10 +75,11 @@ def build(
 
 
 class Library:
-    """Kernels compiled by `build`."""
+    """Kernels compiled by `build`. `path` is the shared library."""
 
     def __init__(self, path: Union[str, pathlib.Path]):
-        self._run = ctypes.CDLL(str(path)).ascendc_model_run
+        self.path = str(path)
+        self._run = ctypes.CDLL(self.path).ascendc_model_run
         self._run.restype = ctypes.c_uint64
 
     def run(
