@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Builds the Ascend C kernels into an operator package of CANN and installs it. Needs CANN 8.3 or newer and cmake, and
-# no NPU. docs/ascend.md has the steps around it.
+# Builds the Ascend C kernels into an operator package of CANN and installs it. Needs CANN 8.3 or newer and cmake; no
+# NPU and no driver. docs/ascend.md has the steps around it.
 #   bash scripts/build_ascend.sh                              for Atlas A2 and A3
 #   bash scripts/build_ascend.sh --soc ascend910b             for Atlas A2 alone
 #   bash scripts/build_ascend.sh --install-path /opt/mindlora into another folder than mindlora/ops/lib/ascend
+#   bash scripts/build_ascend.sh --kernel-options "-g -sanitizer"   options for the kernels' compiler, for CANN's tools
 set -eu
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 BUILD=$ROOT/build/ascend
 SOCS="ascend910b,ascend910_93"
 INSTALL_PATH=$ROOT/mindlora/ops/lib/ascend
+KERNEL_OPTIONS=
 OLDEST=8.3
-
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
+# shellcheck source=scripts/cann.sh
+source "$ROOT/scripts/cann.sh"
 
 check_socs() {
     local soc
@@ -30,27 +29,6 @@ check_socs() {
                     "comma." ;;
         esac
     done
-}
-
-# Sets CANN to the folder of the toolkit, with its environment. MINDLORA_CANN_FOLDERS: where it may be otherwise.
-find_cann() {
-    local folder script looked=""
-    CANN=
-    for folder in "${ASCEND_HOME_PATH:-}" "${ASCEND_TOOLKIT_HOME:-}" ${MINDLORA_CANN_FOLDERS-/usr/local/Ascend/cann \
-        /usr/local/Ascend/ascend-toolkit/latest "$HOME/Ascend/cann" "$HOME/Ascend/ascend-toolkit/latest"}; do
-        [ -n "$folder" ] || continue
-        if [ -d "$folder" ]; then CANN=$folder; break; fi
-        looked="$looked $folder"
-    done
-    [ -n "$CANN" ] || fail "no CANN toolkit was found (looked for$looked). Install CANN $OLDEST or newer and source" \
-        "its set_env.sh."
-    if [ -z "${ASCEND_HOME_PATH:-}" ]; then
-        for script in "$CANN/set_env.sh" "$CANN/../set_env.sh"; do
-            # shellcheck disable=SC1090
-            if [ -f "$script" ]; then set +u; source "$script"; set -u; break; fi
-        done
-        export ASCEND_HOME_PATH=${ASCEND_HOME_PATH:-$CANN}
-    fi
 }
 
 # Prints the version that the toolkit's files name, or nothing.
@@ -77,22 +55,32 @@ check_version() {
     echo "CANN $version at $CANN"
 }
 
+# Without a driver, as in a container, CANN's tools find stubs of its libraries here. Last, so that a driver's come first.
+add_stub_libraries() {
+    local stubs
+    stubs=$CANN/$(uname -m)-linux/devlib
+    [ ! -d "$stubs" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$stubs"
+}
+
 while [ $# -gt 0 ]; do
     case $1 in
         --soc) [ $# -gt 1 ] || fail "--soc needs a name, or several with commas."; SOCS=$2; shift 2 ;;
         --install-path) [ $# -gt 1 ] || fail "--install-path needs a folder."; INSTALL_PATH=$2; shift 2 ;;
-        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
-        *) fail "$1 is not an option. The options are --soc, --install-path and --help." ;;
+        --kernel-options) [ $# -gt 1 ] || fail "--kernel-options needs a text."; KERNEL_OPTIONS=$2; shift 2 ;;
+        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        *) fail "$1 is not an option. The options are --soc, --install-path, --kernel-options and --help." ;;
     esac
 done
 
 check_socs
-find_cann
+find_cann "$OLDEST"
 check_version
+add_stub_libraries
 command -v cmake > /dev/null || fail "cmake was not found: install it (3.16 or newer)."
 
 rm -rf "$BUILD"
-cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}"
+cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}" \
+    -DMINDLORA_KERNEL_OPTIONS="${KERNEL_OPTIONS// /;}"
 cmake --build "$BUILD" --target binary package -j"$(nproc)"
 
 package=$(find "$BUILD" -maxdepth 1 -name 'custom_opp_*.run' | head -n 1)

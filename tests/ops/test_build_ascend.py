@@ -1,6 +1,8 @@
 """scripts/build_ascend.sh with CANN missing, too old or faked: its messages, and its calls of CANN's CMake."""
 
 import os
+import pathlib
+import platform
 import shutil
 import subprocess
 
@@ -9,16 +11,17 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.made_up_cann import made_up_cann
 
-SCRIPT = os.path.join(ROOT, "scripts", "build_ascend.sh")
+NEEDS_CMAKE = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 
 
 @pytest.fixture
 def run(tmp_path):
     """Runs the script with a toolkit in tmp_path/cann, or with none."""
 
-    def call(*arguments, cann=True):
+    def call(*arguments, cann=True, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ASCEND")}
         environment.update(MINDLORA_CANN_FOLDERS=str(tmp_path / "nowhere"), MINDLORA_TEST_LOG=str(tmp_path / "log"))
+        environment.update(variables)
         if cann:
             environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
         return subprocess.run(
@@ -31,7 +34,8 @@ def run(tmp_path):
 
     # A checkout of its own, since the script builds into it.
     (tmp_path / "checkout/scripts").mkdir(parents=True)
-    shutil.copy(SCRIPT, tmp_path / "checkout/scripts")
+    for name in ("build_ascend.sh", "cann.sh"):
+        shutil.copy(os.path.join(ROOT, "scripts", name), tmp_path / "checkout/scripts")
     shutil.copytree(os.path.join(ROOT, "ops"), tmp_path / "checkout/ops")
     return call
 
@@ -75,6 +79,7 @@ def test_a_cann_without_a_version(run, tmp_path):
         ),
         (["--soc"], "--soc needs a name"),
         (["--install-path"], "--install-path needs a folder."),
+        (["--kernel-options"], "--kernel-options needs a text."),
         (["--fast"], "--fast is not an option."),
     ],
 )
@@ -82,7 +87,7 @@ def test_arguments_that_cannot_be_served(run, arguments, message):
     assert_refused(run(*arguments), message)
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+@NEEDS_CMAKE
 @pytest.mark.parametrize(
     "version, file",
     [
@@ -114,3 +119,47 @@ def test_what_is_built_and_where_it_goes(run, tmp_path, version, file):
         ) in log
         assert (ops / op / "ascendc/op_kernel" / f"{op}.cpp").exists()
         assert f"{ops}/{op}/ascendc/op_host/{op}.cpp" in log
+
+
+@NEEDS_CMAKE
+def test_a_machine_without_an_npu_and_its_driver_is_enough(run, tmp_path):
+    made_up_cann(tmp_path, "8.5.0")
+    stubs = tmp_path / "cann" / f"{platform.machine()}-linux/devlib"
+    stubs.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    asked = tmp_path / "bin/npu-smi"
+    asked.write_text('#!/bin/sh\necho "$@" >> "$MINDLORA_TEST_LOG.npu-smi"\nexit 1\n')
+    asked.chmod(0o755)
+    result = run(PATH=f"{tmp_path}/bin:{os.environ['PATH']}", LD_LIBRARY_PATH="/of/a/driver")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not (tmp_path / "log.npu-smi").exists()
+    # The driver's own libraries come before CANN's stubs of them.
+    assert f"libraries /of/a/driver:{stubs}\n" in (tmp_path / "log").read_text()
+
+
+@NEEDS_CMAKE
+def test_options_for_the_kernels_reach_their_compiler(run, tmp_path):
+    made_up_cann(tmp_path, "8.5.0")
+    assert run("--kernel-options", "-g -sanitizer", "--install-path", str(tmp_path / "into")).returncode == 0
+    options = f"npu_op_kernel_options ascendc_kernels ALL OPTIONS -I{tmp_path}/checkout/ops -g -sanitizer\n"
+    assert options in (tmp_path / "log").read_text()
+
+
+@NEEDS_CMAKE
+def test_kernels_find_their_headers_in_the_package_without_the_checkout(run, tmp_path):
+    """As CANN compiles from a package's sources: with -I <vendor>_impl/ascendc/common, and no other folder of ours."""
+    made_up_cann(tmp_path, "8.5.0")
+    assert run("--install-path", str(tmp_path / "into")).returncode == 0
+    shutil.rmtree(tmp_path / "checkout")
+    sources = tmp_path / "into/vendors/mindlora/op_impl/ai_core/tbe/mindlora_impl"
+    simulator = pathlib.Path(ROOT, "ops", "ascendc_model", "include")
+    kernels = sorted((sources / "dynamic").glob("*/ascendc/op_kernel/*.cpp"))
+    assert len(kernels) == 5
+    for kernel in kernels:
+        folders = [f"-I{simulator}", f"-I{sources}/ascendc/common"]
+        done = subprocess.run(
+            ["g++", "-std=c++17", "-MM", *folders, kernel], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        used = [path for path in done.stdout.replace("\\\n", " ").split()[1:] if str(simulator) not in path]
+        assert len(used) > 2 and all(path.startswith(str(sources)) for path in used)

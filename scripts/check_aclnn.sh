@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Calls each Ascend C operator through CANN alone, without MindSpore, on golden files that NumPy computed; prints PASS or
+# the first wrong index. Needs CANN, an NPU, g++, a Python with NumPy, and what scripts/build_ascend.sh installs.
+#   bash scripts/check_aclnn.sh                          all operators, all dtypes
+#   bash scripts/check_aclnn.sh lora_delta nf4_dequantize
+#   bash scripts/check_aclnn.sh --repeat 1000            each file so often; every round must have the same bits
+#   bash scripts/check_aclnn.sh --build-only --small     programs and few files, for CANN's tools: docs/ascend_tools.md
+#   --device N, --timeout SECONDS (of one call, 60; -1 for none), --acl FILE (for aclInit)   go to the programs
+#   --package FOLDER   the operator package, if it is neither on ASCEND_CUSTOM_OPP_PATH nor where build_ascend.sh puts it
+# Programs and files are in build/aclnn_check. It takes the python that PATH finds first, or that PYTHON names.
+set -eu
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+BUILD=$ROOT/build/aclnn_check
+# shellcheck source=scripts/cann.sh
+source "$ROOT/scripts/cann.sh"
+
+find_package() {
+    local folder looked="" folders
+    IFS=: read -ra folders <<< "${ASCEND_CUSTOM_OPP_PATH:-}"
+    for folder in ${PACKAGE:+"$PACKAGE"} "${folders[@]}" "$ROOT/mindlora/ops/lib/ascend/vendors/mindlora"; do
+        [ -n "$folder" ] || continue
+        if [ -f "$folder/op_api/include/aclnn_lora_delta.h" ]; then PACKAGE=$folder; break; fi
+        looked="$looked $folder"
+    done
+    [ -f "${PACKAGE:-}/op_api/include/aclnn_lora_delta.h" ] || fail "no operator package of mindlora was found (looked" \
+        "for op_api/include/aclnn_lora_delta.h in$looked). Run scripts/build_ascend.sh first."
+    export ASCEND_CUSTOM_OPP_PATH=$PACKAGE${ASCEND_CUSTOM_OPP_PATH:+:$ASCEND_CUSTOM_OPP_PATH}
+    export LD_LIBRARY_PATH=$PACKAGE/op_api/lib:$CANN/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+}
+
+# Libraries of the driver are looked for when a program runs, not when it is linked.
+build() {
+    g++ -std=c++17 -O1 -I"$CANN/include" -I"$PACKAGE/op_api/include" -I"$ROOT/ops" "$ROOT/ops/$1/ascendc/check.cpp" \
+        -o "$BUILD/$1" -L"$PACKAGE/op_api/lib" -L"$CANN/lib64" -lcust_opapi -lnnopbase -lascendcl \
+        -Wl,--allow-shlib-undefined || fail "$1 does not compile against $PACKAGE and $CANN: what g++ printed says why."
+}
+
+OPERATORS=()
+GIVEN=()
+SMALL=()
+BUILD_ONLY=
+PACKAGE=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --repeat | --device | --timeout | --acl)
+            [ $# -gt 1 ] || fail "$1 needs a value."; GIVEN+=("$1" "$2"); shift 2 ;;
+        --package) [ $# -gt 1 ] || fail "--package needs a folder."; PACKAGE=$2; shift 2 ;;
+        --small) SMALL=(--small); shift ;;
+        --build-only) BUILD_ONLY=yes; shift ;;
+        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+        -*) fail "$1 is not an option. --help names them." ;;
+        *) [ -f "$ROOT/ops/$1/ascendc/check.cpp" ] || fail "$1 is no operator with a kernel."; OPERATORS+=("$1"); shift ;;
+    esac
+done
+if [ ${#OPERATORS[@]} -eq 0 ]; then
+    for program in "$ROOT"/ops/*/ascendc/check.cpp; do OPERATORS+=("$(basename "${program%/ascendc/check.cpp}")"); done
+fi
+
+find_cann 8.3
+find_package
+rm -rf "$BUILD"
+mkdir -p "$BUILD"
+"${PYTHON:-python}" "$ROOT/ops/ascendc_check/golden.py" "$BUILD/golden" "${OPERATORS[@]}" ${SMALL[@]+"${SMALL[@]}"}
+for op in "${OPERATORS[@]}"; do build "$op"; done
+if [ -n "$BUILD_ONLY" ]; then
+    echo "The programs are in $BUILD. Before they run: export ASCEND_CUSTOM_OPP_PATH=$ASCEND_CUSTOM_OPP_PATH" \
+        "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
+    exit
+fi
+
+missing=$(ldd "$BUILD/${OPERATORS[0]}" | sed -n 's/ => not found//p' | tr -d '\t' | paste -sd ' ')
+[ -z "$missing" ] || fail "the programs need $missing, which the NPU's driver brings: there is none here. They are in" \
+    "$BUILD, and can run on a machine with an NPU."
+failed=
+for op in "${OPERATORS[@]}"; do
+    code=0
+    "$BUILD/$op" ${GIVEN[@]+"${GIVEN[@]}"} "$BUILD/golden/$op"/*.golden || code=$?
+    # It has said why: no device, or options that it does not take.
+    [ $code -ne 2 ] || fail "$op could not be tried."
+    [ $code -eq 0 ] || failed="$failed $op"
+done
+[ -z "$failed" ] || fail "these do not hold:$failed."
+echo "All ${#OPERATORS[@]} operators hold."
