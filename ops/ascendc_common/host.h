@@ -38,7 +38,8 @@ protected:
     {
         Declare(Input(name), dtypes).AutoContiguous();
     }
-    // Written in place, so not AutoContiguous: the kernel would write to a copy.
+    // Written in place: an output of the same name follows. CANN's call then has one tensor for both, <name>Ref. Not
+    // AutoContiguous, which would copy the whole of a tensor that is not, and back.
     void InOut(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Input(name), dtypes); }
     void Out(const char* name, const std::vector<ge::DataType>& dtypes) { Declare(Output(name), dtypes); }
 
@@ -67,22 +68,30 @@ private:
     }
 };
 
-// The output has the shape of input I.
-template <size_t I>
+// Each output in turn has the shape of the next of the inputs I.
+template <size_t... I>
 ge::graphStatus ShapeOfInput(gert::InferShapeContext* context)
 {
-    const gert::Shape* from = context->GetInputShape(I);
-    gert::Shape* to = context->GetOutputShape(0);
-    if (from == nullptr || to == nullptr) return ge::GRAPH_FAILED;
-    *to = *from;
-    return ge::GRAPH_SUCCESS;
+    size_t output = 0;
+    const auto copy = [&](size_t input) {
+        const gert::Shape* from = context->GetInputShape(input);
+        gert::Shape* to = context->GetOutputShape(output++);
+        if (from == nullptr || to == nullptr) return false;
+        *to = *from;
+        return true;
+    };
+    return (copy(I) && ...) ? ge::GRAPH_SUCCESS : ge::GRAPH_FAILED;
 }
 
-// The output has the dtype of input I.
-template <size_t I>
+// Each output in turn has the dtype of the next of the inputs I.
+template <size_t... I>
 ge::graphStatus DataTypeOfInput(gert::InferDataTypeContext* context)
 {
-    return context->SetOutputDataType(0, context->GetInputDataType(I));
+    size_t output = 0;
+    const auto copy = [&](size_t input) {
+        return context->SetOutputDataType(output++, context->GetInputDataType(input)) == ge::GRAPH_SUCCESS;
+    };
+    return (copy(I) && ...) ? ge::GRAPH_SUCCESS : ge::GRAPH_FAILED;
 }
 
 // The shapes of one call. The first mismatch is printed and makes Good() false.

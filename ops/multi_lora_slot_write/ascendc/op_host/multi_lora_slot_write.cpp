@@ -1,4 +1,4 @@
-// multi_lora_slot_write in CANN: its inputs and output, and how it is launched. Meaning: ../../README.md.
+// multi_lora_slot_write in CANN: its inputs and outputs, and how it is launched. Meaning: ../../README.md.
 #include "ascendc_common/host.h"
 #include "multi_lora_slot_write_plan.h"
 
@@ -38,8 +38,11 @@ public:
         In("slot", Always(ge::DT_INT32));
         In("packed", Elements());
         In("scale", Always(ge::DT_FLOAT));
+        Out("pool", Elements());
+        Out("ranks", Always(ge::DT_INT32));
+        Out("scales", Always(ge::DT_FLOAT));
         Out("written", Always(ge::DT_INT32));
-        Functions(ShapeOfInput<kSlot>, DataTypeOfInput<kSlot>, Tile);
+        Functions(ShapeOfInput<kPool, kRanks, kScales, kSlot>, DataTypeOfInput<kPool, kRanks, kScales, kSlot>, Tile);
     }
 };
 
