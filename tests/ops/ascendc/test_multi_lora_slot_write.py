@@ -66,7 +66,9 @@ def test_a_slot_outside_the_pool_writes_nothing(run, dtype, slot):
     assert written == -1
     for array, wanted in zip(state, before):
         np.testing.assert_array_equal(array, wanted)
-    assert all(report["gm"].get(name, {"written": 0})["written"] == 0 for name in ("pool_ref", "ranks_ref", "scales_ref"))
+    assert all(
+        report["gm"].get(name, {"written": 0})["written"] == 0 for name in ("pool_ref", "ranks_ref", "scales_ref")
+    )
 
 
 def test_what_was_written_is_what_is_computed_with(run, kernels, reference):
