@@ -99,6 +99,25 @@ def _add_conversion_options(parser):
         "--seq-length", required=True, type=int, metavar="N", help="seq_length of the model; rows get N + 1 tokens"
     )
     parser.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="first train a byte-level BPE tokenizer of this size on the input and save it in the folder T",
+    )
+    parser.add_argument(
+        "--train-tokenizer-on",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE.txt",
+        help="with --train-tokenizer: plain texts to train it on besides the input, such as the base's",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="PATH",
+        help="checkpoint that will train on the rows: warn if its vocabulary is not the tokenizer's",
+    )
+    parser.add_argument(
         "--ignore-token-id",
         type=int,
         default=-100,
@@ -138,12 +157,6 @@ def _add_example_options(parser):
         metavar="PNG",
         help="print the lengths of the examples and the share of padding; with a file, draw a histogram too",
     )
-    parser.add_argument(
-        "--train-tokenizer",
-        type=int,
-        metavar="VOCAB_SIZE",
-        help="first train a byte-level BPE tokenizer of this size on the input and save it in the folder T",
-    )
 
 
 def _example_settings(arguments):
@@ -155,11 +168,20 @@ def _example_settings(arguments):
         "seed": arguments.seed,
         "truncate": arguments.truncate,
         "strict": arguments.strict,
-        "train_vocab_size": arguments.train_tokenizer,
-        "ignore_token_id": arguments.ignore_token_id,
         "pack": arguments.pack,
         "actual_seq_len": arguments.actual_seq_len,
         "stats": arguments.stats,
+        **_conversion_settings(arguments),
+    }
+
+
+def _conversion_settings(arguments):
+    """Returns what _add_conversion_options adds but output, tokenizer and seq_length."""
+    return {
+        "train_vocab_size": arguments.train_tokenizer,
+        "train_texts": arguments.train_tokenizer_on,
+        "base": arguments.base,
+        "ignore_token_id": arguments.ignore_token_id,
         "overwrite": arguments.overwrite,
     }
 
@@ -220,8 +242,7 @@ def convert_text(arguments: argparse.Namespace) -> "DataReport":
         arguments.tokenizer,
         arguments.seq_length,
         paragraphs=arguments.paragraphs,
-        ignore_token_id=arguments.ignore_token_id,
-        overwrite=arguments.overwrite,
+        **_conversion_settings(arguments),
     )
 
 

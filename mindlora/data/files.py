@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import zlib
+from typing import Iterator
 
 from mindlora.errors import DataError
 
@@ -56,3 +57,18 @@ def read_text(path: str) -> str:
         return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: byte {error.start} cannot be read ({error.reason}).") from error
+
+
+def pieces(text: str, size: int = 1 << 20) -> Iterator[str]:
+    """Cuts a long text at line ends, so that no call of a tokenizer gets all of it.
+
+    Args:
+        text (str): The text.
+        size (int): Characters of a piece at least, but the last. Default: about a million.
+    """
+    start = 0
+    while start < len(text):
+        newline = text.find("\n", start + size)
+        end = len(text) if newline == -1 else newline + 1
+        yield text[start:end]
+        start = end

@@ -58,8 +58,7 @@ def convert_examples(
             write_rows(columns(part), outputs.enter_context(replace_mindrecord(path))) if path else 0
             for path, part in ((output_path, kept), (held_out_path, held_out))
         ]
-        if settings.train_vocab_size is not None:
-            tokenizers.save_tokenizer(loaded, tokenizer)
+        settings.vocabulary(tokenizer).save(loaded)
     return row_format.report(
         encoded,
         output_path,

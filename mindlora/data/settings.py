@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any, Mapping, Optional, Sequence, Union
 
-from mindlora.data import histogram, tokenizers
+from mindlora.data import histogram
 from mindlora.data.conversion import IGNORE_TOKEN_ID, check_seq_length
 from mindlora.data.mindrecord import check_mindrecord_output
+from mindlora.data.vocabulary import Vocabulary
 from mindlora.errors import DataError
 
 
@@ -26,6 +27,8 @@ class Settings:
         strict (bool): Fail if any row cannot be used.
         train_vocab_size (int, optional): Train a tokenizer of this size on the usable rows (see train_tokenizer) and
             save it at ``tokenizer``, which must then be a path.
+        train_texts (sequence of str): Files of plain text to train it on besides the rows.
+        base (str, optional): The base that is trained on the rows, to compare vocabularies (see Vocabulary).
         ignore_token_id (int): ignore_token_id of the model.
         pack (bool): Put many examples into a row (see mindlora.data.packing).
         actual_seq_len (bool): Add the column actual_seq_len to packed rows, for flash attention on Ascend.
@@ -42,11 +45,21 @@ class Settings:
     truncate: bool = False
     strict: bool = False
     train_vocab_size: Optional[int] = None
+    train_texts: Sequence[str] = ()
+    base: Optional[str] = None
     ignore_token_id: int = IGNORE_TOKEN_ID
     pack: bool = False
     actual_seq_len: bool = False
     stats: Union[bool, str] = False
     overwrite: bool = False
+
+    def vocabulary(self, tokenizer: Any) -> Vocabulary:
+        """Returns what these settings say of a tokenizer.
+
+        Args:
+            tokenizer (str or tokenizer): As of Vocabulary.
+        """
+        return Vocabulary(tokenizer, self.train_vocab_size, self.train_texts, self.base)
 
     def check(self) -> None:
         """Raises DataError if a value cannot be meant."""
@@ -66,12 +79,7 @@ def check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> Non
     settings.check()
     for path in [output_path] + ([held_out_name(output_path)] if settings.holdout else []):
         check_mindrecord_output(path, settings.overwrite)
-    if settings.train_vocab_size is not None:
-        if not isinstance(tokenizer, str):
-            raise DataError(
-                "train_vocab_size asks for a new tokenizer: give the path to save it at, not a loaded tokenizer."
-            )
-        tokenizers.check_tokenizer_output(tokenizer, settings.overwrite)
+    settings.vocabulary(tokenizer).check(settings.overwrite)
 
 
 def held_out_name(output_path: str) -> str:

@@ -1,15 +1,16 @@
 """Plain text to MindRecord: packed into full rows, to pretrain a model on."""
 
 import re
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional, Sequence
 
 import numpy as np
 
 from mindlora.data import tokenizers
 from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length
-from mindlora.data.files import read_text
-from mindlora.data.mindrecord import check_mindrecord_output, write_mindrecord
+from mindlora.data.files import pieces, read_text
+from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
 from mindlora.data.progress import progress
+from mindlora.data.vocabulary import Vocabulary
 from mindlora.errors import DataError
 
 _CHARACTERS_PER_CALL = 1 << 20
@@ -22,6 +23,9 @@ def convert_text(
     seq_length: int,
     *,
     paragraphs: bool = False,
+    train_vocab_size: Optional[int] = None,
+    train_texts: Sequence[str] = (),
+    base: Optional[str] = None,
     ignore_token_id: int = IGNORE_TOKEN_ID,
     overwrite: bool = False,
 ) -> DataReport:
@@ -31,9 +35,10 @@ def convert_text(
 
     Args:
         input_path (str): Text in UTF-8.
-        output_path, tokenizer, seq_length, ignore_token_id, overwrite: As in convert_alpaca.
+        output_path, tokenizer, seq_length: As in convert_alpaca.
         paragraphs (bool): Make each paragraph a document, with bos and eos around it; blank lines separate paragraphs.
             Default: False, the whole file is one document.
+        train_vocab_size, train_texts, base, ignore_token_id, overwrite: As in Settings.
 
     Returns:
         DataReport.
@@ -44,36 +49,30 @@ def convert_text(
     """
     check_seq_length(seq_length)
     check_mindrecord_output(output_path, overwrite)
+    vocabulary = Vocabulary(tokenizer, train_vocab_size, train_texts, base)
+    vocabulary.check(overwrite)
     text = read_text(input_path)
     if not text.strip():
         raise DataError(f"{input_path} holds no text.")
-    tokenizer = tokenizers.load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    loaded, notes = vocabulary.load(pieces(text))
     documents = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()] if paragraphs else [text]
     tokens = np.concatenate(
-        [part for document in progress(documents, "tokenizing") for part in _encode(document, tokenizer)]
+        [part for document in progress(documents, "tokenizing") for part in _encode(document, loaded)]
     )
     rows = [tokens[start : start + seq_length + 1] for start in range(0, len(tokens), seq_length + 1)]
     # A single token that is left over has nothing to predict.
     encoded = [Encoded(row, np.ones(len(row), bool)) for row in rows if len(row) > 1]
-    row_format = RowFormat(tokenizer, seq_length, ignore_token_id)
-    write_mindrecord(row_format.columns(encoded), output_path, overwrite=overwrite)
-    return row_format.report(encoded, output_path)
+    row_format = RowFormat(loaded, seq_length, ignore_token_id)
+    with replace_mindrecord(output_path) as path:
+        write_rows(row_format.columns(encoded), path)
+        vocabulary.save(loaded)
+    return row_format.report(encoded, output_path, notes)
 
 
 def _encode(document, tokenizer) -> Iterator[np.ndarray]:
     """Yields bos, the tokens of a document, and eos."""
     special = tokenizers.special_ids(tokenizer)
     yield np.array([] if special.bos is None else [special.bos], np.int32)
-    for piece in _pieces(document):
+    for piece in pieces(document, _CHARACTERS_PER_CALL):
         yield np.array(tokenizers.encode(tokenizer, piece), np.int32)
     yield np.array([special.eos], np.int32)
-
-
-def _pieces(text) -> Iterator[str]:
-    """Cuts a long text at line ends, so that no call of a tokenizer gets all of it."""
-    start = 0
-    while start < len(text):
-        newline = text.find("\n", start + _CHARACTERS_PER_CALL)
-        end = len(text) if newline == -1 else newline + 1
-        yield text[start:end]
-        start = end

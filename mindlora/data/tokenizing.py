@@ -2,7 +2,6 @@
 
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
-from mindlora.data import tokenizers
 from mindlora.data.conversion import Encoded, describe_skipped
 from mindlora.data.examples import Examples, UnusableRow
 from mindlora.data.progress import progress
@@ -37,16 +36,19 @@ def tokenize(
         sources (sequence of Source): What was read; the records of its rows become what ``examples`` parses.
         examples (Examples): The kind.
         tokenizer (str or tokenizer): A path for load_tokenizer, or a tokenizer that it returned.
-        settings (Settings): seq_length, truncate, strict and train_vocab_size count here.
+        settings (Settings): seq_length, truncate, strict and what is said of the tokenizer count here.
 
     Raises:
         DataError: No row of an input is usable, or ``strict`` is True and a row is not usable.
         TokenizerError: The tokenizer cannot be loaded, used or trained.
+        CheckpointError: The base cannot be read.
     """
     result = Tokenized([], [], {}, [note for source in sources for note in source.notes])
     parsed = [_parse(source.rows, examples, result.skipped) for source in sources]
     _check_usable(sources, parsed, result.skipped, settings.strict)
-    loaded = _load_or_train(tokenizer, parsed, examples, settings.train_vocab_size, result.notes)
+    texts = (examples.text(row.record) for rows in parsed for row in rows)
+    loaded, notes = settings.vocabulary(tokenizer).load(texts, examples.chat_template)
+    result.notes.extend(notes)
     examples.prepare(loaded)
     for rows in parsed:
         result.inputs.append(_encode(rows, examples, loaded, settings, result))
@@ -73,17 +75,6 @@ def _check_usable(sources, inputs, skipped, strict):
     if skipped and strict:
         paths = ", ".join(source.path for source in sources)
         raise DataError(f"{paths} has rows that cannot be used, and strict allows none. {problems}")
-
-
-def _load_or_train(tokenizer, inputs, examples, vocab_size, notes):
-    if vocab_size is None:
-        return tokenizers.load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    trained = tokenizers.fit_tokenizer((examples.text(row.record) for rows in inputs for row in rows), vocab_size)
-    trained.chat_template = examples.chat_template
-    notes.append(f"{tokenizer}: a tokenizer of {len(trained)} tokens, trained on these rows")
-    if len(trained) < vocab_size:
-        notes.append(f"it is smaller than the {vocab_size} tokens asked for, because no other pair occurs twice")
-    return trained
 
 
 def _encode(rows, examples, tokenizer, settings, result):

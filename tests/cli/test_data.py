@@ -70,6 +70,15 @@ def test_the_command_converts_text_and_prints_a_report(tmp_path, capsys, tokeniz
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "x.mindrecord: 1 rows of 33 tokens" in out and "pad_token_id: 3" in out
+    # A new tokenizer, of two more texts, for a base that has one already.
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("zyzzyva " * 9)
+    new = ["--train-tokenizer", "270", "--train-tokenizer-on", *map(str, tmp_path.glob("?.txt"))]
+    command[command.index("--tokenizer") + 1] = str(tmp_path / "new")
+    assert cli.main([*command, *new, "--base", tokenizer_path, "--overwrite"]) == 0
+    out = capsys.readouterr().out
+    assert f"note: WARNING: {tokenizer_path} was trained with another vocabulary: " in out
+    assert len(tokenizers.encode(tokenizers.load_tokenizer(str(tmp_path / "new")), "zyzzyva")) == 1
 
 
 def test_the_command_converts_conversations(tmp_path, capsys):
