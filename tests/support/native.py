@@ -44,28 +44,29 @@ def _decode(stored, dtype):
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
-def _guarded(stored, dtype):
-    """Returns (whole, inner): a copy of ``stored`` between elements that would spoil any sum that included them."""
+def guarded(array, dtype):
+    """Returns (whole, inner): ``array`` as it is stored, between elements that would spoil any sum they got into."""
+    stored = _encode(array, dtype)
     largest = {"int32": 2**30, "uint8": 255}
     poison = np.full(_GUARD, largest[dtype], dtype) if dtype in largest else _encode(np.full(_GUARD, np.nan), dtype)
     whole = np.concatenate([poison, stored.reshape(-1), poison])
     return whole, whole[_GUARD : len(whole) - _GUARD].reshape(stored.shape)
 
 
-def _invoke(name, guarded, dtypes):
+def _invoke(name, memory, dtypes):
     """Calls a function on guarded tensors, of which the last is the output, and asserts that it succeeds."""
     if EMULATOR:
-        answer = library().call(name, [(*tensor, dtype) for tensor, dtype in zip(guarded, dtypes)])
-        shape = "".join(f" {dimension}" for dimension in guarded[-1][1].shape)
+        answer = library().call(name, [(*tensor, dtype) for tensor, dtype in zip(memory, dtypes)])
+        shape = "".join(f" {dimension}" for dimension in memory[-1][1].shape)
         assert (answer.shape, answer.code) == (f"shape{shape}", "code 0")
         assert dtypes[int(answer.type.split()[1])] == dtypes[-1]
         return
-    count = len(guarded)
-    shapes = [(ctypes.c_int64 * max(1, inner.ndim))(*inner.shape) for _, inner in guarded]
+    count = len(memory)
+    shapes = [(ctypes.c_int64 * max(1, inner.ndim))(*inner.shape) for _, inner in memory]
     code = getattr(library(), name)(
         count,
-        (ctypes.c_void_p * count)(*[inner.ctypes.data for _, inner in guarded]),
-        (ctypes.c_int * count)(*[inner.ndim for _, inner in guarded]),
+        (ctypes.c_void_p * count)(*[inner.ctypes.data for _, inner in memory]),
+        (ctypes.c_int * count)(*[inner.ndim for _, inner in memory]),
         (ctypes.POINTER(ctypes.c_int64) * count)(*[ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in shapes]),
         (ctypes.c_char_p * count)(*[dtype.encode() for dtype in dtypes]),
         None,
@@ -89,20 +90,17 @@ def call(name, inputs, out_shape, out_dtype, in_place=0):
     """
     start = np.zeros(out_shape, np.int32) if out_dtype == "int32" else np.full(out_shape, np.nan, np.float32)
     tensors, dtypes = [*inputs, (start, out_dtype)], [dtype for _, dtype in inputs] + [out_dtype]
-    stored = [
-        _encode(array, dtype) if dtype != "int32" else np.ascontiguousarray(array, np.int32) for array, dtype in tensors
-    ]
-    guarded = [_guarded(array, dtype) for array, dtype in zip(stored, dtypes)]
-    before = [whole.tobytes() for whole, _ in guarded]
-    _invoke(name, guarded, dtypes)
-    for i, ((whole, _), bytes_before) in enumerate(zip(guarded, before)):
+    memory = [guarded(array, dtype) for array, dtype in tensors]
+    before = [whole.tobytes() for whole, _ in memory]
+    _invoke(name, memory, dtypes)
+    for i, ((whole, _), bytes_before) in enumerate(zip(memory, before)):
         size = _GUARD * whole.itemsize
         bytes_after = whole.tobytes()
         assert bytes_after[:size] == bytes_before[:size] and bytes_after[-size:] == bytes_before[-size:], (
             f"{name} wrote outside of tensor {i}"
         )
-        assert i < in_place or i == len(guarded) - 1 or bytes_after == bytes_before, f"{name} changed input {i}"
-    results = [inner if dtype == "int32" else _decode(inner, dtype) for (_, inner), dtype in zip(guarded, dtypes)]
+        assert i < in_place or i == len(memory) - 1 or bytes_after == bytes_before, f"{name} changed input {i}"
+    results = [inner if dtype == "int32" else _decode(inner, dtype) for (_, inner), dtype in zip(memory, dtypes)]
     return results[:in_place] + results[-1:] if in_place else results[-1]
 
 

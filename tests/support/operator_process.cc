@@ -1,6 +1,6 @@
 // Calls the functions of the CPU library as MindSpore does, in a process of its own, so that it can be built for
 // another processor and run by an emulator. Like Python, it is linked without OpenMP and opens the library late.
-//   operator_process LIBRARY
+//   operator_process LIBRARY FIRST...      opens what comes FIRST, as far as it can, then the library
 // operator_process.py writes requests to its standard input, and reads the answers from its standard output:
 //   int NAME ARGUMENT    the number that int NAME(int) returns
 //   call NAME COUNT      what InferShape, InferType and NAME itself return or refuse, then the bytes of every tensor.
@@ -46,16 +46,15 @@ Tensor ReadTensor()
     return tensor;
 }
 
-// Writes what f writes, or the message of its exception.
+// Writes a line: what f returns, or the message of its exception.
 template <class F>
 void Answer(F f)
 {
     try {
-        f();
+        std::cout << f() + '\n';
     } catch (const std::exception& error) {
-        std::cout << "refused " << error.what();
+        std::cout << "refused " << error.what() << '\n';
     }
-    std::cout << '\n';
 }
 
 void Call(void* library)
@@ -77,39 +76,41 @@ void Call(void* library)
     }
     Answer([&] {
         const auto infer = Find<std::vector<int64_t>(int*, int64_t**, void*)>(library, name + "InferShape");
-        std::cout << "shape";
-        for (const int64_t dimension : infer(ndims.data(), shapes.data(), nullptr)) std::cout << ' ' << dimension;
+        std::string line = "shape";
+        for (const int64_t dimension : infer(ndims.data(), shapes.data(), nullptr)) {
+            line += ' ' + std::to_string(dimension);
+        }
+        return line;
     });
     Answer([&] {
         // Each input has a type of its own, so that the answer says whose type the output has.
         std::vector<int> types(count - 1);
         std::iota(types.begin(), types.end(), 0);
-        std::cout << "type " << Find<int(std::vector<int>, void*)>(library, name + "InferType")(types, nullptr);
+        const auto infer = Find<int(std::vector<int>, void*)>(library, name + "InferType");
+        return "type " + std::to_string(infer(types, nullptr));
     });
     Answer([&] {
         const auto kernel = Find<int(int, void**, int*, int64_t**, const char**, void*, void*)>(library, name);
         const int code = kernel(count, data.data(), ndims.data(), shapes.data(), dtypes.data(), nullptr, nullptr);
-        std::cout << "code " << code;
+        return "code " + std::to_string(code);
     });
     for (const Tensor& tensor : tensors) std::cout.write(tensor.bytes.data(), tensor.bytes.size());
 }
 
 }  // namespace
 
-int main(int, char** arguments)
+int main(int count, char** arguments)
 {
+    for (int i = 2; i < count; ++i) dlopen(arguments[i], RTLD_NOW);
     void* const library = dlopen(arguments[1], RTLD_LAZY | RTLD_LOCAL);
-    if (library == nullptr) {
-        std::cerr << dlerror() << '\n';
-        return 1;
-    }
+    std::cout << (library == nullptr ? dlerror() : "opened") << std::endl;
     for (std::string request, name; std::cin >> request; std::cout.flush()) {
         if (request == "call") {
             Call(library);
         } else {
             int argument;
             std::cin >> name >> argument;
-            Answer([&] { std::cout << "int " << Find<int(int)>(library, name)(argument); });
+            Answer([&] { return "int " + std::to_string(Find<int(int)>(library, name)(argument)); });
         }
     }
     return 0;

@@ -5,7 +5,6 @@ then calls every kernel through this.
 """
 
 import dataclasses
-import functools
 import os
 import shlex
 import subprocess
@@ -19,7 +18,6 @@ from tests.conftest import ROOT
 
 EMULATOR = shlex.split(os.environ.get("MINDLORA_TEST_EMULATOR", ""))
 _FOLDER = os.path.join(ROOT, "build", "emulated" if EMULATOR else "native")
-_SOURCE = os.path.join(ROOT, "tests", "support", "operator_process.cc")
 LIBRARY = os.path.join(_FOLDER, "libmindlora_cpu.so") if EMULATOR else build.LIBRARY
 
 
@@ -42,16 +40,24 @@ class OperatorProcess:
     """Opens the library in a new process; its functions of the form int f(int) are attributes.
 
     Args:
+        *first: Libraries that the process opens before.
         **environment: Variables for that process, such as OMP_NUM_THREADS="2".
+
+    Raises:
+        OSError: The library cannot be opened.
     """
 
-    def __init__(self, **environment: str):
+    def __init__(self, *first: str, **environment: str):
         self._process = subprocess.Popen(
-            [*EMULATOR, _program(), LIBRARY],
+            [*EMULATOR, compiled("operator_process.cc", "-O1", "-std=c++17"), LIBRARY, *first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
         )
+        opened = self._line()
+        if opened != "opened":
+            self.close()
+            raise OSError(opened)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def function(argument: int = 0) -> int:
@@ -92,15 +98,22 @@ class OperatorProcess:
         return line[:-1]
 
 
-@functools.lru_cache(maxsize=None)
-def _program():
-    """Returns the path of the program, compiled where it is missing or older than its source."""
-    path = os.path.join(_FOLDER, "operator_process")
-    if not os.path.exists(path) or os.path.getmtime(path) < os.path.getmtime(_SOURCE):
+def compiled(source: str, *flags: str) -> str:
+    """Compiles a file of tests/support for the processor of the library, where that was not done or the file is newer.
+
+    Args:
+        source (str): Its name.
+        *flags: For the compiler.
+
+    Returns:
+        str, the path of the result.
+    """
+    source = os.path.join(ROOT, "tests", "support", source)
+    path = os.path.join(_FOLDER, os.path.splitext(os.path.basename(source))[0])
+    if not os.path.exists(path) or os.path.getmtime(path) < os.path.getmtime(source):
         os.makedirs(_FOLDER, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
-            unfinished = os.path.join(folder, "program")
-            command = [os.environ.get("CXX", "g++"), "-O1", "-std=c++17", _SOURCE, "-o", unfinished, "-ldl"]
-            subprocess.run(command, check=True)
+            unfinished = os.path.join(folder, "result")
+            subprocess.run([os.environ.get("CXX", "g++"), *flags, source, "-o", unfinished, "-ldl"], check=True)
             os.replace(unfinished, path)
     return path

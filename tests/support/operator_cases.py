@@ -1,0 +1,66 @@
+"""One call of each operator of the CPU library: inputs that are large enough for several threads, and its output."""
+
+from typing import Dict, List, Tuple
+
+import numpy as np
+
+from mindlora.ops import quantize
+from tests.support.attention_batches import Sequences
+from tests.support.native import normal
+from tests.support.pooled_adapters import pooled, popularity
+
+# (array, dtype) of each input and of the output
+Tensors = List[Tuple[np.ndarray, str]]
+SCALE = (np.float32(0.5), "float32")
+
+
+def floats(*shapes: Tuple[int, ...]) -> Tensors:
+    """Returns a tensor of normal values of each shape."""
+    return [(normal(*shape, seed=seed), "float32") for seed, shape in enumerate(shapes)]
+
+
+def pool(width: int, tokens: int) -> Tensors:
+    """Returns pool, ranks, scales and indices."""
+    arrays = [*pooled(width), popularity("uniform", tokens)]
+    return list(zip(arrays, ("float32", "int32", "float32", "int32")))
+
+
+def written(*shape: int, dtype: str = "float32") -> Tensors:
+    """Returns an output that holds no result."""
+    return [(np.full(shape, -1 if dtype == "int32" else np.nan, dtype), dtype)]
+
+
+def nf4(rows: int, columns: int) -> Tensors:
+    """Returns a weight in 4 bits."""
+    weight = quantize(normal(rows, columns))
+    arrays = (weight.codes, weight.absmax, weight.scales, weight.offsets)
+    return list(zip(arrays, ("uint8", "uint8", "float32", "float32")))
+
+
+def attention() -> Tensors:
+    """Returns a batch of a prompt, a piece of one, and a token."""
+    inputs = Sequences([70, 33, 64], 2, 2, 40).batch([(0, 0, 70), (1, 32, 33), (2, 16, 64)], 8, unused=0)
+    return [(array, "int32" if array.dtype == np.int32 else "float32") for array in inputs]
+
+
+def cases() -> Dict[str, Tensors]:
+    """Returns the inputs and the output of each operator, by the name of its function."""
+    slots = np.arange(39, -1, -1, np.int32).repeat(8)
+    return {
+        "LoraDelta": floats((40, 53), (40, 37), (5, 37), (53, 5)) + [SCALE] + written(40, 53),
+        "LoraDropout": floats((9, 130)) + [(np.int32([7]), "int32"), SCALE] + written(9, 130),
+        "LoraLinear": floats((3, 256), (260, 256), (5, 256), (260, 5)) + [SCALE] + floats((260,)) + written(3, 260),
+        "MultiLoraDelta": floats((9, 53), (9, 37)) + pool(90, 9) + written(9, 53),
+        "MultiLoraLinear": floats((3, 256), (260, 256)) + pool(516, 3) + floats((260,)) + written(3, 260),
+        "MultiLoraSlotWrite": [*pool(90, 0)[:3], (np.int32([3]), "int32"), *floats((13, 90)), SCALE]
+        + written(1, dtype="int32"),
+        "Nf4Linear": floats((9, 130)) + nf4(300, 130) + floats((300,)) + written(9, 300),
+        "Nf4LinearGrad": floats((9, 300)) + nf4(300, 130) + written(9, 192),
+        "Nf4LinearGradLike": floats((9, 300)) + nf4(300, 130) + floats((9, 130)) + written(9, 130),
+        "RmsNorm": floats((300, 512), (512,)) + [SCALE] + written(300, 512),
+        "RotaryEmbedding": floats((300, 128), (300, 64), (300, 64)) + written(300, 128),
+        "KvCacheWrite": floats((320, 60), (320, 60), (5, 8, 3, 20), (5, 8, 3, 20))
+        + [(slots, "int32")]
+        + written(1, dtype="int32"),
+        "PagedAttention": attention() + written(119, 160),
+    }
