@@ -223,7 +223,8 @@ def _load_problem(path, _modified) -> Optional[str]:
     try:
         version = ctypes.CDLL(path).mindlora_library_version()
     except (OSError, AttributeError) as error:
-        return f"{path} cannot be loaded: {error}"
+        cure = "; start Python with LD_PRELOAD=libgomp.so.1" if "static TLS" in str(error) else ""
+        return f"{path} cannot be loaded: {error}{cure}"
     if version != _LIBRARY_VERSION:
         return (
             f"{path} is from another version of mindlora ({version}, not {_LIBRARY_VERSION}): build it again with "

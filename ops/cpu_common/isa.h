@@ -3,7 +3,8 @@
 
 namespace mindlora {
 
-// Each includes those before it. kPlain is what the compiler assumes of any processor of the architecture.
+// Each includes those before it. kPlain is what the compiler assumes of any processor of the architecture: SSE2 on
+// x86-64, NEON on aarch64, where there is no other.
 enum Isa : int { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // The best instruction set of this processor.

@@ -108,6 +108,17 @@ def test_a_library_that_cannot_be_loaded(graph_mode, monkeypatch, tmp_path):
     assert_cpu_is_out(monkeypatch, "broken.so cannot be loaded: ")
 
 
+def test_a_library_for_which_the_loader_has_no_static_tls(graph_mode, monkeypatch, tmp_path):
+    def refuse(path):
+        raise OSError("libgomp.so.1: cannot allocate memory in static TLS block")
+
+    (tmp_path / "late.so").write_bytes(b"")
+    monkeypatch.setattr(backend, "LIBRARY", str(tmp_path / "late.so"))
+    monkeypatch.setattr(backend.ctypes, "CDLL", refuse)
+    reason = "late.so cannot be loaded: libgomp.so.1: cannot allocate memory in static TLS block; start Python with"
+    assert_cpu_is_out(monkeypatch, f"{reason} LD_PRELOAD=libgomp.so.1")
+
+
 def test_a_library_of_another_version(graph_mode, monkeypatch):
     version = backend._LIBRARY_VERSION
     monkeypatch.setattr(backend, "_LIBRARY_VERSION", -1)
