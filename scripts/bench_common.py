@@ -54,14 +54,20 @@ def machine(*packages: str) -> Dict[str, Any]:
             for name, _, value in pairs:
                 fields.setdefault(name.strip(), value.strip())
     flags = set(fields.get("flags", "").split())
+    best = next((name for name, wanted in INSTRUCTION_SETS.items() if wanted <= flags), "no AVX2")
     return {
         "cpu": fields.get("model name", "unknown processor"),
-        "instruction_set": next((name for name, wanted in INSTRUCTION_SETS.items() if wanted <= flags), "no AVX2"),
+        "instruction_set": f"{best}, limited to AVX2" if is_limited() else best,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
         "load_average": round(os.getloadavg()[0], 1),
     }
+
+
+def is_limited() -> bool:
+    """Returns whether MindSpore's products are limited to AVX2, as ONEDNN_MAX_CPU_ISA says."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
 
 
 def version(package: str) -> str:

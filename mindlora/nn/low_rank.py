@@ -17,9 +17,10 @@ from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 
-# Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU (scripts/bench_ops.py);
-# estimated on Ascend by the bytes moved (scripts/report_ascend.py), taking the least possible for MatMul.
-_DECODE_TOKENS = 8
+# Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU with AVX-512 and with AVX2 alone
+# (scripts/bench_ops.py); estimated on Ascend by the bytes moved (scripts/report_ascend.py), taking the least possible
+# for MatMul.
+_ONE_PASS_TOKENS = {"cpu": 64, "ascend": 8}
 
 Strategy = Tuple[Tuple[int, int], Tuple[int, int]]
 # One number; with VeRA, one for each row of A.
@@ -134,16 +135,21 @@ class LowRankByMode(nn.Cell):
 
 
 class OnePassDecode(nn.Cell):
-    """x W^T + bias + ((x A^T) * scale) B^T by the operator lora_linear, for the few tokens of a decode step."""
+    """x W^T + bias + ((x A^T) * scale) B^T by the operator lora_linear, for a decode step or a short prompt.
 
-    def __init__(self, has_bias: bool):
+    Args:
+        has_bias (bool): Whether the base adds a bias.
+        most_tokens (int): The most tokens for which one pass over W is the fastest way.
+    """
+
+    def __init__(self, has_bias: bool, most_tokens: int):
         super().__init__()
-        self.has_bias, self.cast = has_bias, ops.Cast()
+        self.has_bias, self.most_tokens, self.cast = has_bias, most_tokens, ops.Cast()
         self.lora_linear = LoraLinearWithBias() if has_bias else LoraLinear()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the cell is not training, and x is known at compile time to have only a few tokens."""
-        return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= _DECODE_TOKENS
+        """Whether the cell is not training, and x is known at compile time to have few enough tokens."""
+        return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.most_tokens
 
     def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """x W^T + bias + ((x A^T) * scale) B^T.
@@ -171,8 +177,8 @@ class LowRankPicks(NamedTuple):
     Attributes:
         choice (Choice): The path of lora_delta, and why.
         low_rank (nn.Cell): What adds the low-rank product: one of the classes above with a method add_to.
-        decode (OnePassDecode or None): What computes the whole cell in a decode step, base and low-rank path; None if
-            a decode step uses low_rank too.
+        decode (OnePassDecode or None): What computes the whole cell for few tokens, base and low-rank path; None if
+            they use low_rank too.
     """
 
     choice: Choice
@@ -201,7 +207,7 @@ def pick_low_rank(
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
     """
     choice = choose_for_cell("lora_delta", rank, dtype, sharded=strategy is not None)
-    decode = None if choice.path == "composed" else OnePassDecode(has_bias)
+    decode = None if choice.path == "composed" else OnePassDecode(has_bias, _ONE_PASS_TOKENS[choice.path])
     if choice.path == "ascend":
         return LowRankPicks(choice, FusedLowRank(dropout_rate), decode)
     if strategy is not None or get_context("device_target") != "CPU":

@@ -1,4 +1,4 @@
-"""lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for a few tokens."""
+"""lora_linear: a frozen linear layer and its low-rank path in one pass over the weight, for few tokens."""
 
 from typing import Optional, Tuple, Union
 
@@ -107,7 +107,7 @@ def _cell(has_bias):
 def lora_linear(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor], bias: Optional[Tensor] = None
 ) -> Tensor:
-    r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; meant for the few tokens of a decode step.
+    r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; meant for few tokens.
 
     Args:
         x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.

@@ -1,29 +1,8 @@
 // The kernel of lora_delta. Included by for_each_isa.h, once in the namespace of each instruction set.
+#include "cpu_common/panels.h"
 
 constexpr int kPanel = kVectors * kWidth;  // columns of y that are computed together
 constexpr int64_t kBlock = 16;             // tokens between shrink and expand: their low-rank rows stay in the L1 cache
-
-// Transposes a square of kWidth rows: each round riffles the rows, which moves one bit of an element's row number
-// into its lane number.
-MINDLORA_INLINE void Transpose(Vec (&rows)[kWidth])
-{
-#if MINDLORA_WIDTH == 16
-    const Lanes low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-    const Lanes high = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-#elif MINDLORA_WIDTH == 8
-    const Lanes low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
-#else
-    const Lanes low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
-#endif
-    for (int round = 1; round < kWidth; round *= 2) {
-        Vec riffled[kWidth];
-        for (int i = 0; i < kWidth / 2; ++i) {
-            riffled[2 * i] = __builtin_shuffle(rows[i], rows[i + kWidth / 2], low);
-            riffled[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + kWidth / 2], high);
-        }
-        for (int i = 0; i < kWidth; ++i) rows[i] = riffled[i];
-    }
-}
 
 // packed[n / kPanel][j][n % kPanel] = b[n][j] in float32, with zeros for n past the end.
 template <class T>

@@ -1,6 +1,9 @@
 // lora_linear on a CPU: y = x W^T (+ bias) + ((x A^T) * scale) B^T in one pass over W. See ../README.md.
 #include <omp.h>
 
+#include <atomic>
+#include <thread>
+
 #include "cpu_common/aot.h"
 #include "cpu_common/isa.h"
 #define MINDLORA_KERNEL "lora_linear/cpu/lora_linear_kernel.h"

@@ -1,4 +1,5 @@
 // The kernels of nf4_linear. Included by for_each_isa.h, once in the namespace of each instruction set.
+#include "cpu_common/panels.h"
 #include "nf4_linear/cpu/nf4_decode.h"
 
 // Few tokens: every weight is decoded in registers and used there.
@@ -98,69 +99,6 @@ constexpr int64_t kDepth = 256, kSpan = 256, kTokens = 512;
 // Rows of the weight in one micro kernel: with two vectors of tokens the sums fill half of the registers.
 constexpr int kTile = kWidth == 16 ? 8 : 4;
 
-template <int kStep>
-MINDLORA_INLINE void Exchange(Vec (&rows)[kWidth])
-{
-    Lanes low, high;
-    for (int i = 0; i < kWidth; ++i) {
-        low[i] = i & kStep ? kWidth + i - kStep : i;
-        high[i] = i & kStep ? kWidth + i : i + kStep;
-    }
-    for (int i = 0; i < kWidth; ++i) {
-        if (i & kStep) continue;
-        const Vec first = rows[i], second = rows[i + kStep];
-        rows[i] = __builtin_shuffle(first, second, low);
-        rows[i + kStep] = __builtin_shuffle(first, second, high);
-    }
-}
-
-MINDLORA_INLINE void Transpose(Vec (&rows)[kWidth])
-{
-    Exchange<1>(rows);
-    Exchange<2>(rows);
-#if MINDLORA_WIDTH >= 8
-    Exchange<4>(rows);
-#endif
-#if MINDLORA_WIDTH == 16
-    Exchange<8>(rows);
-#endif
-}
-
-// panel[p][lane] = from[lane][p] for `count` rows of `length`; the other lanes, and the rest to `padded`, are zero.
-template <int kLanes, class T>
-MINDLORA_INLINE void Pack(const T* from, int64_t count, int64_t length, int64_t padded, float* panel)
-{
-    for (int64_t p = 0; p < length; p += kWidth) {
-        const int64_t rest = std::min<int64_t>(kWidth, length - p);
-        for (int lane = 0; lane < kLanes; lane += kWidth) {
-            Vec rows[kWidth] = {};
-            for (int i = 0; i < kWidth && lane + i < count; ++i)
-                rows[i] = LoadUpTo(from + (lane + i) * length + p, rest);
-            Transpose(rows);
-            for (int64_t i = 0; i < rest; ++i) Store(rows[i], panel + (p + i) * kLanes + lane);
-        }
-    }
-    std::fill(panel + length * kLanes, panel + padded * kLanes, 0.0f);
-}
-
-// to[lane][i] = sums[i][lane] (+ bias[i]) for `count` lanes and i to `length`.
-template <int kLanes, class T>
-MINDLORA_INLINE void Unpack(const float* sums, int64_t count, int64_t length, const T* bias, int64_t stride, T* to)
-{
-    for (int64_t p = 0; p < length; p += kWidth) {
-        const int64_t rest = std::min<int64_t>(kWidth, length - p);
-        const Vec start = bias == nullptr ? Vec{} : LoadUpTo(bias + p, rest);
-        for (int lane = 0; lane < kLanes; lane += kWidth) {
-            Vec rows[kWidth];
-            for (int64_t i = 0; i < kWidth; ++i) rows[i] = Load(sums + std::min(p + i, length - 1) * kLanes + lane);
-            Transpose(rows);
-            for (int i = 0; i < kWidth && lane + i < count; ++i) {
-                StoreUpTo(rows[i] + start, to + (lane + i) * stride + p, rest);
-            }
-        }
-    }
-}
-
 // sums[i][lane] += w[i][p] * panel[p][lane] for kTile rows i, with w[i][p] at i * kRow + p * kColumn.
 template <int kVectors, int kRow, int kColumn>
 static __attribute__((noinline)) void MultiplyTile(const float* w, const float* panel, int64_t depth, float* sums)
@@ -170,13 +108,9 @@ static __attribute__((noinline)) void MultiplyTile(const float* w, const float* 
     for (int i = 0; i < kTile; ++i) {
         for (int v = 0; v < kVectors; ++v) acc[i][v] = Load(sums + i * kLanes + v * kWidth);
     }
-    for (int64_t p = 0; p < depth; ++p) {
-        Vec tokens[kVectors];
-        for (int v = 0; v < kVectors; ++v) tokens[v] = Load(panel + p * kLanes + v * kWidth);
-        for (int i = 0; i < kTile; ++i) {
-            for (int v = 0; v < kVectors; ++v) acc[i][v] += w[i * kRow + p * kColumn] * tokens[v];
-        }
-    }
+    const float* rows[kTile];
+    for (int i = 0; i < kTile; ++i) rows[i] = w + i * kRow;
+    AddProducts<kColumn>(rows, panel, depth, acc);
     for (int i = 0; i < kTile; ++i) {
         for (int v = 0; v < kVectors; ++v) Store(acc[i][v], sums + i * kLanes + v * kWidth);
     }
