@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import List
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -65,13 +66,18 @@ def build(library: str = LIBRARY) -> str:
     os.makedirs(os.path.dirname(library), exist_ok=True)
     with tempfile.TemporaryDirectory(dir=os.path.dirname(library)) as folder:
         unfinished = os.path.join(folder, "library.so")
-        result = subprocess.run(
-            [compiler, *FLAGS, *sources(), "-o", unfinished], capture_output=True, text=True, check=False
-        )
-        if result.returncode:
-            raise RuntimeError(f"{compiler} failed on the CPU operators:\n{result.stderr[-4000:]}")
+        objects = [os.path.join(folder, f"{number}.o") for number in range(len(sources()))]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda source, to: _run(compiler, "-c", source, "-o", to), sources(), objects))
+        _run(compiler, *objects, "-o", unfinished)
         os.replace(unfinished, library)
     return library
+
+
+def _run(compiler, *arguments):
+    result = subprocess.run([compiler, *FLAGS, *arguments], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{compiler} failed on the CPU operators:\n{result.stderr[-4000:]}")
 
 
 def main() -> None:
