@@ -143,7 +143,7 @@ def test_an_index_beyond_the_pool_is_never_silent(mode, path, monkeypatch):
 
 
 @pytest.mark.skipif(PATHS[0] != "cpu", reason="a kernel on an NPU cannot raise")
-def test_a_rank_beyond_the_pool_is_refused(library, monkeypatch):
+def test_a_rank_beyond_the_pool_is_refused(library, pynative_mode, monkeypatch):
     monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
     inputs = case(4, "identical")
     inputs[3] = np.int32([1, 1, MAX_RANK + 1, 1, 1, 1, 1])
