@@ -48,6 +48,7 @@ def main() -> int:
         environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
         environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
         environment.setdefault("GLOG_v", "3")
+        environment["PYTHON"] = sys.executable
         places = {work: "<work>", given.output: "<report>"}
         for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
             if os.environ.get(variable):

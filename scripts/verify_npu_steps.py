@@ -18,6 +18,14 @@ from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
 
 # Last lines of build_ascend.sh where the machine lacks what it needs.
 CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found")
+# Of check_aclnn.sh.
+CANNOT_CHECK = (
+    "no CANN toolkit was found",
+    "no operator package of mindlora was found",
+    "which the NPU's driver brings",
+    "aclInit returned",
+    "aclrtSetDevice returned",
+)
 # Of an operator where there are no kernels: no failure of its own unless the build said that it made them.
 NO_KERNELS = ("MINDLORA_BACKEND is ascend, but",)
 # Prints nothing if the device computes, else why not.
@@ -122,6 +130,18 @@ def build(place: Place) -> Iterator[Outcome]:
         package = os.path.join(ROOT, "mindlora", "ops", "lib", "ascend", "vendors", "mindlora")
         others = place.environment.get("ASCEND_CUSTOM_OPP_PATH", "")
         place.environment["ASCEND_CUSTOM_OPP_PATH"] = ":".join(filter(None, [package, others]))
+    yield outcome
+
+
+def aclnn(place: Place) -> Iterator[Outcome]:
+    """check_aclnn.sh: every kernel against its reference, called by CANN alone, before MindSpore is involved."""
+    if place.given.device == "CPU":
+        yield Outcome("aclnn", NOT_RUN, "CANN calls kernels on an NPU only")
+        return
+    command = ["bash", os.path.join(ROOT, "scripts", "check_aclnn.sh"), *["--small"] * place.given.quick]
+    outcome = place.run("aclnn", command, cannot=CANNOT_CHECK)
+    if outcome.state == HELD:
+        outcome.line = "called by CANN alone, every kernel gives what its reference gives"
     yield outcome
 
 
@@ -269,6 +289,7 @@ def read_json(path: str) -> Dict[str, Any]:
 STEPS: Dict[str, Callable[[Place], Iterator[Outcome]]] = {
     "doctor": doctor,
     "build": build,
+    "aclnn": aclnn,
     "operators": on_device(operators, "operators"),
     "fine-tune": on_device(fine_tune, "fine-tune"),
     "two-devices": on_device(two_devices, "two-devices"),

@@ -1,0 +1,13 @@
+// lora_delta through CANN's own call, on golden files: ../../ascendc_check/README.md.
+#include "aclnn_lora_delta.h"
+#include "ascendc_check/check.h"
+
+int main(int argc, char** argv)
+{
+    return mindlora::Check(argc, argv,
+        {"LoraDelta", {"y0", "x", "a", "b", "scale", "y"},
+            [](aclTensor** t, uint64_t* workspace, aclOpExecutor** executor) {
+                return aclnnLoraDeltaGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], workspace, executor);
+            },
+            aclnnLoraDelta});
+}

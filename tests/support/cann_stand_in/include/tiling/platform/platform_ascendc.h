@@ -1,0 +1,28 @@
+// The sizes of a chip, for the host sides: those of the simulator.
+#pragma once
+
+#include <cstdint>
+
+#include "model/platform.h"
+
+namespace platform_ascendc {
+
+enum class CoreMemType { L0_A, L0_B, L0_C, L1, L2, UB };
+
+class PlatformAscendC {
+public:
+    explicit PlatformAscendC(const void*) {}
+    uint32_t GetCoreNumAic() const { return chip_.cubeCores; }
+    uint32_t GetCoreNumAiv() const { return chip_.vectorCores; }
+    uint32_t GetLibApiWorkSpaceSize() const { return 0; }
+    void GetCoreMemSize(const CoreMemType& type, uint64_t& size) const
+    {
+        const uint64_t sizes[] = {chip_.l0a, chip_.l0b, chip_.l0c, chip_.l1, chip_.l2, chip_.unifiedBuffer};
+        size = sizes[static_cast<int>(type)];
+    }
+
+private:
+    const ascendc_model::Platform& chip_ = ascendc_model::CurrentPlatform();
+};
+
+}  // namespace platform_ascendc

@@ -1,0 +1,16 @@
+// What the two libraries of the stand-in know of each other.
+#pragma once
+
+#include <vector>
+
+#include "aclnn/acl_meta.h"
+
+struct aclTensor {
+    aclDataType type;
+    std::vector<int64_t> shape;
+    void* data;
+};
+
+// 0, or what MINDLORA_STAND_IN_FAIL=function:code names.
+int StandInFailure(const char* function);
+void StandInMessage(const char* text);
