@@ -2,7 +2,8 @@
 
 scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend.md says how. MindSpore looks for it
 where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU library
-infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work.
+infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work. In PyNative
+the C++ module of ascend_pynative.py calls the kernels where it was built, and ops.Custom otherwise.
 """
 
 import json
@@ -10,9 +11,11 @@ import os
 import shutil
 from typing import Optional
 
-from mindspore import ops
+from mindspore import Tensor, ops
 from mindspore._c_expression import MSContext
 from mindspore.ops import CustomRegOp, DataType
+
+from mindlora.ops import ascend_pynative
 
 # The NPUs that the kernels are built for, as MindSpore and build_ascend.sh --soc name them: Atlas A2 and A3.
 SOCS = ("ascend910b", "ascend910_93")
@@ -47,7 +50,8 @@ SIGNATURES = {
         "offsets": DataType.F32_Default,
     },
 }
-# Outputs as CANN has them, where they are not called y.
+# The output as CANN has it, where it is not called y. MultiLoraSlotWrite has three more: pool, ranks and scales. They
+# have the names of inputs, so CANN's call takes them once, and MindSpore does not see them.
 _OUTPUT_NAMES = {"MultiLoraSlotWrite": "written", "Nf4Dequantize": "w"}
 # The kernels whose output is not of dtype T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
@@ -123,7 +127,9 @@ def registration(op_type: str) -> dict:
 class AscendKernel(ops.Custom):
     """A kernel of the operator package, wrapped as a primitive with one output.
 
-    MindSpore compiles the call with g++ when the primitive is created, and calls CANN's aclnn<op_type>.
+    MindSpore compiles the call with g++ when the primitive is created, and calls CANN's aclnn<op_type>. A graph holds
+    the primitive; PyNative calls it as a function, and so takes the C++ module where there is one. That module knows
+    no gradients: cells whose result has one have a bprop.
 
     Args:
         op_type (str): The operator's name in SIGNATURES.
@@ -137,6 +143,10 @@ class AscendKernel(ops.Custom):
         super().__init__(f"{library}:{op_type}", None, None, "aot", reg_info=registration(op_type))
         if writes:
             self.add_prim_attr("side_effect_mem", True)
+        self._in_pynative = ascend_pynative.function(op_type, library) or super().__call__
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self._in_pynative(*inputs)
 
     def __deepcopy__(self, memo):
         # ops.Custom cannot be copied, but cells that hold one are.

@@ -19,7 +19,7 @@ import mindspore as ms
 from mindspore.common import dtype as mstype
 
 from mindlora.errors import BackendError
-from mindlora.ops import ascend
+from mindlora.ops import ascend, ascend_pynative
 
 # The operators and their names in the CPU library.
 OP_TYPES = {
@@ -134,12 +134,14 @@ def choose(op: str) -> Choice:
     problem = _ascend_problem(op, device) if path == "ascend" else _cpu_problem(device)
     if forced and problem:
         raise BackendError(f"{variable} is {forced}, but {problem}.")
-    if forced:
-        return Choice(op, path, f"{variable} asks for it")
     if problem:
         return Choice(op, "composed", problem + note)
+    asked = f"{variable} asks for it" if forced else ""
     if path == "ascend":
-        return Choice(op, "ascend", f"{ASCEND_OP_TYPES[op]} in Ascend C, from the operator package that CANN finds")
+        why = asked or f"{ASCEND_OP_TYPES[op]} in Ascend C, from the operator package that CANN finds"
+        return Choice(op, path, f"{why}; {ascend_pynative.describe(LIBRARY)}")
+    if forced:
+        return Choice(op, path, asked)
     if ms.get_context("mode") == ms.PYNATIVE_MODE and op not in _ONE_PASS:
         return Choice(op, "composed", f"in PyNative a call to a custom operator costs more than it saves{note}")
     return Choice(op, "cpu", f"{_ONE_PASS.get(op, 'graph mode')} on a CPU, {LIBRARY}")
@@ -219,9 +221,19 @@ def _library_problem() -> Optional[str]:
 
 
 @functools.lru_cache(maxsize=None)
-def _load_problem(path, _modified) -> Optional[str]:
+def _open(path, _modified) -> ctypes.CDLL:
+    """Opens the library for as long as the process lives.
+
+    In PyNative MindSpore opens and closes it twice at every call, to infer shape and type, and on an NPU nothing else
+    holds it. Opened early, it also finds room for its thread-local storage, of which aarch64 has little.
+    """
+    return ctypes.CDLL(path)
+
+
+@functools.lru_cache(maxsize=None)
+def _load_problem(path, modified) -> Optional[str]:
     try:
-        version = ctypes.CDLL(path).mindlora_library_version()
+        version = _open(path, modified).mindlora_library_version()
     except (OSError, AttributeError) as error:
         cure = "; start Python with LD_PRELOAD=libgomp.so.1" if "static TLS" in str(error) else ""
         return f"{path} cannot be loaded: {error}{cure}"

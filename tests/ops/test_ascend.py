@@ -14,10 +14,19 @@ import pytest
 from mindspore.ops.operations import custom_ops
 
 from mindlora.errors import BackendError
-from mindlora.ops import LoraDelta, MultiLoraSlotWrite, Nf4LinearWithBias, ascend, backend, backend_report
+from mindlora.ops import (
+    LoraDelta,
+    MultiLoraSlotWrite,
+    Nf4LinearWithBias,
+    ascend,
+    ascend_pynative,
+    backend,
+    backend_report,
+)
 from mindlora.ops.build import LIBRARY
 from tests.conftest import ROOT
 
+ROUTE = ascend_pynative.describe(LIBRARY)
 KERNELS = ("lora_delta", "lora_linear", "multi_lora_delta", "multi_lora_slot_write", "nf4_linear")
 # The folder of each kernel's sources.
 FOLDERS = {
@@ -112,8 +121,10 @@ def test_operators_without_an_ascend_kernel_are_composed_and_the_report_says_so(
         if not forced:
             assert choices["nf4_linear"] == (
                 "ascend",
-                "Nf4Dequantize in Ascend C, from the operator package that CANN finds",
+                f"Nf4Dequantize in Ascend C, from the operator package that CANN finds; {ROUTE}",
             )
+        else:
+            assert choices["nf4_linear"] == ("ascend", f"MINDLORA_BACKEND asks for it; {ROUTE}")
 
 
 def test_a_package_that_is_built_but_not_registered(monkeypatch, npu):
@@ -201,6 +212,44 @@ def test_the_call_that_mindspore_makes_of_a_kernel(made, op_type):
     assert hasattr(ctypes.CDLL(str(made / f"{op_type}_callback.cc.so")), f"{op_type}GetWorkSpaceSize")
     twin = copy.deepcopy(kernel)
     assert twin is not kernel and twin.get_attr_dict()["func_name"] == attributes["func_name"]
+
+
+# As CANN generates it: what is written in place is there once, without const, and one of several outputs is <name>Out.
+SLOT_WRITE = """
+aclnnStatus aclnnMultiLoraSlotWriteGetWorkspaceSize(
+    aclTensor *poolRef,
+    aclTensor *ranksRef,
+    aclTensor *scalesRef,
+    const aclTensor *slot,
+    const aclTensor *packed,
+    const aclTensor *scale,
+    const aclTensor *writtenOut,
+    uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+"""
+
+
+@pytest.mark.parametrize("text, fits", [(SLOT_WRITE, True), (SLOT_WRITE.replace("aclTensor *poolRef,", ""), False)])
+def test_mindspore_holds_the_registration_against_the_header_of_cann(made, npu, text, fits):
+    header = npu / "package/op_api/include/aclnn_multi_lora_slot_write.h"
+    header.parent.mkdir()
+    header.write_text(text)
+    if fits:
+        ascend.AscendKernel("MultiLoraSlotWrite", LIBRARY, writes=True)
+    else:
+        with pytest.raises(RuntimeError, match="is not equal to aclnn api input size"):
+            ascend.AscendKernel("MultiLoraSlotWrite", LIBRARY, writes=True)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_pynative_calls_the_module_where_there_is_one_and_ops_custom_elsewhere(made, monkeypatch, built):
+    def function(op_type, library):
+        return (lambda *inputs: (op_type, library, inputs)) if built else None
+
+    monkeypatch.setattr(ascend_pynative, "function", function)
+    monkeypatch.setattr(custom_ops, "pyboost_custom_ext", lambda primitive, inputs: [(primitive.name, *inputs)])
+    result = ascend.AscendKernel("LoraDelta", LIBRARY)(1, 2)
+    assert result == (("LoraDelta", LIBRARY, (1, 2)) if built else ("CustomExt", (1, 2)))
 
 
 def test_the_cells_hold_the_kernels(made):

@@ -1,12 +1,16 @@
 """Which path is picked, what the report says about it, and the error if a forced path is not available."""
 
+import gc
 import os
+import shutil
 
 import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import Tensor
 
 from mindlora.errors import BackendError, LoraError
-from mindlora.ops import LoraDelta, backend, backend_report, build
+from mindlora.ops import LoraDelta, backend, backend_report, build, operator_cell
 from mindlora.ops.kv_cache_write import KvCacheWrite
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rotary_embedding import RotaryEmbedding
@@ -117,6 +121,26 @@ def test_a_library_for_which_the_loader_has_no_static_tls(graph_mode, monkeypatc
     monkeypatch.setattr(backend.ctypes, "CDLL", refuse)
     reason = "late.so cannot be loaded: libgomp.so.1: cannot allocate memory in static TLS block; start Python with"
     assert_cpu_is_out(monkeypatch, f"{reason} LD_PRELOAD=libgomp.so.1")
+
+
+def test_the_library_is_open_from_the_choice_on_and_stays_so(pynative_mode, monkeypatch, tmp_path):
+    library = shutil.copy(build.LIBRARY, tmp_path / "copy.so")
+    for module in (backend, operator_cell):
+        monkeypatch.setattr(module, "LIBRARY", str(library))
+
+    def holders():
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            return sum(library.name in line for line in maps)
+
+    monkeypatch.setenv("MINDLORA_BACKEND", "cpu")
+    assert holders() == 0
+    backend.choose("lora_delta")
+    opened = holders()
+    assert opened > 0
+    x = Tensor(np.ones((2, 2), np.float32))
+    assert (LoraDelta()(x, x, x, x, Tensor(1.0, ms.float32)).asnumpy() == 5).all()
+    gc.collect()
+    assert holders() == opened
 
 
 def test_a_library_of_another_version(graph_mode, monkeypatch):

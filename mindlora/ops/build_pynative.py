@@ -1,0 +1,48 @@
+"""Builds the C++ module by which PyNative calls the Ascend C kernels: `python -m mindlora.ops.build_pynative`.
+
+scripts/build_ascend.sh does so too. It needs a MindSpore for Ascend, CANN, ninja and a compiler, and no NPU.
+"""
+
+import os
+import sys
+import tempfile
+
+from mindspore.ops import CustomOpBuilder
+
+from mindlora.ops.ascend_pynative import MODULE, NAME, age_problem
+from mindlora.ops.build import SOURCES
+
+SOURCE = os.path.join(SOURCES, "ascendc_common", "pynative.cc")
+
+
+def build() -> str:
+    """Compiles the module for the MindSpore of this Python; it replaces an older one in one step.
+
+    Returns:
+        str, the path of the module.
+
+    Raises:
+        RuntimeError: MindSpore is too old, the source or ninja is missing, or the compiler fails.
+        ValueError: ASCEND_OPP_PATH is not set.
+    """
+    too_old = age_problem()
+    if too_old:
+        raise RuntimeError(f"{too_old}. In PyNative ops.Custom calls the kernels, as in graph mode.")
+    if not os.path.exists(SOURCE):
+        raise RuntimeError(f"{SOURCE} is missing: build in a checkout of mindlora.")
+    os.makedirs(os.path.dirname(MODULE), exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(MODULE)) as folder:
+        os.replace(CustomOpBuilder(NAME, SOURCE, backend="Ascend", build_dir=folder).build(), MODULE)
+    return MODULE
+
+
+def main() -> None:
+    """Builds the module, or says why it cannot be built."""
+    try:
+        print(f"built {build()}")
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
