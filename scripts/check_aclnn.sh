@@ -18,13 +18,17 @@ source "$ROOT/scripts/cann.sh"
 find_package() {
     local folder looked="" folders
     IFS=: read -ra folders <<< "${ASCEND_CUSTOM_OPP_PATH:-}"
-    for folder in ${PACKAGE:+"$PACKAGE"} "${folders[@]}" "$ROOT/mindlora/ops/lib/ascend/vendors/mindlora"; do
+    folders+=("$ROOT/mindlora/ops/lib/ascend/vendors/mindlora")
+    if [ -n "$PACKAGE" ]; then folders=("$PACKAGE"); fi
+    PACKAGE=
+    for folder in "${folders[@]}"; do
         [ -n "$folder" ] || continue
         if [ -f "$folder/op_api/include/aclnn_lora_delta.h" ]; then PACKAGE=$folder; break; fi
         looked="$looked $folder"
     done
-    [ -f "${PACKAGE:-}/op_api/include/aclnn_lora_delta.h" ] || fail "no operator package of mindlora was found (looked" \
+    [ -n "$PACKAGE" ] || fail "no operator package of mindlora was found (looked" \
         "for op_api/include/aclnn_lora_delta.h in$looked). Run scripts/build_ascend.sh first."
+    PACKAGE=$(cd "$PACKAGE" && pwd)
     export ASCEND_CUSTOM_OPP_PATH=$PACKAGE${ASCEND_CUSTOM_OPP_PATH:+:$ASCEND_CUSTOM_OPP_PATH}
     export LD_LIBRARY_PATH=$PACKAGE/op_api/lib:$CANN/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 }
@@ -36,11 +40,13 @@ compile() {
 
 # Libraries of the driver are looked for when a program runs, not when it is linked.
 build() {
-    local op
+    local op libraries=(-lcust_opapi -lnnopbase -lascendcl)
+    # From CANN 8.5 on it has the functions aclrt...
+    if [ -e "$CANN/lib64/libacl_rt.so" ]; then libraries+=(-lacl_rt); fi
     compile -c "$ROOT/ops/ascendc_check/check.cc" -o "$BUILD/check.o"
     for op; do
         compile "$ROOT/ops/$op/ascendc/check.cpp" "$BUILD/check.o" -o "$BUILD/$op" -L"$PACKAGE/op_api/lib" \
-            -L"$CANN/lib64" -lcust_opapi -lnnopbase -lascendcl -Wl,--allow-shlib-undefined
+            -L"$CANN/lib64" "${libraries[@]}" -Wl,--allow-shlib-undefined
     done
 }
 

@@ -19,8 +19,8 @@ from tests.support import cann_stand_in
 DTYPES = {
     "lora_delta": "float16",
     "lora_linear": "bfloat16",
-    "multi_lora_delta": "float32",
-    "multi_lora_slot_write": "float16",
+    "multi_lora_delta": "bfloat16",
+    "multi_lora_slot_write": "float32",
     "nf4_dequantize": "bfloat16",
 }
 
@@ -103,6 +103,18 @@ def test_every_kernel_gives_what_its_reference_gives(run, built, op):
     kind = cann_stand_in.op_type(op)
     assert lines[0] == f"{kind} on device 0 (StandIn)" and lines[-1] == f"{kind}: {len(cases)} cases, 0 failed"
     assert lines[1:-1] == [f"PASS {path.stem}" for path in cases]
+
+
+def test_the_files_reach_the_vector_and_the_cube_kernel_of_each_operator(kernels, monkeypatch):
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "ops", "ascendc_check"))
+    from golden import RANKS, SIZES
+
+    for op, sizes in (
+        ("lora_delta", SIZES),
+        ("lora_linear", [(*shape, 1) for shape in SIZES]),
+        ("multi_lora_delta", [(tokens, len(RANKS), max(RANKS), k, n) for tokens, k, n, _ in SIZES]),
+    ):
+        assert {kernels.plan(op, DTYPES[op], shape)[0].tiling_key for shape in sizes} == {1, 2}, op
 
 
 def test_there_is_a_program_for_each_kernel():
@@ -230,6 +242,7 @@ def test_what_a_program_cannot_use_is_one_line(run, built, tmp_path, arguments, 
             (),
             "error: no operator package of mindlora was found (looked for op_api/include/aclnn_lora_delta.h in /else",
         ),
+        ({}, ("--package", "/there"), "error: no operator package of mindlora was found (looked for op_api/include/"),
         ({}, ("--fast",), "error: --fast is not an option."),
         ({}, ("--repeat",), "error: --repeat needs a value."),
         ({}, ("rms_norm",), "error: rms_norm is no operator with a kernel."),
