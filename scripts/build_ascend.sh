@@ -62,6 +62,15 @@ add_stub_libraries() {
     [ ! -d "$stubs" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$stubs"
 }
 
+# PyNative's own way to the kernels, a module for the MindSpore of python3. Without it ops.Custom serves PyNative too.
+build_pynative_module() {
+    if ! python3 -c 'import importlib.util as util, sys; sys.exit(util.find_spec("mindspore") is None)'; then
+        echo "note: python3 has no MindSpore"
+        return 1
+    fi
+    (cd "$ROOT" && python3 -m mindlora.ops.build_pynative)
+}
+
 while [ $# -gt 0 ]; do
     case $1 in
         --soc) [ $# -gt 1 ] || fail "--soc needs a name, or several with commas."; SOCS=$2; shift 2 ;;
@@ -91,6 +100,7 @@ bash "$package" --quiet --install-path="$INSTALL_PATH"
 
 vendor=$INSTALL_PATH/vendors/mindlora
 [ -f "$vendor/bin/set_env.bash" ] || fail "$package did not install into $vendor: what it printed above says why."
+build_pynative_module || echo "note: no module for PyNative was built: ops.Custom will call the kernels there."
 cat <<END
 Built for ${SOCS//,/ and } and installed in $vendor. None of it has run on an NPU before: test it first.
     source $vendor/bin/set_env.bash      before each Python that uses it

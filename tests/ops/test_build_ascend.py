@@ -21,6 +21,7 @@ def run(tmp_path):
     def call(*arguments, cann=True, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ASCEND")}
         environment.update(MINDLORA_CANN_FOLDERS=str(tmp_path / "nowhere"), MINDLORA_TEST_LOG=str(tmp_path / "log"))
+        environment["PATH"] = f"{python3.parent}:{environment['PATH']}"
         environment.update(variables)
         if cann:
             environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
@@ -32,6 +33,11 @@ def run(tmp_path):
             check=False,
         )
 
+    # A Python that notes what it is asked. Only with MINDLORA_TEST_PYTHON=0 has it a MindSpore, and builds a module.
+    python3 = tmp_path / "python/python3"
+    python3.parent.mkdir()
+    python3.write_text('#!/bin/sh\necho "$PWD $@" >> "$MINDLORA_TEST_LOG.python3"\nexit ${MINDLORA_TEST_PYTHON:-1}\n')
+    python3.chmod(0o755)
     # A checkout of its own, since the script builds into it.
     (tmp_path / "checkout/scripts").mkdir(parents=True)
     for name in ("build_ascend.sh", "cann.sh"):
@@ -135,6 +141,17 @@ def test_a_machine_without_an_npu_and_its_driver_is_enough(run, tmp_path):
     assert not (tmp_path / "log.npu-smi").exists()
     # The driver's own libraries come before CANN's stubs of them.
     assert f"libraries /of/a/driver:{stubs}\n" in (tmp_path / "log").read_text()
+
+
+@NEEDS_CMAKE
+@pytest.mark.parametrize("has_mindspore", [True, False])
+def test_the_module_for_pynative_is_built_where_there_is_a_mindspore(run, tmp_path, has_mindspore):
+    made_up_cann(tmp_path, "8.5.0")
+    result = run("--install-path", str(tmp_path / "into"), MINDLORA_TEST_PYTHON=str(int(not has_mindspore)))
+    assert result.returncode == 0, result.stdout + result.stderr
+    built = f"{tmp_path}/checkout -m mindlora.ops.build_pynative\n" in (tmp_path / "log.python3").read_text()
+    note = "note: no module for PyNative was built: ops.Custom will call the kernels there.\n"
+    assert built is has_mindspore and (note in result.stdout) is not has_mindspore
 
 
 @NEEDS_CMAKE
