@@ -10,6 +10,9 @@ import tempfile
 # Before MindSpore is imported: no spinning worker threads on few cores, and errors alone in its log.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
+# Processes that find each other ask again after a second, not after three to five.
+os.environ.setdefault("MS_RETRY_INTERVAL_LOWER", "1")
+os.environ.setdefault("MS_RETRY_INTERVAL_UPPER", "1")
 # MindSpore 2.9 can be far slower in convolutions where its oneDNN may use AVX-512 (docs/diffusion.md).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Before Hugging Face's libraries are: no test asks the network for anything.

@@ -1,15 +1,15 @@
 """Two processes of one run: a signal that one of them gets stops both at the same step, and both decide alike."""
 
 import json
-import subprocess
+import signal
 
 import numpy as np
 import pytest
 import yaml
 
-from tests.e2e.test_msrun import SCRIPT, free_port
 from tests.support import tiny_runs
-from tests.support.runs import ROOT, environment, write_rows
+from tests.support.ranks import run_ranks
+from tests.support.runs import write_rows
 
 # Rank 1 gets the signal while step 7 is computed; each rank writes down what it has at the end.
 WORKER = """
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The folder of the run, and msrun's process."""
+    """The folder of the run, and what the ranks printed."""
     folder = tmp_path_factory.mktemp("stopped")
     write_rows(folder / "train.mindrecord", rows=64)
     write_rows(folder / "heldout.mindrecord", rows=8, seed=3)
@@ -54,31 +54,19 @@ def stopped(tmp_path_factory):
     config["parallel_config"] = {"data_parallel": 2}
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (folder / "worker.py").write_text(WORKER)
-    command = f"{folder / 'worker.py'} --config {folder / 'run.yaml'} --output_dir {folder / 'output'}"
-    run = subprocess.run(
-        ["bash", SCRIPT, command, "2", free_port(), "log", "True", "300"],
-        cwd=folder,
-        env={**environment(installed=False), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert (folder / "rank_1.json").exists(), run.stdout[-3000:] + run.stderr[-3000:]
-    return folder, run
+    arguments = ("--config", folder / "run.yaml", "--output_dir", folder / "output")
+    return folder, run_ranks(2, folder, folder / "worker.py", *arguments, code=128 + signal.SIGTERM)
 
 
 def test_both_stop_at_the_same_step_with_the_same_adapter(stopped):
-    folder, run = stopped
-    assert run.returncode != 0
+    folder, logs = stopped
     first, second = (np.load(folder / f"rank_{rank}.npz") for rank in range(2))
     assert first.files == second.files and any(np.abs(first[name]).max() > 1e-3 for name in first.files)
     assert all(first[name].tobytes() == second[name].tobytes() for name in first.files)
     saved = folder / "output" / "lora_checkpoint" / "step_8"
     metadata = json.loads((saved / "training_state.json").read_text())
     assert metadata["step"] == 8
-    for rank in range(2):
-        log = (folder / "log" / f"worker_{rank}.log").read_text()
+    for log in logs:
         assert f"mindlora-run: SIGTERM stopped the run after step 8 of 16. It is saved in {saved}." in log
 
 

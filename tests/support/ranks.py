@@ -1,43 +1,34 @@
-"""Starts a script in several processes with msrun, in a network of their own where the machine allows it."""
+"""Starts a script in several processes, as msrun does, in a network of their own where the machine allows it."""
 
 import functools
 import os
 import socket
 import subprocess
-import sys
 
 from tests.conftest import ROOT
+from tests.support import forked
 
 
 @functools.lru_cache
 def own_network():
-    """Returns the words before a command that give it a loopback device of its own; none where that is not allowed."""
-    words = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    """Tells whether this machine lets processes have a loopback device of their own."""
+    words = ("unshare", "--map-root-user", "--net", "ip", "link", "set", "lo", "up")
     try:
-        allowed = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
-        allowed = False
-    return words if allowed else ()
+        return False
 
 
-def run_ranks(count, folder, script, *arguments):
-    """Runs ``script`` on ``count`` ranks in ``folder``, each with one thread, and returns their output as texts."""
+def run_ranks(count, folder, script, *arguments, code=0):
+    """Runs ``script`` on ``count`` ranks in ``folder`` and returns their output as texts.
+
+    ``code`` is the exit code that the first rank to fail must have.
+    """
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
-    options = [f"--worker_num={count}", f"--local_worker_num={count}", "--master_addr=127.0.0.1", "--join=True"]
-    options += [f"--master_port={_free_port()}", "--log_dir=log"]
-    command = [sys.executable, "-m", "mindspore.parallel.cluster.run", *options, script, *arguments]
-    done = subprocess.run(
-        [*own_network(), *map(str, command)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    ranks = os.path.join(os.path.dirname(__file__), "forked_ranks.py")
+    done = forked.run([ranks, count, _free_port(), own_network(), script, *arguments], folder, environment)
     texts = [(folder / "log" / f"worker_{rank}.log").read_text() for rank in range(count)]
-    assert done.returncode == 0, done.stderr[-2000:] + texts[0][-3000:]
+    assert done.returncode == code, done.stderr[-2000:] + texts[0][-3000:]
     return texts
 
 
