@@ -48,7 +48,7 @@ class Tensor:
     def line(self) -> str:
         """Returns role, name, dtype, shape and tolerances."""
         role = "in" if self.expected is None else "out" if self.before is None else "inout"
-        shape = ",".join(map(str, (self.before if self.expected is None else self.expected).shape))
+        shape = ",".join(map(str, np.shape(self.before if self.expected is None else self.expected)))
         relative = 1.01 * ROUNDING[self.dtype] if self.absolute else 0.0
         return f"{role} {self.name} {self.dtype} {shape}" + ("" if role == "in" else f" {relative} {self.absolute}")
 
@@ -192,7 +192,7 @@ def reference(op: str) -> Any:
 def write_file(path: str, tensors: Sequence[Tensor]) -> None:
     """Writes one golden file: lines, an empty one, then for each tensor its bytes and, in float64, what is expected."""
     with open(path, "wb") as file:
-        file.write("\n".join(["mindlora golden 1", *(tensor.line() for tensor in tensors), "", ""]).encode())
+        file.write("\n".join(["golden file 1", *(tensor.line() for tensor in tensors), "", ""]).encode())
         for tensor in tensors:
             if tensor.before is not None:
                 file.write(store(tensor.before, tensor.dtype).tobytes())

@@ -152,6 +152,12 @@ def test_a_kernel_that_computes_something_else_fails(run, built, op):
     assert result.returncode == 1 and " differs in 1 of " in result.stdout
 
 
+def test_a_kernel_that_writes_to_an_input_fails(run, built):
+    path = files(built, "lora_delta")[0]
+    result = run("lora_delta", path, MINDLORA_STAND_IN_SPOIL="1:1")
+    assert result.returncode == 1 and f"FAIL {path.stem}: x, an input, was written to\n" in result.stdout
+
+
 def test_a_soak_compares_every_round_and_names_the_wrong_one(run, built):
     path = files(built, "lora_delta")[0]
     result = run("lora_delta", "--repeat", 5, path)

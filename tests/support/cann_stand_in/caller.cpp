@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "register/op_def_registry.h"
 
@@ -108,12 +109,15 @@ void* Library(const Kernel& kernel, aclDataType type)
     return library;
 }
 
-// MINDLORA_STAND_IN_SPOIL=N: the Nth launch leaves a wrong bit in the last byte of the last tensor.
-void Spoil(const aclTensor& last)
+// MINDLORA_STAND_IN_SPOIL=N: the Nth launch leaves a wrong bit in the last byte of the last tensor; N:T of tensor T.
+void Spoil(const std::vector<const aclTensor*>& tensors)
 {
     static int launches = 0;
     const char* wanted = std::getenv("MINDLORA_STAND_IN_SPOIL");
-    if (wanted != nullptr && ++launches == std::atoi(wanted)) static_cast<char*>(last.data)[SizeOf(last) - 1] ^= 0x40;
+    if (wanted == nullptr || ++launches != std::atoi(wanted)) return;
+    const char* which = std::strchr(wanted, ':');
+    const aclTensor& tensor = *tensors.at(which == nullptr ? tensors.size() - 1 : std::atoi(which + 1));
+    static_cast<char*>(tensor.data)[SizeOf(tensor) - 1] ^= 0x40;
 }
 
 }  // namespace
@@ -169,7 +173,7 @@ aclnnStatus Launch(void* workspace, uint64_t bytes, aclOpExecutor* executor)
         StandInMessage(text.substr(0, 500).c_str());
         return 561000;
     }
-    Spoil(*executor->tensors.back());
+    Spoil(executor->tensors);
     delete executor;
     return 0;
 }
