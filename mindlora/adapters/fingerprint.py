@@ -5,9 +5,13 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 import numpy as np
 
+from mindlora.numerics.dtypes import BFLOAT16, FLOATS, dtype_name, from_float32, to_float32
+
 # Reading every weight of a 7B base back from the device takes seconds; a few, evenly spread, tell bases apart.
 _SAMPLED_WEIGHTS = 8
 _SAMPLES_PER_WEIGHT = 1024
+# One of two copies of a base was rounded to one of these, if their dtypes differ.
+_ROUNDED = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
 
 def sampled_paths(paths: Iterable[str]) -> List[str]:
@@ -24,21 +28,40 @@ def sampled_elements(weight: np.ndarray) -> np.ndarray:
 
 
 def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.ndarray]) -> Dict[str, str]:
-    """Returns the fingerprint: a hash of all paths and shapes, and a hash of the sampled elements.
+    """Returns the fingerprint: a hash of all paths and shapes, and hashes of the sampled elements.
 
     Args:
         shapes (dict): path -> shape, of every adapted weight.
         samples (dict): path -> sampled elements, of the sampled weights.
 
     Returns:
-        dict of "shapes" and "values", each the first 16 digits of a SHA-256.
+        dict of "shapes" and "values", each the first 16 digits of a SHA-256. If all samples are of one float dtype,
+        also "dtype", its name, and hashes "float16" and "bfloat16" of the samples rounded to these.
     """
-    structure, values = hashlib.sha256(), hashlib.sha256()
+    structure = hashlib.sha256()
     for path in sorted(shapes):
         structure.update(f"{path}{tuple(shapes[path])};".encode())
-    for path in sorted(samples):
-        values.update(np.ascontiguousarray(samples[path].astype(np.float32)).tobytes())
-    return {"shapes": structure.hexdigest()[:16], "values": values.hexdigest()[:16]}
+    arrays = [to_float32(samples[path]) for path in sorted(samples)]
+    fingerprint = {"shapes": _digits(structure), "values": _hash_of(arrays)}
+    dtypes = {array.dtype for array in samples.values()}
+    if len(dtypes) == 1 and dtypes <= set(FLOATS):
+        fingerprint["dtype"] = dtype_name(dtypes.pop())
+        # What overflows becomes infinity, in both copies.
+        with np.errstate(over="ignore"):
+            for name, dtype in _ROUNDED.items():
+                fingerprint[name] = _hash_of([to_float32(from_float32(array, dtype)) for array in arrays])
+    return fingerprint
+
+
+def _hash_of(arrays):
+    values = hashlib.sha256()
+    for array in arrays:
+        values.update(np.ascontiguousarray(array).tobytes())
+    return _digits(values)
+
+
+def _digits(value):
+    return value.hexdigest()[:16]
 
 
 def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
@@ -63,6 +86,12 @@ def base_difference(stored: dict, found: dict) -> str:
     """
     if stored.get("shapes") != found["shapes"]:
         return "the adapted weights have other paths or shapes"
-    if stored.get("values") != found["values"]:
-        return "the adapted weights have other values (another checkpoint, or another dtype)"
-    return ""
+    if stored.get("values") == found["values"] or _are_copies(stored, found):
+        return ""
+    return "the adapted weights have other values (another checkpoint, or another dtype)"
+
+
+def _are_copies(stored, found):
+    """Whether the two are one base in two dtypes: equal once the other one is rounded as the narrower one was."""
+    dtypes = {stored.get("dtype"), found.get("dtype")}
+    return None not in dtypes and len(dtypes) == 2 and any(stored.get(name) == found.get(name) for name in _ROUNDED)

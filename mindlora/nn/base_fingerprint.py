@@ -6,6 +6,7 @@ from mindspore import nn
 
 from mindlora.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
 from mindlora.nn.nf4 import matrix_shape
+from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells, weight_of
 
 
@@ -18,8 +19,9 @@ def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optiona
 
     Returns:
         dict with "shapes", a hash of the paths and shapes of all adapted weights, and "values", a hash of up to 1024
-        elements of each of up to 8 weights (of the codes, if weights are quantized); and, if they are quantized,
-        "quantization", which is "nf4" or "loftq". None while MindSpore has not allocated the weights yet.
+        elements of each of up to 8 weights (of the codes, if weights are quantized); of weights in float their "dtype"
+        and hashes of the same elements rounded to "float16" and "bfloat16"; and, if they are quantized, "quantization",
+        which is "nf4" or "loftq". None while MindSpore has not allocated the weights yet.
     """
     cells = dict(lora_cells(network))
     for cell in cells.values():
@@ -41,7 +43,7 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
         return None
     return _described(
         {path: weight_shape(cell) for path, cell in cells.items()},
-        {path: sampled_elements(weight_of(cells[path]).asnumpy()) for path in sampled_paths(cells)},
+        {path: sampled_elements(to_array(weight_of(cells[path]))) for path in sampled_paths(cells)},
         {getattr(cell, "quantization", None) for cell in cells.values()},
     )
 
@@ -55,7 +57,7 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
         cells (dict): Path -> cell; their weights have values.
     """
     shapes = {path: weight_shape(cell) for path, cell in cells.items()}
-    samples = {path: sampled_elements(weight_of(cell).asnumpy()) for path, cell in cells.items()}
+    samples = {path: sampled_elements(to_array(weight_of(cell))) for path, cell in cells.items()}
     forms = {path: getattr(cell, "quantization", None) for path, cell in cells.items()}
 
     def fingerprint(paths: Iterable[str]) -> dict:

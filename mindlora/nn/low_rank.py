@@ -17,7 +17,7 @@ from mindlora.ops.lora_delta import LoraDelta
 from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 
-# Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU with AVX-512 and with AVX2 alone
+# Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU with AVX-512 and limited to AVX2
 # (scripts/bench_ops.py); estimated on Ascend by the bytes moved (scripts/report_ascend.py), taking the least possible
 # for MatMul.
 _ONE_PASS_TOKENS = {"cpu": 64, "ascend": 8}

@@ -1,6 +1,6 @@
 """The size of the file that save_lora will write, from shapes alone."""
 
-from typing import Dict, List, Optional, Tuple
+from typing import Container, Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mindlora.plan.run import Run
 from mindlora.plan.weights import Shape, Weight, adapted_cells, parts_of, shared_projection
 
 _Entry = Tuple[str, np.dtype, Shape]
-# A fingerprint has two hashes of 16 digits each (mindlora.adapters.fingerprint).
+# A fingerprint has hashes of 16 digits each (mindlora.adapters.fingerprint).
 _HASH = "0" * 16
 
 
@@ -53,7 +53,8 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
         if not weight.adapter and weight.trained and _is_saved_module(weight, run.lora.modules_to_save):
             key = peft.saved_module_key(weight.name, list(adapted))
             entries.append((key, _dtype(weight.dtype), weight.shape))
-    return layout(sorted(entries, key=lambda entry: entry[0]), {"format": "pt", metadata.KEY: _metadata(run)})[2]
+    text = _metadata(run, weights, adapted)
+    return layout(sorted(entries, key=lambda entry: entry[0]), {"format": "pt", metadata.KEY: text})[2]
 
 
 def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> List[_Entry]:
@@ -94,8 +95,12 @@ def _is_saved_module(weight: Weight, modules: Optional[List[str]]) -> bool:
     return any(names.belongs_to(weight.name, module) for module in modules or ())
 
 
-def _metadata(run: Run) -> str:
+def _metadata(run: Run, weights: List[Weight], adapted: Container[str]) -> str:
     fingerprint = {"shapes": _HASH, "values": _HASH}
+    # Of the matrices under the adapters, 4-bit ones included.
+    dtypes = {w.dtype for w in weights if w.path in adapted and not w.adapter and len(w.shape) > 1}
+    if len(dtypes) == 1 and "uint8" not in dtypes:
+        fingerprint.update(dtype=dtypes.pop(), float16=_HASH, bfloat16=_HASH)
     adapter = Adapter({}, fingerprint=fingerprint)
     if run.lora and run.lora.quantize_base:
         fingerprint["quantization"] = "loftq" if initializers.is_loftq(run.lora.lora_init) else run.lora.quantize_base

@@ -20,9 +20,10 @@ def network(seed=1, num_layers=2, target_modules="all-linear", **fields):
     return result
 
 
-def test_a_fingerprint_is_two_short_hashes():
+def test_a_fingerprint_is_a_dtype_and_four_short_hashes():
     mark = base_fingerprint(network())
-    assert sorted(mark) == ["shapes", "values"]
+    assert mark.pop("dtype") == "float32"
+    assert sorted(mark) == ["bfloat16", "float16", "shapes", "values"]
     assert all(len(text) == 16 and int(text, 16) >= 0 for text in mark.values())
 
 
@@ -45,14 +46,40 @@ def test_the_same_shape_at_another_path_is_another():
     assert base_difference(first, second) == SHAPES
 
 
-def test_the_dtype_counts():
-    first, second = (
-        nn.SequentialCell(nn.Dense(5, 4, has_bias=False, dtype=dtype)) for dtype in (ms.float32, ms.bfloat16)
-    )
-    for cell in (first, second):
-        randomize(cell.get_parameters())
-        apply_lora(cell, LoraConfig(target_modules="all-linear"))
-    assert base_difference(base_fingerprint(first), base_fingerprint(second)) == VALUES
+def in_dtype(dtype, seed=0):
+    cell = nn.SequentialCell(nn.Dense(5, 4, has_bias=False, dtype=dtype))
+    randomize(cell.get_parameters(), seed)
+    apply_lora(cell, LoraConfig(target_modules="all-linear"))
+    return base_fingerprint(cell)
+
+
+@pytest.mark.parametrize("narrow", [ms.float16, ms.bfloat16])
+def test_a_base_and_its_copy_in_another_dtype_are_one(narrow):
+    wide, copy = in_dtype(ms.float32), in_dtype(narrow)
+    assert wide["values"] != copy["values"]
+    assert base_difference(wide, copy) == base_difference(copy, wide) == ""
+    assert base_difference(wide, in_dtype(narrow, seed=1)) == VALUES
+
+
+def test_two_copies_that_were_rounded_in_two_ways_are_told_apart():
+    assert base_difference(in_dtype(ms.float16), in_dtype(ms.bfloat16)) == VALUES
+
+
+def test_in_one_dtype_a_change_that_rounding_would_hide_counts():
+    cell = nn.SequentialCell(nn.Dense(5, 4, has_bias=False))
+    randomize(cell.get_parameters())
+    apply_lora(cell, LoraConfig(target_modules="all-linear"))
+    before = base_fingerprint(cell)
+    cell[0].weight.set_data(Tensor(cell[0].weight.asnumpy() * (1 + 2**-22)))
+    after = base_fingerprint(cell)
+    assert before["bfloat16"] == after["bfloat16"]
+    assert base_difference(before, after) == VALUES
+
+
+def test_an_adapter_of_an_earlier_version_has_two_hashes_alone():
+    wide, copy = in_dtype(ms.float32), in_dtype(ms.float16)
+    earlier = {name: wide[name] for name in ("shapes", "values")}
+    assert base_difference(earlier, wide) == "" and base_difference(earlier, copy) == VALUES
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (32, 32), (1024, 8), (1, 1)])
