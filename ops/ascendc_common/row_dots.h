@@ -1,16 +1,15 @@
 // Dot products of a matrix's rows with one vector: shrink (rows of A with x) and expand (rows of B with x A^T).
 #pragma once
 
+#include "ascendc_common/row_products_tiling.h"
 #include "ascendc_common/share.h"
 #include "kernel_operator.h"
 
 namespace mindlora {
 
-constexpr uint32_t kLanes = 64;    // floats of one repeat
 constexpr uint32_t kDotRows = 64;  // rows of one instruction
 constexpr uint32_t kDotScratch = kDotRows * kLanes;
 constexpr uint32_t kMaxPitch = 255 * 8;  // of the matrix: a repeat stride of 8 bits, in data blocks of 8 floats
-constexpr uint32_t kNarrow = 32;         // up to so many columns NarrowRowDots takes fewer repeats
 
 // A mask of the first columns, at most 8, of each of eight data blocks of 8 floats.
 __aicore__ inline uint64_t ColumnsOfEight(uint32_t columns)

@@ -3,13 +3,10 @@
 
 #include <algorithm>
 
+#include "ascendc_common/plan.h"
 #include "ascendc_common/row_products_tiling.h"
 
 namespace mindlora {
-
-inline uint64_t CeilDiv(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit; }
-inline uint64_t RoundUp(uint64_t value, uint64_t unit) { return CeilDiv(value, unit) * unit; }
-inline uint64_t RoundDown(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
 // Of 192 KiB, 64 KiB go to tiles of the matrix (two as read, one widened), up to 24 KiB to tiles of vectors, and 20 KiB
 // to the sums of a tile. `rows` are all rows of the matrix, `vectors` those used at a time, at most 48.
@@ -27,6 +24,23 @@ inline RowProductsTiling PlanRowProducts(uint64_t rows, uint64_t vectors, uint64
     tiles.matrixElements = matrix;
     tiles.vectorElements = vector;
     return tiles;
+}
+
+// Repeats that convert a matrix to float or back.
+inline uint64_t ConversionRepeats(uint64_t rows, uint64_t columns, uint64_t elementBytes)
+{
+    return elementBytes == sizeof(float) ? 0 : CeilDiv(rows * RoundUp(columns, 32 / elementBytes), kLanes);
+}
+
+// Repeats of RowProducts for some vectors with a whole matrix, whose tiles have up to `width` columns, without those
+// that convert the vectors.
+inline uint64_t RowProductsRepeats(
+    uint64_t rows, uint64_t columns, uint64_t width, uint64_t vectors, uint64_t elementBytes)
+{
+    const uint64_t tiles = CeilDiv(columns, width);
+    const uint64_t dots =
+        columns <= kNarrow ? CeilDiv(rows, 8) * (CeilDiv(columns, 8) + 1) : rows * (CeilDiv(columns, kLanes) + tiles);
+    return vectors * (dots + tiles * CeilDiv(rows, kLanes)) + ConversionRepeats(rows, columns, elementBytes);
 }
 
 }  // namespace mindlora

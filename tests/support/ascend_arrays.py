@@ -61,3 +61,14 @@ def assert_rounded_once(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray
 def moved(report: Dict[str, Any], without: Sequence[str] = ("tiling",)) -> int:
     """Returns the bytes of global memory that a kernel read and wrote, except in the buffers named in `without`."""
     return sum(traffic["read"] + traffic["written"] for name, traffic in report["gm"].items() if name not in without)
+
+
+def over_the_bound(report: Dict[str, Any], least: int, vector_cores: int = 48) -> float:
+    """Returns a kernel's time at best over the bound of all cores sharing its work.
+
+    The time is the larger of bytes over bandwidth and the busiest core's repeats over clock; 889 bytes move in a repeat
+    (kBytesPerRepeat in ops/ascendc_common/plan.h). The bound has the least bytes, and the vector cores' equal shares.
+    """
+    busiest = max(core["repeats"] for core in report["cores"])
+    shared = sum(core["repeats"] for core in report["cores"] if core["name"].startswith("AIV")) / vector_cores
+    return max(moved(report), 889 * busiest) / max(least, 889 * shared)

@@ -1,4 +1,4 @@
-"""lora_delta for a few tokens, on the vector cores in the simulator."""
+"""lora_delta on the vector cores in the simulator: a chip without cube cores, where the plan has no other way."""
 
 import itertools
 
@@ -10,8 +10,7 @@ from tests.support.ascend_arrays import DTYPES, assert_rounded_once, empty, move
 RANKS = (1, 8, 13, 16, 64, 128, 256)
 # K, N: less than a data block, ragged, and a multiple of 16 x cores.
 SIZES = ((1, 1), (100, 31), (257, 130), (2051, 1283), (1536, 768))
-CORES = ((24, 48), (20, 40), (1, 2))
-MOST_TOKENS = 16  # above it, 16-bit dtypes take the cube
+CORES = (48, 40, 1)
 
 
 @pytest.fixture
@@ -27,7 +26,8 @@ def run(kernels, reference):
             [("y0", y0), ("x", x), ("a", a), ("b", b), ("scale", np.array([scale], np.float32))],
             [("y", y, "out")],
             (tokens, k, n, rank),
-            *cores,
+            0,
+            cores,
         )
         assert report["unwritten"]["y"] == 0
         values = [widen(array, dtype) for array in (y0, x, a, b)]
@@ -53,7 +53,7 @@ def test_any_number_of_cores(run, dtype, cores):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", (4, 8, MOST_TOKENS))
+@pytest.mark.parametrize("tokens", (4, 8, 19))
 def test_tokens(run, dtype, tokens):
     run(dtype, tokens, 1000, 515, 13)
     run(dtype, tokens, 300, 515, 256)
@@ -62,16 +62,17 @@ def test_tokens(run, dtype, tokens):
 @pytest.mark.parametrize("tokens", (17, 48, 49, 130))
 def test_many_tokens_in_float32(run, tokens):
     """Several passes over A and B, by all cores together or by each core for tokens of its own."""
-    run("float32", tokens, 2051, 1283, 100, cores=(3, 6))
+    run("float32", tokens, 2051, 1283, 100, cores=6)
     for (k, n), rank in itertools.product(SIZES[1:3], (8, 64)):
         run("float32", tokens, k, n, rank)
-    run("float32", tokens, 257, 130, 64, cores=(1, 2))
+    run("float32", tokens, 257, 130, 64, cores=2)
+    run("float32", tokens, 515, 300, 256)
 
 
 def test_more_rows_than_a_tile(run):
     """Several tiles of A and of B on each core, in rows and in columns."""
-    run("float32", 2, 5000, 4000, 128, cores=(1, 2))
-    run("float16", 5, 4100, 4100, 100, cores=(1, 3))
+    run("float32", 2, 5000, 4000, 128, cores=2)
+    run("float16", 5, 4100, 4100, 100, cores=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,10 +109,10 @@ def test_passes_together_and_alone(kernels):
     """The sizes of test_many_tokens_in_float32 cover both."""
 
     def together(tokens, k, n, rank, cores):
-        return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), *cores)[0].workspace > 0
+        return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), 0, cores)[0].workspace > 0
 
-    assert together(49, 2051, 1283, 100, (3, 6))
-    assert not together(130, 257, 130, 64, (24, 48))
+    assert together(130, 515, 300, 256, 48)
+    assert not together(49, 2051, 1283, 100, 6)
 
 
 def test_cores_exchange_sums_only_where_it_pays(kernels, run):
@@ -128,17 +129,17 @@ def test_cores_exchange_sums_only_where_it_pays(kernels, run):
 @pytest.mark.parametrize("rank", (8, 16, 64))
 def test_one_token_keeps_all_cores_busy(run, d, rank, cores):
     report = run("float16", 1, d, d, rank, cores=cores)[1]
-    assert report["cores_that_worked"] == cores[1]
+    assert report["cores_that_worked"] == cores
     busiest = max(moved(core) for core in report["cores"])
-    assert busiest <= 1.35 * moved(report) / cores[1]
+    assert busiest <= 1.35 * moved(report) / cores
 
 
-@pytest.mark.parametrize("tokens", (1, 8))
+@pytest.mark.parametrize("tokens", (1, 4))
 @pytest.mark.parametrize("d", (4096, 5120))
 @pytest.mark.parametrize("rank", (8, 16, 64))
 def test_little_more_than_the_least_bytes_are_moved(run, d, rank, tokens):
     report = run("bfloat16", tokens, d, d, rank)[1]
     least = 2 * (2 * d * rank + 3 * d * tokens) + 4
-    assert least <= moved(report) <= 1.05 * least
+    assert least <= moved(report) <= 1.07 * least
     for name in ("a", "b", "x", "y0"):  # each once
         assert report["gm"][name]["read"] == 2 * (d * rank if name in "ab" else d * tokens)

@@ -1,4 +1,4 @@
-"""lora_delta for many tokens, on the cube cores in the simulator (not CANN and not an NPU)."""
+"""lora_delta on the cube cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -53,6 +53,16 @@ def test_matches_the_oracle(run, reference, dtype, rank, tokens):
         arrays = arrays_of(dtype, tokens, k, n, rank)
         y, _ = run(dtype, arrays, -0.5, cores, 2 * cores)
         assert_near(reference, dtype, y, arrays, -0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", (2, 9, 16))
+def test_few_tokens(run, reference, dtype, tokens):
+    """One row of fractals, on chips of so few vector cores that these would take longer."""
+    for rank, (k, n), cores in ((13, (1030, 517), 1), (64, (515, 301), 2), (256, (100, 260), 1)):
+        arrays = arrays_of(dtype, tokens, k, n, rank)
+        y, _ = run(dtype, arrays, 1.5, cores, 2 * cores)
+        assert_near(reference, dtype, y, arrays, 1.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,25 +121,29 @@ def test_adapter_and_scale_matter(run):
 
 @pytest.mark.parametrize(
     "size, rank, most",
-    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.34), (5120, 64, 1.3)],
+    [(4096, 8, 1.06), (4096, 16, 1.11), (5120, 8, 1.05), (5120, 16, 1.09), (4096, 64, 1.17), (5120, 64, 1.15)],
 )
 def test_bytes_moved(run, size, rank, most):
-    """Near the minimum (each input once, y once) with all cube cores busy; at rank 64 the exchange weighs more."""
+    """Near the minimum (each input once, y once) with all cores busy; at rank 64 as many as draw all bandwidth."""
     tokens = 512
     arrays = normal(0, "float16", (tokens, size), (tokens, size), (rank, size), (size, rank))
     _, report = run("float16", arrays, 1.0)
     least = 2 * (3 * tokens * size + 2 * rank * size)
     assert moved(report) <= most * least
-    assert report["cores_that_worked"] == 72
+    assert report["cores_that_worked"] >= (60 if rank < 64 else 24)
 
 
 def test_what_stays_with_the_vector_cores(kernels):
-    def way(dtype, *sizes):
-        return kernels.plan("lora_delta", dtype, sizes)[0].tiling_key
+    def way(dtype, *sizes, cores=(24, 48)):
+        return kernels.plan("lora_delta", dtype, sizes, *cores)[0].tiling_key
 
     assert way("float16", 17, 4096, 4096, 16) == PREFILL
-    assert way("float16", 16, 4096, 4096, 16) != PREFILL
+    assert way("float16", 16, 4096, 4096, 16) == way("float16", 8, 4096, 4096, 64) == PREFILL
+    assert way("float16", 2, 4096, 4096, 16) != PREFILL  # bound by bytes on the vector cores too
+    assert way("float16", 16, 100, 31, 16) != PREFILL  # too little work
     assert way("float32", 512, 4096, 4096, 16) != PREFILL
     assert way("bfloat16", 512, 65535, 65535, 256) == PREFILL
     assert way("bfloat16", 512, 65536, 4096, 16) != PREFILL
     assert way("bfloat16", 512, 4096, 65536, 16) != PREFILL
+    for cores in ((0, 1), (0, 48), (1, 1)):  # a cube core needs two vector cores
+        assert way("bfloat16", 512, 4096, 4096, 16, cores=cores) != PREFILL

@@ -103,6 +103,12 @@ def test_the_same_bits_twice(run, dtype):
     assert first.tobytes() == second.tobytes()
 
 
+@pytest.mark.parametrize("cores", [(0, 1), (0, 7), (1, 1)])
+def test_a_chip_without_cube_cores(run, cores):
+    """Its vector cores compute what the cube cores of another chip would."""
+    run("float16", 7, 257, 130, 16, cores=cores)
+
+
 def test_one_core_exchanges_nothing(run):
     report = run("float16", 1, 100, 31, 8)[1]
     assert report["cores_that_worked"] == 1 and report["gm"].get("workspace", {}) in ({}, {"read": 0, "written": 0})

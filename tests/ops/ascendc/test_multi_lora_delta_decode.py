@@ -1,14 +1,23 @@
-"""multi_lora_delta for a few tokens, on the vector cores in the simulator (not CANN and not an NPU)."""
+"""multi_lora_delta on the vector cores in the simulator: a chip without cube cores, where the plan has no other way."""
 
 import numpy as np
 import pytest
 
 from tests.ops.test_multi_lora_delta import KINDS, popularity
-from tests.support.ascend_arrays import DTYPES, STORED, assert_rounded_once, empty, moved, normal, store, widen
+from tests.support.ascend_arrays import (
+    DTYPES,
+    STORED,
+    assert_rounded_once,
+    empty,
+    moved,
+    normal,
+    over_the_bound,
+    store,
+    widen,
+)
 
 NAMES = ("y0", "x", "pool", "ranks", "scales", "indices")
 TRUE_RANKS = (1, 8, 13, 16, 64, 0, 33)
-DECODE = 1
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +27,8 @@ def run(kernels):
     def run_kernel(dtype, inputs, cores=48):
         (tokens, n), (slots, max_rank, _) = inputs[0].shape, inputs[2].shape
         sizes = (tokens, slots, max_rank, inputs[1].shape[1], n)
-        assert kernels.plan("multi_lora_delta", dtype, sizes, cores // 2, cores)[0].tiling_key == DECODE
         y = empty(dtype, tokens, n)
-        report = kernels.run(
-            "multi_lora_delta", dtype, list(zip(NAMES, inputs)), [("y", y, "out")], sizes, cores // 2, cores
-        )
+        report = kernels.run("multi_lora_delta", dtype, list(zip(NAMES, inputs)), [("y", y, "out")], sizes, 0, cores)
         assert report["unwritten"]["y"] == 0
         return y, report
 
@@ -183,12 +189,6 @@ def ones(tokens, adapters, rank, size):
     return [rows, rows, pool, np.full(adapters, rank, np.int32), np.ones(adapters, np.float32), indices]
 
 
-def over_least(report, inputs):
-    """Bytes moved, divided by the minimum: the true ranks, x, y0, y and the indices once each."""
-    least = read_of_pool(inputs) + inputs[1].nbytes + 2 * inputs[0].nbytes + inputs[5].nbytes
-    return moved(report) / least
-
-
 @pytest.mark.parametrize("size", (4096, 5120))
 @pytest.mark.parametrize(
     "tokens, adapters, rank, most",
@@ -196,27 +196,28 @@ def over_least(report, inputs):
         (1, 1, 8, 1.04),
         (1, 1, 16, 1.04),
         (1, 1, 64, 1.04),
-        (8, 1, 8, 1.05),
-        (8, 1, 16, 1.05),
-        (8, 1, 64, 1.05),
+        (8, 1, 8, 1.15),
+        (8, 1, 16, 1.15),
+        (8, 1, 64, 1.15),
         (8, 4, 16, 1.03),
-        (32, 1, 8, 1.05),
-        (32, 4, 8, 1.05),
-        (32, 4, 16, 1.05),
+        (32, 1, 8, 1.15),
+        (32, 4, 8, 1.15),
+        (32, 4, 16, 1.15),
         (32, 32, 8, 1.01),
         (32, 32, 16, 1.01),
-        (32, 1, 16, 1.05),
-        # The rows of one adapter are on as many cores as their arithmetic requires, and these exchange sums.
-        (32, 1, 64, 1.36),
+        (32, 1, 16, 1.15),
+        (32, 1, 64, 1.15),
     ],
 )
-def test_bytes_moved(run, size, tokens, adapters, rank, most):
+def test_time_at_best(run, size, tokens, adapters, rank, most):
+    """Relative to all cores sharing bytes and arithmetic, however many rows share an adapter. All is read once."""
     inputs = ones(tokens, adapters, rank, size)
     _, report = run("float16", inputs)
     assert report["gm"]["pool"]["read"] == read_of_pool(inputs)
     assert report["gm"]["x"]["read"] == inputs[1].nbytes
     assert report["gm"]["y0"]["read"] == report["gm"]["y"]["written"] == inputs[0].nbytes
-    assert over_least(report, inputs) <= most
+    least = read_of_pool(inputs) + inputs[1].nbytes + 2 * inputs[0].nbytes + inputs[5].nbytes
+    assert over_the_bound(report, least) <= most
 
 
 @pytest.mark.parametrize("cores", (40, 48))

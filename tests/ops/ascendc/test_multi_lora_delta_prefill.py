@@ -1,4 +1,4 @@
-"""multi_lora_delta for many tokens, on the cube cores in the simulator (not CANN and not an NPU)."""
+"""multi_lora_delta on the cube cores in the simulator (not CANN and not an NPU)."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,8 @@ def assert_near(reference, dtype, y, inputs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_popularity(run, reference, dtype, kind):
-    for tokens, cores in ((129, 24), (200, 3)):
+    # Of fewer tokens than 129 the cube has those that share slots.
+    for tokens, cores in ((9, 1), (70, 2), (129, 24), (200, 3)):
         inputs = case(dtype, KINDS[kind](tokens))
         y, _ = run(dtype, inputs, cores)
         assert_near(reference, dtype, y, inputs)
@@ -116,21 +117,26 @@ def test_same_bits_whatever_the_other_rows(run):
 
 
 def test_bytes_moved(run):
-    """Four segments of 128 tokens: near the minimum, with all cube cores busy."""
+    """Four segments of 128 tokens: near the minimum, with most cores busy."""
     tokens, size, rank = 512, 2048, 16
     inputs = case("float16", np.arange(tokens) // 128, (rank,) * 4, size, size)
     _, report = run("float16", inputs)
     least = 2 * (3 * tokens * size + 4 * rank * 2 * size)
     assert moved(report) <= 1.15 * least
-    assert report["cores_that_worked"] == 72
+    assert report["cores_that_worked"] >= 48
 
 
 def test_what_stays_with_the_vector_cores(kernels):
-    def way(dtype, tokens, k, n, max_rank=16):
-        return kernels.plan("multi_lora_delta", dtype, (tokens, 7, max_rank, k, n))[0].tiling_key
+    def way(dtype, tokens, k, n, max_rank=16, slots=200, cores=(24, 48)):
+        return kernels.plan("multi_lora_delta", dtype, (tokens, slots, max_rank, k, n), *cores)[0].tiling_key
 
     assert way("float16", 129, 4096, 4096) == PREFILL
-    assert way("float16", 128, 4096, 4096) != PREFILL
+    assert way("float16", 128, 4096, 4096) != PREFILL  # each row may have an adapter of its own
+    for tokens, slots in ((8, 1), (16, 1), (64, 4), (128, 7)):  # rows share adapters
+        assert way("float16", tokens, 4096, 4096, 64, slots) == PREFILL
+    assert way("float16", 64, 4096, 4096, 64, 32) != PREFILL
     assert way("float32", 512, 4096, 4096) != PREFILL
     assert way("bfloat16", 512, 32768, 32767, 256) == PREFILL
     assert way("bfloat16", 512, 32768, 32768) != PREFILL
+    for cores in ((0, 1), (0, 48), (1, 1)):  # a cube core needs two vector cores
+        assert way("bfloat16", 512, 4096, 4096, cores=cores) != PREFILL

@@ -109,7 +109,7 @@ void CopyOnChip(
     if (blocks.count == 0 || blocks.length == 0) {
         return;
     }
-    Instruction vector(api, PIPE_V);
+    Instruction vector(api, PIPE_V, (uint64_t{blocks.count} * blocks.length + 255) / 256);
     for (const auto& [tensor, operand] : {std::pair(&dst.Ref(), "dst"), std::pair(&src.Ref(), "src")}) {
         vector.CheckSpace(*tensor, operand, {kUb});
         vector.CheckAligned(*tensor, operand, kDataBlock);

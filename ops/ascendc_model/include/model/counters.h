@@ -19,6 +19,7 @@ struct Traffic {
 struct CoreCounters {
     std::string name;
     std::array<uint64_t, kPipes> instructions{};
+    uint64_t repeats = 0;                  // of the vector unit; on a cube core, products of two fractals
     std::map<std::string, Traffic> gm;     // by GM buffer
     std::map<std::string, uint64_t> peak;  // bytes, by on-chip memory
 };
@@ -85,7 +86,8 @@ inline std::string Report::Json() const
     for (const CoreCounters& core : cores) {
         list += (list.empty() ? "" : ", ") + ("{\"name\": " + json::Quote(core.name)) +
             ", \"instructions\": " + json::Value(json::ByName(core.instructions)) +
-            ", \"gm\": " + json::Value(core.gm) + ", \"peak\": " + json::Value(core.peak) + "}";
+            ", \"repeats\": " + json::Value(core.repeats) + ", \"gm\": " + json::Value(core.gm) +
+            ", \"peak\": " + json::Value(core.peak) + "}";
     }
     return std::string("{\"ok\": ") + (ok ? "true" : "false") + ", \"error\": " + json::Quote(error) +
         ", \"gm\": " + json::Value(gm) + ", \"instructions\": " + json::Value(instructions) +

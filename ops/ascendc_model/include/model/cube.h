@@ -137,7 +137,7 @@ void Mmad(
     if (p.m == 0 || p.n == 0 || p.k == 0) {
         return;
     }
-    Instruction cube("Mmad", PIPE_M);
+    Instruction cube("Mmad", PIPE_M, Fractals(p.m) * Fractals(p.n) * Fractals(p.k));
     cube.CheckSpace(dst.Ref(), "dst", {kL0c});
     cube.CheckAligned(dst.Ref(), "dst", 1024);
     cube.CheckSpace(fm.Ref(), "fm", {kL0a});

@@ -63,7 +63,7 @@ void Brcb(
     if (repeatTime == 0) {
         return;
     }
-    Instruction vector("Brcb", PIPE_V);
+    Instruction vector("Brcb", PIPE_V, repeatTime);
     const Operand<T> to("dst", dst, p.dstBlkStride, p.dstRepStride);
     CheckOperand(vector, to);
     CheckOperand(vector, Operand<T>("src", src, 1, 0));

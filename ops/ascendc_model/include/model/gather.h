@@ -16,7 +16,7 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
     if (count == 0) {
         return;
     }
-    Instruction vector("Gather", PIPE_V);
+    Instruction vector("Gather", PIPE_V, (uint64_t{count} * sizeof(T) + kRepeatBytes - 1) / kRepeatBytes);
     const LocalRef& to = dst.Ref();
     const LocalRef& from = src.Ref();
     const LocalRef& offsets = srcOffset.Ref();

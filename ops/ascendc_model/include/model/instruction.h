@@ -25,7 +25,8 @@ struct GmRef {
 
 class Instruction {
 public:
-    Instruction(const char* api, pipe_t pipe) : api_(api), pipe_(pipe)
+    // repeats: of the vector unit, or products of two fractals.
+    Instruction(const char* api, pipe_t pipe, uint64_t repeats = 0) : api_(api), pipe_(pipe)
     {
         if (!HasPipe(Me(), pipe)) {
             Refuse(api, "runs on PIPE_", kPipeNames[pipe], ", which this kind of core does not have");
@@ -33,6 +34,7 @@ public:
         thread_ = MyThread(pipe);
         number_ = TheDevice().clocks.Issue(thread_);
         ++Me().counters.instructions[pipe];
+        Me().counters.repeats += repeats;
         Me().worked = Me().worked || pipe != PIPE_S;
     }
 

@@ -61,7 +61,7 @@ void ReduceGroups(const char* api, const Lanes& lanes, uint64_t group, uint64_t 
     if (lanes.Empty()) {
         return;
     }
-    Instruction vector(api, PIPE_V);
+    Instruction vector(api, PIPE_V, lanes.repeats);
     CheckOperand(vector, src);
     vector.CheckSpace(dst.Ref(), "dst", {kUb});
     vector.CheckAligned(dst.Ref(), "dst", dstAlignment);
@@ -144,7 +144,7 @@ void ReduceSum(
         return;
     }
     const Operand<T> from("src", src, kLanes<T>);
-    Instruction vector(api, PIPE_V);
+    Instruction vector(api, PIPE_V, lanes.repeats);
     CheckOperand(vector, from);
     vector.CheckAligned(sharedTmpBuffer.Ref(), "sharedTmpBuffer", kDataBlock);
     vector.CheckAligned(dst.Ref(), "dst", sizeof(T));
@@ -174,7 +174,7 @@ void ReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const Local
         return;
     }
     const Operand<T> from("src", src, 1, srcRepStride);
-    Instruction vector(api, PIPE_V);
+    Instruction vector(api, PIPE_V, lanes.repeats);
     CheckOperand(vector, from);
     vector.CheckAligned(sharedTmpBuffer.Ref(), "sharedTmpBuffer", kDataBlock);
     vector.CheckAligned(dst.Ref(), "dst", sizeof(T));

@@ -231,7 +231,7 @@ void Elementwise(const char* api, const Lanes& lanes, const Operand<D>& dst, con
     if (lanes.Empty()) {
         return;
     }
-    Instruction vector(api, PIPE_V);
+    Instruction vector(api, PIPE_V, lanes.repeats);
     CheckOperand(vector, dst);
     (CheckOperand(vector, sources), ...);
     if (dst.blockStride == 0) {

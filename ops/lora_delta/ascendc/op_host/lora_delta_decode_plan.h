@@ -14,7 +14,6 @@ constexpr uint64_t kUnit = 16;            // columns and rows are dealt out in u
 constexpr uint64_t kMostTokens = 48;      // at a time
 constexpr uint64_t kOneCore = 16 * 1024;  // bytes: less is not worth two synchronizations
 constexpr uint64_t kACore = 2 * 1024;     // bytes: less is not worth another core
-constexpr uint64_t kExchangeShare = 22;   // the exchange may add 1/22 to the bytes that must be moved
 
 // Of 192 KiB of unified buffer, RowProducts takes up to 108 and y up to 24; x A^T may have 16, twice: once to be
 // written and once to be read back.
@@ -30,12 +29,92 @@ inline void FillTiles(LoraDeltaTiling& sizes, uint64_t elementBytes, uint64_t un
         kUnit);
 }
 
+struct Load {
+    uint64_t bytes;
+    uint64_t repeats;
+};
+
+struct Split {
+    uint64_t shrinkCores;
+    uint64_t expandCores;
+    uint64_t time;
+};
+
+// One pass over A and B, shared by cores that shrink and cores that expand.
+class Pass {
+public:
+    Pass(const LoraDeltaTiling& sizes, uint64_t elementBytes, uint64_t allCores)
+        : sizes_(sizes), tokens_(sizes.decode.tokensAtOnce), elementBytes_(elementBytes), allCores_(allCores),
+          sums_(RoundUp(tokens_ * sizes.rank, 8) * sizeof(float)), shrink_(ShrinkOf(sizes.inFeatures)),
+          expand_(ExpandOf(sizes.outFeatures))
+    {}
+
+    uint64_t ExchangedSums() const { return sums_; }  // bytes
+    Load All() const { return {shrink_.bytes + expand_.bytes, shrink_.repeats + expand_.repeats}; }
+
+    // The split over the most of `cores` whose exchange is worth it, or else the fastest. None if there are not two.
+    Split Choose(uint64_t cores) const
+    {
+        uint64_t allowed = ~uint64_t{0};
+        for (uint64_t count = 2; count <= cores; ++count) {
+            allowed = std::min(allowed, SplitOf(count).time);
+        }
+        allowed = std::max(allowed, WithMoreCores(All().bytes));
+        for (uint64_t count = cores; count >= 2; --count) {
+            const Split split = SplitOf(count);
+            if (split.time <= allowed) {
+                return split;
+            }
+        }
+        return {};
+    }
+
+private:
+    // So many cores, with about equal loads. The exchange costs each shrinking core a write and a read of the sums, and
+    // each expanding core a read.
+    Split SplitOf(uint64_t cores) const
+    {
+        const uint64_t shrinkTime = TimeAtBest(shrink_.bytes * cores, shrink_.bytes, shrink_.repeats, allCores_);
+        const uint64_t expandTime = TimeAtBest(expand_.bytes * cores, expand_.bytes, expand_.repeats, allCores_);
+        const uint64_t balanced = cores * shrinkTime / (shrinkTime + expandTime);
+        Split best{0, 0, ~uint64_t{0}};
+        for (uint64_t s = std::max<uint64_t>(balanced, 1); s <= std::min(balanced + 1, cores - 1); ++s) {
+            const uint64_t e = cores - s;
+            const Load shrink = ShrinkOf(RoundUp(CeilDiv(sizes_.inFeatures, s), kUnit));
+            const Load expand = ExpandOf(RoundUp(CeilDiv(sizes_.outFeatures, e), kUnit));
+            const uint64_t time = TimeAtBest(All().bytes + (2 * s + e) * sums_, std::max(shrink.bytes, expand.bytes),
+                std::max(shrink.repeats, expand.repeats), allCores_);
+            if (time < best.time) {
+                best = {s, e, time};
+            }
+        }
+        return best;
+    }
+
+    Load ShrinkOf(uint64_t columns) const
+    {
+        return {columns * (sizes_.rank + tokens_) * elementBytes_,
+            RowProductsRepeats(sizes_.rank, columns, sizes_.decode.products.columns, tokens_, elementBytes_) +
+                ConversionRepeats(tokens_, columns, elementBytes_)};
+    }
+
+    Load ExpandOf(uint64_t rows) const
+    {
+        return {rows * (sizes_.rank + 2 * tokens_) * elementBytes_,
+            RowProductsRepeats(rows, sizes_.rank, sizes_.rank, tokens_, elementBytes_) +
+                2 * ConversionRepeats(tokens_, rows, elementBytes_)};  // y0 and y
+    }
+
+    const LoraDeltaTiling& sizes_;
+    const uint64_t tokens_, elementBytes_, allCores_, sums_;
+    const Load shrink_, expand_;
+};
+
 }  // namespace lora_delta_decode
 
-// Completes a plan whose tiling has the sizes. Shrinking and expanding cores get equal loads. The exchange costs each
-// shrinking core a write and a read of the tokens x rank sums and each expanding core a read: as many cores take part
-// as these bytes allow. Where the busiest core moves no more with tokens of its own, there is no exchange.
-inline void PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, const Platform& chip)
+// Completes a plan whose tiling has the sizes, and returns the time. As many cores take part as the exchange between
+// them allows; where tokens of its own cost no core more, there is no exchange.
+inline uint64_t PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, const Platform& chip)
 {
     using namespace lora_delta_decode;
     LoraDeltaTiling& sizes = plan.tiling;
@@ -43,30 +122,28 @@ inline void PlanDecode(Plan<LoraDeltaTiling>& plan, uint64_t elementBytes, const
     FillTiles(sizes, elementBytes, chip.unifiedBuffer);
     plan.kind = KernelKind::kVectorSynchronized;
 
-    // For one pass over A and B.
-    const uint64_t in = sizes.inFeatures, out = sizes.outFeatures, rank = sizes.rank, tokens = tiles.tokensAtOnce;
-    const uint64_t shrink = in * (rank + tokens) * elementBytes;
-    const uint64_t expand = out * (rank + 2 * tokens) * elementBytes;
-    const uint64_t least = shrink + expand;
-    const uint64_t worthwhile = least <= kOneCore ? 1 : std::min<uint64_t>(chip.vectorCores, least / kACore);
+    const uint64_t in = sizes.inFeatures, out = sizes.outFeatures, tokens = tiles.tokensAtOnce;
+    const Pass pass(sizes, elementBytes, chip.vectorCores);
+    const Load all = pass.All();
+    const uint64_t worthwhile = all.bytes <= kOneCore ? 1 : std::min<uint64_t>(chip.vectorCores, all.bytes / kACore);
 
     const uint64_t own = std::max<uint64_t>(1, std::min<uint64_t>(sizes.tokens, worthwhile));
     const uint64_t ownTokens = CeilDiv(sizes.tokens, own);
     const uint64_t ownBytes =
-        CeilDiv(ownTokens, tokens) * (in + out) * rank * elementBytes + ownTokens * (in + 2 * out) * elementBytes;
+        (CeilDiv(ownTokens, tokens) * (in + out) * sizes.rank + ownTokens * (in + 2 * out)) * elementBytes;
+    const uint64_t ownTime = TimeAtBest(ownBytes * own, ownBytes, all.repeats * ownTokens / tokens, chip.vectorCores);
 
-    const uint64_t sums = RoundUp(tokens * rank, 8) * sizeof(float);
-    const uint64_t transfers = least / kExchangeShare / sums;  // = 2 shrinking cores + expanding cores
-    const uint64_t joint = std::min(worthwhile, transfers * least / (least + shrink));
-    if (joint < 2 || ownBytes <= CeilDiv(sizes.tokens, tokens) * least / joint) {
+    const Split joint = pass.Choose(worthwhile);
+    const uint64_t jointTime = CeilDiv(sizes.tokens, tokens) * joint.time;
+    if (joint.shrinkCores == 0 || ownTime <= jointTime) {
         plan.blocks = own;
-        return;
+        return ownTime;
     }
-    const uint64_t shrinkCores = std::min(std::max<uint64_t>(joint * shrink / least, 1), joint - 1);
-    tiles.shrinkCores = std::min(shrinkCores, CeilDiv(in, kUnit));
-    tiles.expandCores = std::min(joint - shrinkCores, CeilDiv(out, kUnit));
+    tiles.shrinkCores = std::min(joint.shrinkCores, CeilDiv(in, kUnit));
+    tiles.expandCores = std::min(joint.expandCores, CeilDiv(out, kUnit));
     plan.blocks = tiles.shrinkCores + tiles.expandCores;
-    plan.workspace = (tiles.shrinkCores + 1) * sums;
+    plan.workspace = (tiles.shrinkCores + 1) * pass.ExchangedSums();
+    return jointTime;
 }
 
 }  // namespace mindlora

@@ -11,6 +11,9 @@ namespace mindlora {
 constexpr uint64_t kLoraDeltaDecodeKey = 1;
 constexpr uint64_t kLoraDeltaPrefillKey = 2;
 constexpr uint32_t kLoraDeltaMaxRank = 256;
+// The time, in bytes, by which the cube must be faster: its tiles pass through two more memories before the first
+// product and one after the last. Some 40 ns, an estimate.
+constexpr uint64_t kStartOfCube = 64 * 1024;
 
 // Any tokens, K, N >= 1; rank 1 to 256. elementBytes is 2 or 4.
 inline Plan<LoraDeltaTiling> PlanLoraDelta(
@@ -22,13 +25,18 @@ inline Plan<LoraDeltaTiling> PlanLoraDelta(
     sizes.inFeatures = in;
     sizes.outFeatures = out;
     sizes.rank = rank;
-    if (TakesPrefill(tokens, rank, std::max(in, out), elementBytes)) {
-        plan.tilingKey = kLoraDeltaPrefillKey;
-        PlanPrefill(tokens, in, out, rank, platform, plan);
-        return plan;
-    }
     plan.tilingKey = kLoraDeltaDecodeKey;
-    PlanDecode(plan, elementBytes, platform);
+    const uint64_t time = PlanDecode(plan, elementBytes, platform);
+    if (TakesPrefill(tokens, rank, std::max(in, out), elementBytes, platform)) {
+        Plan<LoraDeltaTiling> cube{sizes};
+        cube.tiling.decode = {};
+        cube.tilingKey = kLoraDeltaPrefillKey;
+        const uint64_t cubeTime = PlanPrefill(tokens, in, out, rank, platform, cube);
+        // More tokens than a fractal has rows are the cube's: on vector cores each costs repeats of its own.
+        if (tokens > prefill::kSide || (plan.blocks > 1 && cubeTime + kStartOfCube < time)) {
+            return cube;
+        }
+    }
     return plan;
 }
 

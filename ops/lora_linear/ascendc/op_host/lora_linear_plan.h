@@ -13,10 +13,10 @@ constexpr uint64_t kLoraLinearVectorKey = 1;
 constexpr uint64_t kLoraLinearCubeKey = 2;
 
 // From two tokens on, vector cores compute more slowly than W arrives; more than 16 tokens are not for this kernel.
-inline bool LoraLinearTakesCube(uint64_t tokens, uint64_t in, uint64_t elementBytes)
+inline bool LoraLinearTakesCube(uint64_t tokens, uint64_t in, uint64_t elementBytes, const Platform& chip)
 {
     constexpr uint64_t kMostStride = 65535;  // between rows that become fractals while they are read
-    return elementBytes == 2 && tokens >= 2 && tokens <= 16 && in <= kMostStride;
+    return elementBytes == 2 && tokens >= 2 && tokens <= 16 && in <= kMostStride && PairedCubeCores(chip) > 0;
 }
 
 inline void PlanLoraLinearOnVectorCores(uint64_t elementBytes, const Platform& chip, Plan<LoraLinearTiling>& plan)
@@ -53,7 +53,7 @@ inline void PlanLoraLinearOnCubeCores(const Platform& chip, Plan<LoraLinearTilin
     plan.tilingKey = kLoraLinearCubeKey;
     plan.kind = KernelKind::kCubeAndVector;
     // Every core has columns of y, at least one fractal.
-    plan.blocks = std::min<uint64_t>({chip.cubeCores, chip.vectorCores / 2, CeilDiv(sizes.outFeatures, kSide)});
+    plan.blocks = std::min(PairedCubeCores(chip), CeilDiv(sizes.outFeatures, kSide));
 
     LoraLinearCubeTiling& tiling = plan.tiling.cube;
     tiling.shrinkSlices = std::min<uint64_t>(plan.blocks, CeilDiv(sizes.inFeatures, kSide));
@@ -79,7 +79,7 @@ inline Plan<LoraLinearTiling> PlanLoraLinear(uint64_t tokens, uint64_t in, uint6
     sizes.outFeatures = out;
     sizes.rank = rank;
     sizes.hasBias = hasBias;
-    if (LoraLinearTakesCube(tokens, in, elementBytes)) {
+    if (LoraLinearTakesCube(tokens, in, elementBytes, chip)) {
         PlanLoraLinearOnCubeCores(chip, plan);
     } else {
         PlanLoraLinearOnVectorCores(elementBytes, chip, plan);

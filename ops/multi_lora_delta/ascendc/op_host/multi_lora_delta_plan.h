@@ -17,16 +17,26 @@ struct MultiLoraDeltaSizes {
     int64_t out;  // N
 };
 
-inline uint64_t RoundUp8(uint64_t number) { return (number + 7) / 8 * 8; }
-
-constexpr uint64_t kDecodeRound = 512;      // tokens at a time
-constexpr uint32_t kDecodeExchange = 24;    // the bytes of the exchange: about 4% more
-constexpr uint32_t kDecodeRepeats = 10240;  // a few microseconds of arithmetic
+constexpr uint64_t kDecodeRound = 512;  // tokens at a time
+constexpr uint64_t kPrefill = 129;      // so many tokens are hardly one row each of as many requests
 
 // The stride over a row of the pool is a 32-bit number of bytes.
 constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
 
-constexpr uint32_t kLeastPrefill = 129;  // tokens; so many are hardly one row each of as many requests
+// Whether the cube is faster. Without the indices, it is known only where there are fewer slots than rows that rows
+// share adapters and may have more arithmetic than bytes. Rows with an adapter each are bound by its bytes, which the
+// vector cores read while they compute, and the cube before.
+inline bool MultiLoraDeltaTakesCube(const MultiLoraDeltaSizes& sizes, uint64_t elementBytes, const Platform& chip)
+{
+    const uint64_t tokens = sizes.tokens, rank = sizes.maxRank, columns = uint64_t(sizes.in) + sizes.out;
+    if (!TakesPrefill(tokens, rank, columns, elementBytes, chip)) {
+        return false;
+    }
+    const uint64_t adapters = std::clamp<uint64_t>(sizes.slots, 1, tokens);
+    const uint64_t bytes = (adapters * rank * columns + tokens * (sizes.in + 2 * uint64_t(sizes.out))) * elementBytes;
+    const uint64_t repeats = DecodeRepeats(tokens * rank, columns, chip.vectorCores) / chip.vectorCores;
+    return tokens >= kPrefill || repeats * kBytesPerRepeat > bytes;
+}
 
 // As many as the table in UB that finds the rows of an adapter can hold.
 inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
@@ -47,18 +57,18 @@ inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     t.maxRank = static_cast<uint32_t>(sizes.maxRank);
     t.in = static_cast<uint32_t>(sizes.in);
     t.out = static_cast<uint32_t>(sizes.out);
-    if (t.tokens >= kLeastPrefill && TakesPrefill(t.tokens, t.maxRank, uint64_t{t.in} + t.out, elementBytes)) {
+    if (MultiLoraDeltaTakesCube(sizes, elementBytes, chip)) {
         Plan<MultiLoraDeltaTiling> plan{t, 0, kMultiLoraDeltaPrefill, 0, KernelKind::kCubeAndVector};
         PlanPrefill(t.tokens, t.in, t.out, t.maxRank, chip, plan);
         return plan;
     }
-    t.round = static_cast<uint32_t>(RoundUp8(std::clamp<uint64_t>(t.tokens, 1, kDecodeRound)));
+    t.round = static_cast<uint32_t>(RoundUp(std::clamp<uint64_t>(t.tokens, 1, kDecodeRound), 8));
     t.together = std::min(kDecodeRows, kDecodeTile / t.maxRank);
-    t.exchange = kDecodeExchange;
-    t.repeats = kDecodeRepeats;
+    t.exchange = kMoreCores;
+    t.bytesPerRepeat = kBytesPerRepeat;
     // A round has at most rank sums for each token, and a segment those of its rows. Each piece of a segment has
     // partial sums, and there are at most as many pieces as segments and cores together.
-    const uint64_t rank = RoundUp8(t.maxRank);
+    const uint64_t rank = RoundUp(t.maxRank, 8);
     t.sums = static_cast<uint32_t>(t.round * rank);
     const uint64_t partial = t.sums + chip.vectorCores * std::min(t.round, t.together) * rank;
     const uint32_t blocks = t.tokens == 0 ? 1 : chip.vectorCores;

@@ -9,10 +9,11 @@
 namespace mindlora {
 
 // How many cores take part in a round. Each core of a segment writes, adds up and reads as many numbers as the segment
-// has, so moving bytes favours few cores; arithmetic favours many.
+// has, so moving bytes favours few cores; arithmetic favours many. So there are as many as the exchange may cost, and
+// more while a core's arithmetic takes longer than moving all bytes.
 __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDeltaTiling& sizes, uint32_t elementBytes)
 {
-    constexpr uint64_t kHops = 3, kRepeat = 64;
+    constexpr uint64_t kHops = 3;
     const uint64_t columns = uint64_t{sizes.in} + sizes.out;
     uint64_t bytes = 0, numbers = 0, work = 0, shared = 0;
     for (uint32_t i = 0; i < segments.Count(); ++i) {
@@ -30,8 +31,13 @@ __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDel
     // Of `cores`, a segment has cores * own / work, and up to one more.
     const uint64_t transfers = bytes / sizes.exchange / (kHops * sizeof(float));
     const uint64_t affordable = transfers > numbers ? (transfers - numbers) * work / shared : 0;
-    const uint64_t needed = (numbers * columns / kRepeat + sizes.repeats - 1) / sizes.repeats;
-    return Least(all, affordable > needed ? affordable : needed);
+    const uint64_t ofACore = kHops * sizeof(float) * shared / work;
+    uint64_t cores = Least(all, affordable > 1 ? affordable : 1);
+    while (cores < all &&
+        DecodeRepeats(numbers, columns, cores) * sizes.bytesPerRepeat > cores * (bytes + ofACore * cores)) {
+        ++cores;
+    }
+    return cores;
 }
 
 class Shares {
