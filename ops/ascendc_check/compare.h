@@ -25,6 +25,7 @@ inline double NumberAt(const GoldenTensor& tensor, const std::vector<char>& byte
 
 inline std::string Text(double number)
 {
+    if (std::isnan(number)) return "nan";
     char text[32];
     std::snprintf(text, sizeof(text), "%.9g", number);
     return text;

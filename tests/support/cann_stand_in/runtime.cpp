@@ -1,4 +1,6 @@
 // libascendcl.so and libnnopbase.so of the stand-in: the device is this process.
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -41,9 +43,10 @@ aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t)
 
 float aclFloat16ToFloat(aclFloat16 value)
 {
-    _Float16 half;
-    std::memcpy(&half, &value, sizeof(half));
-    return half;
+    const int exponent = value >> 10 & 31, mantissa = value & 1023;
+    float size = std::ldexp(static_cast<float>(exponent == 0 ? mantissa : mantissa + 1024), std::max(exponent, 1) - 25);
+    if (exponent == 31) size = mantissa == 0 ? INFINITY : NAN;
+    return value >> 15 == 0 ? size : -size;
 }
 
 aclError aclrtMalloc(void** devPtr, size_t size, aclrtMemMallocPolicy)
