@@ -103,6 +103,7 @@ vendor=$INSTALL_PATH/vendors/mindlora
 build_pynative_module || echo "note: no module for PyNative was built: ops.Custom will call the kernels there."
 cat <<END
 Built for ${SOCS//,/ and } and installed in $vendor. None of it has run on an NPU before: test it first.
+    bash scripts/check_aclnn.sh          calls every kernel through CANN alone, on an NPU
     source $vendor/bin/set_env.bash      before each Python that uses it
     mindlora doctor                      says which operators are taken from it
     MINDLORA_BACKEND=ascend python -m pytest tests/ops

@@ -20,7 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 # The largest error of rounding a number to the dtype once, relative to it.
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SCALE = 0.75
-# tokens, K, N, rank: odd ones, both sides of 16 tokens, and one in which all cores have work.
+# tokens, K, N, rank: odd ones, both sides of 16 tokens, and a larger one for more cores.
 SIZES = ((1, 37, 53, 5), (3, 130, 16, 8), (8, 1000, 267, 1), (17, 37, 53, 16), (33, 257, 129, 64))
 LARGE = (8, 2048, 1024, 16)
 # The slots of the pool: ranks of their adapters. The last but one is empty.
@@ -95,7 +95,7 @@ def numbers(dtype: str, **values: Any) -> List[Tensor]:
 
 
 def sizes_of(small: bool) -> Tuple[Tuple[int, int, int, int], ...]:
-    """Returns (tokens, K, N, rank) of the cases; without the large one a simulator ends within minutes."""
+    """Returns (tokens, K, N, rank) of the cases; without the larger one a simulator ends within minutes."""
     return SIZES if small else (*SIZES, LARGE)
 
 
@@ -209,7 +209,7 @@ def write(
         folder (str): Gets a folder for each operator.
         operators (sequence of str): Names in OPERATORS. Default: all.
         dtypes (sequence of str): Names in DTYPES. Default: all.
-        small (bool): Without the case that gives work to all cores. Default: False.
+        small (bool): Without the larger case. Default: False.
 
     Returns:
         list of str, the paths.
@@ -229,7 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("operators", nargs="*", choices=[*OPERATORS, []], metavar="OPERATOR", help="default: all")
-    parser.add_argument("--small", action="store_true", help="without the case that gives work to all cores")
+    parser.add_argument("--small", action="store_true", help="without the larger case")
     given = parser.parse_args()
     paths = write(given.folder, given.operators or tuple(OPERATORS), small=given.small)
     print(f"{len(paths)} files below {given.folder}")
