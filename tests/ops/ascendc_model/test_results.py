@@ -168,6 +168,10 @@ def test_add_with_ragged_tails(run, length, blocks):
         "z": {"read": 0, "written": 2 * length},
     }
     assert report["instructions"] == {"FIX": 0, "M": 0, "MTE1": 0, "MTE2": 2 * tiles, "MTE3": tiles, "S": 0, "V": tiles}
+    # 128 numbers in a repeat; a tile of 256 has no unfinished one but at a core's end.
+    assert [core["repeats"] for core in report["cores"]] == [
+        -(-max(0, min(per_core, length - core * per_core)) // 128) for core in range(blocks)
+    ]
     assert report["peak"] == {"UB": 6 * 512}
     assert report["unwritten"] == {"z": 0}
     assert report["cores_that_worked"] == -(-length // per_core)
@@ -346,6 +350,8 @@ def test_mix_exchanges_through_gm(run):
         "AIV 1 (block 0, sub-block 1)",
     ]
     assert report["cores_that_worked"] == 9
+    # 2 x 2 x 1 products of two fractals; 512 numbers in repeats of 64.
+    assert [core["repeats"] for core in report["cores"][:3]] == [4, 8, 8]
     assert report["peak"] == {"L1": 1024, "L0A": 1024, "L0B": 1024, "L0C": 4096, "UB": 2048}
 
 
