@@ -66,7 +66,6 @@ def test_many_tokens_in_float32(run, tokens):
     for (k, n), rank in itertools.product(SIZES[1:3], (8, 64)):
         run("float32", tokens, k, n, rank)
     run("float32", tokens, 257, 130, 64, cores=2)
-    run("float32", tokens, 515, 300, 256)
 
 
 def test_more_rows_than_a_tile(run):
@@ -111,7 +110,7 @@ def test_passes_together_and_alone(kernels):
     def together(tokens, k, n, rank, cores):
         return kernels.plan("lora_delta", "float32", (tokens, k, n, rank), 0, cores)[0].workspace > 0
 
-    assert together(130, 515, 300, 256, 48)
+    assert together(130, 257, 130, 64, 48)
     assert not together(49, 2051, 1283, 100, 6)
 
 
