@@ -132,11 +132,10 @@ def test_a_machine_without_an_npu_and_its_driver_is_enough(run, tmp_path):
     made_up_cann(tmp_path, "8.5.0")
     stubs = tmp_path / "cann" / f"{platform.machine()}-linux/devlib"
     stubs.mkdir(parents=True)
-    (tmp_path / "bin").mkdir()
-    asked = tmp_path / "bin/npu-smi"
+    asked = tmp_path / "python/npu-smi"
     asked.write_text('#!/bin/sh\necho "$@" >> "$MINDLORA_TEST_LOG.npu-smi"\nexit 1\n')
     asked.chmod(0o755)
-    result = run(PATH=f"{tmp_path}/bin:{os.environ['PATH']}", LD_LIBRARY_PATH="/of/a/driver")
+    result = run(LD_LIBRARY_PATH="/of/a/driver")
     assert result.returncode == 0, result.stdout + result.stderr
     assert not (tmp_path / "log.npu-smi").exists()
     # The driver's own libraries come before CANN's stubs of them.

@@ -28,7 +28,8 @@ def verify(tmp_path):
     def call(*arguments, root=ROOT):
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND", "MINDLORA"))}
         environment.update(MINDLORA_CANN_FOLDERS=str(tmp_path / "nowhere"), MINDLORA_TEST_LOG=str(tmp_path / "log"))
-        environment.update(PYTHON=sys.executable)
+        # build_ascend.sh builds a module, for a minute, where python3 has MindSpore.
+        environment.update(PYTHON=sys.executable, PATH=f"{without_mindspore.parent}:{os.environ['PATH']}")
         if (tmp_path / "cann").exists():
             environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
         command = [
@@ -41,6 +42,10 @@ def verify(tmp_path):
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return result, tmp_path / "out"
 
+    without_mindspore = tmp_path / "bin/python3"
+    without_mindspore.parent.mkdir()
+    without_mindspore.write_text("#!/bin/sh\nexit 1\n")
+    without_mindspore.chmod(0o755)
     return call
 
 
