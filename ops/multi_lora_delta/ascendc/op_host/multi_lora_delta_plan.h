@@ -6,6 +6,7 @@
 #include "../op_kernel/multi_lora_delta_tiling.h"
 #include "ascendc_common/plan.h"
 #include "ascendc_common/prefill_plan.h"
+#include "ascendc_common/row_products_tiling.h"
 
 namespace mindlora {
 
@@ -19,6 +20,10 @@ struct MultiLoraDeltaSizes {
 
 constexpr uint64_t kDecodeRound = 512;  // tokens at a time
 constexpr uint64_t kPrefill = 129;      // so many tokens are hardly one row each of as many requests
+
+// Bytes that the chip moves while a vector core multiplies a number by one of A or B: a repeat has 64 products, and
+// sums and conversions take up to three quarters as many repeats again.
+constexpr uint64_t kBytesPerProduct = kBytesPerRepeat * 7 / 4 / kLanes;
 
 // The stride over a row of the pool is a 32-bit number of bytes.
 constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
@@ -34,8 +39,8 @@ inline bool MultiLoraDeltaTakesCube(const MultiLoraDeltaSizes& sizes, uint64_t e
     }
     const uint64_t adapters = std::clamp<uint64_t>(sizes.slots, 1, tokens);
     const uint64_t bytes = (adapters * rank * columns + tokens * (sizes.in + 2 * uint64_t(sizes.out))) * elementBytes;
-    const uint64_t repeats = DecodeRepeats(tokens * rank, columns, chip.vectorCores) / chip.vectorCores;
-    return tokens >= kPrefill || repeats * kBytesPerRepeat > bytes;
+    const uint64_t products = tokens * rank * (columns + kLanes * chip.vectorCores);  // CoresFor counts them so too
+    return tokens >= kPrefill || products * kBytesPerProduct > bytes * chip.vectorCores;
 }
 
 // As many as the table in UB that finds the rows of an adapter can hold.
@@ -65,7 +70,7 @@ inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     t.round = static_cast<uint32_t>(RoundUp(std::clamp<uint64_t>(t.tokens, 1, kDecodeRound), 8));
     t.together = std::min(kDecodeRows, kDecodeTile / t.maxRank);
     t.exchange = kMoreCores;
-    t.bytesPerRepeat = kBytesPerRepeat;
+    t.bytesPerProduct = kBytesPerProduct;
     // A round has at most rank sums for each token, and a segment those of its rows. Each piece of a segment has
     // partial sums, and there are at most as many pieces as segments and cores together.
     const uint64_t rank = RoundUp(t.maxRank, 8);

@@ -3,6 +3,7 @@
 // adapters has few cores, which exchange few partial sums.
 #pragma once
 
+#include "ascendc_common/row_products_tiling.h"
 #include "ascendc_common/share.h"
 #include "multi_lora_delta_segments.h"
 
@@ -10,7 +11,8 @@ namespace mindlora {
 
 // How many cores take part in a round. Each core of a segment writes, adds up and reads as many numbers as the segment
 // has, so moving bytes favours few cores; arithmetic favours many. So there are as many as the exchange may cost, and
-// more while a core's arithmetic takes longer than moving all bytes.
+// more while a core's arithmetic takes longer than moving all bytes. In A and in B, half of a core's last repeat is
+// idle on average.
 __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDeltaTiling& sizes, uint32_t elementBytes)
 {
     constexpr uint64_t kHops = 3;
@@ -34,7 +36,7 @@ __aicore__ inline uint64_t CoresFor(const Segments& segments, const MultiLoraDel
     const uint64_t ofACore = kHops * sizeof(float) * shared / work;
     uint64_t cores = Least(all, affordable > 1 ? affordable : 1);
     while (cores < all &&
-        DecodeRepeats(numbers, columns, cores) * sizes.bytesPerRepeat > cores * (bytes + ofACore * cores)) {
+        numbers * (columns + kLanes * cores) * sizes.bytesPerProduct > cores * (bytes + ofACore * cores)) {
         ++cores;
     }
     return cores;

@@ -20,13 +20,6 @@ constexpr uint32_t kDecodeBuffers = 9;  // tiles of float32 in UB
 constexpr uint32_t kDecodeTables = 7;   // numbers that a core keeps for a token,
 constexpr uint32_t kDecodeKeys = 2;     // and besides one for each slot (multi_lora_delta_segments.h)
 
-// Repeats of decode over all cores, for so many products with rows of A and of B. One takes 64 columns, the last of a
-// core's on average half as many; sums and conversions are up to three quarters as much again.
-constexpr uint64_t DecodeRepeats(uint64_t products, uint64_t columns, uint64_t cores)
-{
-    return products * (columns + 64 * cores) / 64 * 7 / 4;
-}
-
 struct MultiLoraDeltaTiling {
     uint32_t tokens;
     uint32_t slots;
@@ -36,8 +29,8 @@ struct MultiLoraDeltaTiling {
     uint32_t round;     // decode: tokens at a time, a multiple of 8
     uint32_t together;  // decode: rows of one adapter that share a read of it
     uint32_t exchange;  // decode: where bytes take longer than arithmetic, the exchange may add 1/exchange to them
-    uint32_t bytesPerRepeat;  // decode: what the chip moves while a core computes a repeat
-    uint32_t sums;            // decode: float32 numbers of the workspace before the partial sums
+    uint32_t bytesPerProduct;  // decode: what the chip moves while a core multiplies a number of x or low
+    uint32_t sums;             // decode: float32 numbers of the workspace before the partial sums
     PrefillTiling prefill;
 };
 
