@@ -53,6 +53,18 @@ class LoRACell(nn.Cell):
     projection_key = 0
     before_merge = None
 
+    @property
+    def compile_phase(self) -> str:
+        """The compiled graph that the cell belongs to, as MindSpore names it."""
+        return self._compile_phase
+
+    @compile_phase.setter
+    def compile_phase(self, value: str) -> None:
+        # MindSpore sets it at every call of a network in graph mode, two microseconds for each cell, and there are
+        # several below this one. They need it only when it changes.
+        if value != self._compile_phase:
+            nn.Cell.compile_phase.fset(self, value)
+
     @classmethod
     def from_cell(cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":
         """Puts an adapter on an existing cell, and shares its parameters and operators with it.
