@@ -97,8 +97,9 @@ def _is_saved_module(weight: Weight, modules: Optional[List[str]]) -> bool:
 
 def _metadata(run: Run, weights: List[Weight], adapted: Container[str]) -> str:
     fingerprint = {"shapes": _HASH, "values": _HASH}
-    # Of the matrices under the adapters, 4-bit ones included.
-    dtypes = {w.dtype for w in weights if w.path in adapted and not w.adapter and len(w.shape) > 1}
+    # Of the matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
+    base = [w for w in weights if not w.adapter and len(w.shape) > 1]
+    dtypes = {w.dtype for w in base if w.path in adapted or f"{w.path}.{w.part}" in adapted}
     if len(dtypes) == 1 and "uint8" not in dtypes:
         fingerprint.update(dtype=dtypes.pop(), float16=_HASH, bfloat16=_HASH)
     adapter = Adapter({}, fingerprint=fingerprint)
