@@ -13,6 +13,7 @@ from mindlora.adapters import parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.expert_pairs import stacked_paths
+from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
 from mindlora.common.text import listed
@@ -181,7 +182,7 @@ def load_lora(
         LoraError: The network is merged, on_base_mismatch is unknown, or an initialization needs weights that have no
             values yet.
     """
-    if on_base_mismatch not in ("warn", "error", "ignore"):
+    if on_base_mismatch not in ON_BASE_MISMATCH:
         raise LoraError(f"on_base_mismatch is {on_base_mismatch!r}: it must be 'warn', 'error' or 'ignore'.")
     _check_not_merged(network)
     has_lora = any(lora_cells(network))
@@ -205,7 +206,7 @@ def _cell_paths(network) -> Tuple[str, ...]:
     return tuple(dict(lora_cells(network))) + tuple(adapter_path(cell, name) for name, cell in cells.items())
 
 
-def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error") -> None:
+def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exact: bool = False) -> None:
     """Compares the base of ``network`` with the one that an adapter was trained on, and loads nothing.
 
     Args:
@@ -213,6 +214,7 @@ def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error") -> 
             under which the base has been loaded since.
         path (str): As for load_lora.
         on_base_mismatch (str): As for load_lora. Default: "error".
+        exact (bool): Whether a copy of the base in another dtype is another base. Default: False.
 
     Raises:
         BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
@@ -220,7 +222,7 @@ def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error") -> 
     adapter = _read(network, str(path))
     match = Match(adapter, network, dict(lora_cells(network)), str(path))
     left_out = (adapter.allocation or {}).get("left_out", [])
-    match.check_base(lambda: base_fingerprint(network, left_out), on_base_mismatch)
+    match.check_base(lambda: base_fingerprint(network, left_out), on_base_mismatch, exact)
 
 
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):

@@ -40,9 +40,7 @@ HOLDER = "decoder.layers.0.mlp.experts"
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RUN_MODE", "train")
-        moe_cpu.install(patch.setattr)
+    with moe_cpu.installed():
         yield
 
 

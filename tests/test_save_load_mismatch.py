@@ -3,10 +3,12 @@
 import logging
 import warnings
 
+import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import nn
 
-from mindlora import LoraError, load_lora, save_lora
+from mindlora import LoraConfig, LoraError, apply_lora, load_lora, save_lora
 from mindlora.errors import (
     BaseMismatchError,
     MissingTensorsError,
@@ -16,7 +18,8 @@ from mindlora.errors import (
     ShapeMismatchError,
     UnexpectedTensorsError,
 )
-from tests.support.networks import adapters
+from mindlora.save_load import check_base
+from tests.support.networks import adapters, randomize
 from tests.support.saved_adapters import FORMS, configured, edited, key, load_refused, network
 
 # Tensors --------------------------------------------------------------------------------------------------------
@@ -221,3 +224,19 @@ def test_an_unknown_way_to_treat_it_is_refused(saved):
     with pytest.raises(LoraError) as error:
         load_lora(network(), saved, on_base_mismatch="raise")
     assert str(error.value) == "on_base_mismatch is 'raise': it must be 'warn', 'error' or 'ignore'."
+
+
+def test_a_copy_of_the_base_in_another_dtype_is_the_base_unless_a_run_goes_on(tmp_path):
+    def of_dtype(dtype):
+        network = nn.SequentialCell(nn.Dense(6, 5, has_bias=False, dtype=dtype))
+        randomize(network.get_parameters(), seed=3)
+        apply_lora(network, LoraConfig(target_modules="all-linear"))
+        return network
+
+    path = str(tmp_path / "adapter")
+    save_lora(of_dtype(ms.float32), path)
+    copy = of_dtype(ms.float16)
+    check_base(copy, path)
+    check_base(of_dtype(ms.float32), path, exact=True)
+    with pytest.raises(BaseMismatchError, match="was trained on another base"):
+        check_base(copy, path, exact=True)

@@ -7,6 +7,8 @@ import numpy as np
 
 from mindlora.numerics.dtypes import BFLOAT16, FLOATS, dtype_name, from_float32, to_float32
 
+# What load_lora and a YAML may ask for where an adapter was trained on another base.
+ON_BASE_MISMATCH = ("error", "warn", "ignore")
 # Reading every weight of a 7B base back from the device takes seconds; a few, evenly spread, tell bases apart.
 _SAMPLED_WEIGHTS = 8
 _SAMPLES_PER_WEIGHT = 1024
@@ -77,16 +79,17 @@ def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
     return None if forms[0] == forms[1] or "loftq" in forms else forms
 
 
-def base_difference(stored: dict, found: dict) -> str:
+def base_difference(stored: dict, found: dict, exact: bool = False) -> str:
     """Returns in words how two fingerprints differ, or "" if they agree.
 
     Args:
         stored (dict): Fingerprint in an adapter.
         found (dict): Fingerprint of the base at hand.
+        exact (bool): Whether a copy in another dtype is another base. Default: False.
     """
     if stored.get("shapes") != found["shapes"]:
         return "the adapted weights have other paths or shapes"
-    if stored.get("values") == found["values"] or _are_copies(stored, found):
+    if stored.get("values") == found["values"] or (not exact and _are_copies(stored, found)):
         return ""
     return "the adapted weights have other values (another checkpoint, or another dtype)"
 

@@ -194,13 +194,14 @@ class Match:
         """Returns what the cell at ``path`` is, for messages."""
         return "linear cell"
 
-    def check_base(self, fingerprint: Callable[[], Optional[dict]], on_base_mismatch: str) -> None:
+    def check_base(self, fingerprint: Callable[[], Optional[dict]], on_base_mismatch: str, exact: bool = False) -> None:
         """Compares the base that the adapter was trained on with the network's.
 
         Args:
             fingerprint (callable): Returns the fingerprint of the weights under the adapter, or None if they have no
                 values yet; called only if the adapter has one.
-            on_base_mismatch (str): "warn", "error" or "ignore".
+            on_base_mismatch (str): One of ON_BASE_MISMATCH.
+            exact (bool): Whether a copy in another dtype is another base. Default: False.
 
         Raises:
             BaseMismatchError: The bases differ, with on_base_mismatch "error".
@@ -214,7 +215,7 @@ class Match:
                 "%s: the base has no values yet, so it was not checked whether the adapter was trained on it.", source
             )
             return
-        difference = base_difference(adapter.fingerprint, found)
+        difference = base_difference(adapter.fingerprint, found, exact)
         forms = forms_that_differ(adapter.fingerprint, found)
         if difference and forms and adapter.fingerprint.get("shapes") == found["shapes"]:
             logger.warning(

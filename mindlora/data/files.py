@@ -8,6 +8,9 @@ from typing import Iterator
 
 from mindlora.errors import DataError
 
+# Of a tokenizer.
+CHARACTERS_PER_CALL = 1 << 20
+
 COMPRESSED = (".gz", ".zst")
 
 
@@ -59,7 +62,7 @@ def read_text(path: str) -> str:
         raise DataError(f"{path} is not UTF-8: byte {error.start} cannot be read ({error.reason}).") from error
 
 
-def pieces(text: str, size: int = 1 << 20) -> Iterator[str]:
+def pieces(text: str, size: int = CHARACTERS_PER_CALL) -> Iterator[str]:
     """Cuts a long text at line ends, so that no call of a tokenizer gets all of it.
 
     Args:

@@ -7,13 +7,11 @@ import numpy as np
 
 from mindlora.data import tokenizers
 from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length
-from mindlora.data.files import pieces, read_text
+from mindlora.data.files import CHARACTERS_PER_CALL, pieces, read_text
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
 from mindlora.data.progress import progress
 from mindlora.data.vocabulary import Vocabulary
 from mindlora.errors import DataError
-
-_CHARACTERS_PER_CALL = 1 << 20
 
 
 def convert_text(
@@ -73,6 +71,6 @@ def _encode(document, tokenizer) -> Iterator[np.ndarray]:
     """Yields bos, the tokens of a document, and eos."""
     special = tokenizers.special_ids(tokenizer)
     yield np.array([] if special.bos is None else [special.bos], np.int32)
-    for piece in pieces(document, _CHARACTERS_PER_CALL):
+    for piece in pieces(document, CHARACTERS_PER_CALL):
         yield np.array(tokenizers.encode(tokenizer, piece), np.int32)
     yield np.array([special.eos], np.int32)

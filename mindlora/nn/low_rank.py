@@ -133,7 +133,7 @@ class LowRankByMode(nn.Cell):
         return self.at_inference.add_to(y, x, a, b, scale)
 
 
-class OnePassDecode(nn.Cell):
+class OnePass(nn.Cell):
     """x W^T + bias + ((x A^T) * scale) B^T by the operator lora_linear, for a decode step or a short prompt.
 
     Args:
@@ -176,13 +176,13 @@ class LowRankPicks(NamedTuple):
     Attributes:
         choice (Choice): The path of lora_delta, and why.
         low_rank (nn.Cell): What adds the low-rank product: one of the classes above with a method add_to.
-        decode (OnePassDecode or None): What computes the whole cell for few tokens, base and low-rank path; None if
+        decode (OnePass or None): What computes the whole cell for few tokens, base and low-rank path; None if
             they use low_rank too.
     """
 
     choice: Choice
     low_rank: nn.Cell
-    decode: Optional[OnePassDecode]
+    decode: Optional[OnePass]
 
 
 def pick_low_rank(
@@ -206,7 +206,7 @@ def pick_low_rank(
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
     """
     choice = choose_for_cell("lora_delta", rank, dtype, sharded=strategy is not None)
-    decode = None if choice.path == "composed" else OnePassDecode(has_bias, _ONE_PASS_TOKENS[choice.path])
+    decode = None if choice.path == "composed" else OnePass(has_bias, _ONE_PASS_TOKENS[choice.path])
     if choice.path == "ascend":
         return LowRankPicks(choice, FusedLowRank(dropout_rate), decode)
     if strategy is not None or get_context("device_target") != "CPU":

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import ClassVar, Mapping, Optional
 
+from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.common.fields import check_number, check_ratio
 from mindlora.common.text import suggestion
 from mindlora.config import PET_TYPES, LoraConfig
@@ -15,7 +16,6 @@ from mindlora.errors import ConfigError
 PET_TYPE = "lora"
 # MindFormers builds these itself, and mindlora leaves them alone.
 MINDFORMERS_PET_TYPES = ("prefixtuning", "ptuning2", "slora")
-ON_BASE_MISMATCH = ("error", "warn", "ignore")
 KNOWN_PET_TYPES = (*PET_TYPES, *MINDFORMERS_PET_TYPES)
 
 

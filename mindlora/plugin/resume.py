@@ -232,10 +232,10 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
             f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config of that run."
         )
     network = base_of(params.train_network)
-    if is_adaptive(network):
-        check_base(network, folder)
-    else:
+    if not is_adaptive(network):
         load_lora(network, folder, on_base_mismatch="error")
+    # In another dtype the run would not go on with the same bits.
+    check_base(network, folder, exact=True)
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
     params.cur_step_num = metadata["step"]

@@ -165,6 +165,24 @@ MINDLORA_INLINE void Dots(const X* const* x, const W* const* w, int64_t length, 
     }
 }
 
+// rows[i] = row n + i of a matrix. Past the end it is the last row again, whose result is computed once more and
+// dropped: simpler than a kernel for each remainder.
+template <int R, class T>
+MINDLORA_INLINE void RowsAt(const T* matrix, int64_t n, int64_t end, int64_t stride, const T* (&rows)[R])
+{
+    for (int i = 0; i < R; ++i) rows[i] = matrix + std::min(n + i, end - 1) * stride;
+}
+
+// Asks for the rows that follow these: rows often begin with a page, before which the processor's own prefetching
+// stops.
+template <int R, class T>
+MINDLORA_INLINE void PrefetchNext(const T* const (&rows)[R], int64_t stride)
+{
+    for (int i = 0; i < R; ++i) {
+        for (int line = 0; line < 4; ++line) __builtin_prefetch(rows[i] + R * stride + line * 64 / sizeof(T));
+    }
+}
+
 // low[m * rank + j] = scale * x[m] . a[j] for M tokens and the `rank` rows of a, which lie `stride` apart.
 template <int M, class T>
 MINDLORA_INLINE void Shrink(
@@ -173,9 +191,7 @@ MINDLORA_INLINE void Shrink(
     constexpr int kStep = kVectors;
     for (int64_t j = 0; j < rank; j += kStep) {
         const T* rows[kStep];
-        // Past the end the last row is computed again, and the result dropped: simpler than a kernel for each
-        // remainder.
-        for (int i = 0; i < kStep; ++i) rows[i] = a + std::min<int64_t>(j + i, rank - 1) * stride;
+        RowsAt(a, j, rank, stride, rows);
         Vec acc[M][kStep] = {};
         Dots<M, kStep>(x, rows, length, acc);
         for (int m = 0; m < M; ++m) {

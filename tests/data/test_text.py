@@ -14,7 +14,7 @@ from tests.support.instruction_rows import PAD, read_back
 
 
 def test_text_is_packed_without_gaps(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(text_data, "_CHARACTERS_PER_CALL", 40)
+    monkeypatch.setattr(text_data, "CHARACTERS_PER_CALL", 40)
     text = "".join(f"Line {number}: 温太医 and the cat.\n" for number in range(30))
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
     report = convert_text(str(tmp_path / "in.txt"), str(tmp_path / "x.mindrecord"), tokenizer, 64)

@@ -23,9 +23,7 @@ ENDS = (2, 2, 5, 6)
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RUN_MODE", "train")
-        moe_cpu.install(patch.setattr)
+    with moe_cpu.installed():
         yield
 
 

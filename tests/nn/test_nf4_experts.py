@@ -37,9 +37,7 @@ QLORA = LoraConfig(**EXPERT_LORA, quantize_base="nf4")
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cpu(mindformers):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RUN_MODE", "train")
-        moe_cpu.install(patch.setattr)
+    with moe_cpu.installed():
         yield
 
 

@@ -36,9 +36,7 @@ def network(mindformers):
     """A Qwen3-MoE with an adapter on its experts, which does nothing yet, in evaluation mode."""
     before = ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RUN_MODE", "train")
-        moe_cpu.install(patch.setattr)
+    with moe_cpu.installed():
         found = tiny_moe("qwen3_moe")
         apply_lora(found, LoraConfig(target_parameters=["mlp.experts"], lora_rank=RANK, lora_alpha=ALPHA))
         yield found.set_train(False)

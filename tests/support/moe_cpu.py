@@ -4,8 +4,11 @@
 They are for tests on a CPU alone: nothing of mindlora imports this module, and on Ascend the operators themselves run.
 """
 
+import contextlib
 import importlib
+from typing import Iterator
 
+import pytest
 from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 
@@ -109,6 +112,15 @@ _PLACES = (
     # In DeepSeek-V3, beside the experts.
     (_LATENT, "SplitWithSize", mcore_cpu.SplitWithSize),
 )
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Has the operators replaced, and MindFormers in training, while it lasts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RUN_MODE", "train")
+        install(patch.setattr)
+        yield
 
 
 def install(setter=setattr):

@@ -27,13 +27,9 @@ MINDLORA_INLINE void FewColumns(const float* const (&x)[M], const float* const (
     constexpr int kTogether = kRowsTogether<M>;
     for (int64_t n = start; n < end; n += kTogether) {
         const T *base[kTogether], *expand[kTogether];
-        // Past the end the last row is computed again, and the result dropped.
-        for (int i = 0; i < kTogether; ++i) {
-            base[i] = w + std::min(n + i, end - 1) * in;
-            expand[i] = b + std::min(n + i, end - 1) * rank;
-            // Rows often begin with a page, before which the processor's own prefetching stops.
-            for (int line = 0; line < 4; ++line) __builtin_prefetch(base[i] + kTogether * in + line * 64 / sizeof(T));
-        }
+        RowsAt(w, n, end, in, base);
+        RowsAt(b, n, end, rank, expand);
+        PrefetchNext(base, in);
         Vec acc[M][kTogether] = {};
         Dots<M, kTogether>(x, base, in, acc);
         wait_for_low();

@@ -5,20 +5,20 @@
 // Tokens that share one pass over W: their panels stay in the L2 cache at K = 4096.
 constexpr int64_t kManyTokens = 64;
 
-// rows[i] = row n + i of a matrix in float32. Past the end it is the last row again, and its result is dropped.
+// The rows of a matrix in float32, widened into the buffer if they are not.
 template <int R>
-MINDLORA_INLINE void RowsFrom(
+MINDLORA_INLINE void WideRowsAt(
     const float* matrix, int64_t n, int64_t end, int64_t length, std::vector<float>*, const float* (&rows)[R])
 {
-    for (int i = 0; i < R; ++i) rows[i] = matrix + std::min(n + i, end - 1) * length;
+    RowsAt(matrix, n, end, length, rows);
 }
 
 template <int R, class T>
-MINDLORA_INLINE void RowsFrom(
+MINDLORA_INLINE void WideRowsAt(
     const T* matrix, int64_t n, int64_t end, int64_t length, std::vector<float>* buffer, const float* (&rows)[R])
 {
     const int64_t count = std::min<int64_t>(R, end - n);
-    RowsFrom(Widened(matrix + n * length, count * length, buffer), 0, count, length, buffer, rows);
+    RowsAt(Widened(matrix + n * length, count * length, buffer), 0, count, length, rows);
 }
 
 // V vectors of tokens make a panel, and R rows of a matrix are multiplied with it at a time.
@@ -42,7 +42,7 @@ static void LoraLinearOfMany(const T* x, const T* w, const T* a, const T* b, flo
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < shrinks * panels; ++task) {
             const int64_t i = task % panels, j = task / panels * R;
-            RowsFrom(a, j, rank, in, &wide_buffer, rows);
+            WideRowsAt(a, j, rank, in, &wide_buffer, rows);
             Vec acc[R][V] = {};
             AddProducts(rows, packed + i * in * kLanes, in, acc);
             for (int r = 0; r < R && j + r < rank; ++r) {
@@ -54,8 +54,8 @@ static void LoraLinearOfMany(const T* x, const T* w, const T* a, const T* b, flo
             const int64_t end = std::min(out, start + chunk), columns = (end - start + R - 1) / R * R;
             float* sums = Scratch(&sums_buffer, panels * columns * kLanes);
             for (int64_t n = start; n < end; n += R) {
-                RowsFrom(w, n, end, in, &wide_buffer, rows);
-                RowsFrom(b, n, end, rank, &expand_buffer, expand);
+                WideRowsAt(w, n, end, in, &wide_buffer, rows);
+                WideRowsAt(b, n, end, rank, &expand_buffer, expand);
                 for (int64_t i = 0; i < panels; ++i) {
                     Vec acc[R][V] = {};
                     AddProducts(rows, packed + i * in * kLanes, in, acc);

@@ -19,12 +19,8 @@ static void BaseColumns(
     const int64_t columns = end - start;
     for (int64_t n = start; n < end; n += kVectors) {
         const T* rows[kVectors];
-        // Past the end the last row is computed again, and the result dropped.
-        for (int i = 0; i < kVectors; ++i) {
-            rows[i] = w + std::min(n + i, end - 1) * in;
-            // Rows often begin with a page, before which the processor's own prefetching stops.
-            for (int line = 0; line < 4; ++line) __builtin_prefetch(rows[i] + kVectors * in + line * 64 / sizeof(T));
-        }
+        RowsAt(w, n, end, in, rows);
+        PrefetchNext(rows, in);
         for (int64_t t = 0; t < tokens; t += kRows) {
             WithRows(std::min<int64_t>(kRows, tokens - t), [&](auto constant) {
                 constexpr int kM = decltype(constant)::value;
