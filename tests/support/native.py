@@ -1,10 +1,12 @@
 """Calls the CPU library's functions the way MindSpore does, but without MindSpore, with guards around every tensor."""
 
+import contextlib
 import ctypes
 import functools
 
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Tensor, ops
 
 from tests.support.op_paths import PATHS
@@ -132,3 +134,15 @@ def assert_near(actual, expected, dtype, terms=1):
     # An NPU's cube multiplies 16-bit numbers: the low-rank rows are rounded before they meet B.
     cube = ROUNDING[dtype] if PATHS[0] == "ascend" and dtype != "float32" else 0
     np.testing.assert_allclose(actual, expected, rtol=1.01 * ROUNDING[dtype], atol=(4e-7 + cube) * max(1, terms))
+
+
+@contextlib.contextmanager
+def refused_by_kernel(message=None):
+    """Asserts that a kernel which MindSpore runs raises an error with ``message``, a pattern, in it.
+
+    In PyNative a second kernel may wait behind the one that failed. Unless its error is waited for too, MindSpore
+    raises it wherever the next operator is called, which would be in another test.
+    """
+    with pytest.raises(RuntimeError, match=message) as error:
+        yield error
+    ms.runtime.synchronize()
