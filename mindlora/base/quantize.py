@@ -212,10 +212,6 @@ def _path(name: str) -> str:
     return name[: -len(_WEIGHT)] if name.endswith(_WEIGHT) else ""
 
 
-def _weight_name(path: str) -> str:
-    return path if names.is_expert_weight(path) else path + _WEIGHT
-
-
 def _check_floats(source, tensors, chosen):
     for tensor in tensors:
         if _path(tensor.name) in chosen and (tensor.dtype not in FLOATS or len(tensor.shape) != 2):

@@ -117,11 +117,6 @@ def joined_cell(path: str) -> JoinedCell:
     return cell
 
 
-def joined_cells() -> List[JoinedCell]:
-    """Returns the records of all joined cells."""
-    return list(dict.fromkeys(cell for architecture in registry.ARCHITECTURES for cell in architecture.joined))
-
-
 def joined_parts(path: str) -> List[str]:
     """Returns the paths of the cells that the joined cell at ``path`` replaces, or [] for any other cell."""
     found = (architecture.joined_parts(path) for architecture in registry.ARCHITECTURES)

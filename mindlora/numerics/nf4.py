@@ -69,11 +69,6 @@ class Nf4Array:
         """Bytes of the four tensors."""
         return self.codes.nbytes + self.absmax.nbytes + self.scales.nbytes + self.offsets.nbytes
 
-    @property
-    def bits_per_parameter(self) -> float:
-        """8 * nbytes / (N * K)."""
-        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
-
 
 def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
     r"""Quantizes a weight: each number becomes absmax' * TABLE[code], with the nearest code.
