@@ -1,7 +1,7 @@
 """Reading a MindFormers YAML, with the files that it names as base_config, without MindFormers."""
 
 import os
-from typing import Any
+from typing import Any, Dict
 
 import yaml
 
@@ -30,6 +30,17 @@ def value_at(config: dict, key: str) -> Any:
     return value
 
 
+def merged(base: Dict[str, Any], config: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns ``base`` with the values of ``config`` over its own, node by node."""
+    return {
+        **base,
+        **{
+            key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+            for key, value in config.items()
+        },
+    }
+
+
 def _read_merged(path):
     """Returns the content of a YAML, merged over its base_config files as MindFormers merges them."""
     try:
@@ -41,18 +52,7 @@ def _read_merged(path):
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} has no keys: it is not a MindFormers YAML.")
-    bases, merged = config.pop("base_config", []), {}
+    bases, content = config.pop("base_config", []), {}
     for base in [bases] if isinstance(bases, str) else bases:
-        merged.update(_read_merged(os.path.join(os.path.dirname(path), base)))
-    return _overridden(merged, config)
-
-
-def _overridden(base, config):
-    """Returns ``base`` with the values of ``config`` over its own, node by node."""
-    return {
-        **base,
-        **{
-            key: _overridden(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
-            for key, value in config.items()
-        },
-    }
+        content.update(_read_merged(os.path.join(os.path.dirname(path), base)))
+    return merged(content, config)

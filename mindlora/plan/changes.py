@@ -1,19 +1,17 @@
 """The smallest change of a YAML with which its run fits a device, in the order in which people try."""
 
-import copy
 import dataclasses
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import yaml
 
-from mindlora.common.yaml_file import value_at
+from mindlora.common.yaml_file import merged, value_at
 from mindlora.errors import LoraError
 from mindlora.plan.memory import memory_of
-from mindlora.plan.run import Run, read_run
+from mindlora.plan.run import TRAIN_STEP, Run, read_run
 
 # The part of a device's memory that is left for what is not counted: work space, communication, fragments.
 RESERVE = 0.1
-_STEP = "LoraTrainOneStepCell"
 Keys = Dict[str, Any]
 
 
@@ -116,8 +114,8 @@ def _batches(run: Run) -> List[_Change]:
         keys: Keys = {"runner_config": {"batch_size": size // factor, "gradient_accumulation_steps": steps}}
         if not run.division.sharded:
             # What accumulates alone and in data parallel is mindlora's train step.
-            if value_at(run.config, "runner_wrapper.type") != _STEP:
-                keys["runner_wrapper"] = {"type": _STEP}
+            if value_at(run.config, "runner_wrapper.type") != TRAIN_STEP:
+                keys["runner_wrapper"] = {"type": TRAIN_STEP}
             if value_at(run.config, "train_dataset.drop_remainder") is not True:
                 keys["train_dataset"] = {"drop_remainder": True}
         found.append(_Change(words, keys))
@@ -164,15 +162,6 @@ def _optimizer_parallel(run: Run, count: int) -> List[_Change]:
 
 def _joined(first: List[_Change], second: List[_Change]) -> List[_Change]:
     return [_Change(f"{a.words}; {b.words}", merged(a.keys, b.keys)) for a in first for b in second]
-
-
-def merged(config: Dict[str, Any], keys: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns a configuration with other values at some keys, node by node."""
-    result = copy.deepcopy(config)
-    for key, value in keys.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
-    return result
 
 
 def _needed(run: Run, keys: Dict[str, Any]) -> Optional[int]:

@@ -171,8 +171,8 @@ def _tensors(run: Run, weights: List[Weight]) -> Tensors:
     _, states, is_float32 = optimizer_of(run)
     layers: Dict[Any, int] = {}
     for weight in weights:
-        whole = weight.size // run.division.part_of(weight.leaf, weight.part, weight.shape)
         parts = run.division.part_of(weight.leaf, weight.part, weight.shape)
+        whole = weight.size // parts
         shards = run.division.shards_of(weight.leaf, whole, max(weight.shape[0] // parts, 1))
         sizes["adapter" if weight.adapter else "base"] += whole // shards
         if shards > 1:

@@ -20,7 +20,7 @@ from mindlora.plan.leaves import layer_of
 WITHOUT_SIZE = ("adapter_path", "base_model_name_or_path", "loraplus_lr_ratio", "neftune_alpha", "on_base_mismatch")
 _TRAINING_MODES = ("train", "finetune")
 _MODES = (*_TRAINING_MODES, "eval", "predict")
-_STEP = "LoraTrainOneStepCell"
+TRAIN_STEP = "LoraTrainOneStepCell"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Run:
     @property
     def steps_by_mindlora(self) -> bool:
         """Whether mindlora's train step makes the gradients, and not MindFormers'."""
-        return value_at(self.config, "runner_wrapper.type") == _STEP and not self.division.sharded
+        return value_at(self.config, "runner_wrapper.type") == TRAIN_STEP and not self.division.sharded
 
     def number(self, key: str, default: int) -> int:
         """Returns a whole number above 0 of model_config."""

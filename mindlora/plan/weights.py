@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import logging
+import math
 from typing import Dict, Iterable, Iterator, List, Set, Tuple
 
 from mindlora.common.text import listed
@@ -56,7 +57,7 @@ class Weight:
     @property
     def elements(self) -> int:
         """Elements of its tensor."""
-        return _product(self.shape)
+        return math.prod(self.shape)
 
     @property
     def size(self) -> int:
@@ -71,7 +72,7 @@ def weights_of(run: Run) -> List[Weight]:
         TargetError: target_modules, modules_to_save or a pattern selects nothing, or a 4-bit weight would be trained.
     """
     base = [
-        Weight(*_split(name), size.shape, size.dtype, _product(size.shape), _trains_alone(run, name))
+        Weight(*_split(name), size.shape, size.dtype, math.prod(size.shape), _trains_alone(run, name))
         for name, size in run.parameters.items()
     ]
     if run.lora is None:
@@ -173,13 +174,13 @@ def shared_projection(lora: LoraConfig, adapted: Dict[str, Shape]) -> Dict[str, 
 
 
 def _adapter(lora: LoraConfig, adapted: Dict[str, Shape]) -> Iterator[Weight]:
-    kept = _frozen(lora)
+    frozen = _frozen(lora)
     for path, shape in adapted.items():
         for part, size in parts_of(lora, path, shape).items():
-            trained = not (part == "A" and lora.freeze_lora_a) and not kept(f"{path}.{part}")
-            yield Weight(path, part, size, lora.param_init_type, _product(size), trained, True)
+            trained = not (part == "A" and lora.freeze_lora_a) and not frozen(f"{path}.{part}")
+            yield Weight(path, part, size, lora.param_init_type, math.prod(size), trained, True)
     for part, size in shared_projection(lora, adapted).items():
-        yield Weight("", part, size, lora.param_init_type, _product(size), False, True)
+        yield Weight("", part, size, lora.param_init_type, math.prod(size), False, True)
 
 
 def _frozen(lora: LoraConfig):
@@ -230,13 +231,6 @@ def _quantized(weight: Weight) -> Iterator[Weight]:
 def _split(name: str) -> Tuple[str, str]:
     path, _, part = name.rpartition(".")
     return path, part
-
-
-def _product(shape: Shape) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 @contextlib.contextmanager
