@@ -157,7 +157,7 @@ def _adapters_below(folder: str, wanted: Tuple[str, ...]) -> Iterator[str]:
         depth = os.path.relpath(current, folder).count(os.sep) + 1
         if current != folder and any(name in files for name in wanted):
             yield current
-        if depth >= _DEPTH or current == folder and _DEPTH < 1:
+        if depth >= _DEPTH:
             folders.clear()
         if seen >= _FOLDERS:
             return
