@@ -7,6 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora.adapters.adapter import Adapter, listed_parts
+from mindlora.adapters.expert_pairs import single_paths, stacked_paths
 from mindlora.adapters.pair_kinds import LAYOUTS, Pair
 from mindlora.adapters.spectrum import pair_svd
 from mindlora.common.text import listed, suggestion
@@ -62,6 +63,8 @@ def combine_adapters(
       scale B_i A_i with weights[i], and then svd. They form a matrix [out, in] and take its full svd, path by path:
       minutes for each cell of a large model.
 
+    Stacked experts are combined expert by expert, each as a cell of its own; PEFT refuses them.
+
     Two things differ from PEFT: the result never has use_rslora, whereas PEFT keeps that of the first adapter and so
     scales the result by sqrt(r); and ``method`` applies even to a single adapter, whereas PEFT then uses linear.
 
@@ -82,14 +85,16 @@ def combine_adapters(
 
     Raises:
         ConfigError: An argument is wrong, or is one that the method does not take.
-        AdapterError: An adapter has saved modules, is not a plain LoRA of linear cells and embeddings, shares no path
-            with any other adapter, or is not finite.
+        AdapterError: An adapter has saved modules, is not a plain LoRA of linear cells, embeddings and stacked experts,
+            shares no path with any other adapter, or is not finite; or some have stacked experts and others pairs of
+            single ones.
         RankMismatchError: The ranks at a path differ, but the method needs equal ones.
         ShapeMismatchError: The cells at a path differ in shape.
         ScaleMismatchError: An adapter does not state lora_alpha.
     """
     _check_arguments(adapters, weights, method, svd_rank, density, majority_sign)
     _check_adapters(adapters)
+    _check_expert_forms(adapters)
     paths = list(dict.fromkeys(path for adapter in adapters for path in adapter.paths))
     if method != "cat" and not method.endswith("svd"):
         _check_equal_ranks(adapters, paths, method)
@@ -100,16 +105,11 @@ def combine_adapters(
     tensors = {}
     for path in tqdm(paths, desc=f"combining ({method})", unit="cell", delay=1, leave=False, disable=None):
         there = [(adapter, weight) for adapter, weight in zip(adapters, weights) if (path, "A") in adapter.tensors]
-        tensors[path, "A"], tensors[path, "B"] = rule(
-            [adapter.pair(path) for adapter, _ in there],
-            [weight for _, weight in there],
-            [adapter.scale(path) for adapter, _ in there],
-            rank,
-        )
+        tensors[path, "A"], tensors[path, "B"] = _combined_cell(path, there, rule, rank)
     first = adapters[0]
     return Adapter(
         tensors,
-        alphas={path: float(tensors[path, "A"].shape[0]) for path in paths},
+        alphas={path: float(tensors[path, "B"].shape[-1]) for path in paths},
         dropout=first.dropout,
         dialect=first.dialect,
         embeddings=set().union(*(adapter.embeddings for adapter in adapters)),
@@ -118,6 +118,16 @@ def combine_adapters(
         if all(adapter.fingerprint == first.fingerprint for adapter in adapters)
         else None,
     )
+
+
+def _combined_cell(path: str, adapters: List[Tuple[Adapter, float]], rule: _Rule, rank: int) -> Pair:
+    """Returns the pair at ``path`` of adapters with weights, combined by ``rule``."""
+    pairs = [adapter.pair(path) for adapter, _ in adapters]
+    weights, scales = [weight for _, weight in adapters], [adapter.scale(path) for adapter, _ in adapters]
+    layout = adapters[0][0].layout(path)
+    products = zip(*(layout.products(*pair) for pair in pairs))
+    results = [rule(list(of_one), weights, scales, rank) for of_one in products]
+    return layout.stacked_again(results, *(half.shape for half in pairs[0]))
 
 
 def _rule(method: str, density: Optional[float], majority_sign: str, random: np.random.Generator) -> _Rule:
@@ -286,12 +296,13 @@ def _check_adapters(adapters: List[Adapter]) -> None:
         adapter.check_finite(label)
         for path in adapter.paths:
             adapter.scale(path)
-            size = [adapter.tensors[path, "B"].shape[0], adapter.tensors[path, "A"].shape[1]]
+            # [out, in], of stacked experts [experts, out, in].
+            size = [*adapter.tensors[path, "B"].shape[:-1], adapter.tensors[path, "A"].shape[-1]]
             other, known = sizes.setdefault(path, (number, size))
             if size != known:
                 raise ShapeMismatchError(
                     f"{label} was trained on a different base from adapter {other}: the weight of "
-                    f"{path} [out, in] is {size} in one and {known} in the other."
+                    f"{path} {'[experts, out, in]' if len(size) == 3 else '[out, in]'} is {size} in one and {known} in the other."
                 )
         others = {path for other in adapters if other is not adapter for path in other.paths}
         if others and not others & set(adapter.paths):
@@ -299,6 +310,21 @@ def _check_adapters(adapters: List[Adapter]) -> None:
                 f"{label} has no path in common with any other adapter, so nothing would be combined. It "
                 f"adapts {listed_parts((path, '') for path in adapter.paths)}."
             )
+
+
+def _check_expert_forms(adapters: List[Adapter]) -> None:
+    """Raises AdapterError if pairs of the same experts would stay apart, since some are stacked and others single."""
+    stacked, single = (
+        next(
+            (f"{number} ({of_form(adapter)[0]})" for number, adapter in enumerate(adapters, 1) if of_form(adapter)), ""
+        )
+        for of_form in (stacked_paths, single_paths)
+    )
+    if stacked and single:
+        raise AdapterError(
+            f"Adapter {stacked} has one pair for all experts of a layer, and adapter {single} a pair for each: they "
+            "would not be added. Give all of them one form first (mindlora convert --experts stacked, or single)."
+        )
 
 
 def _check_equal_ranks(adapters: List[Adapter], paths: List[str], method: str) -> None:

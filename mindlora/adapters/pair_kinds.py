@@ -202,6 +202,25 @@ class PairLayout:
         """
         return b, a
 
+    def products(self, a: np.ndarray, b: np.ndarray) -> List[Pair]:
+        """Returns A [r, in] and B [out, r] of each product B A: of one, or of one for each expert.
+
+        Of a convolution without groups, in counts each element of the kernel. Of an embedding, B A is the transpose of
+        what is added to the table.
+        """
+        return [(a.reshape(len(a), -1), b.reshape(len(b), -1))]
+
+    def stacked_again(self, pairs: List[Pair], a: Shape, b: Shape) -> Pair:
+        """Returns the A and B that ``products`` takes apart into these pairs, whose rank may be another one.
+
+        Args:
+            pairs (list): (A, B), all of one rank.
+            a, b (tuple of int): The shapes of A and of B at any rank.
+        """
+        rank = len(pairs[0][0])
+        shapes = [(*s[:axis], rank, *s[axis + 1 :]) for s, axis in zip((a, b), self.rank_axes)]
+        return tuple(np.stack(halves).reshape(shape) for halves, shape in zip(zip(*pairs), shapes))
+
 
 class _Embedding(PairLayout):
     """A [r, vocabulary] and B [dim, r]; the transpose of B A is added to the table W [vocabulary, dim]."""
@@ -245,7 +264,6 @@ class _Experts(PairLayout):
     dims = 3
     stacked = True
     rank_axes = (1, 2)
-    can_combine = False
     in_slora = False
 
     def channels(self, a: Shape, b: Shape) -> Tuple[int, int]:
@@ -261,6 +279,9 @@ class _Experts(PairLayout):
 
     def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
         return a.swapaxes(1, 2), b.swapaxes(1, 2)
+
+    def products(self, a: np.ndarray, b: np.ndarray) -> List[Pair]:
+        return list(zip(a, b))
 
 
 LINEAR, EMBEDDING, CONVOLUTION, EXPERTS = LAYOUTS = (PairLayout(), _Embedding(), _Convolution(), _Experts())

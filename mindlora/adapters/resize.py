@@ -10,7 +10,7 @@ from tqdm import tqdm
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.norms import delta_norm
-from mindlora.adapters.pair_kinds import Pair, has_product
+from mindlora.adapters.pair_kinds import Pair, PairLayout, has_product
 from mindlora.adapters.spectrum import pair_svd, rank_holding
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import listed
@@ -25,7 +25,7 @@ class ResizedCell:
     Attributes:
         path (str): Under MindFormers' names.
         rank_before, rank (int): The rank before and after.
-        norm (float): ||scale B A||, its Frobenius norm before.
+        norm (float): ||scale B A||, its Frobenius norm before; of stacked experts, that of all of them together.
         error (float): ||scale B A - the same after|| / ||scale B A||, Frobenius norms, with the rounding to the
             adapter's dtype; 0 if scale B A is zero.
     """
@@ -108,21 +108,22 @@ def resize(
 
     B' = U_k S_k^(1/2) / sqrt(scale) and A' = S_k^(1/2) V_k^T / sqrt(scale): no other pair of rank k is nearer to
     scale B A (Eckart and Young, 1936). Each cell keeps its scale, so lora_alpha follows the rank, and its dtypes. The
-    singular values are exact, through the QR of A^T and B.
+    singular values are exact, through the QR of A^T and B. Of stacked experts, each has its own, and all have one rank.
 
     Args:
         adapter (Adapter): An adapter of plain LoRA.
         rank (int): The largest rank of a cell; cells of a smaller rank keep theirs. Default: None, no limit.
         energy (float): The share of each cell's energy, the sum of its squared singular values, that the rank must
-            hold: above 0, up to 1. Default: None, as much as ``rank`` allows. With both, ``rank`` limits it. kohya's
-            resize script calls the same choice sv_fro, with the square root of this share.
+            hold, in every one of stacked experts: above 0, up to 1. Default: None, as much as ``rank`` allows. With
+            both, ``rank`` limits it. kohya's resize script calls the same choice sv_fro, with the square root of this
+            share.
 
     Returns:
         (Adapter, list of ResizedCell).
 
     Raises:
         ConfigError: Neither of rank and energy is given, or one is out of range.
-        AdapterError: The adapter is not plain LoRA, or has a convolution with groups or stacked experts.
+        AdapterError: The adapter is not plain LoRA, or has a convolution with groups.
         NotFiniteError: It holds NaN or infinity.
         ScaleMismatchError: It does not state lora_alpha.
     """
@@ -133,7 +134,7 @@ def resize(
     cells = []
     for path in tqdm(adapter.paths, desc="resizing", unit="cell", delay=1, leave=False, disable=None):
         scale, pair = adapter.scale(path), adapter.pair(path)
-        a, b, kept = _truncated(pair, scale, rank, energy)
+        (a, b), kept = _truncated(adapter.layout(path), pair, scale, rank, energy)
         if kept < adapter.rank(path):
             for half, array in (("A", a), ("B", b)):
                 smaller.tensors[path, half] = rounded(array, adapter.tensors[path, half].dtype)[0]
@@ -145,17 +146,18 @@ def resize(
 
 
 def _truncated(
-    pair: Pair, scale: float, rank: Optional[int], energy: Optional[float]
-) -> Tuple[np.ndarray, np.ndarray, int]:
+    layout: PairLayout, pair: Pair, scale: float, rank: Optional[int], energy: Optional[float]
+) -> Tuple[Pair, int]:
     """Returns A and B of equal norms at the rank that holds ``energy``, at most ``rank``, and that rank."""
-    a, b = pair
-    u, s, vh = pair_svd(a, b, scale)
+    decomposed = [pair_svd(*product, scale) for product in layout.products(*pair)]
     # A rank above the smaller side of the weight has no effect; a file cannot hold a rank of 0.
-    kept = len(s) if energy is None else max(1, rank_holding(s, energy))
+    kept = max(len(s) if energy is None else max(1, rank_holding(s, energy)) for _, s, _ in decomposed)
     kept = min(kept, rank or kept)
-    root = np.sqrt(s[:kept] / scale)
-    small_a, small_b = (root[:, None] * vh[:kept]).astype(np.float32), (u[:, :kept] * root).astype(np.float32)
-    return small_a.reshape(kept, *a.shape[1:]), small_b.reshape(len(b), kept, *b.shape[2:]), kept
+    smaller = []
+    for u, s, vh in decomposed:
+        root = np.sqrt(s[:kept] / scale)
+        smaller.append(((root[:, None] * vh[:kept]).astype(np.float32), (u[:, :kept] * root).astype(np.float32)))
+    return layout.stacked_again(smaller, *(half.shape for half in pair)), kept
 
 
 def _total_error(cells: List[ResizedCell]) -> float:
@@ -185,10 +187,4 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
     if grouped:
         raise AdapterError(
             f"Convolutions with groups cannot be resized, as B A is not defined for them: {listed(grouped)}."
-        )
-    stacked = [path for path in adapter.paths if adapter.layout(path).stacked]
-    if stacked:
-        raise AdapterError(
-            f"Stacked experts cannot be resized: {listed(stacked)}. Convert the adapter to pairs of single experts "
-            "first (mindlora convert --experts single)."
         )

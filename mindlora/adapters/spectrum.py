@@ -28,10 +28,12 @@ class CellSpectrum:
         path (str): Path of the cell under MindFormers' names.
         rank (int): r of A [r, in] and B [out, r].
         singular_values (tuple of float): Those of scale B A, the largest first, as many as min(r, in, out); None if
-            they cannot be computed: A or B is not finite, lora_alpha is not known, a convolution has groups, or experts
-            are stacked.
+            they cannot be computed: A or B is not finite, lora_alpha is not known, or a convolution has groups. Of
+            stacked experts, each is the root of the sum of the experts' squares at its place, so that those from the
+            k-th on are the norm of what rank k leaves out of the stack.
         ranks (tuple of int): The smallest ranks that hold each of SHARES of the energy, the sum of the squared singular
-            values; None where singular_values is, and 0 if scale B A is zero.
+            values; of stacked experts, that hold it in every expert. None where singular_values is, and 0 if scale B A
+            is zero.
     """
 
     path: str
@@ -44,12 +46,12 @@ def pair_svd(a: np.ndarray, b: np.ndarray, scale: float) -> Tuple[np.ndarray, np
     """Returns U [out, k], S [k] and V^T [k, in] of scale B A = U diag(S) V^T, in float64; k is min(r, in, out).
 
     Args:
-        a (array): A [r, in], any float dtype of NumPy; of a convolution [r, in, kh, kw], flattened to [r, in kh kw].
-        b (array): B [out, r], or of a convolution [out, r, 1, 1].
+        a (array): A [r, in], any float dtype of NumPy.
+        b (array): B [out, r].
         scale (float): The adapter's scale.
     """
-    basis_b, small_b = np.linalg.qr(b.reshape(len(b), -1).astype(np.float64))
-    basis_a, small_a = np.linalg.qr(a.reshape(len(a), -1).astype(np.float64).T)
+    basis_b, small_b = np.linalg.qr(b.astype(np.float64))
+    basis_a, small_a = np.linalg.qr(a.astype(np.float64).T)
     u, s, vh = np.linalg.svd(scale * (small_b @ small_a.T), full_matrices=False)
     return basis_b @ u, s, vh @ basis_a.T
 
@@ -90,10 +92,9 @@ def spectrum_table(found: Iterable[CellSpectrum]) -> str:
 
 def _spectrum(adapter: Adapter, path: str) -> CellSpectrum:
     a, b = quiet_pair(adapter, path)
-    one_product = has_product(a, b) and not adapter.layout(path).stacked
-    if path not in adapter.alphas or not (is_finite(a) and is_finite(b) and one_product):
+    if path not in adapter.alphas or not (is_finite(a) and is_finite(b) and has_product(a, b)):
         return CellSpectrum(path, adapter.rank(path), None, None)
-    values = pair_svd(a, b, adapter.scale(path))[1]
-    return CellSpectrum(
-        path, adapter.rank(path), tuple(map(float, values)), tuple(rank_holding(values, share) for share in SHARES)
-    )
+    products = adapter.layout(path).products(a, b)
+    values = [pair_svd(*product, adapter.scale(path))[1] for product in products]
+    ranks = tuple(max(rank_holding(own, share) for own in values) for share in SHARES)
+    return CellSpectrum(path, adapter.rank(path), tuple(map(float, np.linalg.norm(values, axis=0))), ranks)

@@ -9,7 +9,6 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.compare import compare_adapters
 from mindlora.adapters.convert import convert_adapter
 from mindlora.adapters.inspect import inspect_adapter
-from mindlora.adapters.resize import resize
 from mindlora.errors import AdapterError, LoraError, MissingTensorsError, RankMismatchError, ShapeMismatchError
 
 HOLDER = "model.layers.3.mlp.experts"
@@ -202,5 +201,3 @@ def test_reports_know_stacked_experts(tmp_path):
     (cell, _) = compare_adapters(str(tmp_path / "one"), str(tmp_path / "two")).cells
     expected = np.linalg.norm(adapter.delta(cell.path) - other.delta(cell.path))
     np.testing.assert_allclose(cell.difference_delta, expected, rtol=1e-6)
-    with pytest.raises(AdapterError, match="^Stacked experts cannot be resized: "):
-        resize(adapter, rank=1)
