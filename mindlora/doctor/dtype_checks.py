@@ -3,12 +3,12 @@
 from typing import Iterator
 
 from mindlora.common.fields import dtype_name
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.doctor.finding import Finding
 from mindlora.doctor.mcore_checks import base_dtype_keys
 from mindlora.errors import ConfigError
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 _PRECISION = {"float16": 11, "bfloat16": 8}
 _MODEL = "model.model_config"

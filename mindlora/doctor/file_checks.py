@@ -3,10 +3,10 @@
 import os
 from typing import Iterator, Optional
 
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.doctor.finding import Finding
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
 

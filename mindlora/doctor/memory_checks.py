@@ -5,14 +5,13 @@ What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.
 
 from typing import Iterator
 
+from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import value_at
 from mindlora.doctor.finding import Finding
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 _RECOMPUTE, _SWAP = "recompute_config", "swap_config"
 # Keys that say how to recompute, with the value that leaves them off.
 _HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation": False, "mp_comm_recompute": True}
-_SHARDING_MODES = (1, 2, "semi_auto_parallel", "auto_parallel")
 
 
 def check_memory_options(config: dict) -> Iterator[Finding]:
@@ -84,4 +83,4 @@ def _check_optimizer(config) -> Iterator[Finding]:
 
 
 def _shards(config) -> bool:
-    return bool(config.get("use_parallel")) and value_at(config, "parallel.parallel_mode") in _SHARDING_MODES
+    return bool(config.get("use_parallel")) and value_at(config, "parallel.parallel_mode") in SHARDING_MODES

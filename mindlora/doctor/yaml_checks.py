@@ -3,6 +3,7 @@
 import re
 from typing import Iterator, List
 
+from mindlora.common.run_modes import RUN_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import read_yaml
 from mindlora.doctor.dtype_checks import check_dtypes
@@ -15,7 +16,6 @@ from mindlora.doctor.memory_checks import check_memory_options
 from mindlora.doctor.pet_config_checks import check_pet_config
 from mindlora.doctor.target_checks import check_targets
 from mindlora.errors import ConfigError
-from mindlora.plugin.run_modes import RUN_MODES
 
 # YAML 1.1 wants a decimal point and a signed exponent in such a number.
 _NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")

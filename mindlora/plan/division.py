@@ -4,12 +4,11 @@ import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
 from mindlora.common.fields import check_number
+from mindlora.common.run_modes import SHARDING_MODES
 from mindlora.common.yaml_file import value_at
 from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
 
-# Modes in which MindSpore rewrites the graph, so that cells can be divided.
-_SHARDING_MODES = (1, 2, "semi_auto_parallel", "auto_parallel", "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
 # MindSpore's optimizer parallelism leaves smaller parameters as they are (parallel_optimizer_threshold).
 _SMALLEST_SHARD = 64 * 1024
 
@@ -57,7 +56,7 @@ class Division:
         """
         if not config.get("use_parallel"):
             return cls()
-        sharded = value_at(config, "parallel.parallel_mode") in _SHARDING_MODES
+        sharded = value_at(config, "parallel.parallel_mode") in SHARDING_MODES
         if not sharded:
             return cls(data=_number(config, "data_parallel"))
         recompute = bool(value_at(config, "recompute_config.recompute"))

@@ -5,6 +5,7 @@ import functools
 from typing import Any, Dict, Optional, Tuple
 
 from mindlora.common.fields import check_number, dtype_name
+from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
@@ -18,8 +19,6 @@ from mindlora.plan.leaves import layer_of
 
 # Keys of pet_config that change neither a tensor nor its size.
 WITHOUT_SIZE = ("adapter_path", "base_model_name_or_path", "loraplus_lr_ratio", "neftune_alpha", "on_base_mismatch")
-_TRAINING_MODES = ("train", "finetune")
-_MODES = (*_TRAINING_MODES, "eval", "predict")
 TRAIN_STEP = "LoraTrainOneStepCell"
 
 
@@ -57,7 +56,7 @@ class Run:
     @property
     def trains(self) -> bool:
         """Whether the run trains."""
-        return self.mode in _TRAINING_MODES
+        return self.mode in TRAINING_MODES
 
     @property
     def seq_length(self) -> int:
@@ -159,10 +158,10 @@ def read_run(config: Dict[str, Any]) -> Run:
         ConfigError: The model is not known, a size or a setting is wrong, or sizes cannot be divided as the YAML says.
     """
     mode = config.get("run_mode")
-    if mode not in _MODES:
-        raise ConfigError(f"run_mode is {mode!r}, which is not known.{suggestion(str(mode), list(_MODES))}")
+    if mode not in RUN_MODES:
+        raise ConfigError(f"run_mode is {mode!r}, which is not known.{suggestion(str(mode), list(RUN_MODES))}")
     architecture = _architecture(config)
-    if mode in _TRAINING_MODES and not architecture.trains:
+    if mode in TRAINING_MODES and not architecture.trains:
         raise ConfigError(
             f"run_mode is {mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
             "run_mode: predict."

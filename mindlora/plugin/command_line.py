@@ -4,8 +4,8 @@ import argparse
 from typing import List, NoReturn, Optional, Sequence, Tuple, Union
 
 from mindlora import __version__
+from mindlora.common.run_modes import RUN_MODES
 from mindlora.errors import ConfigError
-from mindlora.plugin.run_modes import RUN_MODES
 
 
 def true_or_false(text: str) -> bool:

@@ -4,8 +4,8 @@ from typing import Iterator
 
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 # What MindFormers' Llama needs on a CPU: key -> (value, reason).
 _MODEL = {

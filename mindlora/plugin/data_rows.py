@@ -6,8 +6,8 @@ from typing import Dict, Iterator, List, Optional, Sequence
 import numpy as np
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 # So many rows of a file are looked at: a file of millions would take minutes.
 _ROWS = 200

@@ -4,8 +4,8 @@ import os
 
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 # msrun, a rank table and mpirun each set one of these.
 _LAUNCHERS = ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")

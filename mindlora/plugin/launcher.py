@@ -15,9 +15,9 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
 
 import yaml
 
+from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.errors import ConfigError, LoraError, RunStopped
 from mindlora.plugin.command_line import FLAGS, parse
-from mindlora.plugin.run_modes import RUN_MODES, TRAINING_MODES
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
 if TYPE_CHECKING:

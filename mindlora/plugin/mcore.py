@@ -7,8 +7,8 @@ import os
 from typing import Any, List, Mapping, Optional
 
 from mindlora.common.json_files import parse_object
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 # The classes of the mcore models that MindFormers 1.8 and 1.9 train and whose linear cells take adapters.
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")

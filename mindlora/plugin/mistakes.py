@@ -4,10 +4,10 @@ from typing import Iterator, List
 
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin.data_rows import data_mistakes
 from mindlora.plugin.registry_checks import registry_mistakes
-from mindlora.plugin.run_modes import TRAINING_MODES
 
 
 def find_mistakes(config: MindFormerConfig) -> List[str]:

@@ -6,6 +6,7 @@ import os
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.base import quantize
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.config import PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
 from mindlora.formats.safetensors_file import TensorFile
@@ -19,7 +20,6 @@ from mindlora.plugin.log import logger
 from mindlora.plugin.mcore import check_mcore, is_mcore
 from mindlora.plugin.mistakes import refuse_mistakes
 from mindlora.plugin.pet_config import check_pet_config
-from mindlora.plugin.run_modes import TRAINING_MODES
 from mindlora.plugin.sharded_checks import check_sharded, is_scattered
 
 # Callbacks that carry out a lora_init that changes the base. LoraStart was LoraInitialization's name in version 0.1.

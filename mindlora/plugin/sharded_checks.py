@@ -3,11 +3,10 @@
 import os
 from typing import Any, List, Mapping, Optional, Tuple
 
+from mindlora.common.run_modes import SHARDING_MODES
 from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
 
-# Modes in which MindSpore rewrites the graph; in these, optimizer parallelism splits the parameters themselves.
-_GRAPH_PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
 # Keys of pet_config that compute with whole weights, or with all cells at once -> why.
 _WHOLE = {
     "use_dora": "the norm of a row of W + scale B A needs all of the row",
@@ -59,7 +58,7 @@ def _cuts(config: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
         for key in ("model_parallel", "pipeline_stage", "expert_parallel")
         if (parallel.get(key) or 1) > 1
     ]
-    if context.get("enable_parallel_optimizer") and context.get("parallel_mode") in _GRAPH_PARALLEL_MODES:
+    if context.get("enable_parallel_optimizer") and context.get("parallel_mode") in SHARDING_MODES:
         found.append(("parallel.enable_parallel_optimizer", True, False))
     return found
 

@@ -56,6 +56,7 @@ def test_what_an_option_does_not_do(write, changes, severity, key, found):
         {RECOMPUTE: True, "context.mode": 1},
         {SLICES: True, "run_mode": "predict"},
         {RECOMPUTE: True, SLICES: True, **SHARDED},
+        {RECOMPUTE: True, SLICES: True, **SHARDED, "parallel.parallel_mode": "SEMI_AUTO_PARALLEL"},
         {"recompute_config.mp_comm_recompute": True, SWAP: False},
         {SWAP: True, "swap_config.layer_swap": LAYERS, RECOMPUTE: [1]},
     ],
