@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor
 from safetensors.numpy import save_file
 
-from mindlora import LoraConfig, apply_lora, load_lora, save_lora
+from mindlora import LoraConfig, apply_lora, load_lora, resize_adapter, save_lora
 from mindlora.adapters import expert_pairs
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
@@ -124,11 +124,25 @@ def test_a_file_of_pefts_is_written_again_bit_for_bit(made, tmp_path):
 
 
 def test_the_change_of_each_experts_weights_is_pefts(peer, base, made, tmp_path):
+    check_merged_experts(peer, base, made, tmp_path, dict.fromkeys(("weight1", "weight2"), RANK))
+
+
+def test_peft_reads_stacks_of_different_ranks_that_resize_wrote(peer, base, made, tmp_path):
     adapter = adapter_files.read(str(made))
-    peer.merge(model=base, adapter=made, folder=tmp_path)
-    before, after = (weights_of_experts(folder) for folder in (base, tmp_path))
+    # gate_up_proj keeps one rank, down_proj two: a rank_pattern.
+    adapter.tensors[f"{HOLDER}.weight1", "B"][:, :, 1] = 0
+    adapter_files.write(adapter, str(tmp_path / "wide"))
+    resize_adapter(str(tmp_path / "wide"), str(tmp_path / "small"), energy=1 - 1e-9)
+    check_merged_experts(peer, base, tmp_path / "small", tmp_path / "merged", {"weight1": 1, "weight2": 2})
+
+
+def check_merged_experts(peer, base, folder, merged, ranks):
+    adapter = adapter_files.read(str(folder))
+    peer.merge(model=base, adapter=folder, folder=merged)
+    before, after = (weights_of_experts(weights) for weights in (base, merged))
     for leaf in ("weight1", "weight2"):
         a, b = (adapter.tensors[f"{HOLDER}.{leaf}", half] for half in "AB")
+        assert adapter.rank(f"{HOLDER}.{leaf}") == ranks[leaf]
         changed = changed_weight(before[leaf], a, b, ALPHA / RANK)
         assert np.abs(changed - before[leaf]).max() > 0.01
         np.testing.assert_allclose(after[leaf], changed, rtol=0, atol=1e-5)
