@@ -71,7 +71,7 @@ class RowLayout:
             kv_heads (int): Number of key-value heads. Default: None.
             head_dim (int): Rows of one head. Default: None, which takes it from ``heads``.
             heads (int): Number of attention heads. Default: None.
-            first (int): Rows of the first part, for a layout whose needs is "first". Default: None.
+            first (int): Rows of the first part, for a layout that needs_first. Default: None.
         """
         raise NotImplementedError
 

@@ -53,8 +53,13 @@ def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """Returns float32, float16, bfloat16, ... for messages."""
+    """Returns float32, float16, bfloat16, ... for a dtype."""
     return "bfloat16" if dtype == BFLOAT16 else np.dtype(dtype).name
+
+
+def named_dtype(name: str) -> np.dtype:
+    """Returns the dtype of a name: the reverse of dtype_name."""
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 FLOATS = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)

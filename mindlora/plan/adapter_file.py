@@ -12,7 +12,7 @@ from mindlora.formats.safetensors_file import layout
 from mindlora.models import names
 from mindlora.models.glm2 import GLM2
 from mindlora.numerics import initializers
-from mindlora.numerics.dtypes import BFLOAT16
+from mindlora.numerics.dtypes import named_dtype
 from mindlora.plan.run import Run
 from mindlora.plan.weights import Shape, Weight, adapted_cells, parts_of, shared_projection
 
@@ -52,7 +52,7 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     for weight in weights:
         if not weight.adapter and weight.trained and _is_saved_module(weight, run.lora.modules_to_save):
             key = peft.saved_module_key(weight.name, list(adapted))
-            entries.append((key, _dtype(weight.dtype), weight.shape))
+            entries.append((key, named_dtype(weight.dtype), weight.shape))
     text = _metadata(run, weights, adapted)
     return layout(sorted(entries, key=lambda entry: entry[0]), {"format": "pt", metadata.KEY: text})[2]
 
@@ -88,7 +88,7 @@ def _with_rank(shape: Shape, rank: int, part: str) -> Shape:
 
 
 def _entry(path: str, part: str, shape: Shape, lora: LoraConfig) -> _Entry:
-    return peft.tensor_key(path, part, names.is_embedding(path)), _dtype(lora.param_init_type), shape
+    return peft.tensor_key(path, part, names.is_embedding(path)), named_dtype(lora.param_init_type), shape
 
 
 def _is_saved_module(weight: Weight, modules: Optional[List[str]]) -> bool:
@@ -108,7 +108,3 @@ def _metadata(run: Run, weights: List[Weight], adapted: Container[str]) -> str:
     if run.lora and initializers.changes_base(run.lora.lora_init):
         adapter.initialization = run.lora.lora_init
     return metadata.peft_text_of(adapter)
-
-
-def _dtype(name: str) -> np.dtype:
-    return BFLOAT16 if name == "bfloat16" else np.dtype(name)

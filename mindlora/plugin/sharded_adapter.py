@@ -23,7 +23,7 @@ from mindlora.formats.safetensors_file import write_arrays
 from mindlora.formats.strategy_file import Layout
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells, saved_module_parameters
-from mindlora.numerics.dtypes import BFLOAT16
+from mindlora.numerics.dtypes import dtype_name, named_dtype
 from mindlora.plugin import collectives
 from mindlora.save_load import adapter_of
 
@@ -155,7 +155,7 @@ def _layout(recorded: tuple) -> Layout:
 
 def _shared_table(parts: Mapping[str, Slice], arrays: Mapping[str, np.ndarray], step: int) -> Dict[str, List[_Entry]]:
     """Returns for each parameter what the ranks hold of it."""
-    own = {name: [*part, _dtype_text(arrays[name]), _checksum(arrays[name])] for name, part in parts.items()}
+    own = {name: [*part, dtype_name(arrays[name].dtype), _checksum(arrays[name])] for name, part in parts.items()}
     tables = [json.loads(text) for text in collectives.share(json.dumps([step, own]).encode())]
     steps = [at for at, _ in tables]
     if len(set(steps)) > 1:
@@ -170,7 +170,7 @@ def _shared_table(parts: Mapping[str, Slice], arrays: Mapping[str, np.ndarray], 
 def _gathered(name: str, entries: List[_Entry], array: Any) -> np.ndarray:
     """Returns a whole parameter; ``array`` is this rank's slice, or None if it has none."""
     first = entries[0]
-    dtype = BFLOAT16 if first.dtype == "bfloat16" else np.dtype(first.dtype)
+    dtype = named_dtype(first.dtype)
     sizes = [int(np.prod(entry.part.shape, dtype=np.int64)) * dtype.itemsize for entry in entries]
     _, ranks = collectives.rank_and_count()
     whole_size = int(np.prod(first.part.whole, dtype=np.int64)) * dtype.itemsize
@@ -213,10 +213,6 @@ def _piece(entry: _Entry, row: np.ndarray, dtype: np.dtype) -> Piece:
     count = int(np.prod(entry.part.shape, dtype=np.int64))
     array = np.frombuffer(row.tobytes(), dtype, count).reshape(entry.part.shape)
     return Piece(f"rank {entry.rank}", entry.part, array)
-
-
-def _dtype_text(array: np.ndarray) -> str:
-    return "bfloat16" if array.dtype == BFLOAT16 else array.dtype.name
 
 
 def _checksum(array: np.ndarray) -> int:
