@@ -301,8 +301,9 @@ def _check_adapters(adapters: List[Adapter]) -> None:
             other, known = sizes.setdefault(path, (number, size))
             if size != known:
                 raise ShapeMismatchError(
-                    f"{label} was trained on a different base from adapter {other}: the weight of "
-                    f"{path} {'[experts, out, in]' if len(size) == 3 else '[out, in]'} is {size} in one and {known} in the other."
+                    f"{label} was trained on a different base from adapter {other}: the weight of {path} "
+                    f"{'[experts, out, in]' if adapter.layout(path).stacked else '[out, in]'} is {size} in one and "
+                    f"{known} in the other."
                 )
         others = {path for other in adapters if other is not adapter for path in other.paths}
         if others and not others & set(adapter.paths):
