@@ -6,7 +6,7 @@ built with the same lora_init.
 """
 
 import logging
-from typing import Dict, Tuple
+from typing import Callable, Dict, Tuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -17,8 +17,10 @@ from mindlora.common.text import listed
 from mindlora.errors import BaseMismatchError, LoraError, RankMismatchError
 from mindlora.nn.base_fingerprint import base_fingerprint
 from mindlora.nn.cell import LoRACell
+from mindlora.nn.linear_form import channels_of
 from mindlora.nn.tensors import to_array
-from mindlora.nn.tree import lora_cells, weight_of
+from mindlora.nn.tree import lora_cells
+from mindlora.nn.tree import weight_of as weight_of_cell
 from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import ROUNDING, to_float32
@@ -104,44 +106,42 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
         adapter.initialization = next(iter(cells.values())).lora_init
 
 
-def complete_initial_pairs(adapter: Adapter, cells: Dict[str, nn.Cell], source: str, relaid: bool) -> None:
-    """Makes a plain LoRA of an adapter that PEFT saved as PiSSA or OLoRA trained it; does nothing to any other.
+def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Callable[[str], np.ndarray]:
+    """Returns a function that returns the base's weight [out, in] of a cell, float32, from its path.
 
     Args:
-        adapter (Adapter): Matched to the network; changed in place.
-        cells (dict): Path -> cell of the network, with the base's weight.
+        adapter (Adapter): One that PEFT saved as PiSSA or OLoRA trained it; for any other, nobody calls the function.
+        cells (dict): Path -> cell of the network.
         source (str): Where the adapter comes from, for messages.
-        relaid (bool): Whether its pairs were joined or split.
 
-    Raises:
-        LoraError: The initial pairs cannot be computed from the network's weights.
+    Returns:
+        callable. It raises LoraError if the weight is not the one that the initial pairs were computed from.
     """
-    if adapter.initializer is None:
-        return
-    if relaid:
-        raise LoraError(
-            f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from the "
-            "weights of the cells that it names, and this network has those joined. Build it with qkv_concat: False, "
-            "or merge the adapter into Hugging Face's checkpoint."
-        )
-    if any(getattr(cells[path], "initial_pair", None) for path in adapter.paths):
-        raise LoraError(
-            f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from the "
-            "base, and initialize_adapters has changed this one. Load it before."
-        )
-    wrong = [path for path in adapter.paths if weight_of(cells[path]).has_init or not _is_whole(adapter, path, cells)]
-    if wrong:
-        raise LoraError(
-            f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from the "
-            f"base, and the weights of {listed(wrong)} have no values yet, are parts of sharded ones, or are "
-            "quantized. Load the base first, whole and in float."
-        )
-    initial_pairs.complete(adapter, lambda path: to_float32(to_array(weight_of(cells[path]))))
+
+    def weight_of(path: str) -> np.ndarray:
+        problem = _unusable(cells[path])
+        if problem:
+            raise LoraError(
+                f"{source} was trained with init_lora_weights {adapter.initializer!r}, whose initial pairs follow from "
+                f"the base, and the weight of {path or 'the cell'} {problem}"
+            )
+        return to_float32(to_array(weight_of_cell(cells[path])))
+
+    return weight_of
 
 
-def _is_whole(adapter, path, cells) -> bool:
-    weight = weight_of(cells[path])
-    return tuple(weight.shape) == adapter.weight_shape(path) and str(weight.dtype).lower() in ROUNDING
+def _unusable(cell) -> str:
+    """Returns why initial pairs cannot be computed from a cell's weight, and what to do; or nothing if they can."""
+    weight = weight_of_cell(cell)
+    if getattr(cell, "initial_pair", None):
+        return "has been changed by initialize_adapters. Load the adapter before."
+    if weight is None or weight.has_init:
+        return "has no values yet. Load the base first."
+    if str(weight.dtype).lower() not in ROUNDING:
+        return "is quantized. Merge the adapter into the base in float (mindlora merge), and quantize the result."
+    if tuple(weight.shape) != channels_of(cell)[::-1]:
+        return "is a part of a sharded one. Merge the adapter into the whole base (mindlora merge)."
+    return ""
 
 
 def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[str, InitialPair]:

@@ -233,11 +233,10 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
             f"The network was built with use_adalora, whose ranks are not those of a file, so {source} cannot be "
             "loaded into its cells. Load it into a network without adapters, which gets the adapter's ranks."
         )
-    match = Match(adapter, network, cells, source)
+    match = Match(adapter, network, cells, source, initialize.base_weights(adapter, cells, source))
     match.check_kind()
     match.check_names(list(cells), strict)
     match.check_shapes()
-    initialize.complete_initial_pairs(adapter, cells, source, match.relaid)
     initial_pairs = initialize.split_initial_pairs(adapter, network, source)
     match.check_rank_and_scale()
     saved_modules = _saved_module_parameters(match, network, strict)
@@ -251,13 +250,13 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
     modules = [
         (name, cell) for name, cell in cells_and_weights(network) if name and isinstance(cell, adaptable_types())
     ]
-    match = Match(adapter, network, {adapter_path(cell, name): cell for name, cell in modules}, source)
+    cells = {adapter_path(cell, name): cell for name, cell in modules}
+    match = Match(adapter, network, cells, source, initialize.base_weights(adapter, cells, source))
     match.check_names(match.selected(), strict)
     match.check_shapes()
-    initialize.complete_initial_pairs(adapter, match.cells, source, match.relaid)
     saved_modules = _saved_module_parameters(match, network, strict)
     adapter.check_finite(source)
-    adapted = {path: cell for path, cell in match.cells.items() if (path, "A") in adapter.tensors}
+    adapted = {path: cell for path, cell in cells.items() if (path, "A") in adapter.tensors}
     match.check_base(lambda: fingerprint_of(adapted), on_base_mismatch)
     put_lora(network, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
     _set_values(network, adapter, saved_modules, {})

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from mindlora import LoraError, load_lora
-from tests.support import peft_corpus
-from tests.support.networks import randomize
+from mindlora import LoraError, load_lora, quantize_base
+from tests.support import peft_corpus, quantized_networks
+from tests.support.networks import randomize, snapshot
 from tests.support.peft_corpus import FORMS, HIDDEN, INNER, VOCABULARY
 
 
@@ -99,3 +99,12 @@ def test_a_raw_adapter_gets_its_initial_pairs_from_the_base(tmp_path, name):
     assert cell.lora_rank == 8
     found = cell.weight.asnumpy() + cell.scale * cell.pair()[1] @ cell.pair()[0]
     np.testing.assert_allclose(found, residual + 2 * b @ a, rtol=0, atol=1e-4)
+
+
+def test_a_raw_adapter_is_refused_on_a_quantized_base(tmp_path):
+    network = quantized_networks.plain()
+    quantize_base(network)
+    before = snapshot(network)
+    with pytest.raises(LoraError, match="whose initial pairs follow from the base, and the weight of .* is quantized"):
+        load_lora(network, peft_corpus.write(str(tmp_path / "A"), FORMS["pissa"]))
+    assert snapshot(network) == before

@@ -5,14 +5,34 @@ plain LoRA of twice the rank on W.
 """
 
 import math
-from typing import Callable
+from typing import Callable, Collection, NamedTuple, Optional, Tuple
 
 import numpy as np
 
+from mindlora.adapters import joined_pairs
 from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.expert_pairs import is_single
 from mindlora.adapters.pair_kinds import LINEAR
+from mindlora.errors import LoraError
+from mindlora.models import names
+from mindlora.models.joined_rows import RowLayout
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import from_float32, to_float32
+
+
+class Base(NamedTuple):
+    """The weights of the linear cells of a base, some of which may be joined (w_qkv).
+
+    Attributes:
+        paths (collection of str): The cells' paths, under MindFormers' names.
+        weight_of (callable): Takes one of them; returns its weight [out, in], float32.
+        rows_of (callable): Takes the path of a joined cell or of a part of one; returns the number of key-value heads
+            and how the joined cell orders its rows, or None for what is not known or as its record says.
+    """
+
+    paths: Collection[str]
+    weight_of: Callable[[str], np.ndarray]
+    rows_of: Callable[[str], Tuple[Optional[int], Optional[RowLayout]]]
 
 
 def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
@@ -31,27 +51,55 @@ def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
     adapter.alphas[path] *= growth(adapter.use_rslora)
 
 
-def complete(adapter: Adapter, weight_of: Callable[[str], np.ndarray]) -> None:
+def complete(adapter: Adapter, base: Base) -> None:
     """Makes a plain LoRA of an adapter that PEFT saved as PiSSA or OLoRA trained it; does nothing to any other.
 
     As PEFT does when it loads one, the initial pairs are computed again from the base, in float32. Only linear cells
-    have them.
+    have them. Pairs for which the base has no weight, or one of another shape, stay as they are: matching refuses them.
 
     Args:
-        adapter (Adapter): Changed in place.
-        weight_of (callable): Takes a path; returns the base's weight [out, in], float32.
+        adapter (Adapter): Changed in place; its pairs are not joined or split yet.
+        base (Base): The weights.
 
     Raises:
+        LoraError: A weight holds NaN or infinity, or is of a single expert and the base has those stacked.
         ConfigError: A rank is larger than a side of the weight.
+        ShapeMismatchError, AdapterError: The rows of a joined weight cannot be told apart.
     """
     name = adapter.initializer
     if name is None:
         return
-    for path in adapter.paths:
-        if adapter.layout(path) is LINEAR:
-            rank, scale = adapter.rank(path), adapter.scale(path)
-            append(adapter, path, *initializers.of_base(name, weight_of(path), rank, scale))
+    joined = {part: path for path in base.paths for part in names.joined_parts(path)}
+    for path in [path for path in adapter.paths if adapter.layout(path) is LINEAR]:
+        weight = _weight_of(base, adapter, path, joined.get(path))
+        if weight is None or weight.shape != adapter.weight_shape(path):
+            continue
+        if not np.isfinite(weight).all():
+            raise LoraError(
+                f"The weight of {path or 'the cell'} holds NaN or infinity, so the initial pairs of init_lora_weights "
+                f"{name!r} cannot be computed from it. Take another copy of the base."
+            )
+        append(adapter, path, *initializers.of_base(name, weight, adapter.rank(path), adapter.scale(path)))
     adapter.initializer, adapter.initialization = None, name
+
+
+def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -> Optional[np.ndarray]:
+    """Returns the weight that the pair at ``path`` is for, put together of rows of others where the base has it so;
+    None if the base has no such weight."""
+    if path in base.paths:
+        return base.weight_of(path)
+    if joined:
+        return joined_pairs.member_weights(adapter, joined, base.weight_of(joined), *base.rows_of(joined))[path]
+    if is_single(path):
+        raise LoraError(
+            f"{path} was trained with init_lora_weights {adapter.initializer!r}, whose initial pair follows from the "
+            "weight of this expert alone, and the base has no such weight: those of the experts are stacked. Merge the "
+            "adapter into Hugging Face's checkpoint, which has them apart."
+        )
+    parts = names.joined_parts(path)
+    if not parts or any(part not in base.paths for part in parts):
+        return None
+    return joined_pairs.joined_weight(path, list(map(base.weight_of, parts)), base.rows_of(parts[0])[0])
 
 
 def negative(array: np.ndarray) -> np.ndarray:

@@ -122,6 +122,39 @@ def split_pairs(
             adapter.alphas[member] = alpha * (math.sqrt(share) if adapter.use_rslora else share)
 
 
+def member_weights(
+    adapter: Adapter, path: str, weight: np.ndarray, kv_heads: Optional[int] = None, layout: Optional[RowLayout] = None
+) -> Dict[str, np.ndarray]:
+    """Returns the rows [out, in] of each member in the weight of a joined cell.
+
+    Args:
+        adapter (Adapter): It holds a pair for at least one of the members, which tell how many rows they have.
+        path (str): Path that ends in w_qkv or w_gate_hidden.
+        weight (array): The joined weight [sum of the rows, in].
+        kv_heads, layout: As for join_pairs.
+
+    Returns:
+        dict, path of a member -> array.
+
+    Raises:
+        ShapeMismatchError, AdapterError: As for join_pairs.
+    """
+    layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
+    present = [member for member in members if (member, "A") in adapter.tensors]
+    rows = _member_rows(adapter, path, layout, present, len(weight))
+    groups = _groups(path, layout, list(rows.values()), kv_heads)
+    return dict(zip(members, split_rows(weight, [count // groups for count in rows.values()])))
+
+
+def joined_weight(path: str, weights: Sequence[np.ndarray], kv_heads: Optional[int] = None) -> np.ndarray:
+    """Returns the weight of the joined cell at ``path``, of those of its members: the reverse of member_weights.
+
+    Raises:
+        AdapterError: kv_heads is needed and missing, or does not divide the rows.
+    """
+    return join_rows(weights, _groups(path, names.joined_cell(path).layout, list(map(len, weights)), kv_heads))
+
+
 def _check_can_be_joined(adapter: Adapter, path: str) -> None:
     kind = adapter.kind
     if kind.cannot_join:

@@ -4,7 +4,9 @@ import logging
 import warnings
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type
 
-from mindlora.adapters import expert_pairs, joined_pairs
+import numpy as np
+
+from mindlora.adapters import expert_pairs, initial_pairs, joined_pairs
 from mindlora.adapters.adapter import Adapter, listed_parts, name_of
 from mindlora.adapters.fingerprint import base_difference, forms_that_differ
 from mindlora.errors import (
@@ -55,6 +57,8 @@ class Match:
         adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
         shapes (dict): The network's own adapter path -> CellShape.
         source (str): Where the adapter comes from, for messages.
+        weight_of (callable): Takes one of the paths; returns the cell's weight [out, in], float32, from which raw
+            adapters of PiSSA and OLoRA get their initial pairs. Default: None, they get none.
 
     Attributes:
         adapter, shapes, source: As above.
@@ -62,12 +66,21 @@ class Match:
 
     Raises:
         ShapeMismatchError, AdapterError, ScaleMismatchError: Pairs cannot be joined or split.
+        LoraError: Initial pairs cannot be computed.
     """
 
-    def __init__(self, adapter: Adapter, shapes: Mapping[str, CellShape], source: str):
+    def __init__(
+        self,
+        adapter: Adapter,
+        shapes: Mapping[str, CellShape],
+        source: str,
+        weight_of: Optional[Callable[[str], np.ndarray]] = None,
+    ):
         self.adapter, self.shapes, self.source = adapter, shapes, source
         own = {cell.name or names.to_mindformers(path): path for path, cell in shapes.items()}
         rename(adapter, {**names.canonical(adapter.paths), **{path: name for name, path in own.items()}})
+        if weight_of:
+            self._complete_initial_pairs(own, weight_of)
         self.relaid = self._relay_experts(own)
         present = set(adapter.paths)
         for path in own:
@@ -86,6 +99,15 @@ class Match:
             if path in shapes:
                 # An embedding has no in_channels, and no VeRA either.
                 adapter.narrow(path, shapes[path].in_channels)
+
+    def _complete_initial_pairs(self, own: Mapping[str, str], weight_of: Callable[[str], np.ndarray]) -> None:
+        """Makes plain pairs of a raw adapter of PiSSA or OLoRA, while they are still those of single cells."""
+
+        def rows_of(path: str) -> Tuple[Optional[int], Optional[RowLayout]]:
+            return self.shapes[own[path]].kv_heads, self.shapes[own[path]].layout
+
+        base = initial_pairs.Base(own.keys(), lambda path: weight_of(own[path]), rows_of)
+        initial_pairs.complete(self.adapter, base)
 
     def _relay_experts(self, own: Mapping[str, str]) -> bool:
         """Stacks pairs of single experts, or splits stacked ones, as the network has them; tells whether it did."""

@@ -157,13 +157,15 @@ class _Merging:
         self.base, self.adapter, self.source = base, adapter, source
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
+        heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
+        paths = {name[: -len(".weight")] for name in self._own if name.endswith(".weight")}
+        initial_pairs.complete(adapter, initial_pairs.Base(paths, self._base_weight, lambda path: (heads, None)))
         if any(map(expert_pairs.is_single, (name.rpartition(".")[0] for name in self._own))):
             expert_pairs.split_pairs(adapter)
         elif base.world == MCORE:
             expert_pairs.stack_pairs(adapter)
         self._head = base.architecture.head_weight("mindformers")
-        initial_pairs.complete(adapter, self._base_weight)
-        self._match_joined(kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads"))
+        self._match_joined(heads)
         self._check_names()
         self._pairs = {self._own[self.weight_name(path)]: path for path in adapter.paths}
         self._saved_modules = {self._own[name]: array for name, array in adapter.saved_modules.items()}
@@ -275,16 +277,8 @@ class _Merging:
         return table
 
     def _base_weight(self, path):
-        own = self._own.get(f"{path}.weight")
-        if own is None:
-            raise MergeError(
-                f"{self.source} was trained with init_lora_weights {self.adapter.initializer!r}, whose initial pairs "
-                f"follow from the weights of the cells that it names, and {self.base.path} does not have {path}. Give "
-                "the base that it was trained on, in Hugging Face's form."
-            )
-        shape = self.base.tensors[own].shape
-        check_shape(own, shape, self.adapter.weight_shape(path), self.source)
-        return to_float32(self.base.read_rows(own, 0, shape[0]))
+        own = self._own[f"{path}.weight"]
+        return to_float32(self.base.read_rows(own, 0, self.base.tensors[own].shape[0]))
 
     def _match_joined(self, kv_heads):
         """Joins or splits the adapter's pairs so that each is for a tensor of the base."""

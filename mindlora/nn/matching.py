@@ -1,7 +1,8 @@
 """Matches an adapter to the cells of a network: what mindlora.adapters.matching cannot tell without the cells."""
 
-from typing import Dict, NamedTuple, Optional
+from typing import Callable, Dict, NamedTuple, Optional
 
+import numpy as np
 from mindspore import nn
 
 from mindlora.adapters import joined_pairs, matching
@@ -48,6 +49,7 @@ class Match(matching.Match):
         network (nn.Cell): The network.
         cells (dict): The network's own adapter path -> a cell that has an adapter or can take one.
         source (str): Where the adapter comes from, for messages.
+        weight_of (callable): As for mindlora.adapters.matching.Match. Default: None.
 
     Attributes:
         cells: As above; the rest as in mindlora.adapters.matching.Match.
@@ -56,10 +58,17 @@ class Match(matching.Match):
         ShapeMismatchError, AdapterError, ScaleMismatchError: Pairs cannot be joined or split.
     """
 
-    def __init__(self, adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell], source: str):
+    def __init__(
+        self,
+        adapter: Adapter,
+        network: nn.Cell,
+        cells: Dict[str, nn.Cell],
+        source: str,
+        weight_of: Optional[Callable[[str], np.ndarray]] = None,
+    ):
         self.cells = cells
         self._config = LoraConfig(use_dora=adapter.use_dora, use_vera=adapter.use_vera)
-        super().__init__(adapter, cell_shapes(network, cells), source)
+        super().__init__(adapter, cell_shapes(network, cells), source, weight_of)
 
     def part_shapes(self, path: str) -> Dict[str, Shape]:
         cell = self.cells[path]

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import mindspore as ms
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,15 +16,24 @@ from tests.support.peers import cases
 from tests.support.peers.peer import stored
 
 _Q = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+_JOINED = {**_Q, "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "o_proj"], "rank_pattern": {"k_proj": 3}}
 # Name -> (model, keys of LoraConfig).
 FORMS = {
     "pissa": ("plain", {**_Q, "init_lora_weights": "pissa"}),
     "olora": ("grouped", {**_Q, "init_lora_weights": "olora", "use_rslora": True}),
+    "pissa-joined": ("grouped", {**_JOINED, "init_lora_weights": "pissa", "alpha_pattern": {"v_proj": 9}}),
+    "olora-joined": ("grouped", {**_JOINED, "init_lora_weights": "olora", "alpha_pattern": {"q_proj": 2}}),
+    "dora-joined": (
+        "grouped",
+        {**_Q, "target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": "olora", "use_dora": True},
+    ),
     "tokens": ("plain", {**_Q, "trainable_token_indices": [3, 60, 7]}),
     "tokens-tied": ("tied", {**_Q, "trainable_token_indices": {"embed_tokens": [5, 2]}}),
     "tied-saved": ("tied", {**_Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "bias-without-tensors": ("plain", {**_Q, "bias": "lora_only"}),
 }
+JOINED = [name for name in FORMS if name.endswith("-joined")]
+APART = [name for name in FORMS if name not in JOINED]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +61,24 @@ def judged(peer, made, tmp_path):
     return logits
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", JOINED)
+def test_initial_pairs_follow_from_the_rows_of_joined_weights(
+    name, adapters, judged, make_network, logits_of, peft_logits, checkpoints, tmp_path
+):
+    """In a network, and merged into its checkpoint: as PEFT computes them for q_proj, k_proj and so on."""
+    expected = judged("grouped", adapters(name))
+    assert np.abs(expected - peft_logits("grouped")).max() > 0.1
+    network = make_network("grouped", qkv_concat=True)
+    load_lora(network, str(adapters(name)))
+    np.testing.assert_allclose(logits_of(network), expected, rtol=0, atol=3e-5)
+    base, merged = str(checkpoints("grouped", concat=True)), str(tmp_path / "merged.safetensors")
+    merge_checkpoint(base, str(adapters(name)), merged, kv_heads=2)
+    network = make_network("grouped", qkv_concat=True)
+    ms.load_param_into_net(network, ms.load_checkpoint(merged, format="safetensors"))
+    np.testing.assert_allclose(logits_of(network), expected, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", APART)
 def test_the_logits_are_peft_s(name, adapters, judged, make_network, logits_of, peft_logits):
     model = FORMS[name][0]
     expected = judged(model, adapters(name))
@@ -61,7 +88,7 @@ def test_the_logits_are_peft_s(name, adapters, judged, make_network, logits_of, 
     np.testing.assert_allclose(logits_of(network), expected, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", APART)
 def test_a_merged_checkpoint_gives_peft_s_logits(name, adapters, judged, made, peer, tmp_path):
     model = FORMS[name][0]
     merge_checkpoint(str(made.models[model]), str(adapters(name)), str(tmp_path / "merged"))
