@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any, Tuple
 
-from mindlora.cli.convert import add_target_paths
+from mindlora.cli.convert import add_allow_pickle, add_target_paths
 from mindlora.cli.verb import Verb, add_command
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
@@ -40,11 +40,7 @@ def _add_reading_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alpha", type=float, metavar="N", help="lora_alpha that was trained with, if a file does not state it"
     )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read .bin files: they are pickles; only tensors are taken from them and nothing in them is run",
-    )
+    add_allow_pickle(parser)
 
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+from mindlora.cli.convert import add_allow_pickle
 from mindlora.cli.verb import Verb, add_command
 
 _FORMS = "a folder of .safetensors files, or one .safetensors or .ckpt file"
@@ -163,11 +164,7 @@ def _merge_options(parser):
         metavar="N",
         help="number of key-value heads, if base or adapter has w_qkv (default: from the base's config.json)",
     )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read an adapter_model.bin, a pickle: only its tensors are read, and none of its code is run",
-    )
+    add_allow_pickle(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, merge)
 
@@ -217,7 +214,7 @@ class _Bar:
 VERBS = (
     Verb(
         "convert-base",
-        "Convert a Llama or Qwen2 checkpoint between the parameter names of Hugging Face and MindFormers.",
+        "Convert a base checkpoint between the parameter names of Hugging Face and MindFormers.",
         _convert_options,
     ),
     Verb(

@@ -31,21 +31,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"
     )
-    parser.add_argument("--heads", type=int, metavar="N", help="num_heads of the model, to join w_qkv")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help="n_kv_heads of the model, to join or split w_qkv")
-    parser.add_argument("--head-dim", type=int, metavar="N", help="size of a head, to join or split w_qkv")
-    parser.add_argument("--q-lora-rank", type=int, metavar="N", help="q_lora_rank of DeepSeek-V3, to split linear_qkv")
+    add_heads(parser, "join or split")
     parser.add_argument(
         "--architecture",
         metavar="TYPE",
         help="the kind of the base, as model_type in its config.json (qwen3, deepseek_v3, ...), where neither that nor "
         "the adapter tells",
     )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read a .bin: it is a pickle; only tensors are taken from it and nothing in it is run",
-    )
+    add_allow_pickle(parser)
     parser.add_argument(
         "--part",
         choices=("unet", "text_encoder", "text_encoder_2"),
@@ -60,6 +53,25 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_command(parser, convert)
+
+
+def add_heads(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Adds the sizes of attention by which joined cells are joined or split; ``purpose`` says which of the two."""
+    parser.add_argument("--heads", type=int, metavar="N", help=f"num_heads of the model, to {purpose} w_qkv")
+    parser.add_argument("--kv-heads", type=int, metavar="N", help=f"n_kv_heads of the model, to {purpose} w_qkv")
+    parser.add_argument("--head-dim", type=int, metavar="N", help=f"size of a head, to {purpose} w_qkv")
+    parser.add_argument(
+        "--q-lora-rank", type=int, metavar="N", help=f"q_lora_rank of DeepSeek-V3, to {purpose} linear_qkv"
+    )
+
+
+def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that lets an adapter be read from a pickle."""
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read a .bin: it is a pickle; only tensors are taken from it and nothing in it is run",
+    )
 
 
 def add_target_paths(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+from mindlora.cli.convert import add_allow_pickle, add_heads
 from mindlora.cli.verb import Verb, add_command
 
 
@@ -14,10 +15,7 @@ def _add_run_options(parser: argparse.ArgumentParser, purpose: str) -> None:
         help="the YAML of the run: its pet_config states lora_alpha, its model_config the sizes of the attention",
     )
     parser.add_argument("--alpha", type=float, metavar="N", help="lora_alpha, if neither the files nor --config do")
-    parser.add_argument("--heads", type=int, metavar="N", help=f"num_heads of the model, to {purpose} w_qkv")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help=f"n_kv_heads of the model, to {purpose} w_qkv")
-    parser.add_argument("--head-dim", type=int, metavar="N", help=f"size of a head, to {purpose} w_qkv")
-    parser.add_argument("--q-lora-rank", type=int, metavar="N", help="q_lora_rank of DeepSeek-V3")
+    add_heads(parser, purpose)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
 
 
@@ -92,11 +90,7 @@ def _scatter_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", default="safetensors", choices=("safetensors", "ckpt"), help="of the files (default: safetensors)"
     )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read a .bin: it is a pickle; only tensors are taken from it and nothing in it is run",
-    )
+    add_allow_pickle(parser)
     _add_run_options(parser, "join or split")
     add_command(parser, scatter)
 
