@@ -164,20 +164,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     for cell in adapter.paths:
         adapter.scale(cell)
     if to == "peft":
-        _refuse_joined(adapter)
-        tensors = {
-            peft.tensor_key(*key, key[0] in adapter.embeddings): array
-            for key, array in peft_experts.flattened(adapter, adapter.stored_tensors()).items()
-        }
-        tensors.update(
-            {peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()}
-        )
-        tensors.update({peft.token_rows_key(cell): rows for cell, (_, rows) in adapter.token_rows.items()})
-        # "format" tells transformers which framework to load for.
-        metadata = {"format": "pt", adapter_metadata.KEY: adapter_metadata.peft_text_of(adapter)}
-        with atomic.replace_folder(path) as folder:
-            write_arrays(os.path.join(folder, peft.WEIGHTS_FILE), tensors, metadata)
-            write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
+        _write_peft(adapter, path)
         return
     if to == "diffusers":
         tensors = diffusers.tensors(adapter)
@@ -208,6 +195,21 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     else:
         with atomic.replace_file(path) as written:
             write_arrays(written, tensors, {"format": "np", adapter_metadata.KEY: adapter_metadata.text_of(adapter)})
+
+
+def _write_peft(adapter: Adapter, path: str) -> None:
+    _refuse_joined(adapter)
+    tensors = {
+        peft.tensor_key(*key, key[0] in adapter.embeddings): array
+        for key, array in peft_experts.flattened(adapter, adapter.stored_tensors()).items()
+    }
+    tensors.update({peft.saved_module_key(name, adapter.paths): array for name, array in adapter.saved_modules.items()})
+    tensors.update({peft.token_rows_key(cell): rows for cell, (_, rows) in adapter.token_rows.items()})
+    # "format" tells transformers which framework to load for.
+    metadata = {"format": "pt", adapter_metadata.KEY: adapter_metadata.peft_text_of(adapter)}
+    with atomic.replace_folder(path) as folder:
+        write_arrays(os.path.join(folder, peft.WEIGHTS_FILE), tensors, metadata)
+        write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
 
 
 def check_adapter_output(path: str, to: str) -> None:

@@ -109,18 +109,8 @@ def convert_base(
         raise CheckpointError(f"Checkpoints are converted between {' and '.join(WORLDS)}, not from {from_} to {to}.")
     check_checkpoint_output(output, [source], overwrite)
     with BaseCheckpoint(source) as base:
-        if from_ not in (None, base.world) and not (from_ == LEGACY and base.world == MCORE):
-            raise CheckpointError(
-                f"{source} has {WORLDS[base.world]} names, not {WORLDS[str(from_)]}. Give --from "
-                f"{base.world}, or another checkpoint."
-            )
         written = _world_of(base, to)
-        if written == base.world:
-            raise CheckpointError(f"{source} has {WORLDS[to]} names already: there is nothing to convert.")
-        if concat and to == "hf":
-            raise CheckpointError(
-                "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
-            )
+        _check_worlds(base, from_, to, concat)
         plan = Plan(base, written, concat, heads, kv_heads)
         notes = [*base.left_out, *_settle_head(base, plan, written, tied)]
         tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
@@ -158,6 +148,20 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
     plan = Plan(base, to, False, None, None)
     notes = [*base.left_out, *_settle_head(base, plan, to, False)]
     return [tensor for shard in plan.shards for tensor in shard.tensors], notes
+
+
+def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: bool) -> None:
+    if from_ not in (None, base.world) and not (from_ == LEGACY and base.world == MCORE):
+        raise CheckpointError(
+            f"{base.path} has {WORLDS[base.world]} names, not {WORLDS[str(from_)]}. Give --from "
+            f"{base.world}, or another checkpoint."
+        )
+    if _world_of(base, to) == base.world:
+        raise CheckpointError(f"{base.path} has {WORLDS[to]} names already: there is nothing to convert.")
+    if concat and to == "hf":
+        raise CheckpointError(
+            "Joined tensors (concat) have no name in Hugging Face's world. Leave concat (--concat) out."
+        )
 
 
 def _world_of(base: BaseCheckpoint, to: str) -> str:

@@ -196,6 +196,28 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
             network; or the dataset does not start at the saved step.
     """
     metadata = read_metadata(folder)
+    _check_steps(folder, metadata, params)
+    tensors = load_file(os.path.join(folder, _STATE_TENSORS))
+    parameters = {p.name: p for p in state_parameters(params.train_network)}
+    _check_parameters(folder, tensors, parameters)
+    network = base_of(params.train_network)
+    if not is_adaptive(network):
+        load_lora(network, folder, on_base_mismatch="error")
+    # In another dtype the run would not go on with the same bits.
+    check_base(network, folder, exact=True)
+    for name, parameter in parameters.items():
+        parameter.set_data(Tensor(tensors[name], parameter.dtype))
+    params.cur_step_num = metadata["step"]
+    states = metadata.get("callbacks") or {}
+    for callback in _with_state(params):
+        name = type(callback).__name__
+        if name in states:
+            callback.restore_training_state(states[name])
+        else:
+            logger.warning("%s has no state of %s, which starts anew.", folder, name)
+
+
+def _check_steps(folder, metadata, params):
     if metadata["steps_per_epoch"] != params.batch_num:
         raise ConfigError(
             f"{folder} was saved by a run of {metadata['steps_per_epoch']} steps per epoch, but this run has "
@@ -212,8 +234,9 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
             f"{folder} was saved at step {metadata['step']}, but the dataset starts at step {skipped}: set "
             f"data_skip_steps: {metadata['step']} in the YAML (mindlora-run does so itself)."
         )
-    tensors = load_file(os.path.join(folder, _STATE_TENSORS))
-    parameters = {p.name: p for p in state_parameters(params.train_network)}
+
+
+def _check_parameters(folder, tensors, parameters):
     differing = sorted(
         name for name in set(tensors) & set(parameters) if tensors[name].shape != tuple(parameters[name].shape)
     )
@@ -231,21 +254,6 @@ def restore(folder: str, params: "InternalCallbackParam") -> None:
             f"{folder} holds the state of another optimizer, loss scale or network. Parameters "
             f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config of that run."
         )
-    network = base_of(params.train_network)
-    if not is_adaptive(network):
-        load_lora(network, folder, on_base_mismatch="error")
-    # In another dtype the run would not go on with the same bits.
-    check_base(network, folder, exact=True)
-    for name, parameter in parameters.items():
-        parameter.set_data(Tensor(tensors[name], parameter.dtype))
-    params.cur_step_num = metadata["step"]
-    states = metadata.get("callbacks") or {}
-    for callback in _with_state(params):
-        name = type(callback).__name__
-        if name in states:
-            callback.restore_training_state(states[name])
-        else:
-            logger.warning("%s has no state of %s, which starts anew.", folder, name)
 
 
 def _with_state(params):
