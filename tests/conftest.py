@@ -1,6 +1,7 @@
 """Shared by all tests: a quiet MindSpore, and each test's output away from the checkout."""
 
 import contextlib
+import gc
 import importlib.util
 import logging
 import os
@@ -82,6 +83,13 @@ def _plain_log():
     logger = logging.getLogger("mindlora")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays_is_not_searched_again():
+    # MindSpore calls the garbage collector before each graph that it compiles, which took longer than to compile.
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
