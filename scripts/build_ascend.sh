@@ -18,6 +18,8 @@ source "$ROOT/scripts/cann.sh"
 
 check_socs() {
     local soc
+    [ -n "${SOCS//[, ]/}" ] || fail "--soc names no NPU: it must be ascend910b (Atlas A2), ascend910_93 (Atlas A3), or" \
+        "both with a comma."
     for soc in ${SOCS//,/ }; do
         case $soc in
             ascend910b | ascend910_93) ;;
@@ -86,6 +88,9 @@ find_cann "$OLDEST"
 check_version
 add_stub_libraries
 command -v cmake > /dev/null || fail "cmake was not found: install it (3.16 or newer)."
+# Before the build, which takes minutes.
+mkdir -p "$INSTALL_PATH" && [ -w "$INSTALL_PATH" ] ||
+    fail "$INSTALL_PATH cannot be written to: name another folder with --install-path."
 
 rm -rf "$BUILD"
 cmake -S "$ROOT/ops" -B "$BUILD" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DASCEND_COMPUTE_UNIT="${SOCS//,/;}" \
@@ -94,7 +99,6 @@ cmake --build "$BUILD" --target binary package -j"$(nproc)"
 
 package=$(find "$BUILD" -maxdepth 1 -name 'custom_opp_*.run' | head -n 1)
 [ -n "$package" ] || fail "the build made no package (custom_opp_*.run in $BUILD): what CANN printed above says why."
-mkdir -p "$INSTALL_PATH"
 INSTALL_PATH=$(cd "$INSTALL_PATH" && pwd)
 bash "$package" --quiet --install-path="$INSTALL_PATH"
 

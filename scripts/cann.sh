@@ -21,8 +21,9 @@ find_cann() {
         "its set_env.sh."
     if [ -z "${ASCEND_HOME_PATH:-}" ]; then
         for script in "$CANN/set_env.sh" "$CANN/../set_env.sh"; do
+            # CANN's script may end in a test that is false: with -e that would end this one without a word.
             # shellcheck disable=SC1090
-            if [ -f "$script" ]; then set +u; source "$script"; set -u; break; fi
+            if [ -f "$script" ]; then set +eu; source "$script"; set -eu; break; fi
         done
         export ASCEND_HOME_PATH=${ASCEND_HOME_PATH:-$CANN}
     fi

@@ -1,6 +1,6 @@
 """Tries all that docs/ascend.md says was not tried on an NPU, and writes a folder with one page; see verify_npu.sh.
 
-The exit code is 0 if everything that could run holds, 1 if something does not, 2 for wrong options.
+The exit code is 0 if everything that could run holds, 1 if something does not, 2 for wrong options, 130 after Ctrl-C.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from verify_npu_steps import STEPS, Place
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Reads the command line, and makes the folder of the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["Ascend", "CPU"], default="Ascend", help="default: Ascend")
     parser.add_argument("--soc", help="for build_ascend.sh: ascend910b or ascend910_93. Default: both")
@@ -32,15 +32,18 @@ def arguments() -> argparse.Namespace:
     )
     given = parser.parse_args()
     given.output = given.output or os.path.join(ROOT, "output", time.strftime("verify_npu_%Y%m%d_%H%M%S"))
-    if os.path.isdir(given.output) and os.listdir(given.output):
-        parser.error(f"{given.output} is not empty: name a new folder.")
+    try:
+        if os.path.isdir(given.output) and os.listdir(given.output):
+            parser.error(f"{given.output} is not empty: name a new folder.")
+        os.makedirs(os.path.join(given.output, "logs"))
+    except OSError as error:
+        parser.error(f"{given.output} cannot be written to ({error.strerror}): name another folder with --output.")
     return given
 
 
 def main() -> int:
     """Runs the steps; returns the exit code."""
     given = arguments()
-    os.makedirs(os.path.join(given.output, "logs"), exist_ok=True)
     outcomes: List[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="verify_npu_") as work:
         # The shell's choice of a path must not reach what is compared here.
@@ -54,11 +57,15 @@ def main() -> int:
             if os.environ.get(variable):
                 places[os.environ[variable]] = f"<{variable}>"
         place = Place(given, work, environment, Cleaner(places))
-        for name in given.only or STEPS:
-            for outcome in run_step(name, place):
-                outcomes.append(outcome)
-                print(f"{outcome.name:<36} {outcome.state:<14} {outcome.line}", flush=True)
-                write(place, outcomes)
+        try:
+            for name in given.only or STEPS:
+                for outcome in run_step(name, place):
+                    outcomes.append(outcome)
+                    print(f"{outcome.name:<36} {outcome.state:<14} {outcome.line}", flush=True)
+                    write(place, outcomes)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted: {given.output} has the steps that ended before")
+            return 130
     print(f"\n{given.output}: send this folder back; report.md is its page")
     return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
 

@@ -12,7 +12,7 @@ if [ -z "${ASCEND_OPP_PATH:-}" ]; then
     for folder in "${ASCEND_HOME_PATH:-}" ${MINDLORA_CANN_FOLDERS-/usr/local/Ascend/cann \
         /usr/local/Ascend/ascend-toolkit "$HOME/Ascend/cann" "$HOME/Ascend/ascend-toolkit"}; do
         # shellcheck disable=SC1091
-        if [ -n "$folder" ] && [ -f "$folder/set_env.sh" ]; then set +u; source "$folder/set_env.sh"; set -u; break; fi
+        if [ -n "$folder" ] && [ -f "$folder/set_env.sh" ]; then set +eu; source "$folder/set_env.sh"; set -eu; break; fi
     done
 fi
 exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/verify_npu.py" "$@"

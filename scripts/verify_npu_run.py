@@ -15,7 +15,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HELD, FAILED, NOT_RUN = "holds", "does not hold", "not run"
 # A path with at least two parts, of which the last is kept.
 _PATH = re.compile(r"(?<![\w<>./:])(?:/[\w.+@~-]+)+/([\w.+@~-]+)")
-_ADDRESS = re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b(?!\.)")
+# Four numbers with dots, but no version of five; and as IPv6 and network cards have it, with colons.
+_ADDRESS = re.compile(
+    r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)|(?<![\w:.])(?:[0-9a-fA-F]{1,4}::?){4,7}[0-9a-fA-F]{1,4}(?![\w:])"
+)
 
 
 @dataclasses.dataclass
@@ -110,6 +113,10 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         late = f"it did not end within {limit} s and was killed"
+    except BaseException:  # Ctrl-C in the terminal does not reach a session of its own
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     text = clean(output.decode("utf-8", "replace"))
     with open(os.path.join(folder, log), "w", encoding="utf-8") as file:
         file.write(text)

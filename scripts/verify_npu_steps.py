@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -41,7 +42,7 @@ except Exception as error:
 LORA_YAML = os.path.join("configs", "tiny", "lora_llama_tiny_cpu.yaml")
 # The first and the last loss on the device may differ from the CPU's by these shares.
 FIRST_LOSS, LAST_LOSS = 0.01, 0.1
-HOUR = 3600
+HOUR, PROBE_LIMIT = 3600, 600  # seconds
 
 
 @dataclasses.dataclass
@@ -74,11 +75,14 @@ class Place:
         """Returns why nothing can be computed on the device, or None. The device is asked once."""
         if not self.probed:
             command = [sys.executable, "-c", PROBE, self.given.device]
-            tried = subprocess.run(
-                command, env=self.environment, capture_output=True, text=True, timeout=600, check=False
-            )
-            lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
-            self.device_problem = self.clean(lines[-1].rstrip(".")) if tried.returncode else None
+            try:
+                tried = subprocess.run(
+                    command, env=self.environment, capture_output=True, text=True, timeout=PROBE_LIMIT, check=False
+                )
+                lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
+                self.device_problem = self.clean(lines[-1].rstrip(".")) if tried.returncode else None
+            except subprocess.TimeoutExpired:
+                self.device_problem = f"1 + 1 did not end within {PROBE_LIMIT} s; is another process on it?"
             self.probed = True
         return self.device_problem
 
@@ -111,7 +115,10 @@ def doctor(place: Place) -> Iterator[Outcome]:
     """mindlora doctor: versions, CANN, and the path of each operator."""
     outcome = place.run("doctor", [sys.executable, "-m", "mindlora.cli", "doctor"], limit=600)
     if outcome.state == HELD:
-        outcome.line = "no errors; the log names versions and the path of each operator"
+        with open(os.path.join(place.given.output, outcome.log), encoding="utf-8") as file:
+            found = re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", file.read(), re.MULTILINE)
+        versions = ", ".join(" ".join(item) for item in found)
+        outcome.line = f"no errors; {versions}; the log names all versions and the path of each operator"
     yield outcome
 
 

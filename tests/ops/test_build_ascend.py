@@ -71,6 +71,14 @@ def test_a_cann_without_a_version(run, tmp_path):
     assert_refused(run(), f"no file below {tmp_path}/cann names the version of CANN")
 
 
+def test_an_environment_that_ends_in_a_false_test(run, tmp_path):
+    """CANN's own set_env.sh is not written for a shell that stops at the first command that fails."""
+    made_up_cann(tmp_path, "8.2.RC1")
+    (tmp_path / "cann/set_env.sh").write_text('false\n[ -n "$ASCEND_UNSET" ]\n')
+    result = run(cann=False, MINDLORA_CANN_FOLDERS=str(tmp_path / "cann"))
+    assert_refused(result, f"CANN 8.2.RC1 was found at {tmp_path}/cann: the kernels need 8.3 or newer.")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -84,6 +92,7 @@ def test_a_cann_without_a_version(run, tmp_path):
             "--soc names ascend910: it must be ascend910b (Atlas A2), ascend910_93 (Atlas A3), or",
         ),
         (["--soc"], "--soc needs a name"),
+        (["--soc", " , "], "--soc names no NPU: it must be"),
         (["--install-path"], "--install-path needs a folder."),
         (["--kernel-options"], "--kernel-options needs a text."),
         (["--fast"], "--fast is not an option."),

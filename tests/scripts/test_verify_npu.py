@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -82,6 +83,22 @@ def test_a_folder_that_holds_something_is_not_written_to(verify, tmp_path):
     result, folder = verify()
     assert result.returncode == 2 and "is not empty: name a new folder." in result.stderr
     assert os.listdir(folder) == ["mine"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(verify, tmp_path):
+    (tmp_path / "out").touch()
+    result, _ = verify("--only", "build")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.endswith("out cannot be written to (Not a directory): name another folder with --output.\n")
+
+
+def test_an_environment_of_cann_that_ends_in_a_false_test_ends_nothing(verify, tmp_path):
+    """CANN's own set_env.sh is not written for a shell that stops at the first command that fails."""
+    (tmp_path / "cann").mkdir()
+    (tmp_path / "cann/set_env.sh").write_text('false\n[ -n "$ASCEND_UNSET" ]\n')
+    result, folder = verify("--only", "build")
+    assert result.returncode == 1 and states(folder) == {"build": "does not hold"}
+    assert "names the version of CANN" in result.stdout
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
@@ -178,6 +195,11 @@ def test_logs_lose_names_paths_and_addresses(monkeypatch):
     assert clean(text) == (
         "<name> at <address> and 127.0.0.1: <checkout>/ops/a.cc, <work>/x.log, <path>/y.log, a/b and 1/2"
     )
+    assert clean("fe80::f816:3eff:fe5d:1 of fa:16:3e:5d:aa:01, not of 10.1.2.3.") == (
+        "<address> of <address>, not of <address>."
+    )
+    kept = "CANN 7.7.0.1.238, 12:34:56.430, mindspore::ad::Grad"
+    assert clean(kept) == kept
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
@@ -189,6 +211,26 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     assert outcome.state == FAILED and outcome.seconds < 10
     assert outcome.line == "it did not end within 1 s and was killed; last line: case 7"
     assert (tmp_path / outcome.log).read_text() == "case 7\n"
+
+
+def test_ctrl_c_ends_the_command_with_its_children(tmp_path, monkeypatch):
+    """The terminal does not reach a command that has a session of its own."""
+    import verify_npu_run
+
+    def interrupted(process, timeout=None):
+        started.append(process.pid)
+        raise KeyboardInterrupt
+
+    started = []
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(verify_npu_run.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command = ["bash", "-c", "sleep 60 & wait"]
+        verify_npu_run.run("a", command, str(tmp_path), verify_npu_run.Cleaner({}), os.environ, limit=9)
+    with pytest.raises(ProcessLookupError):  # of the group, children included
+        for _ in range(100):
+            os.killpg(started[0], 0)
+            time.sleep(0.05)
 
 
 def test_the_page_names_what_failed_and_how_to_switch_it_off():
