@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
 from mindlora.adapters import expert_pairs, joined_pairs, parts
 from mindlora.adapters import files as adapter_files
@@ -14,6 +14,7 @@ from mindlora.adapters.matching import rename
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
 from mindlora.models.architecture import JoinedCell
+from mindlora.models.joined_rows import RowLayout
 
 EXPERT_FORMS = ("stacked", "single")
 
@@ -27,12 +28,15 @@ class Heads:
         kv_heads (int): n_kv_heads, or None.
         head_dim (int): Size of a head, or None.
         q_rank (int): q_lora_rank of DeepSeek-V3, or None.
+        layouts (mapping): Name of a joined cell, such as w_qkv -> how the model orders its rows, if not as its record
+            says.
     """
 
     heads: Optional[int] = None
     kv_heads: Optional[int] = None
     head_dim: Optional[int] = None
     q_rank: Optional[int] = None
+    layouts: Mapping[str, RowLayout] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +193,13 @@ def _check_form(base: KnownBase, to: str) -> None:
 
 def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:
     """Returns ``heads`` with what it lacks taken from Hugging Face's config.json."""
-    count = heads.heads or config.get("num_attention_heads")
-    hidden = config.get("hidden_size")
-    return Heads(
-        count,
-        heads.kv_heads or config.get("num_key_value_heads"),
-        heads.head_dim or config.get("head_dim") or (hidden // count if hidden and count else None),
-        heads.q_rank or config.get("q_lora_rank"),
+    # Without head_dim, the rows of the weights tell the size of a head: not every model's is hidden_size / heads.
+    return dataclasses.replace(
+        heads,
+        heads=heads.heads or config.get("num_attention_heads"),
+        kv_heads=heads.kv_heads or config.get("num_key_value_heads"),
+        head_dim=heads.head_dim or config.get("head_dim"),
+        q_rank=heads.q_rank or config.get("q_lora_rank"),
     )
 
 
@@ -213,7 +217,10 @@ def split_all(adapter: Adapter, heads: Heads) -> None:
     """Gives ``adapter`` the cells of Hugging Face's model: joined cells that it lacks are split, and parts joined."""
     for path in adapter.paths:
         if names.joined_parts(path) and not names.in_hugging_face(path):
-            joined_pairs.split_pairs(adapter, path, heads.kv_heads, heads.head_dim, heads.q_rank)
+            layout = heads.layouts.get(names.joined_cell(path).name)
+            joined_pairs.split_pairs(
+                adapter, path, heads.kv_heads, heads.head_dim, heads.q_rank, layout, heads=heads.heads
+            )
     parts_alone = [path for path in adapter.paths if names.joined_path(path) and not names.in_hugging_face(path)]
     _join_all(adapter, heads, parts_alone)
 

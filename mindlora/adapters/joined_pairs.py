@@ -74,6 +74,7 @@ def split_pairs(
     head_dim: Optional[int] = None,
     first: Optional[int] = None,
     layout: Optional[RowLayout] = None,
+    heads: Optional[int] = None,
 ) -> None:
     """Replaces the pair of a joined cell in ``adapter`` by pairs of its members: the reverse of join_pairs.
 
@@ -86,6 +87,7 @@ def split_pairs(
         kv_heads, head_dim (int): Number of key-value heads and their size, for w_qkv. Default: None.
         first (int): Rows of the first member, for DeepSeek's w_qkv_down (q_lora_rank). Default: None.
         layout (RowLayout): How the cell orders its rows. Default: None, as its record says.
+        heads (int): Number of attention heads, for w_qkv: with it the rows tell head_dim. Default: None.
 
     Raises:
         AdapterError: kv_heads, head_dim or first is needed and missing, or does not divide the rows; or a pair of this
@@ -94,7 +96,7 @@ def split_pairs(
     _check_can_be_joined(adapter, path)
     layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-    group = layout.sizes(len(b), kv_heads, head_dim, first=first)
+    group = layout.sizes(len(b), kv_heads, head_dim, heads, first)
     if group is None and layout.needs_first:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, and how many are the first one's is not known or not "
@@ -102,8 +104,9 @@ def split_pairs(
         )
     if group is None:
         raise AdapterError(
-            f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match {kv_heads} key-value heads "
-            f"of size {head_dim}. Give the model's n_kv_heads and head size."
+            f"{path} joins {', '.join(members)} in {len(b)} rows, which do not match "
+            f"{f'{heads} heads and ' if heads else ''}{kv_heads} key-value heads of size {head_dim}. Give the model's "
+            "n_kv_heads and head size."
         )
     blocks = dict(zip(members, split_rows(b, group)))
     by_row = {

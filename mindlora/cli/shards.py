@@ -28,9 +28,11 @@ def _settings(arguments: argparse.Namespace) -> Any:
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=given)
     from mindlora.common.yaml_file import read_yaml
+    from mindlora.doctor.language_model import language_model
+    from mindlora.plugin.mcore import model_config_of
     from mindlora.plugin.pet_config import PetLoraConfig
 
-    model_config = read_yaml(arguments.config)["model"]["model_config"]
+    model_config = model_config_of(language_model(read_yaml(arguments.config))[0])
     config = PetLoraConfig.from_pet_config(pet_config_of(model_config, arguments.config))
     return RunSettings(config, arguments.alpha, heads_of(model_config, given), arguments.config)
 

@@ -70,7 +70,7 @@ class RowLayout:
             total (int): Rows of the joined weight.
             kv_heads (int): Number of key-value heads. Default: None.
             head_dim (int): Rows of one head. Default: None, which takes it from ``heads``.
-            heads (int): Number of attention heads. Default: None.
+            heads (int): Number of attention heads, with which ``head_dim`` has to agree. Default: None.
             first (int): Rows of the first part, for a layout that needs_first. Default: None.
         """
         raise NotImplementedError
@@ -154,8 +154,12 @@ class RowsByKeyValueHead(RowLayout):
     ) -> Optional[Tuple[int, ...]]:
         if not kv_heads or kv_heads < 1 or total % kv_heads:
             return None
-        if head_dim is None and heads and heads % kv_heads == 0 and total % (heads + 2 * kv_heads) == 0:
-            head_dim = total // (heads + 2 * kv_heads)
+        if heads:
+            # The rows tell, whatever is said of the head size: of many models it is not hidden_size / heads.
+            own, rest = divmod(total, heads + 2 * kv_heads)
+            if rest or heads % kv_heads or head_dim not in (None, own):
+                return None
+            head_dim = own
         if not head_dim or head_dim < 1:
             return None
         q = total // kv_heads - 2 * head_dim
@@ -172,6 +176,9 @@ class RowsByKeyValueHead(RowLayout):
     def total(
         self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
     ) -> Optional[int]:
+        for count, own in ((rows[0], heads), (rows[1], kv_heads), (rows[2], kv_heads)):
+            if count and own and not count % own:
+                head_dim = head_dim or count // own
         q = rows[0] or (heads or 0) * (head_dim or 0)
         key_value = rows[1] or rows[2] or (kv_heads or 0) * (head_dim or 0)
         return q + 2 * key_value if q and key_value else None

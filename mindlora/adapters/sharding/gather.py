@@ -10,6 +10,7 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.convert import check_free, pairs_in_words, with_cells_of
 from mindlora.adapters.dialects import mindformers
+from mindlora.adapters.matching import rename
 from mindlora.adapters.sharding import rank_files
 from mindlora.adapters.sharding.rank_files import Content, RankFile
 from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
@@ -17,6 +18,7 @@ from mindlora.adapters.sharding.slices import Piece, join
 from mindlora.adapters.sharding.strategy import Strategy, read_strategy
 from mindlora.common.text import listed
 from mindlora.errors import AdapterFormatError, MissingTensorsError
+from mindlora.models import names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,8 @@ def gather_adapter(
     tensors = _joined(contents, known, checkpoint)
     adapter = adapter_files.adapter_of_tensors(tensors, _metadata(contents, tensors), checkpoint)
     settings.complete(adapter, checkpoint)
+    if to in ("peft", "mcore"):
+        rename(adapter, names.canonical(adapter.paths, among=known.cells()))
     adapter = with_cells_of(adapter, to, settings.heads)
     adapter_files.write(adapter, output, to)
     return GatherReport(

@@ -8,6 +8,8 @@ from mindlora.adapters.convert import Heads
 from mindlora.config import LoraConfig
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ScaleMismatchError
 from mindlora.models import names
+from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
+from mindlora.models.mcore_config import ModelConfig
 from mindlora.numerics import initializers
 
 
@@ -76,14 +78,23 @@ NOTHING_KNOWN = RunSettings()
 
 
 def heads_of(model_config: Mapping[str, Any], given: Heads) -> Heads:
-    """Returns the sizes of the attention: those that are given, and the others from a model_config of MindFormers."""
-    heads = given.heads or _whole(model_config, "num_heads", "num_attention_heads")
-    hidden = _whole(model_config, "hidden_size")
+    """Returns the sizes of the attention: those that are given, and the others from a model_config of MindFormers.
+
+    Where it does not state the size of a head, the rows of the adapter tell it.
+    """
+    config = ModelConfig(dict(model_config), {})
+    layouts: Dict[str, RowLayout] = {}
+    if model_config.get("use_contiguous_weight_layout_attention"):
+        layouts["w_qkv"] = QueryKeyValueInTurn()
+    if model_config.get("use_interleaved_weight_layout_mlp") is False:
+        layouts["w_gate_hidden"] = PartAfterPart()
+    heads = given.heads or _whole(config["heads"])
     return Heads(
         heads,
-        given.kv_heads or _whole(model_config, "n_kv_heads", "num_key_value_heads") or heads,
-        given.head_dim or _whole(model_config, "head_dim") or (hidden // heads if hidden and heads else None),
-        given.q_rank or _whole(model_config, "q_lora_rank"),
+        given.kv_heads or _whole(config["kv_heads"]) or heads,
+        given.head_dim or _whole(config["head_dim"]),
+        given.q_rank or _whole(config["q_rank"]),
+        layouts,
     )
 
 
@@ -99,6 +110,5 @@ def pet_config_of(model_config: Mapping[str, Any], source: str) -> Dict[str, Any
     return pet_config
 
 
-def _whole(model_config: Mapping[str, Any], *keys: str) -> Optional[int]:
-    found = (model_config.get(key) for key in keys)
-    return next((value for value in found if type(value) is int and value > 0), None)
+def _whole(value: Any) -> Optional[int]:
+    return value if type(value) is int and value > 0 else None

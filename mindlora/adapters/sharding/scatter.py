@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Dict, Iterable, Optional, Tuple
+from typing import Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -119,7 +119,8 @@ def _write(folder: str, rank: int, slices: Dict[str, np.ndarray], text: str, for
 def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSettings) -> Dict[str, np.ndarray]:
     """Returns the adapter's tensors under the names that the strategy has for them."""
     keys = _keys(strategy)
-    _take_form(adapter, {path for path, _ in keys.values()} - {""}, settings.heads, source)
+    known_paths = names.canonical({path for path, _ in keys.values()} - {""}, among=strategy.cells())
+    _take_form(adapter, known_paths, settings.heads, source)
     stored = adapter.stored_tensors()
     lost, extra = set(keys.values()) - set(stored), set(stored) - set(keys.values())
     if lost:
@@ -156,14 +157,38 @@ def _keys(strategy: Strategy) -> Dict[str, PartKey]:
     return keys
 
 
-def _take_form(adapter: Adapter, paths: Iterable[str], heads: Heads, source: str) -> None:
-    """Gives ``adapter`` the paths and the joined cells that the run has, as load_lora does for a network."""
-    known = names.canonical(paths)
+def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads, source: str) -> None:
+    """Gives ``adapter`` the paths and the joined cells that the run has, as load_lora does for a network.
+
+    Args:
+        adapter (Adapter): Changed in place.
+        known (mapping): The run's own path -> the path that adapters have the cell under.
+        heads (Heads): The sizes of its attention.
+        source (str): Where the adapter comes from, for messages.
+    """
+    head_dim = heads.head_dim or _head_dim(adapter, heads)
     shapes = {
-        path: CellShape(None, _rows(adapter, name, heads), heads.kv_heads, heads.head_dim, name=name)
+        path: CellShape(
+            None,
+            _rows(adapter, name, heads),
+            heads.kv_heads,
+            head_dim,
+            layout=heads.layouts.get(name.rpartition(".")[2]),
+            name=name,
+        )
         for path, name in known.items()
     }
     Match(adapter, shapes, source)
+
+
+def _head_dim(adapter: Adapter, heads: Heads) -> Optional[int]:
+    """Returns the size of a head that the rows of a joined cell of the adapter tell, or None."""
+    if not heads.heads or not heads.kv_heads:
+        return None
+    for path in adapter.paths:
+        if names.joined_parts(path) and names.joined_cell(path).layout.needs_heads:
+            return len(adapter.tensors[path, "B"]) // (heads.heads + 2 * heads.kv_heads)
+    return None
 
 
 def _rows(adapter: Adapter, path: str, heads: Heads) -> Optional[int]:

@@ -51,6 +51,10 @@ class Strategy:
         """Returns the parameters of all stages."""
         return list(dict.fromkeys(name for own in self.stages.values() for name in own))
 
+    def cells(self) -> List[str]:
+        """Returns the paths of the cells that these parameters belong to, as far as it was recorded."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.names()))
+
     def slice_of(self, name: str, rank: int, shape: Shape) -> Slice:
         """Returns which part of a parameter a rank holds, of which it has a slice of this shape."""
         return slice_of(self.layouts(rank)[name], rank % self.devices, shape, name)

@@ -177,7 +177,7 @@ def test_lora_alpha_that_nothing_states_or_two_things_state(run):
     pissa = LoraConfig(lora_rank=4, lora_alpha=3.0, lora_init="pissa", target_modules=".*")
     refused(AdapterError, part("run.yaml has lora_init pissa"), RunSettings, pissa, source="run.yaml")
     refused(ConfigError, part("run.yaml has no pet_config"), pet_config_of, {}, "run.yaml")
-    assert heads_of({"num_heads": 8, "hidden_size": 64}, Heads()) == Heads(8, 8, 8)
+    assert heads_of({"num_heads": 8, "hidden_size": 64}, Heads()) == Heads(8, 8)
 
 
 def test_an_output_that_is_there(run, tmp_path):
