@@ -13,6 +13,7 @@ from tests.support.runs import (
     LORA_YAML,
     SEQUENCE,
     TINY,
+    evaluated,
     files,
     launch,
     launch_refused,
@@ -131,22 +132,7 @@ def test_eval_judges_base_and_adapter_on_rows_as_training_takes_them(trained, da
     rows = tmp_path / "held_out.mindrecord"
     tokens = write_rows(rows, step=5, rows=8, length=SEQUENCE + 1, seed=1)
     assert (tokens[:, :-1] == data.eval_rows).all()
-    stdout = succeeded(
-        launch(
-            tmp_path,
-            "--run_mode",
-            "eval",
-            "--eval_dataset_dir",
-            rows,
-            "--batch_size",
-            "4",
-            "--load_checkpoint",
-            base,
-            "--model.model_config.pet_config.adapter_path",
-            trained.adapter,
-        )
-    )
-    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    found = evaluated(tmp_path, rows, base, trained.adapter)
     network = fresh_network()
     base_alone = loss_of(network, data.eval_rows)
     load_lora(network, str(trained.adapter))

@@ -1,6 +1,5 @@
 """QLoRA from a YAML: the base quantized by the command, fine-tuning on it, and what is refused before training."""
 
-import re
 
 import mindspore as ms
 import numpy as np
@@ -11,7 +10,7 @@ from safetensors.numpy import load_file
 from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
-from tests.support.runs import launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
+from tests.support.runs import evaluated, launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
 
 QLORA = ("--model.model_config.pet_config.quantize_base", "nf4")
 # The same as a pet_type.
@@ -86,23 +85,7 @@ def test_the_adapter_is_of_the_quantized_base(run, base, data, fresh_network, qu
     for name, array in stored.items():  # the command and quantize_base give the same bytes
         np.testing.assert_array_equal(parameters[name].asnumpy(), array)
     load_lora(network, str(run[0]), on_base_mismatch="error")
-    stdout = succeeded(
-        launch(
-            tmp_path,
-            "--run_mode",
-            "eval",
-            "--eval_dataset_dir",
-            data.eval,
-            "--batch_size",
-            "4",
-            "--load_checkpoint",
-            quantized,
-            *QLORA,
-            "--model.model_config.pet_config.adapter_path",
-            run[0],
-        )
-    )
-    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    found = evaluated(tmp_path, data.eval, quantized, run[0], *QLORA)
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
 
 

@@ -9,7 +9,7 @@ from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
 from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
-from tests.support.runs import LORA_YAML, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
+from tests.support.runs import LORA_YAML, evaluated, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
 
 Q, DOWN = ".attention.wq", ".feed_forward.w2"
 
@@ -117,26 +117,8 @@ def test_pissa_trains_on_a_corrected_base_and_is_saved_for_the_original_one(data
     assert abs(held_out_loss(cell, str(data.base), 8) - held_out) < 1e-4
     # The same with a YAML.
     pet = "--model.model_config.pet_config"
-    stdout = succeeded(
-        launch(
-            tmp_path / "eval",
-            "--run_mode",
-            "eval",
-            "--eval_dataset_dir",
-            data.eval,
-            "--batch_size",
-            "4",
-            "--load_checkpoint",
-            base,
-            f"{pet}.lora_rank",
-            "4",
-            f"{pet}.lora_init",
-            start["lora_init"],
-            f"{pet}.adapter_path",
-            folder,
-        )
-    )
-    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    flags = (f"{pet}.lora_rank", "4", f"{pet}.lora_init", start["lora_init"])
+    found = evaluated(tmp_path / "eval", data.eval, base, folder, *flags)
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4
 
 
@@ -152,8 +134,8 @@ def test_olora_trains_and_saves_its_initial_pair(data, base, tmp_path):
 
 
 def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, tmp_path):
-    variant = ("--model.model_config.pet_config.use_dora", "True", "--load_checkpoint", base)
-    stdout = succeeded(launch(tmp_path / "train", "--train_dataset_dir", data.train, *variant, *TRAINING))
+    variant, rows = ("--model.model_config.pet_config.use_dora", "True"), ("--train_dataset_dir", data.train)
+    stdout = succeeded(launch(tmp_path / "train", *rows, "--load_checkpoint", base, *variant, *TRAINING))
     losses = step_losses(stdout)
     assert losses[-1] < losses[0] - 0.3
     folder = tmp_path / "train" / "output" / "lora_checkpoint" / "best"
@@ -165,21 +147,7 @@ def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, 
         # Adam moves a number by about the learning rate in a step: the norms of another base would be far away.
         assert 0 < moved.max() < 0.1
     # Here the adapter is loaded first and then the base.
-    stdout = succeeded(
-        launch(
-            tmp_path / "eval",
-            "--run_mode",
-            "eval",
-            "--eval_dataset_dir",
-            data.eval,
-            "--batch_size",
-            "4",
-            *variant,
-            "--model.model_config.pet_config.adapter_path",
-            folder,
-        )
-    )
-    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    found = evaluated(tmp_path / "eval", data.eval, base, folder, *variant)
     network = fresh_network(use_dora=True)
     load_lora(network, str(folder))
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4

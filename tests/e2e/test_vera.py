@@ -1,7 +1,6 @@
 """VeRA from a YAML: trained, saved in PEFT's format and evaluated from its adapter."""
 
 import json
-import re
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
 from mindlora.numerics.vera_projection import projection
 from tests.e2e.conftest import TRAINING
-from tests.support.runs import launch, loss_of, step_losses, succeeded
+from tests.support.runs import evaluated, launch, loss_of, step_losses, succeeded
 
 PET = "--model.model_config.pet_config."
 # Ten times LoRA's learning rate, as in the paper.
@@ -42,23 +41,7 @@ def test_vera_trains_and_its_adapter_is_peft_s(data, base, fresh_network, tmp_pa
     for array, expected in zip((a, b), projection(5, 32, a.shape[1], b.shape[0])):
         np.testing.assert_array_equal(array, expected)
     assert all(adapter.tensors[path, "lambda_b"].any() for path in adapter.paths)
-    stdout = succeeded(
-        launch(
-            tmp_path / "eval",
-            "--run_mode",
-            "eval",
-            "--eval_dataset_dir",
-            data.eval,
-            "--batch_size",
-            "4",
-            "--load_checkpoint",
-            base,
-            *VERA,
-            PET + "adapter_path",
-            folder,
-        )
-    )
-    found = float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+    found = evaluated(tmp_path / "eval", data.eval, base, folder, *VERA)
     network = fresh_network(use_vera=True, lora_rank=32, lora_alpha=32)
     load_lora(network, str(folder))
     assert abs(found - loss_of(network, data.eval_rows)) < 1e-4

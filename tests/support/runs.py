@@ -111,6 +111,14 @@ def loss_of(network, tokens):
     return (log_sum - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]).mean()
 
 
+def evaluated(folder, rows, base, adapter, *flags):
+    """Returns the loss that ``mindlora-run --run_mode eval`` prints of a base with an adapter."""
+    given = ("--run_mode", "eval", "--batch_size", "4", "--eval_dataset_dir", rows, "--load_checkpoint", base)
+    path = ("--model.model_config.pet_config.adapter_path", adapter)
+    stdout = succeeded(launch(folder, *given, *flags, *path))
+    return float(re.search(r"'PerplexityMetric': {'loss': ([\d.]+)", stdout)[1])
+
+
 def step_losses(stdout):
     """Returns the loss of every step that MFLossMonitor printed."""
     return [float(loss) for loss in re.findall(r"loss:\[([\d.]+)/", stdout)]
