@@ -304,8 +304,10 @@ def _saved_module_parameters(match, network, strict):
     adapter, source = match.adapter, match.source
     parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
-    if _tied_tables(network):
-        tied_embeddings.settle(adapter, source, "the network", AdapterError)
+    tied = [pair for pair in _tied_tables(network) if pair[0] in parameters]
+    for embedding, _ in tied:
+        table = None if parameters[embedding].has_init else to_array(parameters[embedding])
+        tied_embeddings.settle(adapter, source, "the network", AdapterError, table)
     found = []
     for name, array in adapter.saved_modules.items():
         parameter = parameters.get(name)
@@ -314,9 +316,11 @@ def _saved_module_parameters(match, network, strict):
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
             if strict:
+                is_tied = name in [head for _, head in tied]
+                way_out = tied_embeddings.WAY_OUT if is_tied else "Load it into the model it was trained on."
                 raise UnexpectedTensorsError(
-                    f"{source} holds {name}, a saved module (modules_to_save), which the network does not have. "
-                    "Load it into the model it was trained on."
+                    f"{source} holds {name}, a saved module (modules_to_save), which the network does not have"
+                    f"{': its embeddings are tied' if is_tied else ''}. {way_out}"
                 )
             logger.warning(
                 "%s holds %s, a saved module (modules_to_save), which the network does not have. Loading the rest, as "

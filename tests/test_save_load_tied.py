@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn
 from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
-from mindlora.errors import AdapterError
+from mindlora.errors import AdapterError, UnexpectedTensorsError
 from tests.support.adapter_samples import folder, make, peft_tensors
 from tests.support.networks import Attention, randomize
 from tests.support.refusals import part, refused_unchanged
@@ -65,6 +65,30 @@ def test_an_embedding_alone_is_refused_because_peft_unties_the_head(tmp_path):
     path = saved(tmp_path, {EMBEDDING: table(1)}, ["embed_tokens"])
     message = part(f"{path} holds {OURS} alone (modules_to_save), beside which the output head stays as it was")
     refused_unchanged(tied(), AdapterError, message, load_lora, tied(), path)
+
+
+def test_a_head_alone_is_refused(tmp_path):
+    path = saved(tmp_path, {HEAD: table(1)}, ["lm_head"])
+    message = part("a saved module (modules_to_save), which the network does not have: its embeddings are tied. Take a")
+    refused_unchanged(tied(), UnexpectedTensorsError, message, load_lora, tied(), path)
+
+
+def head_of(tmp_path, weight):
+    """Writes an adapter of the head, with the weight of the head that PEFT saves beside it."""
+    a, b = np.ones((2, 6), np.float32), np.ones((8, 2), np.float32)
+    stem = "base_model.model.lm_head"
+    tensors = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b, f"{stem}.base_layer.weight": weight}
+    return folder(tmp_path / "a", tensors, target_modules=["lm_head"])
+
+
+def test_an_adapted_head_of_another_weight_than_the_table_is_refused(tmp_path):
+    """As PiSSA changes it; or the adapter is of a model whose head is not tied."""
+    path = head_of(tmp_path, table(1))
+    message = part(f"{path} holds lm_head.weight, the weight that the adapter of the output head is for, and the")
+    refused_unchanged(tied(), AdapterError, message, load_lora, tied(), path)
+    network = tied()
+    load_lora(network, head_of(tmp_path / "same", network.lm_head.weight.asnumpy() * np.float32(1.003)))
+    assert type(network.lm_head).__name__ == "LoRADense"
 
 
 def test_different_weights_are_refused(tmp_path):

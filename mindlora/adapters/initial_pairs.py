@@ -55,7 +55,8 @@ def complete(adapter: Adapter, base: Base) -> None:
     """Makes a plain LoRA of an adapter that PEFT saved as PiSSA or OLoRA trained it; does nothing to any other.
 
     As PEFT does when it loads one, the initial pairs are computed again from the base, in float32. Only linear cells
-    have them. Pairs for which the base has no weight, or one of another shape, stay as they are: matching refuses them.
+    have them, and none whose own weight is in the file (an adapted output head): that is the changed one. Pairs for
+    which the base has no weight, or one of another shape, stay as they are: matching refuses them.
 
     Args:
         adapter (Adapter): Changed in place; its pairs are not joined or split yet.
@@ -70,7 +71,9 @@ def complete(adapter: Adapter, base: Base) -> None:
     if name is None:
         return
     joined = {part: path for path in base.paths for part in names.joined_parts(path)}
-    for path in [path for path in adapter.paths if adapter.layout(path) is LINEAR]:
+    for path in adapter.paths:
+        if adapter.layout(path) is not LINEAR or f"{path}.weight" in adapter.saved_modules:
+            continue
         weight = _weight_of(base, adapter, path, joined.get(path))
         if weight is None or weight.shape != adapter.weight_shape(path):
             continue

@@ -73,7 +73,9 @@ def _take_token_rows(adapter: Adapter, config: peft_config.PeftConfig, path: str
                     f"{list(rows.shape)} for it. Save the adapter with PEFT again."
                 )
             found[cell] = np.asarray(indices, np.int64), rows
-        if not cells:
+        # PEFT saves the rows of tied embeddings once.
+        is_tied = any(other != module and same == indices for other, same in config.token_rows.items())
+        if not cells and not is_tied:
             raise MissingTensorsError(
                 f"{path}: trainable_token_indices names rows of {module}, and the file holds none of it. Save the "
                 "adapter with PEFT again."

@@ -6,6 +6,8 @@ leaves the head as the base has it. One table cannot be both. With ensure_weight
 
 from typing import Iterable, Optional, Type
 
+import numpy as np
+
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft
 from mindlora.adapters.pair_kinds import Shape
@@ -13,8 +15,14 @@ from mindlora.errors import LoraError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.numerics.dtypes import to_float32
 
+WAY_OUT = "Take a base with lm_head.weight and tie_word_embeddings: false, which has two."
+# How far two copies of a weight can be apart, relative to its largest element, if one was rounded to bfloat16.
+_ROUNDED = 2.0**-7
 
-def settle(adapter: Adapter, source: str, base: str, error: Type[LoraError]) -> None:
+
+def settle(
+    adapter: Adapter, source: str, base: str, error: Type[LoraError], table: Optional[np.ndarray] = None
+) -> None:
     """Takes the saved head off an adapter for a base with one table, where it equals the saved embedding.
 
     Args:
@@ -22,28 +30,40 @@ def settle(adapter: Adapter, source: str, base: str, error: Type[LoraError]) -> 
         source (str): The adapter, for messages.
         base (str): What has one table, for messages.
         error (type): What to raise.
+        table (array): The base's table, where it is known. Default: None.
 
     Raises:
-        error: The adapter has an embedding that the head must not share.
+        error: The adapter has an embedding that the head must not share, or is for a head with a weight of its own.
     """
     embedding = _saved(adapter, names.embeddings())
     head = _saved(adapter, names.output_heads())
     if embedding is None:
+        own = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
+        if own is not None and table is not None and not _is_table(own, table):
+            raise error(
+                f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
+                f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"
+            )
         return
-    way_out = "Take a base with lm_head.weight and tie_word_embeddings: false, which has two."
     if head is not None:
         tables = [adapter.saved_modules[name] for name in (embedding, head)]
         if tables[0].shape != tables[1].shape or (to_float32(tables[0]) != to_float32(tables[1])).any():
             raise error(
                 f"{source} holds different weights for {embedding} and {head}, and {base} has one table for both: its "
-                f"embeddings are tied. {way_out}"
+                f"embeddings are tied. {WAY_OUT}"
             )
         del adapter.saved_modules[head]
     elif _is_untied(adapter, embedding):
         raise error(
             f"{source} holds {embedding} alone (modules_to_save), beside which the output head stays as it was, and "
-            f"{base} has one table for both: its embeddings are tied. {way_out}"
+            f"{base} has one table for both: its embeddings are tied. {WAY_OUT}"
         )
+
+
+def _is_table(own: np.ndarray, table: np.ndarray) -> bool:
+    """Tells whether a weight is the table, as far as rounding lets it be; matching sees to the shapes."""
+    own, table = to_float32(own), to_float32(table)
+    return own.shape != table.shape or bool(np.abs(own - table).max() <= _ROUNDED * np.abs(table).max())
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:

@@ -27,8 +27,12 @@ FORMS = {
         "grouped",
         {**_Q, "target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": "olora", "use_dora": True},
     ),
+    # PEFT saves the weight of an adapted head too: the changed one.
+    "pissa-head": ("plain", {**_Q, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"}),
+    "saved-mlp": ("plain", {**_Q, "target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
     "tokens": ("plain", {**_Q, "trainable_token_indices": [3, 60, 7]}),
     "tokens-tied": ("tied", {**_Q, "trainable_token_indices": {"embed_tokens": [5, 2]}}),
+    "tokens-tied-both": ("tied", {**_Q, "trainable_token_indices": {"embed_tokens": [5, 2], "lm_head": [5, 2]}}),
     "tied-saved": ("tied", {**_Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "bias-without-tensors": ("plain", {**_Q, "bias": "lora_only"}),
 }

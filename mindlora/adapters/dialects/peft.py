@@ -148,9 +148,11 @@ def adapter_config(adapter: Adapter) -> Dict:
 def is_of_module(name: str, module: str) -> bool:
     """Tells whether a parameter (MindFormers' name) belongs to a module that ``module`` of modules_to_save names.
 
-    PEFT compares the ends of paths as text, not part by part, so "norm" also names input_layernorm.
+    PEFT compares the ends of paths as text, not part by part, so "norm" also names input_layernorm. A module that is
+    named may hold others: "mlp" is all of an MLP.
     """
-    return _module_of(name).endswith(module)
+    parts = _module_of(name).split(".")
+    return any(".".join(parts[:end]).endswith(module) for end in range(1, len(parts) + 1))
 
 
 def _modules_to_save(adapter: Adapter) -> Optional[List[str]]:
