@@ -20,6 +20,8 @@ namespace mindlora {
 constexpr int64_t kMaxRank = 256;
 // Sizes reach the kernels as 32-bit numbers.
 constexpr int64_t kMaxSize = INT32_MAX;
+// Of a row, in elements: the stride over it is a 32-bit number of bytes.
+constexpr int64_t kMaxRow = UINT32_MAX / sizeof(float);
 
 // Atlas A2 and Atlas A3 share one architecture, 2201.
 constexpr const char* kSocs[] = {"ascend910b", "ascend910_93"};
@@ -145,8 +147,8 @@ public:
     // K and N have the same limits in all operators.
     void CheckSizes(int64_t in, int64_t out)
     {
-        CheckRange("K", in, 1, kMaxSize);
-        CheckRange("N", out, 1, kMaxSize);
+        CheckRange("K", in, 1, kMaxRow);
+        CheckRange("N", out, 1, kMaxRow);
     }
 
     // A [r, K] and B [N, r], with K and N as the other inputs have them.

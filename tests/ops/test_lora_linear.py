@@ -55,6 +55,12 @@ def test_the_kernel_is_the_reference(isa, reference, rank, dtype):
                 )
 
 
+def test_a_layer_without_outputs(isa):
+    for tokens in (1, 5):
+        x, w, a, b, _ = arrays(tokens, 8, 0, 4)
+        assert native("float32", x, w, a, b, None).shape == (tokens, 0)
+
+
 @pytest.mark.parametrize("k, n", [(300, 260), (256, 256), (1000, 67), (64, 1025)])
 def test_the_kernel_where_several_threads_share_the_rows(isa, reference, k, n):
     for tokens in (1, 2, 4, 5, 9):

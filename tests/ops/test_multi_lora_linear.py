@@ -71,6 +71,12 @@ def test_the_kernel_is_the_reference(isa, reference, dtype, kind):
             assert_near(native(dtype, inputs[:count]), expected, dtype, TERMS)
 
 
+def test_a_layer_without_outputs(isa):
+    x, _, pool, *rest = case(3, "zipf", "float32")[:6]
+    k = x.shape[1]
+    assert native("float32", [x, np.zeros((0, k), np.float32), pool[:, :, :k], *rest]).shape == (3, 0)
+
+
 @pytest.mark.parametrize("rank", [1, 7, 8, 9, 13, 16, 64, 128, 256])
 @pytest.mark.parametrize("k, n", [(1, 1), (15, 17), (64, 130), (70, 1025)])
 def test_the_kernel_at_every_rank_and_at_the_edges_of_its_vectors(isa, reference, rank, k, n):

@@ -60,6 +60,7 @@ def test_wrong_lengths_and_blocks(library, pynative_mode, name, at, value, messa
     [
         ("query", (64,), "query has 1 dimensions: it must have 2 or 3."),
         ("query", (13, 72), "query has 72 numbers a token: it must be a multiple of kv_heads * D = 2 * 16."),
+        ("query", (13, 0), "query has 0 numbers a token: it must be a multiple of kv_heads * D = 2 * 16."),
         ("key_cache", (7, 8, 32), "key_cache has 3 dimensions: it must have 4."),
         ("value_cache", (7, 4, 2, 16), "block_size is 8 in one input and 4 in another."),
         ("value_cache", (7, 8, 2, 8), "D is 16 in one input and 8 in another."),

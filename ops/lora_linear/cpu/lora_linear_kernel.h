@@ -6,10 +6,10 @@ template <class T>
 static void LoraLinear(const T* x, const T* w, const T* a, const T* b, float scale, const T* bias, int64_t tokens,
     int64_t in, int64_t out, int64_t rank, int threads, T* y)
 {
+    if (tokens == 0 || out == 0) return;
     // A small layer is finished before a second thread wakes up.
     const int64_t chunk = out * in < 1 << 16 ? out : std::max<int64_t>(16, out / (8 * threads) / 16 * 16);
     if (tokens <= kFewTokens) {
-        if (tokens == 0) return;
         WithRows(tokens, [&](auto rows) {
             LoraLinearOfFew<decltype(rows)::value>(x, w, a, b, scale, bias, in, out, rank, chunk, threads, y);
         });

@@ -58,6 +58,7 @@ static void MultiLoraLinear(const T* x, const T* w, const T* pool, const int32_t
     const int32_t* indices, const T* bias, const std::vector<int64_t>& order, int64_t tokens, int64_t in, int64_t out,
     int64_t max_rank, int threads, T* y)
 {
+    if (out == 0) return;
     static thread_local std::vector<float> wide_buffer, low_buffer;
     const float* wide = Widened(x, tokens * in, &wide_buffer);
     float* low = Scratch(&low_buffer, tokens * max_rank);

@@ -28,7 +28,8 @@ void Check(const Shapes& s)
     s.CheckSame("the number of sequences", s.At(kTables, 0), s.At(kContexts, 0));
     s.CheckSame("the number of sequences", s.At(kTables, 0), s.At(kQueries, 0));
     const int64_t width = s.Width(kQuery), kv_heads = s.At(kKeyCache, 2), size = s.At(kKeyCache, 3);
-    if (kv_heads == 0 || size == 0 || (width >= 0 && kv_heads > 0 && size > 0 && width % (kv_heads * size) != 0)) {
+    if (kv_heads == 0 || size == 0 || width == 0 ||
+        (width >= 0 && kv_heads > 0 && size > 0 && width % (kv_heads * size) != 0)) {
         Refuse(kOp,
             "query has " + std::to_string(width) + " numbers a token: it must be a multiple of kv_heads * D = " +
                 std::to_string(kv_heads) + " * " + std::to_string(size) + ".");

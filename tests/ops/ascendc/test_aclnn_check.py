@@ -3,6 +3,7 @@
 The stand-in (tests/support/cann_stand_in.py) runs the operators' own host sides, and their kernels in the simulator.
 """
 
+import ctypes
 import os
 import pathlib
 import shutil
@@ -194,6 +195,25 @@ def test_a_shape_that_the_host_refuses_is_a_failed_case_with_canns_code(run, bui
     assert result.returncode == 1 and f"PASS {path.stem}\n" in result.stdout
     assert "FAIL wrong: aclnnLoraDeltaGetWorkspaceSize returned 561002\n" in result.stdout
     assert "mindlora lora_delta (ascend): K is 37 in one input and 5 in another.\n" in result.stderr
+
+
+def test_a_row_of_more_bytes_than_a_stride_can_say_is_refused(place):
+    """The host asks for no memory, so that the shapes can be as large as this."""
+    acl = ctypes.CDLL(str(place / "cann/lib64/libascendcl.so"), ctypes.RTLD_GLOBAL)
+    opapi = ctypes.CDLL(str(place / "package/op_api/lib/libcust_opapi.so"))
+    acl.aclCreateTensor.restype = ctypes.c_void_p
+
+    def answer(k, n):
+        shapes = ((1, n), (1, k), (1, k), (n, 1), (1,), (1, n))
+        made = [
+            ctypes.c_void_p(acl.aclCreateTensor((ctypes.c_int64 * len(s))(*s), len(s), 0, None, 0, 2, None, 0, None))
+            for s in shapes
+        ]
+        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+        return opapi.aclnnLoraDeltaGetWorkspaceSize(*made, ctypes.byref(size), ctypes.byref(executor))
+
+    most = 2**30 - 1  # of 4 bytes each
+    assert [answer(k, n) for k, n in ((most, 16), (16, most), (most + 1, 16), (16, most + 1))] == [0, 0, 561002, 561002]
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,6 @@ constexpr uint64_t kPrefill = 129;      // so many tokens are hardly one row eac
 // sums and conversions take up to three quarters as many repeats again.
 constexpr uint64_t kBytesPerProduct = kBytesPerRepeat * 7 / 4 / kLanes;
 
-// The stride over a row of the pool is a 32-bit number of bytes.
-constexpr int64_t kMultiLoraDeltaMaxColumns = UINT32_MAX / sizeof(float);
-
 // Whether the cube is faster. Without the indices, it is known only where there are fewer slots than rows that rows
 // share adapters and may have more arithmetic than bytes. Rows with an adapter each are bound by its bytes, which the
 // vector cores read while they compute, and the cube before.
@@ -51,7 +48,7 @@ inline int64_t MultiLoraDeltaMaxSlots(const Platform& chip)
         kDecodeKeys;
 }
 
-// K, N and maxRank from 1, K + N up to kMultiLoraDeltaMaxColumns, maxRank up to 256, slots up to
+// K, N and maxRank from 1, K + N up to 2^30 - 1, maxRank up to 256, slots up to
 // MultiLoraDeltaMaxSlots, any number of tokens. elementBytes is 2 or 4.
 inline Plan<MultiLoraDeltaTiling> PlanMultiLoraDelta(
     const MultiLoraDeltaSizes& sizes, uint64_t elementBytes, const Platform& chip)
