@@ -153,6 +153,7 @@ def mindformers(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_llama(mindformers):
     """Returns a function that builds a LlamaForCausalLM small enough for a CPU; keys override its LlamaConfig's."""
+    from tests.support.cpu_llama import ON_CPU
 
     def make(**keys):
         config = {
@@ -165,14 +166,7 @@ def make_llama(mindformers):
             "vocab_size": 64,
             "intermediate_size": 48,
             "pad_token_id": 0,
-            "compute_dtype": "float32",
-            "layernorm_compute_type": "float32",
-            "softmax_compute_type": "float32",
-            "rotary_dtype": "float32",
-            "param_init_type": "float32",
-            "use_flash_attention": False,
-            "fused_rms_norm": False,
-            "use_rope_slice": True,
+            **ON_CPU,
             **keys,
         }
         return mindformers.LlamaForCausalLM(mindformers.LlamaConfig(**config))

@@ -13,6 +13,7 @@ from mindlora.errors import ConfigError
 from mindlora.plugin.accumulation import set_micro_batches
 from mindlora.plugin.train_step import LoraTrainOneStepCell
 from tests.conftest import in_mode
+from tests.support.cpu_llama import ON_CPU
 
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 16, 64, 20
 LLAMA = {
@@ -23,10 +24,7 @@ LLAMA = {
     "vocab_size": VOCABULARY,
     "intermediate_size": 48,
     "pad_token_id": 3,
-    "use_rope_slice": True,
-    "fused_rms_norm": False,
-    **dict.fromkeys(("compute_dtype", "layernorm_compute_type", "softmax_compute_type"), "float32"),
-    **dict.fromkeys(("rotary_dtype", "param_init_type"), "float32"),
+    **ON_CPU,
 }
 
 

@@ -1,6 +1,7 @@
 """YAMLs of small runs as mindlora plan reads them, and the networks that MindFormers builds of the same sizes."""
 
 from mindlora.plan.run import read_run
+from tests.support.cpu_llama import ON_CPU
 
 # Sizes that differ from each other wherever the model lets them.
 TINY = {
@@ -12,14 +13,7 @@ TINY = {
     "n_kv_heads": 2,
     "vocab_size": 64,
     "intermediate_size": 48,
-    "compute_dtype": "float32",
-    "layernorm_compute_type": "float32",
-    "softmax_compute_type": "float32",
-    "rotary_dtype": "float32",
-    "param_init_type": "float32",
-    "use_flash_attention": False,
-    "fused_rms_norm": False,
-    "use_rope_slice": True,
+    **ON_CPU,
 }
 LORA = {"pet_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 

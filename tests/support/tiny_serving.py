@@ -13,6 +13,7 @@ from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.settings import EngineSettings
 from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.cpu_llama import ON_CPU
 
 HIDDEN, KV, FFN, LAYERS = 32, 16, 48, 2
 SEQ_LENGTH, BLOCK_SIZE = 64, 4
@@ -52,14 +53,7 @@ def model(**keys):
         "vocab_size": vocabulary(),
         "intermediate_size": FFN,
         "pad_token_id": 0,
-        "compute_dtype": "float32",
-        "layernorm_compute_type": "float32",
-        "softmax_compute_type": "float32",
-        "rotary_dtype": "float32",
-        "param_init_type": "float32",
-        "use_flash_attention": False,
-        "fused_rms_norm": False,
-        "use_rope_slice": True,
+        **ON_CPU,
         **keys,
     }
     return {"model_config": config, "arch": {"type": "LlamaForCausalLM"}}
