@@ -178,7 +178,7 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
     if not known:
         raise DataError(
             f"{history.directory} has no singular values of what its adapters change: VeRA and convolutions with "
-            "groups have none, and mindlora 0.2 did not record them."
+            "groups have none. Take a run of LoRA on linear cells."
         )
     return known, without
 
