@@ -3,10 +3,10 @@
 Three paths compute the same result: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed``
 (plain MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; if that path is not
 available, it is an error and there is no fallback. MINDLORA_BACKEND_<OPERATOR>, such as MINDLORA_BACKEND_LORA_DELTA,
-does so for one operator and comes first. lora_dropout on an NPU is exempt, because it has no Ascend kernel:
-cells use nn.Dropout there, and a direct call takes the composed path, as the report shows. Exempt are also the
-operators of serving in CPU_ONLY: they stand in for MindSpore's own, which have kernels for NPUs only, so they have the
-cpu path or none.
+does so for one operator and comes first. On an NPU two are exempt, because they have no Ascend kernel of their own:
+for lora_dropout cells use nn.Dropout, and a direct call takes the composed path, as the report shows; multi_lora_linear
+is MindSpore's product and the kernel of multi_lora_delta. Exempt are also the operators of serving in CPU_ONLY: they
+stand in for MindSpore's own, which have kernels for NPUs only, so they have the cpu path or none.
 """
 
 import ctypes
@@ -117,8 +117,8 @@ def choose(op: str) -> Choice:
         Choice.
 
     Raises:
-        BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout on an
-            NPU, and for those of CPU_ONLY).
+        BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout
+            and multi_lora_linear on an NPU, and for those of CPU_ONLY).
     """
     device, (variable, forced) = ms.get_context("device_target"), _asked(op)
     note = _COMPOSED_ON_CPU if device == "CPU" else ""
