@@ -21,7 +21,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import AdapterError, LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
-from mindlora.nn.matching import Match, split_joined
+from mindlora.nn.matching import Match, selection_of, split_joined
 from mindlora.nn.registry import adaptable_types
 from mindlora.nn.routed_experts import cells_and_weights
 from mindlora.nn.tensors import to_array
@@ -69,9 +69,9 @@ def save_lora(
     adapter.base_model = base_model
     if format == "peft":
         split_joined(adapter, network, cells)
-        adapter.selection = _selection(network, cells, adapter)
-        for tied in _tied_tables(network):
-            tied_embeddings.add_head(adapter, *tied)
+        adapter.selection = selection_of(adapter, network, cells)
+        for embedding, head, _ in _tied_tables(network):
+            tied_embeddings.add_head(adapter, embedding, head)
     bad = [key for key, array in adapter.tensors.items() if not is_finite(array)]
     if bad:
         raise NotFiniteError(
@@ -304,9 +304,9 @@ def _saved_module_parameters(match, network, strict):
     adapter, source = match.adapter, match.source
     parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
-    tied = [pair for pair in _tied_tables(network) if pair[0] in parameters]
-    for embedding, _ in tied:
-        table = None if parameters[embedding].has_init else to_array(parameters[embedding])
+    tied = _tied_tables(network)
+    for _, _, weight in tied:
+        table = None if weight.has_init else to_array(weight)
         tied_embeddings.settle(adapter, source, "the network", AdapterError, table)
     found = []
     for name, array in adapter.saved_modules.items():
@@ -316,7 +316,7 @@ def _saved_module_parameters(match, network, strict):
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
             if strict:
-                is_tied = name in [head for _, head in tied]
+                is_tied = name in [head for _, head, _ in tied]
                 way_out = tied_embeddings.WAY_OUT if is_tied else "Load it into the model it was trained on."
                 raise UnexpectedTensorsError(
                     f"{source} holds {name}, a saved module (modules_to_save), which the network does not have"
@@ -357,38 +357,16 @@ def _with_token_rows(parameters, path, indices, rows, source):
     return parameter, array
 
 
-def _tied_tables(network) -> List[Tuple[str, str]]:
-    """Returns (embedding, head) under MindFormers' names, for output heads whose weight is an embedding's table."""
+def _tied_tables(network) -> List[Tuple[str, str, Parameter]]:
+    """Returns (embedding, head, table), under MindFormers' names, for output heads whose weight is an embedding's."""
     heads, tables, found = names.output_heads(), names.embeddings(), []
     for path, cell in network.cells_and_names():
         weight = getattr(cell, "weight", None)
         head = names.to_mindformers(path)
         if head in heads and isinstance(weight, Parameter):
             embedding = names.parameter_to_mindformers(weight.name) or weight.name
-            found += [(embedding, f"{head}.weight")] if embedding.rpartition(".")[0] in tables else []
+            found += [(embedding, f"{head}.weight", weight)] if embedding.rpartition(".")[0] in tables else []
     return found
-
-
-def _selection(network, cells, adapter):
-    """Returns what PEFT calls target_modules, and target_parameters if weights of experts are adapted.
-
-    Each holds leaf names, or full paths if cells of the same leaf are not adapted.
-    """
-    plain = {
-        path.rpartition(".")[2] for path, cell in cells_and_weights(network) if isinstance(cell, adaptable_types())
-    }
-    all_adapted = not plain & {path.rpartition(".")[2] for path in cells}
-    all_adapted = all_adapted and not (adapter.allocation or {}).get("left_out")
-    stacked = stacked_paths(adapter)
-    fields = {"target_modules": [path for path in adapter.paths if path and path not in stacked]}
-    if stacked:
-        fields["target_parameters"] = stacked
-    # The leaf of a parameter needs the name of its module, since a linear cell can be called down_proj too.
-    parts = {"target_modules": -1, "target_parameters": -3}
-    for field, paths in fields.items():
-        names_there = [names.to_hugging_face(path).split(".") for path in paths]
-        fields[field] = sorted({".".join(name[parts[field] :] if all_adapted else name) for name in names_there})
-    return fields
 
 
 def _check_not_merged(network):

@@ -176,3 +176,24 @@ def test_without_head_counts_the_message_names_them(tmp_path):
     assert "Give the model's n_kv_heads" in str(error.value) and not lora_on(target)
     with pytest.raises(AdapterError, match="which do not match None key-value heads"):
         joined_pairs.split_pairs(Adapter({("w_qkv", "A"): np.ones((1, 6)), ("w_qkv", "B"): np.ones((16, 1))}), "w_qkv")
+
+
+class TwoLayers(nn.Cell):
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = nn.CellList([layer(), layer()])
+
+
+def test_parts_that_differ_by_layer_are_saved_by_their_full_names(tmp_path):
+    """By leaf names, target_modules would name q_proj and v_proj of both layers, and half of them have no pair."""
+    adapter, network = Adapter({}), TwoLayers(JoinedLayer)
+    for path, rows in (("layers.0.attention.wq", 8), ("layers.1.attention.wv", 4)):
+        adapter.tensors |= {(path, "A"): np.ones((2, 6), np.float32), (path, "B"): np.ones((rows, 2), np.float32)}
+        adapter.alphas[path] = 4.0
+    load_lora(network, folder(tmp_path, adapter))
+    save_lora(network, str(tmp_path / "again"))
+    again = adapter_files.read(str(tmp_path / "again"))
+    assert again.selection["target_modules"] == ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"]
+    assert {key: array.tobytes() for key, array in again.tensors.items()} == {
+        key: array.tobytes() for key, array in adapter.tensors.items()
+    }

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from mindlora import LoraConfig, apply_lora, load_lora, save_lora
 from mindlora.errors import AdapterError, UnexpectedTensorsError
+from mindlora.nn.tree import mark_saved_module
 from tests.support.adapter_samples import folder, make, peft_tensors
 from tests.support.networks import Attention, randomize
 from tests.support.refusals import part, refused_unchanged
@@ -139,3 +140,14 @@ def test_the_wider_dtype_of_a_pair_is_kept(tmp_path, halves):
     cell = network.model.layers[0].attention.wq
     for half, array in zip("AB", cell.pair()):
         np.testing.assert_array_equal(array, adapter.tensors["model.layers.0.attention.wq", half])
+
+
+def test_the_table_of_an_adapted_embedding_is_saved_alone(make_llama, tmp_path):
+    """PEFT saves it beside the adapter, and stops at a head that modules_to_save names too."""
+    network = make_llama(tie_word_embeddings=True)
+    apply_lora(network, LoraConfig(lora_rank=2, target_modules=["tok_embeddings"]))
+    mark_saved_module(network.model.tok_embeddings.embedding_weight)
+    save_lora(network, str(tmp_path / "a"))
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert "base_model.model.model.embed_tokens.base_layer.weight" in tensors and HEAD not in tensors
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["modules_to_save"] is None

@@ -91,10 +91,11 @@ def add_head(adapter: Adapter, embedding: str, head: str) -> None:
     """Gives an adapter of a network with tied embeddings the head too, so that PEFT does not untie them.
 
     Args:
-        adapter (Adapter): Changed in place, if it has ``embedding`` among its saved modules.
+        adapter (Adapter): Changed in place, if it has ``embedding`` among its saved modules and not with an adapter of
+            the embedding, where it is the base's.
         embedding, head (str): The parameters, under MindFormers' names.
     """
-    if embedding in adapter.saved_modules:
+    if embedding in adapter.saved_modules and embedding.rpartition(".")[0] not in adapter.paths:
         adapter.saved_modules[head] = adapter.saved_modules[embedding].copy()
         adapter.peft_fields["ensure_weight_tying"] = True
 

@@ -1,12 +1,13 @@
 """Matches an adapter to the cells of a network: what mindlora.adapters.matching cannot tell without the cells."""
 
-from typing import Callable, Dict, NamedTuple, Optional
+from typing import Callable, Dict, List, NamedTuple, Optional
 
 import numpy as np
 from mindspore import nn
 
 from mindlora.adapters import joined_pairs, matching
 from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.matching import CellShape, rename
 from mindlora.adapters.pair_kinds import VARIANTS, Shape
 from mindlora.common.text import listed
@@ -17,7 +18,8 @@ from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowL
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.nn.linear_form import channels_of
-from mindlora.nn.registry import adaptable_linear_types, kind_of
+from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
+from mindlora.nn.routed_experts import cells_and_weights
 
 
 class _Rows(NamedTuple):
@@ -156,6 +158,38 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
         if names.in_hugging_face(joined):
             parts = [path for path in names.joined_parts(joined) if (path, "B") in adapter.tensors]
             joined_pairs.join_pairs(adapter, joined, sum(len(adapter.tensors[path, "B"]) for path in parts))
+
+
+def selection_of(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, List[str]]:
+    """Returns what PEFT calls target_modules, and target_parameters if weights of experts are adapted.
+
+    Each holds leaf names, or full paths if cells of the same leaf are not adapted.
+
+    Args:
+        adapter (Adapter): The adapter of ``network``, after split_joined.
+        network (nn.Cell): The network.
+        cells (dict): Adapter path -> cell with an adapter.
+    """
+    plain = {
+        path.rpartition(".")[2] for path, cell in cells_and_weights(network) if isinstance(cell, adaptable_types())
+    }
+    present = set(adapter.paths)
+    # A pair of a joined cell need not have a share for each of its parts.
+    joined = [name for name in _own_names(network, cells).values() if name not in present]
+    leaves = {path.rpartition(".")[2] for path in present}
+    parts = {part for name in joined for part in names.joined_parts(name) if part.rpartition(".")[2] in leaves}
+    all_adapted = not plain & {path.rpartition(".")[2] for path in cells} and parts <= present
+    all_adapted = all_adapted and not (adapter.allocation or {}).get("left_out")
+    stacked = stacked_paths(adapter)
+    fields = {"target_modules": [path for path in adapter.paths if path and path not in stacked]}
+    if stacked:
+        fields["target_parameters"] = stacked
+    # The leaf of a parameter needs the name of its module, since a linear cell can be called down_proj too.
+    first = {"target_modules": -1, "target_parameters": -3}
+    for field, paths in fields.items():
+        names_there = [names.to_hugging_face(path).split(".") for path in paths]
+        fields[field] = sorted({".".join(name[first[field] :] if all_adapted else name) for name in names_there})
+    return fields
 
 
 def _own_names(network, cells) -> Dict[str, str]:
