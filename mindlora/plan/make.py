@@ -52,7 +52,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         tuple(adapted_cells(run)),
         _adapter(run, weights),
         adapter_file_size(run, weights),
-        _dtype(run, weights),
+        _dtype(weights),
         division.devices,
         _division(division),
         _batch(run) if run.trains else "",
@@ -78,7 +78,7 @@ def _adapter(run: Run, weights: List[Weight]) -> str:
     return f"{kind} of rank {', '.join(map(str, ranks))} on {len(paths)} cells"
 
 
-def _dtype(run: Run, weights: List[Weight]) -> str:
+def _dtype(weights: List[Weight]) -> str:
     counts: "collections.Counter[str]" = collections.Counter()
     for weight in weights:
         if not weight.adapter:

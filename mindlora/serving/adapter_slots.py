@@ -158,14 +158,6 @@ class AdapterSlots:
             if slot:
                 self._idle.pop(slot.number, None)
 
-    def unpin(self, name: str) -> None:
-        """Ends pin; does nothing for an adapter that is not pinned."""
-        with self._lock:
-            slot = self._current.get(name) if name in self._pinned else None
-            self._pinned.discard(name)
-            if slot and not slot.users:
-                self._make_idle(slot)
-
     def names(self) -> List[str]:
         """Returns the names of all registered adapters in order."""
         return self.registry.names()
