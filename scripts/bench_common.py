@@ -33,8 +33,17 @@ INSTRUCTION_SETS = {
 def parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser that shows a benchmark's docstring and takes --json."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="FILE", type=os.path.abspath, help="also write the figures to this file")
+    made.add_argument("--json", metavar="FILE", type=new_file, help="also write the figures to this file")
     return made
+
+
+def new_file(path: str) -> str:
+    """Returns the absolute path of a file that can be written, so that no figures are lost at the end."""
+    path = os.path.abspath(path)
+    folder = os.path.dirname(path)
+    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: name a new file in a folder that is there")
+    return path
 
 
 def write_json(path: Optional[str], figures: Dict[str, Any]) -> None:

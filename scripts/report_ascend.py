@@ -25,6 +25,7 @@ import sys
 from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
+from bench_common import new_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
@@ -40,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(OPS), help="one operator only")
     parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers only")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=new_file, help="also write the figures to this file")
     args = parser.parse_args()
     print(
         f"In a simulator of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
