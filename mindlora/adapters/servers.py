@@ -3,20 +3,25 @@
 import dataclasses
 import math
 import os
+import re
 from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft
-from mindlora.adapters.dialects.peft_config import json_object
+from mindlora.adapters.dialects.peft_config import Extras, json_object
 from mindlora.adapters.pair_kinds import EMBEDDING, LINEAR
 from mindlora.common.tables import fields, number
 from mindlora.common.text import collapse_numbers, listed, suggestion
 from mindlora.errors import ConfigError
+from mindlora.formats.safetensors_file import TensorFile
 from mindlora.models import names
 
 # The values that vLLM takes for --max-lora-rank; 16 is its default.
 _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_REQUIRED = ("r", "lora_alpha", "target_modules")
+# The weights of an adapted embedding and head are left out.
+_SERVED_KEY = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$|\.(embed_tokens|lm_head)\.base_layer\.weight$")
 _MERGE = "Merge it into the base (mindlora merge), and serve that."
 
 
@@ -104,8 +109,9 @@ def check_for_server(
     if server not in SERVERS:
         raise ConfigError(f"No rules are known of a server {server!r}.{suggestion(server, list(SERVERS))}")
     rules = SERVERS[server]
-    (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle)
-    problems = list(_problems(path, adapter, rules))
+    refusals: List[str] = []
+    (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle, extras=Extras(refusals=refusals))
+    problems = [*refusals, *_problems(path, adapter, rules)]
     return ServerReport(path, server, rules.rules, not problems, tuple(problems), (*_notes(adapter), *rules.notes))
 
 
@@ -128,8 +134,31 @@ def _problems(path: str, adapter: Adapter, rules: Server) -> Iterator[str]:
             f"Its configuration says bias {config['bias']!r}, which is refused, though the file holds none. Write it "
             f"again: mindlora convert {path} served --to peft"
         )
+    missing = [field for field in _REQUIRED if config and field not in config]
+    if missing:
+        yield (
+            f"Its configuration lacks {', '.join(missing)}, without which it is refused. Write it again: mindlora "
+            f"convert {path} served --to peft"
+        )
+    yield from _key_problems(path, adapter, config)
     yield from _cell_problems(adapter, rules)
     yield from _scale_problems(adapter, config)
+
+
+def _key_problems(path: str, adapter: Adapter, config: dict) -> Iterator[str]:
+    """Yields what is wrong with the keys of PEFT's file; those that other problems are about are left out."""
+    weights = os.path.join(path, peft.WEIGHTS_FILE)
+    if not config or not os.path.isfile(weights):
+        return
+    with TensorFile(weights) as file:
+        odd = [key for key in file.tensors if not _SERVED_KEY.search(key)]
+    if any(_SERVED_KEY.search(peft.saved_key(key)) for key in odd):
+        yield (
+            f"Its keys have the adapter's name in them ({odd[0]}), which is refused. Write it again: mindlora convert "
+            f"{path} served --to peft"
+        )
+    elif odd and adapter.saved_modules and not config.get("modules_to_save"):
+        yield f"It holds weights besides A and B ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
 
 
 def _cell_problems(adapter: Adapter, rules: Server) -> Iterator[str]:

@@ -1,9 +1,11 @@
 """inspect --for: would vLLM serve an adapter as it is, and is what it advises then served."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from mindlora import cli
 from mindlora.adapters import files as adapter_files
@@ -85,6 +87,42 @@ def test_what_is_refused_is_merged_instead(prepare, message):
     prepare()
     (problem,) = check_for_server("adapter", "vllm").problems
     assert message in problem and "Merge it into the base (mindlora merge)" in problem
+
+
+def edited(rename=str, **fields):
+    """The folder of a plain adapter with other keys and other fields; a field that is ... is taken out."""
+    folder = Path(written(make(saved_modules={"lm_head.weight": np.ones((9, 8), np.float32)})))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {new: array for key, array in tensors.items() if (new := rename(key))}, folder / "adapter_model.safetensors"
+    )
+    config = {**json.loads((folder / "adapter_config.json").read_text()), **fields}
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def without_head(key):
+    return None if "lm_head" in key else key
+
+
+@pytest.mark.parametrize(
+    "rename, fields, message",
+    [
+        (
+            lambda key: without_head(key.replace(".weight", ".default.weight")),
+            {},
+            "Its keys have the adapter's name in",
+        ),
+        (without_head, {"r": ..., "lora_alpha": 8, "rank_pattern": {".*": 4}}, "Its configuration lacks r, without"),
+        (str, {}, "It holds weights besides A and B (lm_head.weight), which are refused."),
+        (without_head, {"init_lora_weights": "pissa"}, "the adapter belongs to a base that this initializer changed"),
+        (without_head, {"alora_invocation_tokens": [1]}, "the adapter then acts on some tokens only"),
+    ],
+    ids=["named", "required", "unnamed", "pissa", "aLoRA"],
+)
+def test_what_loads_in_peft_and_not_in_vllm(rename, fields, message):
+    edited(rename, modules_to_save=None, **fields)
+    problems = check_for_server("adapter", "vllm").problems
+    assert any(message in problem for problem in problems), problems
 
 
 def dora():
