@@ -109,7 +109,8 @@ class Run:
     @property
     def chosen_experts(self) -> int:
         """How many routed experts a token goes to."""
-        return int(self.model.get("num_experts_per_tok") or self.model.get("moe_router_topk") or 8)
+        key = "num_experts_per_tok" if self.model.get("num_experts_per_tok") else "moe_router_topk"
+        return self.number(key, 8)
 
     @property
     def cache_tokens(self) -> int:
@@ -157,6 +158,8 @@ def read_run(config: Dict[str, Any]) -> Run:
     Raises:
         ConfigError: The model is not known, a size or a setting is wrong, or sizes cannot be divided as the YAML says.
     """
+    if not isinstance(value_at(config, "model.model_config"), dict):
+        raise ConfigError("The YAML, with the values of the command line, has no keys below model.model_config.")
     mode = config.get("run_mode")
     if mode not in RUN_MODES:
         raise ConfigError(f"run_mode is {mode!r}, which is not known.{suggestion(str(mode), list(RUN_MODES))}")
@@ -166,17 +169,15 @@ def read_run(config: Dict[str, Any]) -> Run:
             f"run_mode is {mode!r}, and MindFormers has {architecture.title} for prediction alone. Plan it with "
             "run_mode: predict."
         )
-    runner = config.get("runner_config") or {}
     run = Run(
         config,
         architecture,
         _sizes(architecture, config["model"]["model_config"]),
         _adapter(config),
         mode,
-        _number(runner.get("batch_size"), 1, "runner_config.batch_size")
-        * _number(config.get("micro_batch_interleave_num"), 1, "micro_batch_interleave_num"),
-        _number(runner.get("gradient_accumulation_steps"), 1, "runner_config.gradient_accumulation_steps"),
-        _number(runner.get("epochs"), 1, "runner_config.epochs"),
+        _setting(config, "runner_config.batch_size") * _setting(config, "micro_batch_interleave_num"),
+        _setting(config, "runner_config.gradient_accumulation_steps"),
+        _setting(config, "runner_config.epochs"),
         Division.of_yaml(config),
     )
     run.division.check(run.model)
@@ -184,6 +185,13 @@ def read_run(config: Dict[str, Any]) -> Run:
     if refusal:
         raise ConfigError(f"pet_config cannot be built in this parallel_mode: {refusal}.")
     return run
+
+
+def _setting(config: Dict[str, Any], key: str) -> int:
+    node = value_at(config, key.rpartition(".")[0]) if "." in key else None
+    if node and not isinstance(node, dict):
+        raise ConfigError(f"{key.rpartition('.')[0]} is {node!r}, which is not a node with keys. Write them below it.")
+    return _number(value_at(config, key), 1, key)
 
 
 def _number(value: Any, default: int, field: str) -> int:
@@ -194,7 +202,9 @@ def _number(value: Any, default: int, field: str) -> int:
 
 def _architecture(config: Dict[str, Any]) -> Architecture:
     model = config["model"]["model_config"]
-    experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model))
+    experts = max(
+        _number(value_at(node, "moe_config.expert_num") or 1, 1, "moe_config.expert_num") for node in (config, model)
+    )
     named = model.get("architectures")
     named = [named] if isinstance(named, str) else named or ()
     given = [value_at(config, "model.arch.type"), model.get("type"), *named]

@@ -52,8 +52,8 @@ def count_rows(run: Run) -> Tuple[Optional[int], str]:
 
     MindSpore writes an SQLite index beside each MindRecord, which holds a line for each row.
     """
-    loader = value_at(run.config, "train_dataset.data_loader") or {}
-    given = loader.get("dataset_files") or loader.get("dataset_dir")
+    keys = ("dataset_files", "dataset_dir")
+    given = next(filter(None, (value_at(run.config, f"train_dataset.data_loader.{key}") for key in keys)), None)
     if not given:
         return None, "the YAML names no data: pass --train_dataset_dir"
     files = _records(given)

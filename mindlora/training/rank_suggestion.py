@@ -159,7 +159,7 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
             found = _sensitivity(cell)
             if found is not None:
                 sensitivities.setdefault(path, []).append(found)
-    if not sensitivities:
+    if not sensitivities and not any(map(_has_gradients, records)):
         raise DataError(
             f"{history.directory} has no norms of gradients. Set runner_wrapper.record_gradient_norms: True "
             "(mindlora-run does so) and run it again."
@@ -174,13 +174,19 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
             continue
         rank = cell["rank"] // 2 if doubled else cell["rank"]
         mean = math.fsum(sensitivities[path]) / len(sensitivities[path])
-        known[path] = CellEvidence(rank, mean, tuple(spectrum), cell["effective_rank"] or 0.0)
+        # What an initialization began with is in the change too, so that more ranks than train can be in use.
+        known[path] = CellEvidence(rank, mean, tuple(spectrum), min(cell["effective_rank"] or 0.0, rank))
     if not known:
         raise DataError(
             f"{history.directory} has no singular values of what its adapters change: VeRA and convolutions with "
             "groups have none. Take a run of LoRA on linear cells."
         )
     return known, without
+
+
+def _has_gradients(cells: Mapping[str, Any]) -> bool:
+    parts = [part for cell in cells.values() for part in cell["parts"].values()]
+    return any(part["gradient_norm"] is not None for part in parts)
 
 
 def _sensitivity(cell: Mapping[str, Any]) -> Optional[float]:

@@ -97,6 +97,8 @@ WRONG = {
     "no model_config": ({MODEL: None}, "has no model.model_config"),
     "experts": ({"moe_config.expert_num": 4}, "moe_config.expert_num is 4"),
     "a mode that is not known": ({"run_mode": "tune"}, "run_mode is 'tune'"),
+    "experts as text": ({"moe_config.expert_num": "4"}, "moe_config.expert_num is '4'"),
+    "a value for a node": ({"runner_config": 3}, "runner_config is 3, which is not a node"),
     "a batch of 0": ({"runner_config.batch_size": 0}, "runner_config.batch_size is 0"),
     "a size as text": ({f"{MODEL}.hidden_size": "32"}, "the sizes of the model cannot be worked out"),
     "a size below 1": ({f"{MODEL}.vocab_size": -64}, "the sizes of the model must be whole numbers"),
@@ -137,6 +139,7 @@ def test_a_wrong_yaml_is_one_error(name, plan):
         (["--a.b"], "--a.b has no value"),
         (["--a.b", "[1"], r"--a.b is '\[1', which is not YAML"),
         (["--run_mode.x", "1"], "--run_mode.x leads through run_mode"),
+        (["--model.model_config", "3"], "has no keys below model.model_config"),
     ],
 )
 def test_a_wrong_command_line_is_one_error(words, message, plan):

@@ -9,7 +9,7 @@ import yaml
 from mindlora import LoraConfig
 from mindlora.cli import main
 from mindlora.errors import ConfigError, DataError
-from mindlora.training.health_measures import CellValues, change_factors, measure
+from mindlora.training.health_measures import CellValues, change_factors, effective_rank, measure
 from mindlora.training.history import HistoryWriter, read_history
 from mindlora.training.rank_suggestion import LADDER, CellEvidence, suggest_ranks
 
@@ -101,9 +101,11 @@ def recorded(folder, cells, run=None):
     for path, (rank, norm, gradient, values) in cells.items():
         part = {"norm": norm, "gradient_norm": gradient}
         change = None if values is None else sum(values)
+        names = ("lambda_d", "lambda_b") if path == "vera" else ("A", "B")
+        used = effective_rank(np.array(values)) if values else None
         found[path] = {
-            **{"rank": rank, "parts": {"A": part, "B": part}, "singular_values": values or None},
-            **{"change_norm": change, "effective_rank": rank / 2 if values else None},
+            **{"rank": rank, "parts": dict.fromkeys(names, part), "singular_values": values or None},
+            **{"change_norm": change, "effective_rank": used},
         }
     writer.append(20, health={"cells": found, "findings": []})
     writer.close()
@@ -134,6 +136,7 @@ def test_what_an_initialization_began_with_is_no_rank_of_the_run(tmp_path):
     run = {"configuration": {"model": {"model_config": {"pet_config": pet_config}}}}
     suggestion = suggest_ranks(recorded(tmp_path, {"wq": (8, 1.0, 1.0, [1.0] * 8)}, run))
     assert (suggestion.before, suggestion.lora_rank) == (4, 4)
+    assert "4.0 of 4 ranks in use" in str(suggestion)
 
 
 def test_cells_of_which_nothing_is_known_keep_their_rank(tmp_path):
@@ -149,6 +152,7 @@ def test_cells_of_which_nothing_is_known_keep_their_rank(tmp_path):
         ({}, None, DataError, "has no measurements of adapters. Add AdapterHealth to callbacks"),
         ({"wq": (4, 1.0, None, [1.0])}, None, DataError, "has no norms of gradients. Set runner_wrapper.record_grad"),
         ({"wq": (4, 1.0, 1.0, None)}, None, DataError, "has no singular values of what its adapters change"),
+        ({"vera": (4, 1.0, 1.0, None)}, None, DataError, "has no singular values of what its adapters change: VeRA"),
         (
             {"wq": (4, 1.0, 1.0, [1.0]), "wv": (4, 1.0, 1.0, [1.0])},
             1,
@@ -156,7 +160,7 @@ def test_cells_of_which_nothing_is_known_keep_their_rank(tmp_path):
             "--budget is 1, and each of the 2 cells",
         ),
     ],
-    ids=["no health", "no gradients", "no spectra", "a budget too small"],
+    ids=["no health", "no gradients", "no spectra", "VeRA", "a budget too small"],
 )
 def test_a_run_that_says_too_little_is_refused(tmp_path, cells, budget, error, message):
     history = recorded(tmp_path, cells)
