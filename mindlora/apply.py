@@ -91,7 +91,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     for parameter in saved:
         mark_saved_module(parameter)
     trainable = sum(p.size for cell in cells.values() for p in cell.trained_parameters())
-    trainable += sum(p.size for p in saved)
+    trainable += sum(p.size for p in saved if not names.is_balance(p.name))
     return LoraReport(tuple(selected), trainable, parameter_count(network))
 
 
@@ -150,7 +150,7 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
         pipeline_parts.check_parts(sorted(train), [p.name for p in parameters], config.freeze_exclude, "freeze_exclude")
     trains = {}
     for parameter in parameters:
-        trains[parameter.name] = id(parameter) in adapters
+        trains[parameter.name] = id(parameter) in adapters and not names.is_balance(parameter.name)
         if (parameter.name in freeze) != (parameter.name in train):
             trains[parameter.name] = parameter.name in train
     if not any(trains.values()):
@@ -274,7 +274,8 @@ def _saved_module_parameters(network, modules, selected) -> list:
                 f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
                 "Keep each in one of the two: a module either trains itself or gets an adapter."
             )
-        saved += hits
+        # What a router counts from step to step belongs to no module.
+        saved += [p for p in hits if not names.is_computed(p.name)]
     every = [p.name for p in network.get_parameters()]
     pipeline_parts.check_parts([p.name for p in saved], every, modules, "modules_to_save")
     return saved

@@ -302,7 +302,7 @@ def _config(adapter, path) -> LoraConfig:
 def _saved_module_parameters(match, network, strict):
     """Returns (parameter, array) for the adapter's saved modules."""
     adapter, source = match.adapter, match.source
-    parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
+    parameters = {names.parameter_in_adapters(p.name): p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
     tied = _tied_tables(network)
     for _, _, weight in tied:
@@ -310,17 +310,15 @@ def _saved_module_parameters(match, network, strict):
         tied_embeddings.settle(adapter, source, "the network", AdapterError, table)
     found = []
     for name, array in adapter.saved_modules.items():
-        parameter = parameters.get(name)
+        parameter = parameters.get(names.parameter_in_adapters(name))
         if parameter is None:
             # The base's own weight of an adapted output head; a network with tied embeddings does not have it.
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
                 continue
             if strict:
-                is_tied = name in [head for _, head, _ in tied]
-                way_out = tied_embeddings.WAY_OUT if is_tied else "Load it into the model it was trained on."
                 raise UnexpectedTensorsError(
                     f"{source} holds {name}, a saved module (modules_to_save), which the network does not have"
-                    f"{': its embeddings are tied' if is_tied else ''}. {way_out}"
+                    f"{_no_place(match, name, [head for _, head, _ in tied])}"
                 )
             logger.warning(
                 "%s holds %s, a saved module (modules_to_save), which the network does not have. Loading the rest, as "
@@ -337,6 +335,16 @@ def _saved_module_parameters(match, network, strict):
         else:
             found.append((parameter, array))
     return found + [_with_token_rows(parameters, path, *rows, source) for path, rows in adapter.token_rows.items()]
+
+
+def _no_place(match, name, tied_heads) -> str:
+    """Returns why a network has no such parameter, if that is known, and what to do; the end of a sentence and more."""
+    joined = names.joined_path(name.rpartition(".")[0])
+    if joined in map(names.to_mindformers, match.cells):
+        return f": it is a part of {joined} there. Build the model with qkv_concat: False."
+    if name in tied_heads:
+        return f": its embeddings are tied. {tied_embeddings.WAY_OUT}"
+    return ". Load it into the model it was trained on."
 
 
 def _with_token_rows(parameters, path, indices, rows, source):

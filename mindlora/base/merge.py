@@ -157,6 +157,7 @@ class _Merging:
         self.base, self.adapter, self.source = base, adapter, source
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
+        adapter.saved_modules = {names.parameter_in_adapters(own): each for own, each in adapter.saved_modules.items()}
         heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
         paths = {name[: -len(".weight")] for name in self._own if name.endswith(".weight")}
         initial_pairs.complete(adapter, initial_pairs.Base(paths, self._base_weight, lambda path: (heads, None)))
@@ -377,6 +378,8 @@ def _under_mindformers(name, base) -> str:
     found = base.architecture.rename_parameter(name, base.world, LEGACY) or names.parameter_to_mindformers(name)
     if base.world == MCORE and names.to_mindformers(name) != name:
         return names.to_mindformers(name)  # A stacked weight of experts, which adapters know as a cell.
+    if not found and names.parameter_in_adapters(name) != name:
+        return names.parameter_in_adapters(name)
     return found or f"{names.to_mindformers(path)}.{leaf}"
 
 

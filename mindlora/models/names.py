@@ -46,6 +46,14 @@ def parameter_to_mindformers(name: str) -> Optional[str]:
     return _parameter(name, (HF, MCORE), LEGACY)
 
 
+def parameter_in_adapters(name: str) -> str:
+    """Returns the name that adapters keep a parameter under: Hugging Face's where the legacy models have none for it.
+
+    A name that is not known comes back unchanged.
+    """
+    return parameter_to_mindformers(name) or _parameter(name, (MCORE,), HF) or name
+
+
 def parameter_to_mcore(name: str) -> Optional[str]:
     """Returns the name in mcore of a parameter of another world, or None if it is not known."""
     return _parameter(name, (LEGACY, HF), MCORE)
@@ -181,6 +189,11 @@ def output_heads() -> List[str]:
 def is_computed(name: str) -> bool:
     """Tells whether a tensor of a checkpoint is one that every model computes for itself."""
     return any(name.endswith(architecture.computed) for architecture in registry.ARCHITECTURES)
+
+
+def is_balance(name: str) -> bool:
+    """Tells whether ``name`` is a bias with which a router balances its experts: it changes without a gradient."""
+    return name.endswith((".expert_bias", ".e_score_correction_bias"))
 
 
 def architecture_of(parameters: Iterable[str]) -> Architecture:

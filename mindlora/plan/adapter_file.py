@@ -50,7 +50,8 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     for part, shape in shared_projection(saved, adapted).items():
         entries.append(_entry("", part, shape, saved))
     for weight in weights:
-        if not weight.adapter and weight.trained and _is_saved_module(weight, run.lora.modules_to_save):
+        saved_too = weight.trained or names.is_balance(weight.name)
+        if not weight.adapter and saved_too and _is_saved_module(weight, run.lora.modules_to_save):
             key = peft.saved_module_key(weight.name, list(adapted))
             entries.append((key, named_dtype(weight.dtype), weight.shape))
     text = _metadata(run, weights, adapted)

@@ -91,8 +91,9 @@ def weights_of(run: Run) -> List[Weight]:
         if weight.name in packed or weight.part == "weight" and weight.path in packed:
             found += _quantized(weight)
         else:
-            found.append(dataclasses.replace(weight, trained=weight.name in trained))
-    return found + list(_adapter(run.lora, adapted))
+            trains = weight.name in trained and not names.is_balance(weight.name)
+            found.append(dataclasses.replace(weight, trained=trains))
+    return found + list(_adapter(run.lora, adapted, run.trains))
 
 
 def _packed_paths(run: Run) -> Set[str]:
@@ -104,7 +105,7 @@ def _packed_paths(run: Run) -> Set[str]:
 
 def _trains_alone(run: Run, name: str) -> bool:
     """Tells whether a parameter is trained where there is no adapter; routers set the biases of experts themselves."""
-    return run.lora is None and run.trains and not name.endswith(".expert_bias")
+    return run.lora is None and run.trains and not names.is_balance(name)
 
 
 def adapted_cells(run: Run) -> Dict[str, Shape]:
@@ -173,11 +174,11 @@ def shared_projection(lora: LoraConfig, adapted: Dict[str, Shape]) -> Dict[str, 
     return {"shared A": (lora.lora_rank, widest[1]), "shared B": (widest[0], lora.lora_rank)}
 
 
-def _adapter(lora: LoraConfig, adapted: Dict[str, Shape]) -> Iterator[Weight]:
+def _adapter(lora: LoraConfig, adapted: Dict[str, Shape], trains: bool) -> Iterator[Weight]:
     frozen = _frozen(lora)
     for path, shape in adapted.items():
         for part, size in parts_of(lora, path, shape).items():
-            trained = not (part == "A" and lora.freeze_lora_a) and not frozen(f"{path}.{part}")
+            trained = trains and not (part == "A" and lora.freeze_lora_a) and not frozen(f"{path}.{part}")
             yield Weight(path, part, size, lora.param_init_type, math.prod(size), trained, True)
     for part, size in shared_projection(lora, adapted).items():
         yield Weight("", part, size, lora.param_init_type, math.prod(size), False, True)

@@ -26,7 +26,10 @@ EXPERTS = {
     **{key: value for key, value in LINEAR.items() if key != "target_modules"},
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
-BOTH = {**EXPERTS, "target_modules": ["linear_proj"], "rank_pattern": {"mlp.experts.down_proj": 3}}
+BOTH = {
+    **{**EXPERTS, "target_modules": ["linear_proj"], "rank_pattern": {"mlp.experts.down_proj": 3}},
+    "modules_to_save": ["router"],
+}
 # Builder, the class that a YAML names, model_config, and the adapter.
 TRAINED = {
     "qwen3": ("qwen3", {}, LINEAR),

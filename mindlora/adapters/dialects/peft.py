@@ -95,7 +95,8 @@ def parse_token_rows_key(key: str) -> Optional[str]:
 def parse_saved_module_key(key: str) -> Optional[str]:
     """Returns the MindFormers name of a parameter of modules_to_save, or None for a key of another kind."""
     key = saved_key(key)
-    if not key.startswith(PREFIX) or not key.endswith((".weight", ".bias")) or ".lora_" in key:
+    of_module = key.endswith((".weight", ".bias")) or names.is_balance(key)
+    if not key.startswith(PREFIX) or not of_module or ".lora_" in key:
         return None
     name = key[len(PREFIX) :].replace(_BASE_LAYER, ".")
     return names.parameter_to_mindformers(name) or name

@@ -133,15 +133,16 @@ def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSetti
             f"{source} holds {listed(sorted({path for path, _ in extra}))}, and the strategy in {strategy.source} has "
             "no such adapter. Give the strategy of a run with the same target_modules."
         )
-    known = {names.parameter_to_mindformers(name) or name: name for name in strategy.names()}
-    unknown = sorted(set(adapter.saved_modules) - set(known))
+    known = {names.parameter_in_adapters(name): name for name in strategy.names()}
+    modules = {names.parameter_in_adapters(name): array for name, array in adapter.saved_modules.items()}
+    unknown = sorted(set(modules) - set(known))
     if unknown:
         raise UnexpectedTensorsError(
             f"{source} holds {listed(unknown)} of modules_to_save, and the strategy in {strategy.source} has no such "
             "parameter. Give the strategy of a run of the same model."
         )
     tensors = {name: stored[key] for name, key in keys.items()}
-    return {**tensors, **{known[name]: array for name, array in adapter.saved_modules.items()}}
+    return {**tensors, **{known[name]: array for name, array in modules.items()}}
 
 
 def _keys(strategy: Strategy) -> Dict[str, PartKey]:

@@ -16,6 +16,7 @@ from mindlora.adapters.sharding.scatter import scatter_adapter
 from mindlora.adapters.sharding.slices import Piece, cut, join, slice_of
 from mindlora.errors import AdapterError
 from mindlora.formats import strategy_file
+from mindlora.formats.strategy_file import Layout
 from tests.support import sharded_runs
 from tests.support.refusals import part, refused
 from tests.support.sharded_runs import Scheme
@@ -89,3 +90,34 @@ def test_a_joined_cell_of_which_only_some_rows_are_known(tmp_path):
     refused(AdapterError, part("w_qkv joins"), scatter_adapter, *arguments)
     report = scatter_adapter(*arguments, settings=RunSettings(heads=Heads(2, 2, 4)))
     assert report.parameters == 2
+
+
+def test_experts_and_a_router_of_an_mcore_run_go_to_peft_and_back(tmp_path):
+    rng, scheme = np.random.default_rng(0), Scheme(mp=2)
+    experts, router = "decoder.layers.1.mlp.experts", "decoder.layers.1.mlp.router"
+    shapes = {f"{router}.weight": (4, 8), f"{router}.expert_bias": (4,)}
+    for leaf, rows, columns in (("weight1", 6, 8), ("weight2", 8, 3)):
+        name = f"{experts}.{leaf}.mindpet_delta_lora"
+        shapes |= {f"{name}_a": (4, 2, columns), f"{name}_b": (4, rows, 2)}
+    whole = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    # Each rank has half of the experts; the router is on both.
+    layouts = {
+        name: Layout((2,), ((0,) if experts in name else (), *[()] * (len(shape) - 1)))
+        for name, shape in shapes.items()
+    }
+    (tmp_path / "strategy").mkdir()
+    strategy_file.write(str(tmp_path / "strategy" / "run.json"), 0, layouts)
+    for rank in range(scheme.ranks):
+        os.makedirs(tmp_path / "ranks" / f"rank_{rank}")
+        own = {name: np.split(array, 2)[rank] if experts in name else array for name, array in whole.items()}
+        path = str(tmp_path / "ranks" / f"rank_{rank}" / f"q_rank_{rank}-trainable_params-1_4.ckpt")
+        ms.save_checkpoint([{"name": name, "data": ms.Tensor(array)} for name, array in own.items()], path)
+    strategy = str(tmp_path / "strategy")
+    gather_adapter(str(tmp_path / "ranks"), str(tmp_path / "peft"), "peft", strategy, RunSettings(lora_alpha=2.0))
+    scatter_adapter(str(tmp_path / "peft"), str(tmp_path / "back"), strategy, "ckpt")
+    for rank in range(scheme.ranks):
+        paths = (glob.glob(str(tmp_path / end / f"rank_{rank}" / "*.ckpt"))[0] for end in ("back", "ranks"))
+        found, expected = map(ms.load_checkpoint, paths)
+        assert found.keys() == expected.keys() == whole.keys()
+        for name, parameter in expected.items():
+            np.testing.assert_array_equal(found[name].asnumpy(), parameter.asnumpy())
