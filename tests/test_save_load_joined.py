@@ -1,5 +1,6 @@
 """load_lora where q, k, v or gate and up are one cell in the network but not in the adapter, or the reverse."""
 
+import re
 import warnings
 
 import numpy as np
@@ -197,3 +198,10 @@ def test_parts_that_differ_by_layer_are_saved_by_their_full_names(tmp_path):
     assert {key: array.tobytes() for key, array in again.tensors.items()} == {
         key: array.tobytes() for key, array in adapter.tensors.items()
     }
+
+
+def test_a_saved_module_that_the_network_has_joined_is_refused(tmp_path):
+    adapter = separate_adapter(("wq",), saved_modules={"feed_forward.w1.weight": np.ones((5, 6), np.float32)})
+    message = "which the network does not have: it is a part of feed_forward.w_gate_hidden there. Build the model with"
+    with pytest.raises(UnexpectedTensorsError, match=re.escape(message)):
+        load_lora(plain(JoinedLayer), folder(tmp_path, adapter))

@@ -64,7 +64,7 @@ def sort_keys(file: File) -> Sorted:
     """
     if any(peft.parse_key(key) for key in file.keys):
         return _peft(file)
-    if file.mlx:
+    if file.mlx and file.keys:
         return Sorted(
             mlx.NAME,
             mlx.sort(file.keys, file.path),

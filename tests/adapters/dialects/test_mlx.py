@@ -90,6 +90,13 @@ def test_settings_that_do_not_fit(tmp_path, change, error, message):
         adapter_files.read(folder(tmp_path, {**CONFIG, **change}))
 
 
+def test_a_file_without_tensors_holds_no_adapter(tmp_path):
+    path = folder(tmp_path)
+    saved(tmp_path / "adapters.safetensors", {})
+    with pytest.raises(AdapterFormatError, match="holds no LoRA tensor. It holds: nothing"):
+        adapter_files.read(path)
+
+
 def test_experts_and_whole_weights_are_refused(tmp_path):
     stacks = {f"model.experts.lora_{half}": np.ones((3, 2, 2), np.float32) for half in "ab"}
     with pytest.raises(AdapterFormatError, match=r"stacked experts, .*: model\.experts"):
