@@ -302,7 +302,7 @@ def _config(adapter, path) -> LoraConfig:
 def _saved_module_parameters(match, network, strict):
     """Returns (parameter, array) for the adapter's saved modules."""
     adapter, source = match.adapter, match.source
-    parameters = {names.parameter_to_mindformers(p.name) or p.name: p for p in network.get_parameters()}
+    parameters = {names.parameter_in_adapters(p.name): p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
     tied = _tied_tables(network)
     for _, _, weight in tied:
@@ -310,7 +310,7 @@ def _saved_module_parameters(match, network, strict):
         tied_embeddings.settle(adapter, source, "the network", AdapterError, table)
     found = []
     for name, array in adapter.saved_modules.items():
-        parameter = parameters.get(name)
+        parameter = parameters.get(names.parameter_in_adapters(name))
         if parameter is None:
             # The base's own weight of an adapted output head; a network with tied embeddings does not have it.
             if name.rpartition(".")[0] in adapted.union(names.embeddings()):
