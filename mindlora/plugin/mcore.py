@@ -9,11 +9,13 @@ from typing import Any, List, Mapping, Optional
 from mindlora.common.json_files import parse_object
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
+from mindlora.models import names
 
 # The classes of the mcore models that MindFormers 1.8 and 1.9 train and whose linear cells take adapters.
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 # Their model_type in a YAML, or in the config.json of a folder of Hugging Face's.
 _MODEL_TYPES = {"qwen3": FAMILIES[0], "qwen3_moe": FAMILIES[1], "deepseek_v3": FAMILIES[2]}
+_ROUTER = "decoder.layers.0.mlp.router.weight"
 _HELP = "docs/finetune.md says which mcore models train with adapters."
 
 
@@ -49,6 +51,7 @@ def check_mcore(config: Mapping) -> None:
         )
     check_device(context.get("device_target"))
     _check_base(config)
+    _check_balance(config)
 
 
 def check_device(target: Optional[str]) -> None:
@@ -66,6 +69,18 @@ def _check_base(config):
         raise ConfigError(
             f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
             f"on one device. Convert it once: mindlora convert-base {path} base.safetensors --to mcore"
+        )
+
+
+def _check_balance(config):
+    callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, dict)]
+    pet_config = model_config_of(config).get("pet_config") or {}
+    saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
+    if "TopkBiasBalanceCallback" in callbacks and not saved:
+        raise ConfigError(
+            "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no adapter "
+            "holds it: the result would be for a base that is gone. Leave the callback out, or add router to "
+            "pet_config.modules_to_save."
         )
 
 

@@ -74,6 +74,16 @@ def test_an_mcore_model_that_does_not_train_is_an_error_in_the_first_line(write,
     assert [key for _, key, _ in findings] == ["use_legacy", "run_mode"]
 
 
+def test_biases_that_change_while_an_adapter_trains_have_to_be_saved_with_it(write):
+    changes = {"callbacks": [{"type": "MFLossMonitor"}, {"type": "TopkBiasBalanceCallback"}]}
+    family = "DeepseekV3ForCausalLM"
+    found = found_in(write({**mcore(family, **LATENT), **changes}))
+    assert found[0][0] == "error" and "changes expert_bias of the base in every step" in found[0][2]
+    for module in ("router", "mlp.gate"):
+        found = found_in(write({**mcore(family, {"modules_to_save": [module]}, **LATENT), **changes}))
+        assert not [finding for finding in found if finding[0] == "error"]
+
+
 def test_sizes_come_from_the_folder_of_the_model(write, tmp_path):
     folder = tmp_path / "Qwen3"
     folder.mkdir()
