@@ -78,8 +78,8 @@ def _check_balance(config):
     saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
     if "TopkBiasBalanceCallback" in callbacks and not saved:
         raise ConfigError(
-            "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no adapter "
-            "holds it: the result would be for a base that is gone. Leave the callback out, or add router to "
+            "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no "
+            "adapter holds it: the result would be for a base that is gone. Leave the callback out, or add router to "
             "pet_config.modules_to_save."
         )
 
