@@ -9,6 +9,7 @@ import glob
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def main() -> int:
         environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
         environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
         environment.setdefault("GLOG_v", "3")
-        environment["PYTHON"] = sys.executable
+        environment.update(PYTHON=sys.executable, PATH=path_with_this_python(environment.get("PATH", os.defpath)))
         places = {work: "<work>", given.output: "<report>"}
         for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH"):
             if os.environ.get(variable):
@@ -68,6 +69,14 @@ def main() -> int:
             return 130
     print(f"\n{given.output}: send this folder back; report.md is its page")
     return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
+
+
+def path_with_this_python(path: str) -> str:
+    """Returns a PATH on which python and python3 are this Python: build_ascend.sh and msrun take them from there."""
+    folder = os.path.dirname(sys.executable)
+    found = (shutil.which(name, path=path) for name in ("python", "python3"))
+    same = all(program is not None and os.path.dirname(program) == folder for program in found)
+    return path if same else os.pathsep.join([folder, path])
 
 
 def run_step(name: str, place: Place) -> Iterator[Outcome]:

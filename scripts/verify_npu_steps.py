@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -223,7 +224,7 @@ def two_devices(place: Place) -> Iterator[Outcome]:
     if not place.tuned:
         yield Outcome(name, NOT_RUN, "it needs the data and the base of the step fine-tune")
         return
-    order = " ".join([*training(place, os.path.join(place.work, "both")), "--use_parallel", "True"])
+    order = shlex.join([*training(place, os.path.join(place.work, "both")), "--use_parallel", "True"])
     logs = os.path.join(place.work, "msrun")
     command = ["bash", os.path.join(ROOT, "scripts", "msrun_launcher.sh"), order, "2", "8118", logs, "True", "600"]
     outcome = place.run(name, command)

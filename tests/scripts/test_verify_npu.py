@@ -29,8 +29,7 @@ def verify(tmp_path):
     def call(*arguments, root=ROOT):
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND", "MINDLORA"))}
         environment.update(MINDLORA_CANN_FOLDERS=str(tmp_path / "nowhere"), MINDLORA_TEST_LOG=str(tmp_path / "log"))
-        # build_ascend.sh builds a module, for a minute, where python3 has MindSpore.
-        environment.update(PYTHON=sys.executable, PATH=f"{without_mindspore.parent}:{os.environ['PATH']}")
+        environment.update(PYTHON=sys.executable)
         if (tmp_path / "cann").exists():
             environment["ASCEND_HOME_PATH"] = str(tmp_path / "cann")
         command = [
@@ -43,16 +42,12 @@ def verify(tmp_path):
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return result, tmp_path / "out"
 
-    without_mindspore = tmp_path / "bin/python3"
-    without_mindspore.parent.mkdir()
-    without_mindspore.write_text("#!/bin/sh\nexit 1\n")
-    without_mindspore.chmod(0o755)
     return call
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout of its own, since the build writes into it."""
+    """A checkout of its own, since the build writes into it; without what would build a module, for a minute."""
     for name in ("scripts", "ops"):
         shutil.copytree(os.path.join(ROOT, name), tmp_path / "checkout" / name)
     (tmp_path / "checkout/mindlora").mkdir()
@@ -186,6 +181,21 @@ def test_what_counts_as_equal(found, wanted, options, problem):
     case = Case("", lambda: [], [np.array(wanted)], **{"terms": 1, **options})
     _, said = compare(case, [np.array(found)], "float32")
     assert (said is None) == (problem is None) and (problem or "") in (said or "")
+
+
+def test_python_on_path_is_the_one_that_was_named(monkeypatch, tmp_path):
+    from verify_npu import path_with_this_python
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        for name in ("python", "python3"):
+            shutil.copy(shutil.which("true"), folder / name)
+    monkeypatch.setattr(sys, "executable", str(here / "python"))
+    assert path_with_this_python(f"{there}:{here}") == f"{here}:{there}:{here}"
+    assert path_with_this_python(f"{here}:{there}") == f"{here}:{there}"
+    (there / "python").unlink()
+    assert path_with_this_python(f"{there}:{here}") == f"{here}:{there}:{here}"  # python3 is another
 
 
 def test_logs_lose_names_paths_and_addresses(monkeypatch):
