@@ -1,10 +1,11 @@
 """Reading a MindFormers YAML, with the files that it names as base_config, without MindFormers."""
 
 import os
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 import yaml
 
+from mindlora.common.text import shown
 from mindlora.errors import ConfigError
 
 PET = "model.model_config.pet_config"
@@ -16,7 +17,7 @@ def read_yaml(path: str) -> dict:
     Raises:
         ConfigError: The file, or one that it names, cannot be read or is not YAML, or it has no model.model_config.
     """
-    config = _read_merged(path)
+    config = read_merged(path)
     if not isinstance(value_at(config, "model.model_config"), dict):
         raise ConfigError(f"{path} has no model.model_config: it is not a complete MindFormers YAML.")
     return config
@@ -41,8 +42,16 @@ def merged(base: Dict[str, Any], config: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
-def _read_merged(path):
-    """Returns the content of a YAML, merged over its base_config files as MindFormers merges them."""
+def read_merged(path: str, above: Tuple[str, ...] = ()) -> Dict[str, Any]:
+    """Returns the content of a YAML, merged over its base_config files as MindFormers merges them.
+
+    Args:
+        path (str): The file.
+        above (tuple of str): The files whose base_config led here. Default: none.
+
+    Raises:
+        ConfigError: The file, or one that it names, cannot be read or is not YAML, or it names itself.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             config = yaml.safe_load(file)
@@ -52,7 +61,14 @@ def _read_merged(path):
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} has no keys: it is not a MindFormers YAML.")
-    bases, content = config.pop("base_config", []), {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        content.update(_read_merged(os.path.join(os.path.dirname(path), base)))
+    bases, content, above = config.pop("base_config", None) or [], {}, (*above, os.path.realpath(path))
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(
+            f"{path}: base_config is {shown(bases)}, but it must be the path of a YAML, or a list of them."
+        )
+    for base in (os.path.join(os.path.dirname(path), base) for base in bases):
+        if os.path.realpath(base) in above:
+            raise ConfigError(f"{path}: base_config leads back to {base}. Remove it from one of the files.")
+        content.update(read_merged(base, above))
     return merged(content, config)

@@ -3,7 +3,7 @@
 import re
 from typing import Iterator, List
 
-from mindlora.common.run_modes import RUN_MODES
+from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import read_yaml
 from mindlora.doctor.dtype_checks import check_dtypes
@@ -16,6 +16,8 @@ from mindlora.doctor.memory_checks import check_memory_options
 from mindlora.doctor.pet_config_checks import check_pet_config
 from mindlora.doctor.target_checks import check_targets
 from mindlora.errors import ConfigError
+from mindlora.plugin.number_checks import number_mistakes
+from mindlora.plugin.yaml_shape import shape_mistakes
 
 # YAML 1.1 wants a decimal point and a signed exponent in such a number.
 _NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -35,7 +37,13 @@ def check_yaml(path: str) -> List[Finding]:
         config = read_yaml(path)
     except ConfigError as error:
         return [Finding("error", "", str(error))]
-    findings = [*_check_numbers(config), *_check_run_mode(config)]
+    misshapen = [_of_mistake(mistake) for mistake in shape_mistakes(config)]
+    if misshapen:
+        return misshapen
+    texts = list(_check_texts(config))
+    wrong = list(number_mistakes(config, config.get("run_mode") in TRAINING_MODES))
+    numbers = [found for found in map(_of_mistake, wrong) if found.key not in {text.key for text in texts}]
+    findings = [*texts, *numbers, *_check_run_mode(config)]
     model, key = language_model(config)
     lora, pet_findings = check_pet_config(model)
     unsupported = list(check_mcore_model(model))
@@ -44,27 +52,32 @@ def check_yaml(path: str) -> List[Finding]:
     ask_launcher = not unsupported and not any(
         finding.severity == "error" and finding.key.startswith(f"{key}.pet_config") for finding in findings
     )
-    if lora is not None and not unsupported:
+    if lora is not None and not unsupported and not wrong:
         findings += at(key, [*check_targets(model, lora), *check_dtypes(model, lora)])
     findings += check_memory_options(config)
     findings += check_files(config, lora)
     if ask_launcher:
-        findings += check_with_launcher(path)
+        findings += [finding for finding in check_with_launcher(path) if finding.found not in wrong]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _of_mistake(mistake: str) -> Finding:
+    """Returns the finding of a sentence that begins with the key that it is about."""
+    return Finding("error", mistake.split(" ")[0].rstrip(":"), mistake)
 
 
 def _check_run_mode(config) -> Iterator[Finding]:
     run_mode = config.get("run_mode")
-    if run_mode not in RUN_MODES:
+    if not isinstance(run_mode, str) or run_mode not in RUN_MODES:
         known = suggestion(str(run_mode), list(RUN_MODES))
         yield Finding("error", "run_mode", f"run_mode is {run_mode!r}, which is not known.{known}")
 
 
-def _check_numbers(node, key="") -> Iterator[Finding]:
+def _check_texts(node, key="") -> Iterator[Finding]:
     """Yields the numbers that YAML reads as text."""
     if isinstance(node, (dict, list)):
         for part, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _check_numbers(value, f"{key}.{part}".lstrip("."))
+            yield from _check_texts(value, f"{key}.{part}".lstrip("."))
     elif isinstance(node, str) and _NUMBER_AS_TEXT.fullmatch(node):
         mantissa, exponent = re.split("[eE]", node)
         yield Finding(

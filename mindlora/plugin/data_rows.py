@@ -1,5 +1,6 @@
 """Do the rows of the data suit the model: their length, their tokens, their padding."""
 
+import math
 import os
 from typing import Dict, Iterator, List, Optional, Sequence
 
@@ -7,7 +8,7 @@ import numpy as np
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.common.run_modes import TRAINING_MODES
-from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows
+from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows, row_count
 
 # So many rows of a file are looked at: a file of millions would take minutes.
 _ROWS = 200
@@ -20,8 +21,8 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
     """Yields a sentence for each way in which the rows of the run's data do not suit its model.
 
     Args:
-        config (MindFormerConfig): The whole YAML. Data that is not there is passed over (check_files names it), and so
-            is data that is no MindRecord.
+        config (MindFormerConfig): The whole YAML. Data that is not there is passed over (check_files names it, and
+            HeldOutLoss its own), and so is data that is no MindRecord.
     """
     model = config.model.model_config
     length = model.get("seq_length")
@@ -33,15 +34,16 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
     lengths = (length, length + 1) if sliced else (length + 1,)
     if training:
         yield from _mistakes("train_dataset", data_of(config.train_dataset), model, lengths)
+        yield from _batch_mistakes(config, data_of(config.train_dataset))
     if config.run_mode == "eval" or (training and config.do_eval):
         yield from _mistakes("eval_dataset", data_of(config.eval_dataset), model, (length, length + 1))
     for number, callback in enumerate(config.callbacks or []) if training else ():
         if callback.get("type") == "HeldOutLoss" and callback.get("dataset_dir"):
             where, data = f"callbacks.{number} (HeldOutLoss)", callback["dataset_dir"]
-            if not os.path.exists(data):
-                yield f"{where}: dataset_dir is {data}, which does not exist."
-            else:
+            if os.path.exists(data):
                 yield from _mistakes(where, data, model, lengths)
+                if not files_of(data):
+                    yield f"{where}: dataset_dir is {data}, a folder with no file in it that ends in .mindrecord."
 
 
 def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[int]) -> Iterator[str]:
@@ -67,6 +69,29 @@ def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[i
         yield (
             f"{where}: the rows are padded with token {padding}, and model_config.pad_token_id is {declared}. Set it "
             f"to {padding}."
+        )
+
+
+def _batch_mistakes(config: MindFormerConfig, data: Optional[Data]) -> Iterator[str]:
+    """Yields why the files make no batch: columns that they do not have, or too few rows for one."""
+    dataset, files = config.train_dataset, files_of(data) if data else []
+    row = next(first_rows(files[0], 1), None) if files else None
+    if row is None:
+        return
+    wanted = dataset.get("input_columns") or []
+    missing = [name for name in ([wanted] if isinstance(wanted, str) else wanted) if name not in row]
+    if missing:
+        yield (
+            f"train_dataset.input_columns names {' and '.join(map(str, missing))}, and {files[0]} has: "
+            f"{', '.join(sorted(row))}."
+        )
+    batch, steps = config.runner_config.batch_size, config.runner_config.gradient_accumulation_steps or 1
+    found = min(sum(map(row_count, files)), dataset.data_loader.get("num_samples") or math.inf)
+    countable = isinstance(batch, int) and isinstance(steps, int) and dataset.get("drop_remainder", True)
+    if countable and found < batch * steps:
+        yield (
+            f"train_dataset has {found} rows, and a step needs {batch * steps} (runner_config.batch_size {batch}, "
+            f"gradient_accumulation_steps {steps}). Lower batch_size, or give more data."
         )
 
 

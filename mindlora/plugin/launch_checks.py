@@ -1,14 +1,19 @@
-"""What mindlora-run checks of a run before MindFormers is set up: the machine, msrun, and what predicting needs."""
+"""What mindlora-run checks before MindFormers is set up: the machine, msrun, output folders, what predicting needs."""
 
 import os
+import tempfile
 
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.text import shown
 from mindlora.errors import ConfigError
 
 # msrun, a rank table and mpirun each set one of these.
 _LAUNCHERS = ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+_DEVICES = ("Ascend", "CPU")
+_MODES = (0, 1, "GRAPH_MODE", "PYNATIVE_MODE")
 
 
 def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
@@ -19,6 +24,7 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
         random_base (bool): Whether predicting on random weights is meant. Default: False.
     """
     _check_device(config)
+    _check_output(config)
     if config.use_parallel and not any(name in os.environ for name in _LAUNCHERS):
         raise ConfigError(
             "use_parallel is True, but this process is alone. Launch one for each device, for instance 8: "
@@ -40,12 +46,34 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
 def _check_device(config):
     import mindspore
 
-    target = (config.context or {}).get("device_target")
+    context = config.context or {}
+    target, mode = context.get("device_target"), context.get("mode")
+    if target not in (None, *_DEVICES):
+        raise ConfigError(f"context.device_target is {shown(target)}, but it must be {' or '.join(_DEVICES)}.")
+    if isinstance(mode, bool) or mode not in (None, *_MODES):
+        raise ConfigError(f"context.mode is {shown(mode)}, but it must be 0 for graph mode or 1 for PyNative mode.")
     if target == "Ascend" and not mindspore.hal.is_available("Ascend"):
         raise ConfigError(
             "context.device_target is Ascend, and MindSpore finds no Ascend device here: mindlora doctor says what is "
             "missing. To try mindlora on a CPU, take configs/tiny/lora_llama_tiny_cpu.yaml."
         )
+
+
+def _check_output(config):
+    """Makes the folders that the run writes to, lest it ends at its first save, with all that it has learned."""
+    folders = {"output_dir": config.output_dir or "output"}
+    for number, callback in enumerate((config.callbacks or []) if config.run_mode in TRAINING_MODES else ()):
+        if callback.get("directory"):
+            folders[f"callbacks.{number} ({callback['type']}): directory"] = callback["directory"]
+    for key, folder in folders.items():
+        try:
+            os.makedirs(os.path.expanduser(folder), exist_ok=True)
+            with tempfile.TemporaryFile(dir=os.path.expanduser(folder)):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{key} is {folder}, where nothing can be written: {error.strerror}. Name another folder."
+            ) from error
 
 
 def _check_resume(config):

@@ -16,8 +16,10 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
 import yaml
 
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
-from mindlora.errors import ConfigError, LoraError, RunStopped
+from mindlora.common.yaml_file import read_merged
+from mindlora.errors import ConfigError, ConfigMistakes, LoraError, RunStopped
 from mindlora.plugin.command_line import FLAGS, parse
+from mindlora.plugin.yaml_shape import refuse_wrong_shape, shape_mistakes
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
 if TYPE_CHECKING:
@@ -41,6 +43,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return stopped.exit_code
     except LoraError as error:
         print(f"mindlora-run: error: {error}", file=sys.stderr)
+        _say_how_to_go_on(config, began)
+        return 1
+    except KeyboardInterrupt:
+        print("mindlora-run: interrupted", file=sys.stderr)
+        _say_how_to_go_on(config, began)
+        return 130
+    except Exception as error:
+        from mindlora.plugin.failure import described
+
+        print(f"mindlora-run: error: {described(error, config)}", file=sys.stderr)
         _say_how_to_go_on(config, began)
         return 1
     except BaseException:
@@ -104,7 +116,8 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
             sys.path.append(register_path)
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
-    if config.run_mode not in RUN_MODES:
+    refuse_wrong_shape(config)
+    if not isinstance(config.run_mode, str) or config.run_mode not in RUN_MODES:
         raise ConfigError(f"run_mode is {config.run_mode!r}, but it must be one of {', '.join(RUN_MODES)}.")
     if config.run_mode == "predict":
         config.input_data = _predict_input(args.predict_data, args.modal_type)
@@ -185,8 +198,19 @@ def _read_yaml(path, run_mode):
     try:
         return MindFormerConfig(path, **({"run_mode": run_mode} if run_mode else {}))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        # MindFormers does not say which node is wrong.
+        misshapen = _misshapen(path)
+        if misshapen:
+            raise ConfigMistakes(misshapen) from error
         reason = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
         raise ConfigError(f"--config {path} cannot be read: {reason}") from error
+
+
+def _misshapen(path):
+    try:
+        return list(shape_mistakes(read_merged(path)))
+    except ConfigError:
+        return []
 
 
 def _strategy_file(path):

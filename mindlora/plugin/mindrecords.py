@@ -1,13 +1,17 @@
 """The MindRecords that a dataset node of a YAML names, and their first rows."""
 
+import contextlib
 import itertools
 import os
-from typing import Dict, Iterator, List, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Union
 
 import numpy as np
 
 from mindlora.data.mindrecord import mindrecord_files
 from mindlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindspore.mindrecord import FileReader
 
 Data = Union[str, Sequence[str]]
 # The column in which packed rows say which token begins an example.
@@ -34,13 +38,29 @@ def first_rows(path: str, count: int) -> Iterator[Dict[str, np.ndarray]]:
     Raises:
         ConfigError: The file cannot be read.
     """
+    with _reader(path) as reader:
+        yield from itertools.islice(reader.get_next(), count)
+
+
+def row_count(path: str) -> int:
+    """Returns how many rows a MindRecord has.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    with _reader(path) as reader:
+        return reader.len()
+
+
+@contextlib.contextmanager
+def _reader(path: str) -> "Iterator[FileReader]":
     from mindspore.mindrecord import FileReader
     from mindspore.mindrecord.common.exceptions import MindRecordException
 
     try:
         reader = FileReader(path, num_consumer=1)
         try:
-            yield from itertools.islice(reader.get_next(), count)
+            yield reader
         finally:
             # Also when the caller takes fewer rows.
             reader.close()

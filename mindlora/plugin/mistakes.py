@@ -1,13 +1,17 @@
 """All that is wrong in a YAML and would fail only after the network is built, at once."""
 
-from typing import Iterator, List
+from typing import Iterator, List, Optional
 
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.text import suggestion
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin.data_rows import data_mistakes
+from mindlora.plugin.number_checks import number_mistakes
 from mindlora.plugin.registry_checks import registry_mistakes
+
+_METRICS = ["held_out_loss", "loss"]
 
 
 def find_mistakes(config: MindFormerConfig) -> List[str]:
@@ -16,11 +20,13 @@ def find_mistakes(config: MindFormerConfig) -> List[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    model, callbacks = config.model.model_config, list(config.callbacks or [])
+    model, callbacks, training = config.model.model_config, config.callbacks or [], config.run_mode in TRAINING_MODES
     return [
+        *number_mistakes(config, training),
         *_model_mistakes(model),
         *registry_mistakes(config),
-        *(_metric_mistakes(callbacks) if config.run_mode in TRAINING_MODES else ()),
+        *(_adapter_mistakes(model, callbacks) if training else ()),
+        *(_metric_mistakes(callbacks, config.do_eval) if training else ()),
         *data_mistakes(config),
     ]
 
@@ -44,8 +50,29 @@ def _model_mistakes(model: MindFormerConfig) -> Iterator[str]:
         yield f"model_config.num_heads is {heads}, which n_kv_heads {groups} does not divide. Correct one of the two."
 
 
-def _metric_mistakes(callbacks: List[dict]) -> Iterator[str]:
-    """What keeps LoraCheckpoint from choosing the best adapter by the held-out loss."""
+def _adapter_mistakes(model: MindFormerConfig, callbacks: List[dict]) -> Iterator[str]:
+    for number, callback in enumerate(callbacks):
+        if callback.get("type") == "LoraCheckpoint" and not model.get("pet_config"):
+            yield (
+                f"callbacks.{number} is LoraCheckpoint, which saves adapters, and model_config has no pet_config. Add "
+                "pet_config, or save with CheckpointMonitor."
+            )
+
+
+def _metric_mistakes(callbacks: List[dict], do_eval: Optional[bool]) -> Iterator[str]:
+    """What keeps LoraCheckpoint from choosing the best adapter."""
+    yield from _held_out_mistakes(callbacks)
+    if do_eval or any(callback.get("auto_register") for callback in callbacks):
+        # These may report metrics of their own.
+        return
+    for number, callback in enumerate(callbacks):
+        metric = callback.get("best_metric", "loss")
+        if callback.get("type") == "LoraCheckpoint" and metric not in _METRICS:
+            known = suggestion(str(metric), _METRICS)
+            yield f"callbacks.{number} (LoraCheckpoint): best_metric is {metric!r}, which nothing reports.{known}"
+
+
+def _held_out_mistakes(callbacks: List[dict]) -> Iterator[str]:
     measuring = [callback for callback in callbacks if callback.get("type") == "HeldOutLoss"]
     for number, callback in enumerate(callbacks):
         if callback.get("type") != "LoraCheckpoint" or callback.get("best_metric") != "held_out_loss":
@@ -63,4 +90,4 @@ def _metric_mistakes(callbacks: List[dict]) -> Iterator[str]:
 
 
 def _whole(*values) -> bool:
-    return all(isinstance(value, int) and value > 0 for value in values)
+    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)

@@ -18,6 +18,7 @@ from mindlora.plugin.eval_rows import cut_rows_for_eval
 from mindlora.plugin.exchange import prepare_exchange
 from mindlora.plugin.log import logger
 from mindlora.plugin.mcore import check_mcore, is_mcore
+from mindlora.plugin.mindrecords import files_of
 from mindlora.plugin.mistakes import refuse_mistakes
 from mindlora.plugin.pet_config import check_pet_config
 from mindlora.plugin.sharded_checks import check_sharded, is_scattered
@@ -71,6 +72,10 @@ def check_files(config: MindFormerConfig) -> None:
     training = config.run_mode in TRAINING_MODES
     if config.load_checkpoint and not os.path.exists(config.load_checkpoint):
         raise ConfigError(f"load_checkpoint: {config.load_checkpoint} does not exist (--load_checkpoint).")
+    _check_base(config.load_checkpoint)
+    adapter = (config.model.model_config.pet_config or {}).get("adapter_path")
+    if adapter and not os.path.exists(adapter):
+        raise ConfigError(f"model.model_config.pet_config.adapter_path: {adapter} does not exist.")
     if training or config.run_mode == "eval":
         kind = "train" if training else "eval"
         _check_data(config.get(f"{kind}_dataset"), kind)
@@ -78,6 +83,19 @@ def check_files(config: MindFormerConfig) -> None:
         logger.warning(
             "load_checkpoint is empty: the base under the adapter has random weights. (In training, "
             "MindFormers takes them only from this key, not from checkpoint_name_or_path.)"
+        )
+
+
+def _check_base(path):
+    """Checks that load_checkpoint is a checkpoint, or a folder with one, by their names."""
+    if not path:
+        return
+    found = [name for _, _, names in os.walk(path) for name in names] if os.path.isdir(path) else [path]
+    if not any(name.endswith((".ckpt", ".safetensors")) for name in found):
+        holds = "a folder without one" if os.path.isdir(path) else "not one"
+        raise ConfigError(
+            f"load_checkpoint must be a .ckpt or .safetensors file, or a folder of them, and {path} is {holds} "
+            "(--load_checkpoint)."
         )
 
 
@@ -92,6 +110,10 @@ def _check_data(dataset, kind):
         raise ConfigError(f"{key} is empty: name a MindRecord, or a folder of them, with --{kind}_dataset_dir.")
     if not os.path.exists(loader["dataset_dir"]):
         raise ConfigError(f"{key}: {loader['dataset_dir']} does not exist (--{kind}_dataset_dir).")
+    if not files_of(loader["dataset_dir"]):
+        raise ConfigError(
+            f"{key}: {loader['dataset_dir']} has no file in it that ends in .mindrecord (--{kind}_dataset_dir)."
+        )
 
 
 def _prepare_mcore(config, pet_config):

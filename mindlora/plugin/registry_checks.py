@@ -1,11 +1,15 @@
 """Classes that a YAML names, which MindFormers looks up only when the network is built: callbacks, optimizer, ..."""
 
+import difflib
 import inspect
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator, List, Sequence, Set, Tuple
 
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import value_at
+from mindlora.errors import LoraError
 from mindlora.plugin import hooks  # noqa: F401  registers mindlora's classes
 
 # Key of the YAML -> the kind of class that its ``type`` names.
@@ -14,7 +18,19 @@ _KINDS = {
     "lr_schedule": MindFormerModuleType.LR,
     "runner_wrapper": MindFormerModuleType.WRAPPER,
     "metric": MindFormerModuleType.METRIC,
+    "trainer": MindFormerModuleType.TRAINER,
 }
+# The same for what legacy models have.
+_LEGACY_KINDS = {"model.arch": MindFormerModuleType.MODELS, "model.model_config": MindFormerModuleType.CONFIG}
+_DATA_KINDS = {
+    "{}_dataset.data_loader": MindFormerModuleType.DATASET_LOADER,
+    "{}_dataset_task": MindFormerModuleType.DATASET,
+}
+# Settings that MindFormers' Trainer reads itself, beside the arguments of the class.
+_READ_BY_TRAINER = {"lr_schedule": ("warmup_epochs",)}
+# These take any argument and ignore what they do not know, so that a misspelt one has no effect. One that is as near to
+# an argument as this is a misspelt one.
+_NEAR = 0.85
 
 
 def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
@@ -23,13 +39,22 @@ def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    for key, kind in _KINDS.items():
-        for node in _nodes(config.get(key)):
+    legacy = config.get("use_legacy", True) is not False
+    data = "train" if config.run_mode in TRAINING_MODES else config.run_mode
+    data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data != "predict" else {}
+    needed = {**(_LEGACY_KINDS if legacy else {}), **data_kinds}
+    for key, kind in {**_KINDS, **needed}.items():
+        nodes = _nodes(value_at(config, key))
+        if not any(node.get("type") for node in nodes) and (nodes or key in needed):
+            yield f"{key} has no type, so MindFormers does not know what to build."
+        for node in nodes:
             yield from _unknown(key, kind, node)
+            yield from _misspelt(key, kind, node)
+    yield from _missing_rate(config)
     for number, callback in enumerate(config.callbacks or []):
         where = f"callbacks.{number}"
         yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
-        yield from _wrong_arguments(where, callback)
+        yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
 
 
 def _nodes(node: Any) -> List[dict]:
@@ -48,16 +73,74 @@ def _names(kind: str) -> List[str]:
     return [name for name in MindFormerRegister.registry.get(kind, {}) if not name.startswith("_")]
 
 
-def _wrong_arguments(where: str, node: dict) -> Iterator[str]:
+def _missing_rate(config: MindFormerConfig) -> Iterator[str]:
+    node, kind = config.lr_schedule or {}, MindFormerModuleType.LR
+    name, preset = node.get("type"), (config.model.model_config.pet_config or {}).get("preset")
+    if name is None or node.get("learning_rate") is not None or preset or not MindFormerRegister.is_exist(kind, name):
+        return
+    if config.run_mode in TRAINING_MODES and "learning_rate" in _required(MindFormerRegister.get_cls(kind, name)):
+        yield f"lr_schedule has no learning_rate, which {name} needs. Set it, or a preset in pet_config."
+
+
+def _misspelt(where: str, kind: str, node: dict) -> Iterator[str]:
+    name = node.get("type")
+    if name is None or node.get("auto_register") or not MindFormerRegister.is_exist(kind, name):
+        return
+    known = _settings(MindFormerRegister.get_cls(kind, name))
+    for argument in node:
+        if argument not in ("type", *known, *_READ_BY_TRAINER.get(where, ())):
+            near = difflib.get_close_matches(argument, sorted(set(known) - set(node)), n=1, cutoff=_NEAR)
+            if near:
+                yield f"{where} has {argument!r}, which {name} does not know. Did you mean {near[0]!r}?"
+
+
+def _wrong_arguments(where: str, node: dict) -> List[str]:
     name = node.get("type")
     if node.get("auto_register") or not MindFormerRegister.is_exist(MindFormerModuleType.CALLBACK, name):
-        return
+        return []
     known, takes_any = _parameters(MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, name))
-    if takes_any:
-        return
-    for argument in node:
-        if argument not in ("type", *known):
-            yield f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, known)}"
+    return [
+        f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, known)}"
+        for argument in (() if takes_any else node)
+        if argument not in ("type", *known)
+    ]
+
+
+def _wrong_values(where: str, node: dict) -> List[str]:
+    """Builds a callback of mindlora's, which checks its settings and does nothing else."""
+    name = node.get("type")
+    if node.get("auto_register") or not MindFormerRegister.is_exist(MindFormerModuleType.CALLBACK, name):
+        return []
+    callback = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, name)
+    if not callback.__module__.startswith("mindlora."):
+        return []
+    missing = [argument for argument in _required(callback) if argument not in node]
+    if missing:
+        return [f"{where} is {name}, which needs {' and '.join(missing)}."]
+    try:
+        if len(node) > 1:
+            callback(**{argument: value for argument, value in node.items() if argument != "type"})
+    except (LoraError, TypeError) as error:
+        return [f"{where} ({name}): {error}"]
+    return []
+
+
+def _required(kind: type) -> Sequence[str]:
+    """Returns the arguments of a class that have no default."""
+    found = inspect.signature(kind).parameters.values()
+    named = (argument for argument in found if argument.kind is argument.POSITIONAL_OR_KEYWORD)
+    return [argument.name for argument in named if argument.default is argument.empty]
+
+
+def _settings(kind: type) -> Set[str]:
+    """Returns the names of a class's arguments, and of those that it passes on to the classes that it is made from."""
+    try:
+        own = set(inspect.signature(kind).parameters)
+    except ValueError:
+        # A class of C++ does not tell.
+        own = set()
+    bases = inspect.getmro(kind) if inspect.isclass(kind) else ()
+    return own.union(*(_parameters(base)[0] for base in bases if inspect.isfunction(vars(base).get("__init__"))))
 
 
 def _parameters(kind: type) -> Tuple[List[str], bool]:

@@ -67,7 +67,7 @@ def test_what_mindlora_run_refuses_is_found(mindformers, tmp_path):
     assert finding.found.startswith(
         "context.device_target is CPU, where this YAML cannot run. Set: model.model_config.use_past: False"
     )
-    path.write_text(text.replace("context:", "context: 3\nother:"), encoding="utf-8")
+    path.write_text(text.replace("runner_config:", "runner_config:\n  epoch: 3"), encoding="utf-8")
     (finding,) = (finding for finding in check_yaml(str(path)) if finding.severity == "error")
     assert finding.found.startswith("mindlora-run would fail on this YAML: ")
 

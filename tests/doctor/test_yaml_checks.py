@@ -33,7 +33,7 @@ def test_a_yaml_without_faults(write):
             "would train the whole network. Did you mean 'lora'? Known: lora, prefixtuning, ptuning2, qlora, slora.",
         ),
         ({f"{PET}.pet_type": None}, "error", f"{PET}.pet_type", "pet_type is None, which is not known"),
-        ({PET: "lora"}, "error", PET, "pet_config is 'lora', which is not a node with keys."),
+        ({PET: "lora"}, "error", PET, "model.model_config.pet_config is 'lora', but it must be a node with keys"),
         (
             {f"{PET}.lora_rnk": 8},
             "error",
@@ -128,8 +128,8 @@ def test_a_yaml_without_faults(write):
         (
             {"model.model_config.num_heads": "4"},
             "error",
-            "model.model_config",
-            "The sizes of the model cannot be worked",
+            "model.model_config.num_heads",
+            "model.model_config.num_heads is '4', but it must be a whole number",
         ),
         ({"lr_schedule.learning_rate": "1e-4"}, "error", "lr_schedule.learning_rate", "YAML reads 1e-4 as text"),
         (
@@ -144,7 +144,7 @@ def test_a_yaml_without_faults(write):
             "load_checkpoint",
             "none.ckpt does not exist (the current folder is ",
         ),
-        ({"load_checkpoint": 3}, "error", "load_checkpoint", "The value is 3, which is not a path."),
+        ({"load_checkpoint": 3}, "error", "load_checkpoint", "load_checkpoint is 3, but it must be a path."),
         ({f"{PET}.loraplus_lr_ratio": 0.5}, "error", f"{PET}.loraplus_lr_ratio", "loraplus_lr_ratio is 0.5: it must"),
         (
             {f"{PET}.loraplus_lr_ratio": 4, f"{PET}.use_vera": True, f"{PET}.lora_alpha": None},

@@ -1,6 +1,5 @@
 """mindlora-run in this process: where each flag ends up in the configuration, and what is refused before a start."""
 
-import contextlib
 import os
 import re
 import subprocess
@@ -146,18 +145,37 @@ def test_resume_lands_in_lora_checkpoint():
         resume("--resume", "--callbacks", "[]")
 
 
-@pytest.mark.parametrize("error", [LoraError("the loss is NaN"), ValueError("anything"), KeyboardInterrupt()])
-def test_a_run_that_fails_after_a_save_says_how_to_go_on(tmp_path, monkeypatch, capsys, error):
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (LoraError("the loss is NaN"), 1, "mindlora-run: error: the loss is NaN"),
+        (KeyError("a"), 1, "mindlora-run: error: the run ended with KeyError: 'a'. The traceback is in {folder}"),
+        (
+            ValueError("first line\n----\nC++ frames"),
+            1,
+            "mindlora-run: error: the run ended with ValueError: first line. ",
+        ),
+        (KeyboardInterrupt(), 130, "mindlora-run: interrupted"),
+    ],
+)
+def test_a_run_that_fails_after_a_save_ends_in_one_line_and_says_how_to_go_on(
+    tmp_path, monkeypatch, capsys, error, code, line
+):
     def fail(config):
         (tmp_path / "saved" / "step_7").mkdir(parents=True, exist_ok=True)
         raise error
 
     words = ["--config", LORA_YAML, "--callbacks.LoraCheckpoint.directory", str(tmp_path / "saved")]
+    words += ["--output_dir", str(tmp_path)]
     monkeypatch.setattr(launcher, "run", fail)
-    with pytest.raises(type(error)) if not isinstance(error, LoraError) else contextlib.nullcontext():
-        assert launcher.main(words) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith(f"saved in {tmp_path}/saved/step_7. To go on from there, repeat the command with --resume.")
+    assert launcher.main(words) == code
+    first, last = (line for line in capsys.readouterr().err.splitlines() if line.startswith("mindlora-run:"))
+    assert first.startswith(line.format(folder=tmp_path))
+    traceback = tmp_path / "log" / "rank_0" / "traceback.txt"
+    assert traceback.exists() == ("the run ended with" in first)
+    if traceback.exists():
+        assert str(traceback) in first and "in fail" in traceback.read_text(encoding="utf-8")
+    assert last.endswith(f"saved in {tmp_path}/saved/step_7. To go on from there, repeat the command with --resume.")
     # What an earlier run saved is not this run's.
     os.utime(tmp_path / "saved" / "step_7", (1, 1))
     monkeypatch.setattr(launcher, "run", lambda config: (_ for _ in ()).throw(LoraError("at once")))

@@ -20,7 +20,7 @@ def data(tmp_path_factory):
 
 
 def prepare(data, *words):
-    train = ["--train_dataset_dir", str(data / "train.mindrecord")]
+    train = ["--train_dataset_dir", str(data / "train.mindrecord"), "--batch_size", "4"]
     preflight.prepare(launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, *train, *words]))
 
 
@@ -51,6 +51,22 @@ MISTAKES = {
         ],
         "save_steps is 5, and HeldOutLoss measures every 2 steps",
     ),
+    "another metric": (["--callbacks.LoraCheckpoint.best_metric", "heldout_loss"], "Did you mean 'held_out_loss'"),
+    "value of a callback": (["--callbacks.LoraCheckpoint.save_steps", "0"], "(LoraCheckpoint): save_steps is 0, but"),
+    "missing argument": (["--callbacks", '[{"type": "HeldOutLoss"}]'], "is HeldOutLoss, which needs dataset_dir"),
+    "argument of a schedule": (
+        ["--lr_schedule", '{"type": "CosineWithWarmUpLR", "learning_rate": 0.1, "warmup_ration": 0.1}'],
+        "lr_schedule has 'warmup_ration', which CosineWithWarmUpLR does not know. Did you mean 'warmup_ratio'",
+    ),
+    "argument of an optimizer": (["--optimizer.lerning_rate", "1"], "Did you mean 'learning_rate'"),
+    "key of a model": ([f"{MODEL}multiple_off", "4"], "LlamaConfig does not know. Did you mean 'multiple_of'"),
+    "no learning rate": (["--lr_schedule", '{"type": "CosineWithWarmUpLR"}'], "has no learning_rate, which Cosine"),
+    "no type": (["--train_dataset_task", '{"dataset_config": 1}'], "train_dataset_task has no type"),
+    "loader": (["--train_dataset.data_loader.type", "MindData"], "Did you mean 'MindDataset'"),
+    "columns": (["--train_dataset.input_columns", '["tokens", "labels"]'], "names tokens, and "),
+    "too few rows": (["--batch_size", "5"], "train_dataset has 4 rows, and a step needs 5"),
+    "accumulation": (["--gradient_accumulation_steps", "2"], "a step needs 8 (runner_config.batch_size 4, gradient"),
+    "LoraCheckpoint without LoRA": ([f"{MODEL}pet_config", "null"], "which saves adapters, and model_config has no"),
     "padding": (
         ["--train_dataset_dir", "{data}/padded.mindrecord", f"{MODEL}pad_token_id", "3"],
         "and model_config.pad_token_id is 3. Set it to ",
@@ -71,7 +87,7 @@ def test_all_of_them_are_named_at_once_and_doctor_shows_each(data, tmp_path):
     config["model"]["model_config"].update(
         seq_length=8, hidden_size=33, num_heads=4, n_kv_heads=4, vocab_size=VOCABULARY
     )
-    config["optimizer"]["type"] = "AdmW"
+    config["optimizer"]["type"], config["runner_config"]["batch_size"] = "AdmW", 4
     next(found for found in config["callbacks"] if found["type"] == "LoraCheckpoint")["keep"] = 1
     config["train_dataset"]["data_loader"]["dataset_dir"] = str(data / "train.mindrecord")
     path = write_yaml(tmp_path, config)
