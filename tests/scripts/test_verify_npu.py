@@ -207,10 +207,13 @@ def test_logs_lose_names_paths_and_addresses(monkeypatch):
     assert clean(text) == (
         "<name> at <address> and 127.0.0.1: <checkout>/ops/a.cc, <work>/x.log, <path>/y.log, a/b and 1/2"
     )
+    assert clean("PATH=/data/ours/bin:/data/yours/bin, https://gitee.com/a/b") == (
+        "PATH=<path>/bin:<path>/bin, https://gitee.com/a/b"
+    )
     assert clean("fe80::f816:3eff:fe5d:1 of fa:16:3e:5d:aa:01, not of 10.1.2.3.") == (
         "<address> of <address>, not of <address>."
     )
-    kept = "CANN 7.7.0.1.238, 12:34:56.430, mindspore::ad::Grad"
+    kept = "CANN 7.7.0.1.238 at /usr/local/Ascend/latest, 12:34:56.430, mindspore::ad::Grad"
     assert clean(kept) == kept
 
 
