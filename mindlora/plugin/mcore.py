@@ -52,6 +52,13 @@ def check_mcore(config: Mapping) -> None:
     check_device(context.get("device_target"))
     _check_base(config)
     _check_balance(config)
+    model_config = model_config_of(config)
+    whole_queries = "q_lora_rank" in model_config and model_config["q_lora_rank"] is None
+    if family == FAMILIES[2] and whole_queries and model_config.get("mla_qkv_concat") is not False:
+        raise ConfigError(
+            "q_lora_rank is null and mla_qkv_concat is True: linear_qkv then joins q_proj and kv_a_proj_with_mqa, and "
+            "mindlora knows the cell only with the latent of q in it. Set model_config.mla_qkv_concat: False."
+        )
 
 
 def check_device(target: Optional[str]) -> None:

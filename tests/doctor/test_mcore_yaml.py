@@ -84,6 +84,13 @@ def test_biases_that_change_while_an_adapter_trains_have_to_be_saved_with_it(wri
         assert not [finding for finding in found if finding[0] == "error"]
 
 
+def test_a_deepseek_without_a_latent_of_q_has_to_keep_its_cells_apart(write):
+    latent = {**LATENT, "q_lora_rank": None}
+    found = found_in(write(mcore("DeepseekV3ForCausalLM", **latent)))
+    assert found[0][0] == "error" and "mla_qkv_concat: False" in found[0][2]
+    assert found_in(write(mcore("DeepseekV3ForCausalLM", **latent, mla_qkv_concat=False)))[0][0] == "note"
+
+
 def test_sizes_come_from_the_folder_of_the_model(write, tmp_path):
     folder = tmp_path / "Qwen3"
     folder.mkdir()
