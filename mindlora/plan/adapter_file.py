@@ -1,6 +1,6 @@
 """The size of the file that save_lora will write, from shapes alone."""
 
-from typing import Container, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mindlora.models import names
 from mindlora.models.glm2 import GLM2
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import named_dtype
+from mindlora.plan.leaves import leaf_of
 from mindlora.plan.run import Run
 from mindlora.plan.weights import Shape, Weight, adapted_cells, parts_of, shared_projection
 
@@ -52,8 +53,11 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     for weight in weights:
         saved_too = weight.trained or names.is_balance(weight.name)
         if not weight.adapter and saved_too and _is_saved_module(weight, run.lora.modules_to_save):
-            key = peft.saved_module_key(weight.name, list(adapted))
-            entries.append((key, named_dtype(weight.dtype), weight.shape))
+            # With the head, so that PEFT does not untie them.
+            heads = _tied_heads(run, weight) if weight.path not in adapted else []
+            for name in (weight.name, *(f"{head}.weight" for head in heads)):
+                key = peft.saved_module_key(name, list(adapted))
+                entries.append((key, named_dtype(weight.dtype), weight.shape))
     text = _metadata(run, weights, adapted)
     return layout(sorted(entries, key=lambda entry: entry[0]), {"format": "pt", metadata.KEY: text})[2]
 
@@ -96,15 +100,21 @@ def _is_saved_module(weight: Weight, modules: Optional[List[str]]) -> bool:
     return any(names.belongs_to(weight.name, module) for module in modules or ())
 
 
-def _metadata(run: Run, weights: List[Weight], adapted: Container[str]) -> str:
+def _tied_heads(run: Run, weight: Weight) -> List[str]:
+    """Returns the path of the output head, if its weight is this one: the table of the embedding."""
+    heads = [path for path in run.linear if leaf_of(path) == "lm_head" and f"{path}.weight" not in run.parameters]
+    return heads if weight.path == run.embedding[0] else []
+
+
+def _metadata(run: Run, weights: List[Weight], adapted: Dict[str, Shape]) -> str:
     fingerprint = {"shapes": _HASH, "values": _HASH}
     # Of the matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
     base = [w for w in weights if not w.adapter and len(w.shape) > 1]
-    dtypes = {w.dtype for w in base if w.path in adapted or f"{w.path}.{w.part}" in adapted}
+    dtypes = {w.dtype for w in base if {w.path, f"{w.path}.{w.part}", *_tied_heads(run, w)} & adapted.keys()}
     if len(dtypes) == 1 and "uint8" not in dtypes:
         fingerprint.update(dtype=dtypes.pop(), float16=_HASH, bfloat16=_HASH)
     adapter = Adapter({}, fingerprint=fingerprint)
-    if run.lora and run.lora.quantize_base:
+    if run.lora and run.lora.quantize_base and "uint8" in dtypes:
         fingerprint["quantization"] = "loftq" if initializers.is_loftq(run.lora.lora_init) else run.lora.quantize_base
     if run.lora and initializers.changes_base(run.lora.lora_init):
         adapter.initialization = run.lora.lora_init

@@ -84,10 +84,10 @@ class PlanReport:
 
 
 def _facts(report: PlanReport) -> str:
-    share = 100 * report.trained / report.parameters
+    share = f", of which {report.trained:,} are trained ({100 * report.trained / report.parameters:.4f} %)"
     found = [
         ("run", f"{report.yaml}: {report.mode}, {report.model}"),
-        ("parameters", f"{report.parameters:,}, of which {report.trained:,} are trained ({share:.4f} %)"),
+        ("parameters", f"{report.parameters:,}{share * (report.schedule is not None)}"),
     ]
     if report.adapter:
         found.append(("adapter", f"{report.adapter}: {listed(report.adapted)}"))

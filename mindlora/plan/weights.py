@@ -5,18 +5,24 @@ import dataclasses
 import fnmatch
 import logging
 import math
-from typing import Dict, Iterable, Iterator, List, Set, Tuple
+from typing import Dict, Iterable, Iterator, List, Optional, Set, Tuple
 
+from mindlora.adapters.pair_kinds import PARTS, SHARED_PARTS
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.errors import TargetError
 from mindlora.models import names, targets
-from mindlora.numerics import nf4
+from mindlora.numerics import initializers, nf4
 from mindlora.plan.leaves import leaf_of
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
 
 Shape = Tuple[int, ...]
+# Part of an adapter -> its parameter's name; Lambda is AdaLoRA's, which no file holds.
+_PARAMETERS = {part.name: part.parameter for part in (*PARTS.values(), *SHARED_PARTS.values())}
+_PARAMETERS["lambda"] = "mindpet_delta_lora_lambda"
+# What the cell of an embedding refuses.
+_NOT_FOR_EMBEDDINGS = ("use_dora", "use_vera", "use_adalora", "freeze_lora_a")
 # The cell of stacked experts refuses them.
 _NOT_FOR_EXPERTS = ("lora_dropout", "use_dora", "use_vera", "use_adalora")
 
@@ -50,6 +56,12 @@ class Weight:
         return f"{self.path}.{self.part}".lstrip(".")
 
     @property
+    def parameter(self) -> str:
+        """The name of the parameter in the network."""
+        part = _PARAMETERS.get(self.part, self.part) if self.adapter else self.part
+        return f"{self.path}.{part}".lstrip(".")
+
+    @property
     def leaf(self) -> str:
         """The last part of its cell's path, under the names of the legacy Llama."""
         return leaf_of(self.path)
@@ -78,22 +90,18 @@ def weights_of(run: Run) -> List[Weight]:
     if run.lora is None:
         return base
     adapted = adapted_cells(run)
-    trained = _trained_in_full(run, [weight.name for weight in base], adapted)
+    saved = _saved_modules(run.lora, [weight.name for weight in base], adapted)
+    base = [dataclasses.replace(weight, trained=weight.name in saved) for weight in base]
+    weights = _settled(run, [*base, *_adapter(run.lora, adapted)])
     packed = _packed_paths(run)
-    wrong = sorted(trained & (packed | {f"{path}.{part}" for path in packed for part in ("weight", "bias")}))
+    quantized = [w for w in weights if w.name in packed or w.part == "weight" and w.path in packed]
+    wrong = sorted(weight.name for weight in quantized if weight.trained)
     if wrong:
         raise TargetError(
             f"{listed(wrong)} would be trained and is quantized, and 4-bit weights do not train. Add it to "
             "quantize_exclude."
         )
-    found: List[Weight] = []
-    for weight in base:
-        if weight.name in packed or weight.part == "weight" and weight.path in packed:
-            found += _quantized(weight)
-        else:
-            trains = weight.name in trained and not names.is_balance(weight.name)
-            found.append(dataclasses.replace(weight, trained=trains))
-    return found + list(_adapter(run.lora, adapted, run.trains))
+    return [part for weight in weights for part in (_quantized(weight) if weight in quantized else [weight])]
 
 
 def _packed_paths(run: Run) -> Set[str]:
@@ -128,6 +136,13 @@ def adapted_cells(run: Run) -> Dict[str, Shape]:
             selected += targets.select_targets(
                 list(sizes), lora.target_modules, lora.exclude_modules, layers=lora.layers_to_transform
             )
+    unserved = [field for field in _NOT_FOR_EMBEDDINGS if getattr(lora, field)]
+    unserved += ["lora_init"] if initializers.needs_whole_matrices(lora.lora_init) else []
+    if unserved and run.embedding[0] in selected:
+        raise TargetError(
+            f"pet_config has {' and '.join(unserved)}, which embeddings do not take, and target_modules selects "
+            f"{run.embedding[0]}. Add it to exclude_modules, or leave the other out."
+        )
     if lora.target_parameters is not None:
         stacked = targets.select_parameters(
             list(run.experts), lora.target_parameters, lora.exclude_modules, lora.layers_to_transform
@@ -174,32 +189,19 @@ def shared_projection(lora: LoraConfig, adapted: Dict[str, Shape]) -> Dict[str, 
     return {"shared A": (lora.lora_rank, widest[1]), "shared B": (widest[0], lora.lora_rank)}
 
 
-def _adapter(lora: LoraConfig, adapted: Dict[str, Shape], trains: bool) -> Iterator[Weight]:
-    frozen = _frozen(lora)
+def _adapter(lora: LoraConfig, adapted: Dict[str, Shape]) -> Iterator[Weight]:
     for path, shape in adapted.items():
         for part, size in parts_of(lora, path, shape).items():
-            trained = trains and not (part == "A" and lora.freeze_lora_a) and not frozen(f"{path}.{part}")
+            trained = not (part == "A" and lora.freeze_lora_a)
             yield Weight(path, part, size, lora.param_init_type, math.prod(size), trained, True)
     for part, size in shared_projection(lora, adapted).items():
         yield Weight("", part, size, lora.param_init_type, math.prod(size), False, True)
 
 
-def _frozen(lora: LoraConfig):
-    """Returns a function that tells whether freeze_include freezes a part of the adapter."""
-    endings = {"A": "mindpet_delta_lora_a", "B": "mindpet_delta_lora_b", "magnitude": "mindpet_delta_lora_magnitude"}
-
-    def frozen(name: str) -> bool:
-        path, _, part = name.rpartition(".")
-        full = f"{path}.{endings.get(part, part)}"
-        return any(fnmatch.fnmatchcase(full, pattern) for pattern in lora.freeze_include or ())
-
-    return frozen
-
-
-def _trained_in_full(run: Run, parameters: List[str], adapted: Iterable[str]) -> Set[str]:
-    """Returns the parameters of the base that modules_to_save and freeze_exclude train."""
+def _saved_modules(lora: LoraConfig, parameters: List[str], adapted: Iterable[str]) -> Set[str]:
+    """Returns the parameters of the base that modules_to_save trains."""
     found: Set[str] = set()
-    for module in run.lora.modules_to_save or () if run.lora else ():
+    for module in lora.modules_to_save or ():
         hits = {name for name in parameters if names.belongs_to(name, module)}
         if not hits:
             raise TargetError(
@@ -211,16 +213,37 @@ def _trained_in_full(run: Run, parameters: List[str], adapted: Iterable[str]) ->
                 f"modules_to_save names {module!r}, and so does target_modules: {listed(both)}. "
                 "Keep each in one of the two: a module either trains itself or gets an adapter."
             )
+        found |= {name for name in hits if not names.is_balance(name)}
+    return found
+
+
+def _settled(run: Run, weights: List[Weight]) -> List[Weight]:
+    """Returns the parameters with freeze_include and freeze_exclude carried out, as mindlora.freeze_base does."""
+    lora = run.lora
+    if lora is None or not run.trains:
+        return [dataclasses.replace(weight, trained=False) for weight in weights]
+    freeze, train = (_matched(weights, getattr(lora, field), field) for field in ("freeze_include", "freeze_exclude"))
+    found = []
+    for weight in weights:
+        name = weight.parameter
+        trained = name in train if (name in freeze) != (name in train) else weight.trained
+        found.append(dataclasses.replace(weight, trained=trained))
+    if not any(weight.trained for weight in found):
+        raise TargetError(
+            f"freeze_include {lora.freeze_include!r} freezes everything: nothing is left to train. Narrow it."
+        )
+    return found
+
+
+def _matched(weights: List[Weight], patterns: Optional[List[str]], field: str) -> Set[str]:
+    """Returns the names of the parameters that any of the patterns matches."""
+    parameters, found = [weight.parameter for weight in weights], set()
+    for pattern in patterns or ():
+        hits = {name for name in parameters if fnmatch.fnmatchcase(name, pattern)}
+        if not hits:
+            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. Parameters: {listed(parameters)}.")
         found |= hits
-    for pattern in run.lora.freeze_exclude or () if run.lora else ():
-        found |= {name for name in parameters if fnmatch.fnmatchcase(name, pattern)}
-    frozen = {
-        name
-        for pattern in (run.lora.freeze_include or () if run.lora else ())
-        for name in parameters
-        if fnmatch.fnmatchcase(name, pattern)
-    }
-    return found - frozen if run.trains else set()
+    return found
 
 
 def _quantized(weight: Weight) -> Iterator[Weight]:

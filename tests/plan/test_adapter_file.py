@@ -20,6 +20,15 @@ ADAPTERS = {
     "embedding and head": ({}, {**LORA, "target_modules": ["wq", "tok_embeddings", "lm_head"]}),
     "saved modules": ({}, {**LORA, "modules_to_save": ["lm_head", "attention_norm"]}),
     "4-bit base": ({}, {**LORA, "quantize_base": "nf4"}),
+    "a head alone on a 4-bit base": ({}, {**LORA, "target_modules": ["lm_head"], "quantize_base": "nf4"}),
+    "a tied head in another dtype": (
+        {"tie_word_embeddings": True, "embedding_init_type": "bfloat16"},
+        {**LORA, "target_modules": ["wq", "lm_head"]},
+    ),
+    "a saved table that is the head too": (
+        {"tie_word_embeddings": True},
+        {**LORA, "target_modules": ["wq"], "modules_to_save": ["tok_embeddings"]},
+    ),
     "adapter in bfloat16": ({}, {**LORA, "param_init_type": "bfloat16"}),
 }
 

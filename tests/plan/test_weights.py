@@ -34,6 +34,11 @@ NETWORKS = {
         {},
         {**LORA, "freeze_exclude": ["*norm_out*"], "freeze_include": ["*layers.0*lora_b"]},
     ),
+    "A frozen, and trained all the same": ({}, {**LORA, "freeze_lora_a": True, "freeze_exclude": ["*wk.*lora_a"]}),
+    "frozen and excluded at once": (
+        {},
+        {**LORA, "modules_to_save": ["lm_head"], "freeze_include": ["lm_head*"], "freeze_exclude": ["lm_head*"]},
+    ),
     "4-bit base": ({}, {**LORA, "quantize_base": "nf4"}),
     "4-bit, joined, with biases": (
         {"qkv_concat": True, "qkv_has_bias": True},
@@ -68,6 +73,24 @@ def test_a_4_bit_weight_cannot_be_trained():
 def test_a_saved_module_that_is_not_there_is_named():
     with pytest.raises(TargetError, match="modules_to_save names 'gone', which matches no module"):
         weights_of(run_of({}, {**LORA, "modules_to_save": ["gone"]}))
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"freeze_include": ["*lambda*"]}, r"freeze_include pattern '\*lambda\*' matches no parameter"),
+        ({"freeze_include": ["*"]}, "freezes everything"),
+        ({"target_modules": ["wq", "tok_embeddings"], "use_dora": True}, "use_dora, which embeddings do not take"),
+        ({"target_modules": ["tok_embeddings"], "lora_init": "olora"}, "lora_init, which embeddings do not take"),
+    ],
+)
+def test_what_no_network_takes_is_not_planned(keys, message):
+    with pytest.raises(TargetError, match=message):
+        weights_of(run_of({}, {**LORA, **keys}))
+
+
+def test_prediction_trains_nothing():
+    assert not any(weight.trained for weight in weights_of(run_of({}, LORA, run_mode="predict")))
 
 
 def test_a_module_cannot_be_both_adapted_and_saved():
