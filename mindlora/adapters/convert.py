@@ -174,9 +174,11 @@ def _arrange_experts(adapter: Adapter, experts: Optional[str], to: str) -> None:
 
 
 def check_free(source: str, output: str, overwrite: bool) -> None:
-    """Raises LoraError if ``output`` is ``source``, or exists and ``overwrite`` is False."""
+    """Raises LoraError if ``output`` is ``source`` or holds it, or exists and ``overwrite`` is False."""
     if os.path.exists(source) and os.path.exists(output) and os.path.samefile(source, output):
         raise LoraError(f"{output} is both the input and the output. Give another path.")
+    if os.path.realpath(source).startswith(os.path.join(os.path.realpath(output), "")):
+        raise LoraError(f"{output} holds the input {source}, which would be replaced with it. Give another path.")
     if os.path.lexists(output) and not overwrite:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 

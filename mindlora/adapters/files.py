@@ -213,7 +213,10 @@ def _write_peft(adapter: Adapter, path: str) -> None:
 
 
 def check_adapter_output(path: str, to: str) -> None:
-    """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to."""
+    """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to.
+
+    Writing replaces a folder with all that is in it, so one without an adapter, or with folders in it, is refused.
+    """
     if to not in FORMS:
         raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
     ending = _FILES.get(to, "")
@@ -225,6 +228,14 @@ def check_adapter_output(path: str, to: str) -> None:
         raise LoraError(
             f"path is {path!r}, where there is a {'file' if folder else 'folder'}, but format {to!r} writes a "
             f"{'folder' if folder else 'file'}. Remove it, or give another path."
+        )
+    found = sorted(os.listdir(path)) if folder and os.path.isdir(path) else []
+    adapter = {*_WEIGHTS, peft.CONFIG_FILE}.intersection(found)
+    others = [name for name in found if not adapter or os.path.isdir(os.path.join(path, name))]
+    if others:
+        raise LoraError(
+            f"path is {path!r}, a folder that holds more than an adapter: {listed(others)}. It would be replaced with "
+            "all that is in it. Give another path."
         )
 
 

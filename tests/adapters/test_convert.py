@@ -113,6 +113,8 @@ def test_an_existing_output_is_kept_unless_it_may_be_replaced(tmp_path):
     assert_same(output, make_adapter(("attention.wq",)))
     with pytest.raises(LoraError, match="both the input and the output"):
         convert_adapter(source, source + "/.", "peft", overwrite=True)
+    with pytest.raises(LoraError, match="holds the input .*peft, which would be replaced with it"):
+        convert_adapter(source, str(tmp_path), "peft", overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,21 @@ def test_the_output_must_match_the_form(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("inside", ["notes.txt", "checkpoint-5/notes.txt"])
+def test_a_folder_with_more_than_an_adapter_is_not_replaced(tmp_path, inside):
+    path = str(tmp_path / "a")
+    for _ in range(2):
+        adapter_files.write(make(), path)
+    (tmp_path / "a" / inside).parent.mkdir(exist_ok=True)
+    (tmp_path / "a" / inside).write_text("precious")
+    if inside == "notes.txt":
+        for name in (CONFIG, WEIGHTS):
+            (tmp_path / "a" / name).unlink()
+    with pytest.raises(LoraError, match=f"more than an adapter: {inside.partition('/')[0]}. It would be replaced"):
+        adapter_files.write(make(), path)
+    assert (tmp_path / "a" / inside).read_text() == "precious"
+
+
 def test_an_adapter_without_pairs_is_not_written(tmp_path):
     for form, name in NAMES.items():
         with pytest.raises(AdapterError) as error:

@@ -263,14 +263,16 @@ def test_outputs_and_sources(tmp_path):
     together = "quantize_checkpoint takes adapter and config together"
     check(ConfigError, together, None)
     check(ConfigError, together, tmp_path / "adapter", config=None)
-    check(CheckpointError, "mine exists. Give another output", tmp_path / "mine")
-    check(CheckpointError, "mine holds no checkpoint, so --overwrite does not", tmp_path / "mine", overwrite=True)
+    for overwrite in (False, True):
+        check(
+            LoraError, "more than an adapter: thesis.txt. It would be replaced", tmp_path / "mine", overwrite=overwrite
+        )
     check(LoraError, "where there is a file", tmp_path / "file")
     check(LoraError, "format 'peft' writes a folder", tmp_path / "adapter.safetensors")
     check(
         CheckpointError, "are one inside the other", tmp_path / "adapter", str(tmp_path / "adapter" / "q.safetensors")
     )
-    check(CheckpointError, "is inside the input", tmp_path)
+    check(LoraError, "more than an adapter", tmp_path)
     weight = np.eye(8, dtype=np.float32)
     weight[2, 3] = np.nan
     bad = str(tmp_path / "bad.safetensors")
