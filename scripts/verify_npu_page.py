@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, List, Sequence
 
-from verify_npu_run import FAILED, NOT_RUN, Outcome
+from verify_npu_run import FAILED, HELD, NOT_RUN, Outcome
 
 # Operator -> its kernel in CANN, and the operators that call it too.
 KERNELS = {
@@ -72,7 +72,7 @@ def switches(outcomes: Sequence[Outcome]) -> List[str]:
     lines += ["| --- | --- | --- | --- |"]
     for op, (kernel, remark) in KERNELS.items():
         states = {o.state for o in outcomes if o.figures.get("operator", "") == op}
-        state = FAILED if FAILED in states else states.pop() if states else NOT_RUN
+        state = next((state for state in (FAILED, HELD) if state in states), NOT_RUN)
         lines.append(f"| {op} | {kernel} | {state}{remark and f'; {remark}'} | `{switch(op)}` |")
     lines += ["", "All at once: `MINDLORA_BACKEND=composed`. MindSpore's own operators then compute the same."]
     return lines
