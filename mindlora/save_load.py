@@ -44,7 +44,7 @@ def save_lora(
     Args:
         network (nn.Cell): A network with LoRADense cells.
         path (str): Where to write: a folder with format "peft", "slora" or "diffusers", a .ckpt file with "ckpt", a
-            .safetensors file with "mindformers" or "kohya". Anything already there is replaced.
+            .safetensors file with "mindformers" or "kohya". An adapter already there is replaced.
         format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, which PEFT and vLLM
             load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for the folder that MindFormers
             serves adapters from; "diffusers" for a folder with pytorch_lora_weights.safetensors and "kohya" for one
@@ -55,7 +55,8 @@ def save_lora(
         values (mapping): As for ``adapter_of``. Default: None.
 
     Raises:
-        LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown or does not suit ``path``.
+        LoraError: The network holds no LoRADense cell or is merged; ``format`` is unknown or does not suit ``path``;
+            ``path`` is a folder that holds more than an adapter.
         NotFiniteError: A tensor holds NaN or infinity; nothing is written.
     """
     adapter_files.check_adapter_output(str(path), format)

@@ -141,7 +141,7 @@ def adapter_of_tensors(tensors: Mapping[str, np.ndarray], metadata: Dict[str, An
 
 
 def write(adapter: Adapter, path: str, to: str = "peft") -> None:
-    """Writes an adapter in one atomic step; anything at ``path`` is replaced.
+    """Writes an adapter in one atomic step; an adapter at ``path`` is replaced.
 
     Args:
         adapter (Adapter): With complete pairs and a known lora_alpha.
@@ -153,7 +153,8 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
             pytorch_lora_weights.safetensors and "kohya" for one file, both of Stable Diffusion. Default: "peft".
 
     Raises:
-        LoraError: ``to`` is unknown or does not suit ``path``, or the form cannot hold some part of the adapter.
+        LoraError: ``to`` is unknown or does not suit ``path``, ``path`` is a folder that holds more than an adapter, or
+            the form cannot hold some part of the adapter.
         ScaleMismatchError: lora_alpha is not known.
         NotFiniteError: A tensor holds NaN or infinity.
     """
