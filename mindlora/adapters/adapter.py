@@ -11,6 +11,7 @@ from mindlora.adapters import pair_kinds
 from mindlora.adapters.pair_kinds import PARTS, SHARED, VARIANTS, Pair, PairKind, PairLayout, PartKey, Problem
 from mindlora.common.text import collapse_numbers, listed
 from mindlora.errors import (
+    AdapterFormatError,
     MissingTensorsError,
     NotFiniteError,
     ScaleMismatchError,
@@ -250,8 +251,10 @@ class Adapter:
     def _shape_problem(self, path: str, declared: Optional[int]) -> Optional[Problem]:
         parts = {part: array.shape for part, array in self.parts(path).items()}
         problem = pair_kinds.shape_problem(parts["A"], parts["B"], declared)
-        sizes = {"r": parts["A"][:1], "out": parts["B"][:1]}
-        for part in pair_kinds.kind_of(parts).parts:
+        sizes, kind = {"r": parts["A"][:1], "out": parts["B"][:1]}, pair_kinds.kind_of(parts)
+        if not problem and kind.field and self.layout(path) is pair_kinds.CONVOLUTION:
+            return AdapterFormatError, f"{kind.name} on a convolution is not supported"
+        for part in kind.parts:
             if not problem and parts[part.name] != sizes[part.size]:
                 found = list(parts[part.name])
                 problem = ShapeMismatchError, f"the {part.name} is {found} and must be [{part.size}]"

@@ -8,14 +8,16 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters.adapter import Adapter
+from mindlora.adapters import parts
+from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.norms import delta_norm
 from mindlora.adapters.pair_kinds import Pair, PairLayout, has_product
 from mindlora.adapters.spectrum import pair_svd, rank_holding
+from mindlora.common.fields import check_number
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import listed
-from mindlora.errors import AdapterError, ConfigError
-from mindlora.numerics.dtypes import rounded
+from mindlora.errors import AdapterError, ConfigError, NotFiniteError
+from mindlora.numerics.dtypes import dtype_name, rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ def resize_adapter(
     alpha: Optional[float] = None,
     allow_pickle: bool = False,
 ) -> ResizeReport:
-    """Writes an adapter at a smaller rank as a PEFT folder.
+    """Writes an adapter at a smaller rank as a PEFT folder; one of Stable Diffusion as diffusers' folder.
 
     Args:
         path (str): As for adapter_files.read.
@@ -97,7 +99,8 @@ def resize_adapter(
     adapter_files.check_adapter_output(output, "peft")
     (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle)
     smaller, cells = resize(adapter, rank=rank, energy=energy)
-    adapter_files.write(smaller, output, to="peft")
+    # PEFT's form holds one network, diffusers' those of a pipeline.
+    adapter_files.write(smaller, output, to="diffusers" if parts.found_in(adapter.paths) else "peft")
     return ResizeReport(path, output, _size(adapter), _size(smaller), _total_error(cells), tuple(cells))
 
 
@@ -124,7 +127,7 @@ def resize(
     Raises:
         ConfigError: Neither of rank and energy is given, or one is out of range.
         AdapterError: The adapter is not plain LoRA, or has a convolution with groups.
-        NotFiniteError: It holds NaN or infinity.
+        NotFiniteError: It holds NaN or infinity, or its dtype cannot hold what a smaller rank needs.
         ScaleMismatchError: It does not state lora_alpha.
     """
     _check(adapter, rank, energy)
@@ -137,7 +140,7 @@ def resize(
         (a, b), kept = _truncated(adapter.layout(path), pair, scale, rank, energy)
         if kept < adapter.rank(path):
             for half, array in (("A", a), ("B", b)):
-                smaller.tensors[path, half] = rounded(array, adapter.tensors[path, half].dtype)[0]
+                smaller.tensors[path, half] = _rounded(array, adapter.tensors[path, half].dtype, f"{half} of {path}")
             smaller.alphas[path] = scale * (math.sqrt(kept) if adapter.use_rslora else kept)
         norm = delta_norm((scale, *pair))
         difference = delta_norm((scale, *pair), (-smaller.scale(path), *smaller.pair(path)))
@@ -156,8 +159,20 @@ def _truncated(
     smaller = []
     for u, s, vh in decomposed:
         root = np.sqrt(s[:kept] / scale)
-        smaller.append(((root[:, None] * vh[:kept]).astype(np.float32), (u[:, :kept] * root).astype(np.float32)))
+        smaller.append((root[:, None] * vh[:kept], u[:, :kept] * root))
     return layout.stacked_again(smaller, *(half.shape for half in pair)), kept
+
+
+def _rounded(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Returns ``array``, which is finite, in a dtype that must hold it."""
+    with np.errstate(over="ignore"):
+        result = rounded(array.astype(np.float32), dtype)[0]
+    if not is_finite(result):
+        raise NotFiniteError(
+            f"At the smaller rank, {name} would hold {np.abs(array).max():.3g}, which is beyond {dtype_name(dtype)}. "
+            "Keep the rank of this adapter, or merge it into its base."
+        )
+    return result
 
 
 def _total_error(cells: List[ResizedCell]) -> float:
@@ -172,10 +187,11 @@ def _size(adapter: Adapter) -> int:
 def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> None:
     if rank is None and energy is None:
         raise ConfigError("Say how small the adapter is to be: give rank, the share of the energy to keep, or both.")
-    if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise ConfigError(f"rank is {rank!r}: it must be a whole number of at least 1.")
-    if energy is not None and not 0 < energy <= 1:
-        raise ConfigError(f"energy is {energy:g}: it is the share to keep, above 0 and at most 1, such as 0.95.")
+    if rank is not None:
+        check_number(rank, "rank", int, lambda value: value >= 1, "a whole number of at least 1")
+    if energy is not None:
+        share = "the share to keep, above 0 and at most 1, such as 0.95"
+        check_number(energy, "energy", (int, float), lambda value: 0 < value <= 1, share)
     kind = adapter.kind
     if kind.field:
         raise AdapterError(

@@ -184,7 +184,9 @@ def _resize_options(parser: argparse.ArgumentParser) -> None:
         "and reports the error. Cells whose rank is small enough are copied."
     )
     parser.add_argument("path", metavar="PATH", help=_ADAPTER_HELP)
-    parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's format")
+    parser.add_argument(
+        "output", metavar="OUT", help="the folder to write, in PEFT's format; of Stable Diffusion in diffusers'"
+    )
     parser.add_argument("--rank", type=int, metavar="R", help="the largest rank of a cell")
     parser.add_argument(
         "--energy",

@@ -12,6 +12,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.resize import resize
 from mindlora.errors import AdapterError, ConfigError, NotFiniteError, ScaleMismatchError
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
+from tests.support import diffusion_adapters
 
 # path -> (shape of A, shape of B); the last one's rank is above the smaller side of its weight.
 SHAPES = {
@@ -144,13 +145,31 @@ def test_a_cell_without_any_change_keeps_rank_1():
     assert {cell.rank for cell in report.cells} == {1} and report.error == 0
 
 
+def test_a_dtype_that_cannot_hold_the_smaller_rank_is_an_error():
+    # A and B get equal norms, and A is the smaller one.
+    halves = {("wq", "A"): np.full((2, 4), 6e4, np.float16), ("wq", "B"): np.full((900, 2), 6e4, np.float16)}
+    with pytest.raises(NotFiniteError, match="A of wq would hold 3.29e.05, which is beyond float16"):
+        resize(Adapter(halves, {"wq": 2.0}), rank=1)
+
+
+def test_an_adapter_of_stable_diffusion_comes_out_in_diffusers_form(tmp_path):
+    original = diffusion_adapters.make()
+    adapter_files.write(original, "style.safetensors", to="kohya")
+    report = resize_adapter("style.safetensors", "small", rank=2)
+    found = adapter_files.read("small")
+    assert found.dialect == "diffusers" and set(found.paths) == set(original.paths)
+    assert {found.rank(path) for path in found.paths} == {2}
+    for cell in report.cells:
+        assert found.scale(cell.path) == original.scale(cell.path)
+
+
 def test_what_cannot_be_resized_is_refused_and_nothing_is_written(adapter, tmp_path):
     with pytest.raises(ConfigError, match="give rank, the share of the energy"):
         resize_adapter("adapter", "small")
-    for wrong in (0, -1, 2.5):
+    for wrong in (0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
             resize_adapter("adapter", "small", rank=wrong)
-    for wrong in (0.0, 95, float("nan")):
+    for wrong in (0.0, 95, float("nan"), "0.9"):
         with pytest.raises(ConfigError, match="above 0 and at most 1, such as 0.95"):
             resize_adapter("adapter", "small", energy=wrong)
     path = "model.layers.0.attention.wq"

@@ -18,7 +18,7 @@ from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects.diffusers import refuse_others
 from mindlora.adapters.pair_kinds import PartKey, through_middle
 from mindlora.common.text import shown
-from mindlora.errors import AdapterFormatError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import AdapterFormatError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import diffusion
 from mindlora.numerics.dtypes import from_float32, to_float32
 
@@ -80,6 +80,7 @@ def complete(adapter: Adapter, source: str) -> None:
 
     Raises:
         AdapterFormatError: An alpha is not one number above 0.
+        MissingTensorsError: There is an alpha or a middle matrix without a pair.
         ShapeMismatchError: A middle matrix does not belong between its pair.
     """
     for path in adapter.paths:
@@ -87,13 +88,14 @@ def complete(adapter: Adapter, source: str) -> None:
         if mid is not None:
             _put_in(mid, adapter, path, source)
         half = adapter.parts(path)
+        if not half:
+            raise MissingTensorsError(f"{source} holds an alpha or a lora_mid of {path}, and no pair that it is of.")
         # check_pairs names a pair without A, or with one that has no rank.
         rank = half["A"].shape[0] if "A" in half and half["A"].shape else 1
         value = float(rank) if alpha is None else _number(alpha)
-        if half and alpha is not None and not is_alpha(value):
+        if alpha is not None and not is_alpha(value):
             raise AdapterFormatError(f"{source}: alpha of {path} is {shown(value)}; it must be one number above 0.")
-        if half:
-            adapter.alphas[path] = value
+        adapter.alphas[path] = value
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:

@@ -125,6 +125,14 @@ def test_rslora_of_one_part_goes_into_its_alphas(tmp_path):
     assert_same_pairs(adapter_files.read(written(tmp_path, found)), found)
 
 
+def test_dora_of_a_convolution_is_refused_as_such(tmp_path):
+    adapter = make([CONV])
+    arrays = {f"{CONV}.lora_{half}.weight": adapter.tensors[CONV, half] for half in "AB"}
+    arrays[f"{CONV}.lora_magnitude_vector"] = np.ones((1, 7, 1, 1), np.float32)
+    with pytest.raises(AdapterFormatError, match="DoRA on a convolution is not supported, at unet"):
+        adapter_files.read(saved(tmp_path / "a.safetensors", arrays))
+
+
 def test_dora_comes_back(tmp_path):
     adapter = make((Q,))
     adapter.tensors[Q, "magnitude"] = np.arange(1, 6, dtype=np.float32)

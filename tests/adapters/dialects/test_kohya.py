@@ -6,7 +6,13 @@ from safetensors import safe_open
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.parts import Wanted
-from mindlora.errors import AdapterError, AdapterFormatError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.errors import (
+    AdapterError,
+    AdapterFormatError,
+    MissingTensorsError,
+    ShapeMismatchError,
+    UnexpectedTensorsError,
+)
 from tests.support.diffusion_adapters import ATTENTION, CONV, TEXT, Q, assert_same_pairs, make, pair, saved
 
 FLAT = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -61,6 +67,12 @@ def test_rslora_becomes_the_alpha_of_the_same_scale(tmp_path):
 def test_forms_of_alpha_and_none(tmp_path, alpha):
     found = adapter_files.read(saved(tmp_path / "a.safetensors", linear(FLAT, 2, alpha)))
     assert found.alphas == {Q: 2.0 if alpha is None else 8.0}
+
+
+def test_an_alpha_without_its_pair_is_refused(tmp_path):
+    alone = {f"{FLAT.replace('to_q', 'to_k')}.alpha": np.array(2.0)}
+    with pytest.raises(MissingTensorsError, match=r"alpha or a lora_mid of unet\..*\.to_k, and no pair"):
+        adapter_files.read(saved(tmp_path / "a.safetensors", {**linear(FLAT), **alone}))
 
 
 @pytest.mark.parametrize("alpha", [0.0, np.nan, [1.0, 2.0]])
