@@ -274,11 +274,23 @@ def _saved_module_parameters(network, modules, selected) -> list:
                 f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
                 "Keep each in one of the two: a module either trains itself or gets an adapter."
             )
+        _check_not_joined(module, hits)
         # What a router counts from step to step belongs to no module.
         saved += [p for p in hits if not names.is_computed(p.name)]
     every = [p.name for p in network.get_parameters()]
     pipeline_parts.check_parts([p.name for p in saved], every, modules, "modules_to_save")
     return saved
+
+
+def _check_not_joined(module, parameters) -> None:
+    """Raises TargetError for a joined cell of an mcore model: its weight has no name in the file of an adapter."""
+    paths = [p.name.rpartition(".")[0] for p in parameters]
+    joined = [path for path in paths if names.is_mcore(path) and names.joined_parts(path)]
+    if joined:
+        raise TargetError(
+            f"modules_to_save names {module!r}, and {listed(joined)} joins weights that an adapter's file holds apart. "
+            "Put it into target_modules instead."
+        )
 
 
 def _matched_names(parameters, patterns, field) -> set:

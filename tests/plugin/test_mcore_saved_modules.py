@@ -8,8 +8,9 @@ from safetensors.numpy import load_file, save_file
 from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.adapters import files
 from mindlora.base.merge import merge_checkpoint
+from mindlora.errors import TargetError
 from mindlora.nn.tree import saved_module_parameters
-from tests.support.mcore_networks import arrays
+from tests.support.mcore_networks import arrays, tiny_qwen3
 from tests.support.moe_networks import tiny_moe
 
 ROUTER, BIAS = "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.router.expert_bias"
@@ -49,6 +50,13 @@ def test_a_module_of_an_mcore_model_is_saved_and_comes_back_everywhere(model, mo
     save_file(base, str(tmp_path / "base.safetensors"))
     merge_checkpoint(*(str(tmp_path / name) for name in ("base.safetensors", "adapter", "merged.safetensors")))
     check(load_file(tmp_path / "merged.safetensors"), values)
+
+
+@pytest.mark.parametrize("module", ["linear_qkv", "linear_fc1"])
+def test_a_joined_cell_is_refused_before_it_trains_as_no_file_has_a_name_for_it(module, mindformers):
+    config = LoraConfig(target_modules=["linear_proj"], lora_rank=2, lora_alpha=4, modules_to_save=[module])
+    with pytest.raises(TargetError, match=rf"decoder\.layers\.0\.\w+\.{module} joins weights that an adapter's file"):
+        apply_lora(tiny_qwen3(), config)
 
 
 def set_values(network, values):
