@@ -1,6 +1,6 @@
 """GroupNorm and SiLU of a UNet computed again in the backward, so that what is between them is not kept."""
 
-from typing import Dict, Iterator, Tuple
+from typing import Dict, Iterable, Iterator, Tuple, Type
 
 import numpy as np
 from mindspore import Tensor, mint, nn
@@ -40,12 +40,11 @@ class NormActivation(nn.Cell):
         return self.activation(self.norm(x))
 
 
-class AfterNorm(nn.Cell):
-    """The activation of a block whose norms are NormActivations: it returns feature maps, activated already, as they
-    are, and activates the embedding of the time, which has two axes.
+class Activated(nn.Cell):
+    """What stands behind a NormActivation in a SequentialCell: it returns what is activated already as it is.
 
     Args:
-        activation (nn.Cell): The SiLU.
+        activation (nn.Cell): The SiLU in whose place it is.
     """
 
     def __init__(self, activation: nn.Cell):
@@ -53,7 +52,25 @@ class AfterNorm(nn.Cell):
         self.activation = activation
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.activation(x) if x.ndim == 2 else x
+        return x
+
+
+class AfterNorm(Activated):
+    """The same in a block, which also activates the embedding of the time: that has two axes, feature maps have four.
+
+    Raises:
+        ValueError: The input has another number of axes, as in blocks for videos.
+    """
+
+    def construct(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            return self.activation(x)
+        if x.ndim != 4:
+            raise ValueError(
+                "recompute_norm_activation is for blocks of pictures: feature maps of 4 axes and an embedding of the "
+                f"time of 2, and this input has {x.ndim}. Leave it out for this network."
+            )
+        return x
 
 
 def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ...]:
@@ -72,15 +89,17 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
         tuple of str, the paths of the norms.
 
     Raises:
-        TargetError: There is no such pair; or the output on the probe has changed, because a block of this network
-            calls its cells in another order.
+        TargetError: There is no such pair; a SiLU is used elsewhere too; or the output on the probe has changed,
+            because a block of this network calls its cells in another order.
     """
     before = _output(network, probe) if probe else None
+    pairs = list(_pairs(network))
     found, replacements = [], {}
-    for path, norm, activation in _pairs(network):
+    for path, norm, activation, after in pairs:
         found.append(path)
         replacements[id(norm)] = NormActivation(norm, activation)
-        replacements[id(activation)] = AfterNorm(activation)
+        replacements[id(activation)] = after(activation)
+    _check_not_shared(network, {id(activation): after for _, _, activation, after in pairs})
     if not found:
         raise TargetError(
             "The network has no GroupNorm with a SiLU after it, under diffusers' names or in a SequentialCell, that is "
@@ -97,15 +116,37 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
     return tuple(found)
 
 
-def _pairs(network) -> Iterator[Tuple[str, nn.Cell, nn.Cell]]:
-    """Yields (path of the norm, norm, activation) for each pair of one cell of the network."""
+def _pairs(network) -> Iterator[Tuple[str, nn.Cell, nn.Cell, Type[Activated]]]:
+    """Yields (path of the norm, norm, activation, what takes its place) for each pair of one cell of the network."""
     for path, parent in network.cells_and_names():
-        children = parent.name_cells()
-        names = list(children)
-        beside = zip(names, names[1:]) if isinstance(parent, nn.SequentialCell) else PAIRS
-        for norm, activation in beside:
+        children, after = parent._cells, _after(parent)
+        for norm, activation in _places(parent):
             if isinstance(children.get(norm), NORMS) and isinstance(children.get(activation), ACTIVATIONS):
-                yield f"{path}.{norm}".lstrip("."), children[norm], children[activation]
+                yield f"{path}.{norm}".lstrip("."), children[norm], children[activation], after
+
+
+def _places(parent) -> Iterable[Tuple[str, str]]:
+    """Returns the names of norm and activation in a cell."""
+    # Not name_cells(), which leaves out a cell that is there a second time.
+    names = list(parent._cells)
+    return zip(names, names[1:]) if isinstance(parent, nn.SequentialCell) else PAIRS
+
+
+def _after(parent) -> Type[Activated]:
+    return Activated if isinstance(parent, nn.SequentialCell) else AfterNorm
+
+
+def _check_not_shared(network, activations: Dict[int, Type[Activated]]) -> None:
+    """Raises TargetError if one of the activations is also where no norm is before it."""
+    for path, parent in network.cells_and_names():
+        behind = {after for norm, after in _places(parent) if isinstance(parent._cells.get(norm), NORMS)}
+        for name, child in parent._cells.items():
+            expected = activations.get(id(child))
+            if expected is not None and (name not in behind or _after(parent) is not expected):
+                raise TargetError(
+                    f"{f'{path}.{name}'.lstrip('.')} is one cell with the SiLU behind a GroupNorm, and has none before "
+                    "it, so that it cannot be recomputed with one. Give each its own SiLU. Nothing was changed."
+                )
 
 
 def _replaced(cell) -> nn.Cell:

@@ -81,6 +81,23 @@ def test_found_side_by_side_in_a_sequential_cell(pynative_mode):
         recompute_norm_activation(network)
 
 
+def test_a_silu_that_is_used_elsewhere_too_is_refused(pynative_mode):
+    shared = nn.SiLU()
+    network = nn.SequentialCell(nn.Conv2d(4, 4, 3), shared, nn.GroupNorm(2, 4), shared)
+    with pytest.raises(TargetError, match="1 is one cell with the SiLU behind a GroupNorm, and has none before"):
+        recompute_norm_activation(network)
+    twice = nn.SequentialCell(nn.GroupNorm(2, 4), shared, nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), shared)
+    x = ms.Tensor(np.random.default_rng(0).normal(size=(2, 4, 3, 5)).astype(np.float32))
+    assert recompute_norm_activation(twice, x) == ("0", "3")
+
+
+def test_a_block_of_videos_is_refused_where_it_is_called(mode):
+    network = ResnetBlock2D(4, 8, 6, 2)
+    recompute_norm_activation(network)
+    with pytest.raises(ValueError, match="for blocks of pictures.* this input has 3"):
+        network.nonlinearity(ms.Tensor(np.ones((2, 3, 6), np.float32)))
+
+
 class Backwards(nn.Cell):
     """diffusers' names, but the activation comes first."""
 
