@@ -230,7 +230,10 @@ def json_object(path: str) -> dict:
 def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterFormatError(f"{path}: peft_type is {shown(kind)}; it must be 'LORA' or 'VERA'.")
+        raise AdapterFormatError(
+            f"{path}: peft_type is {shown(kind)}; it must be 'LORA' or 'VERA'. PEFT merges most other kinds into their "
+            "base (merge_and_unload)."
+        )
     if content.get("bias", "none") not in _BIASES:
         raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}; it must be 'none', 'all' or 'lora_only'.")
     found = [

@@ -125,7 +125,9 @@ def test_invalid_token_numbers(tmp_path, value):
 
 @pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
 def test_another_kind_of_adapter_is_refused(tmp_path, value):
-    refused(written(tmp_path, {**PLAIN, "peft_type": value}), f": peft_type is {value!r}; it must be 'LORA' or 'VERA'.")
+    way_out = "PEFT merges most other kinds into their base (merge_and_unload)."
+    message = f": peft_type is {value!r}; it must be 'LORA' or 'VERA'. {way_out}"
+    refused(written(tmp_path, {**PLAIN, "peft_type": value}), message)
 
 
 CONVERT = "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it."
