@@ -4,10 +4,10 @@ import os
 import re
 from typing import Iterable, Iterator, List, NamedTuple, NoReturn, Tuple
 
+from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.text import shown
 from mindlora.errors import AdapterFormatError
 
-_LFS = b"version https://git-lfs.github.com/spec/"
 _GGUF = b"GGUF"
 # How deep, and into how many folders, to look for an adapter below a folder.
 _DEPTH, _FOLDERS = 3, 1000
@@ -90,12 +90,9 @@ def refuse_keys(keys: Iterable[str], path: str) -> None:
 
 def refuse_file(path: str) -> None:
     """Raises AdapterFormatError if the name or the first bytes of a file are of a known form that is not read."""
+    refuse_pointer(path, AdapterFormatError)
     with open(path, "rb") as file:
-        begin = file.read(len(_LFS))
-    if begin == _LFS:
-        raise AdapterFormatError(
-            f"{path} is a pointer of Git LFS, not the file itself. `git lfs pull` in its repository brings the file."
-        )
+        begin = file.read(len(_GGUF))
     name = "adapter.gguf" if begin.startswith(_GGUF) else os.path.basename(path)
     for form in FOREIGN:
         if form.files and re.search(form.files, name):

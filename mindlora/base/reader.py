@@ -11,6 +11,7 @@ from typing import Container, Dict, Iterable, List, Optional, Union
 import numpy as np
 
 from mindlora.common import atomic
+from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
@@ -269,4 +270,5 @@ def _read_object(path: str) -> dict:
 
 
 def _open(path: str) -> Union[TensorFile, CkptFile]:
+    refuse_pointer(path, CheckpointError)
     return CkptFile(path) if path.endswith(".ckpt") else TensorFile(path)

@@ -47,8 +47,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         # MindFormers logs to stdout, but only the report may go there.
         with contextlib.redirect_stdout(sys.stderr):
             report = arguments.run(arguments)
-    except (LoraError, OSError) as error:
+    except LoraError as error:
         print(f"mindlora: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        path = error.filename2 or error.filename
+        print(f"mindlora: error: {f'{path}: {error.strerror}' if path else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("mindlora: interrupted", file=sys.stderr)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import re
 from typing import Dict, Optional
 
 from mindlora.cli.verb import Verb, add_command
@@ -56,6 +57,10 @@ def run(arguments: argparse.Namespace) -> object:
     """Runs mindlora configs."""
     found = configurations()
     if arguments.name is None:
+        if arguments.output is not None:
+            raise ConfigError(
+                f"--output {arguments.output} needs the NAME of a configuration: mindlora configs lists them."
+            )
         return found
     return copy(found, arguments.name, arguments.output, arguments.overwrite)
 
@@ -95,8 +100,14 @@ def copy(found: Configurations, name: str, output: Optional[str], overwrite: boo
         raise ConfigError(f"Say where to copy {name}, for instance --output my.yaml")
     if os.path.exists(output) and not overwrite:
         raise ConfigError(f"--output {output} exists already. Give another path, or replace it with --overwrite.")
+    source = pathlib.Path(found.folder) / f"{name}.yaml"
+    text = source.read_text(encoding="utf-8")
+    # The copy is in another folder than the file that base_config names.
+    copied = re.sub(
+        r"^(base_config: )(\S+)", lambda line: f"{line[1]}{source.parent.resolve() / line[2]}", text, flags=re.M
+    )
     with atomic.replace_file(output) as new:
-        pathlib.Path(new).write_bytes((pathlib.Path(found.folder) / f"{name}.yaml").read_bytes())
+        pathlib.Path(new).write_text(copied, encoding="utf-8")
     return CopiedConfiguration(name, output)
 
 

@@ -6,6 +6,7 @@ import os
 import zlib
 from typing import Iterator
 
+from mindlora.common.git_lfs import refuse_pointer
 from mindlora.errors import DataError
 
 # Of a tokenizer.
@@ -27,7 +28,8 @@ def read_bytes(path: str) -> bytes:
         DataError: There is no file, or it is damaged.
     """
     if not os.path.isfile(path):
-        raise DataError(f"There is no file {path}.")
+        raise DataError(f"There is no file {path}{': it is a folder' * os.path.isdir(path)}.")
+    refuse_pointer(path, DataError)
     try:
         if path.endswith(".gz"):
             with gzip.open(path) as file:

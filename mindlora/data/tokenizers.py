@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Iterable, List, NamedTuple, Optional, Tuple
 
 from mindlora.common import atomic
+from mindlora.common.git_lfs import refuse_pointer
 from mindlora.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def load_tokenizer(path: str) -> Any:
         path = os.path.join(path, file)
     elif not os.path.exists(path):
         raise TokenizerError(f"No tokenizer at {path}: there is no such file or folder. {_ACCEPTED}")
+    refuse_pointer(path, TokenizerError)
     if os.path.basename(path) == "tokenizer.json":
         return _load_hugging_face(path)
     if path.endswith(".model"):

@@ -76,6 +76,34 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
     return {key: _array(key, tensors, path) for key, tensors in records.items()}, _text(metadata, path)
 
 
+def shapes(path: str) -> Dict[str, Tuple[int, ...]]:
+    """Returns the shapes of the tensors of a .ckpt by their names, without reading the tensors.
+
+    Args:
+        path (str): The file.
+
+    Raises:
+        TruncatedAdapterError: The file ends before its content does, or is not a MindSpore checkpoint.
+    """
+    try:
+        content = memoryview(np.memmap(path, np.uint8, "r"))
+        return _shapes(content[:-17] if content[-17:-10] == _CHECKSUM else content)
+    # An empty file cannot be mapped, and a name that is not UTF-8 is a ValueError too.
+    except ValueError as error:
+        raise TruncatedAdapterError(
+            f"{path} is truncated or not a MindSpore checkpoint: {error}. Copy or save it again."
+        ) from error
+
+
+def _shapes(content: memoryview) -> Dict[str, Tuple[int, ...]]:
+    found = {}
+    for field in protobuf.fields(content):
+        if field.field == _VALUE:
+            name, tensor = _parsed(field.content)
+            found[name] = tensor.dims
+    return found
+
+
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
     """Writes a .ckpt in one atomic step.
 

@@ -7,6 +7,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigMistakes
+from mindlora.plugin.base_checks import base_mistakes
 from mindlora.plugin.data_rows import data_mistakes
 from mindlora.plugin.number_checks import number_mistakes
 from mindlora.plugin.registry_checks import registry_mistakes
@@ -27,6 +28,7 @@ def find_mistakes(config: MindFormerConfig) -> List[str]:
         *registry_mistakes(config),
         *(_adapter_mistakes(model, callbacks) if training else ()),
         *(_metric_mistakes(callbacks, config.do_eval) if training else ()),
+        *base_mistakes(config),
         *data_mistakes(config),
     ]
 

@@ -6,6 +6,7 @@ import os
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.base import quantize
+from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.config import PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
@@ -90,6 +91,7 @@ def _check_base(path):
     """Checks that load_checkpoint is a checkpoint, or a folder with one, by their names."""
     if not path:
         return
+    refuse_pointer(path, ConfigError)
     found = [name for _, _, names in os.walk(path) for name in names] if os.path.isdir(path) else [path]
     if not any(name.endswith((".ckpt", ".safetensors")) for name in found):
         holds = "a folder without one" if os.path.isdir(path) else "not one"

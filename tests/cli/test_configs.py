@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from mindlora import cli
+from mindlora.common.yaml_file import read_yaml
 from tests.conftest import ROOT
 
 
@@ -33,3 +34,14 @@ def test_a_wrong_name_gets_the_nearest_one(capsys):
     assert "Did you mean 'tiny/lora_llama_tiny_cpu'?" in capsys.readouterr().err
     assert cli.main(["configs", "tiny/lora_llama_tiny_cpu"]) == 1
     assert "--output my.yaml" in capsys.readouterr().err
+
+
+def test_a_copy_names_the_installed_base_config(tmp_path, capsys):
+    path = tmp_path / "my.yaml"
+    assert cli.main(["configs", "tiny/lora_llama_tiny_cpu_preset", "--output", str(path)]) == 0
+    assert read_yaml(str(path))["model"]["model_config"]["hidden_size"] == 128
+
+
+def test_an_output_without_a_name_is_refused(tmp_path, capsys):
+    assert cli.main(["configs", "--output", str(tmp_path / "my.yaml")]) == 1
+    assert "needs the NAME of a configuration" in capsys.readouterr().err

@@ -164,3 +164,17 @@ def test_damaged_bytes_end_in_an_error_of_ours(tmp_path, damages):
         assert str(error).startswith(str(path))
         return
     assert all(array.size for array in found.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"crc_check": True}])
+def test_shapes_are_read_without_the_tensors(tmp_path, options):
+    arrays = {"a.weight": values("float32", (3, 4)), "b": values("bfloat16", (5,)), "scalar": values("int32", ())}
+    save(tmp_path / "a.ckpt", arrays, **options)
+    found = {name: shape for name, shape in ckpt_file.shapes(str(tmp_path / "a.ckpt")).items() if name in arrays}
+    assert found == {
+        name: array.shape for name, array in ckpt_file.read(str(tmp_path / "a.ckpt"), lambda _: True)[0].items()
+    }
+    for content in (b"", (tmp_path / "a.ckpt").read_bytes()[:40]):
+        (tmp_path / "cut.ckpt").write_bytes(content)
+        with pytest.raises(TruncatedAdapterError, match="truncated or not a MindSpore checkpoint"):
+            ckpt_file.shapes(str(tmp_path / "cut.ckpt"))

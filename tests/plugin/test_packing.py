@@ -195,19 +195,22 @@ def test_preflight_refuses_to_evaluate_packed_data_without_a_mask(files):
     prepared(files["single"], eval_data=files["padding"])  # nothing is evaluated
 
 
-def test_preflight_checks_what_flash_attention_is_told(files):
-    model = {"use_eod_attn_mask_compression": True}
+def test_preflight_checks_what_flash_attention_is_told(files, tmp_path):
+    model, path = {"use_eod_attn_mask_compression": True}, str(tmp_path / "rows.mindrecord")
+    lengths = np.full(4, LENGTH, np.int32)
+    rows = [*packed_rows(examples_of(BOUNDARIES["bos"]), BOUNDARIES["bos"])] * 2
+    write_mindrecord(({**columns, "actual_seq_len": lengths} for columns in rows), path)
     with pytest.raises(ConfigError, match="input_columns lacks actual_seq_len"):
         prepared(files["bos"], model)
     dataset = {
-        "data_loader": {"type": "MindDataset", "dataset_dir": files["bos"]},
+        "data_loader": {"type": "MindDataset", "dataset_dir": path},
         "input_columns": ["input_ids", "labels", "actual_seq_len"],
         "drop_remainder": True,
     }
     with pytest.raises(ConfigError, match="runner_config.batch_size is 4: ends in actual_seq_len count"):
-        prepared(files["bos"], model, train_dataset=dataset)
+        prepared(path, model, train_dataset=dataset)
     runner = {"epochs": 1, "batch_size": 1, "gradient_accumulation_steps": 8}
-    config = prepared(files["bos"], model, train_dataset=dataset, runner_config=runner)
+    config = prepared(path, model, train_dataset=dataset, runner_config=runner)
     assert config.runner_wrapper.get("packed_boundary") is None
 
 

@@ -1,0 +1,60 @@
+"""A load_checkpoint that is not the base of the YAML's model, of which MindFormers leaves weights random or out."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mindlora.formats import ckpt_file
+from mindlora.models.llama import linear_sizes
+from mindlora.plugin import launcher
+from mindlora.plugin.base_checks import base_mistakes
+from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES
+
+MODEL = "--model.model_config."
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Returns the linear weights of the tiny model in both formats."""
+    folder = tmp_path_factory.mktemp("base")
+    shapes = linear_sizes({**SIZES, "num_heads": 4, "n_kv_heads": 2})
+    weights = {f"{path}.weight": np.zeros(shape, np.float32) for path, shape in shapes.items()}
+    weights["adam_m.model.layers.7.attention.wq.weight"] = np.zeros((2, 2), np.float32)
+    ckpt_file.write(str(folder / "base.ckpt"), weights, "")
+    save_file(weights, folder / "base.safetensors")
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), np.float32)}, folder / "hf.safetensors")
+    return folder
+
+
+def mistakes(path, *words):
+    return list(
+        base_mistakes(launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--load_checkpoint", path, *words]))
+    )
+
+
+@pytest.mark.parametrize("name", ["base.ckpt", "base.safetensors"])
+def test_layers_and_shapes_that_differ_are_named(base, name):
+    path = str(base / name)
+    assert mistakes(path) == []
+    (more,) = mistakes(path, f"{MODEL}num_layers", "3")
+    assert "lacks model.layers.2.attention.wq.weight" in more and "which would stay random" in more
+    (fewer,) = mistakes(path, f"{MODEL}num_layers", "1")
+    assert "has model.layers.1.attention.w" in fewer and "Correct num_layers" in fewer
+    (other,) = mistakes(path, f"{MODEL}intermediate_size", "40")
+    assert "feed_forward.w1.weight of shape (48, 32), and the model of the YAML has it of (40, 32)" in other
+    assert "(shapes of 6 weights differ)" in other
+
+
+def test_a_base_with_names_of_hugging_face_is_to_be_converted(base):
+    (base / "folder").mkdir()
+    (base / "hf.safetensors").rename(base / "folder" / "model.safetensors")
+    for path in (base / "folder", base / "folder" / "model.safetensors"):
+        (found,) = mistakes(str(path))
+        assert "has Hugging Face's names. Convert it: mindlora convert-base" in found
+
+
+def test_what_cannot_be_compared_is_left_alone(base):
+    path = str(base / "base.ckpt")
+    assert mistakes(path, f"{MODEL}num_layers", "3", "--use_parallel", "True") == []
+    assert mistakes(path, f"{MODEL}num_layers", "3", f"{MODEL}pet_config.quantize_base", "nf4") == []
+    assert mistakes(str(base), f"{MODEL}num_layers", "3") == mistakes("nowhere.ckpt") == []
