@@ -136,7 +136,10 @@ def _unusable(cell) -> str:
     if getattr(cell, "initial_pair", None):
         return "has been changed by initialize_adapters. Load the adapter before."
     if weight is None or weight.has_init:
-        return "has no values yet. Load the base first."
+        return (
+            "has no values yet. Load the base first, or merge the adapter into it (mindlora merge): in a YAML, "
+            "load_checkpoint comes after adapter_path."
+        )
     if str(weight.dtype).lower() not in ROUNDING:
         return "is quantized. Merge the adapter into the base in float (mindlora merge), and quantize the result."
     if tuple(weight.shape) != channels_of(cell)[::-1]:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
+from mindspore.nn.utils import no_init_parameters
 
 from mindlora import LoraError, load_lora, quantize_base
 from tests.support import peft_corpus, quantized_networks
@@ -36,8 +37,8 @@ def inside(cells, name):
     return {path.partition(".")[2]: cell for path, cell in cells.items() if path.split(".")[0] == name}
 
 
-def llama():
-    """The cells of the corpus' Llama under MindFormers' names."""
+def llama(values=True):
+    """The cells of the corpus' Llama under MindFormers' names, with random values."""
     cells = {"model.tok_embeddings": Weight("embedding_weight", VOCABULARY, HIDDEN)}
     for layer in range(2):
         start = f"model.layers.{layer}."
@@ -49,7 +50,8 @@ def llama():
         cells[f"{start}feed_forward.w2"] = nn.Dense(INNER, HIDDEN, has_bias=False)
     cells["lm_head"] = nn.Dense(HIDDEN, VOCABULARY, has_bias=False)
     network = Tree(cells)
-    randomize(network.get_parameters())
+    if values:
+        randomize(network.get_parameters())
     return network
 
 
@@ -108,3 +110,11 @@ def test_a_raw_adapter_is_refused_on_a_quantized_base(tmp_path):
     with pytest.raises(LoraError, match="whose initial pairs follow from the base, and the weight of .* is quantized"):
         load_lora(network, peft_corpus.write(str(tmp_path / "A"), FORMS["pissa"]))
     assert snapshot(network) == before
+
+
+def test_a_raw_adapter_is_refused_before_the_base_is_loaded(tmp_path):
+    """As MindFormers builds a network that gets load_checkpoint."""
+    with no_init_parameters():
+        network = llama(values=False)
+    with pytest.raises(LoraError, match="has no values yet. Load the base first, or merge the adapter into it"):
+        load_lora(network, peft_corpus.write(str(tmp_path / "A"), FORMS["olora"]))
