@@ -114,7 +114,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--min-snr-gamma", type=float, help="weight the loss by min-SNR with this gamma, such as 5")
     parser.add_argument("--pynative", action="store_true", help="PyNative in place of graph mode")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    settings = parser.parse_args()
+    for name, value in vars(settings).items():
+        if isinstance(value, (int, float)) and name not in ("seed", "pynative") and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}: it must be above 0.")
+    if settings.base and not os.path.exists(settings.base):
+        parser.error(f"--base: {settings.base} does not exist.")
+    return settings
 
 
 if __name__ == "__main__":

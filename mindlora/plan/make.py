@@ -102,7 +102,8 @@ def _batch(run: Run) -> str:
     parts += [f"{run.accumulation} micro-batches"] if run.accumulation > 1 else []
     parts += [f"{run.division.micro_batches} micro-batches in the pipeline"] if run.division.pipeline > 1 else []
     parts += [f"{run.division.data} devices with rows of their own"] if run.division.data > 1 else []
-    return f"{' x '.join(parts)} = {schedule.rows_per_step:,} rows, {schedule.tokens_per_step:,} tokens in a step"
+    rows = f"{schedule.rows_per_step:,} row{'s' * (schedule.rows_per_step > 1)}"
+    return f"{' x '.join(parts)} = {rows}, {schedule.tokens_per_step:,} tokens in a step"
 
 
 def _notes(run: Run) -> List[str]:
