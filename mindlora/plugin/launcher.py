@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, List, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence
 
 # On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -34,10 +36,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """
     began, config = time.time(), None
     try:
-        config = build_config(argv)
-        quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
-        with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
-            run(config)
+        with _leaving_at_once(lambda: _say_how_to_go_on(config, began)):
+            config = build_config(argv)
+            quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
+            with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
+                run(config)
     except RunStopped as stopped:
         print(f"mindlora-run: {stopped}", file=sys.stderr)
         return stopped.exit_code
@@ -59,6 +62,30 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _say_how_to_go_on(config, began)
         raise
     return 0
+
+
+@contextlib.contextmanager
+def _leaving_at_once(say: Callable[[], None]) -> Iterator[None]:
+    """Has Ctrl-C end the process with one line, but in training, where GracefulStop takes it.
+
+    A KeyboardInterrupt while MindSpore is imported would end in a crash.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_):
+        # print() may not be called while it is running.
+        os.write(2, b"\nmindlora-run: interrupted\n")
+        say()
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(config: "MindFormerConfig") -> None:

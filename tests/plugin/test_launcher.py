@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -180,6 +181,27 @@ def test_a_run_that_fails_after_a_save_ends_in_one_line_and_says_how_to_go_on(
     os.utime(tmp_path / "saved" / "step_7", (1, 1))
     monkeypatch.setattr(launcher, "run", lambda config: (_ for _ in ()).throw(LoraError("at once")))
     assert launcher.main(words) == 1 and "--resume" not in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_training_ends_the_process_with_one_line(tmp_path):
+    program = (
+        "import time; from mindlora.plugin import launcher; "
+        "launcher.build_config = lambda argv: (print('reading', flush=True), time.sleep(60)); launcher.main([])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # In the background of a shell it would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == "reading\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "\nmindlora-run: interrupted\n"
+    assert process.returncode == 130
 
 
 def test_help_version_and_a_wrong_flag_are_answered_at_once_and_write_nothing(tmp_path):
