@@ -213,6 +213,19 @@ def _write_peft(adapter: Adapter, path: str) -> None:
         write_json(os.path.join(folder, peft.CONFIG_FILE), peft.adapter_config(adapter))
 
 
+def write_folder(adapter: Adapter, path: str) -> None:
+    """Writes an adapter as a folder that the library of its models loads: PEFT's, or of Stable Diffusion diffusers'.
+
+    Args:
+        adapter (Adapter): The adapter. PEFT's form holds one network, diffusers' those of a pipeline.
+        path (str): The folder.
+
+    Raises:
+        LoraError, ScaleMismatchError, NotFiniteError: As in write.
+    """
+    write(adapter, path, to="diffusers" if parts.found_in(adapter.paths) else "peft")
+
+
 def check_adapter_output(path: str, to: str) -> None:
     """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to.
 

@@ -8,7 +8,6 @@ import numpy as np
 from tqdm import tqdm
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import parts
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.norms import delta_norm
 from mindlora.adapters.pair_kinds import Pair, PairLayout, has_product
@@ -99,8 +98,7 @@ def resize_adapter(
     adapter_files.check_adapter_output(output, "peft")
     (adapter,) = adapter_files.read_adapters([path], alpha, allow_pickle)
     smaller, cells = resize(adapter, rank=rank, energy=energy)
-    # PEFT's form holds one network, diffusers' those of a pipeline.
-    adapter_files.write(smaller, output, to="diffusers" if parts.found_in(adapter.paths) else "peft")
+    adapter_files.write_folder(smaller, output)
     return ResizeReport(path, output, _size(adapter), _size(smaller), _total_error(cells), tuple(cells))
 
 

@@ -8,6 +8,7 @@ from mindlora.cli.convert import add_allow_pickle, add_target_paths
 from mindlora.cli.verb import Verb, add_command
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
+_OUTPUT_HELP = "the folder to write, in PEFT's format; of Stable Diffusion in diffusers'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _combine_options(parser: argparse.ArgumentParser) -> None:
         "choose; linear, ties, dare_linear, dare_ties and magnitude_prune work on A and on B separately "
         "and need equal ranks; those with _svd do the same on the changes. All are PEFT's."
     )
-    parser.add_argument("output", metavar="OUT", help="the folder to write, in PEFT's format")
+    parser.add_argument("output", metavar="OUT", help=_OUTPUT_HELP)
     parser.add_argument(
         "--method",
         required=True,
@@ -159,7 +160,7 @@ def combine(arguments: argparse.Namespace) -> CombineReport:
         majority_sign=arguments.majority_sign,
         seed=arguments.seed,
     )
-    adapter_files.write(result, arguments.output, to="peft")
+    adapter_files.write_folder(result, arguments.output)
     return CombineReport(
         arguments.output,
         arguments.method,
@@ -184,9 +185,7 @@ def _resize_options(parser: argparse.ArgumentParser) -> None:
         "and reports the error. Cells whose rank is small enough are copied."
     )
     parser.add_argument("path", metavar="PATH", help=_ADAPTER_HELP)
-    parser.add_argument(
-        "output", metavar="OUT", help="the folder to write, in PEFT's format; of Stable Diffusion in diffusers'"
-    )
+    parser.add_argument("output", metavar="OUT", help=_OUTPUT_HELP)
     parser.add_argument("--rank", type=int, metavar="R", help="the largest rank of a cell")
     parser.add_argument(
         "--energy",

@@ -9,6 +9,7 @@ from mindlora import cli
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.combine import METHODS
+from tests.support import diffusion_adapters
 
 WQ, WV = "model.layers.0.attention.wq", "model.layers.1.attention.wv"
 
@@ -115,6 +116,15 @@ def test_density_seed_and_majority_sign_reach_the_method(three, capsys):
     ties = [combined("--method", "ties", "--density", "1", "--majority-sign", sign) for sign in ("total", "frequency")]
     assert (ties[0] != ties[1]).any()
     assert np.count_nonzero(combined("--method", "ties", "--density", "0.2")) < np.count_nonzero(ties[0])
+
+
+def test_adapters_of_stable_diffusion_are_combined_into_diffusers_form(three, capsys):
+    original = diffusion_adapters.make(paths=(diffusion_adapters.Q, diffusion_adapters.OUT, diffusion_adapters.TEXT))
+    adapter_files.write(original, "style.safetensors", to="kohya")
+    words = ("--method", "cat", "--adapter", "style.safetensors", "0.5", "--adapter", "style.safetensors", "0.5")
+    assert run(capsys, "combine", "both", *words)[0] == 0
+    found = adapter_files.read("both")
+    assert found.dialect == "diffusers" and set(found.paths) == set(original.paths)
 
 
 def test_the_help_names_every_method(capsys):
