@@ -12,7 +12,7 @@ from mindlora.errors import ConfigMistakes, LoraError
 
 
 def check_with_launcher(path: str) -> Iterator[Finding]:
-    """Yields what mindlora-run would refuse before it builds anything; nothing where MindFormers is not installed."""
+    """Yields what mindlora-run would refuse or warn of before it builds anything; nothing without MindFormers."""
     if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")):
         return
     # MindFormers' log says nothing about the YAML here. It also goes to a file, by default under the working folder,
@@ -24,8 +24,11 @@ def check_with_launcher(path: str) -> Iterator[Finding]:
             from mindformers.tools.register import MindFormerConfig
 
             from mindlora.plugin import preflight
+            from mindlora.plugin.registry_checks import ignored_settings
 
-            preflight.prepare(MindFormerConfig(path))
+            config = MindFormerConfig(path)
+            yield from (Finding("warning", "", setting) for setting in ignored_settings(config))
+            preflight.prepare(config)
         except ConfigMistakes as error:
             yield from (Finding("error", "", mistake) for mistake in error.mistakes)
         except LoraError as error:

@@ -31,10 +31,12 @@ def base_mistakes(config: MindFormerConfig) -> Iterator[str]:
     refuse_pointer(file, ConfigError)
     found = _stored_shapes(file)
     if any(".self_attn." in name for name in found):
-        yield (
-            f"load_checkpoint: {path} has Hugging Face's names. Convert it: mindlora convert-base {path} "
-            "base.safetensors --to mindformers"
-        )
+        # MindFormers converts a folder of them itself, if it is told to read it.
+        if file == path or config.load_ckpt_format != "safetensors":
+            yield (
+                f"load_checkpoint: {path} has Hugging Face's names. Name its folder, with load_ckpt_format: "
+                f"safetensors, or convert it: mindlora convert-base {path} base.safetensors --to mindformers"
+            )
         return
     if file != path:
         return

@@ -9,8 +9,9 @@ from mindlora.common.text import suggestion
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin.base_checks import base_mistakes
 from mindlora.plugin.data_rows import data_mistakes
+from mindlora.plugin.log import logger
 from mindlora.plugin.number_checks import number_mistakes
-from mindlora.plugin.registry_checks import registry_mistakes
+from mindlora.plugin.registry_checks import ignored_settings, registry_mistakes
 
 _METRICS = ["held_out_loss", "loss"]
 
@@ -34,7 +35,9 @@ def find_mistakes(config: MindFormerConfig) -> List[str]:
 
 
 def refuse_mistakes(config: MindFormerConfig) -> None:
-    """Raises ConfigMistakes with all of them, if there are any."""
+    """Raises ConfigMistakes with all of them, if there are any, and warns of settings that have no effect."""
+    for setting in ignored_settings(config):
+        logger.warning(setting)
     found = find_mistakes(config)
     if found:
         raise ConfigMistakes(found)

@@ -73,7 +73,7 @@ def check_files(config: MindFormerConfig) -> None:
     training = config.run_mode in TRAINING_MODES
     if config.load_checkpoint and not os.path.exists(config.load_checkpoint):
         raise ConfigError(f"load_checkpoint: {config.load_checkpoint} does not exist (--load_checkpoint).")
-    _check_base(config.load_checkpoint)
+    _check_base(config.load_checkpoint, config.load_ckpt_format or "ckpt")
     adapter = (config.model.model_config.pet_config or {}).get("adapter_path")
     if adapter and not os.path.exists(adapter):
         raise ConfigError(f"model.model_config.pet_config.adapter_path: {adapter} does not exist.")
@@ -87,17 +87,23 @@ def check_files(config: MindFormerConfig) -> None:
         )
 
 
-def _check_base(path):
-    """Checks that load_checkpoint is a checkpoint, or a folder with one, by their names."""
+def _check_base(path, wanted):
+    """Checks that load_checkpoint is a checkpoint of the wanted format, or a folder with one, by their names."""
     if not path:
         return
     refuse_pointer(path, ConfigError)
     found = [name for _, _, names in os.walk(path) for name in names] if os.path.isdir(path) else [path]
-    if not any(name.endswith((".ckpt", ".safetensors")) for name in found):
+    formats = {ending for ending in ("ckpt", "safetensors") if any(name.endswith(f".{ending}") for name in found)}
+    if not formats:
         holds = "a folder without one" if os.path.isdir(path) else "not one"
         raise ConfigError(
             f"load_checkpoint must be a .ckpt or .safetensors file, or a folder of them, and {path} is {holds} "
             "(--load_checkpoint)."
+        )
+    if wanted not in formats:
+        raise ConfigError(
+            f"load_checkpoint: {path} is {' and '.join(formats)}, and load_ckpt_format is {wanted!r}. Set "
+            f"load_ckpt_format: {' or '.join(formats)} (--load_ckpt_format)."
         )
 
 

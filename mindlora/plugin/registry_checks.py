@@ -12,13 +12,13 @@ from mindlora.common.yaml_file import value_at
 from mindlora.errors import LoraError
 from mindlora.plugin import hooks  # noqa: F401  registers mindlora's classes
 
-# Key of the YAML -> the kind of class that its ``type`` names.
-_KINDS = {
+# Key of the YAML -> the kind of class that its ``type`` names: of any run, and of one that trains. MindFormers builds
+# nothing of the second in other runs, and its YAMLs for predicting name optimizers that it no longer has.
+_KINDS = {"metric": MindFormerModuleType.METRIC, "trainer": MindFormerModuleType.TRAINER}
+_TRAINING_KINDS = {
     "optimizer": MindFormerModuleType.OPTIMIZER,
     "lr_schedule": MindFormerModuleType.LR,
     "runner_wrapper": MindFormerModuleType.WRAPPER,
-    "metric": MindFormerModuleType.METRIC,
-    "trainer": MindFormerModuleType.TRAINER,
 }
 # The same for what legacy models have.
 _LEGACY_KINDS = {"model.arch": MindFormerModuleType.MODELS, "model.model_config": MindFormerModuleType.CONFIG}
@@ -39,22 +39,37 @@ def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    legacy = config.get("use_legacy", True) is not False
-    data = "train" if config.run_mode in TRAINING_MODES else config.run_mode
+    legacy, training = config.get("use_legacy", True) is not False, config.run_mode in TRAINING_MODES
+    data = "train" if training else config.run_mode
     data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data != "predict" else {}
     needed = {**(_LEGACY_KINDS if legacy else {}), **data_kinds}
-    for key, kind in {**_KINDS, **needed}.items():
+    for key, kind in {**_KINDS, **(_TRAINING_KINDS if training else {}), **needed}.items():
         nodes = _nodes(value_at(config, key))
         if not any(node.get("type") for node in nodes) and (nodes or key in needed):
             yield f"{key} has no type, so MindFormers does not know what to build."
         for node in nodes:
             yield from _unknown(key, kind, node)
-            yield from _misspelt(key, kind, node)
+            if key not in _LEGACY_KINDS:
+                yield from _misspelt(key, kind, node)
     yield from _missing_rate(config)
-    for number, callback in enumerate(config.callbacks or []):
+    for number, callback in enumerate((config.callbacks or []) if training else ()):
         where = f"callbacks.{number}"
         yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
         yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
+
+
+def ignored_settings(config: MindFormerConfig) -> Iterator[str]:
+    """Yields a sentence for each key of the model that nothing reads and that is nearly one of its settings.
+
+    They are no mistakes that end a run: YAMLs of MindFormers' own have ``num_block`` and ``max_position_embeddings``.
+
+    Args:
+        config (MindFormerConfig): The whole YAML.
+    """
+    legacy = config.get("use_legacy", True) is not False
+    for key, kind in _LEGACY_KINDS.items() if legacy else ():
+        for node in _nodes(value_at(config, key)):
+            yield from _misspelt(key, kind, node)
 
 
 def _nodes(node: Any) -> List[dict]:

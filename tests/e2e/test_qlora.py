@@ -1,6 +1,5 @@
 """QLoRA from a YAML: the base quantized by the command, fine-tuning on it, and what is refused before training."""
 
-
 import mindspore as ms
 import numpy as np
 import pytest

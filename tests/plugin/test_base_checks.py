@@ -50,7 +50,11 @@ def test_a_base_with_names_of_hugging_face_is_to_be_converted(base):
     (base / "hf.safetensors").rename(base / "folder" / "model.safetensors")
     for path in (base / "folder", base / "folder" / "model.safetensors"):
         (found,) = mistakes(str(path))
-        assert "has Hugging Face's names. Convert it: mindlora convert-base" in found
+        assert "has Hugging Face's names. Name its folder, with load_ckpt_format: safetensors, or convert it" in found
+    # MindFormers converts a folder itself.
+    as_safetensors = ("--load_ckpt_format", "safetensors")
+    assert mistakes(str(base / "folder"), *as_safetensors) == []
+    assert len(mistakes(str(base / "folder" / "model.safetensors"), *as_safetensors)) == 1
 
 
 def test_what_cannot_be_compared_is_left_alone(base):

@@ -5,7 +5,7 @@ import pytest
 from mindlora.doctor.launcher_check import check_with_launcher
 from mindlora.errors import ConfigError, ConfigMistakes
 from mindlora.plugin import launcher, preflight
-from tests.support.runs import LORA_YAML, SIZE_FLAGS, VOCABULARY, read_yaml, write_rows, write_yaml
+from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,6 @@ MISTAKES = {
         "lr_schedule has 'warmup_ration', which CosineWithWarmUpLR does not know. Did you mean 'warmup_ratio'",
     ),
     "argument of an optimizer": (["--optimizer.lerning_rate", "1"], "Did you mean 'learning_rate'"),
-    "key of a model": ([f"{MODEL}multiple_off", "4"], "LlamaConfig does not know. Did you mean 'multiple_of'"),
     "no learning rate": (["--lr_schedule", '{"type": "CosineWithWarmUpLR"}'], "has no learning_rate, which Cosine"),
     "no type": (["--train_dataset_task", '{"dataset_config": 1}'], "train_dataset_task has no type"),
     "loader": (["--train_dataset.data_loader.type", "MindData"], "Did you mean 'MindDataset'"),
@@ -96,6 +95,23 @@ def test_all_of_them_are_named_at_once_and_doctor_shows_each(data, tmp_path):
     assert str(raised.value).startswith("4 settings are wrong:\n  - model_config.hidden_size is 33")
     found = [finding.found for finding in check_with_launcher(str(path))]
     assert found == list(raised.value.mistakes)
+
+
+def test_a_misspelt_key_of_the_model_is_a_warning(data, tmp_path):
+    """YAMLs of MindFormers' own have num_block and max_position_embeddings."""
+    config = read_yaml(LORA_YAML)
+    config["model"]["model_config"].update(SIZES, num_block=512)
+    config["runner_config"]["batch_size"] = 4
+    config["train_dataset"]["data_loader"]["dataset_dir"] = str(data / "train.mindrecord")
+    path = write_yaml(tmp_path, config)
+    expected = "model.model_config has 'num_block', which LlamaConfig does not know. Did you mean 'num_blocks'?"
+    (found,) = check_with_launcher(str(path))
+    assert (found.severity, found.found) == ("warning", expected)
+
+
+def test_what_a_run_does_not_build_may_be_of_an_older_mindformers(data):
+    run = ("--run_mode", "eval", "--eval_dataset_dir", str(data / "eval.mindrecord"))
+    prepare(data, *run, "--optimizer.type", "FP32StateAdamWeightDecay", "--callbacks", '[{"type": "ObsMonitor"}]')
 
 
 def test_a_class_of_the_users_own_is_left_to_mindformers(data):
