@@ -218,8 +218,9 @@ class PairLayout:
             a, b (tuple of int): The shapes of A and of B at any rank.
         """
         rank = len(pairs[0][0])
-        shapes = [(*s[:axis], rank, *s[axis + 1 :]) for s, axis in zip((a, b), self.rank_axes)]
-        return tuple(np.stack(halves).reshape(shape) for halves, shape in zip(zip(*pairs), shapes))
+        whole_a, whole_b = (np.stack(halves) for halves in zip(*pairs))
+        shape_a, shape_b = ((*s[:axis], rank, *s[axis + 1 :]) for s, axis in zip((a, b), self.rank_axes))
+        return whole_a.reshape(shape_a), whole_b.reshape(shape_b)
 
 
 class _Embedding(PairLayout):
