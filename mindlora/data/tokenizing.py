@@ -69,6 +69,8 @@ def _parse(rows, examples, skipped):
 
 def _check_usable(sources, inputs, skipped, strict):
     problems = "; ".join(describe_skipped(skipped))
+    if any(problem.startswith("more than ") for problem in skipped):
+        problems += ". Raise seq_length (--seq-length), or let rows be cut (--truncate)."
     for source, good in zip(sources, inputs):
         if not good:
             raise DataError(f"{source.path} has no row that can be used. {problems}")

@@ -24,10 +24,10 @@ def check_with_launcher(path: str) -> Iterator[Finding]:
             from mindformers.tools.register import MindFormerConfig
 
             from mindlora.plugin import preflight
-            from mindlora.plugin.registry_checks import ignored_settings
+            from mindlora.plugin.mistakes import find_warnings
 
             config = MindFormerConfig(path)
-            yield from (Finding("warning", "", setting) for setting in ignored_settings(config))
+            yield from (Finding("warning", "", found) for found in find_warnings(config))
             preflight.prepare(config)
         except ConfigMistakes as error:
             yield from (Finding("error", "", mistake) for mistake in error.mistakes)

@@ -46,6 +46,24 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
                     yield f"{where}: dataset_dir is {data}, a folder with no file in it that ends in .mindrecord."
 
 
+def labels_left_out(config: MindFormerConfig) -> Iterator[str]:
+    """Yields a sentence if the data says which tokens count in the loss, and the run does not read it.
+
+    Args:
+        config (MindFormerConfig): The whole YAML.
+    """
+    data = data_of(config.train_dataset) if config.run_mode in TRAINING_MODES else None
+    files = [file for file in (files_of(data) if data else []) if os.path.isfile(file)]
+    rows = list(first_rows(files[0], _ROWS)) if files else []
+    wanted = config.train_dataset.get("input_columns") if rows else None
+    read = [wanted] if isinstance(wanted, str) else wanted or ["labels"]
+    if "labels" not in read and any(_IGNORED in row.get("labels", ()) for row in rows):
+        yield (
+            f"train_dataset.input_columns leaves out labels, by which {files[0]} says which tokens count in the loss: "
+            "now all do, prompts too. Write input_columns: ['input_ids', 'labels']."
+        )
+
+
 def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[int]) -> Iterator[str]:
     files = files_of(data) if data else []
     rows = [row for row in first_rows(files[0], _ROWS) if "input_ids" in row] if files else []

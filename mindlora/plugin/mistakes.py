@@ -8,7 +8,7 @@ from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin.base_checks import base_mistakes
-from mindlora.plugin.data_rows import data_mistakes
+from mindlora.plugin.data_rows import data_mistakes, labels_left_out
 from mindlora.plugin.log import logger
 from mindlora.plugin.number_checks import number_mistakes
 from mindlora.plugin.registry_checks import ignored_settings, registry_mistakes
@@ -34,10 +34,19 @@ def find_mistakes(config: MindFormerConfig) -> List[str]:
     ]
 
 
+def find_warnings(config: MindFormerConfig) -> List[str]:
+    """Returns a sentence for each thing that does not end the run and is hardly meant.
+
+    Args:
+        config (MindFormerConfig): The whole YAML.
+    """
+    return [*ignored_settings(config), *labels_left_out(config)]
+
+
 def refuse_mistakes(config: MindFormerConfig) -> None:
-    """Raises ConfigMistakes with all of them, if there are any, and warns of settings that have no effect."""
-    for setting in ignored_settings(config):
-        logger.warning(setting)
+    """Raises ConfigMistakes with all of them, if there are any, and logs what find_warnings finds."""
+    for found in find_warnings(config):
+        logger.warning(found)
     found = find_mistakes(config)
     if found:
         raise ConfigMistakes(found)

@@ -53,7 +53,7 @@ def test_a_row_may_have_one_token_more_than_the_model(tmp_path, tokenizer):
     source = as_json(tmp_path / "in.json", [ENGLISH])
     report = convert_alpaca(source, str(tmp_path / "fits.mindrecord"), tokenizer, length - 1, template="plain")
     assert (report.rows, report.longest, report.skipped) == (1, length, {})
-    message = rf"no row that can be used\. more than {length - 1} tokens: 1 \(row 1 at line 2\)"
+    message = rf"no row that can be used\. more than {length - 1} tokens: 1 \(row 1 at line 2\)\. Raise seq_length"
     with pytest.raises(DataError, match=message):
         convert_alpaca(source, str(tmp_path / "short.mindrecord"), tokenizer, length - 2, template="plain")
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mindlora.common.yaml_file import merged
 from mindlora.doctor.launcher_check import check_with_launcher
 from mindlora.errors import ConfigError, ConfigMistakes
 from mindlora.plugin import launcher, preflight
@@ -97,16 +98,29 @@ def test_all_of_them_are_named_at_once_and_doctor_shows_each(data, tmp_path):
     assert found == list(raised.value.mistakes)
 
 
-def test_a_misspelt_key_of_the_model_is_a_warning(data, tmp_path):
-    """YAMLs of MindFormers' own have num_block and max_position_embeddings."""
-    config = read_yaml(LORA_YAML)
-    config["model"]["model_config"].update(SIZES, num_block=512)
+# Not what was meant, but what MindFormers' own YAMLs do too: they have num_block and max_position_embeddings.
+WARNINGS = {
+    "key of a model": (
+        {"model": {"model_config": {"num_block": 512}}},
+        "model.model_config has 'num_block', which LlamaConfig does not know. Did you mean 'num_blocks'?",
+    ),
+    "labels": (
+        {"train_dataset": {"input_columns": ["input_ids"]}},
+        "train_dataset.input_columns leaves out labels, by which {data}/padded.mindrecord says which tokens count in "
+        "the loss: now all do, prompts too. Write input_columns: ['input_ids', 'labels'].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_what_is_hardly_meant_is_a_warning(data, tmp_path, name):
+    changes, message = WARNINGS[name]
+    config = merged(read_yaml(LORA_YAML), changes)
+    config["model"]["model_config"].update(SIZES)
     config["runner_config"]["batch_size"] = 4
-    config["train_dataset"]["data_loader"]["dataset_dir"] = str(data / "train.mindrecord")
-    path = write_yaml(tmp_path, config)
-    expected = "model.model_config has 'num_block', which LlamaConfig does not know. Did you mean 'num_blocks'?"
-    (found,) = check_with_launcher(str(path))
-    assert (found.severity, found.found) == ("warning", expected)
+    config["train_dataset"]["data_loader"]["dataset_dir"] = str(data / "padded.mindrecord")
+    found = check_with_launcher(write_yaml(tmp_path, config))
+    assert [each.found for each in found if each.severity == "warning"] == [message.replace("{data}", str(data))]
 
 
 def test_what_a_run_does_not_build_may_be_of_an_older_mindformers(data):
