@@ -6,6 +6,7 @@ from typing import Dict, Iterator, Optional, Tuple
 
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.base import quantize
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.text import examples
 from mindlora.common.yaml_file import value_at
@@ -38,7 +39,8 @@ def base_mistakes(config: MindFormerConfig) -> Iterator[str]:
                 f"safetensors, or convert it: mindlora convert-base {path} base.safetensors --to mindformers"
             )
         return
-    if file != path:
+    # Of a quantized base check_quantized_base says what to do.
+    if file != path or quantize.quantized_paths(found):
         return
     missing = [name for name in wanted if name not in found]
     kinds = {_kind(name) for name in wanted}
