@@ -26,7 +26,7 @@ def base_mistakes(config: MindFormerConfig) -> Iterator[str]:
             divided.
     """
     path, wanted = config.load_checkpoint, _linear_shapes(config)
-    file = _file_of(path) if path and wanted and not config.use_parallel else None
+    file = _file_of(path, config.load_ckpt_format) if path and wanted and not config.use_parallel else None
     if file is None:
         return
     refuse_pointer(file, ConfigError)
@@ -63,11 +63,13 @@ def base_mistakes(config: MindFormerConfig) -> Iterator[str]:
         )
 
 
-def _file_of(path: str) -> Optional[str]:
-    """Returns a checkpoint, or the first .safetensors file of a folder; None if there is none."""
+def _file_of(path: str, wanted: Optional[str]) -> Optional[str]:
+    """Returns a checkpoint, or the first .safetensors file of a folder; None if there is none, or .ckpt is wanted."""
     if os.path.isdir(path):
-        names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
-        return os.path.join(path, names[0]) if names else None
+        found = sorted(os.listdir(path))
+        if wanted != "safetensors" and any(name.endswith(".ckpt") for name in found):
+            return None
+        return next((os.path.join(path, name) for name in found if name.endswith(".safetensors")), None)
     return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
 
 

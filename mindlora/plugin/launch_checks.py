@@ -23,6 +23,7 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
         config (MindFormerConfig): The whole YAML with the command line's overrides.
         random_base (bool): Whether predicting on random weights is meant. Default: False.
     """
+    fill_base(config)
     _check_device(config)
     _check_output(config)
     if config.use_parallel and not any(name in os.environ for name in _LAUNCHERS):
@@ -41,6 +42,14 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
         )
     if config.run_mode == "predict":
         _check_predict(config)
+
+
+def fill_base(config: MindFormerConfig) -> None:
+    """Sets an empty load_checkpoint to the model's folder if that has weights, as MindFormers' Trainer will."""
+    folder = config.pretrained_model_dir
+    if folder and not config.load_checkpoint and os.path.isdir(folder):
+        if any(name.endswith(".safetensors") for name in os.listdir(folder)):
+            config.load_checkpoint = folder
 
 
 def _check_device(config):

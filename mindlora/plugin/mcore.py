@@ -81,7 +81,12 @@ def _check_base(config):
 
 def _check_balance(config):
     callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, dict)]
-    pet_config = model_config_of(config).get("pet_config") or {}
+    model_config = model_config_of(config)
+    biased = (model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias"))
+    # Of these models, DeepSeek-V3 alone has such biases unless they are asked for.
+    if not next((value for value in biased if value is not None), family_of(config) == FAMILIES[2]):
+        return
+    pet_config = model_config.get("pet_config") or {}
     saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
     if "TopkBiasBalanceCallback" in callbacks and not saved:
         raise ConfigError(

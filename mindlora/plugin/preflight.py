@@ -17,6 +17,7 @@ from mindlora.plugin.adalora import prepare_budget
 from mindlora.plugin.cpu_checks import check_cpu
 from mindlora.plugin.eval_rows import cut_rows_for_eval
 from mindlora.plugin.exchange import prepare_exchange
+from mindlora.plugin.launch_checks import fill_base
 from mindlora.plugin.log import logger
 from mindlora.plugin.mcore import check_mcore, is_mcore
 from mindlora.plugin.mindrecords import files_of
@@ -39,6 +40,7 @@ def prepare(config: MindFormerConfig) -> None:
     """
     if not config.model or not config.model.model_config:
         raise ConfigError("The YAML has no model.model_config.")
+    fill_base(config)
     pet_config = config.model.model_config.pet_config
     if pet_config:
         expand_pet_type(pet_config)

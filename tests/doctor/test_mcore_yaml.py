@@ -84,6 +84,18 @@ def test_biases_that_change_while_an_adapter_trains_have_to_be_saved_with_it(wri
         assert not [finding for finding in found if finding[0] == "error"]
 
 
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_router_without_such_biases_may_have_the_callback(write, family):
+    changes = {"callbacks": [{"type": "TopkBiasBalanceCallback"}]}
+    own = LATENT if family.startswith("Deepseek") else {}
+    off = {"moe_router_enable_expert_bias": False} if own else {}
+    found = found_in(write({**mcore(family, **own, **off), **changes}))
+    assert not [finding for finding in found if "expert_bias" in finding[2]]
+    on = {"moe_router_enable_expert_bias": True}
+    found = found_in(write({**mcore(family, **own, **on), **changes}))
+    assert [finding for finding in found if "expert_bias" in finding[2]]
+
+
 def test_a_deepseek_without_a_latent_of_q_has_to_keep_its_cells_apart(write):
     latent = {**LATENT, "q_lora_rank": None}
     found = found_in(write(mcore("DeepseekV3ForCausalLM", **latent)))

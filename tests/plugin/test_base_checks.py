@@ -57,6 +57,13 @@ def test_a_base_with_names_of_hugging_face_is_to_be_converted(base):
     assert len(mistakes(str(base / "folder" / "model.safetensors"), *as_safetensors)) == 1
 
 
+def test_a_folder_may_hold_both_forms(base, tmp_path):
+    """MindFormers reads the one that load_ckpt_format names."""
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), np.float32)}, tmp_path / "a.safetensors")
+    (tmp_path / "base.ckpt").write_bytes((base / "base.ckpt").read_bytes())
+    assert mistakes(str(tmp_path), "--load_ckpt_format", "ckpt") == []
+
+
 def test_what_cannot_be_compared_is_left_alone(base):
     path = str(base / "base.ckpt")
     assert mistakes(path, f"{MODEL}num_layers", "3", "--use_parallel", "True") == []

@@ -54,6 +54,20 @@ def test_a_run_that_cannot_start_is_refused(words, message):
         check(*words)
 
 
+def test_the_folder_of_the_model_is_the_base_where_load_checkpoint_is_empty(tmp_path):
+    """As MindFormers' own predict_qwen3.yaml has it."""
+    words = ("--config", LORA_YAML, "--run_mode", "eval", "--pretrained_model_dir", str(tmp_path))
+    with pytest.raises(ConfigError, match="load_checkpoint is empty"):
+        check_launch(launcher.build_config(words))
+    (tmp_path / "model.safetensors").touch()
+    config = launcher.build_config(words)
+    check_launch(config)
+    assert config.load_checkpoint == str(tmp_path)
+    config = launcher.build_config([*words, "--load_checkpoint", "base.ckpt"])
+    check_launch(config)
+    assert config.load_checkpoint == "base.ckpt"
+
+
 def test_under_msrun_several_processes_are_at_hand(monkeypatch):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     check("--use_parallel", "True")
