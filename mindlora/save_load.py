@@ -1,5 +1,6 @@
 """save_lora and load_lora: the adapter of a network without the base, written atomically and loaded strictly."""
 
+import functools
 import logging
 import warnings
 from typing import List, Mapping, Optional, Tuple
@@ -307,7 +308,7 @@ def _saved_module_parameters(match, network, strict):
     adapted = {names.to_mindformers(path) for path in adapter.paths}
     tied = _tied_tables(network)
     for _, _, weight in tied:
-        table = None if weight.has_init else to_array(weight)
+        table = None if weight.has_init else functools.partial(to_array, weight)
         tied_embeddings.settle(adapter, source, "the network", AdapterError, table)
     found = []
     for name, array in adapter.saved_modules.items():

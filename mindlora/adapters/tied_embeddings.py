@@ -4,7 +4,7 @@ PEFT gives each module of modules_to_save a weight of its own, which unties the 
 leaves the head as the base has it. One table cannot be both. With ensure_weight_tying, PEFT keeps the two equal.
 """
 
-from typing import Iterable, Optional, Type
+from typing import Callable, Iterable, Optional, Type
 
 import numpy as np
 
@@ -21,7 +21,7 @@ _ROUNDED = 2.0**-7
 
 
 def settle(
-    adapter: Adapter, source: str, base: str, error: Type[LoraError], table: Optional[np.ndarray] = None
+    adapter: Adapter, source: str, base: str, error: Type[LoraError], table: Optional[Callable[[], np.ndarray]] = None
 ) -> None:
     """Takes the saved head off an adapter for a base with one table, where it equals the saved embedding.
 
@@ -30,7 +30,7 @@ def settle(
         source (str): The adapter, for messages.
         base (str): What has one table, for messages.
         error (type): What to raise.
-        table (array): The base's table, where it is known. Default: None.
+        table (callable): Returns the base's table, where it is known; called only if it decides. Default: None.
 
     Raises:
         error: The adapter has an embedding that the head must not share, or is for a head with a weight of its own.
@@ -39,7 +39,7 @@ def settle(
     head = _saved(adapter, names.output_heads())
     if embedding is None:
         own = adapter.saved_modules[head] if head and head.rpartition(".")[0] in adapter.paths else None
-        if own is not None and table is not None and not _is_table(own, table):
+        if own is not None and table is not None and not _is_table(own, table()):
             raise error(
                 f"{source} holds {head}, the weight that the adapter of the output head is for, and {base} has another "
                 f"one, the embedding's table: its embeddings are tied. {WAY_OUT}"

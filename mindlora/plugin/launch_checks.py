@@ -47,9 +47,10 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
 def fill_base(config: MindFormerConfig) -> None:
     """Sets an empty load_checkpoint to the model's folder if that has weights, as MindFormers' Trainer will."""
     folder = config.pretrained_model_dir
-    if folder and not config.load_checkpoint and os.path.isdir(folder):
-        if any(name.endswith(".safetensors") for name in os.listdir(folder)):
-            config.load_checkpoint = folder
+    if config.load_checkpoint or not folder or not os.path.isdir(folder):
+        return
+    if any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        config.load_checkpoint = folder
 
 
 def _check_device(config):

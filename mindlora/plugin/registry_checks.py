@@ -41,7 +41,7 @@ def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
     """
     legacy, training = config.get("use_legacy", True) is not False, config.run_mode in TRAINING_MODES
     data = "train" if training else config.run_mode
-    data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data != "predict" else {}
+    data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data in ("train", "eval") else {}
     needed = {**(_LEGACY_KINDS if legacy else {}), **data_kinds}
     for key, kind in {**_KINDS, **(_TRAINING_KINDS if training else {}), **needed}.items():
         nodes = _nodes(value_at(config, key))
