@@ -8,6 +8,7 @@ import numpy as np
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.yaml_file import value_at
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows, row_count
 
 # So many rows of a file are looked at: a file of millions would take minutes.
@@ -28,15 +29,13 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
     length = model.get("seq_length")
     if not isinstance(length, int):
         return
-    training = config.run_mode in TRAINING_MODES
-    # MindFormers' legacy models predict each token of a row of N + 1 from those before it.
-    sliced = model.get("input_sliced_sig") or config.get("use_legacy", True) is False
-    lengths = (length, length + 1) if sliced else (length + 1,)
+    training, lengths = config.run_mode in TRAINING_MODES, _lengths(config, length)
     if training:
         yield from _mistakes("train_dataset", data_of(config.train_dataset), model, lengths)
         yield from _batch_mistakes(config, data_of(config.train_dataset))
     if config.run_mode == "eval" or (training and config.do_eval):
-        yield from _mistakes("eval_dataset", data_of(config.eval_dataset), model, (length, length + 1))
+        evaluated = lengths if _is_shifted_before(config) else (length, length + 1)
+        yield from _mistakes("eval_dataset", data_of(config.eval_dataset), model, evaluated)
     for number, callback in enumerate(config.callbacks or []) if training else ():
         if callback.get("type") == "HeldOutLoss" and callback.get("dataset_dir"):
             where, data = f"callbacks.{number} (HeldOutLoss)", callback["dataset_dir"]
@@ -44,6 +43,21 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
                 yield from _mistakes(where, data, model, lengths)
                 if not files_of(data):
                     yield f"{where}: dataset_dir is {data}, a folder with no file in it that ends in .mindrecord."
+
+
+def _lengths(config: MindFormerConfig, length: int) -> Sequence[int]:
+    """Returns how many tokens the rows that a model of this seq_length trains on may have."""
+    if _is_shifted_before(config):
+        # Those of MindFormers' glm4_preprocess.py lack one.
+        return length - 1, length
+    # The other legacy models predict each token of a row of N + 1 from those before it.
+    sliced = config.model.model_config.get("input_sliced_sig") or config.get("use_legacy", True) is False
+    return (length, length + 1) if sliced else (length + 1,)
+
+
+def _is_shifted_before(config: MindFormerConfig) -> bool:
+    """Tells whether the model takes each label for the token at its own place: the rows hold them shifted."""
+    return str(value_at(config, "model.arch.type")).startswith("ChatGLM")
 
 
 def labels_left_out(config: MindFormerConfig) -> Iterator[str]:
@@ -71,10 +85,12 @@ def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[i
         return
     found = len(rows[0]["input_ids"])
     if found not in lengths:
+        length = model["seq_length"]
+        more = lengths[-1] - length
+        convert = f", or convert the data with --seq-length {length}" if more else ""
         yield (
-            f"{where}: the rows have {found} tokens, and model_config.seq_length {model['seq_length']} needs "
-            f"{' or '.join(map(str, lengths))}. Set seq_length: {found - 1}, or convert the data with "
-            f"--seq-length {model['seq_length']}."
+            f"{where}: the rows have {found} tokens, and model_config.seq_length {length} needs "
+            f"{' or '.join(map(str, lengths))}. Set seq_length: {found - more}{convert}."
         )
     largest, vocabulary = max(int(row["input_ids"].max()) for row in rows), model.get("vocab_size")
     if isinstance(vocabulary, int) and largest >= vocabulary:

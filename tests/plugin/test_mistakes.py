@@ -6,6 +6,7 @@ from mindlora.common.yaml_file import merged
 from mindlora.doctor.launcher_check import check_with_launcher
 from mindlora.errors import ConfigError, ConfigMistakes
 from mindlora.plugin import launcher, preflight
+from mindlora.plugin.data_rows import data_mistakes
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
 
 
@@ -126,6 +127,19 @@ def test_what_is_hardly_meant_is_a_warning(data, tmp_path, name):
 def test_what_a_run_does_not_build_may_be_of_an_older_mindformers(data):
     run = ("--run_mode", "eval", "--eval_dataset_dir", str(data / "eval.mindrecord"))
     prepare(data, *run, "--optimizer.type", "FP32StateAdamWeightDecay", "--callbacks", '[{"type": "ObsMonitor"}]')
+
+
+def test_a_chatglm_takes_rows_as_long_as_its_sequence(data):
+    """Its labels are shifted in the data: glm4_preprocess.py of MindFormers with the seq_length of its YAML."""
+    glm = [f"{MODEL}type", "ChatGLM2Config", "--model.arch.type", "ChatGLM2ForConditionalGeneration"]
+    config = launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--batch_size", "4", *glm])
+    config.train_dataset.data_loader.dataset_dir = str(data / "train.mindrecord")
+    for length in (17, 18):
+        config.model.model_config.seq_length = length
+        assert list(data_mistakes(config)) == []
+    config.model.model_config.seq_length = 16
+    (found,) = data_mistakes(config)
+    assert found.endswith("the rows have 17 tokens, and model_config.seq_length 16 needs 15 or 16. Set seq_length: 17.")
 
 
 def test_a_class_of_the_users_own_is_left_to_mindformers(data):
