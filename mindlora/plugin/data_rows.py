@@ -120,13 +120,24 @@ def _batch_mistakes(config: MindFormerConfig, data: Optional[Data]) -> Iterator[
             f"{', '.join(sorted(row))}."
         )
     batch, steps = config.runner_config.batch_size, config.runner_config.gradient_accumulation_steps or 1
-    found = min(sum(map(row_count, files)), dataset.data_loader.get("num_samples") or math.inf)
-    countable = isinstance(batch, int) and isinstance(steps, int) and dataset.get("drop_remainder", True)
-    if countable and found < batch * steps:
+    if not isinstance(batch, int) or not isinstance(steps, int) or not dataset.get("drop_remainder", True):
+        return
+    found = min(_rows_up_to(batch * steps, files), dataset.data_loader.get("num_samples") or math.inf)
+    if found < batch * steps:
         yield (
             f"train_dataset has {found} rows, and a step needs {batch * steps} (runner_config.batch_size {batch}, "
             f"gradient_accumulation_steps {steps}). Lower batch_size, or give more data."
         )
+
+
+def _rows_up_to(enough: int, files: Sequence[str]) -> int:
+    """Returns how many rows the files have; once there are enough, the other files, perhaps thousands, stay closed."""
+    found = 0
+    for file in files:
+        found += row_count(file)
+        if found >= enough:
+            break
+    return found
 
 
 def _padding(rows: List[Dict[str, np.ndarray]], ignored: int) -> Optional[int]:
