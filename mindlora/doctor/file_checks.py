@@ -8,18 +8,16 @@ from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.doctor.finding import Finding
 
+# MindFormers takes the weights from the first of these that is set.
+_BASES = ("checkpoint.load_path", "load_checkpoint", "pretrained_model_dir")
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
 
 
 def check_files(config: dict, lora: Optional[LoraConfig]) -> Iterator[Finding]:
     """Yields a finding for each file that this run will read and that is missing or not named."""
     effect = "the base under the adapter has random weights" if lora else ""
-    # MindFormers takes the weights from the folder of the model where load_checkpoint is empty.
-    base = "load_checkpoint" if config.get("load_checkpoint") else "pretrained_model_dir"
-    if config.get(base):
-        yield from _check_path(config, base, f"--{base}", effect)
-    else:
-        yield from _check_path(config, "load_checkpoint", "--load_checkpoint", effect)
+    base = next((key for key in _BASES if value_at(config, key)), "load_checkpoint")
+    yield from _check_path(config, base, f"--{base}", effect)
     if config.get("run_mode") in TRAINING_MODES:
         yield from _check_data(config, "train")
     if config.get("run_mode") == "eval" or config.get("do_eval"):

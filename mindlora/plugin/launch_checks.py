@@ -45,8 +45,14 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
 
 
 def fill_base(config: MindFormerConfig) -> None:
-    """Sets an empty load_checkpoint to the model's folder if that has weights, as MindFormers' Trainer will."""
-    folder = config.pretrained_model_dir
+    """Sets load_checkpoint to the base that MindFormers' Trainer will take if another key names it.
+
+    MindFormers 1.9 prefers checkpoint.load_path, and takes pretrained_model_dir where nothing else is named and that
+    folder has weights.
+    """
+    folder, named = config.pretrained_model_dir, (config.checkpoint or {}).get("load_path")
+    if named:
+        config.load_checkpoint = named
     if config.load_checkpoint or not folder or not os.path.isdir(folder):
         return
     if any(name.endswith(".safetensors") for name in os.listdir(folder)):

@@ -75,7 +75,9 @@ def check_files(config: MindFormerConfig) -> None:
     training = config.run_mode in TRAINING_MODES
     if config.load_checkpoint and not os.path.exists(config.load_checkpoint):
         raise ConfigError(f"load_checkpoint: {config.load_checkpoint} does not exist (--load_checkpoint).")
-    _check_base(config.load_checkpoint, config.load_ckpt_format or "ckpt")
+    # Of its newer format, MindFormers reads .safetensors files alone.
+    newer = config.checkpoint or config.use_legacy_format is False
+    _check_base(config.load_checkpoint, "safetensors" if newer else config.load_ckpt_format or "ckpt")
     adapter = (config.model.model_config.pet_config or {}).get("adapter_path")
     if adapter and not os.path.exists(adapter):
         raise ConfigError(f"model.model_config.pet_config.adapter_path: {adapter} does not exist.")

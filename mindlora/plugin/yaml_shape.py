@@ -21,6 +21,7 @@ _WITH_KEYS = (
     "eval_dataset",
     "eval_dataset.data_loader",
     "eval_dataset_task",
+    "checkpoint",
     "processor",
     "processor.tokenizer",
     "model",
@@ -31,6 +32,8 @@ _WITH_KEYS = (
 _LISTS = ("callbacks", "eval_callbacks")
 _PATHS = (
     "load_checkpoint",
+    "checkpoint.load_path",
+    "pretrained_model_dir",
     "output_dir",
     "train_dataset.data_loader.dataset_dir",
     "eval_dataset.data_loader.dataset_dir",

@@ -5,7 +5,8 @@ import pytest
 from mindlora.errors import ConfigError
 from mindlora.plugin import launcher
 from mindlora.plugin.launch_checks import check_launch
-from tests.support.runs import LORA_YAML
+from mindlora.plugin.preflight import check_files
+from tests.support.runs import LORA_YAML, read_yaml, write_yaml
 
 TOKENIZER = "--processor.tokenizer.tokenizer_file"
 
@@ -66,6 +67,24 @@ def test_the_folder_of_the_model_is_the_base_where_load_checkpoint_is_empty(tmp_
     config = launcher.build_config([*words, "--load_checkpoint", "base.ckpt"])
     check_launch(config)
     assert config.load_checkpoint == "base.ckpt"
+
+
+def test_the_base_may_be_named_in_the_node_checkpoint(tmp_path):
+    """The newer form of MindFormers 1.9, which reads .safetensors files whatever load_ckpt_format says."""
+    base = tmp_path / "model.safetensors"
+    base.touch()
+    node = {"run_mode": "finetune", "load_checkpoint": "", "checkpoint": {"load_path": str(base)}}
+    config = launcher.build_config(["--config", write_yaml(tmp_path, {**read_yaml(LORA_YAML), **node})])
+    check_launch(config)
+    assert config.load_checkpoint == str(base)
+    with pytest.raises(ConfigError, match="dataset_dir is empty"):
+        check_files(config)
+    config.checkpoint = None
+    with pytest.raises(ConfigError, match="is safetensors, and load_ckpt_format is 'ckpt'"):
+        check_files(config)
+    config.use_legacy_format = False
+    with pytest.raises(ConfigError, match="dataset_dir is empty"):
+        check_files(config)
 
 
 def test_under_msrun_several_processes_are_at_hand(monkeypatch):
