@@ -33,6 +33,8 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
     if training:
         yield from _mistakes("train_dataset", data_of(config.train_dataset), model, lengths)
         yield from _batch_mistakes(config, data_of(config.train_dataset))
+        if _is_shifted_before(config):
+            yield from _unshifted(data_of(config.train_dataset))
     if config.run_mode == "eval" or (training and config.do_eval):
         evaluated = lengths if _is_shifted_before(config) else (length, length + 1)
         yield from _mistakes("eval_dataset", data_of(config.eval_dataset), model, evaluated)
@@ -58,6 +60,20 @@ def _lengths(config: MindFormerConfig, length: int) -> Sequence[int]:
 def _is_shifted_before(config: MindFormerConfig) -> bool:
     """Tells whether the model takes each label for the token at its own place: the rows hold them shifted."""
     return str(value_at(config, "model.arch.type")).startswith("ChatGLM")
+
+
+def _unshifted(data: Optional[Data]) -> Iterator[str]:
+    """Yields that each label is the token at its own place, from which a model learns to repeat its input."""
+    files = files_of(data) if data else []
+    rows = [row for row in first_rows(files[0], _ROWS) if {"input_ids", "labels"} <= set(row)] if files else []
+    counted = [(row, row["labels"] != _IGNORED) for row in rows if len(row["labels"]) == len(row["input_ids"])]
+    pairs = [(row["labels"][mask], row["input_ids"][mask]) for row, mask in counted if mask.any()]
+    if pairs and all(np.array_equal(labels, tokens) for labels, tokens in pairs):
+        yield (
+            "train_dataset: each label is the token at its own place, and a ChatGLM learns the labels as they are: it "
+            "would learn to repeat its input. Shift the labels by one, as MindFormers' glm4_preprocess.py does; "
+            "mindlora data writes rows for the other models."
+        )
 
 
 def labels_left_out(config: MindFormerConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_ya
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     write_rows(folder / "train.mindrecord", rows=4)
+    write_rows(folder / "shifted.mindrecord", rows=4, shift=1)
     write_rows(folder / "eval.mindrecord", rows=4, length=16)
     write_rows(folder / "short.mindrecord", rows=4, length=9)
     # A constant row, of which the last tokens do not count, is one that was padded with its token.
@@ -133,13 +134,17 @@ def test_a_chatglm_takes_rows_as_long_as_its_sequence(data):
     """Its labels are shifted in the data: glm4_preprocess.py of MindFormers with the seq_length of its YAML."""
     glm = [f"{MODEL}type", "ChatGLM2Config", "--model.arch.type", "ChatGLM2ForConditionalGeneration"]
     config = launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--batch_size", "4", *glm])
-    config.train_dataset.data_loader.dataset_dir = str(data / "train.mindrecord")
+    config.train_dataset.data_loader.dataset_dir = str(data / "shifted.mindrecord")
     for length in (17, 18):
         config.model.model_config.seq_length = length
         assert list(data_mistakes(config)) == []
     config.model.model_config.seq_length = 16
     (found,) = data_mistakes(config)
     assert found.endswith("the rows have 17 tokens, and model_config.seq_length 16 needs 15 or 16. Set seq_length: 17.")
+    config.model.model_config.seq_length = 17
+    config.train_dataset.data_loader.dataset_dir = str(data / "train.mindrecord")
+    (found,) = data_mistakes(config)
+    assert "each label is the token at its own place, and a ChatGLM learns the labels as they are" in found
 
 
 def test_a_class_of_the_users_own_is_left_to_mindformers(data):

@@ -22,17 +22,19 @@ SIZES = {"seq_length": SEQUENCE, "hidden_size": 32, "num_layers": 2, "vocab_size
 SIZE_FLAGS = [word for key, value in SIZES.items() for word in (f"--model.model_config.{key}", str(value))]
 
 
-def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0, counted=1.0):
+def write_rows(path, rows=ROWS, length=SEQUENCE + 1, step=3, seed=0, counted=1.0, shift=0):
     """Writes rows that count upwards by ``step`` from random starts as MindRecord.
 
-    ``counted`` is the share of the labels that count in the loss: of all rows, or of each one.
+    ``counted`` is the share of the labels that count in the loss: of all rows, or of each one. A label is the token
+    ``shift`` places further on.
     """
     from mindspore.mindrecord import FileWriter
 
     starts = np.random.default_rng(seed).integers(0, 60, rows)
     tokens = ((starts[:, None] + step * np.arange(length)) % 60 + 4).astype(np.int32)
     first_ignored = np.round(np.broadcast_to(counted, rows) * length)[:, None]
-    labels = np.where(np.arange(length) < first_ignored, tokens, -100).astype(np.int32)
+    targets = (starts[:, None] + step * (shift + np.arange(length))) % 60 + 4
+    labels = np.where(np.arange(length) < first_ignored, targets, -100).astype(np.int32)
     writer = FileWriter(str(path), 1, overwrite=True)
     writer.set_page_size(1 << 15)
     column = {"type": "int32", "shape": [length]}
