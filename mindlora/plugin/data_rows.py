@@ -9,6 +9,7 @@ from mindformers.tools.register import MindFormerConfig
 
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import value_at
+from mindlora.plugin.mcore import is_mcore
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows, row_count
 
 # So many rows of a file are looked at: a file of millions would take minutes.
@@ -53,7 +54,7 @@ def _lengths(config: MindFormerConfig, length: int) -> Sequence[int]:
         # Those of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
     # The other legacy models predict each token of a row of N + 1 from those before it.
-    sliced = config.model.model_config.get("input_sliced_sig") or config.get("use_legacy", True) is False
+    sliced = config.model.model_config.get("input_sliced_sig") or is_mcore(config)
     return (length, length + 1) if sliced else (length + 1,)
 
 
@@ -64,9 +65,8 @@ def _is_shifted_before(config: MindFormerConfig) -> bool:
 
 def _unshifted(data: Optional[Data]) -> Iterator[str]:
     """Yields that each label is the token at its own place, from which a model learns to repeat its input."""
-    files = files_of(data) if data else []
-    rows = [row for row in first_rows(files[0], _ROWS) if {"input_ids", "labels"} <= set(row)] if files else []
-    counted = [(row, row["labels"] != _IGNORED) for row in rows if len(row["labels"]) == len(row["input_ids"])]
+    rows = [row for row in _rows_of(data, "input_ids", "labels") if len(row["labels"]) == len(row["input_ids"])]
+    counted = [(row, row["labels"] != _IGNORED) for row in rows]
     pairs = [(row["labels"][mask], row["input_ids"][mask]) for row, mask in counted if mask.any()]
     if pairs and all(np.array_equal(labels, tokens) for labels, tokens in pairs):
         yield (
@@ -82,21 +82,28 @@ def labels_left_out(config: MindFormerConfig) -> Iterator[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    data = data_of(config.train_dataset) if config.run_mode in TRAINING_MODES else None
-    files = [file for file in (files_of(data) if data else []) if os.path.isfile(file)]
-    rows = list(first_rows(files[0], _ROWS)) if files else []
-    wanted = config.train_dataset.get("input_columns") if rows else None
-    read = [wanted] if isinstance(wanted, str) else wanted or ["labels"]
-    if "labels" not in read and any(_IGNORED in row.get("labels", ()) for row in rows):
+    if config.run_mode not in TRAINING_MODES:
+        return
+    data, wanted = data_of(config.train_dataset), (config.train_dataset or {}).get("input_columns")
+    if not data or not wanted or "labels" in ([wanted] if isinstance(wanted, str) else wanted):
+        return
+    # Before check_files, the data need not be there.
+    files = [file for file in files_of(data)[:1] if os.path.isfile(file)]
+    if files and any(_IGNORED in row["labels"] for row in _rows_of(data, "labels")):
         yield (
-            f"train_dataset.input_columns leaves out labels, by which {files[0]} says which tokens count in the loss: "
-            "now all do, prompts too. Write input_columns: ['input_ids', 'labels']."
+            f"train_dataset.input_columns leaves out labels, by which {files[0]} says which tokens count in "
+            "the loss: now all do, prompts too. Write input_columns: ['input_ids', 'labels']."
         )
 
 
-def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[int]) -> Iterator[str]:
+def _rows_of(data: Optional[Data], *columns: str) -> List[Dict[str, np.ndarray]]:
+    """Returns the first rows of the data that have these columns."""
     files = files_of(data) if data else []
-    rows = [row for row in first_rows(files[0], _ROWS) if "input_ids" in row] if files else []
+    return [row for row in first_rows(files[0], _ROWS) if row.keys() >= set(columns)] if files else []
+
+
+def _mistakes(where: str, data: Optional[Data], model: dict, lengths: Sequence[int]) -> Iterator[str]:
+    rows = _rows_of(data, "input_ids")
     if not rows:
         return
     found = len(rows[0]["input_ids"])

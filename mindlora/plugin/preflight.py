@@ -86,8 +86,8 @@ def check_files(config: MindFormerConfig) -> None:
         _check_data(config.get(f"{kind}_dataset"), kind)
     if training and not config.load_checkpoint and config.model.model_config.pet_config:
         logger.warning(
-            "load_checkpoint is empty: the base under the adapter has random weights. (In training, "
-            "MindFormers takes them only from this key, not from checkpoint_name_or_path.)"
+            "load_checkpoint is empty: the base under the adapter has random weights. (In training, MindFormers does "
+            "not take them from checkpoint_name_or_path.)"
         )
 
 

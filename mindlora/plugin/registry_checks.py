@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from typing import Any, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
@@ -11,6 +11,7 @@ from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import value_at
 from mindlora.errors import LoraError
 from mindlora.plugin import hooks  # noqa: F401  registers mindlora's classes
+from mindlora.plugin.mcore import is_mcore
 
 # Key of the YAML -> the kind of class that its ``type`` names: of any run, and of one that trains. MindFormers builds
 # nothing of the second in other runs, and its YAMLs for predicting name optimizers that it no longer has.
@@ -39,10 +40,10 @@ def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    legacy, training = config.get("use_legacy", True) is not False, config.run_mode in TRAINING_MODES
+    training = config.run_mode in TRAINING_MODES
     data = "train" if training else config.run_mode
     data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data in ("train", "eval") else {}
-    needed = {**(_LEGACY_KINDS if legacy else {}), **data_kinds}
+    needed = {**({} if is_mcore(config) else _LEGACY_KINDS), **data_kinds}
     for key, kind in {**_KINDS, **(_TRAINING_KINDS if training else {}), **needed}.items():
         nodes = _nodes(value_at(config, key))
         if not any(node.get("type") for node in nodes) and (nodes or key in needed):
@@ -66,14 +67,20 @@ def ignored_settings(config: MindFormerConfig) -> Iterator[str]:
     Args:
         config (MindFormerConfig): The whole YAML.
     """
-    legacy = config.get("use_legacy", True) is not False
-    for key, kind in _LEGACY_KINDS.items() if legacy else ():
+    for key, kind in () if is_mcore(config) else _LEGACY_KINDS.items():
         for node in _nodes(value_at(config, key)):
             yield from _misspelt(key, kind, node)
 
 
 def _nodes(node: Any) -> List[dict]:
     return [found for found in (node if isinstance(node, list) else [node]) if isinstance(found, dict)]
+
+
+def _class_of(kind: str, node: dict) -> Optional[type]:
+    """Returns the class that a node names; None if it is not registered, or the user's own."""
+    name = node.get("type")
+    known = name is not None and not node.get("auto_register") and MindFormerRegister.is_exist(kind, name)
+    return MindFormerRegister.get_cls(kind, name) if known else None
 
 
 def _unknown(where: str, kind: str, node: dict) -> Iterator[str]:
@@ -89,19 +96,19 @@ def _names(kind: str) -> List[str]:
 
 
 def _missing_rate(config: MindFormerConfig) -> Iterator[str]:
-    node, kind = config.lr_schedule or {}, MindFormerModuleType.LR
-    name, preset = node.get("type"), (config.model.model_config.pet_config or {}).get("preset")
-    if name is None or node.get("learning_rate") is not None or preset or not MindFormerRegister.is_exist(kind, name):
+    node, preset = config.lr_schedule or {}, (config.model.model_config.pet_config or {}).get("preset")
+    found = _class_of(MindFormerModuleType.LR, node)
+    if found is None or node.get("learning_rate") is not None or preset or config.run_mode not in TRAINING_MODES:
         return
-    if config.run_mode in TRAINING_MODES and "learning_rate" in _required(MindFormerRegister.get_cls(kind, name)):
-        yield f"lr_schedule has no learning_rate, which {name} needs. Set it, or a preset in pet_config."
+    if "learning_rate" in _required(found):
+        yield f"lr_schedule has no learning_rate, which {node['type']} needs. Set it, or a preset in pet_config."
 
 
 def _misspelt(where: str, kind: str, node: dict) -> Iterator[str]:
-    name = node.get("type")
-    if name is None or node.get("auto_register") or not MindFormerRegister.is_exist(kind, name):
+    found, name = _class_of(kind, node), node.get("type")
+    if found is None:
         return
-    known = _settings(MindFormerRegister.get_cls(kind, name))
+    known = _settings(found)
     for argument in node:
         if argument not in ("type", *known, *_READ_BY_TRAINER.get(where, ())):
             near = difflib.get_close_matches(argument, sorted(set(known) - set(node)), n=1, cutoff=_NEAR)
@@ -110,10 +117,10 @@ def _misspelt(where: str, kind: str, node: dict) -> Iterator[str]:
 
 
 def _wrong_arguments(where: str, node: dict) -> List[str]:
-    name = node.get("type")
-    if node.get("auto_register") or not MindFormerRegister.is_exist(MindFormerModuleType.CALLBACK, name):
+    found, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
+    if found is None:
         return []
-    known, takes_any = _parameters(MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, name))
+    known, takes_any = _parameters(found)
     return [
         f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, known)}"
         for argument in (() if takes_any else node)
@@ -123,11 +130,8 @@ def _wrong_arguments(where: str, node: dict) -> List[str]:
 
 def _wrong_values(where: str, node: dict) -> List[str]:
     """Builds a callback of mindlora's, which checks its settings and does nothing else."""
-    name = node.get("type")
-    if node.get("auto_register") or not MindFormerRegister.is_exist(MindFormerModuleType.CALLBACK, name):
-        return []
-    callback = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, name)
-    if not callback.__module__.startswith("mindlora."):
+    callback, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
+    if callback is None or not callback.__module__.startswith("mindlora."):
         return []
     missing = [argument for argument in _required(callback) if argument not in node]
     if missing:
