@@ -123,6 +123,7 @@ def adapted_cells(run: Run) -> Dict[str, Shape]:
 
     Raises:
         TargetError: What target_modules or target_parameters names is not there, or cannot have such an adapter.
+        ConfigError: VeRA on cells that do the work of several.
     """
     lora = run.lora
     if lora is None:
@@ -154,6 +155,8 @@ def adapted_cells(run: Run) -> Dict[str, Shape]:
                 "Leave one of the two out."
             )
         selected += stacked
+    if lora.use_vera:
+        targets.check_vera(selected)
     return {path: sizes[path] if path in sizes else run.experts[path] for path in selected}
 
 

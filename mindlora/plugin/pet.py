@@ -10,9 +10,8 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
-from mindlora.common.text import listed
 from mindlora.errors import ConfigError
-from mindlora.models import names
+from mindlora.models import targets
 from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.plugin.loaded_base import LoadedBase
@@ -61,7 +60,8 @@ class MindloraModel(LoraModel):
         else:
             # A saved adapter belongs to the base as it is loaded, whatever initialization it was trained from.
             apply_lora(base_model, config.as_saved() if config.adapter_path else config)
-        _check_can_be_saved(base_model, config)
+        if config.use_vera:
+            targets.check_vera([path for path, _ in lora_cells(base_model)])
         freeze_base(base_model, config)
         # MindFormers freezes again, by MindPet's names and by freeze_exclude, whose paths start at its own wrapper.
         # It leaves parameters with mindpet_delta_lora in their names alone, so LoRA-FA's A stays frozen.
@@ -167,15 +167,6 @@ class MindloraMcoreModel(MindloraModel):
 def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraModel:
     """Returns mindlora's wrapper around a model that MindFormers has built."""
     return (MindloraMcoreModel if isinstance(base_model, TrainModelMixin) else MindloraModel)(config, base_model)
-
-
-def _check_can_be_saved(network: nn.Cell, config: PetLoraConfig) -> None:
-    joined = [path for path, _ in lora_cells(network) if names.joined_parts(path)]
-    if config.use_vera and joined:
-        raise ConfigError(
-            f"use_vera is True, and {listed(joined)} do the work of several cells of Hugging Face's: a VeRA adapter of "
-            "such a cell cannot be saved. Leave them out of target_modules."
-        )
 
 
 def register() -> None:

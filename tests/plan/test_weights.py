@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.errors import TargetError
+from mindlora.errors import ConfigError, TargetError
 from mindlora.nn.nf4 import parameter_count
 from mindlora.plan.weights import weights_of
 from tests.support.planned_runs import LORA, TINY, adapted, name_of, run_of
@@ -87,6 +87,16 @@ def test_a_saved_module_that_is_not_there_is_named():
 def test_what_no_network_takes_is_not_planned(keys, message):
     with pytest.raises(TargetError, match=message):
         weights_of(run_of({}, {**LORA, **keys}))
+
+
+def test_vera_on_cells_that_no_file_could_hold_is_not_planned():
+    vera = {**VERA, "exclude_modules": ["lm_head"]}
+    with pytest.raises(ConfigError, match=r"use_vera is True, and .*attention\.w_qkv, .* do the work"):
+        weights_of(run_of({"qkv_concat": True}, vera))
+    assert any(
+        weight.part == "lambda_b"
+        for weight in weights_of(run_of({"qkv_concat": True}, {**vera, "target_modules": ["wo"]}))
+    )
 
 
 def test_prediction_trains_nothing():
