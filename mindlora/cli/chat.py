@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Optional, TextIO
 
 from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
 from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
-from mindlora.cli.interrupts import Interrupts
 from mindlora.cli.terminal import loaded_engine, remove_log, say, start
 from mindlora.cli.verb import Verb
+from mindlora.common.interrupts import Interrupts
 from mindlora.errors import LoraError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
 
 def chat(arguments: argparse.Namespace) -> None:
     """Runs mindlora chat, until /exit or the end of standard input."""
-    with Interrupts(remove_log) as interrupts:
+    with Interrupts(clean_up=remove_log) as interrupts:
         _run(arguments, interrupts)
 
 
@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
         if not form.takes_conversations:
             say("such a prompt holds one message: earlier ones are not seen")
         if sys.stdin.isatty():
-            interrupts.ignore()
+            interrupts.hand_to(lambda: None)
         _Chat(engine, dialogue, arguments.stdout, interrupts).run()
 
 

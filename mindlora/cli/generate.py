@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
 from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
 from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
-from mindlora.cli.interrupts import Interrupts
 from mindlora.cli.terminal import loaded_engine, remove_log, say, start
 from mindlora.cli.verb import Verb, add_command
+from mindlora.common.interrupts import Interrupts
 from mindlora.errors import ConfigError, DataError, RequestError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     """Runs mindlora generate; returns nothing if the answer was printed as it came."""
-    with Interrupts(remove_log):
+    with Interrupts(clean_up=remove_log):
         return _generate(arguments)
 
 

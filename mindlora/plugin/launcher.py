@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence
 
 # On few cores, worker threads that spin between kernels cost more than they gain. MindSpore reads this at import.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -17,6 +17,7 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
 
 import yaml
 
+from mindlora.common.interrupts import Interrupts
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError, ConfigMistakes, LoraError, RunStopped
@@ -36,7 +37,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """
     began, config = time.time(), None
     try:
-        with _leaving_at_once(lambda: _say_how_to_go_on(config, began)):
+        with _interrupts(lambda: _say_how_to_go_on(config, began)):
             config = build_config(argv)
             quiet = sys.stdout.isatty() and "--verbose" not in (sys.argv if argv is None else argv)
             with _screen(config) if quiet and config.run_mode in TRAINING_MODES else contextlib.nullcontext():
@@ -62,30 +63,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _say_how_to_go_on(config, began)
         raise
     return 0
-
-
-@contextlib.contextmanager
-def _leaving_at_once(say: Callable[[], None]) -> Iterator[None]:
-    """Has Ctrl-C end the process with one line, but in training, where GracefulStop takes it.
-
-    A KeyboardInterrupt while MindSpore is imported would end in a crash.
-    """
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(*_):
-        # print() may not be called while it is running.
-        os.write(2, b"\nmindlora-run: interrupted\n")
-        say()
-        os._exit(130)
-
-    signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(config: "MindFormerConfig") -> None:
@@ -195,6 +172,14 @@ def _resume(config, step_folder):
         found = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
         raise ConfigError(f"--resume goes on with a training run that LoraCheckpoint saved, but {found}.")
     saving[0]["resume"] = step_folder
+
+
+def _interrupts(clean_up: Callable[[], None]) -> contextlib.AbstractContextManager:
+    """Returns what ends the process with one line at Ctrl-C, but in training, where GracefulStop takes it."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual and threading.current_thread() is threading.main_thread():
+        return Interrupts("mindlora-run", clean_up)
+    return contextlib.nullcontext()
 
 
 def _say_how_to_go_on(config, began):

@@ -9,6 +9,7 @@ from typing import Any
 from mindspore import Callback
 from mindspore.train import RunContext
 
+from mindlora.common.interrupts import entered
 from mindlora.errors import RunStopped
 from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import register, report_event, step_record
@@ -37,6 +38,7 @@ class GracefulStop(Callback):
     def __init__(self):
         super().__init__()
         self.received, self.since, self.before, self.outcome = None, 0.0, {}, None
+        self.interrupts = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Begins to handle the signals."""
@@ -45,6 +47,11 @@ class GracefulStop(Callback):
         if threading.current_thread() is threading.main_thread() and (can_tell_others or rank_count() == 1):
             # A shell lets programs in the background ignore SIGINT, so that Ctrl-C reaches only the one in front.
             handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self.interrupts = entered()
+            if self.interrupts:
+                # mindlora-run waits for Ctrl-C: a handler of it is replaced by MindSpore's while a graph runs.
+                handled = [number for number in handled if number != signal.SIGINT]
+                self.interrupts.hand_to(lambda: self._receive(signal.SIGINT))
             self.before = {number: signal.signal(number, self._receive) for number in handled}
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -73,7 +80,7 @@ class GracefulStop(Callback):
             wait_for_all_ranks()
             raise self.outcome
 
-    def _receive(self, number, _):
+    def _receive(self, number, _=None):
         now = time.monotonic()
         if self.received is None:
             self.received, self.since = number, now
@@ -82,10 +89,14 @@ class GracefulStop(Callback):
                 2, b"\nmindlora: the step is finished and saved, then the run ends. A second signal ends it now.\n"
             )
         elif now - self.since >= _SAME_REQUEST_SECONDS:
+            if self.interrupts and number == signal.SIGINT:
+                self.interrupts.leave()
             self._restore()
             os.kill(os.getpid(), number)
 
     def _restore(self):
+        if self.interrupts:
+            self.interrupts.hand_to(None)
         for number, handler in self.before.items():
             signal.signal(number, handler or signal.SIG_DFL)
         self.before = {}
