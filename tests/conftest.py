@@ -85,6 +85,14 @@ def _plain_log():
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True)
+def _no_configuration():
+    # What mindlora-run would be told by its YAML, an earlier test of this process may have left.
+    description = sys.modules.get("mindlora.plugin.run_description")
+    if description:
+        description.remember_configuration({})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_stays_is_not_searched_again():
     # MindSpore calls the garbage collector before each graph that it compiles, which took longer than to compile.

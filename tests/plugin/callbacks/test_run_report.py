@@ -26,12 +26,6 @@ from tests.support.scripted_runs import Model, Report, ScriptedStep, StopAt, tra
 LOSSES = [3.0, 2.5, 2.0, 1.5, 1.0]
 
 
-@pytest.fixture(autouse=True)
-def no_configuration():
-    """Other tests of this process may have left theirs."""
-    run_description.remember_configuration(MindFormerConfig())
-
-
 class MeasuredStep(ScriptedStep):
     """A train step that measures as LoraTrainOneStepCell does."""
 
