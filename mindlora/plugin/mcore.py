@@ -11,10 +11,11 @@ from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.errors import ConfigError
 from mindlora.models import names
 
-# The classes of the mcore models that MindFormers 1.8 and 1.9 train and whose linear cells take adapters.
-FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
-# Their model_type in a YAML, or in the config.json of a folder of Hugging Face's.
-_MODEL_TYPES = {"qwen3": FAMILIES[0], "qwen3_moe": FAMILIES[1], "deepseek_v3": FAMILIES[2]}
+_DEEPSEEK = "DeepseekV3ForCausalLM"
+# The mcore models that MindFormers 1.8 and 1.9 train and whose linear cells take adapters: model_type in a YAML, or in
+# the config.json of a folder of Hugging Face's, and class.
+_MODEL_TYPES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": _DEEPSEEK}
+FAMILIES = tuple(_MODEL_TYPES.values())
 _ROUTER = "decoder.layers.0.mlp.router.weight"
 _HELP = "docs/finetune.md says which mcore models train with adapters."
 
@@ -54,7 +55,7 @@ def check_mcore(config: Mapping) -> None:
     _check_balance(config)
     model_config = model_config_of(config)
     whole_queries = "q_lora_rank" in model_config and model_config["q_lora_rank"] is None
-    if family == FAMILIES[2] and whole_queries and model_config.get("mla_qkv_concat") is not False:
+    if family == _DEEPSEEK and whole_queries and model_config.get("mla_qkv_concat") is not False:
         raise ConfigError(
             "q_lora_rank is null and mla_qkv_concat is True: linear_qkv then joins q_proj and kv_a_proj_with_mqa, and "
             "mindlora knows the cell only with the latent of q in it. Set model_config.mla_qkv_concat: False."
@@ -82,9 +83,10 @@ def _check_base(config):
 def _check_balance(config):
     callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, dict)]
     model_config = model_config_of(config)
-    biased = (model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias"))
+    asked = [model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias")]
     # Of these models, DeepSeek-V3 alone has such biases unless they are asked for.
-    if not next((value for value in biased if value is not None), family_of(config) == FAMILIES[2]):
+    usual = family_of(config) == _DEEPSEEK
+    if not next((value for value in asked if value is not None), usual):
         return
     pet_config = model_config.get("pet_config") or {}
     saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())

@@ -1,17 +1,24 @@
 """Ctrl-C: what the program wants happens, whatever handlers a library installs."""
 
-import os
 import subprocess
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.support.runs import environment
+
 BEGIN = """
 import os, signal, time
 from mindlora.common.interrupts import Interrupts, entered
 
-def press():
+received = []
+
+def receive():
+    received.append(1)
+
+def press(seconds=20, until=lambda: False):
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.2)
+    end = time.monotonic() + seconds
+    while not until() and time.monotonic() < end:
+        time.sleep(0.01)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
@@ -19,10 +26,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def run(program):
     """Runs a program; returns its exit code, what it printed, and its standard error."""
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program], capture_output=True, text=True, timeout=60, env=environment
-    )
+    words = [sys.executable, "-c", BEGIN + program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment())
     return done.returncode, done.stdout.split(), done.stderr
 
 
@@ -45,28 +50,30 @@ def test_it_is_handed_over_and_taken_back():
     code, printed, error = run(
         "with Interrupts() as interrupts:\n"
         "    assert entered() is interrupts\n"
-        "    interrupts.hand_to(lambda: print('received', flush=True))\n"
-        "    press(); press()\n"
+        "    interrupts.hand_to(receive)\n"
+        "    press(until=lambda: len(received) == 1); press(until=lambda: len(received) == 2)\n"
+        "    print(*received, flush=True)\n"
         "    interrupts.hand_to(None)\n"
         "    press()\n"
         "    print('still here')\n"
     )
-    assert (code, printed, error) == (130, ["received", "received"], "\nmindlora: interrupted\n")
+    assert (code, printed, error) == (130, ["1", "1"], "\nmindlora: interrupted\n")
 
 
 def test_within_raising_it_interrupts_the_main_thread_once():
     code, printed, error = run(
         "with Interrupts() as interrupts:\n"
-        "    interrupts.hand_to(lambda: print('received', flush=True))\n"
-        "    for _ in range(2):\n"
+        "    interrupts.hand_to(receive)\n"
+        "    for times in (1, 2):\n"
         "        try:\n"
         "            with interrupts.raising():\n"
         "                press(); print('still here')\n"
         "        except KeyboardInterrupt:\n"
         "            print('raised', flush=True)\n"
-        "        press()\n"
+        "        press(until=lambda: len(received) == times)\n"
+        "        print(len(received))\n"
     )
-    assert (code, printed, error) == (0, ["raised", "received"] * 2, "")
+    assert (code, printed, error) == (0, ["raised", "1", "raised", "2"], "")
 
 
 def test_afterwards_signals_are_as_before():
@@ -91,7 +98,7 @@ def test_where_it_is_ignored_it_stays_so():
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "with Interrupts() as interrupts, interrupts.raising():\n"
         "    assert entered() is None\n"
-        "    press()\n"
+        "    press(seconds=0.2)\n"
         "    print('still here')\n"
     )
     assert (code, printed, error) == (0, ["still", "here"], "")

@@ -17,13 +17,16 @@ NAN = float("nan")
 # Ctrl-C in step 20. While a graph runs, MindSpore's handler is in the place of Python's, and does what this one does.
 STOPPED = """
 import os, signal, sys, time
-from mindlora.plugin.callbacks import LossCurve
+from mindlora.plugin.callbacks import GracefulStop, LossCurve
 from mindlora.plugin.launcher import main
 def stop(self, run_context):
-    if run_context.original_args().cur_step_num == 20:
+    params = run_context.original_args()
+    if params.cur_step_num == 20:
+        (graceful,) = [callback for callback in params.list_callback if isinstance(callback, GracefulStop)]
         before = signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
+        while graceful.received is None:
+            time.sleep(0.01)
         signal.signal(signal.SIGINT, before)
 LossCurve.on_train_step_begin = stop
 # In the background of a shell it would be ignored.
