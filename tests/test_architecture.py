@@ -1,22 +1,13 @@
-"""docs/architecture.md shows the package as it is: its tree has every module of mindlora and no others."""
+"""docs/architecture.md shows the package as it is: scripts/architecture.py would write the same tree."""
 
 import os
-import re
+import subprocess
+import sys
 
 from tests.conftest import ROOT
 
 
-def test_the_tree_names_each_module_and_no_other():
-    with open(os.path.join(ROOT, "docs", "architecture.md"), encoding="utf-8") as file:
-        tree = file.read().partition("```\n")[2].partition("\nops/ ")[0]
-    named = sorted(set(re.findall(r"\w+\.py\b", tree)))
-    found = {
-        name
-        for _, _, names in os.walk(os.path.join(ROOT, "mindlora"))
-        for name in names
-        if name.endswith(".py") and name not in ("__main__.py",)
-    }
-    assert named == sorted(found)
-    folders = {name for name in os.listdir(os.path.join(ROOT, "mindlora")) if not name.startswith(("_", "."))}
-    rooms = {name for name in folders if os.path.isdir(os.path.join(ROOT, "mindlora", name))}
-    assert set(re.findall(r"^  (\w+)/ ", tree, re.M)) == rooms
+def test_the_tree_is_the_one_that_the_script_writes():
+    script = os.path.join(ROOT, "scripts", "architecture.py")
+    run = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

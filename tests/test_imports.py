@@ -34,7 +34,7 @@ FLOOR = {package: number for number, packages in enumerate(FLOORS) for package i
 WITHOUT_MINDSPORE = ("errors", "common", "numerics", "formats", "models", "config", "adapters", "base", "plan")
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
 IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.launcher_check", "mindlora.serving.network")
-MAX_LINES = 400
+MAX_LINES = 600
 
 FILES_ALONE = """
 import importlib, pkgutil, sys

@@ -1,0 +1,1 @@
+"""Adapter, and what is done to files of adapters. No MindSpore."""

@@ -1,0 +1,1 @@
+"""What any package could use: atomic files, field checks, tables, messages. Nothing here knows LoRA."""

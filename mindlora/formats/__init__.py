@@ -1,0 +1,1 @@
+"""Tensor files: safetensors, MindSpore's .ckpt, PyTorch's pickle. No MindSpore."""

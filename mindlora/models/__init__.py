@@ -1,0 +1,1 @@
+"""What models are called: one record for each architecture, and target selection."""

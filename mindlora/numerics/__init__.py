@@ -1,0 +1,1 @@
+"""NumPy alone: initializers, NF4, VeRA's projection, folding."""

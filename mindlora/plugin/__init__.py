@@ -1,0 +1,1 @@
+"""All that knows MindFormers: its Trainer, its YAMLs and its launcher."""

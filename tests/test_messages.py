@@ -1,0 +1,108 @@
+"""Every error and warning says where, what was found, and what to do."""
+
+import ast
+import builtins
+import os
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Messages that lack a part still: the list only gets shorter.
+STILL_LACKING = os.path.join(ROOT, "tests", "support", "messages_without_advice.txt")
+WARNERS = ("warnings.warn", "logger.warning", "logger.error", "parser.error")
+# A message names the thing by a value that it fills in, or by a key, an option, a class or a file.
+NAMES = re.compile(r"…|\w_\w|--\w|\w\.\w|[a-z][A-Z]|[A-Z]{2}")
+# It says what to do in the imperative, or what the thing must be, or what there is in its place.
+IMPERATIVES = """
+    add apply ask begin build call cast change check choose compute convert copy correct delete export free fuse give
+    install join keep launch leave let load lower make merge move name narrow pass pick pip point put quantize raise
+    read remove rename repeat resume run save say see send serve set shard shorten split start store switch take
+    tokenize train try turn update use wait write
+"""
+ADVICE = re.compile(
+    rf"(^|[.:;,(] |, (or|and|then|so) | (or|and|then) |… )({'|'.join(IMPERATIVES.split())})\b|"
+    r"\bmust\b|Did you mean|\b(expected|known|takes?|needs?|has|have|knows?|lists|brings|chooses)\b",
+    re.IGNORECASE,
+)
+
+
+def test_every_message_names_the_thing_and_says_what_to_do():
+    with open(STILL_LACKING, encoding="utf-8") as file:
+        excused = file.read().splitlines()
+    missing = [f"{place}: {text}" for place, text in messages() if is_sentence(text) and problem(text)]
+    missing = [line for line in missing if line.partition(": ")[2] not in excused]
+    assert not missing, "these messages lack a name or advice:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    "text, lacks",
+    [
+        ("lora_rank is …, but it must be a whole number of at least 1.", None),
+        ("There is nothing to write.", "the thing's name"),
+        ("… does not exist.", "what to do"),
+    ],
+)
+def test_each_part_can_be_missing(text, lacks):
+    assert problem(text) == lacks
+
+
+def problem(text):
+    """Returns which part a message lacks, or None."""
+    if not NAMES.search(text):
+        return "the thing's name"
+    return None if ADVICE.search(text) else "what to do"
+
+
+def is_sentence(text):
+    """Tells a whole message from a part of one, such as the reason why a row was left out."""
+    return (text[:1].isupper() or text[:1] in "…-") and text.rstrip().endswith((".", ")", "…"))
+
+
+def messages():
+    """Returns ("file:line", text) of everything that is raised or given as a warning."""
+    collected = []
+    for folder, _, names in os.walk(os.path.join(ROOT, "mindlora")):
+        for path in sorted(os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with open(path, encoding="utf-8") as file:
+                tree = ast.parse(file.read())
+            for node in raised_or_warned(tree):
+                collected.append((f"{os.path.relpath(path, ROOT)}:{node.lineno}", text_of(node)))
+    return collected
+
+
+def raised_or_warned(tree):
+    """Yields the string of each raise of an exception of our own and of each warning."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for node in ast.walk(function):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if name in WARNERS or isinstance(node, ast.Raise) and name and not hasattr(builtins, name):
+                yield from [call.args[0]] if words(call.args[0]) else indirect(tree, function)
+
+
+def indirect(tree, function):
+    """Returns the sentences in ``function`` and in calls to it, one of which is the value of its variable."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function.name]
+    return [found for part in [*function.body, *calls] for found in sentences(part)]
+
+
+def sentences(node):
+    if words(node) >= 4:
+        return [node]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return []  # a docstring
+    return [found for child in ast.iter_child_nodes(node) for found in sentences(child)]
+
+
+def words(node):
+    return len(re.findall("[A-Za-z]{2,}", text_of(node)))
+
+
+def text_of(node):
+    """Returns the text of a string expression, with … for the values that it fills in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub("%[a-z]", "…", node.value)
+    parts = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "values", [])
+    return re.sub("…+", "…", "".join(map(text_of, parts))) or "…"
