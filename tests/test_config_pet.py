@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from mindlora import LoraConfig
+from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.config import PRESETS
 from mindlora.errors import ConfigError
 from mindlora.plan.run import WITHOUT_SIZE
-from mindlora.plugin.pet_config import PetLoraConfig
 
 PET = {"pet_type": "lora", "target_modules": ".*wq"}
 

@@ -14,8 +14,8 @@ import yaml
 
 import mindlora
 import mindlora.ops
+from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.cli import main
-from mindlora.plugin.pet_config import PetLoraConfig
 from tests.conftest import ROOT
 
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")

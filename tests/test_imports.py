@@ -19,7 +19,9 @@ FLOORS = (
     ("models",),
     ("config",),
     ("adapters", "ops"),
-    ("nn", "base", "plan"),
+    ("nn", "base"),
+    ("checks",),
+    ("plan",),
     ("quantize", "initialize", "merge"),
     ("apply",),
     ("save_load",),
@@ -31,7 +33,18 @@ FLOORS = (
 )
 FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
 # They work only on files.
-WITHOUT_MINDSPORE = ("errors", "common", "numerics", "formats", "models", "config", "adapters", "base", "plan")
+WITHOUT_MINDSPORE = (
+    "errors",
+    "common",
+    "numerics",
+    "formats",
+    "models",
+    "config",
+    "adapters",
+    "base",
+    "checks",
+    "plan",
+)
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
 IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.launcher_check", "mindlora.serving.network")
 MAX_LINES = 600

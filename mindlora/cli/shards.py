@@ -27,10 +27,10 @@ def _settings(arguments: argparse.Namespace) -> Any:
     given = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.q_lora_rank)
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=given)
+    from mindlora.checks.language_model import language_model
+    from mindlora.checks.mcore import model_config_of
+    from mindlora.checks.pet_config import PetLoraConfig
     from mindlora.common.yaml_file import read_yaml
-    from mindlora.doctor.language_model import language_model
-    from mindlora.plugin.mcore import model_config_of
-    from mindlora.plugin.pet_config import PetLoraConfig
 
     model_config = model_config_of(language_model(read_yaml(arguments.config))[0])
     config = PetLoraConfig.from_pet_config(pet_config_of(model_config, arguments.config))

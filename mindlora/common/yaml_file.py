@@ -1,7 +1,7 @@
 """Reading a MindFormers YAML, with the files that it names as base_config, without MindFormers."""
 
 import os
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Mapping, Tuple
 
 import yaml
 
@@ -23,11 +23,11 @@ def read_yaml(path: str) -> dict:
     return config
 
 
-def value_at(config: dict, key: str) -> Any:
+def value_at(config: Mapping[str, Any], key: str) -> Any:
     """Returns the value at a dotted key, or None where there is none."""
     value: Any = config
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 

@@ -7,7 +7,7 @@ import os
 import tempfile
 from typing import Iterator
 
-from mindlora.doctor.finding import Finding
+from mindlora.checks.finding import Finding
 from mindlora.errors import ConfigMistakes, LoraError
 
 

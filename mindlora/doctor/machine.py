@@ -11,7 +11,7 @@ import sys
 from typing import List, Optional, Tuple
 
 from mindlora import __version__
-from mindlora.doctor.finding import Finding
+from mindlora.checks.finding import Finding
 from mindlora.doctor.report import Item
 
 # MindSpore version -> MindFormers version that it was tested with; setup.py installs the same pairs.

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Iterator, List, Tuple
 
-from mindlora.doctor.finding import Finding
+from mindlora.checks.finding import Finding
 from mindlora.doctor.report import Item
 from mindlora.errors import BackendError
 

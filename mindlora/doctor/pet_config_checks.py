@@ -4,12 +4,12 @@ import re
 import warnings
 from typing import List, Optional, Tuple
 
+from mindlora.checks.finding import Finding
+from mindlora.checks.pet_config import KNOWN_PET_TYPES, MINDFORMERS_PET_TYPES, PetLoraConfig
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import PET_TYPES
-from mindlora.doctor.finding import Finding
 from mindlora.errors import LoraError
-from mindlora.plugin.pet_config import KNOWN_PET_TYPES, MINDFORMERS_PET_TYPES, PetLoraConfig
 
 
 def check_pet_config(config: dict) -> Tuple[Optional[PetLoraConfig], List[Finding]]:

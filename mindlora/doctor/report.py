@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Tuple
 
+from mindlora.checks.finding import SEVERITIES, Finding
 from mindlora.common.tables import wrapped
-from mindlora.doctor.finding import SEVERITIES, Finding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,21 +3,21 @@
 import re
 from typing import Iterator, List
 
+from mindlora.checks.dtypes import check_dtypes
+from mindlora.checks.files import check_files
+from mindlora.checks.finding import SEVERITIES, Finding
+from mindlora.checks.keys import number_mistakes
+from mindlora.checks.language_model import at, language_model
+from mindlora.checks.mcore import check_mcore_model
+from mindlora.checks.memory import check_memory_options
+from mindlora.checks.shape import shape_mistakes
+from mindlora.checks.targets import check_targets
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import read_yaml
-from mindlora.doctor.dtype_checks import check_dtypes
-from mindlora.doctor.file_checks import check_files
-from mindlora.doctor.finding import SEVERITIES, Finding
-from mindlora.doctor.language_model import at, language_model
 from mindlora.doctor.launcher_check import check_with_launcher
-from mindlora.doctor.mcore_checks import check_mcore_model
-from mindlora.doctor.memory_checks import check_memory_options
 from mindlora.doctor.pet_config_checks import check_pet_config
-from mindlora.doctor.target_checks import check_targets
 from mindlora.errors import ConfigError
-from mindlora.plugin.number_checks import number_mistakes
-from mindlora.plugin.yaml_shape import shape_mistakes
 
 # YAML 1.1 wants a decimal point and a signed exponent in such a number.
 _NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")

@@ -7,9 +7,9 @@ from typing import Dict, Iterator, List, Optional, Sequence
 import numpy as np
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.checks.mcore import is_mcore
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import value_at
-from mindlora.plugin.mcore import is_mcore
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows, row_count
 
 # So many rows of a file are looked at: a file of millions would take minutes.

@@ -17,12 +17,12 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
 
 import yaml
 
+from mindlora.checks.shape import refuse_wrong_shape, shape_mistakes
 from mindlora.common.interrupts import Interrupts
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError, ConfigMistakes, LoraError, RunStopped
 from mindlora.plugin.command_line import FLAGS, parse
-from mindlora.plugin.yaml_shape import refuse_wrong_shape, shape_mistakes
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
 if TYPE_CHECKING:

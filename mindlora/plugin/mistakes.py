@@ -4,13 +4,13 @@ from typing import Iterator, List, Optional
 
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.checks.base import base_mistakes
+from mindlora.checks.keys import number_mistakes
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.errors import ConfigMistakes
-from mindlora.plugin.base_checks import base_mistakes
 from mindlora.plugin.data_rows import data_mistakes, labels_left_out
 from mindlora.plugin.log import logger
-from mindlora.plugin.number_checks import number_mistakes
 from mindlora.plugin.registry_checks import ignored_settings, registry_mistakes
 
 _METRICS = ["held_out_loss", "loss"]

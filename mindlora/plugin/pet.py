@@ -10,6 +10,8 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
+from mindlora.checks.sharded import is_scattered
 from mindlora.errors import ConfigError
 from mindlora.models import targets
 from mindlora.nn.noisy_embedding import add_embedding_noise
@@ -17,8 +19,6 @@ from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.plugin.loaded_base import LoadedBase
 from mindlora.plugin.log import logger
 from mindlora.plugin.mcore_model import McoreRows
-from mindlora.plugin.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
-from mindlora.plugin.sharded_checks import is_scattered
 from mindlora.save_load import load_lora
 
 

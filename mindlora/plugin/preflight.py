@@ -6,6 +6,10 @@ import os
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.base import quantize
+from mindlora.checks.cpu import check_cpu
+from mindlora.checks.mcore import check_mcore, is_mcore
+from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.sharded import check_sharded, is_scattered
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.config import PRESETS, expand_pet_type
@@ -14,16 +18,12 @@ from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics import initializers
 from mindlora.plugin import accumulation, callback_order, lora_plus, packing, resume, run_description
 from mindlora.plugin.adalora import prepare_budget
-from mindlora.plugin.cpu_checks import check_cpu
 from mindlora.plugin.eval_rows import cut_rows_for_eval
 from mindlora.plugin.exchange import prepare_exchange
 from mindlora.plugin.launch_checks import fill_base
 from mindlora.plugin.log import logger
-from mindlora.plugin.mcore import check_mcore, is_mcore
 from mindlora.plugin.mindrecords import files_of
 from mindlora.plugin.mistakes import refuse_mistakes
-from mindlora.plugin.pet_config import check_pet_config
-from mindlora.plugin.sharded_checks import check_sharded, is_scattered
 
 # Callbacks that carry out a lora_init that changes the base. LoraStart was LoraInitialization's name in version 0.1.
 _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization", "LoraStart")

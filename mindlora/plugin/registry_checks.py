@@ -6,12 +6,12 @@ from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
+from mindlora.checks.mcore import is_mcore
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import value_at
 from mindlora.errors import LoraError
 from mindlora.plugin import hooks  # noqa: F401  registers mindlora's classes
-from mindlora.plugin.mcore import is_mcore
 
 # Key of the YAML -> the kind of class that its ``type`` names: of any run, and of one that trains. MindFormers builds
 # nothing of the second in other runs, and its YAMLs for predicting name optimizers that it no longer has.

@@ -15,9 +15,9 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 from mindformers.tools.utils import get_real_group_size
 
 from mindlora import __version__
+from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.data.mindrecord import mindrecord_files
 from mindlora.plugin.network import base_of
-from mindlora.plugin.pet_config import PetLoraConfig
 from mindlora.plugin.resume import total_steps
 
 if TYPE_CHECKING:

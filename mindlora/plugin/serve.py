@@ -6,12 +6,12 @@ from typing import Mapping, Optional, Sequence
 from mindformers.core.context import build_context
 from mindformers.tools.register import MindFormerConfig
 
+from mindlora.checks.cpu import check_cpu_serving
+from mindlora.checks.pet_config import check_pet_config
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
-from mindlora.plugin.cpu_checks import check_cpu_serving
 from mindlora.plugin.launcher import build_config
-from mindlora.plugin.pet_config import check_pet_config
 from mindlora.plugin.preflight import check_quantized_base
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine

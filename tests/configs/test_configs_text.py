@@ -26,8 +26,8 @@ def test_every_key_is_known(path, mindformers):
     from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS
     from mindformers.wrapper import MFTrainOneStepCell
 
+    from mindlora.checks.pet_config import PetLoraConfig
     from mindlora.plugin import callbacks as ours
-    from mindlora.plugin.pet_config import PetLoraConfig
 
     given = merged(path)
     model = given["model"]["model_config"]

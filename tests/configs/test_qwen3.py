@@ -115,7 +115,7 @@ def test_its_keys_are_known_and_its_commands_are_ones_that_we_have(path, monkeyp
     from mindformers.wrapper import MFTrainOneStepCell
 
     from mindlora import cli
-    from mindlora.plugin.pet_config import PetLoraConfig
+    from mindlora.checks.pet_config import PetLoraConfig
 
     given = merged(path)
     assert set(given["model"]["model_config"]["pet_config"]) <= arguments(PetLoraConfig) | {"pet_type"}

@@ -8,8 +8,8 @@ from mindlora.adapters.convert import Heads, convert_adapter
 from mindlora.adapters.files import read, write
 from mindlora.base.convert import convert_base
 from mindlora.base.reader import BaseCheckpoint
+from mindlora.checks.targets import check_targets
 from mindlora.config import LoraConfig
-from mindlora.doctor.target_checks import check_targets
 from mindlora.errors import TargetError
 from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models import names, registry

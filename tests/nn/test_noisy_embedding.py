@@ -6,9 +6,9 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 from mindlora import LoraConfig, apply_lora, freeze_base
+from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.errors import ConfigError, UnsupportedCellError
 from mindlora.nn.noisy_embedding import NoisyEmbedding, add_embedding_noise
-from mindlora.plugin.pet_config import PetLoraConfig
 from tests.support.lora_dense import Each
 from tests.support.networks import randomize
 

@@ -8,10 +8,10 @@ import pytest
 
 from mindlora import LoraConfig, apply_lora, save_lora
 from mindlora.adapters import files as adapter_files
+from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.data import tokenizers
 from mindlora.errors import BaseMismatchError, ConfigError
 from mindlora.nn.tree import lora_cells, weight_of
-from mindlora.plugin.pet_config import PetLoraConfig
 from tests.support.networks import randomize
 from tests.support.runs import LORA_YAML, SEQUENCE, SIZES, files, launch_refused, write_rows
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
+from mindlora.checks.mcore import FAMILIES, check_mcore, family_of
 from mindlora.errors import ConfigError
-from mindlora.plugin.mcore import FAMILIES, check_mcore, family_of
 from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
 

@@ -14,6 +14,7 @@ from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.sharding.scatter import scatter_adapter
 from mindlora.adapters.sharding.slices import cut
+from mindlora.checks.sharded import check_sharded, is_scattered
 from mindlora.errors import (
     BackendError,
     ConfigError,
@@ -24,7 +25,6 @@ from mindlora.errors import (
 )
 from mindlora.formats import strategy_file
 from mindlora.formats.strategy_file import Layout
-from mindlora.plugin.sharded_checks import check_sharded, is_scattered
 from tests.support.refusals import part, refused
 
 RANK, IN, OUT, ALPHA = 4, 8, 6, 12.0
@@ -175,8 +175,8 @@ def test_slices_that_are_not_this_ranks_are_refused_and_nothing_is_loaded(mindfo
 
 
 def test_the_plugin_leaves_slices_to_the_callback(mindformers, scattered):
+    from mindlora.checks.pet_config import PetLoraConfig
     from mindlora.plugin.pet import MindloraModel
-    from mindlora.plugin.pet_config import PetLoraConfig
 
     config = PetLoraConfig(lora_rank=RANK, lora_alpha=ALPHA, target_modules="wq", adapter_path=scattered)
     wrapper = types.SimpleNamespace(config=types.SimpleNamespace(pet_config=config), _leave_frozen=lambda _: None)

@@ -2,7 +2,8 @@
 
 import sys
 
-from mindlora.plugin import launcher, mcore
+from mindlora.checks import mcore
+from mindlora.plugin import launcher
 from tests.support import mcore_cpu
 
 

@@ -8,8 +8,8 @@ from typing import Mapping, Optional
 
 from mindformers.models.llama import LlamaConfig as MindFormersLlamaConfig
 
+from mindlora.checks.pet_config import check_pet_config
 from mindlora.plugin import hooks  # noqa: F401  importing it registers pet type, train step and callbacks
-from mindlora.plugin.pet_config import check_pet_config
 
 
 class LlamaConfig(MindFormersLlamaConfig):

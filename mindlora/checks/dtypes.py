@@ -1,13 +1,13 @@
 """Checks of the dtypes in which base and adapter are stored and computed."""
 
-from typing import Iterator
+from typing import Iterator, Tuple
 
+from mindlora.checks.finding import Finding
+from mindlora.checks.mcore import is_mcore
 from mindlora.common.fields import dtype_name
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
-from mindlora.doctor.finding import Finding
-from mindlora.doctor.mcore_checks import base_dtype_keys
 from mindlora.errors import ConfigError
 
 _PRECISION = {"float16": 11, "bfloat16": 8}
@@ -17,7 +17,7 @@ _MODEL = "model.model_config"
 def check_dtypes(config: dict, lora: LoraConfig) -> Iterator[Finding]:
     """Yields a finding for what rounding, underflow or overflow would cost in the dtypes that the YAML names."""
     dtypes = []
-    keys = base_dtype_keys(config)
+    keys = _base_dtype_keys(config)
     for key, default in keys:
         try:
             dtypes.append(dtype_name(value_at(config, f"{_MODEL}.{key}") or default, key))
@@ -77,3 +77,11 @@ def _check_base(stored, computed, stored_key) -> Iterator[Finding]:
 def _scales_loss(config) -> bool:
     scale = value_at(config, "runner_wrapper.scale_sense")
     return isinstance(scale, dict) or isinstance(scale, (int, float)) and scale > 1
+
+
+def _base_dtype_keys(config: dict) -> Tuple[Tuple[str, str], Tuple[str, str]]:
+    """Returns (key, default) of the dtypes in which the base is stored and computed."""
+    if not is_mcore(config):
+        return ("param_init_type", "float16"), ("compute_dtype", "float16")
+    stored = "param_init_type" if value_at(config, f"{_MODEL}.param_init_type") else "params_dtype"
+    return (stored, "float32"), ("compute_dtype", "bfloat16")

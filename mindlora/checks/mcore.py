@@ -1,13 +1,12 @@
-"""MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how.
-
-Imports no MindFormers, as pet_config.py.
-"""
+"""MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how."""
 
 import os
-from typing import Any, List, Mapping, Optional
+from typing import Any, Iterator, List, Mapping, Optional
 
+from mindlora.checks.finding import Finding
 from mindlora.common.json_files import parse_object
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
 from mindlora.models import names
 
@@ -23,6 +22,16 @@ _HELP = "docs/finetune.md says which mcore models train with adapters."
 def is_mcore(config: Mapping) -> bool:
     """Returns whether a YAML builds one of MindFormers' mcore models."""
     return config.get("use_legacy", True) is False
+
+
+def check_mcore_model(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error if a YAML of an mcore model has a pet_config and cannot run."""
+    if not is_mcore(config) or not value_at(config, PET):
+        return
+    try:
+        check_mcore(config)
+    except ConfigError as error:
+        yield Finding("error", "use_legacy", str(error))
 
 
 def check_mcore(config: Mapping) -> None:
@@ -109,7 +118,7 @@ def family_of(config: Mapping) -> Optional[str]:
     folder = config.get("pretrained_model_dir")
     sources = [model, _read(os.path.join(folder, "config.json"))] if folder else [model]
     for source in sources:
-        named = _first(source.get("architectures")) or _MODEL_TYPES.get(source.get("model_type"))
+        named = _first(source.get("architectures")) or _MODEL_TYPES.get(str(source.get("model_type")))
         if named:
             return named
     return model.get("model_type")

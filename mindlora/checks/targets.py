@@ -5,15 +5,15 @@ import logging
 import re
 from typing import Dict, Iterator, List, Optional, Tuple
 
+from mindlora.checks.finding import Finding
+from mindlora.checks.mcore import family_of, is_mcore, model_config_of
 from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
-from mindlora.doctor.finding import Finding
 from mindlora.errors import TargetError
 from mindlora.models import registry, targets
 from mindlora.models.architecture import Architecture
 from mindlora.models.targets import pattern_value
-from mindlora.plugin.mcore import family_of, is_mcore, model_config_of
 
 Sizes = Dict[str, Tuple[int, int]]
 
@@ -53,8 +53,8 @@ def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
                 layers=lora.layers_to_transform,
             )
         except TargetError as error:
-            key = re.match(r"\w+", str(error))[0]
-            return [Finding("error", f"{PET}.{key}", str(error))]
+            field = str(error).split(" ")[0]
+            return [Finding("error", f"{PET}.{field}", str(error))]
     stacked, selected = [p for p in selected if p not in sizes], [p for p in selected if p in sizes]
     return [
         *(Finding("warning", f"{PET}.target_modules", message) for message in messages),
@@ -154,15 +154,24 @@ def _check_patterns(selected, lora) -> Iterator[Finding]:
                 )
 
 
+class _Collector(logging.Handler):
+    """Collects messages."""
+
+    def __init__(self, level: int):
+        super().__init__(level)
+        self.messages: List[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 @contextlib.contextmanager
 def _warnings_of(logger):
     """Yields a list that collects the warnings of ``logger``, which are not shown meanwhile."""
-    messages = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
+    collector = _Collector(logging.WARNING)
     before = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers, logger.propagate = [collector], False
     try:
-        yield messages
+        yield collector.messages
     finally:
         logger.handlers, logger.propagate = before

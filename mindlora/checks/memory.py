@@ -5,9 +5,9 @@ What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.
 
 from typing import Iterator
 
+from mindlora.checks.finding import Finding
 from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import value_at
-from mindlora.doctor.finding import Finding
 
 _RECOMPUTE, _SWAP = "recompute_config", "swap_config"
 # Keys that say how to recompute, with the value that leaves them off.

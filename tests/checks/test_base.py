@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mindlora.checks.base import base_mistakes
 from mindlora.formats import ckpt_file
 from mindlora.models.llama import linear_sizes
 from mindlora.plugin import launcher
-from mindlora.plugin.base_checks import base_mistakes
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES
 
 MODEL = "--model.model_config."

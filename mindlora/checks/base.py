@@ -2,11 +2,10 @@
 
 import os
 import re
-from typing import Dict, Iterator, Optional, Tuple
-
-from mindformers.tools.register import MindFormerConfig
+from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
 
 from mindlora.base import quantize
+from mindlora.checks.mcore import is_mcore
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.text import examples
 from mindlora.common.yaml_file import value_at
@@ -14,26 +13,27 @@ from mindlora.errors import ConfigError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.models import registry
-from mindlora.plugin.mcore import is_mcore
 
 
-def base_mistakes(config: MindFormerConfig) -> Iterator[str]:
+def base_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields how the linear weights of load_checkpoint differ from the model's: layers and shapes.
 
     Args:
-        config (MindFormerConfig): The whole YAML. Of a folder, only whose names it has is looked at. Nothing is
+        config (mapping): The whole YAML. Of a folder, only whose names it has is looked at. Nothing is
             said of a quantized base, a model whose cells are not known, or a run in parallel, whose checkpoint may be
             divided.
     """
-    path, wanted = config.load_checkpoint, _linear_shapes(config)
-    file = _file_of(path, config.load_ckpt_format) if path and wanted and not config.use_parallel else None
+    path, wanted = config.get("load_checkpoint"), _linear_shapes(config)
+    file = (
+        _file_of(path, config.get("load_ckpt_format")) if path and wanted and not config.get("use_parallel") else None
+    )
     if file is None:
         return
     refuse_pointer(file, ConfigError)
     found = _stored_shapes(file)
     if any(".self_attn." in name for name in found):
         # MindFormers converts a folder of them itself, if it is told to read it.
-        if file == path or config.load_ckpt_format != "safetensors":
+        if file == path or config.get("load_ckpt_format") != "safetensors":
             yield (
                 f"load_checkpoint: {path} has Hugging Face's names. Name its folder, with load_ckpt_format: "
                 f"safetensors, or convert it: mindlora convert-base {path} base.safetensors --to mindformers"
@@ -73,9 +73,9 @@ def _file_of(path: str, wanted: Optional[str]) -> Optional[str]:
     return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
 
 
-def _linear_shapes(config: MindFormerConfig) -> Dict[str, Tuple[int, int]]:
+def _linear_shapes(config: Mapping[str, Any]) -> Dict[str, Tuple[int, int]]:
     """Returns the shapes that the weights of the model's linear cells have by their names; none if not known."""
-    model = config.model.model_config
+    model = value_at(config, "model.model_config")
     kind = value_at(config, "model.arch.type") or model.get("type")
     experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model))
     architecture = registry.by_model_type(kind) if not is_mcore(config) and experts == 1 else None

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Iterable, Iterator, Tuple
 
+from mindlora.checks.finding import Finding
 from mindlora.common.yaml_file import PET, value_at
-from mindlora.doctor.finding import Finding
 
 _MODEL = "model.model_config"
 _NESTED = f"{_MODEL}.llm_model.model_config"

@@ -2,11 +2,11 @@
 
 import pytest
 
+from mindlora.checks.keys import number_mistakes
+from mindlora.checks.shape import shape_mistakes
 from mindlora.doctor.yaml_checks import check_yaml
 from mindlora.errors import ConfigMistakes
 from mindlora.plugin import launcher
-from mindlora.plugin.number_checks import number_mistakes
-from mindlora.plugin.yaml_shape import shape_mistakes
 from tests.support.runs import LORA_YAML, read_yaml, write_yaml
 
 

@@ -1,10 +1,9 @@
 """What a MindFormers YAML must set to run on a CPU, where some of MindFormers' kernels do not exist."""
 
-from typing import Iterator
-
-from mindformers.tools.register import MindFormerConfig
+from typing import Any, Iterator, Mapping, Sequence
 
 from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.yaml_file import value_at
 from mindlora.errors import ConfigError
 
 # What MindFormers' Llama needs on a CPU: key -> (value, reason).
@@ -28,14 +27,14 @@ _LLAMA_DEFAULTS = {
 }
 
 
-def check_cpu(config: MindFormerConfig) -> None:
+def check_cpu(config: Mapping[str, Any]) -> None:
     """Raises ConfigError with everything that must be set differently, unless the YAML can run on a CPU."""
-    wrong = [*_check_model(config.model.model_config), *_check_prediction(config), *_check_run(config)]
+    wrong = [*_check_model(value_at(config, "model.model_config")), *_check_prediction(config), *_check_run(config)]
     if wrong:
         raise ConfigError("context.device_target is CPU, where this YAML cannot run. Set: " + "; ".join(wrong) + ".")
 
 
-def check_cpu_serving(model_config: MindFormerConfig) -> None:
+def check_cpu_serving(model_config: Mapping[str, Any]) -> None:
     """Raises ConfigError with everything that must be set differently, unless the model can be served on a CPU."""
     wrong = list(_check_model(model_config, ("fused_rms_norm",)))
     if wrong:
@@ -44,7 +43,7 @@ def check_cpu_serving(model_config: MindFormerConfig) -> None:
         )
 
 
-def _check_model(model_config, keys=tuple(_MODEL)) -> Iterator[str]:
+def _check_model(model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL)) -> Iterator[str]:
     for key, (needed, reason) in ((key, _MODEL[key]) for key in keys):
         if bool(model_config.get(key, _LLAMA_DEFAULTS[key])) != needed:
             yield f"model.model_config.{key}: {needed} ({reason})"
@@ -55,26 +54,26 @@ def _check_model(model_config, keys=tuple(_MODEL)) -> Iterator[str]:
 
 
 def _check_prediction(config) -> Iterator[str]:
-    if config.run_mode != "predict":
+    if config.get("run_mode") != "predict":
         return
     # MindSpore chooses the next token with ArgMaxExt or TopkExt, which have no CPU kernel.
-    if not config.model.model_config.get("do_sample", True):
+    if not value_at(config, "model.model_config").get("do_sample", True):
         yield (
             "model.model_config.do_sample: True (greedy search has no CPU kernel; sampling with top_k: 1 chooses the "
             "same tokens)"
         )
-    if not config.postprocess_use_numpy:
+    if not config.get("postprocess_use_numpy"):
         yield "postprocess_use_numpy: True (sampling without NumPy has no CPU kernel either)"
 
 
 def _check_run(config) -> Iterator[str]:
-    if config.use_parallel and config.load_checkpoint:
+    if config.get("use_parallel") and config.get("load_checkpoint"):
         yield (
             "use_parallel: False (with several devices and load_checkpoint, MindFormers waits at a Barrier, which has "
             "no CPU kernel)"
         )
-    wrapper = config.runner_wrapper.type if config.runner_wrapper else None
-    if config.run_mode in TRAINING_MODES and wrapper == "MFTrainOneStepCell":
+    wrapper = value_at(config, "runner_wrapper.type")
+    if config.get("run_mode") in TRAINING_MODES and wrapper == "MFTrainOneStepCell":
         yield (
             "runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that only "
             "Ascend has)"

@@ -3,10 +3,10 @@
 import os
 from typing import Iterator, Optional
 
+from mindlora.checks.finding import Finding
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
-from mindlora.doctor.finding import Finding
 
 # MindFormers takes the weights from the first of these that is set.
 _BASES = ("checkpoint.load_path", "load_checkpoint", "pretrained_model_dir")
