@@ -153,7 +153,7 @@ def train_step(network: Any, boundary: Optional[int]) -> Any:
     """Returns the train step of mindlora-run, for packed rows if there is a boundary."""
     from mindformers.core.optim import AdamW
 
-    from mindlora.plugin.train_step import LoraTrainOneStepCell
+    from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 
     optimizer = AdamW(network.trainable_params(), 1e-4, weight_decay=0.0)
     cell = LoraTrainOneStepCell(

@@ -255,7 +255,7 @@ def train_step(network: Any, learning_rate: float, **wrapper: Any) -> Any:
     """Returns the train step of every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
-    from mindlora.plugin.train_step import LoraTrainOneStepCell
+    from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 
     network.set_train()
     cell = LoraTrainOneStepCell(

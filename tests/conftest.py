@@ -88,9 +88,9 @@ def _plain_log():
 @pytest.fixture(autouse=True)
 def _no_configuration():
     # What mindlora-run would be told by its YAML, an earlier test of this process may have left.
-    description = sys.modules.get("mindlora.plugin.run_description")
-    if description:
-        description.remember_configuration({})
+    remembered = sys.modules.get("mindlora.plugin.run_configuration")
+    if remembered:
+        remembered.remember_configuration({})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ def check_with_launcher(path: str) -> Iterator[Finding]:
         try:
             from mindformers.tools.register import MindFormerConfig
 
-            from mindlora.plugin import preflight
+            from mindlora.plugin.launching import preflight
             from mindlora.plugin.mistakes import find_warnings
 
             config = MindFormerConfig(path)

@@ -5,6 +5,7 @@ so that a YAML can name them. mindlora-run imports it before the Trainer is buil
 register_path/bridge.py under MindFormers' own launcher. No other module of mindlora registers the pet type.
 """
 
-from mindlora.plugin import callbacks, lora_plus, pet, train_step  # noqa: F401  importing registers their classes
+from mindlora.plugin import callbacks  # noqa: F401  importing registers their classes
+from mindlora.plugin.graph import lora_plus, pet, train_step  # noqa: F401  importing registers their classes
 
 pet.register()

@@ -22,7 +22,7 @@ from mindlora.common.interrupts import Interrupts
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError, ConfigMistakes, LoraError, RunStopped
-from mindlora.plugin.command_line import FLAGS, parse
+from mindlora.plugin.launching.command_line import FLAGS, parse
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         _say_how_to_go_on(config, began)
         return 130
     except Exception as error:
-        from mindlora.plugin.failure import described
+        from mindlora.plugin.launching.failure import described
 
         print(f"mindlora-run: error: {described(error, config)}", file=sys.stderr)
         _say_how_to_go_on(config, began)
@@ -76,7 +76,8 @@ def run(config: "MindFormerConfig") -> None:
     from mindformers.utils.file_utils import set_output_path
 
     set_output_path(config.output_dir)
-    from mindlora.plugin import hooks, preflight  # noqa: F401  importing hooks registers mindlora
+    from mindlora.plugin import hooks  # noqa: F401  importing hooks registers mindlora
+    from mindlora.plugin.launching import preflight
 
     preflight.prepare(config)
     preflight.check_files(config)
@@ -186,7 +187,7 @@ def _say_how_to_go_on(config, began):
     """Prints the newest step that this run saved, and how to resume from it."""
     if config is None or config.run_mode not in TRAINING_MODES:
         return
-    from mindlora.plugin.resume import checkpoint_directory, step_folders
+    from mindlora.plugin.resume.training_state import checkpoint_directory, step_folders
 
     for callback in config.callbacks or []:
         if callback.get("type") == "LoraCheckpoint":
@@ -199,7 +200,7 @@ def _say_how_to_go_on(config, began):
 
 
 def _screen(config) -> contextlib.AbstractContextManager:
-    from mindlora.plugin.screen import progress_only
+    from mindlora.plugin.launching.screen import progress_only
 
     return progress_only(config)
 

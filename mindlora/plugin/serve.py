@@ -12,7 +12,7 @@ from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
 from mindlora.plugin.launcher import build_config
-from mindlora.plugin.preflight import check_quantized_base
+from mindlora.plugin.launching.preflight import check_quantized_base
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine

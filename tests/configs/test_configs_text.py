@@ -119,7 +119,8 @@ def test_the_memory_is_what_its_factors_make(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_commands_are_ones_that_we_have(path, monkeypatch):
     from mindlora import cli
-    from mindlora.plugin import launcher, preflight
+    from mindlora.plugin import launcher
+    from mindlora.plugin.launching import preflight
 
     monkeypatch.chdir(ROOT)
     seen = 0

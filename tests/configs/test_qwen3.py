@@ -10,7 +10,8 @@ from mindlora.nn.nf4 import parameter_count
 from mindlora.nn.tree import lora_cells
 from mindlora.plan.run import read_run
 from mindlora.plan.weights import weights_of
-from mindlora.plugin import launcher, preflight
+from mindlora.plugin import launcher
+from mindlora.plugin.launching import preflight
 from tests.configs.test_configs_build import build, callbacks, train_step
 from tests.configs.test_configs_text import arguments, commands, merged, number
 from tests.conftest import ROOT

@@ -5,7 +5,7 @@ import pytest
 from mindlora.errors import ConfigError
 from mindlora.plugin import launcher
 from mindlora.plugin.launch_checks import check_launch
-from mindlora.plugin.preflight import check_files
+from mindlora.plugin.launching.preflight import check_files
 from tests.support.runs import LORA_YAML, read_yaml, write_yaml
 
 TOKENIZER = "--processor.tokenizer.tokenizer_file"

@@ -5,8 +5,9 @@ import pytest
 from mindlora.common.yaml_file import merged
 from mindlora.doctor.launcher_check import check_with_launcher
 from mindlora.errors import ConfigError, ConfigMistakes
-from mindlora.plugin import launcher, preflight
+from mindlora.plugin import launcher
 from mindlora.plugin.data_rows import data_mistakes
+from mindlora.plugin.launching import preflight
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
 
 

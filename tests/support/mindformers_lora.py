@@ -19,7 +19,8 @@ from mindformers.trainer import Trainer
 from mindformers.utils.file_utils import set_output_path
 
 # The train step that runs on a CPU, and LossCurve; not mindlora.plugin.hooks.
-from mindlora.plugin import callbacks, train_step  # noqa: F401  importing registers their classes
+from mindlora.plugin import callbacks  # noqa: F401  importing registers their classes
+from mindlora.plugin.graph import train_step  # noqa: F401  importing registers their classes
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)

@@ -7,8 +7,8 @@ import mindspore as ms
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindlora.plugin.network import train_step_of
-from mindlora.plugin.train_step import LoraTrainOneStepCell
+from mindlora.plugin.graph.network import train_step_of
+from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 from mindlora.training.rate_factor import TRANSIENT
 
 

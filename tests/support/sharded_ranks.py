@@ -114,8 +114,8 @@ def run(scenario, folder, rank):
     from mindspore import ops
 
     from mindlora.errors import BackendError
-    from mindlora.plugin import collectives, sharded_adapter
     from mindlora.plugin.callbacks import AdapterSlices, LoraCheckpoint
+    from mindlora.plugin.resume import collectives, sharded_adapter
     from tests.support.scripted_runs import Report, StopAt
 
     ms.set_auto_parallel_context(pipeline_stages=2 if scenario == "stages" else 1)

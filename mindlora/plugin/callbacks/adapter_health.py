@@ -11,10 +11,10 @@ from mindspore.train import RunContext
 from mindlora.errors import ConfigError
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
+from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import train_step_of
+from mindlora.plugin.resume import training_state
 from mindlora.training.health_cells import cell_values, float_parts, weight_norm
 from mindlora.training.health_measures import measure
 from mindlora.training.health_rules import HealthRules

@@ -15,10 +15,10 @@ from mindlora.errors import MissingTensorsError, ScaleMismatchError, ShapeMismat
 from mindlora.models import names
 from mindlora.nn.tensors import to_tensor
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin import sharded_adapter
 from mindlora.plugin.callbacks.common import register
+from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import base_of
+from mindlora.plugin.resume import sharded_adapter
 
 
 @register

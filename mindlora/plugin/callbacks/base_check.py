@@ -4,7 +4,7 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.plugin.callbacks.common import register
-from mindlora.plugin.network import check_loaded_base
+from mindlora.plugin.graph.network import check_loaded_base
 
 
 @register

@@ -6,9 +6,9 @@ from mindformers.core.callback.callback import _get_loss_output
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
 from mindlora.errors import ConfigError
+from mindlora.plugin.graph.network import train_step_of
+from mindlora.plugin.graph.step_record import StepRecord
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import train_step_of
-from mindlora.plugin.step_record import StepRecord
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam

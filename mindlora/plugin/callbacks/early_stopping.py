@@ -3,9 +3,9 @@
 from mindspore import Callback
 from mindspore.train import RunContext
 
-from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import register, report_event
 from mindlora.plugin.callbacks.step_control import check_is_measured
+from mindlora.plugin.resume import training_state
 from mindlora.training.early_stop import EarlyStop
 
 

@@ -4,8 +4,8 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.plugin.callbacks.common import check_count, register
-from mindlora.plugin.network import train_step_of
-from mindlora.plugin.resume import passed, total_steps
+from mindlora.plugin.graph.network import train_step_of
+from mindlora.plugin.resume.training_state import passed, total_steps
 from mindlora.training.exchange.agreement import check_agreement
 
 

@@ -6,12 +6,12 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.errors import ConfigError
-from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import base_of
-from mindlora.plugin.packing import check_held_out
-from mindlora.plugin.ranks import mean_over_ranks
+from mindlora.plugin.resume import training_state
+from mindlora.plugin.resume.ranks import mean_over_ranks
 from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 
 

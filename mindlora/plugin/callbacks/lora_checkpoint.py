@@ -13,12 +13,11 @@ from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.noisy_embedding import NoisyEmbedding
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin import exchange_state
-from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import check_count, loss_of, register
+from mindlora.plugin.graph.network import base_of, check_loaded_base
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import base_of, check_loaded_base
-from mindlora.plugin.sharded_saves import ShardedSaves
+from mindlora.plugin.resume import exchange_state, training_state
+from mindlora.plugin.resume.sharded_saves import ShardedSaves
 
 
 @register

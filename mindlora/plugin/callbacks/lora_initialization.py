@@ -6,7 +6,7 @@ from mindspore.train import RunContext
 from mindlora.initialize import initialize_adapters
 from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
-from mindlora.plugin.network import base_of
+from mindlora.plugin.graph.network import base_of
 
 
 @register

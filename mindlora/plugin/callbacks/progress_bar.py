@@ -5,8 +5,8 @@ from mindspore import Callback
 from mindspore.train import RunContext
 from tqdm import tqdm
 
-from mindlora.plugin import resume as training_state
 from mindlora.plugin.callbacks.common import register, step_record
+from mindlora.plugin.resume import training_state
 
 
 @register

@@ -12,7 +12,7 @@ from mindlora.numerics.rank_schedule import BudgetSchedule
 from mindlora.plugin.callbacks.common import register, report_event
 from mindlora.plugin.callbacks.step_control import controlled_step
 from mindlora.plugin.log import logger
-from mindlora.plugin.resume import total_steps
+from mindlora.plugin.resume.training_state import total_steps
 
 
 @register

@@ -15,9 +15,9 @@ from mindspore.train import RunContext
 from mindlora.errors import LoraError
 from mindlora.plugin.callbacks.common import register, step_record
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
+from mindlora.plugin.callbacks.run_description import describe
+from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import train_step_of
-from mindlora.plugin.run_description import describe
 from mindlora.training.history import EARLIER_NAME, HistoryWriter
 
 REPORT_NAME = "report.html"

@@ -9,8 +9,8 @@ from mindlora.data import tokenizers
 from mindlora.data.templates import prompt_template
 from mindlora.errors import ConfigError
 from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.network import base_of
 from mindlora.training.answers import greedy_answers
 
 

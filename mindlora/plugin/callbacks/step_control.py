@@ -6,7 +6,7 @@ from mindspore import Callback, nn
 from mindspore.train import RunContext
 
 from mindlora.errors import ConfigError
-from mindlora.plugin.network import train_step_of
+from mindlora.plugin.graph.network import train_step_of
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam

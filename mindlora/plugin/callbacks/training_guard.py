@@ -11,8 +11,8 @@ from mindlora.common.fields import check_number
 from mindlora.errors import DivergenceError
 from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
 from mindlora.plugin.callbacks.step_control import controlled_step
-from mindlora.plugin.ranks import wait_for_all_ranks
-from mindlora.plugin.resume import state_parameters
+from mindlora.plugin.resume.ranks import wait_for_all_ranks
+from mindlora.plugin.resume.training_state import state_parameters
 from mindlora.training.guard import RunGuard, Snapshots
 
 _NAME = "TrainingGuard"

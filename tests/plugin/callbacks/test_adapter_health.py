@@ -13,10 +13,10 @@ from mindspore.train.callback._callback import InternalCallbackParam
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.errors import ConfigError
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin import preflight
 from mindlora.plugin.callbacks import adapter_health
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
-from mindlora.plugin.train_step import LoraTrainOneStepCell
+from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
+from mindlora.plugin.launching import preflight
 from mindlora.training.health_cells import float_parts
 from tests.conftest import in_mode
 from tests.support import tiny_runs

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mindlora.errors import ConfigError, DivergenceError, RunStopped
-from mindlora.plugin import resume
 from mindlora.plugin.callbacks import EarlyStopping, GracefulStop, LoraCheckpoint, TrainingGuard
+from mindlora.plugin.resume import training_state
 from tests.support.controlled_runs import RATE, ControlledStep, play
 from tests.support.scripted_runs import Report, folders, marked_step
 
@@ -205,7 +205,10 @@ def test_a_signal_finishes_the_step_and_saves_the_run(number, code):
         "with --resume, or set resume: True in LoraCheckpoint."
     )
     assert step.number == 3 and events.events == [(3, "stop")]
-    assert resume.resume_folder("saved", True).endswith("step_3") and resume.read_metadata(folder)["step"] == 3
+    assert (
+        training_state.resume_folder("saved", True).endswith("step_3")
+        and training_state.read_metadata(folder)["step"] == 3
+    )
     assert [signal.getsignal(handled) for handled in (signal.SIGINT, signal.SIGTERM)] == before
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from mindlora.adapters import files as adapter_files
 from mindlora.errors import ConfigError
-from mindlora.plugin import resume
 from mindlora.plugin.callbacks import LoraCheckpoint
+from mindlora.plugin.resume import training_state
 from tests.support.scripted_runs import STEPS_PER_EPOCH, Report, StopAt, folders, marked_step, train
 
 pytestmark = pytest.mark.usefixtures("pynative_mode")
@@ -30,7 +30,7 @@ def test_saves_where_another_callback_stops_the_run():
 
 def test_saves_when_several_steps_are_reported_at_once():
     # As with data sinking of three steps at a time.
-    assert [step for step in range(3, 16, 3) if resume.passed(5, step - 3, step)] == [6, 12, 15]
+    assert [step for step in range(3, 16, 3) if training_state.passed(5, step - 3, step)] == [6, 12, 15]
 
 
 def test_keeps_the_last_step_folders_and_the_best():
@@ -40,7 +40,7 @@ def test_keeps_the_last_step_folders_and_the_best():
 
 
 def test_directory_is_in_the_output_folder_by_default(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "get_output_root_path", lambda: str(tmp_path / "run"))
+    monkeypatch.setattr(training_state, "get_output_root_path", lambda: str(tmp_path / "run"))
     train([LoraCheckpoint()], [1, 2])
     assert folders(tmp_path / "run" / "lora_checkpoint") == ["best", "step_2"]
 
@@ -52,7 +52,7 @@ def test_what_an_earlier_run_saved_is_set_aside():
     assert folders("saved") == ["best", "step_1", "step_2", "earlier_run_1", "earlier_run_2"]
     assert folders("saved/earlier_run_1") == ["best", "step_3", "step_4"]
     assert folders("saved/earlier_run_2") == ["best", "step_1", "step_2"]
-    assert resume.best_value("saved/best", "loss") == 5
+    assert training_state.best_value("saved/best", "loss") == 5
 
 
 # Which is best
@@ -61,7 +61,7 @@ def test_what_an_earlier_run_saved_is_set_aside():
 def test_best_by_mean_training_loss_since_the_last_save():
     train([LoraCheckpoint(save_steps=2, directory="saved")], [5, 5, 9, 1, 0, 8, 9, 0])
     assert marked_step("saved/best") == 6
-    assert resume.best_value("saved/best", "loss") == 4
+    assert training_state.best_value("saved/best", "loss") == 4
 
 
 def test_a_loss_that_is_not_finite_is_never_best():

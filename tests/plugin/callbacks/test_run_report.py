@@ -13,11 +13,12 @@ from mindformers.tools.register import MindFormerConfig
 from mindformers.utils import tensorboard
 from tensorboardX.proto import event_pb2
 
-from mindlora.plugin import hooks, run_description  # noqa: F401
-from mindlora.plugin.callback_order import arrange
+from mindlora.plugin import hooks  # noqa: F401
 from mindlora.plugin.callbacks import LoraCheckpoint, ProgressBar, RunReport, run_report
 from mindlora.plugin.callbacks.common import report_event
-from mindlora.plugin.step_record import StepRecord
+from mindlora.plugin.callbacks.order import arrange_callbacks
+from mindlora.plugin.graph.step_record import StepRecord
+from mindlora.plugin.run_configuration import remember_configuration
 from mindlora.training.history import read_history
 from tests.support import tiny_runs
 from tests.support.histories import health
@@ -186,9 +187,9 @@ def test_the_configuration_comes_with_what_is_known_of_defaults(tmp_path):
     tiny_runs.write_data(path, rows=8)
     config = MindFormerConfig(tiny_runs.LORA_YAML)
     config.train_dataset.data_loader.dataset_dir = path
-    arrange(config)
+    arrange_callbacks(config)
     assert [callback["type"] for callback in config.callbacks].count("RunReport") == 1
-    run_description.remember_configuration(config)
+    remember_configuration(config)
     model = Model()
     model.config = types.SimpleNamespace(pad_token_id=tiny_runs.PAD, ignore_token_id=tiny_runs.IGNORED)
     train([RunReport(str(tmp_path))], LOSSES, step=ScriptedStep(model))

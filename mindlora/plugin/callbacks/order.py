@@ -1,0 +1,41 @@
+"""The order in which callbacks run, whatever it is in the YAML: what measures comes before what decides and saves."""
+
+from mindformers.tools.register import MindFormerConfig
+
+# First to last. Callbacks of MindFormers and of others come before all of these, in the order of the YAML.
+ORDER = (
+    "BaseCheck",
+    "LoraStart",
+    "LoraInitialization",
+    "AdapterSlices",
+    "ExchangeCheck",
+    "HeldOutLoss",
+    "AdapterHealth",
+    "RankBudget",
+    "TrainingGuard",
+    "WarmUp",
+    "ReduceOnPlateau",
+    "GradientNormRate",
+    "EarlyStopping",
+    "GracefulStop",
+    "LoraCheckpoint",
+    "SampleAnswers",
+    "LossCurve",
+    "ProgressBar",
+    "RunReport",
+)
+# What every training run gets.
+ADDED = ("GracefulStop", "RunReport")
+
+
+def arrange_callbacks(config: MindFormerConfig) -> None:
+    """Puts the callbacks of a training run in order, and adds those that every run gets.
+
+    Args:
+        config (MindFormerConfig): The whole YAML; ``callbacks`` in it is changed.
+    """
+    callbacks = list(config.callbacks or [])
+    listed = {callback.get("type") for callback in callbacks}
+    callbacks += [MindFormerConfig(type=name) for name in ADDED if name not in listed]
+    position = {name: number for number, name in enumerate(ORDER)}
+    config.callbacks = sorted(callbacks, key=lambda callback: position.get(callback.get("type"), -1))

@@ -1,0 +1,1 @@
+"""What MindFormers' Trainer runs: the model with its adapters, and the train step."""

@@ -1,0 +1,50 @@
+"""An adapter of adapter_path and its base: MindFormers loads load_checkpoint only after the adapter."""
+
+from mindspore import nn
+
+from mindlora.errors import BaseMismatchError
+from mindlora.nn.base_fingerprint import weight_shape
+from mindlora.nn.tree import lora_cells
+from mindlora.plugin.log import logger
+from mindlora.plugin.run_configuration import run_configuration
+from mindlora.save_load import check_base
+
+
+class LoadedBase:
+    """Compares, once the base is loaded, the base that an adapter was trained on with it.
+
+    Args:
+        network (nn.Cell): The network with the adapter, whose base has no values yet.
+        path (str): The adapter.
+        on_base_mismatch (str): "error", "warn" or "ignore".
+    """
+
+    def __init__(self, network: nn.Cell, path: str, on_base_mismatch: str):
+        self.network, self.path, self.on_base_mismatch = network, path, on_base_mismatch
+        self.shapes = self._shapes()
+
+    def check(self) -> None:
+        """Compares the two.
+
+        Raises:
+            BaseMismatchError: They differ, with on_base_mismatch "error".
+        """
+        if self._shapes() != self.shapes:
+            logger.info("%s: each device has a part of the base, which was not compared.", self.path)
+            return
+        try:
+            check_base(self.network, self.path, self.on_base_mismatch)
+        except BaseMismatchError as error:
+            stored, found = error.stored or {}, error.found or {}
+            checkpoint = run_configuration().get("load_checkpoint")
+            differing = "shapes" if stored.get("shapes") != found.get("shapes") else "values"
+            raise BaseMismatchError(
+                f"adapter_path: {error} Its fingerprint of the base is {stored.get(differing)}, and that of "
+                f"load_checkpoint: {checkpoint} is {found.get(differing)}. If this base is meant, "
+                "set pet_config.on_base_mismatch: warn.",
+                stored,
+                found,
+            ) from None
+
+    def _shapes(self):
+        return {path: weight_shape(cell) for path, cell in lora_cells(self.network)}

@@ -1,0 +1,71 @@
+"""Finds the train step, and the model, inside the cells that MindFormers and MindSpore wrap around them."""
+
+from typing import Optional
+
+from mindformers.core.loss.loss import CrossEntropyLoss
+from mindspore import nn
+
+from mindlora.plugin.graph.mcore_model import count_tokens, gpt_model_of
+
+
+def base_of(train_network: nn.Cell) -> nn.Cell:
+    """Returns the MindFormers model (with its PET wrapper) inside a train step or a tool cell.
+
+    Args:
+        train_network (nn.Cell): The network that mindspore.Model trains, which may also hold cells for accumulation
+            or pipelining.
+
+    Raises:
+        TypeError: There is no MindFormers model inside.
+    """
+    network = _innermost(train_network, lambda cell: hasattr(cell, "config"))
+    if network is None:
+        raise TypeError(f"{type(train_network).__name__} contains no MindFormers model.")
+    return network
+
+
+def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
+    """Returns the LoraTrainOneStepCell in the network that mindspore.Model trains, or None if there is none."""
+    return _innermost(train_network, lambda cell: hasattr(cell, "set_rate_factor"))
+
+
+def check_loaded_base(network: nn.Cell) -> None:
+    """Compares the base that adapter_path was trained on with the one that has been loaded, if both are there.
+
+    Args:
+        network (nn.Cell): The network that mindspore.Model trains or evaluates.
+
+    Raises:
+        BaseMismatchError: They differ, and on_base_mismatch of pet_config is "error".
+    """
+    model = _innermost(network, lambda cell: hasattr(cell, "check_loaded_base"))
+    if model is not None:
+        model.check_loaded_base()
+
+
+def count_tokens_in_loss(train_network: nn.Cell) -> bool:
+    """Makes a model of MindFormers return the sum of its losses and the number of counted tokens, not their quotient.
+
+    Args:
+        train_network (nn.Cell): The model, or cells around it; the loss of the model is changed in place.
+
+    Returns:
+        bool, False if there is no model inside whose loss counts tokens.
+    """
+    mcore = gpt_model_of(train_network)
+    if mcore is not None:
+        return count_tokens(mcore)
+    model = _innermost(train_network, lambda cell: isinstance(getattr(cell, "loss", None), CrossEntropyLoss))
+    if model is None:
+        return False
+    model.loss.calculate_per_token_loss = True
+    return True
+
+
+def _innermost(cell, found):
+    """Returns the first cell that ``found`` accepts, from outside in, or None."""
+    while isinstance(cell, nn.Cell):
+        if found(cell):
+            return cell
+        cell = getattr(cell, "network", None)
+    return None

@@ -1,0 +1,286 @@
+"""The train step: accumulates micro-batches, exchanges gradients, skips bad steps, and works on every device."""
+
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
+
+import mindspore as ms
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.wrapper import MFTrainOneStepCell
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.communication import get_group_size
+
+from mindlora.errors import ConfigError
+from mindlora.nn.adalora import is_adaptive
+from mindlora.plugin.graph.exchange import build_exchange
+from mindlora.plugin.graph.mcore_model import McoreLoss
+from mindlora.plugin.graph.network import base_of, count_tokens_in_loss
+from mindlora.plugin.graph.packing import install_segment_mask
+from mindlora.plugin.graph.step_record import StepRecord
+from mindlora.training.exchange import FlatLayout
+from mindlora.training.rank_budget import RankBudget
+from mindlora.training.rate_factor import TRANSIENT, RateFactor
+from mindlora.training.token_gradients import TokenGradients
+
+_not_finite = ops.MultitypeFuncGraph("not_finite")
+_scaled = ops.MultitypeFuncGraph("scaled")
+_sum_of_squares = ops.MultitypeFuncGraph("sum_of_squares")
+
+
+@_not_finite.register("Tensor")
+def _count_not_finite(gradient):
+    """Returns how many elements are NaN or infinite: float32, shape []."""
+    return ops.logical_not(ops.isfinite(gradient)).astype(mstype.float32).sum()
+
+
+@_scaled.register("Tensor", "Tensor")
+def _scale(factor, gradient):
+    return gradient.astype(mstype.float32) * factor
+
+
+@_sum_of_squares.register("Tensor")
+def _square_and_sum(gradient):
+    return (gradient * gradient).sum()
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class LoraTrainOneStepCell(MFTrainOneStepCell):
+    """A train step for CPUs as well as for Ascend, alone or data parallel.
+
+    The loss is the mean over the counted tokens of all micro-batches of all ranks, and every rank reports this one. A
+    step is skipped, so that neither a weight, a moment nor the learning rate's step changes, if a gradient overflows on
+    any rank, or if the loss or the norm of the gradient exceeds its limit. The learning rate is that of the schedule
+    times a factor (set_rate_factor).
+
+    In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
+    what is said above does not hold. MindFormers detects overflow with kernels that only Ascend has. On any other
+    device, this cell reports an overflow if an element of a gradient is NaN or infinite, as those kernels do.
+
+    Args:
+        network (Cell): As for mindformers.wrapper.MFTrainOneStepCell.
+        optimizer (Optimizer): Likewise.
+        micro_batches (int): Into how many equal parts a batch is split, one after the other, whose gradients are added
+            up. mindlora-run sets it from runner_config.gradient_accumulation_steps. Default: 1.
+        gradient_exchange (str or dict): How data-parallel processes exchange gradients: see docs/exchange.md.
+            Default: "dense".
+        record_gradient_norms (bool): Whether gradient_norms() is available. Default: False.
+        rank_budget (bool): Whether AdaLoRA's ranks are allocated, as the callback RankBudget plans it. mindlora-run
+            sets it. Default: False.
+        packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another
+            one. mindlora-run sets it from the data. Default: None, the rows are not packed.
+        **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
+
+    Outputs:
+        As of MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm (None without use_clip_grad).
+
+    Raises:
+        ConfigError: An argument is out of range, or cannot hold in the parallel mode.
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: nn.Optimizer,
+        micro_batches: int = 1,
+        gradient_exchange: Union[str, Mapping] = "dense",
+        record_gradient_norms: bool = False,
+        rank_budget: bool = False,
+        packed_boundary: Optional[int] = None,
+        **kwargs: Any,
+    ):
+        rate = RateFactor(optimizer)
+        super().__init__(network, optimizer, **kwargs)
+        # MFTrainOneStepCell has copied the schedules, and a copy would not see the factor change.
+        self.learning_rate = optimizer.learning_rate
+        self.rate, self.rate_factor = rate, rate.parameter
+        self.checks_values = ms.get_context("device_target") != "Ascend"
+        self.no_status = Tensor([0] * 8, mstype.int32)
+        mode = ms.get_auto_parallel_context("parallel_mode")
+        self.is_mindformers_step = (
+            mode not in ("stand_alone", "data_parallel")
+            or self.if_dump
+            or bool(self.dump_device_local_norm)
+            or bool(getattr(self, "use_graceful_exit", False))
+        )
+        if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+            raise ConfigError(f"micro_batches is {micro_batches!r}, but it must be a whole number of at least 1.")
+        if self.is_mindformers_step:
+            given = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
+            _refuse(mode, **given, rank_budget=rank_budget)
+        self.rank_budget = _budget(network, self.weights, rank_budget)
+        if packed_boundary is not None:
+            install_segment_mask(base_of(network), packed_boundary)
+        self.is_distributed_step = mode == "data_parallel" and get_group_size() > 1
+        self.micro_batches = micro_batches
+        self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
+        model = self.network if self.use_legacy else McoreLoss(self.network, self.counts_tokens)
+        self.token_gradients = TokenGradients(model, self.weights, micro_batches)
+        self.exchange = None
+        if self.is_distributed_step and not self.is_mindformers_step:
+            layout = FlatLayout(self.weights)
+            self.flatten, self.unflatten = layout.flatten, layout.unflatten
+            self.exchange = build_exchange(gradient_exchange, layout)
+            self.sum_over_ranks = ops.AllReduce()
+        # What callbacks set and read between two steps.
+        self.record = _transient("record", np.zeros(6))
+        self.limits = _transient("limits", np.full(2, np.inf))
+        self.stop_request = _transient("stop_request", np.zeros(()))
+        self.norms = _transient("gradient_norms", np.zeros(len(self.weights))) if record_gradient_norms else None
+        self.records_norms = record_gradient_norms
+
+    def construct(self, *inputs: Tensor) -> Tuple:
+        if self.is_mindformers_step:
+            return super().construct(*inputs)
+        # A mean over the positions of a batch has gradients of the size for which loss scales are chosen.
+        positions = self.positions(inputs)
+        total, count, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
+        status, scale = self.start_overflow_check(total, self.scale_sense)
+        stop, elsewhere = self.stop_request.reshape(()), None
+        if self.exchange is not None:
+            elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
+            total, count, elsewhere, stop = self.sum_over_ranks(ops.stack((total, count, elsewhere, stop))).unbind()
+        loss = total / count
+        gradients = self.hyper_map(ops.partial(_scaled, positions / (scale * count)), gradients)
+        if self.local_norm:
+            local_norm, size = self.localnorm(gradients)
+            local_norm = self.concat(local_norm)
+        residual = None
+        if self.exchange is not None:
+            summed, residual = self.exchange.reduce(self.flatten(gradients))
+            gradients = self.unflatten(summed)
+        if self.rank_budget is not None:
+            gradients = self.rank_budget.regularized(gradients)
+
+        overflow = self.get_overflow_status(status, gradients)
+        if self.exchange is not None:
+            overflow = ops.logical_or(overflow, elsewhere > 0)
+        overflow = self.process_loss_scale(overflow)
+        squares = ops.stack(self.hyper_map(_sum_of_squares, gradients))
+        norm = ops.sqrt(squares.sum())
+        global_norm = None
+        if self.use_clip_grad:
+            gradients, global_norm = self.clip_grad_norm(gradients)
+        learning_rate = self.current_rate()
+
+        skipped = ops.logical_or(overflow, self.exceeds_limits(loss, norm))
+        if ops.logical_not(skipped):
+            loss = self.update(loss, gradients, residual)
+        values = (loss, norm, count, skipped.astype(mstype.float32), stop, learning_rate)
+        ops.assign(self.record, ops.stack(values))
+        if self.records_norms:
+            ops.assign(self.norms, ops.sqrt(squares))
+        if self.local_norm:
+            return loss, overflow, scale, learning_rate, global_norm, local_norm, size
+        return loss, overflow, scale, learning_rate, global_norm
+
+    def update(self, loss: Tensor, gradients: Tuple[Tensor, ...], residual: Optional[Tensor]) -> Tensor:
+        """Updates the weights, and what follows from the update; returns ``loss``, once all of it is done."""
+        loss = ops.depend(loss, self.optimizer(gradients))
+        if self.rank_budget is not None:
+            loss = ops.depend(loss, self.rank_budget(gradients))
+        if self.exchange is not None:
+            loss = ops.depend(loss, self.exchange.keep(residual))
+        return loss
+
+    def positions(self, inputs: Tuple[Tensor, ...]) -> float:
+        """Returns how many tokens the loss of a batch could count at most: a constant of the shape."""
+        return float(inputs[0].shape[0] * inputs[0].shape[1]) if self.counts_tokens else float(self.micro_batches)
+
+    def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Returns whether the loss or the norm of the gradient is above its limit, or not finite: bool []."""
+        within = ops.logical_and(loss <= self.limits[0], norm <= self.limits[1])
+        within = ops.logical_and(within, ops.logical_and(ops.isfinite(loss), ops.isfinite(norm)))
+        if self.use_skip_data_by_global_norm:
+            within = ops.logical_and(within, norm < self.global_norm_spike_threshold)
+        return ops.logical_not(within)
+
+    def current_rate(self) -> Tensor:
+        """Returns the learning rate of this step, of several groups the default one's: float32 []."""
+        rate = self.learning_rate
+        step = self.optimizer.global_step
+        if self.optimizer.dynamic_lr:
+            if self.use_grouped_lr:
+                factor = self.rate_factor
+                rate = self.default_lr(step).reshape(()) * factor
+                self.default_lr_parameter = rate
+                for group, schedule in enumerate(self.grouped_lr):
+                    self.grouped_lr_parameter[group] = schedule(step).reshape(()) * factor
+            elif self.optimizer.is_group_lr:
+                rate = rate[-1](step)
+            else:
+                rate = rate(step)
+        elif self.optimizer.is_group_lr:
+            rate = rate[-1]
+        return rate.reshape(())
+
+    def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Tensor, Any]:
+        """Returns a cleared overflow status, and ``compute_input``."""
+        if self.checks_values:
+            return self.no_status, compute_input
+        return super().start_overflow_check(pre_cond, compute_input)
+
+    def get_overflow_status(self, status: Tensor, compute_output: Any) -> Tensor:
+        """Returns whether the gradients in ``compute_output`` have overflowed."""
+        if self.checks_values:
+            # The gradients have been summed over the ranks by now, so every rank sees the same ones.
+            counts = self.hyper_map(_not_finite, compute_output)
+            return ops.addn(counts) > 0
+        return super().get_overflow_status(status, compute_output)
+
+    def set_rate_factor(self, source: str, value: float) -> None:
+        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        self.rate.set(source, value)
+
+    @property
+    def rate_factors(self) -> Dict[str, float]:
+        """The factors of the learning rate: source -> value."""
+        return dict(self.rate.factors)
+
+    def set_limits(self, loss: float, gradient_norm: float) -> None:
+        """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
+        ops.assign(self.limits, Tensor(np.array([loss, gradient_norm], np.float32)))
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop: the record of the next step has ``stop`` set on each of them."""
+        ops.assign(self.stop_request, Tensor(1, mstype.float32))
+
+    def last_record(self) -> StepRecord:
+        """Returns what the last step measured, the same on every rank."""
+        loss, norm, tokens, skipped, stop, rate = (float(value) for value in self.record.asnumpy())
+        return StepRecord(loss, norm, tokens if self.counts_tokens else None, skipped > 0, stop > 0, rate)
+
+    def gradient_norms(self) -> Dict[str, float]:
+        """Returns the norm of each trainable parameter's gradient, before clipping, in the last step.
+
+        Raises:
+            ConfigError: The train step does not record them.
+        """
+        if self.norms is None:
+            raise ConfigError(
+                "The train step records no gradient norms. Set runner_wrapper.record_gradient_norms: True."
+            )
+        return {p.name: float(norm) for p, norm in zip(self.weights, self.norms.asnumpy())}
+
+
+def _budget(network, weights, allocates):
+    """Returns what allocates AdaLoRA's ranks, or None for a network without it."""
+    if is_adaptive(network) and not allocates:
+        raise ConfigError(
+            "The network has cells of AdaLoRA (use_adalora), whose ranks this train step would not allocate. Start "
+            "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."
+        )
+    return RankBudget(network, weights) if allocates else None
+
+
+def _refuse(mode, **given):
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"runner_wrapper has {name}, which works alone and in data parallel (parallel.parallel_mode 0), "
+                f"without dumped norms, and not in this run of parallel_mode {mode!r}. Remove it."
+            )
+
+
+def _transient(name, value):
+    """Returns a parameter that describes a step, and is no state of the run."""
+    return Parameter(Tensor(value.astype(np.float32)), name=f"{TRANSIENT}{name}", requires_grad=False)

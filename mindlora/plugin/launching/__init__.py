@@ -1,0 +1,1 @@
+"""What mindlora-run does before and around MindFormers' Trainer."""

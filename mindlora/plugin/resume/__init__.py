@@ -1,0 +1,1 @@
+"""A training run on disk and back, alone and sharded."""

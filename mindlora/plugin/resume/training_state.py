@@ -1,0 +1,281 @@
+"""A training run saved to disk and resumed: the adapter, the optimizer's moments, the step and the loss scale."""
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING, List, Mapping, Optional, Union
+
+import numpy as np
+from mindformers.tools.utils import get_output_root_path
+from mindspore import Parameter, Tensor, nn
+from safetensors.numpy import load_file, save_file
+
+from mindlora.common import atomic
+from mindlora.common.json_files import write_json
+from mindlora.common.text import listed
+from mindlora.errors import ConfigError
+from mindlora.nn.adalora import is_adaptive
+from mindlora.nn.tree import lora_cells
+from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.log import logger
+from mindlora.save_load import check_base, load_lora, save_lora
+from mindlora.training.rate_factor import TRANSIENT
+
+if TYPE_CHECKING:
+    from mindspore.train.callback._callback import InternalCallbackParam
+
+STEP_PREFIX = "step_"
+# Where the slices of a sharded run are that could not be joined: in it step_N, in that rank_R.
+SLICES = "slices"
+_STATE_TENSORS = "training_state.safetensors"
+_STATE_METADATA = "training_state.json"
+_BEST_METADATA = "best.json"
+
+
+def checkpoint_directory(directory: Optional[str]) -> str:
+    """Returns the folder that a run saves to: ``directory``, or lora_checkpoint in the output folder of the run."""
+    return os.path.abspath(directory or os.path.join(get_output_root_path(), "lora_checkpoint"))
+
+
+def total_steps(params: "InternalCallbackParam") -> int:
+    """Returns the number of steps of the whole run, from MindSpore's callback parameters."""
+    return params.epoch_num * params.batch_num
+
+
+def passed(every: int, before: int, now: int) -> bool:
+    """Returns whether a multiple of ``every`` lies after step ``before`` and up to step ``now``.
+
+    With data sinking several steps are reported at once, so ``now % every == 0`` might never be true.
+    """
+    return now // every > before // every
+
+
+def step_folders(directory: str) -> List[str]:
+    """Returns the step folders in ``directory``, oldest first."""
+    found = (
+        [
+            (int(match.group(1)), entry.path)
+            for entry in os.scandir(directory)
+            if (match := re.fullmatch(STEP_PREFIX + r"(\d+)", entry.name))
+        ]
+        if os.path.isdir(directory)
+        else []
+    )
+    return [path for _, path in sorted(found)]
+
+
+def set_aside(directory: str, step: int) -> Optional[str]:
+    """Moves what an earlier run saved after ``step`` into a folder of its own, so that two runs do not mix.
+
+    Args:
+        directory (str): Where this run will save.
+        step (int): The step at which this run starts; 0 for a new one.
+
+    Returns:
+        str, the folder that now holds it, or None if there was nothing to move.
+    """
+    saved = [*step_folders(directory), *step_folders(os.path.join(directory, SLICES))]
+    later = [folder for folder in saved if int(os.path.basename(folder)[len(STEP_PREFIX) :]) > step]
+    best = os.path.join(directory, "best")
+    if (_read_json(os.path.join(best, _BEST_METADATA)) or {}).get("step", 0) > step:
+        later.append(best)
+    if not later:
+        return None
+    number = 1
+    while os.path.exists(aside := os.path.join(directory, f"earlier_run_{number}")):
+        number += 1
+    os.mkdir(aside)
+    for folder in later:
+        os.renames(folder, os.path.join(aside, os.path.relpath(folder, directory)))
+    return aside
+
+
+def resume_folder(directory: str, resume: Union[bool, str]) -> str:
+    """Returns the step folder to resume from.
+
+    Args:
+        directory (str): Where the run saves.
+        resume (bool or str): A step folder, or True for the newest one in ``directory``.
+
+    Returns:
+        str, the path of the step folder.
+
+    Raises:
+        ConfigError: There is no such folder, or it holds no training state.
+    """
+    folders = [resume] if isinstance(resume, str) else step_folders(directory)
+    if not folders:
+        raise ConfigError(
+            f"LoraCheckpoint: resume is True, but {directory} has no {STEP_PREFIX}N folder. Set resume to the "
+            "path of a step folder, or to False for a new run."
+        )
+    if not os.path.isdir(folders[-1]):
+        raise ConfigError(
+            f"LoraCheckpoint: resume is {folders[-1]}, which is not a folder. Set it to the path of a step folder."
+        )
+    if not os.path.isfile(os.path.join(folders[-1], _STATE_METADATA)):
+        raise ConfigError(
+            f"LoraCheckpoint: {folders[-1]} has no {_STATE_METADATA}, so no run can be resumed from it. "
+            "To start a new run from its adapter, set pet_config.adapter_path."
+        )
+    return folders[-1]
+
+
+def read_metadata(folder: str) -> dict:
+    """Returns the step and the steps per epoch of a step folder."""
+    return _read_json(os.path.join(folder, _STATE_METADATA))
+
+
+def save(folder: str, params: "InternalCallbackParam", values: Optional[Mapping[str, np.ndarray]] = None) -> None:
+    """Writes a step folder: adapter, optimizer moments, loss scale, step, trained base parameters, callbacks' state.
+
+    Args:
+        folder (str): The folder to write, atomically.
+        params (InternalCallbackParam): MindSpore's callback parameters.
+        values (mapping): In a sharded run the whole tensors of the adapter (see mindlora.save_load.adapter_of). Only
+            the adapter is written then, as every rank has a state of its own. Default: None.
+    """
+    if values is not None:
+        _save_adapter(params, folder, values)
+        return
+    # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
+    tensors = {p.name: p.asnumpy().copy() for p in state_parameters(params.train_network)}
+    metadata = {
+        "step": params.cur_step_num,
+        "steps_per_epoch": params.batch_num,
+        "callbacks": {type(callback).__name__: callback.training_state() for callback in _with_state(params)},
+    }
+    with atomic.replace_folder(folder) as new:
+        _save_adapter(params, new)
+        save_file(tensors, os.path.join(new, _STATE_TENSORS))
+        write_json(os.path.join(new, _STATE_METADATA), metadata)
+
+
+def _save_adapter(params, folder, values=None):
+    """Writes the adapter, with the name of its base that pet_config gives."""
+    network = base_of(params.train_network)
+    pet_config = getattr(getattr(network, "config", None), "pet_config", None)
+    save_lora(network, folder, base_model=getattr(pet_config, "base_model_name_or_path", None), values=values)
+
+
+def save_best(
+    folder: str,
+    params: "InternalCallbackParam",
+    metric: str,
+    value: float,
+    values: Optional[Mapping[str, np.ndarray]] = None,
+) -> None:
+    """Writes the adapter that is the best so far, with its step and its metric.
+
+    Args:
+        folder (str): The folder to write, atomically.
+        params (InternalCallbackParam): MindSpore's callback parameters.
+        metric (str): The name of the metric.
+        value (float): The value of the metric.
+        values (mapping): As for ``save``. Default: None.
+    """
+    with atomic.replace_folder(folder) as new:
+        _save_adapter(params, new, values)
+        write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
+
+
+def best_value(folder: str, metric: str) -> Optional[float]:
+    """Returns the metric of the best adapter so far, or None if none was saved with this metric."""
+    return (_read_json(os.path.join(folder, _BEST_METADATA)) or {}).get(metric)
+
+
+def restore(folder: str, params: "InternalCallbackParam") -> None:
+    """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
+
+    Args:
+        folder (str): The step folder.
+        params (InternalCallbackParam): MindSpore's callback parameters; the step count in them is set.
+
+    Raises:
+        ConfigError: The run was complete; it had another number of steps per epoch, or another optimizer, loss scale or
+            network; or the dataset does not start at the saved step.
+    """
+    metadata = read_metadata(folder)
+    _check_steps(folder, metadata, params)
+    tensors = load_file(os.path.join(folder, _STATE_TENSORS))
+    parameters = {p.name: p for p in state_parameters(params.train_network)}
+    _check_parameters(folder, tensors, parameters)
+    network = base_of(params.train_network)
+    if not is_adaptive(network):
+        load_lora(network, folder, on_base_mismatch="error")
+    # In another dtype the run would not go on with the same bits.
+    check_base(network, folder, exact=True)
+    for name, parameter in parameters.items():
+        parameter.set_data(Tensor(tensors[name], parameter.dtype))
+    params.cur_step_num = metadata["step"]
+    states = metadata.get("callbacks") or {}
+    for callback in _with_state(params):
+        name = type(callback).__name__
+        if name in states:
+            callback.restore_training_state(states[name])
+        else:
+            logger.warning("%s has no state of %s, which starts anew.", folder, name)
+
+
+def _check_steps(folder, metadata, params):
+    if metadata["steps_per_epoch"] != params.batch_num:
+        raise ConfigError(
+            f"{folder} was saved by a run of {metadata['steps_per_epoch']} steps per epoch, but this run has "
+            f"{params.batch_num}: resume with the same data, batch_size and number of devices."
+        )
+    if metadata["step"] >= total_steps(params):
+        raise ConfigError(
+            f"{folder} was saved at step {metadata['step']}, and this run ends at step {total_steps(params)}, "
+            "so nothing is left to train. Raise runner_config.epochs to train longer."
+        )
+    skipped = params.train_dataset.get_init_step()
+    if skipped != metadata["step"]:
+        raise ConfigError(
+            f"{folder} was saved at step {metadata['step']}, but the dataset starts at step {skipped}: set "
+            f"data_skip_steps: {metadata['step']} in the YAML (mindlora-run does so itself)."
+        )
+
+
+def _check_parameters(folder, tensors, parameters):
+    differing = sorted(
+        name for name in set(tensors) & set(parameters) if tensors[name].shape != tuple(parameters[name].shape)
+    )
+    problems = [
+        f"{problem}: {listed(names)}"
+        for problem, names in (
+            ("only in the folder", sorted(set(tensors) - set(parameters))),
+            ("only in this run", sorted(set(parameters) - set(tensors))),
+            ("with another shape", differing),
+        )
+        if names
+    ]
+    if problems:
+        raise ConfigError(
+            f"{folder} holds the state of another optimizer, loss scale or network. Parameters "
+            f"{'; '.join(problems)}. Resume with the optimizer, runner_wrapper and pet_config of that run."
+        )
+
+
+def _with_state(params):
+    """Returns the callbacks of a run that have a state to save."""
+    return [callback for callback in params.list_callback if hasattr(callback, "training_state")]
+
+
+def state_parameters(train_network: nn.Cell) -> List[Parameter]:
+    """Returns what a run needs besides the adapter: moments, step, loss scale and the base parameters it trains."""
+    network = base_of(train_network)
+    # An adapter's file does not hold AdaLoRA's parts as they train.
+    adaptive = {p.name for _, cell in lora_cells(network) if not cell.saved_as_trained for p in cell.lora_parameters()}
+    in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name} - adaptive
+    frozen = {p.name for p in network.get_parameters() if not p.requires_grad}
+    others = in_adapter | frozen
+    return [p for p in train_network.get_parameters() if p.name not in others and TRANSIENT not in p.name]
+
+
+def _read_json(path):
+    """Returns the content of a file, or None if there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
