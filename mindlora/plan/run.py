@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Dict, Optional, Tuple
 
-from mindlora.common.fields import check_number, dtype_name
+from mindlora.common.fields import COUNT, check_number, dtype_name
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
@@ -196,7 +196,7 @@ def _setting(config: Dict[str, Any], key: str) -> int:
 
 def _number(value: Any, default: int, field: str) -> int:
     value = default if value is None else value
-    check_number(value, field, int, lambda number: number >= 1, "a whole number of at least 1")
+    check_number(value, field, COUNT)
     return int(value)
 
 
