@@ -12,10 +12,8 @@ from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
-from mindlora.models.glm2 import GLM2
-from mindlora.plan.attention import Attention, attention_of
+from mindlora.models.attention import Attention
 from mindlora.plan.division import Division
-from mindlora.plan.leaves import layer_of
 
 # Keys of pet_config that change neither a tensor nor its size.
 WITHOUT_SIZE = ("adapter_path", "base_model_name_or_path", "loraplus_lr_ratio", "neftune_alpha", "on_base_mismatch")
@@ -92,7 +90,9 @@ class Run:
     @functools.cached_property
     def attention(self) -> Attention:
         """The widths of its attention."""
-        return attention_of(self.model, self.linear)
+        # In the first layer: of later ones, sizes are overwritten.
+        cells = {names.role_of(path): size for path, size in reversed(self.linear.items())}
+        return self.architecture.attention(self.model, cells)
 
     @functools.cached_property
     def experts(self) -> Dict[str, Tuple[int, int, int]]:
@@ -114,11 +114,10 @@ class Run:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of the KV cache that the network holds; a ChatGLM holds one while it trains, too."""
-        always = self.architecture is GLM2
-        if not always and (self.trains or not self.model.get("use_past")):
+        """Tokens of the KV cache that the network holds."""
+        if not self.architecture.caches_in_training and (self.trains or not self.model.get("use_past")):
             return 0
-        return self.number("num_blocks", 128 if always else 512) * self.number("block_size", 16)
+        return self.number("num_blocks", self.architecture.cache_blocks) * self.number("block_size", 16)
 
     @property
     def tokens(self) -> int:
@@ -147,6 +146,11 @@ class Run:
     def compute_dtype(self) -> str:
         """The dtype of activations."""
         return self.dtype("compute_dtype", "float16")
+
+
+def layer_of(path: str) -> Optional[int]:
+    """Returns the layer of a path, or None; layers that predict further tokens are none, and follow the last one."""
+    return None if path.startswith("mtp.") else names.layer_of(path)
 
 
 def read_run(config: Dict[str, Any]) -> Run:

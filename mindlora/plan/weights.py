@@ -13,7 +13,6 @@ from mindlora.config import LoraConfig
 from mindlora.errors import TargetError
 from mindlora.models import names, targets
 from mindlora.numerics import initializers, nf4
-from mindlora.plan.leaves import leaf_of
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
 
@@ -64,7 +63,7 @@ class Weight:
     @property
     def leaf(self) -> str:
         """The last part of its cell's path, under the names of the legacy Llama."""
-        return leaf_of(self.path)
+        return names.role_of(self.path)
 
     @property
     def elements(self) -> int:
