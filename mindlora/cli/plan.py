@@ -14,7 +14,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "yaml",
         metavar="YAML",
-        help="complete MindFormers YAML; --a.b.c VALUE and mindlora-run's flags override its keys",
+        help="complete MindFormers YAML; --a.b.c VALUE and the flags of mindlora-run override its keys, for instance "
+        "--train_dataset_dir PATH",
     )
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device, such as 32GB or 29.8GiB: what to change so that it fits"
