@@ -30,9 +30,9 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
         run (Run): The run.
         weights (list of Weight): Its parameters.
     """
-    if run.lora is None or run.lora.use_adalora:
+    if run.lora is None or run.selection is None or run.lora.use_adalora:
         return None
-    saved = run.lora.as_saved()
+    saved, saved_modules = run.lora.as_saved(), set(run.selection.saved)
     adapted = adapted_cells(run)
     if _joins_parts(run, adapted):
         return None
@@ -49,8 +49,7 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     for part, shape in shared_projection(saved, adapted).items():
         entries.append(_entry("", part, shape, saved))
     for weight in weights:
-        saved_too = weight.trained or names.is_balance(weight.name)
-        if not weight.adapter and saved_too and _is_saved_module(weight, run.lora.modules_to_save):
+        if not weight.adapter and weight.name in saved_modules:
             # With the head, so that PEFT does not untie them.
             heads = _tied_heads(run, weight) if weight.path not in adapted else []
             for name in (weight.name, *(f"{head}.weight" for head in heads)):
@@ -93,10 +92,6 @@ def _with_rank(shape: Shape, rank: int, part: str) -> Shape:
 
 def _entry(path: str, part: str, shape: Shape, lora: LoraConfig) -> _Entry:
     return peft.tensor_key(path, part, names.is_embedding(path)), named_dtype(lora.param_init_type), shape
-
-
-def _is_saved_module(weight: Weight, modules: Optional[List[str]]) -> bool:
-    return any(names.belongs_to(weight.name, module) for module in modules or ())
 
 
 def _tied_heads(run: Run, weight: Weight) -> List[str]:
