@@ -18,7 +18,7 @@ from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.cli import main
 from tests.conftest import ROOT
 
-PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")
+PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/*.md", "docs/api/*.md", "examples/*.md", "ops/*/README.md")
 DOCUMENTS = sorted(
     os.path.relpath(path, ROOT) for pattern in PATTERNS for path in glob.glob(os.path.join(ROOT, pattern))
 )
@@ -28,6 +28,9 @@ FOLDERS = "mindlora|ops|configs|scripts|tests|docs|examples"
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./<>*-]*[\w>*/]|(?<![\w/])\.(?:ci|github)/\w[\w./-]*")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 NAME = re.compile(r"(?<![\w./-])mindlora(?:\.[A-Za-z_]\w*)+")
+CALLBACK = re.compile(r"^@register\nclass (\w+)", re.M)
+# A number with its unit, such as 3.12, 1.9.0, 0.995x or 4.3e-6.
+FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-\d+)?x?")
 COMMAND = re.compile(r"(?:^|\$\()mindlora ([a-z][\w-]*)([^|#\n]*)", re.M)
 # Verbs that are followed by another verb.
 GROUPS = ("data",)
@@ -76,7 +79,7 @@ def help_of(*words):
 
 
 def test_the_documents_are_found():
-    assert {"README.md", "CONTRIBUTING.md", os.path.join("docs", "finetune.md")} <= set(DOCUMENTS)
+    assert {"README.md", "CONTRIBUTING.md", "README.zh-CN.md", os.path.join("docs", "finetune.md")} <= set(DOCUMENTS)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -115,14 +118,45 @@ def test_commands_exist(document):
     assert not wrong, f"{document} names commands or options that do not exist: {wrong}"
 
 
-def test_finetune_has_a_row_for_every_key_of_pet_config():
-    rows = re.findall(r"^\| (`[^|]+`) \|", text_of("docs/finetune.md"), re.M)
+def section_of(document, title):
+    """Returns the text below a heading of the second level, up to the next one."""
+    return text_of(document).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_keys_page_has_a_row_for_every_key_of_pet_config():
+    rows = re.findall(r"^\| (`[^|]+`) \|", section_of("docs/keys.md", "pet_config"), re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     fields = {field.name for field in dataclasses.fields(PetLoraConfig)}
     assert documented == fields | {"pet_type", "preset"}
 
 
-@pytest.mark.parametrize("document", ("README.md", "docs/finetune.md"))
+def test_the_keys_page_names_every_callback():
+    section = section_of("docs/keys.md", "callbacks")
+    missing = []
+    for path in glob.glob(os.path.join(ROOT, "mindlora", "plugin", "callbacks", "*.py")):
+        with open(path, encoding="utf-8") as file:
+            missing += [name for name in CALLBACK.findall(file.read()) if not re.search(rf"\b{name}\b", section)]
+    assert missing == ["LoraStart"]  # the name that LoraInitialization had in version 0.1
+
+
+def test_readme_in_chinese_has_the_code_and_the_figures_of_the_english_one():
+    english, chinese = text_of("README.md"), text_of("README.zh-CN.md")
+    assert FENCE.findall(chinese) == FENCE.findall(english)
+    assert figures_of(chinese) == figures_of(english)
+    assert links_of(chinese) == links_of(english)
+
+
+def figures_of(text):
+    """Returns the numbers outside of blocks of code, sorted: languages differ in the order of words."""
+    return sorted(FIGURE.findall(FENCE.sub("", text)))
+
+
+def links_of(text):
+    """Returns where a README's links lead, apart from those to the other language."""
+    return sorted(set(LINK.findall(FENCE.sub("", text))) - {"README.md", "README.zh-CN.md"})
+
+
+@pytest.mark.parametrize("document", ("README.md", "docs/finetune.md", "docs/mcore.md", "docs/adalora.md"))
 def test_pet_config_in_yaml_is_accepted(document):
     trees = [yaml.safe_load(code) for code in re.findall(r"^```yaml\n(.*?)^```", text_of(document), re.M | re.S)]
     nodes = [

@@ -8,7 +8,6 @@ from typing import Callable, NamedTuple, Optional, Protocol, Tuple, TypeVar
 
 import numpy as np
 
-from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
@@ -219,7 +218,8 @@ def loftq(
 
     Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
     """
-    check_number(iterations, "iterations of loftq", COUNT)
+    if iterations < 1:
+        raise ConfigError(f"iterations of loftq is {iterations}: it must be a whole number of at least 1.")
     rest = weight
     for _ in range(iterations):
         quantized = quantize(rest)

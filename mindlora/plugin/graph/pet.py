@@ -52,7 +52,7 @@ class MindloraModel(LoraModel):
         if config.loraplus_lr_ratio is not None:
             raise ConfigError(
                 "loraplus_lr_ratio is a key that only mindlora-run turns into learning rates. Under another "
-                "launcher, write grouped_lr_schedule (docs/finetune.md)."
+                "launcher, write grouped_lr_schedule (docs/keys.md)."
             )
         if config.use_adalora and config.adapter_path:
             # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
