@@ -1,25 +1,24 @@
 """Puts LoRA on a network: match, replace, freeze, summarize."""
 
 import dataclasses
-import fnmatch
 import logging
 from typing import Callable, Dict, List, Optional, Tuple
 
+import numpy as np
 from mindspore import nn
 from mindspore.common import dtype as mstype
 
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
-from mindlora.errors import LoraError, TargetError, UnsupportedCellError
-from mindlora.models import names, pipeline_parts
-from mindlora.models.targets import ALL_LINEAR, select_parameters, select_targets
+from mindlora.config.selection import freeze, select
+from mindlora.errors import LoraError, UnsupportedCellError
+from mindlora.models import names
 from mindlora.nn.cell import PART_NAMES
-from mindlora.nn.experts import ExpertWeight, check_patterns
+from mindlora.nn.description import describe
 from mindlora.nn.nf4 import parameter_count
-from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
+from mindlora.nn.registry import kind_of
 from mindlora.nn.routed_experts import cells_and_weights, holders_with
 from mindlora.nn.tree import (
-    adapter_path,
     lora_cells,
     mark_saved_module,
     refusals,
@@ -73,26 +72,26 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
             f"LoRA is on this network already, at {listed(present)}. Applying it again would reset "
             "what was trained: build a new network."
         )
-    linear, selected = _selected(network, config)
-    check_patterns(config, [linear[path] for path in selected])
-    pipeline_parts.check_parts(selected, list(linear), config.target_modules, "target_modules")
-    saved = _saved_module_parameters(network, config.modules_to_save, selected)
-    paths, initial_parts = {path: adapter_path(linear[path], path) for path in selected}, {}
+    cells = dict(cells_and_weights(network))
+    selection = select(describe(network, cells), config)
+    paths = {path: cell.prefix for path, cell in selection.cells.items()}
+    saved = [parameter for parameter in network.get_parameters() if parameter.name in selection.saved]
+    initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
     if config.quantize_base:
         # Quantizing discards the weights in float, so this check comes first.
-        _check_adaptable({path: linear[path] for path in selected}, config.for_cell)
-        initial_parts = quantize_with_adapters(network, config, selected, saved)
-        linear = dict(cells_and_weights(network))
-    put_lora(network, {paths[path]: linear[path] for path in selected}, config.for_cell)
-    cells = dict(lora_cells(network))
+        _check_adaptable({prefix: cells[path] for path, prefix in paths.items()}, config.for_cell)
+        initial_parts = quantize_with_adapters(network, config, list(paths))
+        cells = dict(cells_and_weights(network))
+    put_lora(network, {prefix: cells[path] for path, prefix in paths.items()}, config.for_cell)
+    adapted = dict(lora_cells(network))
     for path, parts in initial_parts.items():
         for part, array in parts.items():
-            cells[paths[path]].load_part(part, array)
+            adapted[paths[path]].load_part(part, array)
     for parameter in saved:
         mark_saved_module(parameter)
-    trainable = sum(p.size for cell in cells.values() for p in cell.trained_parameters())
+    trainable = sum(p.size for cell in adapted.values() for p in cell.trained_parameters())
     trainable += sum(p.size for p in saved if not names.is_balance(p.name))
-    return LoraReport(tuple(selected), trainable, parameter_count(network))
+    return LoraReport(tuple(paths), trainable, parameter_count(network))
 
 
 def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
@@ -144,25 +143,8 @@ def freeze_base(network: nn.Cell, config: Optional[LoraConfig] = None) -> None:
         )
     adapters |= {id(p) for p in saved_module_parameters(network)}
     parameters = list(network.get_parameters())
-    freeze = _matched_names(parameters, config.freeze_include if config else None, "freeze_include")
-    train = _matched_names(parameters, config.freeze_exclude if config else None, "freeze_exclude")
-    if train:
-        pipeline_parts.check_parts(sorted(train), [p.name for p in parameters], config.freeze_exclude, "freeze_exclude")
-    trains = {}
-    for parameter in parameters:
-        trains[parameter.name] = id(parameter) in adapters and not names.is_balance(parameter.name)
-        if (parameter.name in freeze) != (parameter.name in train):
-            trains[parameter.name] = parameter.name in train
-    if not any(trains.values()):
-        raise TargetError(
-            f"freeze_include {config.freeze_include!r} freezes everything: nothing is left to train. Narrow it."
-        )
-    packed = [p.name for p in parameters if trains[p.name] and p.dtype == mstype.uint8]
-    if packed:
-        raise TargetError(
-            f"modules_to_save or freeze_exclude trains {listed(packed)}, which is quantized, and "
-            "4-bit weights do not train. Add it to quantize_exclude."
-        )
+    quantized = [p.name for p in parameters if p.dtype == mstype.uint8]
+    trains = freeze({p.name: id(p) in adapters for p in parameters}, quantized, config)
     for parameter in parameters:
         parameter.requires_grad = trains[parameter.name]
     renew_recomputed_parameters(network)
@@ -218,30 +200,6 @@ def trainable_summary(network: nn.Cell) -> str:
     return "\n".join(lines)
 
 
-def _selected(network, config) -> Tuple[Dict[str, nn.Cell], List[str]]:
-    """Returns the cells that can get an adapter, by path, and the paths of those that do."""
-    # PEFT's all-linear leaves embeddings, convolutions and experts out as well.
-    types = adaptable_linear_types() if config.target_modules == ALL_LINEAR else adaptable_types()
-    cells = dict(cells_and_weights(network))
-    linear = [path for path, cell in cells.items() if path and isinstance(cell, types)]
-    chosen: List[str] = []
-    # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
-    if config.target_modules is not None or config.target_parameters is None:
-        chosen += select_targets(
-            linear,
-            config.target_modules,
-            config.exclude_modules,
-            {path: type(cell).__name__ for path, cell in cells.items() if path not in linear},
-            config.layers_to_transform,
-        )
-    if config.target_parameters is not None:
-        weights = [path for path, cell in cells.items() if isinstance(cell, ExpertWeight)]
-        chosen += select_parameters(
-            weights, config.target_parameters, config.exclude_modules, config.layers_to_transform
-        )
-    return cells, [path for path in cells if path in chosen]
-
-
 def _check_adaptable(cells, config_of):
     refused = refusals(cells, lambda path, cell: _check_cell(cell, config_of(path)))
     if refused:
@@ -256,50 +214,3 @@ def _check_cell(cell, config):
             f"use_adalora is for linear cells in float, and this one is {type(cell).__name__}. Add it to "
             "exclude_modules, or leave use_adalora out."
         )
-
-
-def _saved_module_parameters(network, modules, selected) -> list:
-    """Returns the parameters of ``modules``, each given as the end of a path."""
-    saved = []
-    for module in modules or ():
-        hits = [p for p in network.get_parameters() if names.belongs_to(p.name, module)]
-        if not hits:
-            raise TargetError(
-                f"modules_to_save names {module!r}, which matches no module. "
-                f"Parameters: {listed(p.name for p in network.get_parameters())}."
-            )
-        adapted = [path for path in selected if any(p.name.startswith(path + ".") for p in hits)]
-        if adapted:
-            raise TargetError(
-                f"modules_to_save names {module!r}, and so does target_modules: {listed(adapted)}. "
-                "Keep each in one of the two: a module either trains itself or gets an adapter."
-            )
-        _check_not_joined(module, hits)
-        # What a router counts from step to step belongs to no module.
-        saved += [p for p in hits if not names.is_computed(p.name)]
-    every = [p.name for p in network.get_parameters()]
-    pipeline_parts.check_parts([p.name for p in saved], every, modules, "modules_to_save")
-    return saved
-
-
-def _check_not_joined(module, parameters) -> None:
-    """Raises TargetError for a joined cell of an mcore model: its weight has no name in the file of an adapter."""
-    paths = [p.name.rpartition(".")[0] for p in parameters]
-    joined = [path for path in paths if names.is_mcore(path) and names.joined_parts(path)]
-    if joined:
-        raise TargetError(
-            f"modules_to_save names {module!r}, and {listed(joined)} joins weights that an adapter's file holds apart. "
-            "Put it into target_modules instead."
-        )
-
-
-def _matched_names(parameters, patterns, field) -> set:
-    matched = set()
-    for pattern in patterns or ():
-        hits = {p.name for p in parameters if fnmatch.fnmatchcase(p.name, pattern)}
-        if not hits:
-            raise TargetError(
-                f"{field} pattern {pattern!r} matches no parameter. Parameters: {listed(p.name for p in parameters)}."
-            )
-        matched |= hits
-    return matched

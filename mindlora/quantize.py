@@ -4,12 +4,12 @@ import logging
 from typing import Callable, Dict, List, Optional, Tuple, Union
 
 import numpy as np
-from mindspore import Parameter, nn
+from mindspore import nn
 
 from mindlora.adapters.adapter import is_finite
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig, Patterns
-from mindlora.errors import LoraError, QuantizationError, TargetError, UnsupportedCellError
+from mindlora.errors import LoraError, QuantizationError, UnsupportedCellError
 from mindlora.models.targets import select_quantized
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.dense import plain_linear_types
@@ -120,7 +120,7 @@ def quantize_cells(
 
 
 def quantize_with_adapters(
-    network: nn.Cell, config: LoraConfig, selected: List[str], saved: List[Parameter]
+    network: nn.Cell, config: LoraConfig, selected: List[str]
 ) -> Dict[str, Dict[str, np.ndarray]]:
     """Quantizes the base as ``config`` says, before apply_lora puts adapters on it.
 
@@ -128,25 +128,16 @@ def quantize_with_adapters(
         network (nn.Cell): The network.
         config (LoraConfig): A configuration with quantize_base.
         selected (list of str): Paths of the cells that get adapters.
-        saved (list of Parameter): Parameters of the saved modules, which train and so must stay in float.
 
     Returns:
         dict, path -> part -> initial value; empty unless lora_init is LoftQ.
 
     Raises:
-        TargetError, UnsupportedCellError, QuantizationError: As in quantize_base; or a module of modules_to_save would
-            be quantized. After any error the network is unchanged.
+        TargetError, UnsupportedCellError, QuantizationError: As in quantize_base. After any error the network is
+            unchanged.
         LoraError, ConfigError: loftq cannot be carried out.
     """
     cells, initial_parts = cells_to_quantize(network, config.quantize_exclude), {}
-    packed = [
-        p.name for p in saved if any(p is cell.weight or p is getattr(cell, "bias", None) for cell in cells.values())
-    ]
-    if packed:
-        raise TargetError(
-            f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
-            "4-bit weights do not train. Add it to quantize_exclude."
-        )
     if not initializers.is_loftq(config.lora_init):
         quantize_cells(network, cells)
         return initial_parts

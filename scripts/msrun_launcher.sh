@@ -80,7 +80,10 @@ sys.stdout.write("".join(word + "\0" for word in shlex.split(sys.argv[1])))' "$1
     "$(basename "$PYTHON")" "${ORDER[@]}"
 CODE=$?
 if ((CODE != 0)); then
-    echo "msrun_launcher.sh: error: msrun ended with exit code $CODE, see $LOG_DIR/worker_*.log." >&2
+    # The first worker that fails ends the others, whose logs may then be empty.
+    FAILED=$(grep -lE '^mindlora-run: (error|interrupted)' "$LOG_DIR"/worker_*.log 2>/dev/null | head -n 1)
+    FAILED=${FAILED:-$(grep -lE 'Error|Traceback' "$LOG_DIR"/worker_*.log 2>/dev/null | head -n 1)}
+    echo "msrun_launcher.sh: error: msrun ended with exit code $CODE, see ${FAILED:-$LOG_DIR/worker_*.log}." >&2
 elif [[ $JOIN == False ]]; then
     echo "msrun_launcher.sh: JOIN is False: the workers go on, see $LOG_DIR/worker_*.log for how they end."
 fi

@@ -49,7 +49,6 @@ STILL_NESTED = {
     "plugin/launching/preflight.py",
     "plugin/callbacks/run_description.py",
     "plugin/resume/sharded_adapter.py",
-    "quantize.py",
     "serving/engine.py",
     "serving/server/chat.py",
     "serving/server/completions.py",

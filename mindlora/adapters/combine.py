@@ -10,6 +10,7 @@ from mindlora.adapters.adapter import Adapter, listed_parts
 from mindlora.adapters.expert_pairs import single_paths, stacked_paths
 from mindlora.adapters.pair_kinds import LAYOUTS, Pair
 from mindlora.adapters.spectrum import pair_svd
+from mindlora.common.fields import COUNT, check_number
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
 
@@ -264,8 +265,8 @@ def _check_arguments(
             f"svd_rank is {svd_rank}, but method {method} takes its rank from the adapters: leave svd_rank "
             "out, or use svd."
         )
-    if svd_rank is not None and svd_rank < 1:
-        raise ConfigError(f"svd_rank is {svd_rank}: it must be a whole number of at least 1.")
+    if svd_rank is not None:
+        check_number(svd_rank, "svd_rank", COUNT)
     if majority_sign not in MAJORITY_SIGNS:
         raise ConfigError(
             f"majority_sign is {majority_sign!r}, which is not known."

@@ -12,7 +12,7 @@ from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.norms import delta_norm
 from mindlora.adapters.pair_kinds import Pair, PairLayout, has_product
 from mindlora.adapters.spectrum import pair_svd, rank_holding
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, FACTOR, check_number
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError, ConfigError, NotFiniteError
@@ -186,10 +186,10 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
     if rank is None and energy is None:
         raise ConfigError("Say how small the adapter is to be: give rank, the share of the energy to keep, or both.")
     if rank is not None:
-        check_number(rank, "rank", int, lambda value: value >= 1, "a whole number of at least 1")
+        check_number(rank, "rank", COUNT)
     if energy is not None:
         share = "the share to keep, above 0 and at most 1, such as 0.95"
-        check_number(energy, "energy", (int, float), lambda value: 0 < value <= 1, share)
+        check_number(energy, "energy", dataclasses.replace(FACTOR, words=share))
     kind = adapter.kind
     if kind.field:
         raise AdapterError(

@@ -8,13 +8,8 @@ from mindlora.common.json_files import parse_object
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
-from mindlora.models import names
+from mindlora.models import names, registry
 
-_DEEPSEEK = "DeepseekV3ForCausalLM"
-# The mcore models that MindFormers 1.8 and 1.9 train and whose linear cells take adapters: model_type in a YAML, or in
-# the config.json of a folder of Hugging Face's, and class.
-_MODEL_TYPES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": _DEEPSEEK}
-FAMILIES = tuple(_MODEL_TYPES.values())
 _ROUTER = "decoder.layers.0.mlp.router.weight"
 _HELP = "docs/mcore.md says which mcore models train with adapters."
 
@@ -41,10 +36,12 @@ def check_mcore(config: Mapping) -> None:
         config (mapping): The whole YAML.
     """
     family, mode = family_of(config), config.get("run_mode")
-    if family not in FAMILIES:
+    trained = registry.trained_mcore_classes().values()
+    architecture = registry.by_model_type(family)
+    if architecture is None or family not in trained:
         raise ConfigError(
             f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "
-            f"trains adapters on {', '.join(FAMILIES)}. Remove pet_config, or name one of these in "
+            f"trains adapters on {', '.join(trained)}. Remove pet_config, or name one of these in "
             f"model.model_config.architectures. {_HELP}"
         )
     if mode not in TRAINING_MODES:
@@ -61,14 +58,10 @@ def check_mcore(config: Mapping) -> None:
         )
     check_device(context.get("device_target"))
     _check_base(config)
-    _check_balance(config)
-    model_config = model_config_of(config)
-    whole_queries = "q_lora_rank" in model_config and model_config["q_lora_rank"] is None
-    if family == _DEEPSEEK and whole_queries and model_config.get("mla_qkv_concat") is not False:
-        raise ConfigError(
-            "q_lora_rank is null and mla_qkv_concat is True: linear_qkv then joins q_proj and kv_a_proj_with_mqa, and "
-            "mindlora knows the cell only with the latent of q in it. Set model_config.mla_qkv_concat: False."
-        )
+    _check_balance(config, architecture)
+    reason = architecture.unsupported(model_config_of(config))
+    if reason:
+        raise ConfigError(reason)
 
 
 def check_device(target: Optional[str]) -> None:
@@ -89,13 +82,11 @@ def _check_base(config):
         )
 
 
-def _check_balance(config):
+def _check_balance(config, architecture):
     callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, dict)]
     model_config = model_config_of(config)
     asked = [model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias")]
-    # Of these models, DeepSeek-V3 alone has such biases unless they are asked for.
-    usual = family_of(config) == _DEEPSEEK
-    if not next((value for value in asked if value is not None), usual):
+    if not next((value for value in asked if value is not None), architecture.expert_bias):
         return
     pet_config = model_config.get("pet_config") or {}
     saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
@@ -117,8 +108,9 @@ def family_of(config: Mapping) -> Optional[str]:
     model = (config.get("model") or {}).get("model_config") or {}
     folder = config.get("pretrained_model_dir")
     sources = [model, _read(os.path.join(folder, "config.json"))] if folder else [model]
+    classes = registry.trained_mcore_classes()
     for source in sources:
-        named = _first(source.get("architectures")) or _MODEL_TYPES.get(str(source.get("model_type")))
+        named = _first(source.get("architectures")) or classes.get(str(source.get("model_type")))
         if named:
             return named
     return model.get("model_type")

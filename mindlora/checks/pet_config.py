@@ -4,11 +4,10 @@ Imports no MindFormers, so that ``mindlora doctor`` can use the same checks wher
 """
 
 import dataclasses
-import math
 from typing import ClassVar, Mapping, Optional
 
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
-from mindlora.common.fields import check_number, check_ratio
+from mindlora.common.fields import POSITIVE, check_number, numbers
 from mindlora.common.text import suggestion
 from mindlora.config import PET_TYPES, LoraConfig
 from mindlora.errors import ConfigError
@@ -57,12 +56,10 @@ class PetLoraConfig(LoraConfig):
                 f"on_base_mismatch is {self.on_base_mismatch!r}: it must be one of {', '.join(ON_BASE_MISMATCH)}."
             )
         if self.neftune_alpha is not None:
-            check_number(
-                self.neftune_alpha, "neftune_alpha", (int, float), lambda v: 0 < v < math.inf, "a number above 0"
-            )
+            check_number(self.neftune_alpha, "neftune_alpha", POSITIVE)
         if self.loraplus_lr_ratio is None:
             return
-        check_ratio(self.loraplus_lr_ratio, "loraplus_lr_ratio")
+        check_number(self.loraplus_lr_ratio, "loraplus_lr_ratio", numbers(1))
         if self.use_vera:
             raise ConfigError(
                 f"loraplus_lr_ratio is {self.loraplus_lr_ratio!r} and use_vera is True: LoRA+ speeds up B, which "

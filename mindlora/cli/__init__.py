@@ -29,7 +29,7 @@ from mindlora.cli import (
     shards,
     suggest,
 )
-from mindlora.cli.engine_options import split_overrides
+from mindlora.common.overrides import split_overrides
 from mindlora.errors import LoraError
 
 _GROUPS = (data, convert, adapters, shards, base, report, suggest, configs, doctor, plan, generate, chat, serve)

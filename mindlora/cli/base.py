@@ -124,6 +124,7 @@ def quantize_base(arguments: argparse.Namespace) -> Any:
 
 def _loftq_config(arguments):
     """Returns the LoraConfig that the flags of LoftQ describe, or None without them."""
+    from mindlora.common.fields import COUNT, check_number
     from mindlora.config import LoraConfig
     from mindlora.errors import ConfigError
 
@@ -141,8 +142,7 @@ def _loftq_config(arguments):
     if arguments.rank is None:
         raise ConfigError("--loftq needs --rank: give the lora_rank of the YAML that will train the adapter.")
     iterations = 1 if arguments.loftq_iterations is None else arguments.loftq_iterations
-    if iterations < 1:
-        raise ConfigError(f"--loftq-iterations is {iterations}: it must be a whole number of at least 1.")
+    check_number(iterations, "--loftq-iterations", COUNT)
     targets = arguments.target_modules or ["all-linear"]
     return LoraConfig(
         lora_rank=arguments.rank,

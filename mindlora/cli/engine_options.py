@@ -24,8 +24,6 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
     ("max-tokens-per-step", "tokens that a step computes (default: 512)"),
     ("max-waiting", "requests that wait"),
 )
-# Flags of mindlora-run that are passed on to it, as the keys of the YAML are.
-_RUN_FLAGS = ("--device_id", "--device_target", "--use_parallel")
 
 
 class Adapters(NamedTuple):
@@ -73,22 +71,6 @@ def add_size_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]) 
     for name, text in _SIZES:
         note = f" (default: {defaults[name]})" if name in defaults else ""
         group.add_argument(f"--{name}", type=int, metavar="N", help=text + note)
-
-
-def split_overrides(words: Sequence[str]) -> Tuple[List[str], List[str]]:
-    """Returns what overrides the YAML among words that no option took (``--a.b.c VALUE``), and the other words."""
-    overrides: List[str] = []
-    others: List[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name = word.partition("=")[0]
-            where = overrides if "." in name or name in _RUN_FLAGS else others
-            where.append(word)
-        elif overrides and overrides[-1].startswith("--") and "=" not in overrides[-1]:
-            overrides.append(word)
-        else:
-            others.append(word)
-    return overrides, others
 
 
 def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[str, Any]:

@@ -11,15 +11,17 @@ if TYPE_CHECKING:
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description} The exit code is 1 if the run does not fit --memory."
-    parser.add_argument("yaml", metavar="YAML", help="complete MindFormers YAML; --a.b.c VALUE overrides a key of it")
+    parser.add_argument(
+        "yaml",
+        metavar="YAML",
+        help="complete MindFormers YAML; --a.b.c VALUE and the flags of mindlora-run override its keys, for instance "
+        "--train_dataset_dir PATH",
+    )
     parser.add_argument(
         "--memory", metavar="SIZE", help="memory of a device, such as 32GB or 29.8GiB: what to change so that it fits"
     )
     parser.add_argument(
         "--devices", default="1,2,4,8", metavar="N,N", help="numbers of devices to plan for (default: 1,2,4,8)"
-    )
-    parser.add_argument(
-        "--train_dataset_dir", "--train-dataset-dir", metavar="PATH", help="the training data (default: the YAML's)"
     )
     parser.set_defaults(overrides=[])
     add_command(parser, plan)
@@ -36,10 +38,7 @@ def plan(arguments: argparse.Namespace) -> "PlanReport":
         devices = [int(count) for count in arguments.devices.split(",")]
     except ValueError as error:
         raise ConfigError(f"--devices is {arguments.devices!r}: it must be numbers such as 1,2,4,8.") from error
-    overrides = list(arguments.overrides)
-    if arguments.train_dataset_dir:
-        overrides += ["--train_dataset.data_loader.dataset_dir", arguments.train_dataset_dir]
-    return make_plan(arguments.yaml, overrides, memory, devices)
+    return make_plan(arguments.yaml, arguments.overrides, memory, devices)
 
 
 VERBS = (

@@ -1,9 +1,10 @@
 """Checks of configuration fields: each raises ConfigError with the field, what it holds and what it must be."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Callable, Iterable, Tuple, Union
+from typing import Any, Callable, Iterable, Tuple
 
 from mindlora.errors import ConfigError
 
@@ -15,6 +16,43 @@ _DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a field may hold; ``value in range`` is False for a bool.
+
+    Attributes:
+        words (str): What the number must be, for messages.
+        holds (callable): Whether a number of the right type is in the range.
+        types (tuple of type): int, float or both.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    types: Tuple[type, ...] = (int, float)
+
+    def __contains__(self, value: object) -> bool:
+        return not isinstance(value, bool) and isinstance(value, self.types) and self.holds(value)
+
+
+def whole_numbers(least: int) -> Range:
+    """Returns the range of whole numbers from ``least`` on."""
+    return Range(f"a whole number of at least {least}", lambda value: value >= least, (int,))
+
+
+def numbers(least: float) -> Range:
+    """Returns the range of finite numbers from ``least`` on."""
+    return Range(f"a number of at least {least}", lambda value: least <= value < math.inf)
+
+
+COUNT = whole_numbers(1)
+INDEX = whole_numbers(0)
+NOT_NEGATIVE = numbers(0)
+POSITIVE = Range("a number above 0", lambda value: 0 < value < math.inf)
+SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
+FRACTION = Range("a number above 0 and below 1", lambda value: 0 < value < 1, (float,))
+FACTOR = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def dtype_name(value: Any, field: str) -> str:
@@ -31,17 +69,10 @@ def check_flag(value: Any, field: str) -> None:
         raise ConfigError(f"{field} is {value!r}: it must be True or False.")
 
 
-def check_number(
-    value: Any, field: str, types: Union[type, Tuple[type, ...]], in_range: Callable[[Any], bool], expected: str
-) -> None:
-    """Checks that ``value`` has one of the types, is not a bool and is in range; ``expected`` says this in words."""
-    if isinstance(value, bool) or not isinstance(value, types) or not in_range(value):
-        raise ConfigError(f"{field} is {value!r}: it must be {expected}.")
-
-
-def check_ratio(ratio: object, field: str) -> None:
-    """Raises ConfigError, with the field's name, unless ``ratio`` is a number of at least 1 (see lora_plus)."""
-    check_number(ratio, field, (int, float), lambda v: 1 <= v < math.inf, "a number of at least 1")
+def check_number(value: Any, field: str, range_: Range) -> None:
+    """Checks that ``value`` is in the range."""
+    if value not in range_:
+        raise ConfigError(f"{field} is {value!r}: it must be {range_.words}.")
 
 
 def check_names(value: Any, field: str) -> None:
@@ -90,7 +121,7 @@ def check_indices(value: Any, field: str, expected: str) -> None:
     if not items:
         raise ConfigError(f"{field} is an empty list: name at least one layer, or leave it out for all.")
     for item in items:
-        check_number(item, field, int, lambda v: v >= 0, expected)
+        check_number(item, field, dataclasses.replace(INDEX, words=expected))
 
 
 def settle_dependents(config: Any, flag: str, defaults: Mapping) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Dict, List, Optional, Union
 
 from mindlora.common.fields import (
+    COUNT,
+    POSITIVE,
+    Range,
     check_flag,
     check_indices,
     check_names,
@@ -32,6 +35,11 @@ _NOT_WITH_ADALORA = (
     *("use_rslora", "use_dora", "use_vera", "freeze_lora_a", "rank_pattern", "quantize_base"),
     *("lora_init", "lora_a_init", "lora_b_init"),
 )
+_DROPOUT = Range("a number in [0, 1)", lambda value: 0 <= value < 1)
+_D_INITIAL = Range(
+    "a number other than 0: from 0, no gradient reaches VeRA's vectors", lambda value: 0 < abs(value) < math.inf
+)
+_PRNG_KEY = Range("a whole number from 0 to 2^64 - 1", lambda value: 0 <= value < 2**64, (int,))
 _ZERO_INITS = ("zero", "zeros")
 # PEFT's names of fields, for whoever knows those.
 _PEFT_NAMES = {"r": "lora_rank", "init_lora_weights": "lora_init"}
@@ -144,7 +152,7 @@ class LoraConfig:
     def __post_init__(self):
         _check_rank(self.lora_rank, "lora_rank")
         _check_alpha(self.lora_alpha, "lora_alpha")
-        check_number(self.lora_dropout, "lora_dropout", (int, float), lambda v: 0 <= v < 1, "a number in [0, 1)")
+        check_number(self.lora_dropout, "lora_dropout", _DROPOUT)
         if self.lora_alpha < 1:
             warnings.warn(
                 f"lora_alpha is {self.lora_alpha}, which looks like a learning rate: the scale lora_alpha / lora_rank "
@@ -234,20 +242,8 @@ class LoraConfig:
             )
         # A scale of 1.
         self.lora_alpha = self.lora_rank
-        check_number(
-            self.d_initial,
-            "d_initial",
-            (int, float),
-            lambda v: 0 < abs(v) < math.inf,
-            "a number other than 0: from 0, no gradient reaches VeRA's vectors",
-        )
-        check_number(
-            self.projection_prng_key,
-            "projection_prng_key",
-            int,
-            lambda v: 0 <= v < 2**64,
-            "a whole number from 0 to 2^64 - 1",
-        )
+        check_number(self.d_initial, "d_initial", _D_INITIAL)
+        check_number(self.projection_prng_key, "projection_prng_key", _PRNG_KEY)
 
     @property
     def scale(self) -> float:
@@ -346,11 +342,11 @@ def _meant(key, known) -> str:
 
 
 def _check_rank(value, field):
-    check_number(value, field, int, lambda v: v >= 1, "a whole number of at least 1")
+    check_number(value, field, COUNT)
 
 
 def _check_alpha(value, field):
-    check_number(value, field, (int, float), lambda v: 0 < v < math.inf, "a number above 0")
+    check_number(value, field, POSITIVE)
 
 
 def _check_initialization(lora_init, a_init, b_init):

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
+from mindlora.models.attention import Attention, attention_by_heads
 from mindlora.models.joined_rows import RowLayout
 
 # Hugging Face's names, those of MindFormers' legacy models, and those of its mcore models.
@@ -89,13 +90,18 @@ class Experts(NamedTuple):
     parts: Tuple[str, ...]
 
 
+def _takes_all(model_config: dict) -> Optional[str]:
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """All that mindlora knows about one kind of model. A new kind is one such record and a line in registry.py.
 
     Attributes:
         title (str): For messages.
-        model_types (tuple of str): MindFormers' classes, as a YAML names them, of a model or of its configuration.
+        model_types (tuple of str): MindFormers' classes, as a YAML names them: first the model's, then that of its
+            configuration.
         cells (tuple of Names): The ends of the linear cells' paths, without the output head.
         parameters (tuple of Names): The ends of all other parameters' names, without embedding and output head.
         embedding (Names): Path of the input embedding.
@@ -110,7 +116,19 @@ class Architecture:
         layers (Names): What comes before the number of a layer. Default: as in the Llama.
         experts (tuple of Experts): The weights in which a layer's routed experts are stacked. Default: none.
         router (Names): The end of the path of what sends a token to its experts. Default: none.
-        hugging_face_types (tuple of str): model_type in Hugging Face's config.json. Default: none.
+        expert_bias (bool): Whether routers balance their experts by a bias unless model_config says otherwise. Default:
+            False.
+        roles (mapping): The last part of the path of a cell or norm in MindFormers' legacy model -> that of the Llama's
+            cell with the same place in a layer, for those that are called otherwise. Embedding and output head, and
+            what mcore calls otherwise, need no entry. Default: none.
+        attention (callable): model_config of a YAML, and role -> (out, in) of a layer's linear cells -> Attention.
+            Default: heads with keys and values of their own.
+        cache_blocks (int): num_blocks of the KV cache where a YAML does not say. Default: 512.
+        caches_in_training (bool): Whether MindFormers' model holds its KV cache while it trains, too. Default: False.
+        unsupported (callable): model_config of a YAML -> why adapters cannot be put on that form of the model and what
+            to set instead, or None. Default: every form takes them.
+        hugging_face_types (tuple of str): model_type in Hugging Face's config.json, and in the model_config of an mcore
+            YAML. Default: none.
         hub_names (str): Regular expression of what such models are called there, in lower case. Default: "", none.
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
@@ -130,6 +148,12 @@ class Architecture:
     layers: Names = Names("model.layers", "model.layers", "decoder.layers")
     experts: Tuple[Experts, ...] = ()
     router: Names = Names("", "", "")
+    expert_bias: bool = False
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attention: Callable[[Mapping[str, Any], Mapping[str, Tuple[int, int]]], Attention] = attention_by_heads
+    cache_blocks: int = 512
+    caches_in_training: bool = False
+    unsupported: Callable[[dict], Optional[str]] = _takes_all
     hugging_face_types: Tuple[str, ...] = ()
     hub_names: str = ""
     legacy: bool = True
@@ -188,6 +212,10 @@ class Architecture:
         """Tells whether the cell at ``path`` (either of MindFormers' names) is linear."""
         ends = [cell.under(world) for cell in (*self.cells, self.output_head) for world in (LEGACY, MCORE)]
         return any(_ends(path, end) for end in ends) or self.joined_cell(path) is not None
+
+    def in_hugging_face(self, path: str) -> bool:
+        """Tells whether Hugging Face's model has the cell at ``path`` (either of MindFormers' names) as one cell."""
+        return any(self.rename_path(path, world, HF) is not None for world in (LEGACY, MCORE))
 
     def embedding_table(self, world: str) -> str:
         """Returns the name of the input embedding's parameter in ``world``."""

@@ -5,9 +5,10 @@ k and v, and calls the others linear_qb and linear_kvb. Without it, every cell i
 """
 
 import dataclasses
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.models.architecture import JoinedCell, Names, ParameterSize
+from mindlora.models.attention import Attention
 from mindlora.models.joined_rows import PartAfterPart
 from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
 from mindlora.models.llama import NORMS as LLAMA_NORMS
@@ -70,6 +71,25 @@ def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
         norms = [f"mtp.layers.{number}.{norm}.weight" for norm in ("enorm", "hnorm", "final_layernorm")]
         sizes |= dict.fromkeys(norms, ParameterSize((config["hidden"],), dtype))
     return sizes
+
+
+def attention(model_config: Mapping[str, Any], cells: Mapping[str, Tuple[int, int]]) -> Attention:
+    """Returns the widths of latent attention; as Architecture.attention."""
+    config = ModelConfig(dict(model_config), DEFAULTS)
+    queries = config["heads"] * (config["qk_head"] + config["rotary_head"])
+    cached = cells["wkv_up"][1] + config["rotary_head"]
+    return Attention(config["heads"], queries, queries, cells["wo"][1], cached, True)
+
+
+def unsupported(model_config: dict) -> Optional[str]:
+    """Returns why linear_qkv of a model without latents of q takes no adapter, or None if it is not such a model."""
+    config = ModelConfig(model_config, DEFAULTS)
+    if config["q_rank"] is not None or config["mla_joined"] is False:
+        return None
+    return (
+        "q_lora_rank is null and mla_qkv_concat is True: linear_qkv then joins q_proj and kv_a_proj_with_mqa, and "
+        "mindlora knows the cell only with the latent of q in it. Set model_config.mla_qkv_concat: False."
+    )
 
 
 def _norm_sizes(model_config: dict, config: ModelConfig) -> Dict[str, int]:
@@ -141,6 +161,9 @@ DEEPSEEK_V3 = dataclasses.replace(
     hub_names=r"deepseek-(v3|r1)(?!.*distill)",
     experts=EXPERTS,
     router=ROUTER,
+    expert_bias=True,
+    attention=attention,
+    unsupported=unsupported,
     legacy=False,
 )
 _APART = {

@@ -108,4 +108,16 @@ GLM2 = Architecture(
     hugging_face_types=("chatglm",),
     hub_names=r"chatglm[23]-",
     layers=Names("transformer.encoder.layers", "transformer.encoder.layers"),
+    roles={
+        "query_key_value": "w_qkv",
+        "dense": "wo",
+        "dense_h_to_4h": "w_gate_hidden",
+        "dense_left": "w1",
+        "dense_right": "w3",
+        "dense_4h_to_h": "w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    },
+    cache_blocks=128,
+    caches_in_training=True,
 )

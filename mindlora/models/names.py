@@ -1,6 +1,7 @@
 """How Hugging Face and MindFormers (in its legacy and in its mcore models) name the cells and the parameters of the
 models in registry.ARCHITECTURES."""
 
+import functools
 import itertools
 import re
 from typing import Callable, Dict, Iterable, List, Optional, Tuple
@@ -142,8 +143,7 @@ def in_hugging_face(path: str) -> bool:
 
     It lacks the joined cells of most models; of ChatGLM, it has those and lacks the parts.
     """
-    architectures = _by_layers(path)
-    if any(one.rename_path(path, world, HF) is not None for one in architectures for world in (LEGACY, MCORE)):
+    if any(architecture.in_hugging_face(path) for architecture in registry.ARCHITECTURES):
         return True
     return not joined_parts(path) and joined_path(path) is None
 
@@ -151,6 +151,24 @@ def in_hugging_face(path: str) -> bool:
 def is_linear(path: str) -> bool:
     """Tells whether the cell at ``path`` (MindFormers' name) is a linear cell of a known model."""
     return any(architecture.is_linear(path) for architecture in registry.ARCHITECTURES)
+
+
+@functools.lru_cache(maxsize=None)
+def role_of(path: str) -> str:
+    """Returns what the legacy Llama calls the cell or norm with the same place in a layer as the one at ``path``.
+
+    Such as w_qkv, wo or attention_norm (Architecture.roles); the last part of a path that has no such place.
+    """
+    if is_output_head(path):
+        return "lm_head"
+    if is_embedding(path):
+        return "tok_embeddings"
+    legacy = to_mindformers(path)
+    if legacy == path:
+        legacy = (parameter_to_mindformers(f"{path}.weight") or path).removesuffix(".weight")
+    leaf = _leaf(legacy)
+    roles = (architecture.roles.get(leaf) for architecture in _by_layers(path))
+    return next(filter(None, roles), leaf)
 
 
 def is_expert_weight(name: str) -> bool:

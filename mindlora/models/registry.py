@@ -1,7 +1,7 @@
 """The architectures that mindlora knows, one line each. If two know the same name, the first one wins."""
 
 import re
-from typing import Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 from mindlora.models.architecture import Architecture
 from mindlora.models.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_APART
@@ -37,6 +37,12 @@ def by_hugging_face_type(name: str) -> Optional[Architecture]:
 def hugging_face_types() -> Tuple[str, ...]:
     """Returns the values of model_type that by_hugging_face_type knows."""
     return tuple(dict.fromkeys(name for architecture in ARCHITECTURES for name in architecture.hugging_face_types))
+
+
+def trained_mcore_classes() -> Dict[str, str]:
+    """Returns model_type of an mcore YAML or of a config.json -> MindFormers' class, of the mcore models that train."""
+    trained = [architecture for architecture in ARCHITECTURES if architecture.trains and not architecture.legacy]
+    return {kind: architecture.model_types[0] for architecture in trained for kind in architecture.hugging_face_types}
 
 
 def by_hub_name(name: str) -> Optional[Architecture]:

@@ -5,16 +5,14 @@ adapted, saved and merged like any other; mindlora.nn.routed_experts computes wh
 """
 
 import sys
-from typing import Dict, Iterable, Tuple
+from typing import Dict, Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.auto_generate import GroupedMatmul
 
 from mindlora.config import LoraConfig
-from mindlora.errors import ConfigError, UnsupportedCellError
-from mindlora.models import names
-from mindlora.models.targets import pattern_value
+from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
 from mindlora.nn.initial_values import initial_values
 from mindlora.numerics import initializers
@@ -181,35 +179,6 @@ class LoRAExpertWeight(LoRACell):
             f"experts={self.experts}, in_channels={self.in_channels}, out_channels={self.out_channels}, "
             f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
         )
-
-
-def check_patterns(config: LoraConfig, cells: Iterable[nn.Cell]) -> None:
-    """Raises ConfigError if rank_pattern or alpha_pattern names single experts of ``cells``.
-
-    Args:
-        config (LoraConfig): The configuration.
-        cells (iterable of nn.Cell): The selected cells, of all kinds.
-    """
-    weights = [cell for cell in cells if isinstance(cell, ExpertWeight)]
-    for field in ("rank_pattern", "alpha_pattern"):
-        for expression in getattr(config, field) or ():
-            named = [weight for weight in weights if _names_single_experts(expression, weight)]
-            if named:
-                raise ConfigError(
-                    f"{field} {expression!r} names single experts, and all experts of a layer have one rank and one "
-                    f"lora_alpha. Name their weights, such as '{names.to_hugging_face(named[0].weight.name)}'."
-                )
-
-
-def _names_single_experts(expression: str, weight: ExpertWeight) -> bool:
-    path, pattern = weight.weight.name, {expression: True}
-    holder = names.to_hugging_face(path).rpartition(".")[0]
-    singles = [
-        f"{holder}.{expert}{end}"
-        for expert in range(weight.experts)
-        for end in ("", ".gate_proj", ".up_proj", ".down_proj")
-    ]
-    return not pattern_value(pattern, path, False) and any(pattern_value(pattern, single, False) for single in singles)
 
 
 def check_holder(cell: nn.Cell) -> None:

@@ -8,6 +8,7 @@ from typing import Callable, NamedTuple, Optional, Protocol, Tuple, TypeVar
 
 import numpy as np
 
+from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "loftq", "loftq_iter_N")
@@ -218,8 +219,7 @@ def loftq(
 
     Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
     """
-    if iterations < 1:
-        raise ConfigError(f"iterations of loftq is {iterations}: it must be a whole number of at least 1.")
+    check_number(iterations, "iterations of loftq", COUNT)
     rest = weight
     for _ in range(iterations):
         quantized = quantize(rest)

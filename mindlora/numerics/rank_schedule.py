@@ -1,11 +1,8 @@
 """AdaLoRA's budget: how many triplets of a network may be left after each step."""
 
-import functools
-import math
-import operator
 from typing import NamedTuple
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import FRACTION, NOT_NEGATIVE, check_number, whole_numbers
 from mindlora.errors import ConfigError
 
 
@@ -40,12 +37,10 @@ DEFAULTS = BudgetSettings()._asdict()
 def check_settings(settings: BudgetSettings) -> None:
     """Raises ConfigError if one of AdaLoRA's settings is out of range, whatever the length of the run."""
     for field, least in (("init_r", 1), ("target_r", 1), ("deltaT", 1), ("tinit", 0), ("tfinal", 0)):
-        expected = f"a whole number of at least {least}"
-        check_number(getattr(settings, field), field, int, functools.partial(operator.le, least), expected)
+        check_number(getattr(settings, field), field, whole_numbers(least))
     for field in ("beta1", "beta2"):
-        check_number(getattr(settings, field), field, float, lambda v: 0 < v < 1, "a number above 0 and below 1")
-    weight = settings.orth_reg_weight
-    check_number(weight, "orth_reg_weight", (int, float), lambda v: 0 <= v < math.inf, "a number of at least 0")
+        check_number(getattr(settings, field), field, FRACTION)
+    check_number(settings.orth_reg_weight, "orth_reg_weight", NOT_NEGATIVE)
     if settings.target_r > settings.init_r:
         raise ConfigError(
             f"target_r is {settings.target_r} and init_r is {settings.init_r}: AdaLoRA only takes ranks away. Raise "

@@ -8,9 +8,9 @@ other models the same rules are arithmetic, and nothing more.
 import dataclasses
 from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
 
-from mindlora.plan.leaves import layer_of, leaf_of
+from mindlora.models.names import role_of
 from mindlora.plan.recomputation import Recomputation
-from mindlora.plan.run import Run
+from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 from mindlora.plan.weights import Weight
 
@@ -80,13 +80,13 @@ class Sizes:
 
 def _inner(run: Run) -> int:
     """Returns the width of the widest feed-forward network; of experts, all that a token goes to count together."""
-    widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if leaf_of(path) == "w2"}
+    widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if role_of(path) == "w2"}
     return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * _expert_width(run))
 
 
 def _expert_width(run: Run) -> int:
     """Returns the inner width of a routed expert; 0 if there is none."""
-    return next((size[2] for path, size in run.experts.items() if leaf_of(path) == "weight2"), 0)
+    return next((size[2] for path, size in run.experts.items() if role_of(path) == "weight2"), 0)
 
 
 class Activations:
@@ -106,8 +106,8 @@ class Activations:
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.on_cpu
         self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))
         chosen = run.chosen_experts
-        self.widths = {leaf_of(path): size[1] for path, size in run.linear.items() if leaf_of(path) in _LATENTS}
-        self.widths |= {leaf_of(path): chosen * size[2] for path, size in run.experts.items()}
+        self.widths = {role_of(path): size[1] for path, size in run.linear.items() if role_of(path) in _LATENTS}
+        self.widths |= {role_of(path): chosen * size[2] for path, size in run.experts.items()}
         self.weights: Dict[int, List[Weight]] = {}
         for weight in weights:
             layer = layer_of(weight.path)
@@ -152,7 +152,7 @@ class Activations:
         mask = self.run.rows * length * length if self.fuses_attention else 0
         if self.run.model.get("use_attn_mask_compression") or self.run.model.get("use_eod_attn_mask_compression"):
             mask = 2048 * 2048
-        head_size = self.sizes.queries // self.sizes.heads
+        head_size = self.run.attention.queries // self.run.attention.heads
         return mask + 2 * length * head_size * bytes_of(self.run.dtype("rotary_dtype", "float32"))
 
     def loss(self) -> int:

@@ -10,10 +10,8 @@ from mindlora.adapters.dialects import peft, peft_experts
 from mindlora.config import LoraConfig
 from mindlora.formats.safetensors_file import layout
 from mindlora.models import names
-from mindlora.models.glm2 import GLM2
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import named_dtype
-from mindlora.plan.leaves import leaf_of
 from mindlora.plan.run import Run
 from mindlora.plan.weights import Shape, Weight, adapted_cells, parts_of, shared_projection
 
@@ -32,9 +30,9 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
         run (Run): The run.
         weights (list of Weight): Its parameters.
     """
-    if run.lora is None or run.lora.use_adalora:
+    if run.lora is None or run.selection is None or run.lora.use_adalora:
         return None
-    saved = run.lora.as_saved()
+    saved, saved_modules = run.lora.as_saved(), set(run.selection.saved)
     adapted = adapted_cells(run)
     if _joins_parts(run, adapted):
         return None
@@ -51,8 +49,7 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
     for part, shape in shared_projection(saved, adapted).items():
         entries.append(_entry("", part, shape, saved))
     for weight in weights:
-        saved_too = weight.trained or names.is_balance(weight.name)
-        if not weight.adapter and saved_too and _is_saved_module(weight, run.lora.modules_to_save):
+        if not weight.adapter and weight.name in saved_modules:
             # With the head, so that PEFT does not untie them.
             heads = _tied_heads(run, weight) if weight.path not in adapted else []
             for name in (weight.name, *(f"{head}.weight" for head in heads)):
@@ -72,7 +69,7 @@ def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> 
 def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     """Returns path -> (out, in) of the cells that PEFT knows in the place of the one at ``path``."""
     joined, members = run.architecture.joined_cell(path), run.architecture.joined_parts(path)
-    if joined is None or run.architecture is GLM2:
+    if joined is None or run.architecture.in_hugging_face(path):
         return {path: shape}
     attention = run.attention
     # Only the size of a head tells the rows of q from those of k and v, and only the cache those of a latent.
@@ -85,7 +82,8 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
 
 def _joins_parts(run: Run, adapted: Dict[str, Shape]) -> bool:
     """Tells whether the file has one pair where the network has several: the parts of a ChatGLM's joined cells."""
-    return run.architecture is GLM2 and any(run.architecture.joined_path(path) for path in adapted)
+    joined = filter(None, map(run.architecture.joined_path, adapted))
+    return any(map(run.architecture.in_hugging_face, joined))
 
 
 def _with_rank(shape: Shape, rank: int, part: str) -> Shape:
@@ -96,13 +94,9 @@ def _entry(path: str, part: str, shape: Shape, lora: LoraConfig) -> _Entry:
     return peft.tensor_key(path, part, names.is_embedding(path)), named_dtype(lora.param_init_type), shape
 
 
-def _is_saved_module(weight: Weight, modules: Optional[List[str]]) -> bool:
-    return any(names.belongs_to(weight.name, module) for module in modules or ())
-
-
 def _tied_heads(run: Run, weight: Weight) -> List[str]:
     """Returns the path of the output head, if its weight is this one: the table of the embedding."""
-    heads = [path for path in run.linear if leaf_of(path) == "lm_head" and f"{path}.weight" not in run.parameters]
+    heads = [path for path in run.linear if names.is_output_head(path) and f"{path}.weight" not in run.parameters]
     return heads if weight.path == run.embedding[0] else []
 
 

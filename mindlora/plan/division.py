@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, check_number
 from mindlora.common.run_modes import SHARDING_MODES
 from mindlora.common.yaml_file import value_at
 from mindlora.config import LoraConfig
@@ -179,7 +179,7 @@ _EXPERTS = ("experts", "weight1", "weight2")
 def _number(config: Dict[str, Any], key: str) -> int:
     value = value_at(config, f"parallel_config.{key}")
     value = 1 if value is None else value
-    check_number(value, f"parallel_config.{key}", int, lambda number: number >= 1, "a whole number of at least 1")
+    check_number(value, f"parallel_config.{key}", COUNT)
     return int(value)
 
 

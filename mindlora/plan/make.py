@@ -3,6 +3,7 @@
 import collections
 from typing import Any, Dict, List, Optional, Sequence
 
+from mindlora.common.overrides import apply_overrides
 from mindlora.common.yaml_file import read_yaml, value_at
 from mindlora.errors import ConfigError
 from mindlora.plan.adapter_file import adapter_file_size
@@ -10,7 +11,6 @@ from mindlora.plan.changes import fit
 from mindlora.plan.division import Division
 from mindlora.plan.layouts import layouts_of
 from mindlora.plan.memory import ARITHMETIC, EXACT, OPTIMIZERS, kv_cache_per_token, memory_of, optimizer_of
-from mindlora.plan.overrides import apply_overrides
 from mindlora.plan.report import PlanReport
 from mindlora.plan.run import Run, read_run
 from mindlora.plan.schedule import schedule_of
@@ -26,14 +26,16 @@ def make_plan(
 
     Args:
         path (str): A complete MindFormers YAML.
-        overrides (list of str): What a command line puts in the place of its values: ``--a.b.c``, value, ...
+        overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
         memory (int): Bytes of a device, to be compared with what is needed. Default: None.
         devices (list of int): Numbers of devices to plan for besides the YAML's.
 
     Raises:
         LoraError: The YAML cannot be read, or a setting in it is wrong.
     """
-    return plan_of(apply_overrides(read_yaml(path), overrides), path, memory, devices)
+    config = read_yaml(path)
+    apply_overrides(config, overrides)
+    return plan_of(config, path, memory, devices)
 
 
 def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: Sequence[int]) -> PlanReport:

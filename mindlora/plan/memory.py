@@ -5,9 +5,8 @@ from typing import Any, Dict, List, Tuple
 
 from mindlora.common.yaml_file import value_at
 from mindlora.plan.activations import Activations
-from mindlora.plan.leaves import layer_of
 from mindlora.plan.recomputation import Recomputation, read_recomputation
-from mindlora.plan.run import Run
+from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 from mindlora.plan.weights import Weight, weights_of
 

@@ -2,20 +2,21 @@
 
 import dataclasses
 import functools
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
-from mindlora.common.fields import check_number, dtype_name
+from mindlora.common.fields import COUNT, check_number, dtype_name
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
+from mindlora.config.selection import Selection, select
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
-from mindlora.models.glm2 import GLM2
-from mindlora.plan.attention import Attention, attention_of
+from mindlora.models.attention import Attention
+from mindlora.models.description import EXPERTS, LINEAR, Description, describe_model
+from mindlora.models.targets import check_vera
 from mindlora.plan.division import Division
-from mindlora.plan.leaves import layer_of
 
 # Keys of pet_config that change neither a tensor nor its size.
 WITHOUT_SIZE = ("adapter_path", "base_model_name_or_path", "loraplus_lr_ratio", "neftune_alpha", "on_base_mismatch")
@@ -29,7 +30,7 @@ class Run:
     Attributes:
         config (dict): The YAML.
         architecture (Architecture): The model's record.
-        parameters (dict): Name -> ParameterSize of all parameters of the base.
+        network (Description): The network of the base.
         lora (LoraConfig): The adapter, or None if the whole network is trained.
         mode (str): "train", "finetune", "eval" or "predict".
         rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
@@ -40,7 +41,7 @@ class Run:
 
     config: Dict[str, Any]
     architecture: Architecture
-    parameters: Dict[str, ParameterSize]
+    network: Description
     lora: Optional[LoraConfig]
     mode: str
     rows: int
@@ -68,10 +69,29 @@ class Run:
         """Number of layers."""
         return 1 + max(layer_of(name) or 0 for name in self.parameters)
 
+    @property
+    def parameters(self) -> Mapping[str, ParameterSize]:
+        """Name -> ParameterSize of all parameters of the base."""
+        return self.network.parameters
+
+    @functools.cached_property
+    def selection(self) -> Optional[Selection]:
+        """What pet_config selects of the network, or None without one.
+
+        Raises:
+            TargetError, ConfigError: The run would be refused.
+        """
+        if self.lora is None:
+            return None
+        selection = select(self.network, self.lora, warn=False)
+        if self.lora.use_vera:
+            check_vera(list(selection.cells))
+        return selection
+
     @functools.cached_property
     def linear(self) -> Dict[str, Tuple[int, int]]:
         """Path -> (out, in) of the linear cells."""
-        return dict(self.architecture.linear_sizes(self.model))
+        return {cell.prefix: (cell.shape[0], cell.shape[1]) for cell in self.network.of_kind(LINEAR).values()}
 
     @functools.cached_property
     def embedding(self) -> Tuple[str, Tuple[int, ...]]:
@@ -92,19 +112,14 @@ class Run:
     @functools.cached_property
     def attention(self) -> Attention:
         """The widths of its attention."""
-        return attention_of(self.model, self.linear)
+        # In the first layer: of later ones, sizes are overwritten.
+        cells = {names.role_of(path): size for path, size in reversed(self.linear.items())}
+        return self.architecture.attention(self.model, cells)
 
     @functools.cached_property
-    def experts(self) -> Dict[str, Tuple[int, int, int]]:
+    def experts(self) -> Dict[str, Tuple[int, ...]]:
         """Path -> (experts, out, in) of the stacked weights of routed experts."""
-        ends, router = [stack.names.mcore for stack in self.architecture.experts], self.architecture.router.mcore
-        found = {}
-        for path, size in self.parameters.items():
-            end = next((end for end in ends if path.endswith("." + end)), None)
-            if end is not None:
-                count = self.parameters[f"{path[: -len(end)]}{router}.weight"].shape[0]
-                found[path] = (count, size.shape[1], size.shape[0] // count)
-        return found
+        return {cell.prefix: cell.shape for cell in self.network.of_kind(EXPERTS).values()}
 
     @property
     def chosen_experts(self) -> int:
@@ -114,11 +129,10 @@ class Run:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of the KV cache that the network holds; a ChatGLM holds one while it trains, too."""
-        always = self.architecture is GLM2
-        if not always and (self.trains or not self.model.get("use_past")):
+        """Tokens of the KV cache that the network holds."""
+        if not self.architecture.caches_in_training and (self.trains or not self.model.get("use_past")):
             return 0
-        return self.number("num_blocks", 128 if always else 512) * self.number("block_size", 16)
+        return self.number("num_blocks", self.architecture.cache_blocks) * self.number("block_size", 16)
 
     @property
     def tokens(self) -> int:
@@ -149,6 +163,11 @@ class Run:
         return self.dtype("compute_dtype", "float16")
 
 
+def layer_of(path: str) -> Optional[int]:
+    """Returns the layer of a path, or None; layers that predict further tokens are none, and follow the last one."""
+    return None if path.startswith("mtp.") else names.layer_of(path)
+
+
 def read_run(config: Dict[str, Any]) -> Run:
     """Returns the run that a YAML describes.
 
@@ -172,7 +191,7 @@ def read_run(config: Dict[str, Any]) -> Run:
     run = Run(
         config,
         architecture,
-        _sizes(architecture, config["model"]["model_config"]),
+        _network(architecture, config["model"]["model_config"]),
         _adapter(config),
         mode,
         _setting(config, "runner_config.batch_size") * _setting(config, "micro_batch_interleave_num"),
@@ -196,7 +215,7 @@ def _setting(config: Dict[str, Any], key: str) -> int:
 
 def _number(value: Any, default: int, field: str) -> int:
     value = default if value is None else value
-    check_number(value, field, int, lambda number: number >= 1, "a whole number of at least 1")
+    check_number(value, field, COUNT)
     return int(value)
 
 
@@ -223,17 +242,17 @@ def _architecture(config: Dict[str, Any]) -> Architecture:
     return found
 
 
-def _sizes(architecture: Architecture, model: Dict[str, Any]) -> Dict[str, ParameterSize]:
+def _network(architecture: Architecture, model: Dict[str, Any]) -> Description:
     try:
-        sizes = architecture.parameter_sizes(model)
-        whole = all(isinstance(size, int) and size >= 1 for found in sizes.values() for size in found.shape)
+        network = describe_model(architecture, model)
     except ConfigError:
         raise
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise ConfigError(f"model.model_config: the sizes of the model cannot be worked out: {error}.") from error
-    if not whole:
-        raise ConfigError("model.model_config: the sizes of the model must be whole numbers of at least 1.")
-    return sizes
+    for parameter in network.parameters.values():
+        if not all(isinstance(size, int) and size >= 1 for size in parameter.shape):
+            raise ConfigError("model.model_config: the sizes of the model must be whole numbers of at least 1.")
+    return network
 
 
 def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:

@@ -1,19 +1,17 @@
 """The parameters of a run's network: those of the base, 4-bit ones, and those of the adapter."""
 
-import contextlib
 import dataclasses
-import fnmatch
-import logging
 import math
-from typing import Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Tuple
 
 from mindlora.adapters.pair_kinds import PARTS, SHARED_PARTS
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
+from mindlora.config.selection import freeze
 from mindlora.errors import TargetError
-from mindlora.models import names, targets
+from mindlora.models import names
+from mindlora.models.description import EMBEDDING, EXPERTS, QUANTIZED, AdaptableCell
 from mindlora.numerics import initializers, nf4
-from mindlora.plan.leaves import leaf_of
 from mindlora.plan.run import Run
 from mindlora.plan.units import bytes_of
 
@@ -64,7 +62,7 @@ class Weight:
     @property
     def leaf(self) -> str:
         """The last part of its cell's path, under the names of the legacy Llama."""
-        return leaf_of(self.path)
+        return names.role_of(self.path)
 
     @property
     def elements(self) -> int:
@@ -87,28 +85,19 @@ def weights_of(run: Run) -> List[Weight]:
         Weight(*_split(name), size.shape, size.dtype, math.prod(size.shape), _trains_alone(run, name))
         for name, size in run.parameters.items()
     ]
-    if run.lora is None:
+    selection = run.selection
+    if run.lora is None or selection is None:
         return base
-    adapted = adapted_cells(run)
-    saved = _saved_modules(run.lora, [weight.name for weight in base], adapted)
-    base = [dataclasses.replace(weight, trained=weight.name in saved) for weight in base]
-    weights = _settled(run, [*base, *_adapter(run.lora, adapted)])
-    packed = _packed_paths(run)
-    quantized = [w for w in weights if w.name in packed or w.part == "weight" and w.path in packed]
-    wrong = sorted(weight.name for weight in quantized if weight.trained)
-    if wrong:
-        raise TargetError(
-            f"{listed(wrong)} would be trained and is quantized, and 4-bit weights do not train. Add it to "
-            "quantize_exclude."
-        )
-    return [part for weight in weights for part in (_quantized(weight) if weight in quantized else [weight])]
-
-
-def _packed_paths(run: Run) -> Set[str]:
-    """Returns the paths of the linear cells and stacked experts whose weights are 4-bit."""
-    if run.lora is None or not run.lora.quantize_base:
-        return set()
-    return set(targets.select_quantized([*run.linear, *run.experts], run.lora.quantize_exclude))
+    _check_kinds(run.lora, list(selection.cells.values()))
+    quantized = {cell.weight for path, cell in run.network.cells.items() if path in selection.quantized}
+    weights: List[Weight] = []
+    for weight in base:
+        saved = dataclasses.replace(weight, trained=weight.name in selection.saved)
+        weights += _quantized(saved) if weight.name in quantized else [saved]
+    weights += _adapter(run.lora, adapted_cells(run))
+    packed = [weight.parameter for weight in weights if weight.dtype == QUANTIZED]
+    trained = freeze({weight.parameter: weight.trained for weight in weights}, packed, run.lora)
+    return [dataclasses.replace(weight, trained=run.trains and trained[weight.parameter]) for weight in weights]
 
 
 def _trains_alone(run: Run, name: str) -> bool:
@@ -125,39 +114,26 @@ def adapted_cells(run: Run) -> Dict[str, Shape]:
         TargetError: What target_modules or target_parameters names is not there, or cannot have such an adapter.
         ConfigError: VeRA on cells that do the work of several.
     """
-    lora = run.lora
-    if lora is None:
-        return {}
-    sizes: Dict[str, Shape] = dict(run.linear)
-    if lora.target_modules != targets.ALL_LINEAR:
-        sizes[run.embedding[0]] = run.embedding[1]
-    selected: List[str] = []
-    if lora.target_modules is not None or lora.target_parameters is None:
-        with _quiet(targets.logger):
-            selected += targets.select_targets(
-                list(sizes), lora.target_modules, lora.exclude_modules, layers=lora.layers_to_transform
-            )
-    unserved = [field for field in _NOT_FOR_EMBEDDINGS if getattr(lora, field)]
-    unserved += ["lora_init"] if initializers.needs_whole_matrices(lora.lora_init) else []
-    if unserved and run.embedding[0] in selected:
+    return {cell.prefix: cell.shape for cell in run.selection.cells.values()} if run.selection else {}
+
+
+def _check_kinds(lora: LoraConfig, cells: List[AdaptableCell]) -> None:
+    embeddings = [cell.prefix for cell in cells if cell.kind == EMBEDDING]
+    stacks = [cell.prefix for cell in cells if cell.kind == EXPERTS]
+    whole = ["lora_init"] if initializers.needs_whole_matrices(lora.lora_init) else []
+    unserved = [field for field in _NOT_FOR_EMBEDDINGS if getattr(lora, field)] + whole
+    if unserved and embeddings:
         raise TargetError(
             f"pet_config has {' and '.join(unserved)}, which embeddings do not take, and target_modules selects "
-            f"{run.embedding[0]}. Add it to exclude_modules, or leave the other out."
+            f"{listed(embeddings)}. Add it to exclude_modules, or leave the other out."
         )
-    if lora.target_parameters is not None:
-        stacked = targets.select_parameters(
-            list(run.experts), lora.target_parameters, lora.exclude_modules, lora.layers_to_transform
+    unserved = [field for field in _NOT_FOR_EXPERTS if getattr(lora, field)] + whole
+    unserved += ["lora_init"] if initializers.is_loftq(lora.lora_init) else []
+    if unserved and stacks:
+        raise TargetError(
+            f"pet_config has target_parameters and {' and '.join(unserved)}, which routed experts do not take. "
+            "Leave one of the two out."
         )
-        unserved = [field for field in _NOT_FOR_EXPERTS if getattr(lora, field)]
-        if unserved:
-            raise TargetError(
-                f"pet_config has target_parameters and {' and '.join(unserved)}, which routed experts do not take. "
-                "Leave one of the two out."
-            )
-        selected += stacked
-    if lora.use_vera:
-        targets.check_vera(selected)
-    return {path: sizes[path] if path in sizes else run.experts[path] for path in selected}
 
 
 def parts_of(lora: LoraConfig, path: str, shape: Shape) -> Dict[str, Shape]:
@@ -201,54 +177,6 @@ def _adapter(lora: LoraConfig, adapted: Dict[str, Shape]) -> Iterator[Weight]:
         yield Weight("", part, size, lora.param_init_type, math.prod(size), False, True)
 
 
-def _saved_modules(lora: LoraConfig, parameters: List[str], adapted: Iterable[str]) -> Set[str]:
-    """Returns the parameters of the base that modules_to_save trains."""
-    found: Set[str] = set()
-    for module in lora.modules_to_save or ():
-        hits = {name for name in parameters if names.belongs_to(name, module)}
-        if not hits:
-            raise TargetError(
-                f"modules_to_save names {module!r}, which matches no module. Parameters: {listed(parameters)}."
-            )
-        both = [path for path in adapted if any(name.startswith(path + ".") for name in hits)]
-        if both:
-            raise TargetError(
-                f"modules_to_save names {module!r}, and so does target_modules: {listed(both)}. "
-                "Keep each in one of the two: a module either trains itself or gets an adapter."
-            )
-        found |= {name for name in hits if not names.is_balance(name)}
-    return found
-
-
-def _settled(run: Run, weights: List[Weight]) -> List[Weight]:
-    """Returns the parameters with freeze_include and freeze_exclude carried out, as mindlora.freeze_base does."""
-    lora = run.lora
-    if lora is None or not run.trains:
-        return [dataclasses.replace(weight, trained=False) for weight in weights]
-    freeze, train = (_matched(weights, getattr(lora, field), field) for field in ("freeze_include", "freeze_exclude"))
-    found = []
-    for weight in weights:
-        name = weight.parameter
-        trained = name in train if (name in freeze) != (name in train) else weight.trained
-        found.append(dataclasses.replace(weight, trained=trained))
-    if not any(weight.trained for weight in found):
-        raise TargetError(
-            f"freeze_include {lora.freeze_include!r} freezes everything: nothing is left to train. Narrow it."
-        )
-    return found
-
-
-def _matched(weights: List[Weight], patterns: Optional[List[str]], field: str) -> Set[str]:
-    """Returns the names of the parameters that any of the patterns matches."""
-    parameters, found = [weight.parameter for weight in weights], set()
-    for pattern in patterns or ():
-        hits = {name for name in parameters if fnmatch.fnmatchcase(name, pattern)}
-        if not hits:
-            raise TargetError(f"{field} pattern {pattern!r} matches no parameter. Parameters: {listed(parameters)}.")
-        found |= hits
-    return found
-
-
 def _quantized(weight: Weight) -> Iterator[Weight]:
     for field, (shape, dtype) in nf4.layout(*weight.shape).items():
         count = weight.count if field == "codes" else 0
@@ -258,14 +186,3 @@ def _quantized(weight: Weight) -> Iterator[Weight]:
 def _split(name: str) -> Tuple[str, str]:
     path, _, part = name.rpartition(".")
     return path, part
-
-
-@contextlib.contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Keeps a logger from warning: the doctor says what it would."""
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

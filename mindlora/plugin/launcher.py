@@ -19,10 +19,11 @@ import yaml
 
 from mindlora.checks.shape import refuse_wrong_shape, shape_mistakes
 from mindlora.common.interrupts import Interrupts
+from mindlora.common.overrides import FLAGS, set_dotted_keys, set_key
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
 from mindlora.errors import ConfigError, ConfigMistakes, LoraError, RunStopped
-from mindlora.plugin.launching.command_line import FLAGS, parse
+from mindlora.plugin.launching.command_line import parse
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
 if TYPE_CHECKING:
@@ -136,22 +137,19 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
 
 def _override(config, args, rest):
     """Sets what the command line says: --options, then the flags, then ``--a.b.c value``."""
-    from mindlora.plugin.overrides import pairs, set_key
-
     if args.options is not None:
         config.merge_from_dict(_options(args.options))
-    for flag, (_, key, _) in FLAGS.items():
-        value = getattr(args, flag)
+    for name, flag in FLAGS.items():
+        value = getattr(args, name)
         if value is not None:
-            set_key(config, key, value, f"--{flag}", create=True)
+            set_key(config, flag.key, value, f"--{name}", create=True)
     if args.num_samples is not None:
         for dataset in (config.train_dataset, config.eval_dataset):
             if dataset and dataset.data_loader:
                 dataset.data_loader.num_samples = args.num_samples
     if args.strategy_load_checkpoint is not None:
         config.parallel.strategy_ckpt_load_file = _strategy_file(args.strategy_load_checkpoint)
-    for key, value in pairs(rest):
-        set_key(config, key, value, f"--{key}")
+    set_dotted_keys(config, rest)
 
 
 def _options(found: List[str]) -> dict:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import check_number, whole_numbers
 from mindlora.errors import ConfigError
 
 
@@ -40,9 +40,7 @@ class EngineSettings:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             least = 0 if field.name == "num_blocks" else 1
-            check_number(
-                getattr(self, field.name), field.name, int, lambda v, n=least: v >= n, f"a whole number from {least}"
-            )
+            check_number(getattr(self, field.name), field.name, whole_numbers(least))
         if self.max_rank > 256:
             raise ConfigError(f"max_rank is {self.max_rank}: the operator takes 1 to 256.")
         if self.max_tokens_per_step < self.max_running:

@@ -3,7 +3,7 @@
 import math
 from typing import Optional
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, NOT_NEGATIVE, check_number
 from mindlora.errors import ConfigError
 
 
@@ -28,8 +28,8 @@ class EarlyStop:
     """
 
     def __init__(self, patience: int, min_delta: float = 0.0, mode: str = "min"):
-        check_number(patience, "patience", int, lambda v: v >= 1, "a whole number of at least 1")
-        check_number(min_delta, "min_delta", (int, float), lambda v: 0 <= v < math.inf, "a number of at least 0")
+        check_number(patience, "patience", COUNT)
+        check_number(min_delta, "min_delta", NOT_NEGATIVE)
         if mode not in ("min", "max"):
             raise ConfigError(f"mode is {mode!r}, but it must be 'min' or 'max'.")
         self.patience, self.min_delta, self.sign = patience, min_delta, 1 if mode == "min" else -1

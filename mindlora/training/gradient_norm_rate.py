@@ -6,7 +6,7 @@ from typing import Deque
 
 import numpy as np
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, FACTOR, FRACTION, NOT_NEGATIVE, Range, check_number, numbers, whole_numbers
 
 
 class GradientNormRate:
@@ -52,15 +52,14 @@ class GradientNormRate:
         min_factor: float = 0.05,
         max_factor: float = 2.0,
     ):
-        numbers = (int, float)
-        check_number(window, "window", int, lambda v: v >= 4, "a whole number of at least 4")
-        check_number(steady, "steady", numbers, lambda v: 1 <= v < math.inf, "a number of at least 1")
-        check_number(spike, "spike", numbers, lambda v: steady < v < math.inf, f"a number above steady, {steady}")
-        check_number(cut, "cut", float, lambda v: 0 < v < 1, "a number above 0 and below 1")
-        check_number(recovery_steps, "recovery_steps", int, lambda v: v >= 1, "a whole number of at least 1")
-        check_number(growth, "growth", numbers, lambda v: 0 <= v < math.inf, "a number of at least 0")
-        check_number(min_factor, "min_factor", numbers, lambda v: 0 < v <= 1, "a number above 0 and at most 1")
-        check_number(max_factor, "max_factor", numbers, lambda v: 1 <= v < math.inf, "a number of at least 1")
+        check_number(window, "window", whole_numbers(4))
+        check_number(steady, "steady", numbers(1))
+        check_number(spike, "spike", Range(f"a number above steady, {steady}", lambda v: steady < v < math.inf))
+        check_number(cut, "cut", FRACTION)
+        check_number(recovery_steps, "recovery_steps", COUNT)
+        check_number(growth, "growth", NOT_NEGATIVE)
+        check_number(min_factor, "min_factor", FACTOR)
+        check_number(max_factor, "max_factor", numbers(1))
         self.spike, self.steady, self.cut, self.recovery_steps = spike, steady, cut, recovery_steps
         self.growth, self.min_factor, self.max_factor = growth, min_factor, max_factor
         self.factor, self._at_spike = 1.0, 0.0

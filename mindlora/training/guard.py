@@ -6,7 +6,7 @@ from typing import Deque, Dict, List, Optional, Tuple
 
 import numpy as np
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, Range, check_number, numbers, whole_numbers
 
 # The median of so many losses, or of all while there are fewer, is the smoothed loss.
 SMOOTHED = 16
@@ -55,10 +55,10 @@ class RunGuard:
     """
 
     def __init__(self, spike: float = 6.0, climb: float = 1.5, max_skipped: int = 4, window: int = 32):
-        check_number(spike, "spike", (int, float), lambda v: 3 <= v < math.inf, "a number of at least 3")
-        check_number(climb, "climb", (int, float), lambda v: 1 < v < math.inf, "a number above 1")
-        check_number(max_skipped, "max_skipped", int, lambda v: v >= 2, "a whole number of at least 2")
-        check_number(window, "window", int, lambda v: v > SMOOTHED, f"a whole number above {SMOOTHED}")
+        check_number(spike, "spike", numbers(3))
+        check_number(climb, "climb", Range("a number above 1", lambda v: 1 < v < math.inf))
+        check_number(max_skipped, "max_skipped", whole_numbers(2))
+        check_number(window, "window", Range(f"a whole number above {SMOOTHED}", lambda v: v > SMOOTHED, (int,)))
         self.spike, self.climb, self.max_skipped = spike, climb, max_skipped
         self._losses: Deque[float] = collections.deque(maxlen=window)
         self._norms: Deque[float] = collections.deque(maxlen=window)
@@ -160,7 +160,7 @@ class Snapshots:
     """
 
     def __init__(self, every: int, proven_after: int = SMOOTHED):
-        check_number(every, "snapshot_steps", int, lambda v: v >= 1, "a whole number of at least 1")
+        check_number(every, "snapshot_steps", COUNT)
         self.every, self.proven_after = max(every, proven_after), proven_after
         self._kept: List[Tuple[int, Dict[str, np.ndarray]]] = []
 

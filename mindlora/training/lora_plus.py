@@ -6,7 +6,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from mindlora.common.fields import check_ratio
+from mindlora.common.fields import check_number, numbers
 from mindlora.errors import ConfigError, LoraError
 from mindlora.nn.cell import LORA_B, MAGNITUDE
 from mindlora.nn.tree import lora_cells
@@ -57,7 +57,7 @@ def lora_plus_groups(
 
     Source: Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024.
     """
-    check_ratio(ratio, "ratio")
+    check_number(ratio, "ratio", numbers(1))
     adapted = {id(p) for _, cell in lora_cells(network) for p in cell.lora_parameters()}
     trained = network.trainable_params()
     faster = [p for p in trained if id(p) in adapted and p.name.endswith(FASTER)]

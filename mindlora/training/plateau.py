@@ -2,7 +2,7 @@
 
 import math
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import FRACTION, INDEX, NOT_NEGATIVE, check_number
 from mindlora.errors import ConfigError
 
 MODES, THRESHOLD_MODES = ("min", "max"), ("rel", "abs")
@@ -51,11 +51,11 @@ class PlateauRate:
             raise ConfigError(f"mode is {mode!r}, but it must be 'min' or 'max'.")
         if threshold_mode not in THRESHOLD_MODES:
             raise ConfigError(f"threshold_mode is {threshold_mode!r}, but it must be 'rel' or 'abs'.")
-        check_number(factor, "factor", float, lambda v: 0 < v < 1, "a number above 0 and below 1")
+        check_number(factor, "factor", FRACTION)
         for name, value in (("patience", patience), ("cooldown", cooldown)):
-            check_number(value, name, int, lambda v: v >= 0, "a whole number of at least 0")
+            check_number(value, name, INDEX)
         for name, value in (("threshold", threshold), ("min_lr", min_lr), ("eps", eps)):
-            check_number(value, name, (int, float), lambda v: 0 <= v < math.inf, "a number of at least 0")
+            check_number(value, name, NOT_NEGATIVE)
         self.mode, self.factor, self.patience, self.cooldown = mode, factor, patience, cooldown
         self.threshold, self.threshold_mode, self.min_lr, self.eps = threshold, threshold_mode, min_lr, eps
         self._best = math.inf if mode == "min" else -math.inf

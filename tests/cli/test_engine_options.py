@@ -6,7 +6,7 @@ import os
 import pytest
 
 from mindlora import cli
-from mindlora.cli.engine_options import add_engine_options, read_adapters, split_overrides
+from mindlora.cli.engine_options import add_engine_options, read_adapters
 from mindlora.errors import ConfigError
 from tests.support.scripted_engine import write_adapter
 
@@ -50,12 +50,6 @@ def test_an_adapter_that_is_nowhere_is_an_error_with_near_names(tmp_path):
         with pytest.raises(ConfigError) as caught:
             chosen(*words)
         assert str(caught.value) == message
-
-
-def test_keys_of_the_yaml_are_told_from_misspelled_options():
-    words = ["--a.b", "1", "--typo", "x", "--c.d=2", "3", "--e.f", "-4", "--device_id", "1"]
-    overrides = ["--a.b", "1", "--c.d=2", "--e.f", "-4", "--device_id", "1"]
-    assert split_overrides(words) == (overrides, ["--typo", "x", "3"])
 
 
 @pytest.mark.parametrize("words", [["plugin-path", "--a.b", "1"], ["generate", "--config", "x", "--temprature", "1"]])

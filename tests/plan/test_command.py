@@ -67,11 +67,17 @@ def test_the_exit_code_is_1_if_the_run_does_not_fit(plan):
 
 
 def test_the_command_line_overrides_the_yaml(plan):
-    config = yaml_of()
+    config = {**yaml_of(), "train_dataset": {"data_loader": {"type": "MindDataset"}}}
     words = ["--runner_config.batch_size", "4", "--optimizer.type=SGD", "--recompute_config.recompute", "True"]
     _, text, _ = plan(config, *words, "--train_dataset_dir", "gone")
     assert "4 rows of 16 tokens" in text and "2 states of SGD" in text and "all layers recomputed" in text
     assert "gone holds no MindRecord" in text
+
+
+def test_it_takes_the_overrides_that_mindlora_run_takes(plan):
+    config = {**yaml_of(), "callbacks": [{"type": "LoraCheckpoint", "save_steps": 100}]}
+    code, text, _ = plan(config, "--callbacks.LoraCheckpoint.save_steps", "50", "--batch_size", "4", "--epochs=2")
+    assert code == 0 and "4 rows of 16 tokens" in text
 
 
 def test_it_needs_neither_mindspore_nor_mindformers():
@@ -137,8 +143,10 @@ def test_a_wrong_yaml_is_one_error(name, plan):
         (["--devices", "two"], "--devices is 'two'"),
         (["--devices", "0,1"], r"devices is \[0, 1\]"),
         (["--a.b"], "--a.b has no value"),
-        (["--a.b", "[1"], r"--a.b is '\[1', which is not YAML"),
-        (["--run_mode.x", "1"], "--run_mode.x leads through run_mode"),
+        (["--a.b", "1"], "--a.b: 'a' is not a key of the YAML, which has: "),
+        (["--run_mode.x", "1"], "--run_mode.x: run_mode is 'finetune' and has no keys"),
+        (["--runner_config.epoch", "3"], "'epoch' is not a key of runner_config. Did you mean 'epochs'"),
+        (["--epochs", "three"], "--epochs is 'three', but it must be a whole number"),
         (["--model.model_config", "3"], "has no keys below model.model_config"),
     ],
 )

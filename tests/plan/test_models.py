@@ -1,6 +1,7 @@
 """The parameters that a plan counts of models other than the Llama, and the sizes of their adapters' files."""
 
 import os
+import re
 
 import pytest
 
@@ -162,12 +163,25 @@ def test_adapters_of_experts_are_divided_with_them():
     assert whole["adapter"] == 2 * half["adapter"] > 0
 
 
+@pytest.mark.parametrize("module", ["linear_qkv", "linear_proj"])
+def test_a_saved_module_that_the_run_refuses_is_refused_in_the_same_words(module, mcore):
+    pet = {**LINEAR, "target_modules": ["linear_proj"], "modules_to_save": [module]}
+    network, config = mcore("qwen3", {}, {})
+    config["model"]["model_config"]["pet_config"] = pet
+    with pytest.raises(TargetError) as refused:
+        adapted(network, pet)
+    with pytest.raises(TargetError, match=re.escape(str(refused.value))):
+        weights_of(read_run(config))
+
+
 @pytest.mark.parametrize(
     "pet, message",
     [
         ({**EXPERTS, "target_parameters": ["mlp.gone"]}, "target_parameters names 'mlp.gone', which matches no"),
         ({**EXPERTS, "use_dora": True}, "pet_config has target_parameters and use_dora, which routed experts do not"),
         ({**EXPERTS, "lora_dropout": 0.1}, "pet_config has target_parameters and lora_dropout"),
+        ({**EXPERTS, "quantize_base": "nf4", "lora_init": "loftq"}, "pet_config has target_parameters and lora_init"),
+        ({**LINEAR, "target_modules": ["word_embeddings"]}, "target_modules .* matches no linear cell"),
     ],
 )
 def test_what_experts_cannot_have_is_an_error(pet, message):

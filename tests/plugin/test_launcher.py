@@ -246,7 +246,7 @@ def test_options_take_pairs():
     [
         (["--seed", "x"], "--seed: invalid int value: 'x'"),
         (["--use_parallel", "maybe"], "--use_parallel: invalid true_or_false value: 'maybe'"),
-        (["--a.b"], "must be pairs"),
+        (["--a.b"], "--a.b has no value. Write --a.b VALUE."),
         (["--register_path", "nowhere"], "--register_path nowhere is not a folder"),
         (["--seed.x", "1"], "seed is 42 and has no keys"),
         (["--parallel_config.data_paralel", "2"], "Did you mean 'data_parallel'"),

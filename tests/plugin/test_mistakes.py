@@ -56,7 +56,10 @@ MISTAKES = {
         "save_steps is 5, and HeldOutLoss measures every 2 steps",
     ),
     "another metric": (["--callbacks.LoraCheckpoint.best_metric", "heldout_loss"], "Did you mean 'held_out_loss'"),
-    "value of a callback": (["--callbacks.LoraCheckpoint.save_steps", "0"], "(LoraCheckpoint): save_steps is 0, but"),
+    "value of a callback": (
+        ["--callbacks.LoraCheckpoint.save_steps", "0"],
+        "(LoraCheckpoint): save_steps is 0: it must",
+    ),
     "missing argument": (["--callbacks", '[{"type": "HeldOutLoss"}]'], "is HeldOutLoss, which needs dataset_dir"),
     "argument of a schedule": (
         ["--lr_schedule", '{"type": "CosineWithWarmUpLR", "learning_rate": 0.1, "warmup_ration": 0.1}'],

@@ -8,10 +8,11 @@ from mindformers.tools.utils import get_real_rank
 from mindspore import Callback, nn
 from mindspore.train import RunContext
 
+from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
+from mindlora.plugin.callbacks.common import register, report_event, step_record
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume import training_state
@@ -42,7 +43,7 @@ class AdapterHealth(Callback):
 
     def __init__(self, every_steps: int = 10):
         super().__init__()
-        check_count("every_steps", every_steps)
+        check_number(every_steps, "every_steps", COUNT)
         self.every_steps, self.step_before = every_steps, 0
         self.rules = HealthRules()
         self.cells: Dict[str, LoRACell] = {}

@@ -1,11 +1,10 @@
 """What the callbacks share: registration in MindFormers, what a step measured, events, and a check of arguments."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindformers.core.callback.callback import _get_loss_output
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
-from mindlora.errors import ConfigError
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.graph.step_record import StepRecord
 from mindlora.plugin.log import logger
@@ -38,10 +37,3 @@ def report_event(params: "InternalCallbackParam", kind: str, message: str) -> No
     logger.info("step %d: %s", params.cur_step_num, message)
     events = params.get("training_events") or []
     params["training_events"] = [*events, {"step": params.cur_step_num, "kind": kind, "message": message}]
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raises ConfigError unless ``value`` is a whole number of at least 1."""
-    # If the constructor of a callback raises, MindFormers puts the name of its class before the message.
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least 1.")

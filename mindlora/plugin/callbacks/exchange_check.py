@@ -3,7 +3,8 @@
 from mindspore import Callback
 from mindspore.train import RunContext
 
-from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.common.fields import COUNT, check_number
+from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.resume.training_state import passed, total_steps
 from mindlora.training.exchange.agreement import check_agreement
@@ -25,7 +26,7 @@ class ExchangeCheck(Callback):
 
     def __init__(self, check_every: int = 100):
         super().__init__()
-        check_count("check_every", check_every)
+        check_number(check_every, "check_every", COUNT)
         self.check_every, self.checked = check_every, 0
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:

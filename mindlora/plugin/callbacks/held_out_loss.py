@@ -5,8 +5,9 @@ import os
 from mindspore import Callback
 from mindspore.train import RunContext
 
+from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
-from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.log import logger
@@ -34,7 +35,7 @@ class HeldOutLoss(Callback):
     def __init__(self, dataset_dir: str, every_steps: int = 100, batch_size: int = 8):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("batch_size", batch_size)):
-            check_count(name, value)
+            check_number(value, name, COUNT)
         if not os.path.exists(dataset_dir):
             raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
         self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size

@@ -9,11 +9,12 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.common import atomic
+from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.noisy_embedding import NoisyEmbedding
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin.callbacks.common import check_count, loss_of, register
+from mindlora.plugin.callbacks.common import loss_of, register
 from mindlora.plugin.graph.network import base_of, check_loaded_base
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume import exchange_state, training_state
@@ -62,7 +63,7 @@ class LoraCheckpoint(Callback):
     ):
         super().__init__()
         for name, value in (("save_steps", save_steps), ("keep_last", keep_last)):
-            check_count(name, value)
+            check_number(value, name, COUNT)
         if best_mode not in ("min", "max"):
             raise ConfigError(f"best_mode is {best_mode!r}, but it must be 'min' or 'max'.")
         if not isinstance(resume, (bool, str)):

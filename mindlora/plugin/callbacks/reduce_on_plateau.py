@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore.train import RunContext
 
-from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
+from mindlora.common.fields import COUNT, check_number
+from mindlora.plugin.callbacks.common import register, report_event, step_record
 from mindlora.plugin.callbacks.step_control import RateCallback, check_is_measured
 from mindlora.training.plateau import PlateauRate
 
@@ -33,7 +34,7 @@ class ReduceOnPlateau(RateCallback):
 
     def __init__(self, metric: str = "held_out_loss", every_steps: int = 100, **settings: Any):
         super().__init__()
-        check_count("every_steps", every_steps)
+        check_number(every_steps, "every_steps", COUNT)
         self.metric, self.every_steps, self.rule = metric, every_steps, PlateauRate(**settings)
         self.losses, self.factor = [], 1.0
 

@@ -5,10 +5,11 @@ from typing import List
 from mindspore import Callback
 from mindspore.train import RunContext
 
+from mindlora.common.fields import COUNT, check_number
 from mindlora.data import tokenizers
 from mindlora.data.templates import prompt_template
 from mindlora.errors import ConfigError
-from mindlora.plugin.callbacks.common import check_count, register
+from mindlora.plugin.callbacks.common import register
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
 from mindlora.training.answers import greedy_answers
@@ -36,7 +37,7 @@ class SampleAnswers(Callback):
         super().__init__()
         if not isinstance(prompts, list) or not prompts or not all(isinstance(text, str) for text in prompts):
             raise ConfigError(f"prompts is {prompts!r}, but it must be a list of texts.")
-        check_count("max_tokens", max_tokens)
+        check_number(max_tokens, "max_tokens", COUNT)
         self.prompts, self.max_tokens = prompts, max_tokens
         self.tokenizer = tokenizers.load_tokenizer(tokenizer)
         self.special = tokenizers.special_ids(self.tokenizer)

@@ -7,9 +7,9 @@ import numpy as np
 from mindspore import Callback, Parameter, Tensor, ops
 from mindspore.train import RunContext
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, FACTOR, check_number
 from mindlora.errors import DivergenceError
-from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
+from mindlora.plugin.callbacks.common import register, report_event, step_record
 from mindlora.plugin.callbacks.step_control import controlled_step
 from mindlora.plugin.resume.ranks import wait_for_all_ranks
 from mindlora.plugin.resume.training_state import state_parameters
@@ -54,8 +54,8 @@ class TrainingGuard(Callback):
         **settings: Any,
     ):
         super().__init__()
-        check_count("max_rollbacks", max_rollbacks)
-        check_number(rate_cut, "rate_cut", (int, float), lambda v: 0 < v <= 1, "a number above 0 and at most 1")
+        check_number(max_rollbacks, "max_rollbacks", COUNT)
+        check_number(rate_cut, "rate_cut", FACTOR)
         self.guard, self.snapshots = RunGuard(max_skipped=max_skipped, **settings), Snapshots(snapshot_steps)
         self.max_rollbacks, self.rate_cut = max_rollbacks, rate_cut
         self.rollbacks, self.factor, self.failure = 0, 1.0, None

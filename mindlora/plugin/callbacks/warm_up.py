@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from mindspore.train import RunContext
 
-from mindlora.common.fields import check_number
-from mindlora.plugin.callbacks.common import check_count, register, report_event, step_record
+from mindlora.common.fields import COUNT, Range, check_number
+from mindlora.plugin.callbacks.common import register, report_event, step_record
 from mindlora.plugin.callbacks.step_control import RateCallback
 from mindlora.training.warm_up import warm_up_factor
 
@@ -29,8 +29,8 @@ class WarmUp(RateCallback):
 
     def __init__(self, steps: int = 100, start_factor: float = 0.1):
         super().__init__()
-        check_count("steps", steps)
-        check_number(start_factor, "start_factor", (int, float), lambda v: 0 <= v < 1, "a number from 0 to below 1")
+        check_number(steps, "steps", COUNT)
+        check_number(start_factor, "start_factor", Range("a number from 0 to below 1", lambda v: 0 <= v < 1))
         self.steps, self.start_factor = steps, start_factor
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:

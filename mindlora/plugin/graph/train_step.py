@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.communication import get_group_size
 
+from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.nn.adalora import is_adaptive
 from mindlora.plugin.graph.exchange import build_exchange
@@ -102,8 +103,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
             or bool(self.dump_device_local_norm)
             or bool(getattr(self, "use_graceful_exit", False))
         )
-        if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
-            raise ConfigError(f"micro_batches is {micro_batches!r}, but it must be a whole number of at least 1.")
+        check_number(micro_batches, "micro_batches", COUNT)
         if self.is_mindformers_step:
             given = {"micro_batches": micro_batches > 1, "gradient_exchange": gradient_exchange != "dense"}
             _refuse(mode, **given, rank_budget=rank_budget)

@@ -4,9 +4,11 @@ import dataclasses
 import ipaddress
 from typing import Optional, Tuple
 
-from mindlora.common.fields import check_number
+from mindlora.common.fields import COUNT, Range, check_number
 from mindlora.errors import ConfigError
 
+_PORT = Range("a port, 0 to 65535", lambda value: 0 <= value < 65536, (int,))
+_SECONDS = Range("a number of seconds above 0", lambda value: value > 0)
 _AT_LEAST_ONE = ("max_body_bytes", "max_choices", "adapter_labels")
 _ONE_OR_NONE = ("max_prompt_tokens", "max_output_tokens", "key_requests", "key_requests_per_minute")
 
@@ -63,16 +65,14 @@ class ServerSettings:
     adapter_labels: int = 20
 
     def __post_init__(self):
-        check_number(self.port, "port", int, lambda value: 0 <= value < 65536, "a port, 0 to 65535")
+        check_number(self.port, "port", _PORT)
         for name in (*_AT_LEAST_ONE, *_ONE_OR_NONE):
             value = getattr(self, name)
             if name in _AT_LEAST_ONE or value is not None:
-                check_number(value, name, int, lambda value: value >= 1, "a whole number of at least 1")
+                check_number(value, name, COUNT)
         for name in ("body_seconds", "request_seconds"):
-            check_number(
-                getattr(self, name), name, (int, float), lambda value: value > 0, "a number of seconds above 0"
-            )
-        check_number(self.grace, "grace", (int, float), lambda value: value >= 0, "a number of seconds, 0 or more")
+            check_number(getattr(self, name), name, _SECONDS)
+        check_number(self.grace, "grace", Range("a number of seconds, 0 or more", lambda value: value >= 0))
         if self.api_key_file and self.no_auth:
             raise ConfigError("--api-key-file and --no-auth were both given: keys are asked for, or they are not.")
         if not (self.api_key_file or self.no_auth or is_local(self.host)):

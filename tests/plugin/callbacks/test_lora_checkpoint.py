@@ -130,7 +130,7 @@ def test_a_metric_that_is_not_reported(callbacks):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"save_steps": 0}, "save_steps is 0, but it must be a whole number of at least 1"),
+        ({"save_steps": 0}, "save_steps is 0: it must be a whole number of at least 1"),
         ({"save_steps": 2.5}, "save_steps is 2.5"),
         ({"keep_last": True}, "keep_last is True"),
         ({"best_mode": "least"}, "best_mode is 'least', but it must be 'min' or 'max'"),

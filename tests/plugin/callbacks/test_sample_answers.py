@@ -80,7 +80,7 @@ def test_a_resumed_run_answers_at_its_end_alone(tokenizer, tmp_path):
     [
         ({"prompts": "good morning"}, "prompts is 'good morning', but it must be a list of texts"),
         ({"prompts": []}, r"prompts is \[\], but it must be a list of texts"),
-        ({"max_tokens": 0}, "max_tokens is 0, but it must be a whole number of at least 1"),
+        ({"max_tokens": 0}, "max_tokens is 0: it must be a whole number of at least 1"),
     ],
 )
 def test_wrong_arguments_are_refused(tokenizer, changes, message):

@@ -5,8 +5,9 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
-from mindlora.checks.mcore import FAMILIES, check_mcore, family_of
+from mindlora.checks.mcore import check_mcore, family_of
 from mindlora.errors import ConfigError
+from mindlora.models import registry
 from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
 
@@ -79,7 +80,7 @@ def message(config):
     return str(error.value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", registry.trained_mcore_classes().values())
 def test_the_families_that_train_pass(family):
     check_mcore(yaml_of(model={"architectures": [family]}))
 

@@ -133,7 +133,7 @@ def test_only_what_mindformers_train_step_has_is_state_of_the_run():
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "2"])
 def test_a_wrong_number_of_micro_batches_is_refused(value):
-    with pytest.raises(ConfigError, match="micro_batches is .*, but it must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match="micro_batches is .*: it must be a whole number of at least 1"):
         train_step(micro_batches=value)
 
 
