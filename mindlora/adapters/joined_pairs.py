@@ -11,7 +11,7 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, ShapeMismatchError
 from mindlora.models import names
-from mindlora.models.joined_rows import RowLayout, join_rows, split_rows
+from mindlora.models.joined_rows import HeadSizes, RowLayout, join_rows, split_rows
 from mindlora.numerics.dtypes import from_float32, to_float32
 
 
@@ -96,7 +96,7 @@ def split_pairs(
     _check_can_be_joined(adapter, path)
     layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
     a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-    group = layout.sizes(len(b), kv_heads, head_dim, heads, first)
+    group = layout.sizes(len(b), HeadSizes(heads, kv_heads, head_dim, first))
     if group is None and layout.needs_first:
         raise AdapterError(
             f"{path} joins {', '.join(members)} in {len(b)} rows, and how many are the first one's is not known or not "

@@ -4,7 +4,7 @@ Both directions read a range of rows at a time: whole groups, as mindlora.models
 """
 
 import functools
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import numpy as np
 
@@ -13,20 +13,7 @@ from mindlora.base.writer import OutputTensor
 from mindlora.errors import CheckpointError
 from mindlora.models import names
 from mindlora.models.architecture import JoinedCell
-from mindlora.models.joined_rows import join_rows, split_rows
-
-
-class Rows(NamedTuple):
-    """What tells the rows of a joined tensor's parts apart.
-
-    Attributes:
-        heads, kv_heads (int): Numbers of attention and of key-value heads, for q, k and v; None if not known.
-        first (int): Rows of the first part, for DeepSeek's latents; None if not known.
-    """
-
-    heads: Optional[int]
-    kv_heads: Optional[int]
-    first: Optional[int] = None
+from mindlora.models.joined_rows import HeadSizes, join_rows, split_rows
 
 
 def parts_of(name: str) -> List[str]:
@@ -63,7 +50,7 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     counts = [tensor.shape[0] for tensor in tensors]
     groups = layout.groups(counts, kv_heads)
     if groups is None and layout.needs_heads:
-        _known(joined, kv_heads)
+        _check_heads(joined, kv_heads)
     if groups is None:
         raise CheckpointError(
             f"{' and '.join(map(str, counts))} rows of {', '.join(parts)} cannot be joined into {joined}"
@@ -80,7 +67,7 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     return OutputTensor(joined, tensors[0].dtype, (sum(counts),) + tensors[0].shape[1:], rows, unit)
 
 
-def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], rows: Rows) -> List[OutputTensor]:
+def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], model: HeadSizes) -> List[OutputTensor]:
     """Returns the tensors ``targets`` that the tensor ``name`` of ``base`` is divided into.
 
     Args:
@@ -88,13 +75,13 @@ def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], rows
         name (str): Name of the joined tensor in ``base``.
         joined (str): The same under MindFormers' names.
         targets (list of str): Names of the new tensors, in the order of their rows.
-        rows (Rows): What tells the rows of the parts apart.
+        model (HeadSizes): The model's sizes.
 
     Raises:
         CheckpointError: The rows do not match the numbers of heads, or these are needed but not known.
     """
     info = base.tensors[name]
-    sizes = _group_sizes(name, _cell(joined), info.shape[0], rows)
+    sizes = _group_sizes(name, _cell(joined), info.shape[0], model)
     groups = info.shape[0] // sum(sizes)
 
     def read(part: int, begin: int, end: int) -> np.ndarray:
@@ -107,15 +94,15 @@ def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], rows
     ]
 
 
-def _group_sizes(name: str, cell: JoinedCell, count: int, rows: Rows) -> Tuple[int, ...]:
+def _group_sizes(name: str, cell: JoinedCell, count: int, model: HeadSizes) -> Tuple[int, ...]:
     """Returns the rows of each part in one group of a joined tensor with ``count`` rows."""
     if cell.layout.needs_heads:
-        _known(name, rows.heads)
-        _known(name, rows.kv_heads)
-    sizes = cell.layout.sizes(count, rows.kv_heads, heads=rows.heads, first=rows.first)
+        _check_heads(name, model.heads)
+        _check_heads(name, model.kv_heads)
+    sizes = cell.layout.sizes(count, model)
     if sizes is None and cell.layout.needs_heads:
         raise CheckpointError(
-            f"{name} has {count} rows, which cannot be those of {rows.heads} heads and {rows.kv_heads} "
+            f"{name} has {count} rows, which cannot be those of {model.heads} heads and {model.kv_heads} "
             "key-value heads. Give the model's --heads and --kv-heads."
         )
     if sizes is None:
@@ -129,7 +116,7 @@ def _cell(joined: str) -> JoinedCell:
     return names.joined_cell(joined.rpartition(".")[0])
 
 
-def _known(joined, heads):
+def _check_heads(joined, heads):
     if not heads or heads < 1:
         raise CheckpointError(
             f"The rows of {joined} are ordered by key-value head, and the number of heads is not known. "

@@ -4,13 +4,14 @@ import functools
 from typing import Dict, List, Optional
 
 from mindlora.base import experts
-from mindlora.base.joined import Rows, join, joined_name, parts_of, split
+from mindlora.base.joined import join, joined_name, parts_of, split
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard
 from mindlora.common.text import examples
 from mindlora.errors import CheckpointError
 from mindlora.models import names, registry
 from mindlora.models.architecture import HF, LEGACY, MCORE
+from mindlora.models.joined_rows import HeadSizes
 
 
 class Plan:
@@ -34,7 +35,8 @@ class Plan:
     def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):
         self.base, self._to = base, to
         heads = heads or base.config.get("num_attention_heads")
-        self._rows = Rows(heads, kv_heads or base.config.get("num_key_value_heads") or heads, _latent_rows(base))
+        kv_heads = kv_heads or base.config.get("num_key_value_heads") or heads
+        self._sizes = HeadSizes(heads, kv_heads, first=_latent_rows(base))
         # Old checkpoints hold tables that every model computes for itself.
         self.skipped = [name for name in base.tensors if names.is_computed(name)]
         self._joins = concat or to == MCORE
@@ -91,7 +93,7 @@ class Plan:
             return self._joined_at(self._legacy[name], joined)
         if parts:
             targets = [self._in_target(part) for part in parts]
-            return split(self.base, name, self._legacy[name], targets, self._rows)
+            return split(self.base, name, self._legacy[name], targets, self._sizes)
         target = self._renamed(name, self.base.world, self._to) or name
         return [tensor_of(self.base, name)._replace(name=target)]
 
@@ -128,7 +130,7 @@ class Plan:
         # The joined tensor goes where its first part was.
         if legacy != parts[0]:
             return []
-        made = join(joined, [tensor_of(self.base, self._own[part]) for part in parts], self._rows.kv_heads)
+        made = join(joined, [tensor_of(self.base, self._own[part]) for part in parts], self._sizes.kv_heads)
         return [made._replace(name=self._in_target(joined))]
 
 

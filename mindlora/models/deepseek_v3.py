@@ -9,13 +9,21 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from mindlora.models.architecture import JoinedCell, Names, ParameterSize
 from mindlora.models.attention import Attention
-from mindlora.models.joined_rows import PartAfterPart
+from mindlora.models.joined_rows import UnequalPartAfterPart
 from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
 from mindlora.models.llama import NORMS as LLAMA_NORMS
-from mindlora.models.mcore_config import ModelConfig
-from mindlora.models.mcore_parameters import dtype_of, layers_of, parameter_sizes_of
-from mindlora.models.qwen3 import DROPOUT_STATE, Sizes, in_layers
-from mindlora.models.qwen3_moe import COUNTS, EXPERTS, ROUTER, expert_sizes
+from mindlora.models.mcore_sizes import (
+    ModelConfig,
+    Sizes,
+    dtype_of,
+    expert_sizes,
+    feed_forward_sizes,
+    in_layers,
+    layers_of,
+    parameter_sizes_of,
+)
+from mindlora.models.qwen3 import DROPOUT_STATE
+from mindlora.models.qwen3_moe import COUNTS, EXPERTS, ROUTER
 
 # Those of MindFormers' DeepseekV3Config.
 DEFAULTS = {
@@ -33,15 +41,15 @@ KV_DOWN = Names("self_attn.kv_a_proj_with_mqa", "attention.wkv_down", "self_atte
 # Where a model has no latents of q.
 Q = Names("self_attn.q_proj", "attention.wq", "self_attention.linear_q_proj")
 OUT = Names("self_attn.o_proj", "attention.wo", "self_attention.linear_proj")
-W_QKV_DOWN = JoinedCell("w_qkv_down", ("wq_down", "wkv_down"), PartAfterPart(equal=False), "linear_qkv")
+W_QKV_DOWN = JoinedCell("w_qkv_down", ("wq_down", "wkv_down"), UnequalPartAfterPart(), "linear_qkv")
 
 
 def linear_sizes(model_config: dict) -> Sizes:
     """Returns path -> (out, in) of the linear cells of MindFormers' DeepseekV3ForCausalLM; routed experts are none."""
     config = ModelConfig(model_config, DEFAULTS)
-    dense = _feed_forward_sizes("mlp", config["inner"], config)
+    dense = feed_forward_sizes("mlp", config["inner"], config)
     shared = config["shared_experts"] and (config["shared_inner"] or config["shared_experts"] * config["expert_inner"])
-    expert = _feed_forward_sizes("mlp.shared_experts", shared, config) if shared else {}
+    expert = feed_forward_sizes("mlp.shared_experts", shared, config) if shared else {}
     attention = _attention_sizes(config)
     layers = [{**attention, **(expert if routed else dense)} for routed in _routed_layers(config)]
     sizes = in_layers(layers, config)
@@ -115,11 +123,6 @@ def _attention_sizes(config: ModelConfig) -> Sizes:
         cells.update(q if q_rank else {"linear_q_proj": (query, hidden)})
     cells["linear_proj"] = (hidden, heads * config["v_head"])
     return {f"self_attention.{cell}": size for cell, size in cells.items()}
-
-
-def _feed_forward_sizes(holder: str, inner: int, config: ModelConfig) -> Sizes:
-    hidden = config["hidden"]
-    return {f"{holder}.linear_fc1": (2 * inner, hidden), f"{holder}.linear_fc2": (hidden, inner)}
 
 
 def _routed_layers(config: ModelConfig) -> List[Any]:

@@ -4,7 +4,7 @@ A joined weight consists of equal groups. Each group holds some rows of the firs
 on. The layouts differ in what a group is.
 """
 
-from typing import Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -36,6 +36,25 @@ def split_rows(joined: np.ndarray, sizes: Sequence[int]) -> Tuple[np.ndarray, ..
     return tuple(np.ascontiguousarray(block.reshape((-1,) + joined.shape[1:])) for block in blocks)
 
 
+class HeadSizes(NamedTuple):
+    """A model's sizes that tell the rows of a joined weight's parts apart; None for what is not known.
+
+    Attributes:
+        heads (int): Number of attention heads, with which head_dim has to agree.
+        kv_heads (int): Number of key-value heads.
+        head_dim (int): Rows of one head.
+        first (int): Rows of the first part, for a layout that needs_first.
+    """
+
+    heads: Optional[int] = None
+    kv_heads: Optional[int] = None
+    head_dim: Optional[int] = None
+    first: Optional[int] = None
+
+
+NO_SIZES = HeadSizes()
+
+
 class RowLayout:
     """What a group is in one kind of joined weight.
 
@@ -56,22 +75,12 @@ class RowLayout:
         """
         raise NotImplementedError
 
-    def sizes(
-        self,
-        total: int,
-        kv_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        heads: Optional[int] = None,
-        first: Optional[int] = None,
-    ) -> Optional[Tuple[int, ...]]:
+    def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
         """Returns the rows of each part in one group of a joined weight, or None if it cannot be divided into groups.
 
         Args:
             total (int): Rows of the joined weight.
-            kv_heads (int): Number of key-value heads. Default: None.
-            head_dim (int): Rows of one head. Default: None, which takes it from ``heads``.
-            heads (int): Number of attention heads, with which ``head_dim`` has to agree. Default: None.
-            first (int): Rows of the first part, for a layout that needs_first. Default: None.
+            model (HeadSizes): The model's sizes. Default: none is model.
         """
         raise NotImplementedError
 
@@ -87,38 +96,29 @@ class RowLayout:
     def total(
         self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
     ) -> Optional[int]:
-        """Returns the rows of the joined weight, or None if those of a part are not known.
+        """Returns the rows of the joined weight, or None if those of a part are not model.
 
         Args:
             rows (list of int): Rows of each part, None if not known; at least one is known.
             heads, kv_heads, head_dim (int): The model's numbers of attention and of key-value heads, and the rows of
-                one head; None if not known.
+                one head; None if not model.
         """
         raise NotImplementedError
 
     def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
         """Returns the rows of one head, given the rows of each part; None if heads do not matter."""
-        raise NotImplementedError
+        return None
 
 
-class RowsInTurn(RowLayout):
-    """A group is one row of each part: row 0 of the first, row 0 of the second, row 1 of the first, ..."""
+class EqualParts(RowLayout):
+    """All parts have equal numbers of rows.
 
-    def __init__(self, parts: int):
+    Args:
+        parts (int): How many parts there are. Default: 2.
+    """
+
+    def __init__(self, parts: int = 2):
         self._parts = parts
-
-    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        return rows[0] if len(set(rows)) == 1 else None
-
-    def sizes(
-        self,
-        total: int,
-        kv_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        heads: Optional[int] = None,
-        first: Optional[int] = None,
-    ) -> Optional[Tuple[int, ...]]:
-        return None if total % self._parts else (1,) * self._parts
 
     def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
         share, rest = divmod(total, self._parts)
@@ -128,11 +128,54 @@ class RowsInTurn(RowLayout):
     def total(
         self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
     ) -> Optional[int]:
-        known = [count for count in rows if count is not None]
-        return self._parts * known[0] if known else None
+        share = next((count for count in rows if count is not None), None)
+        return None if share is None else self._parts * share
 
-    def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        return None
+
+class RowsInTurn(EqualParts):
+    """A group is one row of each part: row 0 of the first, row 0 of the second, row 1 of the first, ..."""
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return rows[0] if len(set(rows)) == 1 else None
+
+    def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
+        return None if total % self._parts else (1,) * self._parts
+
+
+class PartAfterPart(EqualParts):
+    """There is one group: all rows of the first part, then all of the second, and so on."""
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return 1 if len(set(rows)) == 1 else None
+
+    def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
+        return self.complete((None,) * self._parts, total)
+
+
+class UnequalPartAfterPart(RowLayout):
+    """There is one group of two parts with numbers of rows of their own: all rows of the first, then the second's."""
+
+    needs_first = True
+
+    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
+        return 1
+
+    def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
+        return self.complete((model.first, None), total) if model.first else None
+
+    def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
+        first, second = rows
+        if first is None:
+            first = total - (second or 0)
+        if second is None:
+            second = total - first
+        return (first, second) if first + second == total and min(first, second) >= 1 else None
+
+    def total(
+        self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
+    ) -> Optional[int]:
+        counts = [count for count in rows if count is not None]
+        return sum(counts) if len(counts) == len(rows) else None
 
 
 class RowsByKeyValueHead(RowLayout):
@@ -144,22 +187,16 @@ class RowsByKeyValueHead(RowLayout):
         fits = kv_heads and kv_heads > 0 and rows[1] == rows[2] and not any(count % kv_heads for count in rows)
         return kv_heads if fits else None
 
-    def sizes(
-        self,
-        total: int,
-        kv_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        heads: Optional[int] = None,
-        first: Optional[int] = None,
-    ) -> Optional[Tuple[int, ...]]:
+    def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
+        heads, kv_heads, head_dim, _ = model
         if not kv_heads or kv_heads < 1 or total % kv_heads:
             return None
         if heads:
             # The rows tell, whatever is said of the head size: of many models it is not hidden_size / heads.
-            own, rest = divmod(total, heads + 2 * kv_heads)
-            if rest or heads % kv_heads or head_dim not in (None, own):
+            rows_of_head, rest = divmod(total, heads + 2 * kv_heads)
+            if rest or heads % kv_heads or head_dim not in (None, rows_of_head):
                 return None
-            head_dim = own
+            head_dim = rows_of_head
         if not head_dim or head_dim < 1:
             return None
         q = total // kv_heads - 2 * head_dim
@@ -170,15 +207,15 @@ class RowsByKeyValueHead(RowLayout):
         key_value = v if k is None else k
         if key_value is None:
             key_value = (total - (q or 0)) // 2
-        found = (total - 2 * key_value if q is None else q, key_value, key_value if v is None else v)
-        return found if found[1] == found[2] and sum(found) == total and min(found) >= 1 else None
+        counts = (total - 2 * key_value if q is None else q, key_value, key_value if v is None else v)
+        return counts if counts[1] == counts[2] and sum(counts) == total and min(counts) >= 1 else None
 
     def total(
         self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
     ) -> Optional[int]:
-        for count, own in ((rows[0], heads), (rows[1], kv_heads), (rows[2], kv_heads)):
-            if count and own and not count % own:
-                head_dim = head_dim or count // own
+        for count, heads_of_part in zip(rows, (heads, kv_heads, kv_heads)):
+            if count and heads_of_part and not count % heads_of_part:
+                head_dim = head_dim or count // heads_of_part
         q = rows[0] or (heads or 0) * (head_dim or 0)
         key_value = rows[1] or rows[2] or (kv_heads or 0) * (head_dim or 0)
         return q + 2 * key_value if q and key_value else None
@@ -187,65 +224,12 @@ class RowsByKeyValueHead(RowLayout):
         return rows[1] // kv_heads if kv_heads else None
 
 
-class PartAfterPart(RowLayout):
-    """There is one group: all rows of the first part, then all of the second.
-
-    Args:
-        parts (int): How many parts there are. Default: 2.
-        equal (bool): Whether they have equal numbers of rows; if not, those of the first have to be given. Default:
-            True.
-    """
-
-    def __init__(self, parts: int = 2, equal: bool = True):
-        self._parts, self._equal, self.needs_first = parts, equal, not equal
-
-    def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        return 1 if len(set(rows)) == 1 or not self._equal else None
-
-    def sizes(
-        self,
-        total: int,
-        kv_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        heads: Optional[int] = None,
-        first: Optional[int] = None,
-    ) -> Optional[Tuple[int, ...]]:
-        if self._equal:
-            return None if total % self._parts else (total // self._parts,) * self._parts
-        return (first, total - first) if first and 0 < first < total else None
-
-    def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
-        if self._equal:
-            return RowsInTurn(self._parts).complete(rows, total)
-        first, second = rows
-        found = (total - (second or 0) if first is None else first, total - (first or 0) if second is None else second)
-        return found if sum(found) == total and min(found) >= 1 else None
-
-    def total(
-        self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
-    ) -> Optional[int]:
-        known = [count for count in rows if count is not None]
-        if self._equal:
-            return self._parts * known[0] if known else None
-        return sum(known) if len(known) == len(rows) else None
-
-    def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        return None
-
-
 class QueryKeyValueInTurn(RowsByKeyValueHead):
     """The parts are q, k and v, and there is one group: all rows of q, then those of k, then those of v."""
 
     def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
         return 1 if rows[1] == rows[2] else None
 
-    def sizes(
-        self,
-        total: int,
-        kv_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        heads: Optional[int] = None,
-        first: Optional[int] = None,
-    ) -> Optional[Tuple[int, ...]]:
-        found = super().sizes(total, kv_heads, head_dim, heads)
-        return tuple(size * (kv_heads or 0) for size in found) if found else None
+    def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
+        group = super().sizes(total, model)
+        return tuple(size * (model.kv_heads or 0) for size in group) if group else None

@@ -10,6 +10,7 @@ from mindlora.adapters.dialects import peft, peft_experts
 from mindlora.config import LoraConfig
 from mindlora.formats.safetensors_file import layout
 from mindlora.models import names
+from mindlora.models.joined_rows import HeadSizes
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import named_dtype
 from mindlora.plan.run import Run
@@ -75,7 +76,7 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     # Only the size of a head tells the rows of q from those of k and v, and only the cache those of a latent.
     head_dim = attention.queries // attention.heads
     first = shape[0] - attention.cached if attention.latent else None
-    group = joined.layout.sizes(shape[0], attention.keys // head_dim, head_dim, first=first)
+    group = joined.layout.sizes(shape[0], HeadSizes(None, attention.keys // head_dim, head_dim, first))
     rows = [size * (shape[0] // sum(group)) for size in group] if group else [shape[0] // len(members)] * len(members)
     return {member: (own, shape[1]) for member, own in zip(members, rows)}
 

@@ -9,7 +9,7 @@ from mindlora.config import LoraConfig
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ScaleMismatchError
 from mindlora.models import names
 from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
-from mindlora.models.mcore_config import ModelConfig
+from mindlora.models.mcore_sizes import ModelConfig
 from mindlora.numerics import initializers
 
 
