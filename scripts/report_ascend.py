@@ -25,7 +25,8 @@ import sys
 from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
-from bench_common import new_file
+
+from bench.common import new_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}

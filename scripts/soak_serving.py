@@ -24,7 +24,7 @@ import tempfile
 import types
 from typing import Any, Dict, Iterator, List
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
+from bench import ROOT, common
 
 SIZES = {"slots": 4, "max-running": 24, "block-size": 4, "num-blocks": 80, "max-waiting": 64, "adapter-memory": 40_000}
 BASE = "llama"
@@ -33,7 +33,7 @@ PROVOKED = ("evictions from slots", "evictions from memory", "adapters refused",
 
 def main() -> int:
     """Runs the soak; returns the exit code."""
-    parser = bench_common.parser(__doc__)
+    parser = common.parser(__doc__)
     for name, default, meaning in (
         ("clients", 100, "at once, a tenth of which are processes that are killed"),
         ("seconds", 600, "for which they ask"),
@@ -47,8 +47,8 @@ def main() -> int:
     from tests.support import soak
 
     plan = soak.Plan(args.clients, args.seconds, args.adapters, seed=args.seed)
-    machine = bench_common.machine("mindspore", "mindformers", "uvicorn", "fastapi")
-    print(f"{bench_common.machine_line(machine)}\n{plan}\n{SIZES}\n", flush=True)
+    machine = common.machine("mindspore", "mindformers", "uvicorn", "fastapi")
+    print(f"{common.machine_line(machine)}\n{plan}\n{SIZES}\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         ended: List[str] = []
         with serving(folder, ended) as server:
@@ -56,7 +56,7 @@ def main() -> int:
     missing = [name for name in PROVOKED if not found["server"][name]]
     found["defects"] += [*(f"there were no {name}: other sizes would provoke them" for name in missing), *ended]
     print(text(found))
-    bench_common.write_json(args.json, {"machine": machine, "sizes": SIZES, **found})
+    common.write_json(args.json, {"machine": machine, "sizes": SIZES, **found})
     return 1 if found["defects"] else 0
 
 
@@ -77,7 +77,7 @@ def serving(folder: str, ended: List[str]) -> Iterator[Any]:
     words = ["serve", "--config", "run.yaml", "--adapters", "adapters", "--port", str(port), "--model-name", BASE]
     command = [sys.executable, "-m", "mindlora.cli", *words, *options, "--request-log", "requests.jsonl"]
     path = os.path.join(folder, "log.txt")
-    environment = {**os.environ, "PYTHONPATH": bench_common.ROOT}
+    environment = {**os.environ, "PYTHONPATH": ROOT}
     with open(path, "w", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"

@@ -99,7 +99,7 @@ def write(place: Place, outcomes: List[Outcome]) -> None:
 
 def machine(place: Place) -> Dict[str, str]:
     """Returns what the results depend on."""
-    from bench_common import version
+    from bench.common import version
 
     with open(os.path.join(ROOT, "mindlora", "__init__.py"), encoding="utf-8") as file:
         own = re.search(r'__version__ = "(.+?)"', file.read())

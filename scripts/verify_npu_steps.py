@@ -238,9 +238,9 @@ def two_devices(place: Place) -> Iterator[Outcome]:
 
 
 def bench(place: Place) -> Iterator[Outcome]:
-    """bench_ops.py: the operators beside MindSpore's own."""
+    """bench.py ops: the operators beside MindSpore's own."""
     result = os.path.join(place.work, "bench.json")
-    command = place.python("bench_ops.py", "--device", place.given.device, "--json", result, *place.quick())
+    command = place.python("bench.py", "ops", "--device", place.given.device, "--json", result, *place.quick())
     outcome = place.run("bench", command, cannot=place.no_kernels())
     outcome.figures = read_json(result)
     if outcome.state == HELD:
@@ -256,7 +256,7 @@ def msprof(place: Place) -> Iterator[Outcome]:
         yield Outcome(name, NOT_RUN, "CANN's profiler measures NPUs only" if program else "msprof is not on PATH")
         return
     command = [program, f"--output={folder}"]
-    command += place.python("bench_ops.py", "--device", "Ascend", "--quick")
+    command += place.python("bench.py", "ops", "--device", "Ascend", "--quick")
     outcome = place.run(name, command, cannot=place.no_kernels())
     if outcome.state == HELD:
         outcome.figures = kernel_times(folder)

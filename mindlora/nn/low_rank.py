@@ -18,7 +18,7 @@ from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 
 # Up to this many tokens, one pass over W beats MatMul and lora_delta. Measured on a CPU, with AVX-512 and with AVX2
-# (scripts/bench_ops.py); estimated on Ascend by the bytes moved (scripts/report_ascend.py), with the least for MatMul.
+# (scripts/bench.py ops); estimated on Ascend by the bytes moved (scripts/report_ascend.py), with the least for MatMul.
 _ONE_PASS_TOKENS = {"cpu": 64, "ascend": 8}
 
 Strategy = Tuple[Tuple[int, int], Tuple[int, int]]

@@ -1,14 +1,14 @@
-"""Against transformers and PEFT on PyTorch, for bench_serving.py: the same weights, prompts and number of threads."""
+"""Against transformers and PEFT on PyTorch, for the benchmark serving: the same weights, prompts and threads."""
 
+import itertools
 import json
 import os
 import subprocess
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from bench_common import ROOT
-from bench_serving_engine import answer
-from bench_serving_model import Files, Ratio, Size, compare, prompts
-
+from bench import ROOT
+from bench.serving_engine import Ratio, answer, compare
+from bench.serving_model import Files, Size, prompts
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.engine import Engine
 
@@ -21,7 +21,7 @@ NAMES = [f"r16-{number}" for number in range(BATCH)]
 
 
 class Peer:
-    """The process of bench_serving_peer.py; ``peer.verb(...)`` waits for its answer.
+    """The process of serving_peft_process.py; ``peer.verb(...)`` waits for its answer.
 
     Args:
         python (str): A Python with PyTorch, transformers and PEFT.
@@ -30,9 +30,11 @@ class Peer:
 
     def __init__(self, python: str, variables: Mapping[str, str]):
         environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
-        environment.update(PYTHONPATH="", PYTHONWARNINGS="ignore", HF_HUB_OFFLINE="1", **variables)
+        environment.update(HF_HUB_OFFLINE="1", **variables)
+        script = os.path.join(ROOT, "scripts", "bench", "serving_peft_process.py")
+        # Isolated (-I), it imports nothing of this folder: the package would set how PyTorch's threads wait.
         self._process = subprocess.Popen(
-            [python, os.path.join(ROOT, "scripts", "bench_serving_peer.py")],
+            [python, "-I", "-W", "ignore", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -79,7 +81,8 @@ def faster_peer(python: str, base: str, adapters: Mapping[str, str], size: Size)
 
     On idle cores PyTorch is faster with the first, on busy ones with the second.
     """
-    threads, found = len(os.sched_getaffinity(0)), []
+    threads = len(os.sched_getaffinity(0))
+    candidates = []
     for name, variables in WAITING.items():
         peer = Peer(python, variables)
         versions = peer.load(base=base, adapters=dict(adapters), threads=threads)
@@ -87,22 +90,23 @@ def faster_peer(python: str, base: str, adapters: Mapping[str, str], size: Size)
         for names in (NAMES[:1], NAMES):
             peer.read(key="trial", prompts=prompts(size, len(names), size.contexts[0]), adapters=names)
             seconds += min(peer.decode(key="trial", steps=4)["seconds"] for _ in range(4))
-        found.append((seconds, name, peer))
-    found.sort(key=lambda one: one[0])
-    for _, _, slower in found[1:]:
+        candidates.append((seconds, name, peer))
+    candidates.sort(key=lambda candidate: candidate[0])
+    _, waiting, fastest = candidates[0]
+    for _, _, slower in candidates[1:]:
         slower.close()
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return found[0][2], f"{packages}; {threads} threads each; PyTorch's with {found[0][1]}, which was faster"
+    return fastest, f"{packages}; {threads} threads each; PyTorch's with {waiting}, which was faster"
 
 
 def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal: str, remark: str) -> Dict[str, Any]:
     """Returns the table of decoding one batch, a request for each adapter; the greedy tokens are compared too."""
     asked = prompts(size, len(names), size.contexts[0])
-    given: Dict[str, List[List[int]]] = {}
+    tokens: Dict[str, List[List[int]]] = {}
 
     def ours() -> float:
         answers = answer(engine, asked, names, [STEPS + 1] * len(names))
-        given[OURS] = answers.tokens
+        tokens[OURS] = answers.tokens
         return answers.seconds_of_a_step()
 
     def theirs(key: str, adapters: Sequence[Optional[str]]) -> Callable[[], float]:
@@ -110,7 +114,7 @@ def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal:
 
         def run() -> float:
             result = peer.decode(key=key, steps=STEPS)
-            given[key] = result["tokens"]
+            tokens[key] = result["tokens"]
             return result["seconds"]
 
         return run
@@ -125,7 +129,7 @@ def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal:
     title += f"{size.contexts[0]}, float32, rank 16; {OURS}: the whole engine, {THEIRS}: the model alone"
     table = compare(title, sides, size.rounds, len(names), ratios, remark, warm_up=2)
     table["ratios"]["greedy tokens that are equal"] = {
-        "value": equal_share(given[OURS], given[THEIRS]),
+        "value": equal_share(tokens[OURS], tokens[THEIRS]),
         "goal": "goal: 1, where logits do not tie",
     }
     return table
@@ -133,7 +137,7 @@ def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal:
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
     """Returns the share of tokens that are equal."""
-    pairs = [pair for one, other in zip(ours, theirs) for pair in zip(one, other)]
+    pairs = list(zip(itertools.chain(*ours), itertools.chain(*theirs)))
     return sum(a == b for a, b in pairs) / len(pairs)
 
 

@@ -1,4 +1,4 @@
-"""transformers and PEFT on PyTorch, for bench_serving_peft.py: a process that does what each line of its stdin says.
+"""transformers and PEFT on PyTorch, for serving_peft.py: a process that does what each line of its stdin says.
 
 A line is a JSON object: {"do": verb, and the verb's arguments}. Each is answered with one line of JSON. Only this file
 imports PyTorch; nothing of mindlora is imported here.
@@ -45,7 +45,8 @@ class Side:
     def decode(self, key: str, steps: int) -> Dict[str, Any]:
         """Continues the prompts of a key; returns the seconds of a step and the tokens, the first one included."""
         kept, token, adapters = self.prompts[key]
-        cache, tokens = copy.deepcopy(kept), [token]
+        cache = copy.deepcopy(kept)
+        tokens = [token]
         with torch.inference_mode(), self._using(adapters) as model:
             begin = time.perf_counter()
             for _ in range(steps):
@@ -55,7 +56,8 @@ class Side:
 
     def prefill(self, prompt: List[int], adapter: Optional[str]) -> Dict[str, Any]:
         """Computes one prompt and its first token; returns the seconds and the token."""
-        tokens, cache = torch.tensor([prompt]), transformers.DynamicCache(config=self.model.config)
+        tokens = torch.tensor([prompt])
+        cache = transformers.DynamicCache(config=self.model.config)
         with torch.inference_mode(), self._using([adapter]) as model:
             begin = time.perf_counter()
             token = self._next(model, tokens, cache)

@@ -1,12 +1,11 @@
-"""Decoding, for bench_serving.py: one adapter and many against the base alone, and NF4 against float32."""
+"""Decoding, for the benchmark serving: one adapter and many against the base alone, and NF4 against float32."""
 
 import dataclasses
 from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
-from bench_common import AGAIN, BASE
-from bench_serving_engine import plain_runner, resident, timed_answers, timed_step
-from bench_serving_model import SHAPES, Files, Ratio, Size, compare, popularity, prompts
-
+from bench.common import AGAIN, BASE
+from bench.serving_engine import Ratio, compare, plain_runner, resident, timed_answers, timed_step
+from bench.serving_model import SHAPES, Files, Size, popularity, prompts
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.engine import Engine
 from mindlora.serving.runner import ModelRunner

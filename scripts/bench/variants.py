@@ -1,8 +1,8 @@
-"""Benchmark: the cost of each variant of LoRA against plain LoRA, here and in PEFT.
+"""Time of each variant of LoRA against plain LoRA, forward and backward, here and in PEFT.
 
 One linear layer, forward and backward with the gradients of x and of all that trains, in float32 on a CPU. The sides
 take turns step by step, and the figures are medians. PEFT runs in a process of its own, with a Python that has it:
-    python scripts/bench_variants.py --peft-python PEFT_ENV/bin/python --json figures.json
+    python scripts/bench.py variants --peft-python PEFT_ENV/bin/python --json figures.json
 """
 
 import argparse
@@ -11,9 +11,9 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
+from bench.common import add_number, child_command, take_turns
 
 # Threads as each library starts them, ours and PEFT's.
 os.environ.pop("GOMP_SPINCOUNT", None)
@@ -33,51 +33,36 @@ IN_PEFT = ("LoRA", "DoRA", "VeRA")
 GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02}
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=512)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_number(parser, "--width", 2048, 256, "of the layer")
+    add_number(parser, "--tokens", 512, 64, "rows of the input")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=31)
+    add_number(parser, "--steps", 31, 5, "measured steps of each variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peft-python", metavar="FILE", help="also measure PEFT, with this Python")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        answer(peft_steps(args))
-        return
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the table and returns the figures."""
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    sides = {"mindlora": mindlora_steps(args)}
+    sides = {("mindlora", variant): step for variant, step in mindlora_steps(args).items()}
     if args.peft_python:
-        sides["PEFT"] = child_steps(args)
-    for _ in range(3):
-        measure(sides, {})
-    found = {}
-    for _ in range(args.steps):
-        measure(sides, found)
-    medians = {key: statistics.median(times) for key, times in found.items()}
-    machine = bench_common.machine("mindspore")
+        sides.update({("PEFT", variant): step for variant, step in peft_process(args).items()})
+    times = take_turns(sides, args.steps, warm_up=3)
+    medians = {side: statistics.median(milliseconds) for side, milliseconds in times.items()}
     print(
-        f"{bench_common.machine_line(machine)}\n{args.width} x {args.width}, rank {args.rank}, dropout "
-        f"{args.dropout:g}, {args.tokens} tokens, forward and backward; "
-        f"median of {args.steps}; threads {args.threads}\n"
+        f"{args.width} x {args.width}, rank {args.rank}, dropout {args.dropout:g}, {args.tokens} tokens, forward and "
+        f"backward; median of {args.steps}; threads {args.threads}\n\n{'':<16}  {'step':>9}  {'of LoRA':>8}  goal"
     )
-    print(f"{'':<16}  {'step':>9}  {'of LoRA':>8}  goal")
-    result = {}
-    for (side, variant), median in medians.items():
-        ratio = median / medians[side, "LoRA"]
-        goal = f"at most {GOALS[variant]}x" if side == "mindlora" and variant in GOALS else ""
-        print(f"{side + ' ' + variant:<16}  {median:6.1f} ms  {ratio:7.3f}x  {goal}")
-        result[f"{side} {variant}"] = {"ms": median, "of LoRA": ratio, "all ms": found[side, variant]}
-    bench_common.write_json(args.json, {"machine": machine, "arguments": vars(args), "sides": result})
-
-
-def measure(sides: Dict[str, Steps], found: Dict[Tuple[str, str], List[float]]) -> None:
-    """Runs a step of each variant of each side in turn."""
-    for side, steps in sides.items():
-        for variant, step in steps.items():
-            found.setdefault((side, variant), []).append(step())
+    figures = {}
+    for (library, variant), median in medians.items():
+        ratio = median / medians[library, "LoRA"]
+        goal = f"at most {GOALS[variant]}x" if library == "mindlora" and variant in GOALS else ""
+        print(f"{library + ' ' + variant:<16}  {median:6.1f} ms  {ratio:7.3f}x  {goal}")
+        figures[f"{library} {variant}"] = {"ms": median, "of LoRA": ratio, "all ms": times[library, variant]}
+    return {"sides": figures}
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], float]:
@@ -158,12 +143,15 @@ def peft_steps(args: argparse.Namespace) -> Steps:
     return {variant: step_of(variant) for variant in IN_PEFT}
 
 
-def child_steps(args: argparse.Namespace) -> Steps:
+def peft_process(args: argparse.Namespace) -> Steps:
     """Returns variant -> a function that asks PEFT's process for a timed step."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    sizes = []
+    for name in ("width", "tokens", "rank", "dropout", "threads"):
+        sizes += [f"--{name}", str(getattr(args, name))]
     # It ends when its stdin does.
     process = subprocess.Popen(
-        [args.peft_python, os.path.abspath(__file__), *sys.argv[1:], "--child"],
+        child_command("variants", *sizes, "--child", python=args.peft_python),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -178,11 +166,8 @@ def child_steps(args: argparse.Namespace) -> Steps:
     return {variant: lambda variant=variant: ask(variant) for variant in IN_PEFT}
 
 
-def answer(steps: Steps) -> None:
-    """Runs the variant that each line of stdin names, and prints its ms."""
+def child(args: argparse.Namespace, words: List[str]) -> None:
+    """Runs, with PEFT, the variant that each line of stdin names, and prints its ms."""
+    steps = peft_steps(args)
     for line in sys.stdin:
         print(steps[line.strip()](), flush=True)
-
-
-if __name__ == "__main__":
-    main()

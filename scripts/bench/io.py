@@ -1,14 +1,13 @@
-"""Benchmark: convert-base and merge against the disk's own speed, their peak memory, and load_lora into a network.
+"""Speed and peak memory of convert-base and merge beside the disk's, and the time of load_lora into a network.
 
 The base is synthetic: a Llama's shapes in bfloat16, once in four files and once in one. Every round measures the disk
 and each command in turn, so that other load affects all of them alike. The page cache is emptied before each, where
 that is allowed, and writing ends with fdatasync. A command's speed is the size of its output over its time from start
 to end, the start of Python included. It is compared with three times of the disk: writing as much; reading and then
 writing as much, which is what a command has to move; and the kernel's own copy of the file, the least for any copy.
-    python scripts/bench_io.py --json figures.json
-    python scripts/bench_io.py --quick
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -19,9 +18,10 @@ import tempfile
 import time
 from typing import Any, Dict, Iterator, List, Tuple
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
 import numpy as np
-from bench_common import ROOT, machine, machine_line, spread
+
+from bench import ROOT
+from bench.common import add_number, median_ratio, spread
 
 FULL_SIZE = {"layers": 18, "hidden": 2048, "intermediate": 5632, "vocab": 32000, "rank": 16}
 QUICK_SIZE = {"layers": 4, "hidden": 512, "intermediate": 1408, "vocab": 8192, "rank": 16}
@@ -39,29 +39,29 @@ WRITE, READ, COPY = "disk, sequential write", "disk, sequential read", "disk, co
 SHARDS = 4
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
     parser.add_argument("--sections", nargs="+", choices=("files", "load"), default=["files", "load"])
-    parser.add_argument("--rounds", type=int, help="measured rounds (default: 5, with --quick 3)")
-    parser.add_argument("--layers", type=int, help="layers of the base (default: 18, for 2.1 GB)")
-    parser.add_argument("--load-layers", type=int, help="layers of the network to load into (default: 12)")
+    add_number(parser, "--rounds", 5, 3, "measured rounds")
+    add_number(parser, "--layers", FULL_SIZE["layers"], QUICK_SIZE["layers"], "layers of the base; 18 make 2.1 GB")
+    add_number(parser, "--load-layers", 12, 2, "layers of the network to load into")
     parser.add_argument(
         "--folder", help="work in a new folder inside this one (default: the system's temporary folder)"
     )
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")
-    args = parser.parse_args()
-    size = dict(QUICK_SIZE if args.quick else FULL_SIZE)
-    size["layers"] = args.layers or size["layers"]
-    figures = {"machine": machine("numpy"), "size": size}
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns the figures."""
+    size = {**(QUICK_SIZE if args.quick else FULL_SIZE), "layers": args.layers}
+    figures: Dict[str, Any] = {"size": size}
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as folder:
         if "files" in args.sections:
-            figures["files"] = measure_files(folder, size, args.rounds or (3 if args.quick else 5))
+            figures["files"] = measure_files(folder, size, args.rounds)
     if "load" in args.sections:
-        layers = args.load_layers or (2 if args.quick else 12)
         with tempfile.TemporaryDirectory(prefix="bench-io-", dir=args.folder) as folder:
-            figures["load"] = measure_load(folder, {**size, "layers": layers}, 15)
+            figures["load"] = measure_load(folder, {**size, "layers": args.load_layers}, 15)
     print(table(figures))
-    bench_common.write_json(args.json, figures)
+    return figures
 
 
 def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, Any]:
@@ -83,30 +83,32 @@ def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, A
             out,
             ["merge", "--base", source, "--adapter", paths["adapter"], "--output", out],
         )
-    seconds = {name: [] for name in (WRITE, READ, COPY, *commands)}
+    seconds: Dict[str, List[float]] = {name: [] for name in (WRITE, READ, COPY, *commands)}
     memory = dict.fromkeys(commands, 0)
     for turn in range(rounds + 1):
         raw = os.path.join(folder, "raw")
         taken = {WRITE: write_disk(raw, nbytes), READ: read_disk(single_file), COPY: copy_on_disk(single_file, raw)}
         for name, (_, out, words) in commands.items():
             drop_caches()
-            taken[name], peak = run(words)
+            taken[name], peak = mindlora(words)
             memory[name] = max(memory[name], peak)
             shutil.rmtree(out) if os.path.isdir(out) else os.remove(out)
         # The first round warms up.
-        for name in seconds if turn else ():
-            seconds[name].append(taken[name])
+        if turn:
+            for name in seconds:
+                seconds[name].append(taken[name])
     result = {
         name: {"seconds": spread(values), "speed": nbytes / statistics.median(values)}
         for name, values in seconds.items()
     }
+    both = [read + write for read, write in zip(seconds[READ], seconds[WRITE])]
     for name, (form, _, _) in commands.items():
         # Within each round, since the speed of the disk varies.
-        turns = list(zip(seconds[READ], seconds[WRITE], seconds[COPY], seconds[name]))
-        result[name]["ratio_to_write"] = statistics.median(write / command for _, write, _, command in turns)
-        result[name]["ratio_to_both"] = statistics.median((read + write) / command for read, write, _, command in turns)
-        result[name]["ratio_to_copy"] = statistics.median(copy / command for *_, copy, command in turns)
-        result[name]["memory"], result[name]["largest_shard"] = memory[name], largest[form]
+        result[name]["ratio_to_write"] = median_ratio(seconds[WRITE], seconds[name])
+        result[name]["ratio_to_both"] = median_ratio(both, seconds[name])
+        result[name]["ratio_to_copy"] = median_ratio(seconds[COPY], seconds[name])
+        result[name]["memory"] = memory[name]
+        result[name]["largest_shard"] = largest[form]
     return {"bytes": nbytes, "rounds": rounds, "cold": drop_caches(), "measured": result}
 
 
@@ -227,7 +229,7 @@ def drop_caches() -> bool:
     return True
 
 
-def run(words: List[str]) -> Tuple[float, int]:
+def mindlora(words: List[str]) -> Tuple[float, int]:
     """Runs ``mindlora ...`` in a process of its own; returns its seconds and its peak resident memory in bytes."""
     script = (
         "import sys; from mindlora.cli import main; code = main(sys.argv[1:]); "
@@ -295,7 +297,8 @@ def measure_load(folder: str, size: Dict[str, int], times: int) -> Dict[str, Any
 
 
 def table(figures: Dict[str, Any]) -> str:
-    lines = [machine_line(figures["machine"])]
+    """Returns the figures as text."""
+    lines = []
     if "files" in figures:
         files = figures["files"]
         lines += [
@@ -334,7 +337,3 @@ def table(figures: Dict[str, Any]) -> str:
             f"{load['copy']['median'] * 1e3:.1f} ms",
         ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

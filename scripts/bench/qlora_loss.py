@@ -1,19 +1,18 @@
-"""Benchmark: the quickstart's fine-tuning on its base in 4 bits against the same on the base in float.
+"""Held-out loss of the quickstart's fine-tuning on its base in 4 bits against that on the base in float.
 
 Data, base, YAML and launcher are those of the quickstart, which keeps the base that it trained. For each seed both
 sides train through mindlora-run; they are compared by the loss on the 48 held-out dialogues. A seed takes a few
 minutes.
-    python scripts/bench_qlora_loss.py --json figures.json
 """
 
+import argparse
 import os
 import re
 import shutil
 import statistics
 import sys
-from typing import Sequence
+from typing import Any, Dict, List, Sequence
 
-import bench_common
 import quickstart
 import yaml
 
@@ -21,39 +20,37 @@ GOAL = 1.03
 QLORA = ("--model.model_config.pet_config.pet_type", "qlora")
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    output = os.path.join(quickstart.ROOT, "output", "quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument(
-        "--output",
-        default=os.path.join(quickstart.ROOT, "output", "quickstart"),
-        help="where the quickstart has written its base",
-    )
-    parser.add_argument("--short", action="store_true", help="a few steps only, to check that it runs")
-    args = parser.parse_args()
-    paths = quickstart.Paths(os.path.abspath(args.output), args.short)
+    parser.add_argument("--output", default=output, help="where the quickstart has written its base")
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints a row for each seed and returns the figures."""
+    paths = quickstart.Paths(os.path.abspath(args.output), args.quick)
     os.makedirs(paths.output, exist_ok=True)
     os.chdir(paths.output)
     quickstart.prepare_data(paths)
     if not os.path.exists(paths.base):
-        quickstart.train_base(paths, args.short)
+        quickstart.train_base(paths, args.quick)
     quantized = os.path.join(paths.output, "base-nf4.safetensors")
     quickstart.run(
         [sys.executable, "-m", "mindlora.cli", "quantize-base", paths.base, quantized, "--overwrite"], "quantize.log"
     )
     sides = {"lora": ("--load_checkpoint", paths.base), "qlora": ("--load_checkpoint", quantized, *QLORA)}
     config = with_held_out(paths)
-    rows = []
-    machine = bench_common.machine("mindspore", "mindformers")
-    print(bench_common.machine_line(machine))
+    rows: List[Dict[str, float]] = []
     print(f"held-out loss, nats per token\n\n{'seed':>4}  {'lora':>7}  {'qlora':>7}  qlora of lora", flush=True)
     for seed in args.seeds:
-        lora, qlora = (fine_tuned(paths, config, side, seed, flags, args.short) for side, flags in sides.items())
-        rows.append({"seed": seed, "lora": lora, "qlora": qlora, "ratio": qlora / lora})
-        print(f"{seed:>4}  {lora:7.3f}  {qlora:7.3f}  {qlora / lora:6.3f}x", flush=True)
+        losses = {side: fine_tuned(paths, config, side, seed, flags, args.quick) for side, flags in sides.items()}
+        ratio = losses["qlora"] / losses["lora"]
+        rows.append({"seed": seed, **losses, "ratio": ratio})
+        print(f"{seed:>4}  {losses['lora']:7.3f}  {losses['qlora']:7.3f}  {ratio:6.3f}x", flush=True)
     median = statistics.median(row["ratio"] for row in rows)
     print(f"\nmedian {median:.3f}x, goal at most {GOAL}x for each")
-    bench_common.write_json(args.json, {"machine": machine, "rows": rows, "median": median, "goal": GOAL})
+    return {"rows": rows, "median": median, "goal": GOAL}
 
 
 def with_held_out(paths: quickstart.Paths) -> str:
@@ -71,7 +68,7 @@ def with_held_out(paths: quickstart.Paths) -> str:
     return path
 
 
-def fine_tuned(paths: quickstart.Paths, config: str, side: str, seed: int, flags: Sequence[str], short: bool) -> float:
+def fine_tuned(paths: quickstart.Paths, config: str, side: str, seed: int, flags: Sequence[str], quick: bool) -> float:
     """Fine-tunes one side and returns its held-out loss."""
     output, log = os.path.join(paths.output, side), f"{side}-{seed}.log"
     shutil.rmtree(output, ignore_errors=True)
@@ -84,11 +81,7 @@ def fine_tuned(paths: quickstart.Paths, config: str, side: str, seed: int, flags
         "--seed",
         str(seed),
         *flags,
-        *(["--runner_config.epochs", "1"] if short else []),
+        *(["--runner_config.epochs", "1"] if quick else []),
     )
     with open(log, encoding="utf-8") as file:
         return float(re.findall(r"held_out_loss ([\d.]+)", file.read())[-1])
-
-
-if __name__ == "__main__":
-    main()

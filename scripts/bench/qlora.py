@@ -1,10 +1,8 @@
-"""Benchmark: a frozen layer in 4-bit NormalFloat against the same layer in float32, on a CPU in graph mode.
+"""A frozen layer in 4-bit NormalFloat against the same layer in float32, on a CPU: time and resident memory.
 
 Each number of threads and each side of the memory gets a process of its own on as many cores, since OMP_NUM_THREADS
-takes effect only before the libraries load. In it the sides take turns as in bench_ops.py, with the same tables: a
+takes effect only before the libraries load. In it the sides take turns as in the benchmark ops, with its tables: a
 ratio is the median of the ratios within a round, and measuring the base twice shows how far a ratio can be trusted.
-    python scripts/bench_qlora.py --json figures.json
-    python scripts/bench_qlora.py --quick
 """
 
 import argparse
@@ -18,54 +16,54 @@ import subprocess
 import sys
 from typing import Any, Callable, Dict, Iterator, List
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
 import mindspore as ms
 import numpy as np
-from bench_common import AGAIN, BASE, compare, machine, machine_line, text, wait
-from bench_ops import Base, Layers, Step, frozen, normal, on_path
 from mindspore import Parameter, Tensor, nn
 
+from bench.common import AGAIN, BASE, add_number, child_command, compare, load_average, text, wait
+from bench.ops import Base, Layers, Step, frozen, normal, on_path
 from mindlora.ops import Nf4Linear, backend, quantize
 
 # The instruction sets of mindlora_set_isa.
 ISAS = {"AVX2": 1, "AVX-512": 2} if platform.machine() == "x86_64" else {"of the compiler": 0}
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
-    parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_number(parser, "--rounds", 40, 5, "measured rounds of each table")
     parser.add_argument("--only", choices=[*PARTS, "memory"], help="one part only")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument("--child", metavar="WHAT", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.rounds = args.rounds or (5 if args.quick else 40)
-    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
-    if args.child:
-        measure(args)
-        return
-    found = {"machine": machine("mindspore"), "rounds": args.rounds, "threads": {}}
-    print(machine_line(found["machine"]))
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns their figures."""
+    figures: Dict[str, Any] = {"rounds": args.rounds, "threads": {}}
     if args.only != "memory":
         for threads in args.threads:
-            print(f"\n{threads} thread{'s' * (threads > 1)}\n")
-            found["threads"][threads] = child("tables", args, threads)
+            print(f"{threads} thread{'s' * (threads > 1)}\n")
+            figures["threads"][threads] = in_a_process("tables", args, threads)
     if args.only in (None, "memory"):
-        found["memory"] = {side: child(side, args, 1)[0] for side in ("float32", "NF4")}
-        dense, packed = (found["memory"][side]["bytes"] for side in ("float32", "NF4"))
-        found["memory"]["ratio"] = packed / dense
+        memory = {side: in_a_process(side, args, 1)[0] for side in ("float32", "NF4")}
+        dense = memory["float32"]["bytes"]
+        packed = memory["NF4"]["bytes"]
+        figures["memory"] = {**memory, "ratio": packed / dense}
         print(
-            f"\nresident memory of the base: float32 {dense / 2**20:.1f} MiB, NF4 {packed / 2**20:.1f} MiB, "
+            f"resident memory of the base: float32 {dense / 2**20:.1f} MiB, NF4 {packed / 2**20:.1f} MiB, "
             f"ratio {packed / dense:.4f} (goal: 0.14)"
         )
-    bench_common.write_json(args.json, found)
+    return figures
 
 
-def child(what: str, args: argparse.Namespace, threads: int) -> List[Dict[str, Any]]:
-    """Runs this script for one number of threads or one side, prints its tables and returns its figures."""
-    command = [sys.executable, os.path.abspath(__file__), "--child", what, "--rounds", str(args.rounds)]
-    command += ["--quick"] * args.quick + (["--only", args.only] if args.only else [])
-    figures, cores = [], sorted(os.sched_getaffinity(0))[:threads]
+def in_a_process(what: str, args: argparse.Namespace, threads: int) -> List[Dict[str, Any]]:
+    """Measures with one number of threads, or one side's memory; prints the tables and returns the figures."""
+    options = ["--rounds", str(args.rounds)]
+    if args.quick:
+        options.append("--quick")
+    if args.only:
+        options += ["--only", args.only]
+    command = child_command("qlora", *options, "--child", what)
+    figures = []
+    cores = sorted(os.sched_getaffinity(0))[:threads]
     # With OMP_NUM_THREADS alone MindSpore's MatMul still has a second thread.
     with subprocess.Popen(
         command,
@@ -83,15 +81,17 @@ def child(what: str, args: argparse.Namespace, threads: int) -> List[Dict[str, A
     return figures
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Does the work of a child: prints one line of JSON for each table or side."""
-    if args.child != "tables":
-        print(json.dumps(memory(args.child, args.quick)), flush=True)
+def child(args: argparse.Namespace, words: List[str]) -> None:
+    """Prints a line of JSON for each table, or one for the memory of the side that ``words`` names."""
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    (what,) = words
+    if what != "tables":
+        print(json.dumps(memory_of(what, args.quick)), flush=True)
         return
     for part, tables in PARTS.items():
         if args.only in (None, part):
             for figures in tables(args.quick, args.rounds):
-                print(json.dumps({**figures, "load_average": machine()["load_average"]}), flush=True)
+                print(json.dumps({**figures, "load_average": load_average()}), flush=True)
 
 
 def decode(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
@@ -101,13 +101,9 @@ def decode(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
         for tokens in (1, 4, 8):
             sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers)}
             packed = Layers(Nf4, width, layers)
-            sides.update(
-                {
-                    f"nf4_linear ({name})": with_isa(packed, isa)
-                    for name, isa in ISAS.items()
-                    if library().mindlora_set_isa(isa) == isa
-                }
-            )
+            for name, isa in ISAS.items():
+                if library().mindlora_set_isa(isa) == isa:
+                    sides[f"nf4_linear ({name})"] = with_isa(packed, isa)
             goal = "goal of one token: AVX-512 0.333, AVX2 0.769" if width == 4096 and tokens == 1 else "no goal"
             yield compare(
                 f"forward, {layers} layers {width} x {width}, {tokens} token{'s' * (tokens > 1)}; base: float32",
@@ -143,7 +139,7 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
 PARTS = {"decode": decode, "training": training}
 
 
-def memory(side: str, quick: bool) -> Dict[str, Any]:
+def memory_of(side: str, quick: bool) -> Dict[str, Any]:
     """Returns by how much the resident memory of this process grows by layers that have run once."""
     width, layers = (256, 4) if quick else (4096, 12)
     x = normal(1, width)
@@ -168,9 +164,12 @@ class Nf4(nn.Cell):
 
     def __init__(self, width, index, path="cpu"):
         super().__init__()
-        for name, array in packed_weight(width, index).items():
-            setattr(self, name, Parameter(Tensor(array), name=name, requires_grad=False))
+        self.set_weight(packed_weight(width, index))
         self.linear = on_path(Nf4Linear, path)
+
+    def set_weight(self, arrays):
+        for name, array in arrays.items():
+            setattr(self, name, Parameter(Tensor(array), name=name, requires_grad=False))
 
     def construct(self, x: Tensor) -> Tensor:
         return self.linear(x, self.codes, self.absmax, self.scales, self.offsets)
@@ -180,16 +179,16 @@ class RandomNf4(Nf4):
     """Nf4 with random codes, so that the process never holds a float32 weight."""
 
     def __init__(self, width, index):
-
         nn.Cell.__init__(self)
-        rng, blocks = np.random.default_rng(index), width // 64
-        for name, array in {
+        rng = np.random.default_rng(index)
+        blocks = width // 64
+        arrays = {
             "codes": rng.integers(0, 256, (width, width // 2), np.uint8),
             "absmax": rng.integers(0, 256, (width, blocks), np.uint8),
             "scales": np.full(width * blocks // 256, 1e-4, np.float32),
             "offsets": np.full(width * blocks // 256, 1e-2, np.float32),
-        }.items():
-            setattr(self, name, Parameter(Tensor(array), name=name, requires_grad=False))
+        }
+        self.set_weight(arrays)
         self.linear = on_path(Nf4Linear, "cpu")
 
 
@@ -221,7 +220,3 @@ def with_isa(network: nn.Cell, isa: int) -> Callable[[Tensor], Tensor]:
 def library() -> ctypes.CDLL:
     """Returns the CPU library."""
     return ctypes.CDLL(backend.LIBRARY)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,13 @@
-"""Benchmark: a train step of mindlora's LoRA against MindFormers' own LoRA and full fine-tuning; and the import time.
+"""A train step with LoRA against MindFormers' own LoRA and full fine-tuning; and the time of the import.
 
 All sides run in one process and take turns step by step, on the same data, from the same values, with the same train
 step, optimizer and threads, in float32 and graph mode on a CPU. Beside the time on the clock is the time that the
 process computed, which other work on the machine disturbs less. MindFormers' LoRA takes part twice: no ratio can be
 trusted further than the ratio of these two is from 1. Then mindlora's train step with AdapterHealth takes turns with
 the same step without it, ten steps at a time.
-    python scripts/bench_train.py --json figures.json
-    python scripts/bench_train.py --quick
 """
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -17,8 +16,8 @@ import tempfile
 import time
 from typing import Any, Callable, Dict, List, Tuple
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
-from bench_common import ROOT, machine, machine_line, spread, take_turns, wait
+from bench import ROOT
+from bench.common import add_number, quartiles, spread, spreads, time_in_turns, wait
 
 FULL_SIZE = {
     "hidden_size": 1024,
@@ -55,32 +54,32 @@ PARITY_STEPS, WARM_UP = 50, 6
 WITHOUT, HEALTH, PERIOD = "ten steps", "ten steps with AdapterHealth", 10
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
-    parser.add_argument("--steps", type=int, help="measured steps of each side (default: 24, with --quick 6)")
-    parser.add_argument("--imports", type=int, help="fresh processes for the import (default: 9, with --quick 3)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few steps, to check that it runs")
-    args = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_number(parser, "--steps", 24, 6, "measured steps of each side")
+    add_number(parser, "--imports", 9, 3, "fresh processes for the import")
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns the figures."""
     size = QUICK_SIZE if args.quick else FULL_SIZE
-    steps, imports = args.steps or (6 if args.quick else 24), args.imports or (3 if args.quick else 9)
-    import_figures = measure_import(imports)
+    imports = measure_import(args.imports)
     with tempfile.TemporaryDirectory() as folder:
         # MindFormers logs to stdout and writes output/ in the working folder.
         os.chdir(folder)
         with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            step_figures, parity, health = measure_training(size, steps)
+            steps, parity, health = measure_training(size, args.steps)
     figures = {
-        "machine": machine("mindspore", "mindformers"),
         "size": size,
-        "measured_steps": steps,
-        "train_step": step_figures,
-        "ratio": ratios(step_figures),
+        "measured_steps": args.steps,
+        "train_step": steps,
+        "ratio": ratios(steps),
         "loss_parity": parity,
         "health": health,
-        "import": import_figures,
+        "import": imports,
     }
     print(table(figures))
-    bench_common.write_json(args.json, figures)
+    return figures
 
 
 def measure_import(processes: int) -> Dict[str, Any]:
@@ -129,37 +128,36 @@ def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], 
     cells = {side: train_step(network, 1e-4) for side, network in timed.items()}
     inputs = batches(size, 1)[0]
     calls = {side: lambda cell=cell: cell(*inputs)[0] for side, cell in cells.items()}
-    seconds = take_turns(calls, steps, WARM_UP)
+    seconds = time_in_turns(calls, steps, WARM_UP)
     health = measure_health(timed[OURS], inputs, max(2, steps // 3))
-    return {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}, parity, health
+    return spreads(seconds), parity, health
 
 
 def measure_health(network: Any, inputs: Tuple[Any, ...], rounds: int) -> Dict[str, Any]:
     """Returns the seconds of ten steps without and with AdapterHealth, their ratio, and the callback's own seconds."""
-    plain, watched = train_step(network, 1e-4), train_step(network, 1e-4, record_gradient_norms=True)
+    plain = train_step(network, 1e-4)
+    watched = train_step(network, 1e-4, record_gradient_norms=True)
 
     def without() -> None:
         for _ in range(PERIOD):
             wait(plain(*inputs))
 
-    own: List[float] = []
-    seconds = take_turns({WITHOUT: without, HEALTH: watched_steps(watched, inputs, own)}, rounds, warm_up=1)
-    figures = {side: dict(zip(("wall", "cpu"), map(spread, clocks))) for side, clocks in seconds.items()}
-    own_seconds = spread(own[1:])
+    in_callback: List[float] = []
+    sides = {WITHOUT: without, HEALTH: watched_steps(watched, inputs, in_callback)}
+    figures = spreads(time_in_turns(sides, rounds, warm_up=1))
+    callback = spread(in_callback[1:])
     return {
         "seconds": figures,
-        "ratio": {
-            clock: figures[HEALTH][clock]["median"] / figures[WITHOUT][clock]["median"] for clock in ("wall", "cpu")
-        },
-        "callback": own_seconds,
-        "callback_share": own_seconds["median"] / figures[WITHOUT]["wall"]["median"],
+        "ratio": ratio_of_medians(figures[HEALTH], figures[WITHOUT]),
+        "callback": callback,
+        "callback_share": callback["median"] / figures[WITHOUT]["wall"]["median"],
     }
 
 
-def watched_steps(cell: Any, inputs: Tuple[Any, ...], own: List[float]) -> Callable[[], None]:
+def watched_steps(cell: Any, inputs: Tuple[Any, ...], in_callback: List[float]) -> Callable[[], None]:
     """Returns a function that does ten steps with AdapterHealth, as MindSpore's loop calls it.
 
-    Each call appends the seconds that the callback took to ``own``.
+    Each call appends the seconds that the callback took to ``in_callback``.
     """
     from mindspore.train.callback import RunContext
     from mindspore.train.callback._callback import InternalCallbackParam
@@ -168,7 +166,8 @@ def watched_steps(cell: Any, inputs: Tuple[Any, ...], own: List[float]) -> Calla
 
     params = InternalCallbackParam()
     params.update(train_network=cell, cur_step_num=0, epoch_num=1, batch_num=sys.maxsize)
-    context, health = RunContext(params), AdapterHealth(every_steps=PERIOD)
+    context = RunContext(params)
+    health = AdapterHealth(every_steps=PERIOD)
     health.on_train_begin(context)
     health.on_train_epoch_begin(context)
 
@@ -184,7 +183,7 @@ def watched_steps(cell: Any, inputs: Tuple[Any, ...], own: List[float]) -> Calla
             start = time.perf_counter()
             health.on_train_step_end(context)
             total += time.perf_counter() - start
-        own.append(total)
+        in_callback.append(total)
 
     return steps
 
@@ -230,15 +229,11 @@ def check_kinds(networks: Dict[str, Any]) -> None:
 
     from mindlora import LoRADense
 
-    kinds = {
-        side: {
-            kind
-            for _, cell in network.cells_and_names()
-            for kind in (LoRADense, TheirDense)
-            if isinstance(cell, kind) and cell.dtype == ms.float32
-        }
-        for side, network in networks.items()
-    }
+    kinds = {}
+    for side, network in networks.items():
+        cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, (LoRADense, TheirDense))]
+        kinds[side] = {LoRADense if isinstance(cell, LoRADense) else TheirDense for cell in cells}
+        assert all(cell.dtype == ms.float32 for cell in cells), side
     assert kinds == {OURS: {LoRADense}, THEIRS: {TheirDense}, AGAIN: {TheirDense}, FULL: set()}, kinds
 
 
@@ -283,10 +278,9 @@ def batches(size: Dict[str, int], count: int) -> List[Tuple[Any, Any]]:
 def loss_parity(cells: Dict[str, Any]) -> Dict[str, float]:
     """Returns the largest relative difference of the losses of mindlora's and MindFormers' LoRA over PARITY_STEPS."""
     data = batches(PARITY_SIZE, 10)
-    losses = {
-        side: [float(cell(*data[step % len(data)])[0].asnumpy()) for step in range(PARITY_STEPS)]
-        for side, cell in cells.items()
-    }
+    losses = {}
+    for side, cell in cells.items():
+        losses[side] = [float(cell(*data[step % len(data)])[0].asnumpy()) for step in range(PARITY_STEPS)]
     differences = [abs(ours - theirs) / theirs for ours, theirs in zip(losses[OURS], losses[THEIRS])]
     return {
         "steps": PARITY_STEPS,
@@ -305,29 +299,31 @@ def ratios(step_figures: Dict[str, Any]) -> Dict[str, Dict[str, float]]:
         "mindlora / full": (OURS, FULL),
     }
     return {
-        name: {
-            clock: step_figures[first][clock]["median"] / step_figures[second][clock]["median"]
-            for clock in ("wall", "cpu")
-        }
-        for name, (first, second) in pairs.items()
+        name: ratio_of_medians(step_figures[first], step_figures[second]) for name, (first, second) in pairs.items()
     }
 
 
+def ratio_of_medians(first: Dict[str, Any], second: Dict[str, Any]) -> Dict[str, float]:
+    """Returns {"wall", "cpu": ratio of the medians of two sides}."""
+    return {clock: first[clock]["median"] / second[clock]["median"] for clock in ("wall", "cpu")}
+
+
 def table(figures: Dict[str, Any]) -> str:
-    size, imports, parity = figures["size"], figures["import"], figures["loss_parity"]
+    """Returns the figures as text."""
+    size = figures["size"]
+    imports = figures["import"]
+    parity = figures["loss_parity"]
+    health = figures["health"]
     lines = [
-        machine_line(figures["machine"]),
         "hidden {hidden_size}, {num_layers} layers, sequence {seq_length}, batch {batch_size}, "
         "vocabulary {vocab_size}, rank {rank} on q, k, v, o; float32, graph mode".format(**size),
         "",
-        f"{'train step, seconds':<32}{'median':>9}{'quartiles':>19}{'min':>9}{'max':>9}{'CPU':>9}",
+        f"{'train step, milliseconds':<32}{'median':>9}{'quartiles':>19}{'min':>9}{'max':>9}{'CPU':>9}",
     ]
     for side in (OURS, THEIRS, AGAIN, FULL):
-        wall, cpu = figures["train_step"][side]["wall"], figures["train_step"][side]["cpu"]
-        lines.append(
-            f"{side:<32}{wall['median']:>9.4f}{wall['lower_quartile']:>10.4f}{wall['upper_quartile']:>9.4f}"
-            f"{wall['min']:>9.4f}{wall['max']:>9.4f}{cpu['median']:>9.4f}"
-        )
+        clocks = figures["train_step"][side]
+        greatest = 1e3 * clocks["wall"]["max"]
+        lines.append(f"{side:<32}{quartiles(clocks['wall'])}{greatest:>9.3f}{1e3 * clocks['cpu']['median']:>9.3f}")
     remarks = {"mindlora / MindFormers": "  (goal: at most 1.00)", "MindFormers again / MindFormers": "  (noise)"}
     lines += ["", f"{'ratio of medians':<32}{'clock':>9}{'CPU':>9}"]
     lines += [
@@ -347,14 +343,10 @@ def table(figures: Dict[str, Any]) -> str:
         "",
         "AdapterHealth every 10 steps: {:.3f} of the time without it, {:.3f} of the CPU time (goal: at most 1.02); the "
         "callback itself {:.1f} ms, {:.2%} of ten steps".format(
-            figures["health"]["ratio"]["wall"],
-            figures["health"]["ratio"]["cpu"],
-            1e3 * figures["health"]["callback"]["median"],
-            figures["health"]["callback_share"],
+            health["ratio"]["wall"],
+            health["ratio"]["cpu"],
+            1e3 * health["callback"]["median"],
+            health["callback_share"],
         ),
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

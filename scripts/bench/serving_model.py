@@ -1,15 +1,12 @@
-"""What the parts of bench_serving.py share: a random Llama with adapters in files, engines on it, and tables."""
+"""What the parts of the benchmark serving run: a random Llama with adapters in files, engines on it, and prompts."""
 
 import dataclasses
 import itertools
 import json
 import os
-import random
-import statistics
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
-from bench_common import AGAIN, BASE, WARM_UP, spread
 from safetensors.numpy import save_file
 
 from mindlora.adapters import files
@@ -39,9 +36,11 @@ class Size:
 
     def cells(self) -> Dict[str, Tuple[int, int]]:
         """Returns name -> [out, in] of the linear cells of a layer."""
-        square, up = (self.width, self.width), (self.intermediate, self.width)
-        own = {f"attention.{name}": square for name in ("wq", "wk", "wv", "wo")}
-        return {**own, "feed_forward.w1": up, "feed_forward.w2": up[::-1], "feed_forward.w3": up}
+        square = (self.width, self.width)
+        up = (self.intermediate, self.width)
+        down = (self.width, self.intermediate)
+        attention = {f"attention.{name}": square for name in ("wq", "wk", "wv", "wo")}
+        return {**attention, "feed_forward.w1": up, "feed_forward.w2": down, "feed_forward.w3": up}
 
     def __str__(self):
         return (
@@ -89,10 +88,11 @@ class Files:
 
         tensors = {"model.embed_tokens.weight": normal(size.vocabulary, size.width)}
         for layer in range(size.layers):
-            place = f"model.layers.{layer}."
-            tensors.update({f"{place}{_HUGGING_FACE[name]}.weight": normal(*sh) for name, sh in size.cells().items()})
+            prefix = f"model.layers.{layer}."
+            for name, shape in size.cells().items():
+                tensors[f"{prefix}{_HUGGING_FACE[name]}.weight"] = normal(*shape)
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"{place}{norm}.weight"] = np.ones(size.width, np.float32)
+                tensors[f"{prefix}{norm}.weight"] = np.ones(size.width, np.float32)
         tensors["model.norm.weight"] = np.ones(size.width, np.float32)
         tensors["lm_head.weight"] = normal(size.vocabulary, size.width)
         save_file(tensors, os.path.join(path, "model.safetensors"), {"format": "pt"})
@@ -127,7 +127,8 @@ class Files:
 def random_adapter(size: Size, rank: int, name: str) -> Adapter:
     """Returns an adapter that changes what a cell computes by about a tenth to a third."""
     rng = np.random.default_rng(list(name.encode()))
-    tensors, alphas = {}, {}
+    tensors = {}
+    alphas = {}
     for layer, (cell, (rows, columns)) in itertools.product(range(size.layers), size.cells().items()):
         path = f"model.layers.{layer}.{cell}"
         tensors[path, "A"] = rng.standard_normal((rank, columns), np.float32) / np.float32(columns**0.5)
@@ -165,84 +166,6 @@ def popularity(shape: str, count: int, adapters: Sequence[str], seed: int = 0) -
 
 
 SHAPES = ("identical", "distinct", "uniform", "zipf")
-
-
-class Ratio(NamedTuple):
-    """What is said of two sides: seconds of one over those of the other, as the median over the rounds.
-
-    Attributes:
-        side, base (str): The sides.
-        goal (str): What it should be, as text.
-        kind (str): "seconds"; "tokens", the ratio of tokens/s; or "difference", of the seconds, in milliseconds.
-    """
-
-    side: str
-    base: str
-    goal: str = ""
-    kind: str = "seconds"
-
-    def value(self, seconds: Dict[str, List[float]]) -> float:
-        """Returns the figure, given side -> seconds of each round."""
-        sides = (self.base, self.side) if self.kind == "tokens" else (self.side, self.base)
-        pairs = zip(*(seconds[side] for side in sides))
-        return statistics.median(1e3 * (a - b) if self.kind == "difference" else a / b for a, b in pairs)
-
-
-def compare(
-    title: str,
-    sides: Dict[str, Callable[[], float]],
-    rounds: int,
-    tokens: int,
-    ratios: Dict[str, Ratio],
-    remark: str,
-    what: str = "milliseconds of a step",
-    warm_up: int = WARM_UP,
-) -> Dict[str, Any]:
-    """Returns a table of sides that took turns; each call returns the seconds that ``tokens`` tokens took.
-
-    A ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides of a
-    round alike. The order of the sides is drawn for each round, so that no side always follows the same other one.
-    """
-    seconds: Dict[str, List[float]] = {side: [] for side in sides}
-    chosen = random.Random(0)
-    for number in range(warm_up + rounds):
-        for side in chosen.sample(list(sides), len(sides)):
-            taken = sides[side]()
-            if number >= warm_up:
-                seconds[side].append(taken)
-    if AGAIN in sides:
-        ratios = {f"{AGAIN} / {BASE}": Ratio(AGAIN, BASE, "noise"), **ratios}
-    return {
-        "title": title,
-        "what": what,
-        "remark": remark,
-        "seconds": {side: spread(times) for side, times in seconds.items()},
-        "tokens_per_second": {side: tokens / statistics.median(times) for side, times in seconds.items()},
-        "ratios": {name: {"value": ratio.value(seconds), "goal": ratio.goal} for name, ratio in ratios.items()},
-    }
-
-
-def text(table: Dict[str, Any]) -> str:
-    """Returns a table of ``compare`` as text."""
-    lines = [table["title"], f"{table['what']:<48}{'median':>10}{'quartiles':>20}{'min':>10}{'tokens/s':>10}"]
-    for side, figures in table["seconds"].items():
-        low, high, least = (1e3 * figures[name] for name in ("lower_quartile", "upper_quartile", "min"))
-        lines.append(
-            f"{side:<48}{1e3 * figures['median']:>10.3f}{low:>10.3f}{high:>10.3f}{least:>10.3f}"
-            f"{table['tokens_per_second'][side]:>10.1f}"
-        )
-    lines += ratio_lines(table["ratios"])
-    for side, figures in table.get("more", {}).items():
-        lines.append(f"{side}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
-    return "\n".join(lines + [f"({table['remark']})"])
-
-
-def ratio_lines(ratios: Dict[str, Dict[str, Any]]) -> List[str]:
-    """Returns a line for each figure with its goal."""
-    return [
-        f"{name:<76}{figure['value']:>10.3f}" + (f"  ({figure['goal']})" if figure["goal"] else "")
-        for name, figure in ratios.items()
-    ]
 
 
 def _hugging_face_config(size):

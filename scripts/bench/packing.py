@@ -1,23 +1,21 @@
-"""Benchmark: tokens counted in the loss per second, packed rows against rows with one example each.
+"""Tokens counted in the loss per second, packed rows against rows with one example each.
 
 Both sides train the same Llama with LoRA on the same examples, step by step in turn, in float32 and graph mode on a
 CPU. A step takes as long whatever its rows hold, so packed rows can be faster by at most the ratio of the numbers of
 rows; what is lost of that is the time for the mask that keeps the examples of a row apart. Beside it: how far the loss
 of an example in a packed row is from its loss alone, and how much of the packed rows is padding.
-    python scripts/bench_packing.py --data FOLDER --json figures.json
-    python scripts/bench_packing.py --data FOLDER --quick
+    python scripts/bench.py packing --data FOLDER --json figures.json
 """
 
 import argparse
 import contextlib
 import os
 import tempfile
-from statistics import median
 from typing import Any, Dict, List, Optional, Tuple
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
 import numpy as np
-from bench_common import machine, machine_line, spread, take_turns
+
+from bench.common import add_number, median_ratio, quartiles, spreads, time_in_turns
 
 # Else transformers advises installing PyTorch, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -30,23 +28,21 @@ PAD, IGNORED = 3, -100
 GOALS = {"reached": 0.9, "difference": 1e-6, "padding": 0.03}
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
     folder = os.environ.get("MINDLORA_TEST_DATA")
-    parser.add_argument("--data", default=folder, help=f"folder with {' and '.join(FILES)} (default: {folder})")
+    data = {"default": folder} if folder else {"required": True}
+    parser.add_argument("--data", **data, help=f"folder with {' and '.join(FILES)} (default: $MINDLORA_TEST_DATA)")
     parser.add_argument("--files", nargs="+", default=FILES, metavar="FILE", help="instruction data in that folder")
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--rounds", type=int, help="measured steps of each side (default: 24, with --quick 4)")
+    add_number(parser, "--rounds", 24, 4, "measured steps of each side")
     parser.add_argument("--compared", type=int, default=64, help="examples whose losses are compared (default: 64)")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to check that it runs")
-    args = parser.parse_args()
-    if not args.data:
-        parser.error("name a folder with --data, or with MINDLORA_TEST_DATA")
-    args.rounds = args.rounds or (4 if args.quick else 24)
-    args.data = os.path.abspath(args.data)
-    found = {"machine": machine("mindspore", "mindformers"), "size": SIZE, "goals": GOALS, "files": {}}
-    found.update(seq_length=args.seq_length, batch_size=BATCH_SIZE, rounds=args.rounds)
-    print(machine_line(found["machine"]))
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns the figures."""
+    data = os.path.abspath(args.data)
+    files: Dict[str, Any] = {}
     print(
         "hidden {hidden_size}, {num_layers} layers, vocabulary {vocab_size}, LoRA on all linear cells; "
         "float32, graph mode".format(**SIZE)
@@ -59,9 +55,9 @@ def main() -> None:
         with open("log.txt", "w", encoding="utf-8") as log:
             for name in args.files:
                 with contextlib.redirect_stdout(log):
-                    found["files"][name] = measure(os.path.join(args.data, name), args)
-                print(table(name, found["files"][name]), flush=True)
-    bench_common.write_json(args.json, found)
+                    files[name] = measure(os.path.join(data, name), args)
+                print(table(name, files[name]), flush=True)
+    return {"size": SIZE, "goals": GOALS, "batch_size": BATCH_SIZE, "files": files}
 
 
 def measure(path: str, args: argparse.Namespace) -> Dict[str, Any]:
@@ -79,14 +75,14 @@ def measure(path: str, args: argparse.Namespace) -> Dict[str, Any]:
     difference, without_mask = loss_differences(networks, rows, boundary, args.compared)
     draws = {side: np.random.default_rng(0) for side in steps}
     sides = {side: lambda side=side: steps[side](*batch(rows[side], draws[side]))[0] for side in steps}
-    clocks = take_turns(sides, args.rounds, WARM_UP)
-    seconds = {side: spread(clocks[side][0]) for side in sides}
-    # Within a round, what else runs on the machine disturbs both sides alike.
-    reached = [median(a / b for a, b in zip(clocks[SINGLE][clock], clocks[PACKED][clock])) for clock in (0, 1)]
+    clocks = time_in_turns(sides, args.rounds, WARM_UP)
+    seconds = {side: figures["wall"] for side, figures in spreads(clocks).items()}
+    reached = {clock: median_ratio(clocks[SINGLE][clock], clocks[PACKED][clock]) for clock in ("wall", "cpu")}
     counted = {
         side: BATCH_SIZE * float((columns["labels"][:, 1:] != IGNORED).sum(1).mean()) for side, columns in rows.items()
     }
-    tokens, bound = reports[PACKED].tokens, reports[SINGLE].rows / reports[PACKED].rows
+    tokens = reports[PACKED].tokens
+    bound = reports[SINGLE].rows / reports[PACKED].rows
     return {
         "examples": reports[SINGLE].rows,
         "rows": {side: report.rows for side, report in reports.items()},
@@ -95,8 +91,8 @@ def measure(path: str, args: argparse.Namespace) -> Dict[str, Any]:
         "counted_per_step": counted,
         "counted_per_second": {side: counted[side] / seconds[side]["median"] for side in sides},
         "bound": bound,
-        "ratio": bound * reached[0],
-        "reached": dict(zip(("wall", "cpu"), reached)),
+        "ratio": bound * reached["wall"],
+        "reached": reached,
         "difference": difference,
         "difference_without_mask": without_mask,
     }
@@ -107,7 +103,8 @@ def convert(path: str, seq_length: int) -> Dict[str, Any]:
     from mindlora.data.alpaca import convert_alpaca
 
     name = os.path.basename(path)
-    target, tokenizer = os.path.abspath(f"{name}-{{}}.mindrecord"), os.path.abspath(f"{name}-tokenizer")
+    target = os.path.abspath(f"{name}-{{}}.mindrecord")
+    tokenizer = os.path.abspath(f"{name}-tokenizer")
     single = convert_alpaca(path, target.format("single"), tokenizer, seq_length, train_vocab_size=SIZE["vocab_size"])
     return {SINGLE: single, PACKED: convert_alpaca(path, target.format("packed"), tokenizer, seq_length, pack=True)}
 
@@ -179,19 +176,22 @@ def loss_differences(networks: Dict[str, Any], rows: Dict[str, Any], boundary: i
     mixed = losses_of_examples(networks[SINGLE], rows[PACKED], boundary, count)
     alone = losses_of_examples(networks[SINGLE], rows[SINGLE], boundary, len(rows[SINGLE]["labels"]), set(packed))
     assert packed.keys() == mixed.keys() == alone.keys()
-    return tuple(max(abs(found[example] - alone[example]) for example in alone) for found in (packed, mixed))
+    return (
+        max(abs(packed[example] - alone[example]) for example in alone),
+        max(abs(mixed[example] - alone[example]) for example in alone),
+    )
 
 
-def losses_of_examples(network: Any, rows: Any, boundary: int, count: int, wanted: Any = None) -> Dict[tuple, float]:
-    """Returns {tokens of an example: its mean loss} of ``count`` examples or of those in ``wanted``."""
+def losses_of_examples(network: Any, rows: Any, boundary: int, count: int, chosen: Any = None) -> Dict[tuple, float]:
+    """Returns {tokens of an example: its mean loss} of ``count`` examples or of those in ``chosen``."""
     import mindspore as ms
 
     network.set_train(False)
-    found: Dict[tuple, float] = {}
+    losses: Dict[tuple, float] = {}
     pieces = [examples_of(*row, boundary) for row in zip(rows["input_ids"], rows["labels"])]
-    kept = [number for number, piece in enumerate(pieces) if wanted is None or wanted & {key for key, _ in piece}]
+    kept = [number for number, piece in enumerate(pieces) if chosen is None or chosen & {key for key, _ in piece}]
     for start in range(0, len(kept), BATCH_SIZE):
-        if len(found) >= count:
+        if len(losses) >= count:
             break
         # The last batch repeats a row, so that every batch has the same shape.
         numbers = np.resize(kept[start : start + BATCH_SIZE], BATCH_SIZE)
@@ -201,34 +201,34 @@ def losses_of_examples(network: Any, rows: Any, boundary: int, count: int, wante
         for number, values in zip(numbers, log_probabilities):
             labels = rows["labels"][number]
             for key, counted in pieces[number]:
-                found[key] = -values[counted - 1, labels[counted]].mean()
+                losses[key] = -values[counted - 1, labels[counted]].mean()
     network.set_train(True)
-    return found if wanted is None else {key: found[key] for key in wanted}
+    return losses if chosen is None else {key: losses[key] for key in chosen}
 
 
 def examples_of(tokens: np.ndarray, labels: np.ndarray, boundary: int) -> List[Tuple[tuple, np.ndarray]]:
     """Returns (tokens, positions of the labels that count) of each example of a row."""
     number = np.cumsum(tokens == boundary)
-    found = []
+    examples = []
     for segment in np.unique(number):
         inside = number == segment
         counted = np.flatnonzero(inside & (labels != IGNORED))
         if len(counted):
-            found.append((tuple(tokens[inside & (tokens != PAD)]), counted))
-    return found
+            examples.append((tuple(tokens[inside & (tokens != PAD)]), counted))
+    return examples
 
 
 def table(name: str, figures: Dict[str, Any]) -> str:
     """Returns the figures of a file as text."""
     lines = [
         f"{name}: {figures['examples']} examples",
-        f"{'':<24}{'rows':>8}{'padding':>10}{'step, ms':>11}{'quartiles':>19}{'counted/step':>14}{'counted/s':>12}",
+        f"{'':<24}{'rows':>8}{'padding':>10}{'step, ms':>9}{'quartiles':>19}{'min':>9}"
+        f"{'counted/step':>14}{'counted/s':>12}",
     ]
     for side in (SINGLE, PACKED):
-        ms = {key: 1e3 * value for key, value in figures["seconds"][side].items()}
         lines.append(
-            f"{side:<24}{figures['rows'][side]:>8}{figures['padding'][side]:>10.1%}{ms['median']:>11.1f}"
-            f"{ms['lower_quartile']:>10.1f}{ms['upper_quartile']:>9.1f}{figures['counted_per_step'][side]:>14.1f}"
+            f"{side:<24}{figures['rows'][side]:>8}{figures['padding'][side]:>10.1%}"
+            f"{quartiles(figures['seconds'][side])}{figures['counted_per_step'][side]:>14.1f}"
             f"{figures['counted_per_second'][side]:>12.1f}"
         )
     return "\n".join(
@@ -243,7 +243,3 @@ def table(name: str, figures: Dict[str, Any]) -> str:
             "",
         ]
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,18 @@
-"""Timing an engine, for bench_serving.py: single steps of its runner, and answers of the whole of it.
+"""Timing an engine, for the benchmark serving: steps of its runner, answers of the whole of it, and tables of both.
 
 A step is ModelRunner.forward. An answer goes through the whole engine: scheduler, network, sampling, text.
 """
 
+import statistics
 import threading
 import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
-from bench_serving_model import Files, Size, mindformers_node, prompts
 from mindspore import Parameter, Tensor, nn
 
+from bench.common import AGAIN, BASE, WARM_UP, median_ratio, quartiles, spread, take_turns
+from bench.serving_model import Files, Size, mindformers_node, prompts
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.serving.engine import Engine
 from mindlora.serving.network import build_network
@@ -33,7 +35,8 @@ def resident(engine: Engine, names: Sequence[str]) -> Dict[str, Lease]:
 
 def timed_step(runner: ModelRunner, leases: Sequence[Optional[Lease]], context: int, size: Size) -> Callable[[], float]:
     """Returns a function that runs one decode step, with a request for each lease, and returns its seconds."""
-    parts, blocks = [], runner.settings.blocks_per_request
+    parts = []
+    blocks = runner.settings.blocks_per_request
     for place, (prompt, lease) in enumerate(zip(prompts(size, len(leases), context), leases)):
         request = Request(prompt, Sampling(), computed=context - 1, lease=lease)
         request.blocks = list(range(place * blocks, (place + 1) * blocks))
@@ -97,7 +100,9 @@ def answer(
     """
     tokens: List[List[int]] = [[] for _ in asked]
     times: List[List[float]] = [[] for _ in asked]
-    ended, errors, requests = threading.Semaphore(0), [], []
+    errors: List[Exception] = []
+    requests: List[Request] = []
+    ended = threading.Semaphore(0)
 
     def listener(place: int) -> Callable[[Any], None]:
         def take(piece: Any) -> None:
@@ -139,3 +144,66 @@ def timed_answers(
 ) -> Callable[[], float]:
     """Returns a function that has the engine answer, and returns the seconds of a step."""
     return lambda: answer(engine, asked, adapters, [count] * len(asked)).seconds_of_a_step()
+
+
+class Ratio(NamedTuple):
+    """What is said of two sides: seconds of one over those of the other, as the median over the rounds.
+
+    Attributes:
+        side, base (str): The sides.
+        goal (str): What it should be, as text.
+        kind (str): "seconds"; "tokens", the ratio of tokens/s; or "difference", of the seconds, in milliseconds.
+    """
+
+    side: str
+    base: str
+    goal: str = ""
+    kind: str = "seconds"
+
+    def value(self, seconds: Dict[str, List[float]]) -> float:
+        """Returns the figure, given side -> seconds of each round."""
+        if self.kind == "tokens":
+            return median_ratio(seconds[self.base], seconds[self.side])
+        if self.kind == "difference":
+            return statistics.median(1e3 * (a - b) for a, b in zip(seconds[self.side], seconds[self.base]))
+        return median_ratio(seconds[self.side], seconds[self.base])
+
+
+def compare(
+    title: str,
+    sides: Dict[str, Callable[[], float]],
+    rounds: int,
+    tokens: int,
+    ratios: Dict[str, Ratio],
+    remark: str,
+    what: str = "milliseconds of a step",
+    warm_up: int = WARM_UP,
+) -> Dict[str, Any]:
+    """Returns a table of sides that took turns; each call returns the seconds that ``tokens`` tokens took.
+
+    A ratio is the median of those within a round.
+    """
+    seconds = take_turns(sides, rounds, warm_up)
+    if AGAIN in sides:
+        ratios = {f"{AGAIN} / {BASE}": Ratio(AGAIN, BASE, "noise"), **ratios}
+    return {
+        "title": title,
+        "what": what,
+        "remark": remark,
+        "seconds": {side: spread(times) for side, times in seconds.items()},
+        "tokens_per_second": {side: tokens / statistics.median(times) for side, times in seconds.items()},
+        "ratios": {name: {"value": ratio.value(seconds), "goal": ratio.goal} for name, ratio in ratios.items()},
+    }
+
+
+def text(table: Dict[str, Any]) -> str:
+    """Returns a table of ``compare`` as text."""
+    lines = [table["title"], f"{table['what']:<48}{'median':>9}{'quartiles':>19}{'min':>9}{'tokens/s':>10}"]
+    for side, figures in table["seconds"].items():
+        lines.append(f"{side:<48}{quartiles(figures)}{table['tokens_per_second'][side]:>10.1f}")
+    for name, figure in table["ratios"].items():
+        goal = f"  ({figure['goal']})" if figure["goal"] else ""
+        lines.append(f"{name:<76}{figure['value']:>10.3f}{goal}")
+    for side, figures in table.get("more", {}).items():
+        lines.append(f"{side}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+    return "\n".join(lines + [f"({table['remark']})"])

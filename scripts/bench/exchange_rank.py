@@ -1,27 +1,23 @@
-"""One rank of bench_exchange.py, which starts it with msrun: bytes and seconds of exchanges, or fine-tunings.
-
-The first argument is "exchange" or "loss", the second a JSON object with the settings; rank 0 writes its result.
-"""
+"""One rank of the benchmark exchange, which starts it with msrun: bytes and seconds of exchanges, or fine-tunings."""
 
 import json
 import os
-import sys
 import time
 from typing import Any, Dict, List, Optional
 
-import bench_common  # noqa: F401  first: it sets what must be set before MindSpore is imported
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 
+from bench import ROOT
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings
 from mindlora.training.exchange.make import make_exchange
 
 # Seconds after which the receipts of all messages have been sent.
 SETTLE = 0.6
-TEXTS = os.path.join(bench_common.ROOT, "scripts", "quickstart_data")
+TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
 # A Llama of bytes; each rank trains on ROWS rows in a step.
 LLAMA = {
     "seq_length": 64,
@@ -59,8 +55,10 @@ class TrainStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.optimizer = nn.Adam(network.trainable_params(), learning_rate=rates)
         self.gradients = ops.value_and_grad(network, None, self.optimizer.parameters)
-        self.exchange, self.ranks = exchange, get_group_size()
-        self.flatten, self.unflatten = layout.flatten, layout.unflatten
+        self.exchange = exchange
+        self.ranks = get_group_size()
+        self.flatten = layout.flatten
+        self.unflatten = layout.unflatten
 
     def construct(self, tokens):
         loss, gradients = self.gradients(tokens)
@@ -71,15 +69,15 @@ class TrainStep(nn.Cell):
         return ops.depend(loss, self.exchange.keep(residual))
 
 
-def main() -> None:
+def measure(what: str, settings: Dict[str, Any]) -> None:
+    """Measures "exchange" or "loss"; rank 0 writes the figures to result.json."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     init()
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=False, device_num=get_group_size())
-    settings = json.loads(sys.argv[2])
-    result = {"exchange": measure_exchanges, "loss": measure_losses}[sys.argv[1]](**settings)
+    figures = {"exchange": measure_exchanges, "loss": measure_losses}[what](**settings)
     if get_rank() == 0:
         with open("result.json", "w", encoding="utf-8") as file:
-            json.dump(result, file)
+            json.dump(figures, file)
 
 
 def build(setting: Dict[str, Any], layout: FlatLayout) -> Exchange:
@@ -93,10 +91,11 @@ def build(setting: Dict[str, Any], layout: FlatLayout) -> Exchange:
 def measure_exchanges(methods: Dict[str, Dict], size: int, steps: int) -> Dict[str, Any]:
     """Returns {method: counted and sent bytes of rank 0 and of the device in a step, and the seconds of each step}."""
     flat = Tensor(np.random.default_rng(get_rank()).normal(size=size).astype(np.float32))
-    found = {}
+    figures = {}
     for name, setting in methods.items():
         exchange = build(setting, FlatLayout([Parameter(Tensor(np.zeros(size, np.float32)), name="a")]))
-        step, seconds = ExchangeStep(exchange), []
+        step = ExchangeStep(exchange)
+        seconds = []
         step(flat).asnumpy()
         time.sleep(SETTLE)
         before = sent_bytes()
@@ -106,8 +105,8 @@ def measure_exchanges(methods: Dict[str, Dict], size: int, steps: int) -> Dict[s
             seconds.append(time.perf_counter() - start)
         time.sleep(SETTLE)
         written, device = (np.array(sent_bytes()) - before) / steps
-        found[name] = {"counted": exchange.bytes_per_step, "written": written, "device": device, "seconds": seconds}
-    return found
+        figures[name] = {"counted": exchange.bytes_per_step, "written": written, "device": device, "seconds": seconds}
+    return figures
 
 
 def sent_bytes() -> List[int]:
@@ -128,7 +127,7 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
     train_text, held_out_text = np.split(dialogues, [len(dialogues) * 9 // 10])
     held_out = Tensor(held_out_text[: len(held_out_text) // 65 * 65].reshape(-1, 65))
     base = {p.name: p.asnumpy() for p in pretrained(base_text, base_steps).get_parameters()}
-    found: Dict[str, Any] = {"before": None}
+    losses: Dict[str, Any] = {"before": None}
     for name, setting in methods.items():
         network = llama(base)
         apply_lora(network, LoraConfig(lora_rank=8, lora_alpha=16, target_modules="all-linear"))
@@ -138,8 +137,8 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
         step = TrainStep(network, rates, build(setting, layout), layout).set_train()
         # The values that moments and counts have at first; in data parallel they have none before a compilation.
         initial = {p.name: p.init_data().asnumpy().copy() for p in step.get_parameters() if p.name not in base}
-        found["before"] = held_out_loss(network, held_out)
-        found[name] = []
+        losses["before"] = held_out_loss(network, held_out)
+        losses[name] = []
         for seed in seeds:
             rng = np.random.default_rng(seed)
             for parameter in step.get_parameters():
@@ -152,8 +151,8 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
             rng = np.random.default_rng((seed, get_rank()))
             for _ in range(steps):
                 step(rows(rng, train_text))
-            found[name].append(held_out_loss(network, held_out))
-    return found
+            losses[name].append(held_out_loss(network, held_out))
+    return losses
 
 
 def texts() -> List[np.ndarray]:
@@ -197,7 +196,3 @@ def rows(rng: np.random.Generator, text: np.ndarray) -> Tensor:
 def held_out_loss(network: nn.Cell, tokens: Tensor) -> float:
     """Returns the mean loss of a byte."""
     return float(np.mean([float(network(part).asnumpy()) for part in tokens.split(8) if len(part) == 8]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,26 @@
-"""Benchmark: the operators of mindlora.ops in graph mode, against the frozen layer alone; float32, float16 on an NPU.
+"""Operators of mindlora.ops and LoRADense in graph mode, against the frozen layer alone.
+
+Float32 on a CPU, float16 on an NPU.
 
 The sides of a table take turns in one process, in every order, on the same data. Each figure is the median over the
 rounds; each ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides
 of a round alike. Beside the time on the clock is the time that the process computed, which is disturbed less. Every
 table measures its base twice: no ratio can be trusted further than the ratio of these two is from 1.
-    python scripts/bench_ops.py --json figures.json
-    python scripts/bench_ops.py --quick
-    python scripts/bench_ops.py --device Ascend --json figures.json
+    python scripts/bench.py ops --device Ascend --json figures.json
 On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 measures what one with AVX2 alone would: it holds for both sides.
 """
 
+import argparse
 import ctypes
 import functools
 import os
 from typing import Any, Callable, Dict, Iterator
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
 import mindspore as ms
 import numpy as np
-from bench_common import AGAIN, BASE, compare, machine, machine_line, text
 from mindspore import Parameter, Tensor, nn, ops
 
+from bench.common import AGAIN, BASE, add_number, compare, is_limited, text
 from mindlora import LoraConfig, LoRADense
 from mindlora.ops import LoraDelta, LoraLinear, MultiLoraDelta, MultiLoraSlotWrite, backend, backend_report
 
@@ -32,26 +32,26 @@ CELL = "LoRADense"
 AVX2 = 1
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
-    parser.add_argument("--rounds", type=int, help="measured rounds of each table (default: 40, with --quick 5)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_number(parser, "--rounds", 40, 5, "measured rounds of each table")
     parser.add_argument("--only", choices=["forward", "training", "many"], help="one part only")
     parser.add_argument("--device", choices=list(DEVICES), default="CPU", help="default: CPU")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns their figures."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target=args.device)
-    rounds, tables = args.rounds or (5 if args.quick else 40), []
-    if bench_common.is_limited():
+    if is_limited():
         ctypes.CDLL(backend.LIBRARY).mindlora_set_isa(AVX2)
-    found = machine("mindspore")
-    print(f"{machine_line(found)}\n")
     print(f"{backend_report()}\n")
+    tables = []
     for part, measure in (("forward", forward), ("training", training), ("many", many)):
         if args.only in (None, part):
-            for figures in measure(args.quick, rounds):
+            for figures in measure(args.quick, args.rounds):
                 tables.append(figures)
                 print(f"{text(figures)}\n", flush=True)
-    bench_common.write_json(args.json, {"machine": found, "rounds": rounds, "tables": tables})
+    return {"rounds": args.rounds, "tables": tables}
 
 
 def forward(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
@@ -105,7 +105,8 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
 
 def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields the tables of many adapters: one or many in a batch, few or many registered, and switching."""
-    yield from (table(quick, rounds) for table in (one_or_many, few_or_many_registered, switching))
+    for table in (one_or_many, few_or_many_registered, switching):
+        yield table(quick, rounds)
 
 
 def one_or_many(quick: bool, rounds: int) -> Dict[str, Any]:
@@ -114,7 +115,8 @@ def one_or_many(quick: bool, rounds: int) -> Dict[str, Any]:
     ranks = np.linspace(4, 64, tokens).round().astype(np.int32)
     pool = Pool(tokens, 64, width)
     base = Layers(Base, width, 1)
-    one, each = np.full(tokens, tokens // 2, np.int32), np.arange(tokens, dtype=np.int32)
+    one = np.full(tokens, tokens // 2, np.int32)
+    each = np.arange(tokens, dtype=np.int32)
     pool.ranks.set_data(Tensor(ranks))
     x = normal(tokens, width)
     sides = {
@@ -137,12 +139,13 @@ def one_or_many(quick: bool, rounds: int) -> Dict[str, Any]:
 def few_or_many_registered(quick: bool, rounds: int) -> Dict[str, Any]:
     """Returns the table of a batch of 10 adapters while few or many are registered."""
     width = 128 if quick else 1024
-    sides, rng = {}, np.random.default_rng(0)
+    sides = {}
+    rng = np.random.default_rng(0)
     # On an NPU the kernel finds an adapter's rows with a table on the chip, which has no room for 10,000.
     most = 10000 if kernels() == "cpu" else 8000
     for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), (f"{most:,} registered", most)):
-        pool = Pool(slots, 8, width)
-        sides[name] = Served(Layers(Base, width, 1), pool, np.resize(rng.permutation(slots)[:10], 32).astype(np.int32))
+        indices = np.resize(rng.permutation(slots)[:10], 32).astype(np.int32)
+        sides[name] = Served(Layers(Base, width, 1), Pool(slots, 8, width), indices)
     return compare(
         f"base + multi_lora_delta, 32 rows of 10 adapters, width {width}, rank 8; base: 10 registered",
         sides,
@@ -156,8 +159,10 @@ def switching(quick: bool, rounds: int) -> Dict[str, Any]:
     """Returns the table of making another adapter the active one."""
     width = 256 if quick else 4096
     pool = Pool(4, 64, width)
-    write, packed = MultiLoraSlotWrite(), normal(RANK, 2 * width)
-    slot, scale = Tensor([1], ms.int32), Tensor(1.0, ms.float32)
+    write = MultiLoraSlotWrite()
+    packed = normal(RANK, 2 * width)
+    slot = Tensor([1], ms.int32)
+    scale = Tensor(1.0, ms.float32)
     indices = np.full(32, 16, np.int32)
     timings = {
         "new indices (the adapter is resident)": lambda: Tensor(indices),
@@ -213,7 +218,8 @@ class Lora(Base):
 
     def __init__(self, width, index, rank=RANK):
         super().__init__(width, index)
-        self.a, self.b = Parameter(normal(rank, width)), Parameter(normal(width, rank))
+        self.a = Parameter(normal(rank, width))
+        self.b = Parameter(normal(width, rank))
         self.scale = Tensor(0.5, ms.float32)
 
 
@@ -307,7 +313,9 @@ class Served(nn.Cell):
 
     def __init__(self, base, pool, indices):
         super().__init__()
-        self.base, self.pool, self.indices = base, pool, Tensor(indices)
+        self.base = base
+        self.pool = pool
+        self.indices = Tensor(indices)
         self.delta = on_path(MultiLoraDelta, kernels())
 
     def construct(self, x: Tensor) -> Tensor:
@@ -325,7 +333,3 @@ def on_path(kind: Callable[[], nn.Cell], path: str) -> nn.Cell:
             del os.environ["MINDLORA_BACKEND"]
         else:
             os.environ["MINDLORA_BACKEND"] = before
-
-
-if __name__ == "__main__":
-    main()

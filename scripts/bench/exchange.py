@@ -1,12 +1,10 @@
-"""Benchmark: bytes, losses and seconds of compressed gradient exchange against the dense one, between real processes.
+"""Bytes, losses and seconds of compressed gradient exchange against the dense one, between real processes.
 
 Bytes: what two and four ranks send in a step, by formula and by the counter of the loopback device; for eight ranks by
 formula alone. Losses: LoRA fine-tunings of a small Llama on two ranks, for each seed, with a control that drops what
 it does not send. Seconds: an exchange between two network namespaces, whose link a token bucket limits to 100 Mbit/s
 and 1 Gbit/s; where the machine does not allow that, seconds follow from the bytes by formula, and the table says so. On
 CPUs a receiver sends every message back as its receipt, so the device counts twice the bytes of the formula.
-    python scripts/bench_exchange.py --json figures.json
-    python scripts/bench_exchange.py --quick
 """
 
 import argparse
@@ -20,16 +18,15 @@ import sys
 import tempfile
 from typing import Any, Dict, List, Optional, Sequence
 
-import bench_common  # first: it sets what must be set before MindSpore is imported
 import numpy as np
-from bench_common import ROOT
 from mindspore import Parameter, Tensor
 
+from bench import ROOT, exchange_rank
+from bench.common import add_number, child_command
 from mindlora.training.exchange import FlatLayout, Ranks, exchange_settings
 from mindlora.training.exchange.make import make_exchange
 from mindlora.training.exchange.traffic import CPU_RECEIPTS
 
-RANK_SCRIPT = os.path.join(ROOT, "scripts", "bench_exchange_rank.py")
 TOP_K = {"type": "top_k", "density": 0.05, "protect": [], "local_size": 1}
 MORE = {**TOP_K, "density": 0.2}
 METHODS = {
@@ -54,36 +51,42 @@ OWN_NETWORK = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set l
 GOALS = {"saving": 0.7, "bytes": 0.03}
 
 
-def main() -> None:
-    parser = bench_common.parser(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: 1 2 3 4 5, with --quick 1")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few steps, to check that it runs")
-    args = parser.parse_args()
-    args.seeds = args.seeds or ([1] if args.quick else [1, 2, 3, 4, 5])
-    found: Dict[str, Any] = {"machine": bench_common.machine("mindspore"), "methods": METHODS, "goals": GOALS}
-    print(bench_common.machine_line(found["machine"]), flush=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_number(parser, "--seeds", [1, 2, 3, 4, 5], [1], "of the fine-tunings", nargs="+")
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns the figures."""
+    figures: Dict[str, Any] = {"methods": METHODS, "goals": GOALS}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        found["bytes"] = measure_bytes(100_000 if args.quick else 1_000_000)
-        print(bytes_table(found["bytes"]), flush=True)
-        found["losses"] = measure_losses(args)
-        print(loss_table(found["losses"]), flush=True)
-        found["seconds"] = measure_seconds(250_000 if args.quick else 1_000_000, 2 if args.quick else 8)
-        print(seconds_table(found["seconds"]), flush=True)
-    bench_common.write_json(args.json, found)
+        figures["bytes"] = measure_bytes(100_000 if args.quick else 1_000_000)
+        print(bytes_table(figures["bytes"]), flush=True)
+        figures["losses"] = measure_losses(args)
+        print(loss_table(figures["losses"]), flush=True)
+        figures["seconds"] = measure_seconds(250_000 if args.quick else 1_000_000, 2 if args.quick else 8)
+        print(seconds_table(figures["seconds"]), flush=True)
+    return figures
+
+
+def child(args: argparse.Namespace, words: List[str]) -> None:
+    """Is one rank: measures what ``words`` names, with the settings that follow in JSON."""
+    what, settings = words
+    exchange_rank.measure(what, json.loads(settings))
 
 
 def measure_bytes(size: int) -> Dict[str, Any]:
     """Returns {ranks: {method: bytes that rank 0 sends in a step, and the device's bytes for all ranks}}."""
     rows: Dict[str, Any] = {"elements": size}
-    own = subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
+    isolated = subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
     for count in RANKS:
-        result = run_ranks(count, "exchange", {"methods": METHODS, "size": size, "steps": 4}, own)
+        result = run_ranks(count, "exchange", {"methods": METHODS, "size": size, "steps": 4}, isolated)
         rows[str(count)] = {
             name: {
                 "formula": row["counted"],
                 # Unless the loopback device is of these processes alone, what rank 0 has written counts.
-                "measured": row["device"] / count if own else row["written"],
+                "measured": row["device"] / count if isolated else row["written"],
             }
             for name, row in result.items()
         }
@@ -107,15 +110,15 @@ def measure_losses(args: argparse.Namespace) -> Dict[str, List[float]]:
 def measure_seconds(size: int, steps: int) -> Dict[str, Any]:
     """Returns {link: {method: seconds of a step}}; "measured" says whether a link was really limited."""
     limited = Link.allowed()
-    found: Dict[str, Any] = {"elements": size, "measured": limited}
+    seconds: Dict[str, Any] = {"elements": size, "measured": limited}
     for name, (rate, word) in LINKS.items():
         if limited:
             with Link(word) as link:
                 result = link.run({"methods": METHODS, "size": size, "steps": steps})
-            found[name] = {method: statistics.median(row["seconds"]) for method, row in result.items()}
+            seconds[name] = {method: statistics.median(row["seconds"]) for method, row in result.items()}
         else:
-            found[name] = {method: 8 * CPU_RECEIPTS * by_formula(method, size, 2) / rate for method in METHODS}
-    return found
+            seconds[name] = {method: 8 * CPU_RECEIPTS * by_formula(method, size, 2) / rate for method in METHODS}
+    return seconds
 
 
 class Link:
@@ -164,8 +167,8 @@ class Link:
         port = str(free_port())
         nodes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, *msrun(2, 1, self.ADDRESSES[0], port, number), "exchange"]
-                + [json.dumps(settings)],
+                ["ip", "netns", "exec", name]
+                + msrun(2, 1, self.ADDRESSES[0], port, number, ["exchange", json.dumps(settings)]),
                 env=environment(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -179,21 +182,22 @@ def _call(*command: str) -> None:
     subprocess.run(command, capture_output=True, check=True)
 
 
-def run_ranks(count: int, what: str, settings: Dict[str, Any], own_network: bool) -> Any:
+def run_ranks(count: int, what: str, settings: Dict[str, Any], isolated: bool) -> Any:
     """Returns what rank 0 of ``count`` on this machine measured."""
-    command = [*msrun(count, count, "127.0.0.1", str(free_port()), 0), what, json.dumps(settings)]
-    run = subprocess.run(
-        [*(OWN_NETWORK if own_network else ()), *command], env=environment(), capture_output=True, check=False
-    )
-    return read_result([run.returncode])
+    command = msrun(count, count, "127.0.0.1", str(free_port()), 0, [what, json.dumps(settings)])
+    if isolated:
+        command = [*OWN_NETWORK, *command]
+    ended = subprocess.run(command, env=environment(), capture_output=True, check=False)
+    return read_result([ended.returncode])
 
 
-def msrun(count: int, local: int, address: str, port: str, node: int) -> List[str]:
-    """Returns the command that starts the ranks of a machine."""
+def msrun(count: int, local: int, address: str, port: str, node: int, words: List[str]) -> List[str]:
+    """Returns the command that starts the ranks of a machine, each of which is a child that gets ``words``."""
     options = {"worker_num": count, "local_worker_num": local, "master_addr": address, "master_port": port}
     options.update(node_rank=node, log_dir=f"log_{node}", join=True)
     flags = [f"--{key}={value}" for key, value in options.items()]
-    return [sys.executable, "-m", "mindspore.parallel.cluster.run", *flags, RANK_SCRIPT]
+    _, *script = child_command("exchange", "--child", *words)
+    return [sys.executable, "-m", "mindspore.parallel.cluster.run", *flags, *script]
 
 
 def environment() -> Dict[str, str]:
@@ -216,50 +220,48 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def bytes_table(found: Dict[str, Any]) -> str:
+def bytes_table(figures: Dict[str, Any]) -> str:
     """Returns the bytes as a table."""
     lines = [
-        f"\nbytes that a rank sends in a step, {found['elements']:,} gradients (goal: quantized and top_k save at "
+        f"\nbytes that a rank sends in a step, {figures['elements']:,} gradients (goal: quantized and top_k save at "
         f"least {GOALS['saving']:.0%})",
         f"{'ranks':>5}  {'method':<10}{'formula':>12}{'saving':>9}{'device / (2 x formula)':>25}",
     ]
-    for count, rows in found.items():
-        for name, row in rows.items() if count != "elements" else ():
+    for count in (*RANKS, BY_FORMULA):
+        rows = figures[str(count)]
+        for name, row in rows.items():
             saving = 1 - row["formula"] / rows["dense"]["formula"]
             ratio = f"{row['measured'] / CPU_RECEIPTS / row['formula']:.3f}" if "measured" in row else "by formula"
             lines.append(f"{count:>5}  {name:<10}{row['formula']:>12,}{saving:>9.1%}{ratio:>25}")
     return "\n".join(lines)
 
 
-def loss_table(found: Dict[str, Any]) -> str:
+def loss_table(figures: Dict[str, Any]) -> str:
     """Returns the losses as a table."""
-    dense = found["dense"]
+    dense = figures["dense"]
     lines = [
         "\nheld-out loss (nats per byte) after LoRA fine-tunings of a Llama on 2 ranks; before: "
-        f"{found['before']:.4f}; dense over {len(dense)} seeds: {min(dense):.4f} to {max(dense):.4f}",
+        f"{figures['before']:.4f}; dense over {len(dense)} seeds: {min(dense):.4f} to {max(dense):.4f}",
         f"{'method':<26}{'median':>8}{'- dense':>10}   each seed",
     ]
     middle = statistics.median(dense)
     for name in TRAINED:
-        losses = found[name]
-        median, each = statistics.median(losses), " ".join(f"{loss:.4f}" for loss in losses)
+        losses = figures[name]
+        median = statistics.median(losses)
+        each = " ".join(f"{loss:.4f}" for loss in losses)
         lines.append(f"{name:<26}{median:>8.4f}{median - middle:>+10.4f}   {each}")
     return "\n".join(lines)
 
 
-def seconds_table(found: Dict[str, Any]) -> str:
+def seconds_table(figures: Dict[str, Any]) -> str:
     """Returns the seconds as a table."""
-    how = "measured" if found["measured"] else "BY FORMULA from the bytes, as this machine allows no limited link"
+    how = "measured" if figures["measured"] else "BY FORMULA from the bytes, as this machine allows no limited link"
     lines = [
-        f"\nmilliseconds of an exchange between 2 ranks, {found['elements']:,} gradients, receipts included; {how}"
+        f"\nmilliseconds of an exchange between 2 ranks, {figures['elements']:,} gradients, receipts included; {how}"
     ]
     lines.append(f"{'link':<12}" + "".join(f"{name:>12}" for name in METHODS) + f"{'dense / top_k 0.05':>20}")
     for link in LINKS:
-        row = found[link]
+        row = figures[link]
         times = "".join(f"{1e3 * row[name]:>12.1f}" for name in METHODS)
         lines.append(f"{link:<12}{times}{row['dense'] / row['top_k 0.05']:>19.1f}x")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,13 @@
+"""The benchmarks of scripts/bench.py, one module each, and what they share.
+
+Importing this package sets what MindSpore reads when it is imported: import it before MindSpore.
+"""
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)
+# As mindlora-run sets it: threads that spin between kernels disturb the next side.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("GLOG_v", "3")

@@ -1,0 +1,96 @@
+"""Serving many adapters on one base: against the base alone, PEFT on PyTorch, and under load.
+
+    decode    one adapter and eight, ranks, popularity: against the base alone, in steps and through the whole engine
+    peft      transformers and PEFT with the Python that MINDLORA_PEERS_PYTHON names: decoding, reading a prompt
+    nf4       a base in NF4 against the same in float32, twice as wide
+    adapters  from disk to the first token, switching between two, 10,000 registered
+    load      requests that arrive at random, for 64 adapters over 16 slots
+
+A random Llama is made in a temporary folder, with PEFT folders of random adapters. The sides of a table take turns in
+one process (PyTorch's in one that waits meanwhile), each with two threads; each figure is the median over the rounds,
+each ratio the median of the ratios within a round. Where the base is measured twice, no ratio can be trusted further
+than the ratio of these two is from 1.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import os
+import resource
+import tempfile
+import time
+from typing import Any, Callable, Dict, Iterator
+
+from bench.common import add_number, load_average
+
+PARTS = ("decode", "peft", "nf4", "adapters", "load")
+# Both sides of a comparison get as many, in this process and in another.
+THREADS = 2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    add_number(parser, "--rounds", 30, 5, "measured rounds")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts only")
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
+    """Prints the tables and returns their figures."""
+    prepare_process()
+    import mindspore as ms
+
+    from bench.serving_model import FULL, QUICK, Files
+
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    size = dataclasses.replace(QUICK if args.quick else FULL, rounds=args.rounds)
+    print(f"{size}; {THREADS} threads\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w", encoding="utf-8") as log:
+        # MindFormers writes output/ in the working folder, and logs to the stdout that it finds when it is imported.
+        os.chdir(folder)
+        with contextlib.redirect_stdout(log):
+            import mindformers  # noqa: F401
+        tables = []
+        for part in args.only:
+            tables += measure(part, Files(folder), size)
+    peak = {
+        "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "of a child, GB": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20,
+    }
+    print("peak memory: " + ", ".join(f"{name} {value:.1f}" for name, value in peak.items()))
+    return {"peak_memory": peak, "threads": THREADS, "size": dataclasses.asdict(size), "tables": tables}
+
+
+def prepare_process() -> None:
+    """Limits this process to THREADS cores, and sets what must be set before MindSpore is imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    # Without it MindFormers builds networks for training.
+    os.environ["RUN_MODE"] = "predict"
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+
+def measure(part: str, files: Any, size: Any) -> Iterator[Dict[str, Any]]:
+    """Yields the tables of a part, each printed."""
+    from bench.serving_engine import text
+
+    begin = time.perf_counter()
+    for figures in tables_of(part)(files, size):
+        table = {"part": part, "load_average": load_average(), **figures}
+        print(f"{text(table)}\n(load {table['load_average']})\n", flush=True)
+        yield table
+    gc.collect()
+    print(f"{part}: {time.perf_counter() - begin:.0f} s\n", flush=True)
+
+
+def tables_of(part: str) -> Callable[[Any, Any], Iterator[Dict[str, Any]]]:
+    """Returns the function that yields the tables of a part."""
+    from bench import serving_adapters, serving_decode, serving_peft
+
+    return {
+        "decode": serving_decode.decode,
+        "peft": serving_peft.against_peft,
+        "nf4": serving_decode.nf4,
+        "adapters": serving_adapters.adapters,
+        "load": serving_adapters.load,
+    }[part]
