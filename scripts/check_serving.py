@@ -9,7 +9,7 @@ an engine with an empty cache, and with that of MindFormers' plain network, with
 the first token at which its two best logits are nearer than 1e-3. Marked adapters say one token whatever they are
 asked, so that what reaches a request from another shows. At the end all blocks and slots must be free.
 
-The exit code is 1 if an answer is wrong, something is not given back, or one of these events did not happen.
+The exit code is 1 if an answer is wrong, something is not args back, or one of these events did not happen.
 """
 
 import argparse
@@ -43,8 +43,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Runs the check; returns the exit code."""
-    given = arguments()
-    seconds = given.requests / 100 if given.seconds is None else given.seconds
+    args = arguments()
+    seconds = args.requests / 100 if args.seconds is None else args.seconds
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("LOG_MF_PATH", os.path.join(folder, "log"))
         import mindspore as ms
@@ -52,11 +52,11 @@ def main() -> int:
         from tests.support.mixed_requests import MixedServing
 
         ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
-        sizes = {"slots": given.slots, "num_blocks": given.blocks, "max_running": given.running}
-        served = MixedServing(folder, given.adapters, max_tokens_per_step=given.step, **sizes)
+        sizes = {"slots": args.slots, "num_blocks": args.blocks, "max_running": args.running}
+        served = MixedServing(folder, args.adapters, max_tokens_per_step=args.step, **sizes)
         served.engine.start()
         begun = time.monotonic()
-        verdict = served.judge(served.jobs(given.requests, given.seed, seconds))
+        verdict = served.judge(served.jobs(args.requests, args.seed, seconds))
         took = time.monotonic() - begun
         served.engine.stop()
     rows = {"requests": verdict.answers, "tokens": verdict.tokens, **verdict.provoked, "ties": verdict.ties}

@@ -97,7 +97,8 @@ def prepare_data(paths: Paths) -> None:
     spoken = [TEMPLATE.format(**row) + row["output"] for row in seen]
     tokenizer = tokenizers.train_tokenizer([base_text] + spoken, VOCABULARY, paths.tokenizer)
     # Copies in other orders, so that no answer is learned from the paragraph before it.
-    paragraphs, shuffle = base_text.strip().split("\n\n"), random.Random(1)
+    paragraphs = base_text.strip().split("\n\n")
+    shuffle = random.Random(1)
     shuffled = os.path.join(paths.cache, "base_shuffled.txt")
     with open(shuffled, "w", encoding="utf-8") as file:
         for _ in range(COPIES):
@@ -183,9 +184,9 @@ def evaluate(paths: Paths, adapter: str) -> None:
     with open(os.path.join(adapter, "best.json"), encoding="utf-8") as file:
         step = json.load(file)["step"]
     with contextlib.closing(HistoryWriter(paths.lora_run, None)) as history:
-        for at, loss, given in zip((0, step), losses, answers):
+        for at, loss, texts in zip((0, step), losses, answers):
             history.append(at, held_out_loss=loss)
-            history.append(at, answers=[{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, given)])
+            history.append(at, answers=[{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts)])
     write_report([paths.lora_run], os.path.join(paths.lora_run, "report.html"))
     sys.stdout = screen
     print("     " + trainable_summary(network).splitlines()[-1])
@@ -208,9 +209,10 @@ def answered(asked: "subprocess.Popen[str]") -> Tuple[List[str], List[str], List
     report, _ = asked.communicate()
     if asked.returncode != 0:
         sys.exit(f"quickstart: mindlora generate failed; see {os.path.abspath('generate.log')}")
-    found = json.loads(report)["answers"]
-    base, adapted = ([answer["text"].split("\n")[0].strip() for answer in found[place::2]] for place in (0, 1))
-    return [answer["prompt"] for answer in found[::2]], base, adapted
+    # Base and adapter answer each prompt in turn.
+    answers = json.loads(report)["answers"]
+    lines = [answer["text"].split("\n")[0].strip() for answer in answers]
+    return [answer["prompt"] for answer in answers[::2]], lines[::2], lines[1::2]
 
 
 def say(text: str) -> None:

@@ -16,9 +16,7 @@ tiles of 16 x 256 of its output, and the cores given are those of the kernel wit
     python scripts/report_ascend.py --only lora_delta
 """
 
-import argparse
 import importlib.util
-import json
 import math
 import os
 import sys
@@ -26,9 +24,8 @@ from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
 
-from bench.common import new_file
+from bench import ROOT, common
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
 TOKENS, RANKS, ADAPTERS = (1, 8, 32, 512), (8, 16, 64), (1, 4, 32)
 BYTES = 2  # of bfloat16
@@ -39,10 +36,9 @@ BYTES_PER_REPEAT = 889  # 1.6 TB/s over 1.8 GHz
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--only", choices=list(OPS), help="one operator only")
     parser.add_argument("--layers", choices=list(LAYERS), help="one model's layers only")
-    parser.add_argument("--json", metavar="FILE", type=new_file, help="also write the figures to this file")
     args = parser.parse_args()
     print(
         f"In a simulator of Ascend C, not on an NPU: bfloat16, {kernels.CUBE_CORES} cube and "
@@ -60,11 +56,8 @@ def main() -> None:
                     rows.append({"op": op, "model": layers, "K": in_channels, "N": out_channels, **case})
                     print(line(rows[-1]), flush=True)
     print(f"\n{summary(rows)}")
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"cube_cores": kernels.CUBE_CORES, "vector_cores": kernels.VECTOR_CORES, "rows": rows}, file, indent=2
-            )
+    cores = {"cube_cores": kernels.CUBE_CORES, "vector_cores": kernels.VECTOR_CORES}
+    common.write_json(args.json, {**cores, "rows": rows})
 
 
 def lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
@@ -113,9 +106,12 @@ def multi_lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
     for rank in RANKS:
         for tokens in TOKENS:
             for adapters in (count for count in ADAPTERS if count <= tokens):
-                y0, x, pool = random(tokens, n), random(tokens, k), random(adapters, rank, k + n)
+                y0 = random(tokens, n)
+                x = random(tokens, k)
+                pool = random(adapters, rank, k + n)
                 indices = np.sort(np.arange(tokens, dtype=np.int32) % adapters)
-                ranks, scales = np.full(adapters, rank, np.int32), np.full(adapters, 0.5, np.float32)
+                ranks = np.full(adapters, rank, np.int32)
+                scales = np.full(adapters, 0.5, np.float32)
                 report = run(
                     "multi_lora_delta",
                     [("y0", y0), ("x", x), ("pool", pool), ("ranks", ranks), ("scales", scales), ("indices", indices)],
@@ -142,7 +138,8 @@ def multi_lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
 def nf4_dequantize(k: int, n: int) -> Iterator[Dict[str, Any]]:
     """Yields the figures of nf4_dequantize for a layer. It makes W alone, so there are no tokens."""
     blocks = math.ceil(k / 64)
-    codes, absmax = np.zeros((n, blocks * 32), np.uint8), np.zeros((n, blocks), np.uint8)
+    codes = np.zeros((n, blocks * 32), np.uint8)
+    absmax = np.zeros((n, blocks), np.uint8)
     scales = np.zeros(math.ceil(absmax.size / 256), np.float32)
     report = run(
         "nf4_dequantize",
@@ -167,7 +164,8 @@ OPS = {
 
 def composed_delta(tokens: int, k: int, n: int, rank: int) -> int:
     """Returns the bytes that x A^T, scale, B^T and add move as separate kernels."""
-    low, wide = tokens * rank, tokens * n
+    low = tokens * rank
+    wide = tokens * n
     return BYTES * ((tokens * k + rank * k + low) + 2 * low + (low + n * rank + wide) + 3 * wide)
 
 
@@ -213,18 +211,24 @@ def summary(rows: List[Dict[str, Any]]) -> str:
     """Returns, for each operator and kind of step, how many rows reach the goal, and the range of their figures."""
     lines = ["* beyond the goal"]
     for op in dict.fromkeys(row["op"] for row in rows):
-        for step in ("decode", "prefill"):
-            found = [row for row in rows if row["op"] == op and (row["tokens"] <= DECODE) == (step == "decode")]
-            if found:
-                ratios, times = [row["ratio"] for row in found], [row["time"] for row in found]
+        of_operator = [row for row in rows if row["op"] == op]
+        decode = [row for row in of_operator if row["tokens"] <= DECODE]
+        prefill = [row for row in of_operator if row["tokens"] > DECODE]
+        for step, part in (("decode", decode), ("prefill", prefill)):
+            if part:
+                within = sum(row["time"] <= GOAL for row in part)
                 lines.append(
-                    f"{op}, {step}: {sum(time <= GOAL for time in times)} of {len(found)} within {GOAL}; time "
-                    f"{min(times):.3f} to {max(times):.3f}; bytes {min(ratios):.3f} to {max(ratios):.3f}, composed "
-                    f"{min(row['composed_ratio'] for row in found):.3f} to "
-                    f"{max(row['composed_ratio'] for row in found):.3f}; cores "
-                    f"{min(row['cores'] for row in found)} to {max(row['cores'] for row in found)}"
+                    f"{op}, {step}: {within} of {len(part)} within {GOAL}; time {bounds(part, 'time')}; bytes "
+                    f"{bounds(part, 'ratio')}, composed {bounds(part, 'composed_ratio')}; cores "
+                    f"{bounds(part, 'cores', '')}"
                 )
     return "\n".join(lines)
+
+
+def bounds(rows: List[Dict[str, Any]], name: str, form: str = ".3f") -> str:
+    """Returns the least and the greatest value of a column."""
+    values = [row[name] for row in rows]
+    return f"{min(values):{form}} to {max(values):{form}}"
 
 
 def run(

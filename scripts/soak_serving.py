@@ -52,12 +52,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         ended: List[str] = []
         with serving(folder, ended) as server:
-            found = soak.soak(server, folder, BASE, plan)
-    missing = [name for name in PROVOKED if not found["server"][name]]
-    found["defects"] += [*(f"there were no {name}: other sizes would provoke them" for name in missing), *ended]
-    print(text(found))
-    common.write_json(args.json, {"machine": machine, "sizes": SIZES, **found})
-    return 1 if found["defects"] else 0
+            figures = soak.soak(server, folder, BASE, plan)
+    missing = [name for name in PROVOKED if not figures["server"][name]]
+    figures["defects"] += [*(f"there were no {name}: other sizes would provoke them" for name in missing), *ended]
+    print(text(figures))
+    common.write_json(args.json, {"machine": machine, "sizes": SIZES, **figures})
+    return 1 if figures["defects"] else 0
 
 
 @contextlib.contextmanager
@@ -109,21 +109,21 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def text(found: Dict[str, Any]) -> str:
+def text(figures: Dict[str, Any]) -> str:
     """Returns the figures as a table."""
     rows = {
-        "requests": found["requests"],
-        **found["outcomes"],
-        "sent again, as the connection was closed before an answer": found["sent again"],
-        "tokens in whole answers": found["tokens in whole answers"],
-        **{f"first token, {name}, seconds": value for name, value in found["first token, seconds"].items()},
-        "adapters changed on the disk": found["adapters changed"],
-        **{f"server: {name}": f"{count:.0f}" for name, count in found["server"].items()},
-        **{f"memory: {name}": json.dumps(value) for name, value in found["memory"].items()},
-        "defects": len(found["defects"]),
+        "requests": figures["requests"],
+        **figures["outcomes"],
+        "sent again, as the connection was closed before an answer": figures["sent again"],
+        "tokens in whole answers": figures["tokens in whole answers"],
+        **{f"first token, {name}, seconds": value for name, value in figures["first token, seconds"].items()},
+        "adapters changed on the disk": figures["adapters changed"],
+        **{f"server: {name}": f"{count:.0f}" for name, count in figures["server"].items()},
+        **{f"memory: {name}": json.dumps(value) for name, value in figures["memory"].items()},
+        "defects": len(figures["defects"]),
     }
     shown = [f"{name:<60}{value!s:>48}" for name, value in rows.items()]
-    return "\n".join([*shown, *(f"DEFECT {problem}" for problem in found["defects"][:20])])
+    return "\n".join([*shown, *(f"DEFECT {problem}" for problem in figures["defects"][:20])])
 
 
 if __name__ == "__main__":

@@ -134,7 +134,8 @@ def make_base(folder: str, size: Dict[str, int], count: int) -> int:
     os.makedirs(folder)
     entries = [(name, BFLOAT16, shape) for name, shape in shapes(size)]
     step = -(-len(entries) // count)
-    weight_map, largest = {}, 0
+    weight_map = {}
+    largest = 0
     for number in range(count):
         part = entries[number * step : (number + 1) * step]
         file = f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
@@ -158,7 +159,8 @@ def make_adapter(folder: str, size: Dict[str, int]) -> None:
     """Writes an adapter in PEFT's form for all seven linear cells of each layer."""
     from mindlora.formats.safetensors_file import write_arrays
 
-    rng, rank = np.random.default_rng(1), size["rank"]
+    rng = np.random.default_rng(1)
+    rank = size["rank"]
     tensors = {}
     for name, shape in shapes(size):
         if "_proj" in name:
@@ -285,7 +287,8 @@ def measure_load(folder: str, size: Dict[str, int], times: int) -> Dict[str, Any
     weights = os.path.join(path, "adapter_model.safetensors")
     source = np.fromfile(weights, np.uint8)
     target = np.empty_like(source)
-    loading, copying = [], []
+    loading = []
+    copying = []
     for _ in range(times + 2):
         start = time.perf_counter()
         mindlora.load_lora(network, path)

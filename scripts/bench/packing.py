@@ -68,7 +68,8 @@ def measure(path: str, args: argparse.Namespace) -> Dict[str, Any]:
     reports = convert(path, args.seq_length)
     rows = {side: read(report.output) for side, report in reports.items()}
     boundary = reports[PACKED].packed_boundary
-    steps, networks = {}, {}
+    steps = {}
+    networks = {}
     for side in (SINGLE, PACKED):
         networks[side] = build(args.seq_length, networks.get(SINGLE))
         steps[side] = train_step(networks[side], boundary if side == PACKED else None)
@@ -189,7 +190,10 @@ def losses_of_examples(network: Any, rows: Any, boundary: int, count: int, chose
     network.set_train(False)
     losses: Dict[tuple, float] = {}
     pieces = [examples_of(*row, boundary) for row in zip(rows["input_ids"], rows["labels"])]
-    kept = [number for number, piece in enumerate(pieces) if chosen is None or chosen & {key for key, _ in piece}]
+    kept = []
+    for number, examples in enumerate(pieces):
+        if chosen is None or chosen & {key for key, _ in examples}:
+            kept.append(number)
     for start in range(0, len(kept), BATCH_SIZE):
         if len(losses) >= count:
             break

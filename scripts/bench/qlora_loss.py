@@ -70,7 +70,8 @@ def with_held_out(paths: quickstart.Paths) -> str:
 
 def fine_tuned(paths: quickstart.Paths, config: str, side: str, seed: int, flags: Sequence[str], quick: bool) -> float:
     """Fine-tunes one side and returns its held-out loss."""
-    output, log = os.path.join(paths.output, side), f"{side}-{seed}.log"
+    output = os.path.join(paths.output, side)
+    log = f"{side}-{seed}.log"
     shutil.rmtree(output, ignore_errors=True)
     quickstart.launch(
         config,

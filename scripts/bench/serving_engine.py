@@ -77,9 +77,12 @@ class Answers(NamedTuple):
 
     def seconds_of_a_step(self) -> float:
         """Returns the mean over the steps in which all requests decoded, which each gave every one of them a token."""
-        begin, end = max(times[0] for times in self.times), min(times[-1] for times in self.times)
-        steps = min(sum(begin < moment <= end for moment in times) for times in self.times)
-        return (end - begin) / steps
+        begin = max(times[0] for times in self.times)
+        end = min(times[-1] for times in self.times)
+        steps = []
+        for times in self.times:
+            steps.append(sum(begin < moment <= end for moment in times))
+        return (end - begin) / min(steps)
 
 
 def answer(

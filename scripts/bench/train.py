@@ -118,7 +118,8 @@ def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], 
     compared = {THEIRS: build(PARITY_SIZE, lora=True)}
     from mindlora.plugin import hooks  # noqa: F401  from here on, pet_type lora is mindlora's
 
-    timed[OURS], compared[OURS] = build(size, lora=True), build(PARITY_SIZE, lora=True)
+    timed[OURS] = build(size, lora=True)
+    compared[OURS] = build(PARITY_SIZE, lora=True)
     check_kinds(timed)
     for networks in (timed, compared):
         for side in set(networks) - {THEIRS}:

@@ -126,7 +126,8 @@ def peft_steps(args: argparse.Namespace) -> Steps:
             if variant == "VeRA"
             else LoraConfig(lora_alpha=2 * args.rank, lora_dropout=args.dropout, use_dora=variant == "DoRA")
         )
-        config.target_modules, config.r = {"0"}, args.rank
+        config.target_modules = {"0"}
+        config.r = args.rank
         model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(args.width, args.width, bias=False)), config)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
