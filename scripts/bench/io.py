@@ -1,4 +1,4 @@
-"""Speed and peak memory of convert-base and merge beside the disk's, and the time of load_lora into a network.
+"""Speed and peak memory of convert-base and merge beside the disk's, and the time of load_lora.
 
 The base is synthetic: a Llama's shapes in bfloat16, once in four files and once in one. Every round measures the disk
 and each command in turn, so that other load affects all of them alike. The page cache is emptied before each, where
