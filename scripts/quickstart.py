@@ -167,7 +167,7 @@ def evaluate(paths: Paths, adapter: str) -> None:
 
     from mindlora import load_lora, trainable_summary
     from mindlora.plugin import hooks  # noqa: F401
-    from mindlora.training.held_out import HeldOutLossCell, held_out_loss
+    from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
     from mindlora.training.history import HistoryWriter
     from mindlora.training.report import write_report
 

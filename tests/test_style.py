@@ -45,7 +45,6 @@ STILL_NESTED = {
     "plan/recomputation.py",
     "plan/report.py",
     "plan/weights.py",
-    "plugin/callbacks/adapter_health.py",
     "plugin/launching/preflight.py",
     "plugin/callbacks/run_description.py",
     "plugin/resume/sharded_adapter.py",

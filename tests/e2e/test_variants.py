@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
-from mindlora.training.held_out import HeldOutLossCell, held_out_loss
+from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import LORA_YAML, evaluated, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
 

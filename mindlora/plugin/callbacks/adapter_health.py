@@ -1,21 +1,19 @@
 """AdapterHealth: norms, updates and effective ranks of the adapters while they train, and what is wrong with them."""
 
 import itertools
-from typing import TYPE_CHECKING, Any, Dict, Optional
+from typing import TYPE_CHECKING, Dict, Optional
 
 import numpy as np
 from mindformers.tools.utils import get_real_rank
-from mindspore import Callback, nn
+from mindspore import nn
 from mindspore.train import RunContext
 
-from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin.callbacks.common import register, report_event, step_record
+from mindlora.plugin.callbacks.common import PeriodicCallback, RuleCallback, register, report_event, step_record
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.resume import training_state
 from mindlora.training.health_cells import cell_values, float_parts, weight_norm
 from mindlora.training.health_measures import measure
 from mindlora.training.health_rules import HealthRules
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @register
-class AdapterHealth(Callback):
+class AdapterHealth(RuleCallback, PeriodicCallback):
     """Measures each adapter while it trains, and says in the log what is wrong and what to change.
 
     Every ``every_steps`` steps and at the last one, rank 0 puts a HealthReport (mindlora.training.health) into
@@ -42,22 +40,12 @@ class AdapterHealth(Callback):
     """
 
     def __init__(self, every_steps: int = 10):
-        super().__init__()
-        check_number(every_steps, "every_steps", COUNT)
-        self.every_steps, self.step_before = every_steps, 0
-        self.rules = HealthRules()
+        super().__init__("every_steps", every_steps)
+        self.rule = HealthRules()
         self.cells: Dict[str, LoRACell] = {}
         self.weight_norms: Dict[str, Optional[float]] = {}
         # The values before the step that is measured next: path -> part -> array.
         self.kept: Dict[str, Dict[str, np.ndarray]] = {}
-
-    def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
-        return self.rules.state()
-
-    def restore_training_state(self, state: Dict[str, Any]) -> None:
-        """Takes over what ``training_state`` returned."""
-        self.rules.restore(state)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Finds the adapters."""
@@ -74,31 +62,26 @@ class AdapterHealth(Callback):
                 "runner_wrapper to type: LoraTrainOneStepCell with record_gradient_norms: True."
             )
 
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Records the last step before the epoch."""
-        # Not when training begins: a resumed run may not know its step by then.
-        self.step_before = run_context.original_args().cur_step_num
-
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Keeps the values before a step that will be measured."""
         params = run_context.original_args()
         # With data sinking, more than one step may come now.
-        if params.cur_step_num == self.step_before + 1 and self._is_due(params):
-            parts = {path: float_parts(cell, trained=True) for path, cell in self.cells.items()}
-            self.kept = {path: {name: part.copy() for name, part in own.items()} for path, own in parts.items()}
+        if params.cur_step_num == self.step_before + 1 and self.is_due(params):
+            for path, cell in self.cells.items():
+                parts = float_parts(cell, trained=True)
+                self.kept[path] = {name: part.copy() for name, part in parts.items()}
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Measures if it is due."""
         params = run_context.original_args()
         params.pop("adapter_health", None)
-        if self._is_due(params):
+        if self.is_due(params):
             self._measure(params)
         self.step_before, self.kept = params.cur_step_num, {}
 
-    def _is_due(self, params) -> bool:
-        step = params.cur_step_num
-        last = step >= training_state.total_steps(params)
-        return (last or training_state.passed(self.every_steps, self.step_before, step)) and get_real_rank() == 0
+    def is_due(self, params: "InternalCallbackParam") -> bool:
+        """Tells whether rank 0 measures at this step."""
+        return get_real_rank() == 0 and super().is_due(params)
 
     def _measure(self, params):
         record, step, recording = step_record(params), params.cur_step_num, _recording_step(params)
@@ -111,7 +94,7 @@ class AdapterHealth(Callback):
             path: cell_values(cell, self.weight_norms[path], before.get(path, {}), norms)
             for path, cell in self.cells.items()
         }
-        report, new = self.rules.judge(measure(step, values), record.learning_rate)
+        report, new = self.rule.judge(measure(step, values), record.learning_rate)
         params["adapter_health"] = report
         logger.info("step %d: %s", step, summary(report))
         for _, same in itertools.groupby(new, key=lambda finding: finding.rule):

@@ -1,16 +1,25 @@
 """EarlyStopping: ends a run whose held-out loss no longer improves."""
 
-from mindspore import Callback
+import math
+from typing import Optional
+
 from mindspore.train import RunContext
 
-from mindlora.plugin.callbacks.common import register, report_event
-from mindlora.plugin.callbacks.step_control import check_is_measured
+from mindlora.common.fields import COUNT, NOT_NEGATIVE, check_number
+from mindlora.plugin.callbacks.common import (
+    Rule,
+    RuleCallback,
+    check_is_measured,
+    check_mode,
+    register,
+    report_event,
+    reported_metrics,
+)
 from mindlora.plugin.resume import training_state
-from mindlora.training.early_stop import EarlyStop
 
 
 @register
-class EarlyStopping(Callback):
+class EarlyStopping(RuleCallback):
     """Ends a run when the held-out loss, or another metric, has not improved in ``patience`` measurements in a row.
 
     LoraCheckpoint keeps the best adapter, if its best_metric is the same metric. All ranks see the same held-out loss,
@@ -37,7 +46,7 @@ class EarlyStopping(Callback):
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Counts a measurement, and ends the run if it is time."""
         params = run_context.original_args()
-        value = (params.get("eval_results") or {}).get(self.metric)
+        value = reported_metrics(params).get(self.metric)
         if value is None or not self.rule.step(params.cur_step_num, value):
             return
         if params.cur_step_num < training_state.total_steps(params):
@@ -49,10 +58,47 @@ class EarlyStopping(Callback):
             report_event(params, "early_stop", message)
         run_context.request_stop()
 
-    def training_state(self) -> dict:
-        """Returns what a resumed run needs, as JSON values."""
-        return self.rule.state()
 
-    def restore_training_state(self, state: dict) -> None:
-        """Takes over what ``training_state`` returned."""
-        self.rule.restore(state)
+class EarlyStop(Rule):
+    """Counts the measurements since the best one.
+
+    A measurement m improves on the best one b if m < b - min_delta (mode min) or m > b + min_delta (mode max). NaN does
+    not improve.
+
+    Args:
+        patience (int): Measurements in a row without an improvement after which to stop; at least 1.
+        min_delta (float): How much is an improvement; at least 0. Default: 0.0.
+        mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
+
+    Attributes:
+        best (float, optional): The best measurement.
+        best_step (int): Its step.
+        waited (int): Measurements since then.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    remembered = ("best", "best_step", "waited")
+
+    def __init__(self, patience: int, min_delta: float = 0.0, mode: str = "min"):
+        check_number(patience, "patience", COUNT)
+        check_number(min_delta, "min_delta", NOT_NEGATIVE)
+        check_mode("mode", mode)
+        self.patience, self.min_delta, self.sign = patience, min_delta, 1 if mode == "min" else -1
+        self.best: Optional[float] = None
+        self.best_step = self.waited = 0
+
+    def step(self, step: int, metric: float) -> bool:
+        """Counts a measurement; returns whether it is time to stop.
+
+        Args:
+            step (int): The training step of the measurement.
+            metric (float): What was measured.
+        """
+        best = math.inf if self.best is None else self.sign * self.best
+        if self.sign * metric < best - self.min_delta:
+            self.best, self.best_step, self.waited = metric, step, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience

@@ -1,10 +1,13 @@
 """GradientNormRate: the learning rate follows the gradient norm."""
 
-from typing import TYPE_CHECKING, Any
+import collections
+import math
+from typing import TYPE_CHECKING, Any, Deque
 
-from mindlora.plugin.callbacks.common import register, report_event, step_record
-from mindlora.plugin.callbacks.step_control import RateCallback
-from mindlora.training import gradient_norm_rate
+import numpy as np
+
+from mindlora.common.fields import COUNT, FACTOR, FRACTION, NOT_NEGATIVE, Range, check_number, numbers, whole_numbers
+from mindlora.plugin.callbacks.common import RateCallback, Rule, RuleCallback, register, report_event, step_record
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam
@@ -17,12 +20,12 @@ _MESSAGES = {
 
 
 @register
-class GradientNormRate(RateCallback):
+class GradientNormRate(RuleCallback, RateCallback):
     """Raises the learning rate slowly while the gradient norm is steady, cuts it on a spike, and recovers after it.
 
     Args:
-        **settings: window, spike, steady, cut, recovery_steps, growth, min_factor and max_factor of the rule
-            mindlora.training.gradient_norm_rate.GradientNormRate, which has the equations.
+        **settings: window, spike, steady, cut, recovery_steps, growth, min_factor and max_factor of
+            GradientNormFactor, which has the equations.
 
     Raises:
         ConfigError: An argument is out of range, or the train step is not mindlora's.
@@ -30,7 +33,7 @@ class GradientNormRate(RateCallback):
 
     def __init__(self, **settings: Any):
         super().__init__()
-        self.rule = gradient_norm_rate.GradientNormRate(**settings)
+        self.rule = GradientNormFactor(**settings)
 
     @property
     def factor(self) -> float:
@@ -46,10 +49,85 @@ class GradientNormRate(RateCallback):
             rate = f"this step's rate was {record.learning_rate:.4g}"
             report_event(params, "learning_rate", f"{message} to {self.factor:.4g} ({rate}).")
 
-    def training_state(self) -> dict:
-        """Returns what a resumed run needs, as JSON values."""
-        return self.rule.state()
 
-    def restore_training_state(self, state: dict) -> None:
-        """Takes over what ``training_state`` returned."""
-        self.rule.restore(state)
+class GradientNormFactor(Rule):
+    """The factor f of the learning rate, from the gradient norm g of one step after another.
+
+    m is the median of the last ``window`` norms before g, h the factor at the last spike (h = 0 before the first).
+    Until ``window`` norms are known, f stays 1. Then, after each step,
+
+        g > spike m:               f' = max(cut f, min_factor),  h' = f             (a spike)
+        g <= steady m and f < h:   f' = min(f cut^(-1 / recovery_steps), h)         (recovery: cut is undone in so many)
+        g <= steady m otherwise:   f' = min(f (1 + growth), max_factor)             (growth)
+        otherwise:                 f' = f
+
+    A spike during the recovery lowers h, so a rate that causes spikes again and again is not returned to. The spike
+    joins the window like any other norm: what lasts for more than half a window is the new normal. A norm that is not
+    finite is not looked at; such a step is skipped anyway.
+
+    Args:
+        window (int): Norms that the median is taken of; at least 4. Default: 32.
+        spike (float): A norm of more than so many medians is a spike; above ``steady``. Default: 4.0.
+        steady (float): A norm of up to so many medians is steady; at least 1. Default: 1.5.
+        cut (float): Factor of a cut, above 0 and below 1. Default: 0.5.
+        recovery_steps (int): Steady steps that undo one cut; at least 1. Default: 50.
+        growth (float): By what part the rate grows at a steady step; at least 0. Default: 0.001, twice in 694 steps.
+        min_factor (float): The lowest factor; above 0 and at most 1. Default: 0.05.
+        max_factor (float): The highest factor; at least 1. Default: 2.0.
+
+    Attributes:
+        factor (float): f for the next step.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    remembered = ("factor", "at_spike", "norms")
+
+    def __init__(
+        self,
+        window: int = 32,
+        spike: float = 4.0,
+        steady: float = 1.5,
+        cut: float = 0.5,
+        recovery_steps: int = 50,
+        growth: float = 0.001,
+        min_factor: float = 0.05,
+        max_factor: float = 2.0,
+    ):
+        check_number(window, "window", whole_numbers(4))
+        check_number(steady, "steady", numbers(1))
+        check_number(spike, "spike", Range(f"a number above steady, {steady}", lambda v: steady < v < math.inf))
+        check_number(cut, "cut", FRACTION)
+        check_number(recovery_steps, "recovery_steps", COUNT)
+        check_number(growth, "growth", NOT_NEGATIVE)
+        check_number(min_factor, "min_factor", FACTOR)
+        check_number(max_factor, "max_factor", numbers(1))
+        self.spike, self.steady, self.cut, self.recovery_steps = spike, steady, cut, recovery_steps
+        self.growth, self.min_factor, self.max_factor = growth, min_factor, max_factor
+        self.factor, self.at_spike = 1.0, 0.0
+        self.norms: Deque[float] = collections.deque(maxlen=window)
+
+    def step(self, norm: float) -> str:
+        """Looks at the gradient norm of a step; returns "cut", "recovered", "highest" or "" if none of these happened.
+
+        Args:
+            norm (float): The gradient norm before clipping.
+        """
+        if not math.isfinite(norm):
+            return ""
+        median = float(np.median(self.norms)) if len(self.norms) == self.norms.maxlen else 0.0
+        self.norms.append(norm)
+        if median == 0:
+            return ""
+        before = self.factor
+        if norm > self.spike * median:
+            self.factor, self.at_spike = max(before * self.cut, self.min_factor), before
+            return "cut" if self.factor < before else ""
+        if norm > self.steady * median:
+            return ""
+        if before < self.at_spike:
+            self.factor = min(before * self.cut ** (-1.0 / self.recovery_steps), self.at_spike)
+            return "recovered" if self.factor == self.at_spike else ""
+        self.factor = min(before * (1.0 + self.growth), self.max_factor)
+        return "highest" if before < self.factor == self.max_factor else ""

@@ -1,23 +1,24 @@
 """HeldOutLoss: the loss on held-out data, measured while training."""
 
 import os
+from typing import Tuple
 
-from mindspore import Callback
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
-from mindlora.plugin.callbacks.common import register
+from mindlora.plugin.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.log import logger
-from mindlora.plugin.resume import training_state
 from mindlora.plugin.resume.ranks import mean_over_ranks
-from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 
 
 @register
-class HeldOutLoss(Callback):
+class HeldOutLoss(PeriodicCallback):
     """Measures the mean cross entropy on held-out data while training and reports it as the metric ``held_out_loss``.
 
     The metric is reported only at the steps at which it is measured. LoraCheckpoint sees it if the YAML lists
@@ -33,30 +34,23 @@ class HeldOutLoss(Callback):
     """
 
     def __init__(self, dataset_dir: str, every_steps: int = 100, batch_size: int = 8):
-        super().__init__()
-        for name, value in (("every_steps", every_steps), ("batch_size", batch_size)):
-            check_number(value, name, COUNT)
+        super().__init__("every_steps", every_steps)
+        check_number(batch_size, "batch_size", COUNT)
         if not os.path.exists(dataset_dir):
             raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
-        self.dataset_dir, self.every_steps, self.batch_size = dataset_dir, every_steps, batch_size
-        self.cell, self.step_before, self.measured = None, 0, []
+        self.dataset_dir, self.batch_size = dataset_dir, batch_size
+        self.cell, self.measured = None, []
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Checks that the network keeps the examples of packed rows apart."""
         check_held_out(run_context.original_args().train_network, self.dataset_dir)
 
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Records the last step before the epoch."""
-        # Not when training begins: a resumed run may not know its step by then.
-        self.step_before = run_context.original_args().cur_step_num
-
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Measures the loss if it is due."""
         params = run_context.original_args()
-        step, results = params.cur_step_num, dict(params.get("eval_results") or {})
+        step, results = params.cur_step_num, reported_metrics(params)
         results.pop("held_out_loss", None)
-        is_last = step >= training_state.total_steps(params)
-        if is_last or training_state.passed(self.every_steps, self.step_before, step):
+        if self.is_due(params):
             if self.cell is None:
                 network = base_of(params.train_network)
                 self.cell = HeldOutLossCell(network, network.config.ignore_token_id)
@@ -68,3 +62,59 @@ class HeldOutLoss(Callback):
             self.measured.append((step, loss))
         params["eval_results"] = results
         self.step_before = step
+
+
+class HeldOutLossCell(nn.Cell):
+    """The sum of a causal language model's cross entropy over the labels that count, and the number of these labels.
+
+    Args:
+        network (nn.Cell): A MindFormers causal language model. In evaluation mode, called with tokens [batch, N] and
+            labels [batch, N], it returns (logits [batch, N, vocabulary], tokens, mask [batch, N]).
+        ignore_token_id (int): Label that does not count.
+
+    Inputs:
+        - **input_ids** (Tensor) - int32 [batch, N + 1].
+        - **labels** (Tensor) - int32 [batch, N + 1]; label i belongs to token i. If the model's configuration sets
+          input_sliced_sig, both are [batch, N] and label i belongs to token i + 1, as in training.
+
+    Outputs:
+        Tuple of two float32 scalars: the sum and the count.
+    """
+
+    def __init__(self, network: nn.Cell, ignore_token_id: int):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.ignore_token_id = ignore_token_id
+        self.is_sliced = bool(getattr(getattr(network, "config", None), "input_sliced_sig", False))
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        if not self.is_sliced:
+            # Position i predicts token i + 1, as in training.
+            input_ids, labels = input_ids[:, :-1], labels[:, 1:]
+        logits, _, mask = self.network(input_ids, labels)
+        log_probabilities = ops.log_softmax(logits.astype(mstype.float32), -1)
+        safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
+        picked = ops.gather_elements(log_probabilities, -1, safe_labels.expand_dims(-1)).squeeze(-1)
+        return -(picked * mask).sum(), mask.sum()
+
+
+def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
+    """Returns the mean cross entropy, in nats per label, over a MindRecord.
+
+    Args:
+        cell (HeldOutLossCell): A cell with the model to evaluate.
+        dataset_dir (str): MindRecord with integer columns input_ids and labels, as HeldOutLossCell takes them.
+        batch_size (int): Rows at a time; the last batch may be smaller.
+
+    Returns:
+        float; 0 if no label counts.
+    """
+    dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
+    was_training = cell.network.training
+    cell.set_train(False)
+    total, count = 0.0, 0.0
+    for input_ids, labels in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
+        batch_total, batch_count = cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
+        total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
+    cell.set_train(was_training)
+    return total / max(count, 1.0)

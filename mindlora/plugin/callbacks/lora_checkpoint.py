@@ -14,7 +14,7 @@ from mindlora.errors import ConfigError
 from mindlora.initialize import initialize_adapters
 from mindlora.nn.noisy_embedding import NoisyEmbedding
 from mindlora.nn.tree import lora_cells
-from mindlora.plugin.callbacks.common import loss_of, register
+from mindlora.plugin.callbacks.common import check_mode, loss_of, register, reported_metrics
 from mindlora.plugin.graph.network import base_of, check_loaded_base
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume import exchange_state, training_state
@@ -64,8 +64,7 @@ class LoraCheckpoint(Callback):
         super().__init__()
         for name, value in (("save_steps", save_steps), ("keep_last", keep_last)):
             check_number(value, name, COUNT)
-        if best_mode not in ("min", "max"):
-            raise ConfigError(f"best_mode is {best_mode!r}, but it must be 'min' or 'max'.")
+        check_mode("best_mode", best_mode)
         if not isinstance(resume, (bool, str)):
             raise ConfigError(f"resume is {resume!r}, but it must be True, False or the path of a step folder.")
         self.save_steps, self.keep_last = save_steps, keep_last
@@ -125,8 +124,8 @@ class LoraCheckpoint(Callback):
                     f"reported: {', '.join(sorted(reported))}. List the callback that reports it before "
                     "LoraCheckpoint, and let it measure at every step that is saved. The step was saved."
                 )
-        elif self.best_metric in (params.get("eval_results") or {}):
-            self.measured = step, float(params["eval_results"][self.best_metric])
+        elif self.best_metric in reported_metrics(params):
+            self.measured = step, float(reported_metrics(params)[self.best_metric])
             self._keep_if_best(params, self.measured[1])
         if last:
             run_context.request_stop()
@@ -192,7 +191,7 @@ class LoraCheckpoint(Callback):
 
     def _reported(self, params):
         """Returns {metric: value} of this step."""
-        reported = dict(params.get("eval_results") or {})
+        reported = reported_metrics(params)
         if self.losses:
             reported["loss"] = float(np.mean(self.losses))
         return reported

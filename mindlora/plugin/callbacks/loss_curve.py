@@ -3,7 +3,8 @@
 import importlib.util
 import json
 import os
-from typing import Optional
+from statistics import fmean
+from typing import List, Optional, Tuple
 
 from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindspore import Callback
@@ -55,8 +56,6 @@ class LossCurve(Callback):
         with atomic.replace_file(os.path.join(self.directory, "loss_curve.json")) as path:
             _write(path, {"train": self.train, "held_out": held_out})
         if self.plots:
-            from mindlora.training.loss_curve import draw_loss
-
             with atomic.replace_file(os.path.join(self.directory, "loss_curve.png")) as path:
                 draw_loss(self.train, held_out, path)
         name = "loss_curve.png" if self.plots else "loss_curve.json"
@@ -66,3 +65,33 @@ class LossCurve(Callback):
 def _write(path, content):
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file)
+
+
+def draw_loss(train: List[Tuple[int, float]], held_out: List[Tuple[int, float]], path: str) -> None:
+    """Plots the training loss, its mean over nine neighbouring steps, and the held-out loss.
+
+    Args:
+        train (list): (step, loss) of every step.
+        held_out (list): (step, loss) where it was measured; may be empty.
+        path (str): The PNG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps, losses = zip(*train)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss, each step")
+    smooth = [fmean(losses[max(0, i - 4) : i + 5]) for i in range(len(losses))]
+    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label="training loss, mean of 9 steps")
+    if held_out:
+        axes.plot(*zip(*held_out), color="tab:orange", marker="o", linewidth=2, label="held-out loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy (nats per token)")
+    axes.set_title("LoRA fine-tuning")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

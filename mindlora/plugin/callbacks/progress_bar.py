@@ -5,7 +5,7 @@ from mindspore import Callback
 from mindspore.train import RunContext
 from tqdm import tqdm
 
-from mindlora.plugin.callbacks.common import register, step_record
+from mindlora.plugin.callbacks.common import register, reported_metrics, step_record
 from mindlora.plugin.resume import training_state
 
 
@@ -43,7 +43,7 @@ class ProgressBar(Callback):
             return
         params = run_context.original_args()
         record = step_record(params)
-        self.held_out_loss = (params.get("eval_results") or {}).get("held_out_loss", self.held_out_loss)
+        self.held_out_loss = reported_metrics(params).get("held_out_loss", self.held_out_loss)
         shown = [f"loss {record.loss:.3f}"]
         if self.held_out_loss is not None:
             shown.append(f"held-out {self.held_out_loss:.3f}")

@@ -9,8 +9,7 @@ from mindspore.train import RunContext
 from mindlora.common.text import listed
 from mindlora.errors import ConfigError
 from mindlora.numerics.rank_schedule import BudgetSchedule
-from mindlora.plugin.callbacks.common import register, report_event
-from mindlora.plugin.callbacks.step_control import controlled_step
+from mindlora.plugin.callbacks.common import controlled_step, register, report_event
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.training_state import total_steps
 

@@ -1,13 +1,22 @@
 """ReduceOnPlateau: cuts the learning rate when a metric has stopped improving."""
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Dict
 
 from mindspore.train import RunContext
 
-from mindlora.common.fields import COUNT, check_number
-from mindlora.plugin.callbacks.common import register, report_event, step_record
-from mindlora.plugin.callbacks.step_control import RateCallback, check_is_measured
-from mindlora.training.plateau import PlateauRate
+from mindlora.common.fields import COUNT, FRACTION, INDEX, NOT_NEGATIVE, check_number
+from mindlora.errors import ConfigError
+from mindlora.plugin.callbacks.common import (
+    RateCallback,
+    Rule,
+    check_is_measured,
+    check_mode,
+    register,
+    report_event,
+    reported_metrics,
+    step_record,
+)
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam
@@ -26,7 +35,7 @@ class ReduceOnPlateau(RateCallback):
             every_steps steps. Default: "held_out_loss".
         every_steps (int): For metric ``loss``: steps of one measurement. Default: 100.
         **settings: mode, factor, patience, threshold, threshold_mode, cooldown, min_lr and eps, with PyTorch's meanings
-            and defaults: see mindlora.training.plateau.PlateauRate.
+            and defaults: see PlateauRate.
 
     Raises:
         ConfigError: An argument is out of range, nothing measures held_out_loss, or the train step is not mindlora's.
@@ -58,11 +67,11 @@ class ReduceOnPlateau(RateCallback):
             )
             report_event(params, "learning_rate", message)
 
-    def training_state(self) -> dict:
+    def training_state(self) -> Dict[str, Any]:
         """Returns what a resumed run needs, as JSON values."""
         return {"rule": self.rule.state(), "losses": self.losses, "factor": self.factor}
 
-    def restore_training_state(self, state: dict) -> None:
+    def restore_training_state(self, state: Dict[str, Any]) -> None:
         """Takes over what ``training_state`` returned."""
         self.rule.restore(state["rule"])
         self.losses, self.factor = state["losses"], state["factor"]
@@ -70,9 +79,96 @@ class ReduceOnPlateau(RateCallback):
     def _measured(self, params, record):
         """Returns the metric if it was measured at this step, or None."""
         if self.metric != "loss":
-            return (params.get("eval_results") or {}).get(self.metric)
+            return reported_metrics(params).get(self.metric)
         self.losses.append(record.loss)
         if len(self.losses) < self.every_steps:
             return None
         losses, self.losses = self.losses, []
         return sum(losses) / len(losses)
+
+
+class PlateauRate(Rule):
+    """Decides from one measurement after another whether to cut the rate.
+
+    A measurement m improves on the best one b, and takes its place, if
+
+        mode min:  m < b (1 - threshold)  or, with threshold_mode abs,  m < b - threshold
+        mode max:  m > b (1 + threshold)  or                            m > b + threshold
+
+    After more than ``patience`` measurements in a row that do not improve, rate = max(factor rate, min_lr), unless that
+    lowers it by eps or less; then ``cooldown`` measurements are not counted. NaN does not improve.
+
+    Args:
+        mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
+        factor (float): Factor of a cut, above 0 and below 1. Default: 0.1.
+        patience (int): Measurements without an improvement that are accepted. Default: 10.
+        threshold (float): How much is an improvement; at least 0. Default: 1e-4.
+        threshold_mode (str): "rel" if threshold is a part of the best, "abs" if it is in units of the metric.
+            Default: "rel".
+        cooldown (int): Measurements after a cut that are not counted. Default: 0.
+        min_lr (float): The lowest rate. Default: 0.0.
+        eps (float): A cut by no more than this is not made. Default: 1e-8.
+
+    Raises:
+        ConfigError: An argument is out of range.
+
+    Source: torch.optim.lr_scheduler.ReduceLROnPlateau.
+    """
+
+    remembered = ("best", "bad", "cooling")
+
+    def __init__(
+        self,
+        mode: str = "min",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+        eps: float = 1e-8,
+    ):
+        check_mode("mode", mode)
+        if threshold_mode not in ("rel", "abs"):
+            raise ConfigError(f"threshold_mode is {threshold_mode!r}, but it must be 'rel' or 'abs'.")
+        check_number(factor, "factor", FRACTION)
+        for name, value in (("patience", patience), ("cooldown", cooldown)):
+            check_number(value, name, INDEX)
+        for name, value in (("threshold", threshold), ("min_lr", min_lr), ("eps", eps)):
+            check_number(value, name, NOT_NEGATIVE)
+        self.mode, self.factor, self.patience, self.cooldown = mode, factor, patience, cooldown
+        self.threshold, self.threshold_mode, self.min_lr, self.eps = threshold, threshold_mode, min_lr, eps
+        self.best = math.inf if mode == "min" else -math.inf
+        self.bad = self.cooling = 0
+
+    def step(self, metric: float, rate: float) -> float:
+        """Returns the rate to use after a measurement.
+
+        Args:
+            metric (float): The measurement.
+            rate (float): The learning rate now.
+        """
+        if self._improves(metric):
+            self.best, self.bad = metric, 0
+        else:
+            self.bad += 1
+        if self.cooling > 0:
+            self.cooling, self.bad = self.cooling - 1, 0
+        if self.bad <= self.patience:
+            return rate
+        self.cooling, self.bad = self.cooldown, 0
+        cut = max(rate * self.factor, self.min_lr)
+        return cut if rate - cut > self.eps else rate
+
+    def state(self) -> Dict[str, Any]:
+        # JSON has no infinity.
+        return {**super().state(), "best": str(self.best)}
+
+    def restore(self, state: Dict[str, Any]) -> None:
+        super().restore({**state, "best": float(state["best"])})
+
+    def _improves(self, metric):
+        part, amount = (self.threshold, 0.0) if self.threshold_mode == "rel" else (0.0, self.threshold)
+        if self.mode == "min":
+            return metric < self.best * (1.0 - part) - amount
+        return metric > self.best * (1.0 + part) + amount

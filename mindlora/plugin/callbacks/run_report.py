@@ -13,7 +13,7 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.errors import LoraError
-from mindlora.plugin.callbacks.common import register, step_record
+from mindlora.plugin.callbacks.common import register, reported_metrics, step_record
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.callbacks.run_description import describe
 from mindlora.plugin.graph.network import train_step_of
@@ -79,7 +79,7 @@ class RunReport(Callback):
         params = run_context.original_args()
         step, now = params.cur_step_num, time.time()
         self._record(step, **self._numbers(params, now))
-        held_out_loss = (params.get("eval_results") or {}).get("held_out_loss")
+        held_out_loss = reported_metrics(params).get("held_out_loss")
         if held_out_loss is not None:
             self._record(step, held_out_loss=held_out_loss)
         health = params.get("adapter_health")

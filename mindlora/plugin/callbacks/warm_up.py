@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from mindspore.train import RunContext
 
 from mindlora.common.fields import COUNT, Range, check_number
-from mindlora.plugin.callbacks.common import register, report_event, step_record
-from mindlora.plugin.callbacks.step_control import RateCallback
-from mindlora.training.warm_up import warm_up_factor
+from mindlora.plugin.callbacks.common import RateCallback, register, report_event, step_record
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam
@@ -49,3 +47,18 @@ class WarmUp(RateCallback):
 
     def _choose(self, params):
         self.factor = warm_up_factor(params.cur_step_num + 1, self.steps, self.start_factor)
+
+
+def warm_up_factor(step: int, steps: int, start: float) -> float:
+    """Returns the factor of the learning rate at a step: start + (1 - start) min((step - 1) / steps, 1).
+
+    Args:
+        step (int): The step, counted from 1.
+        steps (int): Steps until the factor is 1; at least 1.
+        start (float): The factor at the first step.
+
+    Returns:
+        float, as torch.optim.lr_scheduler.LinearLR multiplies the rate by at its epoch step - 1.
+    """
+    done = step - 1
+    return 1.0 if done >= steps else start + (1.0 - start) * done / steps

@@ -1,6 +1,6 @@
 """The train step: accumulates micro-batches, exchanges gradients, skips bad steps, and works on every device."""
 
-from typing import Any, Dict, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 import mindspore as ms
 import numpy as np
@@ -17,7 +17,6 @@ from mindlora.plugin.graph.exchange import build_exchange
 from mindlora.plugin.graph.mcore_model import McoreLoss
 from mindlora.plugin.graph.network import base_of, count_tokens_in_loss
 from mindlora.plugin.graph.packing import install_segment_mask
-from mindlora.plugin.graph.step_record import StepRecord
 from mindlora.training.exchange import FlatLayout
 from mindlora.training.rank_budget import RankBudget
 from mindlora.training.rate_factor import TRANSIENT, RateFactor
@@ -42,6 +41,26 @@ def _scale(factor, gradient):
 @_sum_of_squares.register("Tensor")
 def _square_and_sum(gradient):
     return (gradient * gradient).sum()
+
+
+class StepRecord(NamedTuple):
+    """What a train step measured, over all ranks.
+
+    Attributes:
+        loss (float): Mean loss of the counted tokens, in nats.
+        gradient_norm (float or None): Norm of the gradient before clipping.
+        tokens (float or None): Counted tokens of all micro-batches of all ranks; None if the network does not count.
+        skipped (bool): Whether the step changed nothing.
+        stop (bool): Whether some rank has asked to stop.
+        learning_rate (float or None): The rate that was used, or would have been in a skipped step.
+    """
+
+    loss: float
+    gradient_norm: Optional[float] = None
+    tokens: Optional[float] = None
+    skipped: bool = False
+    stop: bool = False
+    learning_rate: Optional[float] = None
 
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)

@@ -15,8 +15,8 @@ from mindlora.errors import ConfigError
 from mindlora.nn.tree import lora_cells
 from mindlora.plugin import hooks  # noqa: F401
 from mindlora.plugin.callbacks import HeldOutLoss, LossCurve, ProgressBar
+from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
-from mindlora.training.held_out import HeldOutLossCell, held_out_loss
 from tests.support import networks, tiny_runs
 from tests.support.tiny_runs import BATCH_SIZE, IGNORED, PAD
 

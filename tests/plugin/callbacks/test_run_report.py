@@ -17,7 +17,7 @@ from mindlora.plugin import hooks  # noqa: F401
 from mindlora.plugin.callbacks import LoraCheckpoint, ProgressBar, RunReport, run_report
 from mindlora.plugin.callbacks.common import report_event
 from mindlora.plugin.callbacks.order import arrange_callbacks
-from mindlora.plugin.graph.step_record import StepRecord
+from mindlora.plugin.graph.train_step import StepRecord
 from mindlora.plugin.run_configuration import remember_configuration
 from mindlora.training.history import read_history
 from tests.support import tiny_runs

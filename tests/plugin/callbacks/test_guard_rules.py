@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mindlora.errors import ConfigError
-from mindlora.training.early_stop import EarlyStop
-from mindlora.training.guard import RunGuard, Snapshots
+from mindlora.plugin.callbacks.early_stopping import EarlyStop
+from mindlora.plugin.callbacks.training_guard import RunGuard, Snapshots
 
 STEPS = 1500
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mindlora.errors import ConfigError
-from mindlora.training.gradient_norm_rate import GradientNormRate
-from mindlora.training.plateau import PlateauRate
-from mindlora.training.warm_up import warm_up_factor
+from mindlora.plugin.callbacks.gradient_norm_rate import GradientNormFactor
+from mindlora.plugin.callbacks.reduce_on_plateau import PlateauRate
+from mindlora.plugin.callbacks.warm_up import warm_up_factor
 
 
 def test_warm_up_rises_in_a_line():
@@ -40,15 +40,15 @@ def test_a_plateau_s_state_survives_json(metrics):
 
 
 class Played:
-    """A GradientNormRate after a sequence of norms, with what happened at which of them."""
+    """A GradientNormFactor after a sequence of norms, with what happened at which of them."""
 
     def __init__(self, norms, resume_every=None, **settings):
         self.factors, self.happened = [], {}
-        rule = GradientNormRate(**settings)
+        rule = GradientNormFactor(**settings)
         for number, norm in enumerate(norms):
             if resume_every and number % resume_every == 0:
                 state = json.loads(json.dumps(rule.state(), allow_nan=False))
-                rule = GradientNormRate(**settings)
+                rule = GradientNormFactor(**settings)
                 rule.restore(state)
             happened = rule.step(norm)
             if happened:
@@ -106,9 +106,9 @@ def test_the_rate_stays_between_its_bounds_and_survives_a_resume():
         (PlateauRate, {"factor": 1.0}, "factor is 1.0: it must be a number above 0 and below 1"),
         (PlateauRate, {"patience": -1}, "patience is -1: it must be a whole number of at least 0"),
         (PlateauRate, {"min_lr": "1e-5"}, "min_lr is '1e-5': it must be a number of at least 0"),
-        (GradientNormRate, {"window": 3}, "window is 3: it must be a whole number of at least 4"),
-        (GradientNormRate, {"spike": 1.5}, "spike is 1.5: it must be a number above steady, 1.5"),
-        (GradientNormRate, {"max_factor": 0.5}, "max_factor is 0.5: it must be a number of at least 1"),
+        (GradientNormFactor, {"window": 3}, "window is 3: it must be a whole number of at least 4"),
+        (GradientNormFactor, {"spike": 1.5}, "spike is 1.5: it must be a number above steady, 1.5"),
+        (GradientNormFactor, {"max_factor": 0.5}, "max_factor is 0.5: it must be a number of at least 1"),
     ],
 )
 def test_wrong_settings(rule, arguments, message):

@@ -3,7 +3,7 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindlora.training.answers import greedy_answers
+from mindlora.plugin.callbacks.sample_answers import greedy_answers
 
 VOCABULARY, LENGTH, PAD, EOS = 12, 8, 0, 11
 
