@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
+from mindlora.common.fields import dtype_name
 from mindlora.models.attention import Attention, attention_by_heads
 from mindlora.models.joined_rows import RowLayout
 
@@ -53,6 +55,11 @@ class ParameterSize(NamedTuple):
 
     shape: Tuple[int, ...]
     dtype: str
+
+
+def dtype_of(model_config: dict, key: str, default: str = "float32") -> str:
+    """Returns the dtype at ``key`` of a YAML's model_config; ``default`` where it says nothing."""
+    return dtype_name(model_config.get(key) or default, key)
 
 
 class JoinedCell(NamedTuple):
@@ -175,9 +182,9 @@ class Architecture:
             name (str): Name of a parameter, or an end of one.
             source, target (str): "hf", "mindformers" or "mcore".
         """
-        found = self._renamed(name, "parameters", source, target)
-        if found is not None:
-            return found
+        renamed = self._renamed(name, "parameters", source, target)
+        if renamed is not None:
+            return renamed
         path, _, leaf = name.rpartition(".")
         path_there = self._renamed(path, "cells with weights", source, target) if leaf in _LEAVES else None
         return None if path_there is None else f"{path_there}.{leaf}"
@@ -198,20 +205,22 @@ class Architecture:
         cell = self.joined_cell(path)
         if cell is None or path.rpartition(".")[2] == cell.name:
             return cell.paths(path) if cell else []
-        leaves = {own.leaves.mindformers: own.leaves.mcore for own in self.cells}
+        leaves = {cell.leaves.mindformers: cell.leaves.mcore for cell in self.cells}
         return cell._replace(parts=tuple(leaves[part] for part in cell.parts)).paths(path)
 
     def joined_path(self, path: str) -> Optional[str]:
         """Returns the legacy path of the joined cell that replaces the cell at the legacy ``path``, or None."""
         parent, _, leaf = path.rpartition(".")
-        known = any(_ends(path, cell.mindformers) for cell in self.cells)
-        name = next((cell.name for cell in self.joined if known and leaf in cell.parts), None)
+        if not any(ends_in(path, cell.mindformers) for cell in self.cells):
+            return None
+        name = next((cell.name for cell in self.joined if leaf in cell.parts), None)
         return name and (f"{parent}.{name}" if parent else name)
 
     def is_linear(self, path: str) -> bool:
         """Tells whether the cell at ``path`` (either of MindFormers' names) is linear."""
-        ends = [cell.under(world) for cell in (*self.cells, self.output_head) for world in (LEGACY, MCORE)]
-        return any(_ends(path, end) for end in ends) or self.joined_cell(path) is not None
+        cells = (*self.cells, self.output_head)
+        is_cell = any(ends_in(path, cell.mindformers) or ends_in(path, cell.mcore) for cell in cells)
+        return is_cell or self.joined_cell(path) is not None
 
     def in_hugging_face(self, path: str) -> bool:
         """Tells whether Hugging Face's model has the cell at ``path`` (either of MindFormers' names) as one cell."""
@@ -242,13 +251,12 @@ class Architecture:
     @functools.cached_property
     def _joined_names(self) -> Tuple[Names, ...]:
         """The ends of the joined cells' paths in MindFormers' two worlds, each beside its first part."""
-        found = []
-        for joined in self.joined:
-            for cell in self.cells:
-                if cell.leaves.mindformers == joined.parts[0] and cell.mcore and joined.mcore:
-                    beside = [path.rpartition(".")[0] for path in cell]
-                    found.append(Names("", f"{beside[1]}.{joined.name}", f"{beside[2]}.{joined.mcore}"))
-        return tuple(found)
+        paths = []
+        for joined, cell in itertools.product(self.joined, self.cells):
+            if cell.leaves.mindformers == joined.parts[0] and cell.mcore and joined.mcore:
+                _, legacy, mcore = (path.rpartition(".")[0] for path in cell)
+                paths.append(Names("", f"{legacy}.{joined.name}", f"{mcore}.{joined.mcore}"))
+        return tuple(paths)
 
     @functools.cached_property
     def _renamed_parameters(self) -> Tuple[Names, ...]:
@@ -258,7 +266,7 @@ class Architecture:
     @functools.cached_property
     def layer_starts(self) -> Tuple[str, ...]:
         """What the names of everything in a layer begin with, in each world."""
-        return tuple(f"{own}." for own in self.layers if own)
+        return tuple(f"{start}." for start in self.layers if start)
 
     @functools.cached_property
     def _by_leaf(self) -> Dict[Tuple[str, str], Dict[str, List[Names]]]:
@@ -269,18 +277,17 @@ class Architecture:
             "parameters": self._renamed_parameters,
         }
         tables: Dict[Tuple[str, str], Dict[str, List[Names]]] = {}
-        for kind, pairs in kinds.items():
-            for world in WORLDS:
-                table = tables.setdefault((kind, world), {})
-                for pair in pairs:
-                    table.setdefault(pair.leaves.under(world), []).append(pair)
+        for kind, world in itertools.product(kinds, WORLDS):
+            table = tables.setdefault((kind, world), {})
+            for pair in kinds[kind]:
+                table.setdefault(pair.leaves.under(world), []).append(pair)
         return tables
 
     def _renamed(self, name: str, kind: str, source: str, target: str) -> Optional[str]:
         name = within_mcore(name) if source == MCORE else name
         for pair in self._by_leaf[kind, source].get(name.rpartition(".")[2], ()):
             here, there = pair.under(source), pair.under(target)
-            if there and _ends(name, here) and not self._is_anothers(name, pair, source):
+            if there and ends_in(name, here) and not self._is_anothers(name, pair, source):
                 return self.in_layers(name[: len(name) - len(here)] + there, source, target)
         return None
 
@@ -288,8 +295,8 @@ class Architecture:
         """Tells whether ``name``, which ``source`` shares with another world, begins as that one's layers do."""
         if name.startswith(self.layers.under(source) + "."):
             return False
-        sharing = [own for own, end in zip(self.layers, pair) if own and end == pair.under(source)]
-        return any(within_mcore(name).startswith(own + ".") for own in sharing)
+        sharing = [start for start, end in zip(self.layers, pair) if start and end == pair.under(source)]
+        return any(within_mcore(name).startswith(start + ".") for start in sharing)
 
 
 def within_mcore(path: str) -> str:
@@ -298,5 +305,6 @@ def within_mcore(path: str) -> str:
     return rest if path.startswith("model.") and rest.startswith(("decoder.", "embedding.", "output_layer")) else path
 
 
-def _ends(name: str, end: str) -> bool:
+def ends_in(name: str, end: str) -> bool:
+    """Tells whether ``name`` is ``end``, or ends in it after a dot; nothing ends in ""."""
     return bool(end) and (name == end or name.endswith("." + end))

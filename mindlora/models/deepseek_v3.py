@@ -7,7 +7,7 @@ k and v, and calls the others linear_qb and linear_kvb. Without it, every cell i
 import dataclasses
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from mindlora.models.architecture import JoinedCell, Names, ParameterSize
+from mindlora.models.architecture import JoinedCell, Names, ParameterSize, dtype_of
 from mindlora.models.attention import Attention
 from mindlora.models.joined_rows import UnequalPartAfterPart
 from mindlora.models.llama import FEED_FORWARD, LLAMA, W_GATE_HIDDEN
@@ -15,7 +15,6 @@ from mindlora.models.llama import NORMS as LLAMA_NORMS
 from mindlora.models.mcore_sizes import (
     ModelConfig,
     Sizes,
-    dtype_of,
     expert_sizes,
     feed_forward_sizes,
     in_layers,

@@ -6,8 +6,7 @@ them by default; qkv_concat: False and mlp_concat: False take them apart.
 
 from typing import Any, Dict, Tuple
 
-from mindlora.common.fields import dtype_name
-from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize
+from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize, dtype_of
 from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn
 
 _FROM_HIDDEN = ("query_key_value", "wq", "wk", "wv")
@@ -47,12 +46,11 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of ChatGLM2ForConditionalGeneration but its KV cache."""
-
-    def dtype_of(key: str, default: str) -> str:
-        return dtype_name(default if model_config.get(key) is None else model_config[key], key)
-
     linear, every = linear_sizes(model_config), bool(model_config.get("add_bias_linear"))
-    weight, norm = dtype_of("param_init_type", "float16"), dtype_of("layernorm_compute_type", "float32")
+    weight, norm = (
+        dtype_of(model_config, "param_init_type", "float16"),
+        dtype_of(model_config, "layernorm_compute_type", "float32"),
+    )
     table = linear["transformer.output_layer"]
     parts = ("weight",) if model_config.get("rmsnorm", True) else ("gamma", "beta")
     sizes = {"transformer.embedding.embedding_weight": ParameterSize(table, weight)}

@@ -2,8 +2,7 @@
 
 from typing import Any, Dict, Optional, Tuple
 
-from mindlora.common.fields import dtype_name
-from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize
+from mindlora.models.architecture import Architecture, JoinedCell, Names, ParameterSize, dtype_of
 from mindlora.models.joined_rows import RowsByKeyValueHead, RowsInTurn
 
 
@@ -42,15 +41,14 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of MindFormers' LlamaForCausalLM under ``model_config``."""
-
-    def dtype_of(key: str, default: str) -> str:
-        return dtype_name(default if model_config.get(key) is None else model_config[key], key)
-
     linear, hidden = linear_sizes(model_config), model_config.get("hidden_size") or 4096
-    weight, norm = dtype_of("param_init_type", "float16"), dtype_of("layernorm_compute_type", "float32")
+    weight, norm = (
+        dtype_of(model_config, "param_init_type", "float16"),
+        dtype_of(model_config, "layernorm_compute_type", "float32"),
+    )
     biased = ["wq", "wk", "wv", "w_qkv"] if model_config.get("qkv_has_bias") else []
     biased += ["wo"] if model_config.get("attn_proj_has_bias") else []
-    table = ParameterSize((linear["lm_head"][0], hidden), dtype_of("embedding_init_type", weight))
+    table = ParameterSize((linear["lm_head"][0], hidden), dtype_of(model_config, "embedding_init_type", weight))
     sizes = {"model.tok_embeddings.embedding_weight": table}
     for path, (rows, columns) in linear.items():
         parent, _, leaf = path.rpartition(".")

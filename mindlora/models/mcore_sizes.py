@@ -4,8 +4,7 @@ import dataclasses
 import re
 from typing import Any, Dict, List, Mapping, Tuple
 
-from mindlora.common.fields import dtype_name
-from mindlora.models.architecture import ParameterSize
+from mindlora.models.architecture import ParameterSize, dtype_of
 
 # Path of a cell -> (out, in).
 Sizes = Dict[str, Tuple[int, int]]
@@ -186,8 +185,3 @@ def biases_of(model_config: dict, linear: Mapping[str, Tuple[int, int]], default
 def layers_of(linear: Mapping[str, object]) -> Tuple[str, ...]:
     """Returns the paths of the layers in which there are linear cells."""
     return tuple(dict.fromkeys(match.group() for match in map(_LAYER.match, linear) if match))
-
-
-def dtype_of(model_config: dict, key: str) -> str:
-    """Returns a dtype of ``model_config``; float32 where it says nothing."""
-    return dtype_name(model_config.get(key) or "float32", key)

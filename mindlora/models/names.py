@@ -7,7 +7,7 @@ import re
 from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 from mindlora.models import registry
-from mindlora.models.architecture import HF, LEGACY, MCORE, WORLDS, Architecture, JoinedCell
+from mindlora.models.architecture import HF, LEGACY, MCORE, WORLDS, Architecture, JoinedCell, ends_in
 
 
 def to_hugging_face(path: str) -> str:
@@ -31,9 +31,9 @@ def to_mcore(path: str) -> str:
 def mcore_to_mindformers(path: str) -> str:
     """Returns ``path`` of an mcore model as to_mindformers does; layers get their name even for an unknown cell."""
     for architecture in registry.ARCHITECTURES:
-        found = architecture.rename_path(path, MCORE, LEGACY)
-        if found is not None:
-            return found
+        legacy = architecture.rename_path(path, MCORE, LEGACY)
+        if legacy is not None:
+            return legacy
     return registry.ARCHITECTURES[0].in_layers(path, MCORE, LEGACY)
 
 
@@ -69,18 +69,20 @@ def canonical(paths: Iterable[str], among: Iterable[str] = ()) -> Dict[str, str]
         paths (iterable of str): The cells' paths.
         among (iterable of str): Paths of more cells of the network, which help to tell the model. Default: none.
     """
-    found = list(paths)
-    architecture = _most_known(lambda one, path: one.rename_path(path, MCORE, LEGACY), [*found, *among])
-    return {path: architecture.rename_path(path, MCORE, LEGACY) or to_mindformers(path) for path in found}
+    cells = list(paths)
+    architecture = _knowing_most(lambda record, path: record.rename_path(path, MCORE, LEGACY), [*cells, *among])
+    return {path: architecture.rename_path(path, MCORE, LEGACY) or to_mindformers(path) for path in cells}
 
 
 def worlds_of(name: str, architecture: Architecture) -> Tuple[str, ...]:
     """Returns the worlds in which a model has a parameter called ``name``: of "hf", "mindformers" and "mcore"."""
-    renamed = (
-        own for own, there in itertools.permutations(WORLDS, 2) if architecture.rename_parameter(name, own, there)
-    )
-    joined = architecture.joined_parts(name.rpartition(".")[0])
-    return tuple(dict.fromkeys(renamed)) or ((LEGACY,) if joined else ())
+    worlds = []
+    for source, target in itertools.permutations(WORLDS, 2):
+        if source not in worlds and architecture.rename_parameter(name, source, target):
+            worlds.append(source)
+    if not worlds and architecture.joined_parts(name.rpartition(".")[0]):
+        return (LEGACY,)
+    return tuple(worlds)
 
 
 def aliases(path: str) -> Tuple[str, ...]:
@@ -105,8 +107,7 @@ def belongs_to(name: str, module: str) -> bool:
         name (str): Name of the parameter.
         module (str): Path of a module, or its end after a dot.
     """
-    aliases_of_name = {name, parameter_to_hugging_face(name) or name}
-    return any(("." + alias.rpartition(".")[0]).endswith("." + module) for alias in aliases_of_name)
+    return any(ends_in(alias.rpartition(".")[0], module) for alias in (name, parameter_to_hugging_face(name) or name))
 
 
 def layer_of(path: str) -> Optional[int]:
@@ -120,22 +121,23 @@ def joined_cell(path: str) -> JoinedCell:
     Raises:
         KeyError: The cell there is not a joined one, so joined_parts returns [].
     """
-    cell = _joined_cell(path)
-    if cell is None:
-        raise KeyError(path)
-    return cell
+    for architecture in registry.ARCHITECTURES:
+        cell = architecture.joined_cell(path)
+        if cell is not None:
+            return cell
+    raise KeyError(path)
 
 
 def joined_parts(path: str) -> List[str]:
     """Returns the paths of the cells that the joined cell at ``path`` replaces, or [] for any other cell."""
-    found = (architecture.joined_parts(path) for architecture in registry.ARCHITECTURES)
-    return next((parts for parts in found if parts), [])
+    parts = (architecture.joined_parts(path) for architecture in registry.ARCHITECTURES)
+    return next(filter(None, parts), [])
 
 
 def joined_path(path: str) -> Optional[str]:
     """Returns the path of the joined cell that replaces the cell at ``path`` (legacy names), or None."""
-    found = (architecture.joined_path(path) for architecture in _by_layers(path))
-    return next((joined for joined in found if joined), None)
+    joined = (architecture.joined_path(path) for architecture in _by_layers(path))
+    return next(filter(None, joined), None)
 
 
 def in_hugging_face(path: str) -> bool:
@@ -173,25 +175,25 @@ def role_of(path: str) -> str:
 
 def is_expert_weight(name: str) -> bool:
     """Tells whether ``name`` is the stacked weight of a layer's routed experts, under mcore's name."""
-    ends = {stack.names.mcore for found in registry.ARCHITECTURES for stack in found.experts}
-    return any(("." + name).endswith("." + end) for end in ends)
+    stacks = (stack for architecture in registry.ARCHITECTURES for stack in architecture.experts)
+    return any(ends_in(name, stack.names.mcore) for stack in stacks)
 
 
 def is_output_head(path: str) -> bool:
     """Tells whether ``path`` is, or ends in the name of, an output head, under either world's names."""
-    return _leaf(path) in {_leaf(name) for found in registry.ARCHITECTURES for name in found.output_head if name}
+    heads = (name for architecture in registry.ARCHITECTURES for name in architecture.output_head)
+    return _leaf(path) in set(filter(None, map(_leaf, heads)))
 
 
 def is_embedding(path: str) -> bool:
     """Tells whether ``path`` is, or ends in the name of, an input embedding, under either world's names."""
-    ends = {end for found in registry.ARCHITECTURES for ends in found.embedding_paths for end in ends if end}
-    return any(("." + path).endswith("." + end) for end in ends)
+    paths = (ends for architecture in registry.ARCHITECTURES for ends in architecture.embedding_paths)
+    return any(ends_in(path, end) for end in itertools.chain.from_iterable(paths))
 
 
 def is_router(path: str) -> bool:
     """Tells whether ``path`` is, or ends in the name of, a router of tokens to experts, under any world's name."""
-    ends = {end for found in registry.ARCHITECTURES for end in found.router if end}
-    return any(("." + path).endswith("." + end) for end in ends)
+    return any(ends_in(path, end) for architecture in registry.ARCHITECTURES for end in architecture.router)
 
 
 def embeddings() -> List[str]:
@@ -216,49 +218,48 @@ def is_balance(name: str) -> bool:
 
 def architecture_of(parameters: Iterable[str]) -> Architecture:
     """Returns the architecture that knows most of the names of a checkpoint's tensors, in either world."""
-    return _most_known(
-        lambda one, name: any(one.rename_parameter(name, *worlds) for worlds in itertools.permutations(WORLDS, 2)),
-        # Layers and experts are alike.
-        {re.sub(r"\d+", "0", name) for name in parameters},
-    )
+
+    def knows(architecture: Architecture, name: str) -> bool:
+        return any(architecture.rename_parameter(name, *worlds) for worlds in itertools.permutations(WORLDS, 2))
+
+    # Layers and experts are alike.
+    return _knowing_most(knows, {re.sub(r"\d+", "0", name) for name in parameters})
 
 
 def architecture_of_cells(paths: Iterable[str]) -> Optional[Architecture]:
     """Returns the first architecture that has all of these cells (legacy names); None if the Llama has, or none."""
-    found = list(paths)
-    know_all = [
-        one
-        for one in registry.ARCHITECTURES
-        if all(one.rename_path(path, LEGACY, HF if one.legacy else MCORE) is not None for path in found)
-    ]
-    return know_all[0] if know_all and know_all[0] is not registry.ARCHITECTURES[0] else None
+    cells = list(paths)
+    for architecture in registry.ARCHITECTURES:
+        target = HF if architecture.legacy else MCORE
+        if None not in [architecture.rename_path(path, LEGACY, target) for path in cells]:
+            return architecture if architecture is not registry.ARCHITECTURES[0] else None
+    return None
 
 
-def _most_known(knows: Callable[[Architecture, str], object], found: Iterable[str]) -> Architecture:
-    """Returns the architecture that knows most of ``found``; if several do, the first of them."""
-    return max(registry.ARCHITECTURES, key=lambda one: sum(bool(knows(one, name)) for name in found))
+def _knowing_most(knows: Callable[[Architecture, str], object], names: Iterable[str]) -> Architecture:
+    """Returns the architecture that knows most of ``names``; if several do, the first of them."""
+    return max(registry.ARCHITECTURES, key=lambda architecture: sum(bool(knows(architecture, name)) for name in names))
 
 
 def _by_layers(name: str) -> List[Architecture]:
     """Returns the architectures, before all others those whose layers' names begin as ``name`` does."""
-    return sorted(registry.ARCHITECTURES, key=lambda one: not name.startswith(one.layer_starts))
+    return sorted(registry.ARCHITECTURES, key=lambda architecture: not name.startswith(architecture.layer_starts))
 
 
 def _path(path: str, sources: Tuple[str, ...], target: str) -> str:
-    found = (architecture.rename_path(path, source, target) for architecture in _by_layers(path) for source in sources)
-    return next((renamed for renamed in found if renamed is not None), path)
+    for architecture, source in itertools.product(_by_layers(path), sources):
+        renamed = architecture.rename_path(path, source, target)
+        if renamed is not None:
+            return renamed
+    return path
 
 
 def _parameter(name: str, sources: Tuple[str, ...], target: str) -> Optional[str]:
-    found = (
-        architecture.rename_parameter(name, source, target) for architecture in _by_layers(name) for source in sources
-    )
-    return next((renamed for renamed in found if renamed is not None), None)
-
-
-def _joined_cell(path: str) -> Optional[JoinedCell]:
-    found = (architecture.joined_cell(path) for architecture in registry.ARCHITECTURES)
-    return next((cell for cell in found if cell), None)
+    for architecture, source in itertools.product(_by_layers(name), sources):
+        renamed = architecture.rename_parameter(name, source, target)
+        if renamed is not None:
+            return renamed
+    return None
 
 
 def _leaf(path: str) -> str:

@@ -59,8 +59,11 @@ def _frozen_part(path: str, all_paths: Sequence[str]) -> Optional[str]:
 def _denoiser_beside(part: str, all_paths: Sequence[str]) -> Optional[str]:
     """Returns the path of the denoiser that is in the same cell as ``part``, or None."""
     around = part[: -len(_name(part))]
-    candidates = [around + name for name in DENOISERS]
-    return next((name for name in candidates if any(path.startswith(f"{name}.") for path in all_paths)), None)
+    for denoiser in DENOISERS:
+        start = f"{around}{denoiser}."
+        if any(path.startswith(start) for path in all_paths):
+            return around + denoiser
+    return None
 
 
 def _name(path: str) -> str:

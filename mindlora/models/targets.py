@@ -1,8 +1,9 @@
 """The linear cells that a configuration selects: by a regex on paths or module names, by suffixes, or all-linear."""
 
+import itertools
 import logging
 import re
-from typing import Callable, List, Mapping, Optional, Sequence, TypeVar, Union
+from typing import Callable, Collection, List, Mapping, Optional, Sequence, TypeVar, Union
 
 from mindlora.common.text import listed
 from mindlora.errors import ConfigError, TargetError
@@ -91,20 +92,15 @@ def select_parameters(
             f"target_parameters names {', '.join(map(repr, unmatched))}, which matches no stacked weight of experts. "
             f"Such weights of this network: {listed(paths) or 'none'}. Linear cells belong in target_modules."
         )
-    left_out = set() if exclude_modules is None else set(_excluded(paths, exclude_modules))
-    chosen = [path for path in paths if path not in left_out and _any_of(list(matchers.values()))(path)]
+    is_target = _any_of(matchers.values())
+    # Some of exclude_modules may be for other cells, so it need not match anything.
+    is_excluded = _any_of(() if exclude_modules is None else [_matcher(exclude_modules)])
+    chosen = [path for path in paths if is_target(path) and not is_excluded(path)]
     if not chosen:
         raise TargetError(
             f"exclude_modules {exclude_modules!r} excludes all that target_parameters selects. Exclude fewer of them."
         )
     return chosen if layers is None else _in_layers(chosen, layers)
-
-
-def _excluded(paths: Sequence[str], exclude_modules: Selector) -> List[str]:
-    """Returns the paths that ``exclude_modules`` matches; some of it may be for other cells."""
-    if isinstance(exclude_modules, str):
-        return [path for path in paths if _regex_matcher(exclude_modules)(path)]
-    return [path for path in paths if any(_suffix_matcher(item)(path) for item in exclude_modules)]
 
 
 def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = None) -> List[str]:
@@ -149,15 +145,15 @@ def check_vera(paths: Sequence[str]) -> None:
 
 def _in_layers(paths: List[str], layers: Union[int, Sequence[int]]) -> List[str]:
     """Returns the paths whose first number is one of ``layers``."""
-    wanted = [layers] if isinstance(layers, int) else list(layers)
+    chosen_layers = {layers} if isinstance(layers, int) else set(layers)
     numbers = {path: names.layer_of(path) for path in paths}
-    unused = sorted(set(wanted) - set(numbers.values()))
+    unused = sorted(chosen_layers.difference(numbers.values()))
     if unused:
         raise TargetError(
             f"layers_to_transform names {', '.join(map(str, unused))}, where target_modules selects "
             f"nothing. It selects: {listed(paths)}."
         )
-    return [path for path in paths if numbers[path] in wanted]
+    return [path for path in paths if numbers[path] in chosen_layers]
 
 
 def _matching(
@@ -173,20 +169,19 @@ def _matching(
             )
         return selected
     if isinstance(spec, str):
-        matches_spec = _regex_matcher(spec)
         alternatives = {text: _regex_matcher(text) for text in _split_alternatives(spec)}
     else:
         alternatives = {item: _suffix_matcher(item) for item in spec}
-        matches_spec = _any_of(list(alternatives.values()))
-    own = names.canonical(linear_paths)
-    selected = [path for path in linear_paths if _selects(matches_spec, path, names.joined_parts(own[path]), field)]
+    parts = {path: names.joined_parts(legacy) for path, legacy in names.canonical(linear_paths).items()}
+    matches_spec = _matcher(spec)
+    selected = [path for path in linear_paths if _selects(matches_spec, path, parts[path], field)]
     if not selected:
         raise TargetError(
             f"{field} {spec!r} matches no linear cell."
             + _near_misses(alternatives, other_cells)
             + _candidates(linear_paths)
         )
-    reachable = list(linear_paths) + [part for path in linear_paths for part in names.joined_parts(own[path])]
+    reachable = [*linear_paths, *itertools.chain.from_iterable(parts.values())]
     unmatched = {text: matches for text, matches in alternatives.items() if not any(map(matches, reachable))}
     if unmatched:
         message = (
@@ -209,11 +204,12 @@ def _selects(matches: _Matcher, path: str, parts: Sequence[str], field: str) -> 
     hit = [part for part in parts if matches(part)]
     if hit and len(hit) < len(parts):
         mcore = names.is_mcore(path)
-        own = {part: (names.to_hugging_face(part) if mcore else part).rpartition(".")[2] for part in parts}
-        missing = [own[part] for part in parts if part not in hit]
+        leaves = {part: (names.to_hugging_face(part) if mcore else part).rpartition(".")[2] for part in parts}
+        missing = [leaves[part] for part in parts if part not in hit]
         apart = "" if mcore else ", or build the model with qkv_concat: False"
         raise TargetError(
-            f"{field} names {', '.join(own[part] for part in hit)}, but here {path} holds {', '.join(own.values())} in "
+            f"{field} names {', '.join(leaves[part] for part in hit)}, but here {path} holds "
+            f"{', '.join(leaves.values())} in "
             f"one cell. Name {path.rpartition('.')[2]}, or {', '.join(missing)} as well{apart}."
         )
     return bool(hit)
@@ -231,12 +227,16 @@ def _regex_matcher(pattern: str) -> _Matcher:
 
 def _spellings(path: str) -> List[str]:
     """Returns every path that may name the cell at ``path``: of a stacked weight of experts, also their module's."""
-    found = list(names.aliases(path))
-    modules = (name.rpartition(".")[0] for name in found)
-    return found + [module for module in modules if module.rpartition(".")[2] == "experts"]
+    aliases = list(names.aliases(path))
+    modules = (name.rpartition(".")[0] for name in aliases)
+    return aliases + [module for module in modules if module.rpartition(".")[2] == "experts"]
 
 
-def _any_of(matchers: List[_Matcher]) -> _Matcher:
+def _matcher(spec: Selector) -> _Matcher:
+    return _regex_matcher(spec) if isinstance(spec, str) else _any_of([_suffix_matcher(item) for item in spec])
+
+
+def _any_of(matchers: Collection[_Matcher]) -> _Matcher:
     def matches(path: str) -> bool:
         return any(matcher(path) for matcher in matchers)
 
