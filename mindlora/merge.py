@@ -8,7 +8,6 @@ from typing import List, Optional, Tuple
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindlora.adapters.pair_kinds import factors
 from mindlora.common.text import listed
 from mindlora.errors import LoraError, MergeError
 from mindlora.nn.cell import LoRACell
@@ -18,6 +17,7 @@ from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics.dtypes import ROUNDING
 from mindlora.numerics.folding import fold_weight, probe_weight, worst_of
 from mindlora.numerics.nf4 import dequantize, quantize
+from mindlora.numerics.pair_layouts import factors
 
 logger = logging.getLogger("mindlora")
 

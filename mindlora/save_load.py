@@ -15,10 +15,10 @@ from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
-from mindlora.adapters.pair_kinds import SHARED
 from mindlora.apply import put_lora
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
+from mindlora.config.variants.registry import SHARED
 from mindlora.errors import AdapterError, LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of

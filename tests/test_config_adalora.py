@@ -55,7 +55,7 @@ def test_its_fields_have_no_effect_without_it(field):
         ),
         (
             {**ADALORA, "quantize_base": "nf4"},
-            "use_adalora is True and quantize_base is 'nf4', which AdaLoRA does not have.",
+            "quantize_base is 'nf4' and use_adalora is True: it needs the weight in float.",
         ),
         ({**ADALORA, "lora_init": "pissa"}, "use_adalora is True and lora_init is 'pissa', which AdaLoRA does not"),
         ({**ADALORA, "lora_a_init": "normal"}, "use_adalora is True and lora_a_init is 'normal', which AdaLoRA does"),

@@ -171,7 +171,7 @@ def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
         ),
         (
             {"use_vera": True, "quantize_base": "nf4"},
-            "use_vera is True and quantize_base is 'nf4', which VeRA does not",
+            "quantize_base is 'nf4' and use_vera is True: it needs the weight in float.",
         ),
         (
             {"use_vera": True, "lora_alpha": 32},
@@ -207,12 +207,12 @@ def test_vera_refuses_by_name(fields, message):
         ),
         (
             {"quantize_base": "nf4", "use_dora": True},
-            "quantize_base is 'nf4' and use_dora is True, which needs the base's weights in float.",
+            "quantize_base is 'nf4' and use_dora is True: it needs the weight in float.",
         ),
         (
             {"quantize_base": "nf4", "lora_init": "pissa"},
-            "quantize_base is 'nf4' and lora_init is 'pissa', which needs the "
-            "base's weights in float. Leave one of them out; for a quantized base there is lora_init: loftq.",
+            "quantize_base is 'nf4' and lora_init is 'pissa': it needs the "
+            "weight in float. Leave one of them out; for a quantized base there is lora_init: loftq.",
         ),
         (
             {"lora_init": "loftq"},

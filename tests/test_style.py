@@ -20,7 +20,6 @@ STILL_NESTED = {
     "adapters/expert_pairs.py",
     "adapters/fingerprint.py",
     "adapters/matching.py",
-    "adapters/pair_kinds.py",
     "adapters/peft_settings.py",
     "adapters/resize.py",
     "adapters/spectrum.py",

@@ -7,9 +7,12 @@ from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import numpy as np
 
-from mindlora.adapters import pair_kinds
-from mindlora.adapters.pair_kinds import PARTS, SHARED, VARIANTS, Pair, PairKind, PairLayout, PartKey, Problem
 from mindlora.common.text import collapse_numbers, listed
+from mindlora.config.variants import registry
+from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.registry import PARTS, SHARED, STORED
+from mindlora.config.variants.variant import PartKey, Variant
+from mindlora.config.variants.vera import VERA
 from mindlora.errors import (
     AdapterFormatError,
     MissingTensorsError,
@@ -18,7 +21,9 @@ from mindlora.errors import (
     ShapeMismatchError,
     UnexpectedTensorsError,
 )
+from mindlora.numerics import pair_layouts
 from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.pair_layouts import Pair, PairLayout, Problem
 
 
 @dataclasses.dataclass
@@ -82,19 +87,19 @@ class Adapter:
         return list(dict.fromkeys(path for path, _ in self.tensors))
 
     @property
-    def kind(self) -> PairKind:
-        """The kind of all its pairs; check_pairs makes sure that they are of one kind."""
-        return pair_kinds.kind_of(part for _, part in self.tensors)
+    def variant(self) -> Variant:
+        """The variant of all its pairs; check_pairs makes sure that it is one."""
+        return registry.of_parts(part for _, part in self.tensors)
 
     @property
     def use_dora(self) -> bool:
         """Whether the cells have magnitudes."""
-        return self.kind is pair_kinds.DORA
+        return self.variant is DORA
 
     @property
     def use_vera(self) -> bool:
         """Whether the cells have VeRA's vectors."""
-        return self.kind is pair_kinds.VERA
+        return self.variant is VERA
 
     def parts(self, path: str) -> Dict[str, np.ndarray]:
         """Returns part -> array of the cell at ``path``."""
@@ -102,7 +107,7 @@ class Adapter:
 
     def layout(self, path: str) -> PairLayout:
         """Returns the layout of the pair at ``path``."""
-        return pair_kinds.layout_of(self.tensors[path, "A"].shape, path in self.embeddings)
+        return pair_layouts.layout_of(self.tensors[path, "A"].shape, path in self.embeddings)
 
     def rank(self, path: str) -> int:
         """Returns the rank r of the pair at ``path``."""
@@ -125,12 +130,12 @@ class Adapter:
     def pair(self, path: str) -> Pair:
         """Returns A and B in float32, where scale B A is added to the weight; VeRA's vectors are multiplied in."""
         parts = {part: to_float32(array) for part, array in self.parts(path).items()}
-        return pair_kinds.kind_of(parts).low_rank_pair(parts)
+        return registry.of_parts(parts).low_rank_pair(parts)
 
     def row_norms(self, path: str) -> Optional[np.ndarray]:
         """Returns the norms [out] that the rows of W + scale B A get (DoRA's magnitude), or None if there are none."""
         parts = self.parts(path)
-        return parts.get(pair_kinds.kind_of(parts).row_norms)
+        return parts.get(registry.of_parts(parts).row_norms)
 
     def narrow(self, path: str, in_channels: Optional[int]) -> None:
         """Cuts a shared A to the columns of the cell at ``path``; does nothing if the cell has an A of its own.
@@ -139,12 +144,12 @@ class Adapter:
             path (str): Path of the cell.
             in_channels (int): Number of columns; None keeps all.
         """
-        if "A" in pair_kinds.kind_of(self.parts(path)).shared_parts:
+        if "A" in registry.of_parts(self.parts(path)).shared_parts:
             self.tensors[path, "A"] = self.tensors[path, "A"][:, :in_channels]
 
     def stored_tensors(self) -> Dict[PartKey, np.ndarray]:
         """Returns the tensors as a file holds them: a shared A and B only once, the largest, under the keys SHARED."""
-        shared = self.kind.shared_parts
+        shared = self.variant.shared_parts
         stored = {key: array for key, array in self.tensors.items() if key[1] not in shared}
         for half in shared:
             stored[SHARED[half]] = max((self.tensors[path, half] for path in self.paths), key=lambda array: array.size)
@@ -158,16 +163,16 @@ class Adapter:
             ShapeMismatchError: B has fewer rows than a cell has.
         """
         found = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
-        kind = self.kind
-        if not kind.shared_parts:
+        variant = self.variant
+        if not variant.shared_parts:
             return
-        lost = [half for half in kind.shared_parts if half not in found]
+        lost = [half for half in variant.shared_parts if half not in found]
         if lost:
             raise MissingTensorsError(
-                f"{source} holds {kind.name}'s vectors but lacks {' and '.join(lost)} of the shared "
+                f"{source} holds {variant.name}'s vectors but lacks {' and '.join(lost)} of the shared "
                 "projection. Save the adapter with it (save_projection: true)."
             )
-        (by_row,) = kind.row_parts
+        (by_row,) = variant.row_parts
         for path in [path for path, part in self.tensors if part == by_row]:
             rows = len(self.tensors[path, by_row])
             if rows > len(found["B"]):
@@ -185,7 +190,7 @@ class Adapter:
             ShapeMismatchError: The cell is a convolution with groups.
             ScaleMismatchError: The file does not state lora_alpha.
         """
-        left, right = pair_kinds.factors(*self.pair(path), path in self.embeddings)
+        left, right = pair_layouts.factors(*self.pair(path), path in self.embeddings)
         return ((left * np.float32(self.scale(path))) @ right).reshape(self.weight_shape(path))
 
     def weight_shape(self, path: str) -> Tuple[int, ...]:
@@ -225,7 +230,7 @@ class Adapter:
             raise MissingTensorsError(
                 f"{source} lacks half of {len(lone)} pairs: it holds {listed_parts(lone)} without its other half."
             )
-        self._check_kind(source)
+        self._check_variant(source)
         found: Dict[Problem, List[str]] = {}
         for path in self.paths:
             a, b = (self.tensors[path, half].shape for half in "AB")
@@ -235,27 +240,28 @@ class Adapter:
         for (error, problem_text), cells in found.items():
             raise error(f"{source}: {problem_text}, at {listed(cells)}.")
 
-    def _check_kind(self, source: str) -> None:
-        """Checks that all cells have the parts of one kind."""
+    def _check_variant(self, source: str) -> None:
+        """Checks that all cells have the parts of one variant."""
         paths, found = self.paths, {part for _, part in self.tensors}
-        kinds = [kind for kind in VARIANTS if found.intersection(part.name for part in kind.parts)]
-        for part in [part.name for kind in kinds for part in kind.parts]:
+        variants = [variant for variant in STORED if variant.has_any(found)]
+        for part in [part.name for variant in variants for part in variant.parts]:
             lacking = [(path, "") for path in paths if (path, part) not in self.tensors]
             if lacking:
                 raise MissingTensorsError(f"{source} has a {part} at some cells but none at {listed_parts(lacking)}.")
-        if len(kinds) > 1:
+        if len(variants) > 1:
             raise UnexpectedTensorsError(
-                f"{source} holds {' and '.join(kind.tensors for kind in kinds)}: an adapter must be of one kind."
+                f"{source} holds {' and '.join(variant.tensors for variant in variants)}: an adapter must be of one "
+                "kind."
             )
 
     def _shape_problem(self, path: str, declared: Optional[int]) -> Optional[Problem]:
         parts = {part: array.shape for part, array in self.parts(path).items()}
-        problem = pair_kinds.shape_problem(parts["A"], parts["B"], declared)
-        sizes, kind = {"r": parts["A"][:1], "out": parts["B"][:1]}, pair_kinds.kind_of(parts)
-        if not problem and kind.field and self.layout(path) is pair_kinds.CONVOLUTION:
-            return AdapterFormatError, f"{kind.name} on a convolution is not supported"
-        for part in kind.parts:
-            if not problem and parts[part.name] != sizes[part.size]:
+        problem = pair_layouts.shape_problem(parts["A"], parts["B"], declared)
+        variant = registry.of_parts(parts)
+        if not problem and not variant.is_plain and self.layout(path) is pair_layouts.CONVOLUTION:
+            return AdapterFormatError, f"{variant.name} on a convolution is not supported"
+        for part in variant.parts:
+            if not problem and parts[part.name] != part.shape(parts["A"][0], parts["B"][0]):
                 found = list(parts[part.name])
                 problem = ShapeMismatchError, f"the {part.name} is {found} and must be [{part.size}]"
         return problem

@@ -8,11 +8,11 @@ from tqdm import tqdm
 
 from mindlora.adapters.adapter import Adapter, listed_parts
 from mindlora.adapters.expert_pairs import single_paths, stacked_paths
-from mindlora.adapters.pair_kinds import LAYOUTS, Pair
 from mindlora.adapters.spectrum import pair_svd
 from mindlora.common.fields import COUNT, check_number
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, ConfigError, RankMismatchError, ShapeMismatchError
+from mindlora.numerics.pair_layouts import LAYOUTS, Pair
 
 # Method -> (how to prune each tensor, how to merge the stack [n, ...] of n adapters), by the names in _rule. Without
 # `_svd` it is applied to A and to B, with `_svd` to the products B A.
@@ -283,11 +283,11 @@ def _check_adapters(adapters: List[Adapter]) -> None:
                 f"{label} holds saved modules (modules_to_save), which cannot be combined: "
                 f"{listed(adapter.saved_modules)}."
             )
-        kind = adapter.kind
-        if kind.cannot_combine:
+        variant = adapter.variant
+        if variant.cannot_combine:
             raise AdapterError(
-                f"{label} is a {kind.name} adapter ({kind.field}), which cannot be combined: {kind.cannot_combine}. "
-                "Merge the adapters into the base one after the other instead."
+                f"{label} is a {variant.name} adapter ({variant.field}), which cannot be combined: "
+                f"{variant.cannot_combine}. Merge the adapters into the base one after the other instead."
             )
         for layout in LAYOUTS:
             refused = [path for path in adapter.paths if adapter.layout(path) is layout and not layout.can_combine]

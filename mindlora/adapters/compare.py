@@ -10,10 +10,11 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite, name_of
 from mindlora.adapters.inspect import UNKNOWN, different, numbers
 from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
-from mindlora.adapters.pair_kinds import VARIANTS, has_product
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers
+from mindlora.config.variants.registry import STORED
 from mindlora.numerics.dtypes import dtype_name, to_float32
+from mindlora.numerics.pair_layouts import has_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _settings(adapter: Adapter) -> Dict[str, str]:
         "rank": numbers(different(map(adapter.rank, adapter.paths))),
         "lora_alpha": over_cells(adapter.alphas.__getitem__),
         "scale": over_cells(adapter.scale),
-        **{kind.name: "yes" if adapter.kind is kind else "no" for kind in VARIANTS},
+        **{variant.name: "yes" if adapter.variant is variant else "no" for variant in STORED},
         "dropout": number(adapter.dropout),
         "targets": ", ".join(collapse_numbers(sorted(adapter.paths))),
         "dtype": ", ".join(different(dtype_name(array.dtype) for array in adapter.tensors.values())),

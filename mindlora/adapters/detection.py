@@ -8,9 +8,10 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from mindlora.adapters import parts, unreadable
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import diffusers, kohya, mindformers, mlx, peft, peft_megatron
-from mindlora.adapters.pair_kinds import PartKey, Shape
+from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterFormatError, UnexpectedTensorsError
 from mindlora.models import names
+from mindlora.numerics.pair_layouts import Shape
 
 
 class File(NamedTuple):

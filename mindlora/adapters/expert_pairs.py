@@ -12,11 +12,11 @@ from typing import Dict, List
 import numpy as np
 
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.pair_kinds import EXPERTS, Pair
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError, MissingTensorsError, RankMismatchError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.pair_layouts import EXPERTS, Pair
 
 # Hugging Face's name of a stacked weight -> the cells of a single expert that it joins by rows; in the order in which
 # a module declares its weights.
@@ -59,10 +59,10 @@ def stack_pairs(adapter: Adapter) -> None:
     for path in single_paths(adapter):
         holder, expert, cell = path.rsplit(".", 2)
         layers.setdefault(holder, {}).setdefault(cell, {})[int(expert)] = path
-    if layers and adapter.kind.field:
+    if layers and not adapter.variant.is_plain:
         raise AdapterError(
-            f"{adapter.kind.name} ({adapter.kind.field}) of single experts cannot become one pair of a stacked weight, "
-            f"at {listed(single_paths(adapter))}. Merge it into its base instead."
+            f"{adapter.variant.name} ({adapter.variant.field}) of single experts cannot become one pair of a stacked "
+            f"weight, at {listed(single_paths(adapter))}. Merge it into its base instead."
         )
     for holder, cells in layers.items():
         experts = 1 + max(expert for found in cells.values() for expert in found)

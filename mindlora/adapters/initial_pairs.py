@@ -12,12 +12,12 @@ import numpy as np
 from mindlora.adapters import joined_pairs
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.expert_pairs import is_single
-from mindlora.adapters.pair_kinds import LINEAR
 from mindlora.errors import LoraError
 from mindlora.models import names
 from mindlora.models.joined_rows import RowLayout
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.pair_layouts import LINEAR
 
 
 class Base(NamedTuple):

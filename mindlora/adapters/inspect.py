@@ -11,11 +11,12 @@ from mindlora.adapters import parts as adapter_parts
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
-from mindlora.adapters.pair_kinds import VARIANTS, has_product
 from mindlora.adapters.spectrum import CellSpectrum, spectra, spectrum_table
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers, listed
+from mindlora.config.variants.registry import STORED
 from mindlora.numerics.dtypes import dtype_name
+from mindlora.numerics.pair_layouts import has_product
 
 UNKNOWN = "not in the file"
 _RANKS = "The rank that holds this share of each cell's energy, the sum of its squared singular values:"
@@ -113,7 +114,7 @@ class InspectReport:
                 ("rank", numbers(self.ranks)),
                 ("lora_alpha", numbers(self.alphas) or UNKNOWN),
                 ("scale", (numbers(self.scales) or "not known") + formula),
-                *((kind.name, kind.report) for kind in VARIANTS if getattr(self, kind.field)),
+                *((variant.name, variant.report) for variant in STORED if getattr(self, variant.field)),
                 *(("AdaLoRA", text) for text in _allocation(self.allocation)),
                 ("dropout", number(self.dropout)),
                 *(("part", str(part)) for part in self.parts),
@@ -242,7 +243,7 @@ def _warnings(adapter: Adapter, cells: Sequence[CellNorms]) -> Iterator[str]:
 
     broken = [cell for cell in cells if cell.norm_a is None or cell.norm_b is None]
     # New row norms change W even where B A is zero.
-    idle = [] if adapter.kind.row_norms else [cell for cell in cells if 0.0 in (cell.norm_a, cell.norm_b)]
+    idle = [] if adapter.variant.row_norms else [cell for cell in cells if 0.0 in (cell.norm_a, cell.norm_b)]
     wide = [cell for cell in cells if cell.rank > min(cell.shape)]
     if broken:
         yield f"A or B holds NaN or infinity at {at(broken)}."

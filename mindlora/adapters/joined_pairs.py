@@ -48,7 +48,7 @@ def join_pairs(
         raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot replace them.")
     columns = _columns(adapter, present, blocks_a, scale)
     rank = max(own.stop for own in columns.values())
-    blocks = {part: _blocks_by_row(adapter, path, members, part) for part in adapter.kind.row_parts}
+    blocks = {part: _blocks_by_row(adapter, path, members, part) for part in adapter.variant.row_parts}
     for member in members:
         block = np.zeros((rows[member], rank), adapter.tensors[present[0], "B"].dtype)
         if member in columns:
@@ -110,7 +110,7 @@ def split_pairs(
         )
     blocks = dict(zip(members, split_rows(b, group)))
     by_row = {
-        part: dict(zip(members, split_rows(adapter.tensors[path, part], group))) for part in adapter.kind.row_parts
+        part: dict(zip(members, split_rows(adapter.tensors[path, part], group))) for part in adapter.variant.row_parts
     }
     columns = _own_columns(blocks) or {member: slice(0, len(a)) for member in members}
     alpha = adapter.alphas.get(path)
@@ -159,10 +159,10 @@ def joined_weight(path: str, weights: Sequence[np.ndarray], kv_heads: Optional[i
 
 
 def _check_can_be_joined(adapter: Adapter, path: str) -> None:
-    kind = adapter.kind
-    if kind.cannot_join:
+    variant = adapter.variant
+    if variant.cannot_join:
         raise AdapterError(
-            f"{path} joins {', '.join(names.joined_parts(path))}, and {kind.cannot_join}: such pairs can be neither "
+            f"{path} joins {', '.join(names.joined_parts(path))}, and {variant.cannot_join}: such pairs can be neither "
             "joined nor split. Build the model with qkv_concat as it was trained."
         )
 
@@ -204,10 +204,10 @@ def _blocks_by_row(adapter: Adapter, path: str, members: List[str], part: str) -
     """Returns a part of each member that has one element per row, such as DoRA's magnitude."""
     lacking = [member for member in members if (member, part) not in adapter.tensors]
     if lacking:
-        kind = adapter.kind
+        variant = adapter.variant
         raise AdapterError(
-            f"{path} joins {', '.join(members)}, but the {kind.name} adapter has no pair for {', '.join(lacking)}: "
-            f"the {kind.tensors} of those rows are known only from the base. Build the model with qkv_concat: False."
+            f"{path} joins {', '.join(members)}, but the {variant.name} adapter has no pair for {', '.join(lacking)}: "
+            f"the {variant.tensors} of those rows are known only from the base. Build the model with qkv_concat: False."
         )
     return [adapter.tensors[member, part] for member in members]
 

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Type, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mindlora.errors import (
 from mindlora.models import names
 from mindlora.models.joined_rows import RowLayout
 from mindlora.models.targets import ALL_LINEAR, select_targets
+from mindlora.numerics.pair_layouts import LINEAR, Shape
 
 logger = logging.getLogger("mindlora")
 
@@ -205,12 +206,10 @@ class Match:
                 "it was trained on."
             )
 
-    def part_shapes(self, path: str) -> Mapping[str, Tuple[Optional[int], ...]]:
-        """Returns part -> shape of the adapter's kind and rank on the linear cell at ``path``."""
-        rank, cell = self.adapter.rank(path), self.shapes[path]
-        sizes: Dict[str, Tuple[Optional[int], ...]] = {"r": (rank,), "out": (cell.out_channels,)}
-        vectors = {part.name: sizes[part.size] for part in self.adapter.kind.parts}
-        return {"A": (rank, cell.in_channels), "B": (cell.out_channels, rank), **vectors}
+    def part_shapes(self, path: str) -> Mapping[str, Shape]:
+        """Returns part -> shape of the adapter's variant and rank on the linear cell at ``path``."""
+        cell, rank = self.shapes[path], self.adapter.rank(path)
+        return self.adapter.variant.tensor_shapes(LINEAR, cast(Shape, (cell.out_channels, cell.in_channels)), rank)
 
     def kind_of(self, path: str) -> str:
         """Returns what the cell at ``path`` is, for messages."""

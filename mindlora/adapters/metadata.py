@@ -5,8 +5,8 @@ from typing import Any, Callable, Dict, Tuple
 
 from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects import peft_config
-from mindlora.adapters.pair_kinds import VARIANTS
 from mindlora.common.text import listed, shown
+from mindlora.config.variants.registry import STORED
 from mindlora.errors import AdapterFormatError, MissingTensorsError
 from mindlora.numerics import initializers
 
@@ -16,11 +16,11 @@ KEY = "mindlora"
 
 def text_of(adapter: Adapter) -> str:
     """Returns the metadata of a file under MindFormers' names, which has no configuration beside it."""
-    kind = adapter.kind
+    variant = adapter.variant
     content = {
         "alphas": adapter.alphas,
         "use_rslora": adapter.use_rslora,
-        # Always written; kinds that were added later are written only where they apply.
+        # Always written; variants that were added later are written only where they apply.
         "use_dora": False,
         "dropout": adapter.dropout,
         "selection": adapter.selection,
@@ -29,9 +29,9 @@ def text_of(adapter: Adapter) -> str:
         "embeddings": sorted(adapter.embeddings),
         **_peft_content(adapter),
     }
-    if kind.field:
-        content[kind.field] = True
-    if kind.shared_parts:
+    if not variant.is_plain:
+        content[variant.field] = True
+    if variant.shared_parts:
         content["projection_key"] = adapter.projection_key
     if adapter.peft_fields:
         content["peft"] = adapter.peft_fields
@@ -107,9 +107,9 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
         AdapterFormatError: The metadata has lora_alpha for some pairs and not for others.
     """
     adapter.alphas.update({path: float(alpha) for path, alpha in metadata.get("alphas", {}).items()})
-    for kind in VARIANTS:
-        if metadata.get(kind.field) and adapter.kind is not kind:
-            raise MissingTensorsError(f"{path} lacks the {kind.tensors} that mindlora's metadata in it names.")
+    for variant in STORED:
+        if metadata.get(variant.field) and adapter.variant is not variant:
+            raise MissingTensorsError(f"{path} lacks the {variant.tensors} that mindlora's metadata in it names.")
     pairs, modules = set(adapter.paths), set(adapter.saved_modules)
     lost = sorted((set(adapter.alphas) - pairs) | (set(metadata.get("whole", ())) - modules))
     if lost:
@@ -159,7 +159,7 @@ def _is_allocation(value: Any) -> bool:
 _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "alphas": (_is_table_of(is_alpha), "numbers above 0 by path"),
     "use_rslora": (_is_flag, "true or false"),
-    **{kind.field: (_is_flag, "true or false") for kind in VARIANTS},
+    **{variant.field: (_is_flag, "true or false") for variant in STORED},
     "projection_key": (lambda value: type(value) is int and 0 <= value < 2**64, "a whole number from 0 to 2^64 - 1"),
     "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
     "selection": (lambda value: isinstance(value, dict), "an object"),

@@ -10,8 +10,8 @@ from typing import Optional, Tuple
 import numpy as np
 
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.pair_kinds import Pair, factors
 from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.pair_layouts import Pair, factors
 
 
 def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:

@@ -5,11 +5,11 @@ from typing import Iterable, List, NamedTuple, Optional, Tuple
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.matching import rename
-from mindlora.adapters.pair_kinds import CONVOLUTION
 from mindlora.common.text import listed, suggestion
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
 from mindlora.models.diffusion import PARTS, part_of
+from mindlora.numerics.pair_layouts import CONVOLUTION
 
 _CLIP = "text_model."
 

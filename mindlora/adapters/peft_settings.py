@@ -6,8 +6,8 @@ import numpy as np
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft, peft_config, peft_experts, slora
-from mindlora.adapters.pair_kinds import VARIANTS
 from mindlora.common.text import listed
+from mindlora.config.variants.registry import STORED
 from mindlora.errors import AdapterFormatError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 
@@ -31,11 +31,11 @@ def apply(adapter: Adapter, config: peft_config.PeftConfig, path: str, refusals:
         RankMismatchError, ShapeMismatchError: A pair does not have the declared rank.
     """
     adapter.use_rslora, adapter.dropout, adapter.base_model = config.use_rslora, config.dropout, config.base_model
-    for kind in VARIANTS:
-        declared = getattr(config, kind.field)
-        if declared != (adapter.kind is kind):
+    for variant in STORED:
+        declared = getattr(config, variant.field)
+        if declared != (adapter.variant is variant):
             error, found = (MissingTensorsError, "no ") if declared else (UnexpectedTensorsError, "")
-            raise error(f"{path}: {kind.field} is {declared}, but the adapter has {found}{kind.tensors}.")
+            raise error(f"{path}: {variant.field} is {declared}, but the adapter has {found}{variant.tensors}.")
     adapter.projection_key = config.projection_key
     if adapter.dialect != peft.NAME:
         adapter.check_pairs(path)

@@ -10,13 +10,13 @@ from tqdm import tqdm
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.norms import delta_norm
-from mindlora.adapters.pair_kinds import Pair, PairLayout, has_product
 from mindlora.adapters.spectrum import pair_svd, rank_holding
 from mindlora.common.fields import COUNT, FACTOR, check_number
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError, ConfigError, NotFiniteError
 from mindlora.numerics.dtypes import dtype_name, rounded
+from mindlora.numerics.pair_layouts import Pair, PairLayout, has_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +190,11 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
     if energy is not None:
         share = "the share to keep, above 0 and at most 1, such as 0.95"
         check_number(energy, "energy", dataclasses.replace(FACTOR, words=share))
-    kind = adapter.kind
-    if kind.field:
+    variant = adapter.variant
+    if not variant.is_plain:
         raise AdapterError(
-            f"The adapter is {kind.name} ({kind.field}), which cannot be resized: its {kind.tensors} were trained for "
-            "this rank. Train it again at a smaller rank, or merge it into the base."
+            f"The adapter is {variant.name} ({variant.field}), which cannot be resized: its {variant.tensors} were "
+            "trained for this rank. Train it again at a smaller rank, or merge it into the base."
         )
     adapter.check_finite("The adapter")
     grouped = [path for path in adapter.paths if not has_product(*(adapter.tensors[path, half] for half in "AB"))]

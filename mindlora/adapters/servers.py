@@ -10,12 +10,12 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft
 from mindlora.adapters.dialects.peft_config import Extras, json_object
-from mindlora.adapters.pair_kinds import EMBEDDING, LINEAR
 from mindlora.common.tables import fields, number
 from mindlora.common.text import collapse_numbers, listed, suggestion
 from mindlora.errors import ConfigError
 from mindlora.formats.safetensors_file import TensorFile
 from mindlora.models import names
+from mindlora.numerics.pair_layouts import EMBEDDING, LINEAR
 
 # The values that vLLM takes for --max-lora-rank; 16 is its default.
 _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -125,8 +125,8 @@ def _problems(path: str, adapter: Adapter, rules: Server) -> Iterator[str]:
         config: dict = {}
     else:
         config = json_object(config_file)
-    if adapter.kind.field:
-        yield f"It is a {adapter.kind.name} adapter ({adapter.kind.field}), which is refused. {_MERGE}"
+    if not adapter.variant.is_plain:
+        yield f"It is a {adapter.variant.name} adapter ({adapter.variant.field}), which is refused. {_MERGE}"
     if config.get("modules_to_save") or (not config and adapter.saved_modules):
         yield f"It has modules_to_save ({listed(adapter.saved_modules)}), which are refused. {_MERGE}"
     if config.get("bias", "none") != "none":

@@ -11,8 +11,8 @@ import numpy as np
 
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.norms import quiet_pair
-from mindlora.adapters.pair_kinds import has_product
 from mindlora.common.tables import columns, number
+from mindlora.numerics.pair_layouts import has_product
 
 # The shares of the energy that a report shows ranks for.
 SHARES = (0.9, 0.95, 0.99)

@@ -10,10 +10,10 @@ import numpy as np
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft
-from mindlora.adapters.pair_kinds import Shape
 from mindlora.errors import LoraError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.pair_layouts import Shape
 
 WAY_OUT = "Take a base with lm_head.weight and tie_word_embeddings: false, which has two."
 # How far two copies of a weight can be apart, relative to its largest element, if one was rounded to bfloat16.

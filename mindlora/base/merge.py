@@ -11,7 +11,6 @@ from mindlora.adapters import expert_pairs, initial_pairs, joined_pairs, tied_em
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.adapters.pair_kinds import factors
 from mindlora.base.merge_checks import check_not_transposed, check_pair, check_shape, grown_tables
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
@@ -21,6 +20,7 @@ from mindlora.models import names
 from mindlora.models.architecture import LEGACY, MCORE
 from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
 from mindlora.numerics.folding import fold_and_probe, worst_of
+from mindlora.numerics.pair_layouts import factors
 
 # What the table of an embedding can be called.
 _TABLES = ("embedding_weight", "embedding_table")

@@ -4,8 +4,8 @@ from typing import Dict, Mapping, Tuple
 
 from mindlora.adapters import tied_embeddings
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.pair_kinds import EMBEDDING, Shape
 from mindlora.errors import MergeError, ShapeMismatchError
+from mindlora.numerics.pair_layouts import EMBEDDING, Shape
 
 
 def grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) -> Dict[str, Shape]:

@@ -17,29 +17,17 @@ from mindlora.common.fields import (
     check_patterns,
     check_values_by_pattern,
     dtype_name,
-    refuse_fields,
-    settle_dependents,
 )
 from mindlora.common.text import suggestion
 from mindlora.config.pet_keys import check_pet_type, expand_pet_type, preset_fields
+from mindlora.config.variants import registry
+from mindlora.config.variants.variant import QUANTIZED
 from mindlora.errors import ConfigError
 from mindlora.models.targets import pattern_value
 from mindlora.numerics import initializers, rank_schedule
 
 QUANTIZATIONS = ("nf4",)
-_NOT_WITH_VERA = (
-    *("use_rslora", "use_dora", "freeze_lora_a", "rank_pattern", "alpha_pattern", "quantize_base"),
-    *("lora_init", "lora_a_init", "lora_b_init"),
-)
-_NOT_WITH_ADALORA = (
-    *("use_rslora", "use_dora", "use_vera", "freeze_lora_a", "rank_pattern", "quantize_base"),
-    *("lora_init", "lora_a_init", "lora_b_init"),
-)
 _DROPOUT = Range("a number in [0, 1)", lambda value: 0 <= value < 1)
-_D_INITIAL = Range(
-    "a number other than 0: from 0, no gradient reaches VeRA's vectors", lambda value: 0 < abs(value) < math.inf
-)
-_PRNG_KEY = Range("a whole number from 0 to 2^64 - 1", lambda value: 0 <= value < 2**64, (int,))
 _ZERO_INITS = ("zero", "zeros")
 # PEFT's names of fields, for whoever knows those.
 _PEFT_NAMES = {"r": "lora_rank", "init_lora_weights": "lora_init"}
@@ -99,6 +87,9 @@ class LoraConfig:
             such as ``["lm_head", "attention_norm"]``. Default: None.
         freeze_include (list of str): Shell-style patterns of parameter names to freeze besides the base. Default: None.
         freeze_exclude (list of str): Shell-style patterns of base parameters to train too. Default: None.
+
+    Attributes:
+        variant (Variant): What the use_... fields ask for: plain LoRA, DoRA, ... It knows what follows from them.
 
     Raises:
         ConfigError: A field has the wrong type or is out of range.
@@ -163,7 +154,7 @@ class LoraConfig:
             check_patterns(getattr(self, field), field)
         for field in ("freeze_include", "freeze_exclude", "modules_to_save", "target_parameters"):
             check_names(getattr(self, field), field)
-        for field in ("use_rslora", "use_dora", "use_vera", "use_adalora", "freeze_lora_a"):
+        for field in ("use_rslora", "freeze_lora_a", *(variant.field for variant in registry.VARIANTS)):
             check_flag(getattr(self, field), field)
         check_values_by_pattern(self.rank_pattern, "rank_pattern", _check_rank)
         check_values_by_pattern(self.alpha_pattern, "alpha_pattern", _check_alpha)
@@ -172,9 +163,10 @@ class LoraConfig:
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_name(self.compute_dtype, "compute_dtype")
         _check_initialization(self.lora_init, self.lora_a_init, self.lora_b_init)
+        self.variant = registry.of_config(self)
+        for variant in registry.VARIANTS:
+            variant.settle(self)
         self._check_quantization()
-        self._check_adalora()
-        self._check_vera()
         if _is_zero(self.lora_a_init) and (self.lora_b_init is None or _is_zero(self.lora_b_init)):
             raise ConfigError(
                 "lora_a_init and lora_b_init are both zeros: then no gradient ever reaches A or B. "
@@ -204,46 +196,16 @@ class LoraConfig:
                     "the base is not quantized. Set quantize_base: nf4, or use 'pissa'."
                 )
             return
-        for field, unserved in (("use_dora", self.use_dora), ("lora_init", initializers.changes_base(self.lora_init))):
-            if unserved:
-                raise ConfigError(
-                    f"quantize_base is {self.quantize_base!r} and {field} is {getattr(self, field)!r}, "
-                    "which needs the base's weights in float. Leave one of them out; for a quantized base there "
-                    "is lora_init: loftq."
-                )
-
-    def _check_adalora(self):
-        settle_dependents(self, "use_adalora", rank_schedule.DEFAULTS)
-        if not self.use_adalora:
-            return
-        refuse_fields(self, "use_adalora", _NOT_WITH_ADALORA, "AdaLoRA")
-        rank_schedule.check_settings(self.budget_settings)
-        if self.lora_rank not in (LoraConfig.lora_rank, self.init_r):
+        for field, _, reason in self.variant.unsupported(self, QUANTIZED):
             raise ConfigError(
-                f"use_adalora is True and lora_rank is {self.lora_rank!r}: AdaLoRA begins with init_r and ends with "
-                "target_r on average. Leave lora_rank out."
+                f"quantize_base is {self.quantize_base!r} and {field} is {getattr(self, field)!r}: {reason}. "
+                "Leave one of them out; for a quantized base there is lora_init: loftq."
             )
-        self.lora_rank = self.budget_settings.init_r
 
     @property
     def budget_settings(self) -> rank_schedule.BudgetSettings:
         """The settings of AdaLoRA."""
         return rank_schedule.BudgetSettings(*(getattr(self, name) for name in rank_schedule.DEFAULTS))
-
-    def _check_vera(self):
-        settle_dependents(self, "use_vera", {"d_initial": 0.1, "projection_prng_key": 0})
-        if not self.use_vera:
-            return
-        refuse_fields(self, "use_vera", _NOT_WITH_VERA, "VeRA")
-        if self.lora_alpha not in (LoraConfig.lora_alpha, self.lora_rank):
-            raise ConfigError(
-                f"use_vera is True and lora_alpha is {self.lora_alpha!r}: VeRA's trained vectors are its "
-                "scale. Leave lora_alpha out."
-            )
-        # A scale of 1.
-        self.lora_alpha = self.lora_rank
-        check_number(self.d_initial, "d_initial", _D_INITIAL)
-        check_number(self.projection_prng_key, "projection_prng_key", _PRNG_KEY)
 
     @property
     def scale(self) -> float:

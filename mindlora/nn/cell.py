@@ -5,8 +5,8 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindlora.adapters.pair_kinds import PARTS
 from mindlora.config import LoraConfig
+from mindlora.config.variants.registry import PARAMETERS
 from mindlora.errors import MergeError, UnsupportedCellError
 from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
@@ -18,7 +18,7 @@ MAGNITUDE = "mindpet_delta_lora_magnitude"
 # AdaLoRA's, which no file holds: it is multiplied into A there.
 LAMBDA = "mindpet_delta_lora_lambda"
 # Part of an adapter -> the name of its parameter in a cell.
-PART_NAMES = {**{name: part.parameter for name, part in PARTS.items()}, "lambda": LAMBDA}
+PART_NAMES = PARAMETERS
 
 
 class LoRACell(nn.Cell):

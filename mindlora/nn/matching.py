@@ -9,9 +9,9 @@ from mindlora.adapters import joined_pairs, matching
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.matching import CellShape, rename
-from mindlora.adapters.pair_kinds import VARIANTS, Shape
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
+from mindlora.config.variants.registry import STORED
 from mindlora.errors import MissingTensorsError, RankMismatchError, ScaleMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.models.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
@@ -20,6 +20,7 @@ from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.nn.linear_form import channels_of
 from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of
 from mindlora.nn.routed_experts import cells_and_weights
+from mindlora.numerics.pair_layouts import Shape
 
 
 class _Rows(NamedTuple):
@@ -82,8 +83,8 @@ class Match(matching.Match):
 
     def check_kind(self) -> None:
         """Raises MissingTensorsError or UnexpectedTensorsError if the two differ in use_dora or use_vera."""
-        for kind in VARIANTS:
-            field, part, trained = kind.field, kind.parts[0].name, self.adapter.kind is kind
+        for variant in STORED:
+            field, part, trained = variant.field, variant.parts[0].name, self.adapter.variant is variant
             paths = [path for path in self.adapter.paths if path in self.cells]
             wrong = [path for path in paths if (part in self.cells[path].parts()) != trained]
             if wrong:

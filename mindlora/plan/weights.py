@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Dict, Iterator, List, Tuple
 
-from mindlora.adapters.pair_kinds import PARTS, SHARED_PARTS
 from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.config.selection import freeze
+from mindlora.config.variants.registry import PARTS, SHARED_PARTS
 from mindlora.errors import TargetError
 from mindlora.models import names
 from mindlora.models.description import EMBEDDING, EXPERTS, QUANTIZED, AdaptableCell

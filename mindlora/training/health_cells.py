@@ -5,11 +5,11 @@ from typing import Dict, Mapping, Optional
 
 import numpy as np
 
-from mindlora.adapters.pair_kinds import has_product, layout_of
 from mindlora.nn.cell import LoRACell
 from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.pair_layouts import has_product, layout_of
 from mindlora.training.health_measures import CellValues, change_factors
 
 # Rows of W from which |W| is estimated, so that a large base is not read as a whole.

@@ -19,9 +19,11 @@ from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import parts
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft, peft_config
-from mindlora.adapters.pair_kinds import DORA, PARTS, A, B, PartKey
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import listed
+from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.registry import PARTS
+from mindlora.config.variants.variant import A, B, PartKey
 from mindlora.errors import AdapterError, AdapterFormatError
 from mindlora.models.diffusion import part_of
 
@@ -147,7 +149,7 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
             "another format."
         )
     if adapter.embeddings or adapter.use_vera or adapter.use_dora and not dora:
-        what = "embeddings" if adapter.embeddings else adapter.kind.tensors
+        what = "embeddings" if adapter.embeddings else adapter.variant.tensors
         raise AdapterError(f"Format {form!r} holds no {what}: {listed(adapter.paths)}. Write format 'peft'.")
 
 

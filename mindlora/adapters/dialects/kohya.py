@@ -16,11 +16,12 @@ from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import parts
 from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects.diffusers import refuse_others
-from mindlora.adapters.pair_kinds import PartKey, through_middle
 from mindlora.common.text import shown
+from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterFormatError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import diffusion
 from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.pair_layouts import through_middle
 
 NAME = "kohya"
 

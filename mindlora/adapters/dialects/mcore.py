@@ -30,11 +30,11 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
 
 def _paths(adapter: Adapter) -> Dict[str, str]:
     """Returns path -> path in mcore for the cells of ``adapter``."""
-    kind = adapter.kind
-    if kind.field:
+    variant = adapter.variant
+    if not variant.is_plain:
         raise AdapterError(
-            f"MindFormers' mcore models do not read {kind.tensors} ({kind.field}). Merge the adapter into its base, or "
-            "write format 'peft'."
+            f"MindFormers' mcore models do not read {variant.tensors} ({variant.field}). Merge the adapter into its "
+            "base, or write format 'peft'."
         )
     if adapter.saved_modules:
         raise AdapterError(

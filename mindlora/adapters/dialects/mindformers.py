@@ -5,9 +5,11 @@ from typing import Dict, Iterable, List, NamedTuple, Optional
 
 import numpy as np
 
-from mindlora.adapters.pair_kinds import PARTS, SHARED_PARTS, PartKey, unstack_experts
+from mindlora.config.variants.registry import PARTS, SHARED_PARTS
+from mindlora.config.variants.variant import PartKey
 from mindlora.errors import ShapeMismatchError
 from mindlora.models import names
+from mindlora.numerics.pair_layouts import unstack_experts
 
 
 class Dialect(NamedTuple):

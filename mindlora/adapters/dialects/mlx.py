@@ -10,10 +10,12 @@ import re
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from mindlora.adapters.adapter import Adapter, is_alpha
-from mindlora.adapters.pair_kinds import DORA, PartKey, turned
 from mindlora.common.text import listed, shown
+from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterFormatError, MissingTensorsError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
+from mindlora.numerics.pair_layouts import turned
 
 NAME = "mlx-lm"
 WEIGHTS_FILE = "adapters.safetensors"

@@ -7,8 +7,10 @@ from typing import Dict, Iterable, List, Optional, Union
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft_vera
 from mindlora.adapters.expert_pairs import stacked_paths
-from mindlora.adapters.pair_kinds import EMBEDDING, PARTS, SHARED_PARTS, PartKey
+from mindlora.config.variants.registry import PARTS, SHARED_PARTS
+from mindlora.config.variants.variant import PartKey
 from mindlora.models import diffusion, names
+from mindlora.numerics.pair_layouts import EMBEDDING
 
 NAME = "PEFT"
 CONFIG_FILE = "adapter_config.json"

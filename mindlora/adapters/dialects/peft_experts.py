@@ -13,10 +13,11 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.peft_config import PeftConfig
 from mindlora.adapters.expert_pairs import STACKED, stacked_paths
-from mindlora.adapters.pair_kinds import PartKey, flatten_experts, unflatten_experts
 from mindlora.common.text import listed
+from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterError, AdapterFormatError, ShapeMismatchError
 from mindlora.models import names
+from mindlora.numerics.pair_layouts import flatten_experts, unflatten_experts
 
 _WRAPPED = ".base_layer"
 

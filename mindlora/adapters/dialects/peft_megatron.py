@@ -26,7 +26,7 @@ def reorder(adapter: Adapter, keys: Iterable[str]) -> None:
     for path in dict.fromkeys(found[0] for key in keys if peft.is_megatron_key(key) and (found := peft.parse_key(key))):
         if not names.joined_parts(path) or not isinstance(names.joined_cell(path).layout, RowsInTurn):
             continue
-        for part in ("B", *adapter.kind.row_parts):
+        for part in ("B", *adapter.variant.row_parts):
             rows = adapter.tensors.get((path, part))
             sizes = None if rows is None else PartAfterPart().sizes(len(rows))
             if rows is not None and not sizes:

@@ -8,10 +8,10 @@ import numpy as np
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects.mindformers import SLORA, tensor_key
 from mindlora.adapters.dialects.peft_config import PeftConfig
-from mindlora.adapters.pair_kinds import LAYOUTS
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError, RankMismatchError
 from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.pair_layouts import LAYOUTS
 
 WEIGHTS_FILE = "adapter_model.ckpt"
 
@@ -32,11 +32,11 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
             raise AdapterError(
                 f"slora does not serve adapters of {layout.cells}: {listed(refused)}. Write format 'peft'."
             )
-    kind = adapter.kind
-    if not kind.in_slora:
+    variant = adapter.variant
+    if not variant.is_plain:
         raise AdapterError(
-            f"slora does not serve {kind.tensors} ({kind.field}). Merge the adapter into its base, or write format "
-            "'peft'."
+            f"slora does not serve {variant.tensors} ({variant.field}). Merge the adapter into its base, or write "
+            "format 'peft'."
         )
     if adapter.saved_modules:
         raise AdapterError(

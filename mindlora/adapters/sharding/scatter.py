@@ -12,12 +12,12 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.convert import Heads, check_free
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.matching import CellShape, Match
-from mindlora.adapters.pair_kinds import PartKey
 from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
 from mindlora.adapters.sharding.slices import cut
 from mindlora.adapters.sharding.strategy import Strategy, read_strategy
 from mindlora.common import atomic
 from mindlora.common.text import listed
+from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterError, LoraError, MissingTensorsError, UnexpectedTensorsError
 from mindlora.formats import ckpt_file
 from mindlora.formats.safetensors_file import write_arrays

@@ -1,4 +1,4 @@
-"""The table of pair kinds: each entry goes through everything done with adapters, and no other module knows a kind."""
+"""Variants and layouts: each goes through all that is done with adapters, and no module there knows a variant."""
 
 import ast
 import os
@@ -7,24 +7,16 @@ import numpy as np
 import pytest
 
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import joined_pairs, pair_kinds
+from mindlora.adapters import joined_pairs
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.combine import combine_adapters
 from mindlora.adapters.compare import compare_adapters
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.adapters.inspect import inspect_adapter
-from mindlora.adapters.pair_kinds import (
-    CONVOLUTION,
-    EMBEDDING,
-    EXPERTS,
-    KINDS,
-    LAYOUTS,
-    LINEAR,
-    PARTS,
-    SHARED_PARTS,
-    VARIANTS,
-)
+from mindlora.config.variants.registry import LORA, PARTS, SHARED_PARTS, STORED
 from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.numerics import pair_layouts
+from mindlora.numerics.pair_layouts import CONVOLUTION, EMBEDDING, EXPERTS, LAYOUTS, LINEAR
 from tests.conftest import ROOT
 from tests.support.adapter_samples import K, Q, assert_same
 
@@ -33,23 +25,23 @@ RANK, IN = 2, 6
 ROWS = {Q: 8, K: 4, V: 4}
 PATHS = {"peft": "adapter", "mindformers": "adapter.safetensors", "ckpt": "adapter.ckpt", "slora": "slora"}
 
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-every_variant = pytest.mark.parametrize("kind", VARIANTS, ids=lambda kind: kind.name)
+plain_or_variant = pytest.mark.parametrize("variant", (LORA, *STORED), ids=lambda variant: variant.name)
+every_variant = pytest.mark.parametrize("variant", STORED, ids=lambda variant: variant.name)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.cells)
 
 
-def of_kind(kind, seed=0):
-    """An adapter of wq, wk and wv with the parts that the table lists for the kind."""
+def of_variant(variant, seed=0):
+    """An adapter of wq, wk and wv with the parts of the variant."""
     random, tensors = np.random.default_rng(seed), {}
     a, b = random.normal(size=(RANK, IN)), random.normal(size=(max(ROWS.values()), RANK))
     for path, rows in ROWS.items():
-        tensors[path, "A"] = a if "A" in kind.shared_parts else random.normal(size=(RANK, IN))
-        tensors[path, "B"] = b[:rows] if "B" in kind.shared_parts else random.normal(size=(rows, RANK))
-        for part in kind.parts:
+        tensors[path, "A"] = a if "A" in variant.shared_parts else random.normal(size=(RANK, IN))
+        tensors[path, "B"] = b[:rows] if "B" in variant.shared_parts else random.normal(size=(rows, RANK))
+        for part in variant.parts:
             tensors[path, part.name] = random.normal(size={"r": RANK, "out": rows}[part.size])
     tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
     # A shared projection has the scale 1.
-    return Adapter(tensors, dict.fromkeys(ROWS, float(RANK) if kind.shared_parts else 3.0))
+    return Adapter(tensors, dict.fromkeys(ROWS, float(RANK) if variant.shared_parts else 3.0))
 
 
 def of_layout(layout, groups=1):
@@ -68,34 +60,34 @@ def of_layout(layout, groups=1):
 # Kinds ------------------------------------------------------------------------------------------------------------
 
 
-@every_kind
+@plain_or_variant
 @pytest.mark.parametrize("form", ["peft", "mindformers", "ckpt"])
-def test_each_kind_makes_the_round_trip_through_files(tmp_path, kind, form):
-    adapter, path = of_kind(kind), str(tmp_path / PATHS[form])
-    assert adapter.kind is kind
+def test_each_variant_makes_the_round_trip_through_files(tmp_path, variant, form):
+    adapter, path = of_variant(variant), str(tmp_path / PATHS[form])
+    assert adapter.variant is variant
     adapter_files.write(adapter, path, form)
     found = adapter_files.read(path)
     adapter.selection = found.selection
     assert_same(found, adapter)
-    assert found.kind is kind
-    assert all(getattr(found, other.field) == (other is kind) for other in VARIANTS)
+    assert found.variant is variant
+    assert all(getattr(found, other.field) == (other is variant) for other in STORED)
 
 
-@every_kind
-def test_the_change_of_a_weight_follows_from_the_low_rank_pair(kind):
-    adapter = of_kind(kind)
+@plain_or_variant
+def test_the_change_of_a_weight_follows_from_the_low_rank_pair(variant):
+    adapter = of_variant(variant)
     for path, rows in ROWS.items():
         a, b = adapter.pair(path)
         assert a.shape == (RANK, IN) and b.shape == (rows, RANK)
         np.testing.assert_allclose(adapter.delta(path), adapter.scale(path) * (b @ a), rtol=1e-5, atol=1e-6)
         norms = adapter.row_norms(path)
-        assert (norms is None) == (not kind.row_norms) and (norms is None or norms.shape == (rows,))
+        assert (norms is None) == (not variant.row_norms) and (norms is None or norms.shape == (rows,))
 
 
 @every_variant
-def test_each_vector_has_the_size_in_the_table(kind):
-    for part in kind.parts:
-        adapter = of_kind(kind)
+def test_each_vector_has_the_size_in_the_table(variant):
+    for part in variant.parts:
+        adapter = of_variant(variant)
         adapter.tensors[K, part.name] = np.ones(13, np.float32)
         with pytest.raises(ShapeMismatchError) as error:
             adapter.check_pairs("It")
@@ -105,43 +97,45 @@ def test_each_vector_has_the_size_in_the_table(kind):
 
 
 @every_variant
-def test_a_vector_that_one_cell_lacks_is_missed(kind):
-    for part in kind.parts:
-        adapter = of_kind(kind)
+def test_a_vector_that_one_cell_lacks_is_missed(variant):
+    for part in variant.parts:
+        adapter = of_variant(variant)
         del adapter.tensors[K, part.name]
         with pytest.raises(MissingTensorsError) as error:
             adapter.check_pairs("It")
         assert str(error.value) == f"It has a {part.name} at some cells but none at {K}."
 
 
-def test_one_adapter_is_of_one_kind():
-    adapter = Adapter({key: array for kind in KINDS for key, array in of_kind(kind).tensors.items()})
+def test_one_adapter_is_of_one_variant():
+    adapter = Adapter({key: array for variant in (LORA, *STORED) for key, array in of_variant(variant).tensors.items()})
     with pytest.raises(UnexpectedTensorsError) as error:
         adapter.check_pairs("It")
     assert str(error.value) == (
-        f"It holds {' and '.join(kind.tensors for kind in VARIANTS)}: an adapter must be of one kind."
+        f"It holds {' and '.join(variant.tensors for variant in STORED)}: an adapter must be of one kind."
     )
 
 
-@every_kind
-def test_pairs_of_joined_cells_are_made_and_split_or_refused(kind):
-    adapter, joined = of_kind(kind), "model.layers.0.attention.w_qkv"
-    if kind.cannot_join:
-        with pytest.raises(AdapterError, match=kind.cannot_join):
+@plain_or_variant
+def test_pairs_of_joined_cells_are_made_and_split_or_refused(variant):
+    adapter, joined = of_variant(variant), "model.layers.0.attention.w_qkv"
+    if variant.cannot_join:
+        with pytest.raises(AdapterError, match=variant.cannot_join):
             joined_pairs.join_pairs(adapter, joined, 16, 2)
         return
     joined_pairs.join_pairs(adapter, joined, 16, 2)
     adapter.check_pairs("It")
-    assert adapter.paths == [joined] and adapter.kind is kind
+    assert adapter.paths == [joined] and adapter.variant is variant
     joined_pairs.split_pairs(adapter, joined, 2, 2)
-    assert_same(adapter, of_kind(kind))
+    assert_same(adapter, of_variant(variant))
 
 
-@every_kind
-def test_combining_is_done_or_refused(kind):
-    adapters = [of_kind(kind, seed) for seed in (0, 1)]
-    if kind.cannot_combine:
-        with pytest.raises(AdapterError, match=f"Adapter 1 is a {kind.name} adapter .*: {kind.cannot_combine}\\."):
+@plain_or_variant
+def test_combining_is_done_or_refused(variant):
+    adapters = [of_variant(variant, seed) for seed in (0, 1)]
+    if variant.cannot_combine:
+        with pytest.raises(
+            AdapterError, match=f"Adapter 1 is a {variant.name} adapter .*: {variant.cannot_combine}\\."
+        ):
             combine_adapters(adapters, [1, 1], "cat")
         return
     found = combine_adapters(adapters, [1, 1], "cat")
@@ -149,26 +143,26 @@ def test_combining_is_done_or_refused(kind):
     np.testing.assert_allclose(found.delta(Q), expected, rtol=1e-5, atol=1e-5)
 
 
-@every_kind
-def test_slora_serves_it_or_says_why_not(tmp_path, kind):
+@plain_or_variant
+def test_slora_serves_it_or_says_why_not(tmp_path, variant):
     path = str(tmp_path / "slora")
-    if kind.in_slora:
-        adapter_files.write(of_kind(kind), path, "slora")
-        assert_same(adapter_files.read(path), of_kind(kind))
+    if variant.is_plain:
+        adapter_files.write(of_variant(variant), path, "slora")
+        assert_same(adapter_files.read(path), of_variant(variant))
         return
-    with pytest.raises(AdapterError, match=f"^slora does not serve {kind.tensors} \\({kind.field}\\)\\. Merge"):
-        adapter_files.write(of_kind(kind), path, "slora")
+    with pytest.raises(AdapterError, match=f"^slora does not serve {variant.tensors} \\({variant.field}\\)\\. Merge"):
+        adapter_files.write(of_variant(variant), path, "slora")
 
 
-@every_kind
-def test_reports_name_the_kind(tmp_path, kind):
+@plain_or_variant
+def test_reports_name_the_variant(tmp_path, variant):
     one, plain = str(tmp_path / "one"), str(tmp_path / "plain")
-    adapter_files.write(of_kind(kind), one)
-    adapter_files.write(of_kind(pair_kinds.LORA), plain)
-    assert all((f"\n{other.name} " in str(inspect_adapter(one))) == (other is kind) for other in VARIANTS)
+    adapter_files.write(of_variant(variant), one)
+    adapter_files.write(of_variant(LORA), plain)
+    assert all((f"\n{other.name} " in str(inspect_adapter(one))) == (other is variant) for other in STORED)
     settings = compare_adapters(one, plain).settings
-    assert settings.keys().isdisjoint(other.name for other in VARIANTS if other is not kind)
-    assert kind is pair_kinds.LORA or settings[kind.name] == ("yes", "no")
+    assert settings.keys().isdisjoint(other.name for other in STORED if other is not variant)
+    assert variant is LORA or settings[variant.name] == ("yes", "no")
 
 
 @pytest.mark.parametrize("part", [*PARTS.values(), *SHARED_PARTS.values()], ids=lambda part: part.name)
@@ -220,7 +214,7 @@ def test_groups_have_a_shape_and_no_product():
     adapter = of_layout(CONVOLUTION, groups=2)
     adapter.check_pairs("It")
     assert adapter.weight_shape("model.cell") == (4, 3, 3, 5)
-    assert not pair_kinds.has_product(adapter.tensors["model.cell", "A"], adapter.tensors["model.cell", "B"])
+    assert not pair_layouts.has_product(adapter.tensors["model.cell", "A"], adapter.tensors["model.cell", "B"])
     with pytest.raises(ShapeMismatchError, match="^The convolution has 2 groups"):
         adapter.delta("model.cell")
 
@@ -245,18 +239,18 @@ def test_groups_have_a_shape_and_no_product():
     ],
 )
 def test_shapes_of_no_pair(a, b, problem):
-    assert pair_kinds.shape_problem(a, b) == (ShapeMismatchError, problem)
+    assert pair_layouts.shape_problem(a, b) == (ShapeMismatchError, problem)
 
 
 # The only table ---------------------------------------------------------------------------------------------------
 
 
-def test_no_other_module_of_adapters_knows_a_kind_or_counts_dimensions():
-    known = {part.name for kind in VARIANTS for part in kind.parts} | set(SHARED_PARTS)
-    known |= {part.parameter for part in PARTS.values()} | {kind.tensors for kind in VARIANTS}
+def test_no_other_module_of_adapters_knows_a_variant_or_counts_dimensions():
+    known = {part.name for variant in STORED for part in variant.parts} | set(SHARED_PARTS)
+    known |= {part.parameter for part in PARTS.values()} | {variant.tensors for variant in STORED}
     found = []
     for folder, _, names in os.walk(os.path.join(ROOT, "mindlora", "adapters")):
-        for path in (os.path.join(folder, name) for name in names if name.endswith(".py") and name != "pair_kinds.py"):
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
             with open(path, encoding="utf-8") as file:
                 nodes = list(ast.walk(ast.parse(file.read())))
             found += [
@@ -267,4 +261,4 @@ def test_no_other_module_of_adapters_knows_a_kind_or_counts_dimensions():
                 or isinstance(node, ast.Constant)
                 and node.value in known
             ]
-    assert not found, "mindlora/adapters/pair_kinds.py is to answer what is asked at " + ", ".join(found)
+    assert not found, "config/variants/ and numerics/pair_layouts.py are to answer what is asked at " + ", ".join(found)

@@ -1,142 +1,18 @@
-"""The table of pairs: which parts each kind of adapter has (KINDS), and what A and B look like on each cell (LAYOUTS).
+"""What A and B of a pair look like on each kind of cell: linear, embedding, convolution, stacked experts."""
 
-A kind (LoRA, DoRA, VeRA) says which tensors a cell's adapter consists of and what may be done with them. A layout
-(linear, embedding, convolution, experts) says which shapes A and B have and how B A is added to the weight. A new kind
-is one entry here; no other module of mindlora.adapters asks for a part by name or for a number of dimensions.
-"""
-
-import dataclasses
 import math
-from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple, Type
+from typing import Dict, List, Optional, Tuple, Type
 
 import numpy as np
 
 from mindlora.errors import AdapterError, RankMismatchError, ShapeMismatchError
 from mindlora.numerics.dtypes import to_float32
 
-# (path of the cell under MindFormers' names, name of the part).
-PartKey = Tuple[str, str]
 # A and B.
 Pair = Tuple[np.ndarray, np.ndarray]
 Shape = Tuple[int, ...]
 # The error to raise, and what is wrong in words.
 Problem = Tuple[Type[AdapterError], str]
-
-
-class Part(NamedTuple):
-    """One tensor of a cell's adapter.
-
-    Attributes:
-        name (str): "A", "B", "magnitude", ...
-        parameter (str): Its parameter's name in a network; with a dot before it, the ending of its key in MindFormers'
-            files.
-        peft (str): The ending of its key in PEFT's files; of a shared part, the whole key.
-        size (str): The size of a vector: "r", or "out" for one element per row of the weight. Default: "", a matrix.
-    """
-
-    name: str
-    parameter: str
-    peft: str
-    size: str = ""
-
-
-A = Part("A", "mindpet_delta_lora_a", ".lora_A.weight")
-B = Part("B", "mindpet_delta_lora_b", ".lora_B.weight")
-
-
-def _plain_pair(parts: Mapping[str, np.ndarray]) -> Pair:
-    return parts["A"], parts["B"]
-
-
-@dataclasses.dataclass(frozen=True)
-class PairKind:
-    """One kind of adapter.
-
-    Attributes:
-        name (str): For messages.
-        field (str): The field of pet_config, of PEFT's configuration and of mindlora's metadata that asks for it;
-            empty for plain LoRA.
-        parts (tuple of Part): What each cell has besides A and B.
-        tensors (str): These parts in words.
-        report (str): What inspect_adapter says about such an adapter.
-        shared_parts (mapping): "A" or "B" -> Part, for matrices that a file holds once for all cells.
-        row_norms (str): The part that gives the norm of each row of W + scale B A; empty if no part does.
-        low_rank_pair (callable): Takes {part name: array}; returns the pair (A, B) whose scale B A is added to the
-            weight.
-        cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty if they can: then
-            parts of size "out" are joined and split by rows, as B is.
-        cannot_combine (str): Why several adapters cannot be combined into one; empty if they can.
-        in_slora (bool): Whether MindFormers' slora can serve it.
-    """
-
-    name: str
-    field: str = ""
-    parts: Tuple[Part, ...] = ()
-    tensors: str = ""
-    report: str = ""
-    shared_parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
-    row_norms: str = ""
-    low_rank_pair: Callable[[Mapping[str, np.ndarray]], Pair] = _plain_pair
-    cannot_join: str = ""
-    cannot_combine: str = ""
-    in_slora: bool = False
-
-    @property
-    def row_parts(self) -> Tuple[str, ...]:
-        """The vectors that have one element per row of the weight."""
-        return tuple(part.name for part in self.parts if part.size == "out")
-
-
-def _vera_pair(parts: Mapping[str, np.ndarray]) -> Pair:
-    """Returns diag(lambda_d) A and diag(lambda_b) B."""
-    return parts["lambda_d"][:, None] * parts["A"], parts["lambda_b"][:, None] * parts["B"]
-
-
-LORA = PairKind("LoRA", in_slora=True)
-DORA = PairKind(
-    "DoRA",
-    field="use_dora",
-    parts=(Part("magnitude", "mindpet_delta_lora_magnitude", ".lora_magnitude_vector", size="out"),),
-    tensors="DoRA magnitudes",
-    report="yes, with a magnitude for each row",
-    row_norms="magnitude",
-    cannot_combine="several magnitudes of one row have no defined sum",
-)
-VERA = PairKind(
-    "VeRA",
-    field="use_vera",
-    parts=(
-        Part("lambda_d", "mindpet_delta_lora_lambda_d", ".vera_lambda_d", size="r"),
-        Part("lambda_b", "mindpet_delta_lora_lambda_b", ".vera_lambda_b", size="out"),
-    ),
-    tensors="VeRA vectors",
-    report=(
-        "yes: all cells share A and B; below, each cell's vectors are multiplied in, and A is as wide as the widest "
-        "cell"
-    ),
-    shared_parts={
-        "A": Part("shared A", "mindpet_delta_lora_vera_a", "base_model.vera_A"),
-        "B": Part("shared B", "mindpet_delta_lora_vera_b", "base_model.vera_B"),
-    },
-    low_rank_pair=_vera_pair,
-    cannot_join="VeRA's vectors belong to rows of matrices that all cells share",
-    cannot_combine="its cells share A and B, which are as wide as the widest cell",
-)
-
-# The kinds that a configuration field turns on, and all kinds.
-VARIANTS = (DORA, VERA)
-KINDS = (LORA, *VARIANTS)
-# Every part that a cell can have, in the order in which files hold them.
-PARTS = {part.name: part for part in (A, B, *(part for kind in VARIANTS for part in kind.parts))}
-SHARED_PARTS = {part.name: part for kind in VARIANTS for part in kind.shared_parts.values()}
-# "A" or "B" -> key of the shared projection, which belongs to no single cell, so its path is empty.
-SHARED: Dict[str, PartKey] = {half: ("", part.name) for kind in VARIANTS for half, part in kind.shared_parts.items()}
-
-
-def kind_of(parts: Iterable[str]) -> PairKind:
-    """Returns the kind of adapter that has these parts."""
-    names = set(parts)
-    return next((kind for kind in VARIANTS if names.intersection(part.name for part in kind.parts)), LORA)
 
 
 class PairLayout:
@@ -156,9 +32,21 @@ class PairLayout:
     dims = 2
     rank_axes = (0, 1)
     stacked = False
-    peft = {"A": A.peft, "B": B.peft}
+    peft = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
     can_combine = True
     in_slora = True
+
+    def pair_shapes(self, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
+        """Returns the shapes of A and B, by "A" and "B".
+
+        Args:
+            shape (tuple of int): The shape of the weight: [out, in]; of an embedding [vocabulary, dim], of a
+                convolution [out, in / groups, kh, kw], of stacked experts [experts, out, in].
+            rank (int): Rank r.
+            groups (int): Groups of a convolution. Default: 1.
+        """
+        rows, columns = shape
+        return {"A": (rank, columns), "B": (rows, rank)}
 
     def rank(self, a: Shape) -> int:
         """Returns the rank of a pair with A of shape ``a``."""
@@ -230,6 +118,10 @@ class _Embedding(PairLayout):
     peft = {"A": ".lora_embedding_A", "B": ".lora_embedding_B"}
     in_slora = False
 
+    def pair_shapes(self, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
+        vocabulary, dim = shape
+        return {"A": (rank, vocabulary), "B": (dim, rank)}
+
     def weight_shape(self, a: Shape, b: Shape) -> Shape:
         return a[1], b[0]
 
@@ -244,6 +136,10 @@ class _Convolution(PairLayout):
     dims = 4
     can_combine = False
     in_slora = False
+
+    def pair_shapes(self, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
+        rows, columns, *kernel = shape
+        return {"A": (rank, columns * groups, *kernel), "B": (rows, rank // groups, 1, 1)}
 
     def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
         groups = a[0] // b[1]
@@ -266,6 +162,10 @@ class _Experts(PairLayout):
     stacked = True
     rank_axes = (1, 2)
     in_slora = False
+
+    def pair_shapes(self, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
+        experts, rows, columns = shape
+        return {"A": (experts, rank, columns), "B": (experts, rows, rank)}
 
     def channels(self, a: Shape, b: Shape) -> Tuple[int, int]:
         return b[1], a[2]

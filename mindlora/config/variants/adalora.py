@@ -1,0 +1,40 @@
+"""AdaLoRA: the update is P Lambda Q, and ranks go to the cells that need them (Zhang et al., 2023)."""
+
+from typing import TYPE_CHECKING
+
+from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Variant
+from mindlora.errors import ConfigError
+from mindlora.numerics import rank_schedule
+
+if TYPE_CHECKING:
+    from mindlora.config.lora_config import LoraConfig
+
+
+class AdaLoRA(Variant):
+    """A is Q, B is P, and each rank has a weight in Lambda; saved as a plain LoRA of the ranks that are left."""
+
+    name = "AdaLoRA"
+    field = "use_adalora"
+    unsupported_on = {
+        **dict.fromkeys(NOT_LINEAR, "it allocates the ranks of linear cells"),
+        QUANTIZED: "it needs the weight in float",
+        SHARDED: "the budget compares the importance of all triplets",
+    }
+    excludes = (*("use_rslora", "freeze_lora_a", "rank_pattern"), *("lora_init", "lora_a_init", "lora_b_init"))
+    defaults = rank_schedule.DEFAULTS
+    # Lambda is multiplied into A before it is saved.
+    parts = (Part("lambda", "mindpet_delta_lora_lambda", "", size="r"),)
+    in_files = False
+
+    def check_settings(self, config: "LoraConfig") -> None:
+        """Checks the settings of the budget, and sets lora_rank to init_r."""
+        rank_schedule.check_settings(config.budget_settings)
+        if config.lora_rank not in (type(config).lora_rank, config.init_r):
+            raise ConfigError(
+                f"use_adalora is True and lora_rank is {config.lora_rank!r}: AdaLoRA begins with init_r and ends with "
+                "target_r on average. Leave lora_rank out."
+            )
+        config.lora_rank = config.budget_settings.init_r
+
+
+ADALORA = AdaLoRA()

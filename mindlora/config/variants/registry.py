@@ -1,0 +1,52 @@
+"""The variants, one line each, and which of them a configuration or an adapter is."""
+
+from typing import TYPE_CHECKING, Dict, Iterable, Tuple
+
+from mindlora.config.variants.adalora import ADALORA
+from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.variant import A, B, PartKey, Variant
+from mindlora.config.variants.vera import VERA
+from mindlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindlora.config.lora_config import LoraConfig
+
+LORA = Variant()
+# Those that a field of LoraConfig asks for.
+VARIANTS: Tuple[Variant, ...] = (DORA, VERA, ADALORA)
+# Those whose parts are in files.
+STORED = tuple(variant for variant in VARIANTS if variant.in_files)
+
+_PARTS = (A, B, *(part for variant in VARIANTS for part in variant.parts))
+_STORED_PARTS = (A, B, *(part for variant in STORED for part in variant.parts))
+# Part -> the name of its parameter in a cell.
+PARAMETERS = {part.name: part.parameter for part in _PARTS}
+# Every part that a file can hold of a cell, in the order in which it does.
+PARTS = {part.name: part for part in _STORED_PARTS}
+SHARED_PARTS = {part.name: part for variant in VARIANTS for part in variant.shared_parts.values()}
+# "A" or "B" -> key of the shared projection, which belongs to no single cell, so its path is empty.
+SHARED: Dict[str, PartKey] = {
+    half: ("", part.name) for variant in VARIANTS for half, part in variant.shared_parts.items()
+}
+
+
+def of_config(config: "LoraConfig") -> Variant:
+    """Returns the variant that a configuration asks for.
+
+    Raises:
+        ConfigError: It asks for two.
+    """
+    chosen = [variant for variant in VARIANTS if getattr(config, variant.field)]
+    if len(chosen) > 1:
+        first, second = chosen[:2]
+        raise ConfigError(
+            f"{second.field} is True and {first.field} is True, which {second.name} does not have. "
+            "Leave one of them out."
+        )
+    return chosen[0] if chosen else LORA
+
+
+def of_parts(parts: Iterable[str]) -> Variant:
+    """Returns the variant of an adapter in a file that has these parts."""
+    names = set(parts)
+    return next((variant for variant in STORED if variant.has_any(names)), LORA)

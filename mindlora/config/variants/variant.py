@@ -1,0 +1,246 @@
+"""Variant: what there is to know of one kind of adapter without a network; plain LoRA, and the base of the others."""
+
+from typing import TYPE_CHECKING, AbstractSet, Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from mindlora.common.fields import refuse_fields, settle_dependents
+from mindlora.common.text import listed
+from mindlora.errors import ConfigError
+from mindlora.models import names
+from mindlora.numerics import initializers, pair_layouts
+from mindlora.numerics.pair_layouts import LINEAR, Pair, PairLayout, Shape
+
+if TYPE_CHECKING:
+    from mindlora.config.lora_config import LoraConfig
+
+# (path of the cell under MindFormers' names, name of the part).
+PartKey = Tuple[str, str]
+# What a cell of the base can be, besides a linear cell in float on one device.
+EMBEDDINGS = pair_layouts.EMBEDDING.cells
+CONVOLUTIONS = pair_layouts.CONVOLUTION.cells
+EXPERTS = pair_layouts.EXPERTS.cells
+NOT_LINEAR = (EMBEDDINGS, CONVOLUTIONS, EXPERTS)
+QUANTIZED = "quantized weights"
+SHARDED = "sharded cells"
+# Sharded cells whose weight is cut; sharding by tokens leaves it whole.
+CUT = "sharded weights"
+# What to do besides changing the setting; for the other bases it is _EXCLUDE.
+_WAYS_OUT = {QUANTIZED: "leave quantize_base out", SHARDED: "set model_parallel: 1", CUT: "set model_parallel: 1"}
+_EXCLUDE = "add the cell to exclude_modules"
+
+
+class Part(NamedTuple):
+    """One tensor of a cell's adapter.
+
+    Attributes:
+        name (str): "A", "B", "magnitude", ...
+        parameter (str): Its parameter's name in a network; with a dot before it, the ending of its key in MindFormers'
+            files.
+        peft (str): The ending of its key in PEFT's files; of a shared part, the whole key.
+        size (str): Its shape: "r", "out" for one element per row of the weight, or "r, out". Default: "", that of A
+            or B, which depends on the cell.
+    """
+
+    name: str
+    parameter: str
+    peft: str
+    size: str = ""
+
+    def shape(self, rank: int, rows: int) -> Shape:
+        """Returns the shape that ``size`` means for an adapter of this rank on a weight of so many rows."""
+        return tuple({"r": rank, "out": rows}[axis] for axis in self.size.split(", "))
+
+
+A = Part("A", "mindpet_delta_lora_a", LINEAR.peft["A"])
+B = Part("B", "mindpet_delta_lora_b", LINEAR.peft["B"])
+
+
+class Unsupported(NamedTuple):
+    """A setting that a base does not support.
+
+    Attributes:
+        field (str): The field of LoraConfig.
+        setting (str): The field, with its value where that matters.
+        reason (str): Why the two do not go together.
+    """
+
+    field: str
+    setting: str
+    reason: str
+
+
+class Variant:
+    """Plain LoRA, and what a variant may change of it.
+
+    Attributes:
+        name (str): For messages.
+        field (str): The field of LoraConfig, of PEFT's configuration and of mindlora's metadata that asks for it;
+            empty for plain LoRA.
+        unsupported_on (mapping): Base (EMBEDDINGS, SHARDED, ...) -> why the variant cannot be put on it.
+        excludes (tuple of str): Fields of LoraConfig that the variant does not have.
+        defaults (mapping): Field of LoraConfig that only this variant has -> its default.
+        bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
+        parts (tuple of Part): What each cell has besides A and B.
+        shared_parts (mapping): "A" or "B" -> Part, for matrices that all cells of a network share, and that a file
+            holds once.
+        row_norms (str): The part that gives the norm of each row of W + scale B A; empty if no part does.
+        in_files (bool): Whether files hold its parts; otherwise it is saved as a plain LoRA.
+        tensors (str): Its parts in words.
+        report (str): What inspect_adapter says about such an adapter.
+        cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty if they can: then
+            parts of size "out" are joined and split by rows, as B is.
+        cannot_combine (str): Why several adapters cannot be combined into one; empty if they can.
+        cannot_serve (str): Why it cannot be served beside other adapters on one base; empty if it can.
+    """
+
+    name = "LoRA"
+    field = ""
+    unsupported_on: Mapping[str, str] = {}
+    excludes: Tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = {}
+    bounded_rank = True
+    parts: Tuple[Part, ...] = ()
+    shared_parts: Mapping[str, Part] = {}
+    row_norms = ""
+    in_files = True
+    tensors = ""
+    report = ""
+    cannot_join = ""
+    cannot_combine = ""
+    cannot_serve = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is plain LoRA."""
+        return not self.field
+
+    # Its settings
+
+    def settle(self, config: "LoraConfig") -> None:
+        """Gives the fields that only this variant has their defaults, and checks what it excludes.
+
+        Args:
+            config (LoraConfig): Changed in place; it need not ask for this variant.
+
+        Raises:
+            ConfigError: A field has no effect without the variant, or cannot be combined with it.
+        """
+        settle_dependents(config, self.field, self.defaults)
+        if getattr(config, self.field):
+            refuse_fields(config, self.field, self.excludes, self.name)
+            self.check_settings(config)
+
+    def check_settings(self, config: "LoraConfig") -> None:
+        """Checks the settings of this variant, and sets those that follow from others."""
+
+    def unsupported(self, config: "LoraConfig", base: str) -> Iterator[Unsupported]:
+        """Yields the settings of ``config`` that a base does not support.
+
+        Args:
+            config (LoraConfig): One that asks for this variant.
+            base (str): EMBEDDINGS, SHARDED, ...
+        """
+        if base in self.unsupported_on:
+            yield Unsupported(self.field, self.field, self.unsupported_on[base])
+        if base == EMBEDDINGS and config.freeze_lora_a:
+            yield Unsupported("freeze_lora_a", "freeze_lora_a", "A is zero at first there, and B would get no gradient")
+        if base == EXPERTS and config.lora_dropout:
+            yield Unsupported(
+                "lora_dropout", "lora_dropout", "it would drop elements of a token before it is sent to its experts"
+            )
+        lora_init = config.lora_init
+        if base == QUANTIZED:
+            unsupported = initializers.changes_base(lora_init)
+        elif base in (EMBEDDINGS, CONVOLUTIONS, CUT):
+            unsupported = initializers.needs_whole_matrices(lora_init)
+        elif base == EXPERTS:
+            unsupported = initializers.needs_whole_matrices(lora_init) or initializers.is_loftq(lora_init)
+        else:
+            unsupported = False
+        if unsupported:
+            weight = "weight in float" if base == QUANTIZED else "whole weight of a linear cell"
+            yield Unsupported("lora_init", f"lora_init {lora_init!r}", f"it needs the {weight}")
+
+    def refusal(self, config: "LoraConfig", *bases: str) -> Optional[str]:
+        """Returns why a cell cannot carry the adapter of ``config``, and what to do; None if it can.
+
+        Args:
+            config (LoraConfig): One that asks for this variant.
+            *bases (str): All that the cell is: EMBEDDINGS, SHARDED, ...; nothing for a linear cell in float.
+        """
+        for base in bases:
+            for field, setting, reason in self.unsupported(config, base):
+                way_out = _WAYS_OUT.get(base, _EXCLUDE)
+                return f"{setting} is not supported on {base}: {reason}. Leave {field} out, or {way_out}."
+        return None
+
+    def check_paths(self, paths: List[str]) -> None:
+        """Refuses cells whose adapter could not be saved.
+
+        Args:
+            paths (list of str): Full paths of the cells that get one.
+
+        Raises:
+            ConfigError: Some do the work of several cells of Hugging Face's, and the variant cannot be split.
+        """
+        joined = [path for path in paths if names.joined_parts(path)]
+        if self.cannot_join and joined:
+            raise ConfigError(
+                f"{self.field} is True, and {listed(joined)} do the work of several cells of Hugging Face's: a "
+                f"{self.name} adapter of such a cell cannot be saved. Leave them out of target_modules."
+            )
+
+    # Its parts
+
+    def part_shapes(self, layout: PairLayout, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
+        """Returns part -> shape of what a cell has of its own, in the order of its parameters.
+
+        Args:
+            layout (PairLayout): The kind of cell.
+            shape (tuple of int): The shape of its weight; [experts, out, in] of stacked experts.
+            rank (int): Rank r.
+            groups (int): Groups of a convolution. Default: 1.
+        """
+        tensors = self.tensor_shapes(layout, shape, rank, groups)
+        return {part: size for part, size in tensors.items() if part not in self.shared_parts}
+
+    def tensor_shapes(self, layout: PairLayout, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
+        """Returns part -> shape of all that a cell computes with, A and B among it; the arguments are part_shapes'."""
+        pair = layout.pair_shapes(shape, rank, groups)
+        return {**pair, **{part.name: part.shape(rank, shape[0]) for part in self.parts}}
+
+    def shared_shapes(self, shapes: List[Shape], rank: int) -> Dict[str, Shape]:
+        """Returns part -> shape of what all cells share: nothing, but for VeRA the projection.
+
+        Args:
+            shapes (list of tuple): [out, in] of the weight of each cell.
+            rank (int): Rank r.
+        """
+        if not self.shared_parts or not shapes:
+            return {}
+        rows, columns = zip(*shapes)
+        pair = LINEAR.pair_shapes((max(rows), max(columns)), rank)
+        return {part.name: pair[half] for half, part in self.shared_parts.items()}
+
+    def trained_parts(self, config: "LoraConfig") -> Tuple[str, ...]:
+        """Returns the parts of each cell that train."""
+        own = [half for half in "AB" if half not in self.shared_parts] + [part.name for part in self.parts]
+        return tuple(part for part in own if part != "A" or not config.freeze_lora_a)
+
+    def has_any(self, names: AbstractSet[str]) -> bool:
+        """Tells whether any of these parts is one that only this variant has."""
+        return any(part.name in names for part in self.parts)
+
+    @property
+    def row_parts(self) -> Tuple[str, ...]:
+        """The vectors that have one element per row of the weight."""
+        return tuple(part.name for part in self.parts if part.size == "out")
+
+    def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
+        """Returns the A and B whose product scale B A is added to the weight.
+
+        Args:
+            parts (mapping): Part -> array of one cell, shared ones among them.
+        """
+        return parts["A"], parts["B"]
