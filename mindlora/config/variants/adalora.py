@@ -1,13 +1,8 @@
 """AdaLoRA: the update is P Lambda Q, and ranks go to the cells that need them (Zhang et al., 2023)."""
 
-from typing import TYPE_CHECKING
-
-from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Variant
+from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
 from mindlora.errors import ConfigError
 from mindlora.numerics import rank_schedule
-
-if TYPE_CHECKING:
-    from mindlora.config.lora_config import LoraConfig
 
 
 class AdaLoRA(Variant):
@@ -26,7 +21,7 @@ class AdaLoRA(Variant):
     parts = (Part("lambda", "mindpet_delta_lora_lambda", "", size="r"),)
     in_files = False
 
-    def check_settings(self, config: "LoraConfig") -> None:
+    def check_settings(self, config: Settings) -> None:
         """Checks the settings of the budget, and sets lora_rank to init_r."""
         rank_schedule.check_settings(config.budget_settings)
         if config.lora_rank not in (type(config).lora_rank, config.init_r):

@@ -1,15 +1,12 @@
 """The variants, one line each, and which of them a configuration or an adapter is."""
 
-from typing import TYPE_CHECKING, Dict, Iterable, Tuple
+from typing import Dict, Iterable, Tuple
 
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.config.variants.dora import DORA
-from mindlora.config.variants.variant import A, B, PartKey, Variant
+from mindlora.config.variants.variant import A, B, PartKey, Settings, Variant
 from mindlora.config.variants.vera import VERA
 from mindlora.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mindlora.config.lora_config import LoraConfig
 
 LORA = Variant()
 # Those that a field of LoraConfig asks for.
@@ -30,7 +27,7 @@ SHARED: Dict[str, PartKey] = {
 }
 
 
-def of_config(config: "LoraConfig") -> Variant:
+def of_config(config: Settings) -> Variant:
     """Returns the variant that a configuration asks for.
 
     Raises:

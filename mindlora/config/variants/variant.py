@@ -1,6 +1,6 @@
 """Variant: what there is to know of one kind of adapter without a network; plain LoRA, and the base of the others."""
 
-from typing import TYPE_CHECKING, AbstractSet, Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -11,9 +11,8 @@ from mindlora.models import names
 from mindlora.numerics import initializers, pair_layouts
 from mindlora.numerics.pair_layouts import LINEAR, Pair, PairLayout, Shape
 
-if TYPE_CHECKING:
-    from mindlora.config.lora_config import LoraConfig
-
+# LoraConfig, which is made of variants and so cannot be imported here.
+Settings = Any
 # (path of the cell under MindFormers' names, name of the part).
 PartKey = Tuple[str, str]
 # What a cell of the base can be, besides a linear cell in float on one device.
@@ -117,7 +116,7 @@ class Variant:
 
     # Its settings
 
-    def settle(self, config: "LoraConfig") -> None:
+    def settle(self, config: Settings) -> None:
         """Gives the fields that only this variant has their defaults, and checks what it excludes.
 
         Args:
@@ -131,10 +130,10 @@ class Variant:
             refuse_fields(config, self.field, self.excludes, self.name)
             self.check_settings(config)
 
-    def check_settings(self, config: "LoraConfig") -> None:
+    def check_settings(self, config: Settings) -> None:
         """Checks the settings of this variant, and sets those that follow from others."""
 
-    def unsupported(self, config: "LoraConfig", base: str) -> Iterator[Unsupported]:
+    def unsupported(self, config: Settings, base: str) -> Iterator[Unsupported]:
         """Yields the settings of ``config`` that a base does not support.
 
         Args:
@@ -162,7 +161,7 @@ class Variant:
             weight = "weight in float" if base == QUANTIZED else "whole weight of a linear cell"
             yield Unsupported("lora_init", f"lora_init {lora_init!r}", f"it needs the {weight}")
 
-    def refusal(self, config: "LoraConfig", *bases: str) -> Optional[str]:
+    def refusal(self, config: Settings, *bases: str) -> Optional[str]:
         """Returns why a cell cannot carry the adapter of ``config``, and what to do; None if it can.
 
         Args:
@@ -223,7 +222,7 @@ class Variant:
         pair = LINEAR.pair_shapes((max(rows), max(columns)), rank)
         return {part.name: pair[half] for half, part in self.shared_parts.items()}
 
-    def trained_parts(self, config: "LoraConfig") -> Tuple[str, ...]:
+    def trained_parts(self, config: Settings) -> Tuple[str, ...]:
         """Returns the parts of each cell that train."""
         own = [half for half in "AB" if half not in self.shared_parts] + [part.name for part in self.parts]
         return tuple(part for part in own if part != "A" or not config.freeze_lora_a)

@@ -1,17 +1,14 @@
 """VeRA: two vectors train around random matrices that the network's cells share (Kopiczko et al., 2024)."""
 
 import math
-from typing import TYPE_CHECKING, Mapping
+from typing import Mapping
 
 import numpy as np
 
 from mindlora.common.fields import Range, check_number
-from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Variant
+from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
 from mindlora.errors import ConfigError
 from mindlora.numerics.pair_layouts import Pair
-
-if TYPE_CHECKING:
-    from mindlora.config.lora_config import LoraConfig
 
 _D_INITIAL = Range(
     "a number other than 0: from 0, no gradient reaches VeRA's vectors", lambda value: 0 < abs(value) < math.inf
@@ -52,7 +49,7 @@ class VeRA(Variant):
     cannot_join = "VeRA's vectors belong to rows of matrices that all cells share"
     cannot_combine = "its cells share A and B, which are as wide as the widest cell"
 
-    def check_settings(self, config: "LoraConfig") -> None:
+    def check_settings(self, config: Settings) -> None:
         """Checks d_initial and the seed, and sets the scale to 1."""
         if config.lora_alpha not in (type(config).lora_alpha, config.lora_rank):
             raise ConfigError(
