@@ -14,25 +14,11 @@ import sys
 from typing import Optional, Sequence
 
 from mindlora import __version__
-from mindlora.cli import (
-    adapters,
-    base,
-    chat,
-    configs,
-    convert,
-    data,
-    doctor,
-    generate,
-    plan,
-    report,
-    serve,
-    shards,
-    suggest,
-)
+from mindlora.cli import adapters, base, chat, data, generate, runs, serve
 from mindlora.common.overrides import split_overrides
 from mindlora.errors import LoraError
 
-_GROUPS = (data, convert, adapters, shards, base, report, suggest, configs, doctor, plan, generate, chat, serve)
+_GROUPS = (data, adapters, base, runs, generate, chat, serve)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -82,6 +68,7 @@ def _parser():
     parser = argparse.ArgumentParser(prog="mindlora", description="LoRA for MindSpore, native to MindFormers.")
     parser.add_argument("--version", action="version", version=f"mindlora {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (verb for group in _GROUPS for verb in group.VERBS):
-        verb.add_options(verbs.add_parser(verb.name, help=verb.summary, description=verb.summary))
+    for group in _GROUPS:
+        for verb in group.VERBS:
+            verb.add_options(verbs.add_parser(verb.name, help=verb.summary, description=verb.summary))
     return parser

@@ -1,13 +1,18 @@
-"""mindlora inspect, diff, combine, resize: adapter files."""
+"""mindlora convert, inspect, diff, combine, resize, gather, scatter: adapter files."""
 
 import argparse
 import dataclasses
-from typing import Any, Tuple
+import os
+from typing import TYPE_CHECKING, Any, Tuple
 
-from mindlora.cli.convert import add_allow_pickle, add_target_paths
-from mindlora.cli.verb import Verb, add_command
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_heads, add_target_paths
+
+if TYPE_CHECKING:
+    from mindlora.adapters.convert import Heads
+    from mindlora.adapters.sharding.run_settings import RunSettings
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
+_FORMS = ("peft", "mindformers", "ckpt", "slora", "mcore", "diffusers", "kohya")
 _OUTPUT_HELP = "the folder to write, in PEFT's format; of Stable Diffusion in diffusers'"
 
 
@@ -44,6 +49,75 @@ def _add_reading_options(parser: argparse.ArgumentParser) -> None:
     add_allow_pickle(parser)
 
 
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="IN", help=f"{_ADAPTER_HELP} of PEFT, MindFormers, diffusers, kohya or mlx-lm")
+    parser.add_argument(
+        "output",
+        metavar="OUT",
+        help="a folder for peft, slora and diffusers, a .safetensors file for mindformers, mcore and kohya, a .ckpt "
+        "file for ckpt",
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=_FORMS,
+        help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder that "
+        "MindFormers serves an adapter from; mcore: what MindFormers' own LoRA on an mcore model reads; diffusers, "
+        "kohya: Stable Diffusion's adapters",
+    )
+    parser.add_argument(
+        "--concat", action="store_true", help="join q, k, v and w1, w3, for a model with qkv_concat: True"
+    )
+    add_heads(parser, "join or split")
+    parser.add_argument(
+        "--architecture",
+        metavar="TYPE",
+        help="the kind of the base, as model_type in its config.json (qwen3, deepseek_v3, ...), where neither that nor "
+        "the adapter tells",
+    )
+    _add_reading_options(parser)
+    parser.add_argument(
+        "--part",
+        choices=("unet", "text_encoder", "text_encoder_2"),
+        help="convert this part of a Stable Diffusion adapter alone (needed for peft and ckpt if IN has several)",
+    )
+    add_target_paths(parser)
+    parser.add_argument(
+        "--experts",
+        choices=("stacked", "single"),
+        help="pairs of routed experts: one for each stacked weight of a layer (PEFT's target_parameters), or of each "
+        "expert by itself (PEFT's older form)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    add_command(parser, _convert)
+
+
+def _convert(arguments: argparse.Namespace) -> Any:
+    from mindlora.adapters.convert import convert_adapter
+
+    return convert_adapter(
+        arguments.input,
+        arguments.output,
+        arguments.to,
+        arguments.alpha,
+        _heads(arguments),
+        arguments.concat,
+        arguments.allow_pickle,
+        arguments.overwrite,
+        arguments.part,
+        arguments.target_paths,
+        arguments.architecture,
+        arguments.experts,
+    )
+
+
+def _heads(arguments: argparse.Namespace) -> "Heads":
+    """Returns the sizes of attention that the options of add_heads give."""
+    from mindlora.adapters.convert import Heads
+
+    return Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.q_lora_rank)
+
+
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help=_ADAPTER_HELP)
     parser.add_argument(
@@ -60,11 +134,10 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     add_target_paths(parser)
     _add_reading_options(parser)
-    add_command(parser, inspect)
+    add_command(parser, _inspect)
 
 
-def inspect(arguments: argparse.Namespace) -> Any:
-    """Runs mindlora inspect."""
+def _inspect(arguments: argparse.Namespace) -> Any:
     from mindlora.adapters.inspect import inspect_adapter
     from mindlora.adapters.servers import check_for_server
 
@@ -89,11 +162,10 @@ def _diff_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help=_ADAPTER_HELP)
     parser.add_argument("second", metavar="B", help="another one, in any format")
     _add_reading_options(parser)
-    add_command(parser, diff)
+    add_command(parser, _diff)
 
 
-def diff(arguments: argparse.Namespace) -> Any:
-    """Runs mindlora diff."""
+def _diff(arguments: argparse.Namespace) -> Any:
     from mindlora.adapters.compare import compare_adapters
 
     return compare_adapters(
@@ -140,11 +212,10 @@ def _combine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of dare's random elements (default: 0)")
     _add_reading_options(parser)
-    add_command(parser, combine)
+    add_command(parser, _combine)
 
 
-def combine(arguments: argparse.Namespace) -> CombineReport:
-    """Runs mindlora combine."""
+def _combine(arguments: argparse.Namespace) -> CombineReport:
     from mindlora.adapters import files as adapter_files
     from mindlora.adapters.combine import combine_adapters
 
@@ -195,11 +266,10 @@ def _resize_options(parser: argparse.ArgumentParser) -> None:
         "With --rank, that is the limit",
     )
     _add_reading_options(parser)
-    add_command(parser, resize)
+    add_command(parser, _resize)
 
 
-def resize(arguments: argparse.Namespace) -> Any:
-    """Runs mindlora resize."""
+def _resize(arguments: argparse.Namespace) -> Any:
     from mindlora.adapters.resize import resize_adapter
 
     return resize_adapter(
@@ -212,9 +282,110 @@ def resize(arguments: argparse.Namespace) -> Any:
     )
 
 
+def _add_run_options(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="YAML",
+        help="the YAML of the run: its pet_config states lora_alpha, its model_config the sizes of the attention",
+    )
+    parser.add_argument("--alpha", type=float, metavar="N", help="lora_alpha, if neither the files nor --config do")
+    add_heads(parser, purpose)
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+
+
+def _run_settings(arguments: argparse.Namespace) -> "RunSettings":
+    """Returns the RunSettings that the options give."""
+    from mindlora.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
+
+    heads = _heads(arguments)
+    if not arguments.config:
+        return RunSettings(lora_alpha=arguments.alpha, heads=heads)
+    from mindlora.checks.language_model import language_model
+    from mindlora.checks.mcore import model_config_of
+    from mindlora.checks.pet_config import PetLoraConfig
+    from mindlora.common.yaml_file import read_yaml
+
+    model_config = model_config_of(language_model(read_yaml(arguments.config))[0])
+    config = PetLoraConfig.from_pet_config(pet_config_of(model_config, arguments.config))
+    return RunSettings(config, arguments.alpha, heads_of(model_config, heads), arguments.config)
+
+
+def _gather_options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " Every rank must be there with the same step, and its slices must make up each tensor exactly once."
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder that holds rank_0, rank_1, ...")
+    parser.add_argument(
+        "--output",
+        metavar="OUT",
+        help="a folder for peft and slora, a .safetensors file for mindformers, a .ckpt file for ckpt (default: "
+        "adapter, with that ending, beside CHECKPOINT)",
+    )
+    parser.add_argument(
+        "--strategy",
+        metavar="PATH",
+        help="the run's strategy files: a folder, or one file (default: the folder strategy in or beside CHECKPOINT)",
+    )
+    parser.add_argument(
+        "--to", default="peft", choices=_FORMS, help="form of OUT, as for mindlora convert (default: peft)"
+    )
+    parser.add_argument("--step", metavar="E_S", help="epoch and step in it, such as 2_100 (default: the newest)")
+    _add_run_options(parser, "split")
+    add_command(parser, _gather)
+
+
+def _gather(arguments: argparse.Namespace) -> Any:
+    from mindlora.adapters.sharding.gather import gather_adapter
+
+    return gather_adapter(
+        arguments.checkpoint,
+        arguments.output or _beside(arguments.checkpoint, arguments.to),
+        arguments.to,
+        arguments.strategy,
+        _run_settings(arguments),
+        arguments.step,
+        arguments.overwrite,
+    )
+
+
+def _beside(checkpoint: str, to: str) -> str:
+    endings = {"mindformers": ".safetensors", "mcore": ".safetensors", "kohya": ".safetensors", "ckpt": ".ckpt"}
+    ending = endings.get(to, "")
+    return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), f"adapter{ending}")
+
+
+def _scatter_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", metavar="ADAPTER", help=_ADAPTER_HELP)
+    parser.add_argument("--strategy", required=True, metavar="PATH", help="the strategy files of the run to start")
+    parser.add_argument("--output", required=True, metavar="OUT", help="the folder to write: rank_0, rank_1, ...")
+    parser.add_argument(
+        "--format", default="safetensors", choices=("safetensors", "ckpt"), help="of the files (default: safetensors)"
+    )
+    add_allow_pickle(parser)
+    _add_run_options(parser, "join or split")
+    add_command(parser, _scatter)
+
+
+def _scatter(arguments: argparse.Namespace) -> Any:
+    from mindlora.adapters.sharding.scatter import scatter_adapter
+
+    return scatter_adapter(
+        arguments.adapter,
+        arguments.output,
+        arguments.strategy,
+        arguments.format,
+        _run_settings(arguments),
+        arguments.allow_pickle,
+        arguments.overwrite,
+    )
+
+
 VERBS = (
+    Verb("convert", "Convert an adapter to another format.", _convert_options),
     Verb("inspect", "Show what an adapter holds.", _inspect_options),
     Verb("diff", "Show how two adapters differ.", _diff_options),
     Verb("combine", "Combine several adapters of one base into one.", _combine_options),
     Verb("resize", "Write an adapter at a smaller rank.", _resize_options),
+    Verb("gather", "Join the slices of an adapter that the ranks of a sharded run saved.", _gather_options),
+    Verb("scatter", "Cut an adapter into the slices of the ranks of a sharded run.", _scatter_options),
 )

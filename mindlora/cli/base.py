@@ -4,8 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from mindlora.cli.convert import add_allow_pickle
-from mindlora.cli.verb import Verb, add_command
+from mindlora.cli.verb import Verb, add_allow_pickle, add_command
 
 _FORMS = "a folder of .safetensors files, or one .safetensors or .ckpt file"
 
@@ -45,11 +44,10 @@ def _convert_options(parser):
         help="the model's MindFormers YAML: a folder with --to hf gets its config.json from it, if IN has none",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
-    add_command(parser, convert_base)
+    add_command(parser, _convert_base)
 
 
-def convert_base(arguments: argparse.Namespace) -> Any:
-    """Runs mindlora convert-base."""
+def _convert_base(arguments: argparse.Namespace) -> Any:
     from mindlora.base import convert as module
     from mindlora.common.yaml_file import read_yaml
 
@@ -103,11 +101,10 @@ def _quantize_options(parser):
         "--loftq-iterations", type=int, metavar="N", help="rounds of quantizing and decomposing (default: 1)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT and FOLDER")
-    add_command(parser, quantize_base)
+    add_command(parser, _quantize_base)
 
 
-def quantize_base(arguments: argparse.Namespace) -> Any:
-    """Runs mindlora quantize-base."""
+def _quantize_base(arguments: argparse.Namespace) -> Any:
     from mindlora.base.quantize import quantize_checkpoint
 
     with _Bar("quantize-base") as bar:
@@ -128,16 +125,13 @@ def _loftq_config(arguments):
     from mindlora.config import LoraConfig
     from mindlora.errors import ConfigError
 
-    given = [
-        f"--{flag.replace('_', '-')}"
-        for flag in ("rank", "alpha", "target_modules", "loftq_iterations")
-        if getattr(arguments, flag) is not None
-    ]
     if arguments.loftq is None:
-        if given:
-            raise ConfigError(
-                f"{given[0]} describes LoftQ's adapter, but --loftq is missing: give the folder to write it to."
-            )
+        for field in ("rank", "alpha", "target_modules", "loftq_iterations"):
+            if getattr(arguments, field) is not None:
+                flag = field.replace("_", "-")
+                raise ConfigError(
+                    f"--{flag} describes LoftQ's adapter, but --loftq is missing: give the folder to write it to."
+                )
         return None
     if arguments.rank is None:
         raise ConfigError("--loftq needs --rank: give the lora_rank of the YAML that will train the adapter.")
@@ -166,11 +160,10 @@ def _merge_options(parser):
     )
     add_allow_pickle(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
-    add_command(parser, merge)
+    add_command(parser, _merge)
 
 
-def merge(arguments: argparse.Namespace) -> Any:
-    """Runs mindlora merge."""
+def _merge(arguments: argparse.Namespace) -> Any:
     # Must be set before NumPy is imported. Blocks are merged in parallel: if each product used all cores, they would
     # wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

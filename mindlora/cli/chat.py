@@ -2,19 +2,31 @@
 
 import argparse
 import contextlib
+import dataclasses
+import difflib
 import sys
-from typing import TYPE_CHECKING, Optional, TextIO
+from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, TextIO
 
-from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
-from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
-from mindlora.cli.terminal import loaded_engine, remove_log, say, start
+from mindlora.cli.engine import (
+    add_answer_options,
+    add_engine_options,
+    loaded_engine,
+    read_adapters,
+    read_sampling,
+    remove_log,
+    say,
+    start,
+)
 from mindlora.cli.verb import Verb
 from mindlora.common.interrupts import Interrupts
-from mindlora.errors import LoraError
+from mindlora.errors import AdapterNotFoundError, LoraError, RequestError
 
 if TYPE_CHECKING:
     from mindlora.serving.dialogue import Dialogue
     from mindlora.serving.engine import Engine
+
+# Names that /adapters prints.
+_SHOWN = 50
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +34,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The first --adapter answers first; /help lists commands. docs/generate.md explains everything."
     )
-    add_engine_options(parser)
-    add_prompt_options(parser, "chat")
-    add_sampling_options(parser, 0.7, "as many as the window has room for")
-    add_size_options(parser, {"slots": "2", "max-running": "2", "max-waiting": "1024"})
-    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    add_engine_options(parser, {"slots": "2", "max-running": "2", "max-waiting": "1024"})
+    add_answer_options(parser, "chat", 0.7, "as many as the window has room for")
     parser.set_defaults(run=chat)
 
 
@@ -68,15 +77,13 @@ class _Chat:
     """
 
     def __init__(self, engine: "Engine", dialogue: "Dialogue", screen: TextIO, interrupts: Interrupts):
-        from mindlora.cli.chat_commands import Commands
-
-        self._dialogue, self._screen, self._interrupts = dialogue, screen, interrupts
-        self._commands = Commands(dialogue, engine, self._answer_again)
+        self._dialogue = dialogue
+        self._screen = screen
+        self._interrupts = interrupts
+        self._commands = _Commands(dialogue, engine, self._answer_again)
 
     def run(self) -> None:
         """Answers until the user leaves."""
-        from mindlora.cli.chat_commands import Leave
-
         while True:
             try:
                 line = self._read()
@@ -88,7 +95,7 @@ class _Chat:
                         print(told, file=sys.stderr, flush=True)
                 elif line.strip():
                     self._answer(line.strip())
-            except Leave:
+            except _Leave:
                 return
             except LoraError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -135,6 +142,142 @@ class _Chat:
 
     def _answer_again(self) -> None:
         self._answer(self._dialogue.take_back())
+
+
+class _Leave(Exception):
+    """The chat is to end."""
+
+
+class _Command(NamedTuple):
+    """A command: what it does with its argument, and the lines of /help.
+
+    ``run`` takes the argument, "" if there is none, and returns what the user is told.
+    """
+
+    run: Callable[[str], str]
+    argument: str
+    help: str
+
+
+class _Commands:
+    """What a user can do in a chat besides talking.
+
+    Args:
+        dialogue (Dialogue): The chat.
+        engine (Engine): Its engine.
+        answer_again (callable): Has the last question answered once more.
+    """
+
+    def __init__(self, dialogue: "Dialogue", engine: "Engine", answer_again: Callable[[], None]):
+        self._dialogue = dialogue
+        self._engine = engine
+        self._answer_again = answer_again
+        self._last_adapter = dialogue.adapter
+        self._table: Dict[str, _Command] = {
+            "adapter": _Command(self._adapter, "NAME", "answers come from this adapter; without NAME: who answers now"),
+            "base": _Command(self._base, "", "answers come from the base, or from the adapter again"),
+            "adapters": _Command(self._adapters, "", "list the adapters"),
+            "again": _Command(self._again, "", "answer the last message once more"),
+            "system": _Command(self._system, "TEXT", "set the system message; without TEXT: none"),
+            "temperature": _Command(self._temperature, "X", "0 takes the likeliest token each time"),
+            "seed": _Command(self._seed, "N", "seed of the answers from here on; without N: a new one for each answer"),
+            "reset": _Command(self._reset, "", "forget what was said"),
+            "help": _Command(self._help, "", "list these commands"),
+            "exit": _Command(self._exit, "", "leave (so does Ctrl-D; Ctrl-C stops an answer)"),
+        }
+
+    def run(self, line: str) -> str:
+        """Runs a line that begins with a slash and returns what the user is told; "" for nothing.
+
+        Raises:
+            _Leave: The chat is to end.
+            LoraError: There is no such command, or it cannot be done.
+        """
+        name, _, argument = line[1:].strip().partition(" ")
+        command = self._table.get(name)
+        if command is None:
+            near = difflib.get_close_matches(name, self._table, n=1)
+            meant = f" Did you mean /{near[0]}?" if near else ""
+            raise RequestError(
+                f"There is no command /{name}.{meant} /help lists all; a space before the slash sends it."
+            )
+        if argument.strip() and not command.argument:
+            raise RequestError(f"/{name} takes nothing behind it, and got {argument.strip()!r}.")
+        return command.run(argument.strip())
+
+    def _adapter(self, name: str) -> str:
+        if not name:
+            return f"answers come from {self.speaker}"
+        if name not in self._engine.adapters.registry:
+            near = difflib.get_close_matches(name, self._engine.adapters.names(), n=3)
+            meant = f" Did you mean {', '.join(near)}?" if near else ""
+            raise AdapterNotFoundError(f"There is no adapter called {name}.{meant} /adapters lists them.")
+        self._engine.adapters.memory.load(name)
+        self._dialogue.adapter = self._last_adapter = name
+        return f"answers come from {name}"
+
+    def _base(self, _: str) -> str:
+        dialogue = self._dialogue
+        if dialogue.adapter is None and self._last_adapter is None:
+            raise RequestError("Answers come from the base already: /adapter NAME chooses an adapter.")
+        dialogue.adapter = None if dialogue.adapter else self._last_adapter
+        return f"answers come from {self.speaker}"
+
+    def _adapters(self, _: str) -> str:
+        names = self._engine.adapters.names()
+        if not names:
+            return "there are no adapters: start with --adapter PATH or --adapters DIR"
+        lines: List[str] = [f"{'*' if name == self._dialogue.adapter else ' '} {name}" for name in names[:_SHOWN]]
+        return "\n".join(lines + ([f"  and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []))
+
+    def _again(self, _: str) -> str:
+        self._answer_again()
+        return ""
+
+    def _system(self, text: str) -> str:
+        if text and not self._dialogue.can_remember:
+            raise RequestError("A system message needs a chat template, and this chat has none: start with one.")
+        self._dialogue.system = text or None
+        return "the system message is set" if text else "there is no system message"
+
+    def _temperature(self, text: str) -> str:
+        from mindlora.serving.sampling import check_sampling
+
+        if text:
+            changed = dataclasses.replace(self._dialogue.sampling, temperature=_number(text, float, "temperature"))
+            check_sampling(changed)
+            self._dialogue.sampling = changed
+        return f"temperature is {self._dialogue.sampling.temperature:g}"
+
+    def _seed(self, text: str) -> str:
+        seed: Optional[int] = _number(text, int, "seed") if text else None
+        self._dialogue.set_seed(seed)
+        return "each answer draws a new seed" if seed is None else f"the next answer has seed {seed}, later ones add 1"
+
+    def _reset(self, _: str) -> str:
+        self._dialogue.reset()
+        return "what was said is forgotten"
+
+    def _help(self, _: str) -> str:
+        usages = {f"/{name} {command.argument}".strip(): command.help for name, command in self._table.items()}
+        width = max(map(len, usages))
+        return "\n".join(f"{usage:{width}}  {text}" for usage, text in usages.items())
+
+    def _exit(self, _: str) -> str:
+        raise _Leave
+
+    @property
+    def speaker(self) -> str:
+        """Who answers, in words."""
+        return self._dialogue.adapter or "the base"
+
+
+def _number(text, kind, name):
+    try:
+        return kind(text)
+    except ValueError as error:
+        expected = "a whole number" if kind is int else "a number"
+        raise RequestError(f"/{name} takes {expected}, and got {text!r}.") from error
 
 
 VERBS = (Verb("chat", "Chat with a base and its adapters.", _chat_options),)

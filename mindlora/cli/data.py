@@ -1,7 +1,6 @@
-"""mindlora data, mindlora plugin-path."""
+"""mindlora data: training data to MindRecord."""
 
 import argparse
-import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -10,20 +9,6 @@ from mindlora.errors import DataError
 
 if TYPE_CHECKING:
     from mindlora.data.conversion import DataReport
-
-
-@dataclasses.dataclass(frozen=True)
-class PluginPath:
-    """What plugin-path prints.
-
-    Attributes:
-        path (str): The folder that holds bridge.py.
-    """
-
-    path: str
-
-    def __str__(self):
-        return self.path
 
 
 def _data_options(parser):
@@ -39,7 +24,7 @@ def _data_options(parser):
         help=r"prompt template: alpaca (default), plain, or a text with {instruction}, {input} and \n for a new line",
     )
     _add_example_options(alpaca)
-    add_command(alpaca, convert_alpaca)
+    add_command(alpaca, _convert_alpaca)
     chat = kinds.add_parser(
         "chat", help="conversations (ShareGPT, OpenAI); only what the assistant says counts in the loss"
     )
@@ -51,14 +36,14 @@ def _data_options(parser):
         help="chat template in Jinja, for a tokenizer that has none, or instead of its own",
     )
     _add_example_options(chat)
-    add_command(chat, convert_chat)
+    add_command(chat, _convert_chat)
     text = kinds.add_parser("text", help="plain text to pretrain on, packed into full rows")
     text.add_argument("--input", required=True, metavar="FILE.txt", help="the file to convert")
     _add_conversion_options(text)
     text.add_argument(
         "--paragraphs", action="store_true", help="make each paragraph a document, with bos and eos around it"
     )
-    add_command(text, convert_text)
+    add_command(text, _convert_text)
 
 
 def _add_inputs(parser, fields):
@@ -159,30 +144,29 @@ def _add_example_options(parser):
     )
 
 
-def _example_settings(arguments):
-    return {
-        "columns": [_parse_columns(text) for text in arguments.columns],
-        "split": arguments.split,
-        "weights": _parse_weights(arguments.weights),
-        "holdout": arguments.holdout,
-        "seed": arguments.seed,
-        "truncate": arguments.truncate,
-        "strict": arguments.strict,
-        "pack": arguments.pack,
-        "actual_seq_len": arguments.actual_seq_len,
-        "stats": arguments.stats,
-        **_conversion_settings(arguments),
-    }
+def _conversion(arguments):
+    """Returns the first arguments of each conversion."""
+    return arguments.input, arguments.output, arguments.tokenizer, arguments.seq_length
 
 
 def _conversion_settings(arguments):
-    """Returns what _add_conversion_options adds but output, tokenizer and seq_length."""
+    """Returns what else _add_conversion_options adds."""
     return {
         "train_vocab_size": arguments.train_tokenizer,
         "train_texts": arguments.train_tokenizer_on,
         "base": arguments.base,
         "ignore_token_id": arguments.ignore_token_id,
         "overwrite": arguments.overwrite,
+    }
+
+
+def _example_settings(arguments):
+    names = ("split", "holdout", "seed", "truncate", "strict", "pack", "actual_seq_len", "stats")
+    return {
+        "columns": [_parse_columns(text) for text in arguments.columns],
+        "weights": _parse_weights(arguments.weights),
+        **{name: getattr(arguments, name) for name in names},
+        **_conversion_settings(arguments),
     }
 
 
@@ -201,48 +185,30 @@ def _parse_weights(text):
         raise DataError(f"--weights {text}: write numbers with commas between them, such as 0.7,0.3.") from error
 
 
-def convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
-    """Runs mindlora data alpaca."""
+def _convert_alpaca(arguments: argparse.Namespace) -> "DataReport":
     _quiet_transformers()
     from mindlora.data import alpaca
 
     return alpaca.convert_alpaca(
-        arguments.input,
-        arguments.output,
-        arguments.tokenizer,
-        arguments.seq_length,
-        template=arguments.template.replace("\\n", "\n"),
-        **_example_settings(arguments),
+        *_conversion(arguments), template=arguments.template.replace("\\n", "\n"), **_example_settings(arguments)
     )
 
 
-def convert_chat(arguments: argparse.Namespace) -> "DataReport":
-    """Runs mindlora data chat."""
+def _convert_chat(arguments: argparse.Namespace) -> "DataReport":
     _quiet_transformers()
     from mindlora.data import chat
 
     return chat.convert_chat(
-        arguments.input,
-        arguments.output,
-        arguments.tokenizer,
-        arguments.seq_length,
-        chat_template=arguments.chat_template,
-        **_example_settings(arguments),
+        *_conversion(arguments), chat_template=arguments.chat_template, **_example_settings(arguments)
     )
 
 
-def convert_text(arguments: argparse.Namespace) -> "DataReport":
-    """Runs mindlora data text."""
+def _convert_text(arguments: argparse.Namespace) -> "DataReport":
     _quiet_transformers()
     from mindlora.data import text
 
     return text.convert_text(
-        arguments.input,
-        arguments.output,
-        arguments.tokenizer,
-        arguments.seq_length,
-        paragraphs=arguments.paragraphs,
-        **_conversion_settings(arguments),
+        *_conversion(arguments), paragraphs=arguments.paragraphs, **_conversion_settings(arguments)
     )
 
 
@@ -252,20 +218,4 @@ def _quiet_transformers():
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
-def _plugin_path_options(parser):
-    add_command(parser, plugin_path)
-
-
-def plugin_path(_: argparse.Namespace) -> PluginPath:
-    """Runs mindlora plugin-path."""
-    # Without importing MindFormers, which takes seconds, because this runs inside a shell's $( ).
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return PluginPath(os.path.join(package, "plugin", "register_path"))
-
-
-VERBS = (
-    Verb("data", "Convert training data to MindRecord.", _data_options),
-    Verb(
-        "plugin-path", "Print the folder for --register_path of MindFormers' run_mindformer.py.", _plugin_path_options
-    ),
-)
+VERBS = (Verb("data", "Convert training data to MindRecord.", _data_options),)

@@ -6,9 +6,16 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
-from mindlora.cli.answer_options import add_prompt_options, add_sampling_options, read_sampling
-from mindlora.cli.engine_options import add_engine_options, add_size_options, read_adapters
-from mindlora.cli.terminal import loaded_engine, remove_log, say, start
+from mindlora.cli.engine import (
+    add_answer_options,
+    add_engine_options,
+    loaded_engine,
+    read_adapters,
+    read_sampling,
+    remove_log,
+    say,
+    start,
+)
 from mindlora.cli.verb import Verb, add_command
 from mindlora.common.interrupts import Interrupts
 from mindlora.errors import ConfigError, DataError, RequestError
@@ -74,17 +81,13 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         "Without --prompt and --prompts-file, all of standard input is one prompt",
     )
     parser.add_argument("--base", action="store_true", help="let the base answer too, to compare with --adapter")
-    add_engine_options(parser)
-    add_prompt_options(parser, "chat if the tokenizer has a chat template, else none")
-    add_sampling_options(parser, 0.0, f"{MAX_TOKENS}, or as many as the window has room for")
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, of the N likeliest tokens too"
     )
-    add_size_options(
-        parser,
-        {"slots": "the adapters named", "max-running": "all requests, at most 32", "max-waiting": "all requests"},
-    )
-    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    sizes = {"slots": "the adapters named", "max-running": "all requests, at most 32", "max-waiting": "all requests"}
+    add_engine_options(parser, sizes)
+    max_tokens = f"{MAX_TOKENS}, or as many as the window has room for"
+    add_answer_options(parser, "chat if the tokenizer has a chat template, else none", 0.0, max_tokens)
     add_command(parser, generate)
 
 
@@ -133,8 +136,8 @@ def _request(
             f"{which} has {len(tokens)} tokens, and the model takes {engine.seq_length}, the answer included: make it "
             "shorter, or lower --max-tokens."
         )
-    wanted = min(MAX_TOKENS, room) if arguments.max_tokens is None else arguments.max_tokens
-    return tokens, dataclasses.replace(sampling, max_tokens=wanted, stop_tokens=tuple(form.prompt.ends))
+    max_tokens = min(MAX_TOKENS, room) if arguments.max_tokens is None else arguments.max_tokens
+    return tokens, dataclasses.replace(sampling, max_tokens=max_tokens, stop_tokens=tuple(form.prompt.ends))
 
 
 def _answered(
@@ -164,11 +167,11 @@ def _answered(
     return GenerateReport(engine.model_name, title, tuple(answers), figures)
 
 
-def read_prompts(given: Sequence[str], path: Optional[str]) -> List[str]:
+def read_prompts(texts: Sequence[str], path: Optional[str]) -> List[str]:
     r"""Returns the prompts of --prompt and --prompts-file, or what standard input holds.
 
     Args:
-        given (sequence of str): Texts, taken as they are.
+        texts (sequence of str): Texts, taken as they are.
         path (str or None): A file with a prompt a line, or, if it ends in .json, a list of texts; "-" for lines from
             standard input.
 
@@ -178,27 +181,27 @@ def read_prompts(given: Sequence[str], path: Optional[str]) -> List[str]:
     """
     from mindlora.data.files import read_text
 
-    found = list(given)
+    prompts = list(texts)
     if path is not None and path.endswith(".json"):
-        found += _json_list(path, read_text(path))
+        prompts += _json_list(path, read_text(path))
     elif path is not None:
         text = sys.stdin.read() if path == "-" else read_text(path)
-        found += [line for line in text.splitlines() if line.strip()]
-    elif not found and not sys.stdin.isatty():
-        found = [sys.stdin.read().rstrip("\n")]
-    if not any(prompt.strip() for prompt in found):
+        prompts += [line for line in text.splitlines() if line.strip()]
+    elif not prompts and not sys.stdin.isatty():
+        prompts = [sys.stdin.read().rstrip("\n")]
+    if not any(prompt.strip() for prompt in prompts):
         raise ConfigError("There is no prompt: give --prompt or --prompts-file, or pipe a text in.")
-    return found
+    return prompts
 
 
 def _json_list(path, text):
     try:
-        found = json.loads(text)
+        entries = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise DataError(f"{path} must hold a JSON list of texts, one for each prompt.")
-    return found
+    return entries
 
 
 VERBS = (Verb("generate", "Answer prompts with a base and its adapters.", _generate_options),)

@@ -6,8 +6,7 @@ import logging
 import sys
 from typing import Any, Tuple
 
-from mindlora.cli.engine_options import add_engine_options, add_size_options, build, given_fields, read_adapters
-from mindlora.cli.terminal import log_elsewhere, say
+from mindlora.cli.engine import add_engine_options, build, given_fields, log_elsewhere, read_adapters, say
 from mindlora.cli.verb import Verb, add_command
 from mindlora.errors import ConfigError
 
@@ -22,7 +21,6 @@ _LIMITS: Tuple[Tuple[str, Any, str, str], ...] = (
     ("request-seconds", float, "S", "time in which a request must be answered (default: 600)"),
     ("grace", float, "S", "time that running requests get after SIGTERM (default: 30)"),
 )
-_SIZES = {"slots": "8", "max-running": "32", "max-waiting": "1024"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class ServeReport:
 def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "mindlora serve --config YAML [--adapters DIR] [more options: --help]"
     parser.description += " docs/serving.md explains everything."
-    add_engine_options(parser)
+    add_engine_options(parser, {"slots": "8", "max-running": "32", "max-waiting": "1024"})
     parser.add_argument("--model-name", metavar="NAME", help="what requests call the base (default: the YAML's name)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 for any that is free (default: %(default)s)")
@@ -64,10 +62,8 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
         help="an adapter that keeps its slot, whether it is used or not; may be given repeatedly",
     )
     limits = parser.add_argument_group("limits")
-    for name, kind, shown, text in _LIMITS:
-        limits.add_argument(f"--{name}", type=kind, metavar=shown, help=text)
-    add_size_options(parser, _SIZES)
-    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    for name, kind, metavar, text in _LIMITS:
+        limits.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     add_command(parser, serve)
 
 
@@ -127,8 +123,8 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
             _log_to_stderr()
         say("compiling ...")
         run(engine, settings, lambda url: say(f"{engine.model_name} at {url}"))
-    found = engine.snapshot()
-    return ServeReport(engine.model_name, found.prompt_tokens, found.cached_tokens, found.generated_tokens)
+    figures = engine.snapshot()
+    return ServeReport(engine.model_name, figures.prompt_tokens, figures.cached_tokens, figures.generated_tokens)
 
 
 def _log_to_stderr() -> None:
@@ -136,7 +132,8 @@ def _log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("mindlora")
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers = [handler]
+    logger.propagate = False
     logger.setLevel(logging.INFO)
 
 

@@ -1,4 +1,4 @@
-"""Verb: one command of ``mindlora``."""
+"""Verb: one command of ``mindlora``; and the options that several of those on files share."""
 
 import argparse
 from typing import Any, Callable, NamedTuple
@@ -22,3 +22,32 @@ def add_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
     """Makes ``parser`` call ``run``, which takes the parsed arguments and returns a report."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
+
+
+def add_heads(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Adds the sizes of attention by which joined cells are joined or split; ``purpose`` says which of the two."""
+    parser.add_argument("--heads", type=int, metavar="N", help=f"num_heads of the model, to {purpose} w_qkv")
+    parser.add_argument("--kv-heads", type=int, metavar="N", help=f"n_kv_heads of the model, to {purpose} w_qkv")
+    parser.add_argument("--head-dim", type=int, metavar="N", help=f"size of a head, to {purpose} w_qkv")
+    parser.add_argument(
+        "--q-lora-rank", type=int, metavar="N", help=f"q_lora_rank of DeepSeek-V3, to {purpose} linear_qkv"
+    )
+
+
+def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that lets an adapter be read from a pickle."""
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read a .bin: it is a pickle; only tensors are taken from it and nothing in it is run",
+    )
+
+
+def add_target_paths(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that gives kohya's names their paths."""
+    parser.add_argument(
+        "--target-paths",
+        metavar="FILE",
+        help="text file with the paths of the network's cells, one in a line, for names in kohya's form that are not "
+        "Stable Diffusion 1's, 2's or XL's",
+    )

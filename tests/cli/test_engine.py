@@ -6,14 +6,14 @@ import os
 import pytest
 
 from mindlora import cli
-from mindlora.cli.engine_options import add_engine_options, read_adapters
+from mindlora.cli.engine import add_engine_options, read_adapters
 from mindlora.errors import ConfigError
 from tests.support.scripted_engine import write_adapter
 
 
 def chosen(*words):
     parser = argparse.ArgumentParser()
-    add_engine_options(parser)
+    add_engine_options(parser, {})
     return read_adapters(parser.parse_args(["--config", "x", *words]))
 
 

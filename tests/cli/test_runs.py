@@ -1,4 +1,4 @@
-"""mindlora configs: the YAMLs that come with mindlora."""
+"""mindlora configs and report: the YAMLs that come with mindlora, and the page of a run."""
 
 import json
 import pathlib
@@ -6,6 +6,7 @@ import pathlib
 from mindlora import cli
 from mindlora.common.yaml_file import read_yaml
 from tests.conftest import ROOT
+from tests.support.histories import write_history
 
 
 def test_it_lists_every_configuration_with_what_it_does(capsys):
@@ -45,3 +46,32 @@ def test_a_copy_names_the_installed_base_config(tmp_path, capsys):
 def test_an_output_without_a_name_is_refused(tmp_path, capsys):
     assert cli.main(["configs", "--output", str(tmp_path / "my.yaml")]) == 1
     assert "needs the NAME of a configuration" in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_is_in_its_folder(tmp_path, capsys):
+    write_history(tmp_path / "run", steps=20)
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    page = tmp_path / "run" / "report.html"
+    assert capsys.readouterr().out == f"{page}: {tmp_path / 'run'}\n" and page.read_text("utf-8").endswith("</html>")
+
+
+def test_several_runs_are_compared(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        write_history(tmp_path / name, steps=20, seed=len(name))
+    assert cli.main(["report", "first", "second"]) == 0
+    assert "Settings that differ" in (tmp_path / "comparison.html").read_text("utf-8")
+    assert cli.main(["report", "first", "second", "--output", "pages/both.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "output": "pages/both.html",
+        "runs": ["first", "second"],
+    }
+    assert (tmp_path / "pages" / "both.html").is_file()
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
+    write_history(tmp_path / "run", steps=2)
+    assert cli.main(["report", str(tmp_path / "run"), str(tmp_path), "--output", str(tmp_path / "x.html")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"mindlora: error: {tmp_path} has no metrics.jsonl: name the output folder")
+    assert not (tmp_path / "x.html").exists()

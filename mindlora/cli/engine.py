@@ -1,0 +1,323 @@
+"""The options of generate, chat and serve, and the engine that they describe, with MindFormers' log off the screen."""
+
+import argparse
+import atexit
+import contextlib
+import difflib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from mindlora.common.text import shown
+from mindlora.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from mindlora.serving.adapter_registry import AdapterRegistry
+    from mindlora.serving.engine import Engine
+    from mindlora.serving.request import Sampling
+
+# Options that are fields of EngineSettings.
+_SIZES: Tuple[Tuple[str, str], ...] = (
+    ("seq-length", "tokens of a prompt and its answer together (default: the YAML's)"),
+    ("slots", "adapters on the device at once"),
+    ("max-rank", "the largest rank of an adapter (default: 64)"),
+    ("adapter-memory", "bytes of host memory for adapters that are not on the device (default: 2 GiB)"),
+    ("block-size", "tokens in a block of the key-value cache (default: 16)"),
+    ("num-blocks", "blocks of the cache (default: enough for all running requests at their longest)"),
+    ("max-running", "requests that a step serves together"),
+    ("max-tokens-per-step", "tokens that a step computes (default: 512)"),
+    ("max-waiting", "requests that wait"),
+)
+# Options that are fields of Sampling: name, type, help.
+_SAMPLING = (
+    ("top-p", float, "draw from the likeliest tokens whose probabilities add up to this (default: 1, all)"),
+    ("top-k", int, "draw from so many of the likeliest tokens (default: 0, all)"),
+    ("repetition-penalty", float, "above 1, tokens that occurred already become less likely (default: 1)"),
+    ("seed", int, "seed of the draws: the same seed gives the same answer (default: a new one each time)"),
+)
+_LOG = "mindlora-log-"
+
+
+class Adapters(NamedTuple):
+    """The adapters that a command line names.
+
+    Attributes:
+        registry (AdapterRegistry): All of them.
+        chosen (list of str): The names of those that --adapter names, in order.
+    """
+
+    registry: "AdapterRegistry"
+    chosen: List[str]
+
+
+def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]) -> None:
+    """Adds what picks base, adapters and sizes; overrides of the YAML are taken too.
+
+    Args:
+        parser (ArgumentParser): Of the verb.
+        defaults (dict): For the help: what slots, max-running and max-waiting are if they are not given.
+    """
+    parser.add_argument("--config", required=True, metavar="YAML", help="the YAML that trained, or one like it")
+    parser.add_argument(
+        "--load_checkpoint",
+        "--load-checkpoint",
+        metavar="PATH",
+        help="checkpoint of the base (default: the YAML's). --a.b.c VALUE overrides any other key of the YAML",
+    )
+    parser.add_argument("--tokenizer", metavar="T", help="tokenizer: a folder or file (default: the YAML's)")
+    parser.add_argument("--adapters", metavar="DIR", help="folder whose subfolders are adapters")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="an adapter, called like its folder unless named; or the name of one in the folder of --adapters; may be "
+        "given repeatedly",
+    )
+    parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    sizes = parser.add_argument_group("sizes")
+    for name, text in _SIZES:
+        note = f" (default: {defaults[name]})" if name in defaults else ""
+        sizes.add_argument(f"--{name}", type=int, metavar="N", help=text + note)
+    parser.set_defaults(overrides=[])
+
+
+def add_answer_options(parser: argparse.ArgumentParser, template: str, temperature: float, max_tokens: str) -> None:
+    """Adds what says how a text becomes a prompt and how its answer is chosen.
+
+    Args:
+        parser (ArgumentParser): Of the verb.
+        template (str): What is done without --template, for the help.
+        temperature (float): The default.
+        max_tokens (str): The default of --max-tokens, for the help.
+    """
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument(
+        "--template",
+        metavar="FORM",
+        help="what a text becomes: chat (the tokenizer's chat template), alpaca or plain (the prompts of mindlora data "
+        rf"alpaca), a text with {{instruction}} and \n for a new line, or none, the text itself (default: {template})",
+    )
+    prompts.add_argument(
+        "--chat-template", metavar="FILE", help="chat template in Jinja, instead of the tokenizer's own"
+    )
+    prompts.add_argument("--system", metavar="TEXT", help="system message, for a chat template")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--max-tokens", type=int, metavar="N", help=f"tokens of an answer (default: {max_tokens})")
+    answers.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="X",
+        help="0 takes the likeliest token each time; the larger, the more varied (default: %(default)s)",
+    )
+    for name, kind, text in _SAMPLING:
+        answers.add_argument(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
+    answers.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends an answer; may be given repeatedly"
+    )
+
+
+def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[str, Any]:
+    """Returns those of the options that were given, by the names of fields."""
+    fields = [option.replace("-", "_") for option in options]
+    return {field: getattr(arguments, field) for field in fields if getattr(arguments, field) is not None}
+
+
+def read_sampling(arguments: argparse.Namespace) -> "Sampling":
+    r"""Returns what the options say, checked; max_tokens is left to the caller. \n in --stop is a new line.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
+    from mindlora.serving.request import Sampling
+    from mindlora.serving.sampling import check_sampling
+
+    if arguments.max_tokens is not None and arguments.max_tokens < 1:
+        raise RequestError(f"--max-tokens is {arguments.max_tokens}: ask for at least one token.")
+    if "" in arguments.stop:
+        raise RequestError("--stop is empty: leave it out, or name a text.")
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        stop=tuple(text.replace("\\n", "\n") for text in arguments.stop),
+        **given_fields(arguments, [name for name, *_ in _SAMPLING]),
+    )
+    check_sampling(sampling)
+    return sampling
+
+
+def read_adapters(arguments: argparse.Namespace) -> Adapters:
+    """Returns the adapters of --adapter and --adapters; no file is read.
+
+    Raises:
+        ConfigError: There is nothing at a path, or a name is given twice.
+    """
+    from mindlora.serving.adapter_registry import AdapterRegistry
+
+    folder = AdapterRegistry(arguments.adapters)
+    paths: Dict[str, str] = {}
+    chosen = []
+    for text in arguments.adapter:
+        name, path = _named_path(text, folder)
+        if name in chosen:
+            raise ConfigError(f"--adapter {text}: {name} was given before. Write NAME=PATH with another name.")
+        chosen.append(name)
+        if path is not None:
+            paths[name] = path
+    return Adapters(AdapterRegistry(arguments.adapters, paths), chosen)
+
+
+def _named_path(text: str, folder: "AdapterRegistry") -> Tuple[str, Optional[str]]:
+    """Returns name and path of one --adapter; the path is None for a name in the folder of --adapters."""
+    name, separator, path = text.partition("=")
+    if separator and name and path and not os.path.exists(text):
+        return name, path
+    if text in folder:
+        return text, None
+    if text and os.path.exists(text):
+        stem, ending = os.path.splitext(os.path.basename(os.path.abspath(text)))
+        return (stem if ending in (".ckpt", ".safetensors") else stem + ending), text
+    raise ConfigError(f"--adapter {text}: {unknown_adapter(text, folder)}")
+
+
+def unknown_adapter(name: str, registry: "AdapterRegistry") -> str:
+    """Returns why there is no adapter of that name, and which names are like it."""
+    names = registry.names()
+    where = "there is no such file or folder" + (f", and no adapter of that name in {registry.folder}" if names else "")
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"{where}.{f' Did you mean {_or(near)}?' if near else ''}"
+
+
+def _or(names: List[str]) -> str:
+    return " or ".join(map(shown, names))
+
+
+def check_config(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError if there is no YAML, which mindlora-run's reader says only after seconds of imports."""
+    if not os.path.isfile(arguments.config):
+        raise ConfigError(f"--config {arguments.config} does not exist.")
+
+
+def build(
+    arguments: argparse.Namespace,
+    registry: "AdapterRegistry",
+    model_name: Optional[str] = None,
+    defaults: Optional[Dict[str, int]] = None,
+) -> "Engine":
+    """Returns the engine that a command line describes, not started.
+
+    Args:
+        arguments (Namespace): With the options of add_engine_options.
+        registry (AdapterRegistry): The adapters.
+        model_name (str, optional): What callers name the base. Default: None, the YAML's name.
+        defaults (dict, optional): Fields of EngineSettings where the command line gives none.
+
+    Raises:
+        LoraError: A setting is wrong, or a file cannot be read.
+    """
+    check_config(arguments)
+    prepare_imports()
+    # It takes seconds to import: what is wrong above is said before that.
+    from mindlora.plugin.serve import build_engine
+
+    overrides = [*arguments.overrides]
+    if arguments.load_checkpoint:
+        overrides += ["--load_checkpoint", arguments.load_checkpoint]
+    sizes = {**(defaults or {}), **given_fields(arguments, [name for name, _ in _SIZES])}
+    return build_engine(arguments.config, overrides, arguments.tokenizer, registry, sizes, model_name)
+
+
+def prepare_imports() -> None:
+    """Sets what MindSpore and transformers read from the environment when they are imported."""
+    # Threads that spin between kernels cost more than they gain on few cores. MindSpore's warnings are not for the user
+    # of a model.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GLOG_v", "3")
+    # transformers would advise installing PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def say(text: str) -> None:
+    """Prints a line of the command's own to stderr."""
+    print(f"mindlora: {text}", file=sys.stderr, flush=True)
+
+
+def remove_log() -> None:
+    """Removes the folder of MindFormers' log, if it is one made here."""
+    folder = os.environ.get("LOG_MF_PATH", "")
+    if os.path.basename(folder).startswith(_LOG):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: Dict[str, int]) -> Iterator["Engine"]:
+    """Builds the engine of a command line, its chosen adapters read and checked; stops it at the end.
+
+    Args:
+        arguments (Namespace): With the options of add_engine_options.
+        adapters (Adapters): See read_adapters.
+        defaults (dict): Fields of EngineSettings where the command line gives none.
+
+    Raises:
+        LoraError: A setting is wrong, or a file cannot be read.
+    """
+    check_config(arguments)
+    with log_elsewhere(arguments.verbose):
+        say(f"loading {arguments.config} ...")
+        begin = time.monotonic()
+        prepare_imports()
+        with _warnings_on_screen():
+            engine = build(arguments, adapters.registry, defaults=defaults)
+            for name in adapters.chosen:
+                engine.adapters.memory.load(name)
+            say(f"loaded in {time.monotonic() - begin:.0f} s")
+            try:
+                yield engine
+            finally:
+                if engine.alive:
+                    engine.stop()
+
+
+def start(engine: "Engine") -> None:
+    """Starts an engine and says how long it took."""
+    say("compiling ...")
+    begin = time.monotonic()
+    engine.start()
+    say(f"compiled in {time.monotonic() - begin:.0f} s")
+
+
+@contextlib.contextmanager
+def log_elsewhere(verbose: bool) -> Iterator[None]:
+    """Has MindFormers' log written where nobody looks, unless it is asked for (``verbose``)."""
+    if verbose:
+        yield
+        return
+    if "LOG_MF_PATH" not in os.environ:
+        os.environ["LOG_MF_PATH"] = tempfile.mkdtemp(prefix=_LOG)
+        atexit.register(remove_log)
+    # Left open, since MindFormers logs to it until the process ends.
+    with contextlib.redirect_stdout(open(os.devnull, "w", encoding="utf-8")):  # noqa: SIM115
+        yield
+
+
+@contextlib.contextmanager
+def _warnings_on_screen():
+    from mindlora.plugin.log import logger
+
+    handler = _Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Warnings(logging.Handler):
+    """Prints mindlora's warnings as its errors are printed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")

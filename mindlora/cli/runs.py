@@ -1,0 +1,249 @@
+"""mindlora configs, doctor, plan, report, suggest, plugin-path: around a training run."""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import warnings
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+
+from mindlora.cli.verb import Verb, add_command
+from mindlora.common import atomic
+from mindlora.common.tables import fields
+from mindlora.common.text import suggestion
+from mindlora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindlora.doctor import DoctorReport
+    from mindlora.plan.report import PlanReport
+
+_PACKAGE = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Configurations:
+    """The configurations that there are.
+
+    Attributes:
+        folder (str): Where they are.
+        summaries (dict): Name, as ``mindlora configs NAME`` takes it -> the first line of its comment.
+    """
+
+    folder: str
+    summaries: Dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{fields(self.summaries.items())}\n\nTo copy one: mindlora configs NAME --output my.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiedConfiguration:
+    """A configuration that was copied.
+
+    Attributes:
+        name (str): Its name.
+        output (str): The file that was written.
+    """
+
+    name: str
+    output: str
+
+    def __str__(self) -> str:
+        return f"{self.output}: a copy of {self.name}. Its comments say what it is for and how to run it."
+
+
+def _configs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy; without it, list them")
+    parser.add_argument("--output", metavar="FILE", help="where to copy it")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    add_command(parser, _configs)
+
+
+def _configs(arguments: argparse.Namespace) -> object:
+    configurations = _configurations()
+    if arguments.name is not None:
+        return _copy(configurations, arguments.name, arguments.output, arguments.overwrite)
+    if arguments.output is not None:
+        raise ConfigError(
+            f"--output {arguments.output} needs the NAME of a configuration: mindlora configs lists them."
+        )
+    return configurations
+
+
+def _configurations() -> Configurations:
+    """Returns the configurations of this installation."""
+    # A wheel carries them in the package; in a checkout they are beside it.
+    for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs"):
+        paths = sorted(folder.glob("*/*.yaml"))
+        if paths:
+            names = {path.relative_to(folder).with_suffix("").as_posix(): _summary(path) for path in paths}
+            return Configurations(str(folder), names)
+    raise ConfigError(f"{_PACKAGE} has no configurations beside it: install mindlora with pip.")
+
+
+def _summary(path: pathlib.Path) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.readline().lstrip("# ").strip()
+
+
+def _copy(configurations: Configurations, name: str, output: Optional[str], overwrite: bool) -> CopiedConfiguration:
+    """Copies the configuration of that name, with or without .yaml."""
+    name = name.removesuffix(".yaml")
+    if name not in configurations.summaries:
+        raise ConfigError(f"There is no configuration {name!r}.{suggestion(name, list(configurations.summaries))}")
+    if output is None:
+        raise ConfigError(f"Say where to copy {name}, for instance --output my.yaml")
+    if os.path.exists(output) and not overwrite:
+        raise ConfigError(f"--output {output} exists already. Give another path, or replace it with --overwrite.")
+    source = pathlib.Path(configurations.folder) / f"{name}.yaml"
+    text = source.read_text(encoding="utf-8")
+    # The copy is in another folder than the file that base_config names.
+    copied = re.sub(
+        r"^(base_config: )(\S+)", lambda line: f"{line[1]}{source.parent.resolve() / line[2]}", text, flags=re.M
+    )
+    with atomic.replace_file(output) as new:
+        pathlib.Path(new).write_text(copied, encoding="utf-8")
+    return CopiedConfiguration(name, output)
+
+
+def _doctor_options(parser):
+    parser.description += " The exit code is 1 if the machine or a YAML has an error."
+    parser.add_argument(
+        "yamls", nargs="*", metavar="YAML", help="complete MindFormers YAMLs, checked without building the network"
+    )
+    add_command(parser, _doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
+    from mindlora import doctor
+
+    with warnings.catch_warnings():
+        # Other packages warn while MindFormers is imported; mindlora's own warnings are in the report.
+        warnings.simplefilter("ignore")
+        return doctor.examine(arguments.yamls)
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"{parser.description} The exit code is 1 if the run does not fit --memory."
+    parser.add_argument(
+        "yaml",
+        metavar="YAML",
+        help="complete MindFormers YAML; --a.b.c VALUE and the flags of mindlora-run override its keys, for instance "
+        "--train_dataset_dir PATH",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device, such as 32GB or 29.8GiB: what to change so that it fits"
+    )
+    parser.add_argument(
+        "--devices", default="1,2,4,8", metavar="N,N", help="numbers of devices to plan for (default: 1,2,4,8)"
+    )
+    parser.set_defaults(overrides=[])
+    add_command(parser, _plan)
+
+
+def _plan(arguments: argparse.Namespace) -> "PlanReport":
+    from mindlora.errors import ConfigError
+    from mindlora.plan.make import make_plan
+    from mindlora.plan.units import parse_memory
+
+    memory = None if arguments.memory is None else parse_memory(arguments.memory)
+    try:
+        devices = [int(count) for count in arguments.devices.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--devices is {arguments.devices!r}: it must be numbers such as 1,2,4,8.") from error
+    return make_plan(arguments.yaml, arguments.overrides, memory, devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageReport:
+    """What mindlora report wrote.
+
+    Attributes:
+        output (str): The page.
+        runs (tuple of str): The folders of the runs on it.
+    """
+
+    output: str
+    runs: Tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.output}: {', '.join(self.runs)}"
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.description += " It may go on meanwhile, or have been killed."
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="output folder of a training run, which holds its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="the page to write (default: report.html in RUN; comparison.html in the current folder for several runs)",
+    )
+    add_command(parser, _report)
+
+
+def _report(arguments: argparse.Namespace) -> PageReport:
+    from mindlora.training.report import write_report
+
+    one = os.path.join(arguments.runs[0], "report.html") if len(arguments.runs) == 1 else "comparison.html"
+    output = arguments.output or one
+    write_report(arguments.runs, output)
+    return PageReport(output, tuple(arguments.runs))
+
+
+def _suggest_options(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " From the gradients and singular values that the callback AdapterHealth recorded: cells whose update matters "
+        "to the loss and has many directions get more, the others less. It prints YAML with a reason for each group."
+    )
+    parser.add_argument(
+        "run_folder", metavar="RUN", help="output folder of a training run, which holds its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--budget", type=int, metavar="N", help="sum of the ranks of all cells (default: that of the run)"
+    )
+    add_command(parser, _suggest)
+
+
+def _suggest(arguments: argparse.Namespace) -> Any:
+    from mindlora.training.history import read_history
+    from mindlora.training.rank_suggestion import suggest_ranks
+
+    return suggest_ranks(read_history(arguments.run_folder), arguments.budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginPath:
+    """What plugin-path prints.
+
+    Attributes:
+        path (str): The folder that holds bridge.py.
+    """
+
+    path: str
+
+    def __str__(self):
+        return self.path
+
+
+def _plugin_path_options(parser):
+    add_command(parser, _plugin_path)
+
+
+def _plugin_path(_: argparse.Namespace) -> PluginPath:
+    # Without importing MindFormers, which takes seconds, because this runs inside a shell's $( ).
+    return PluginPath(str(_PACKAGE / "plugin" / "register_path"))
+
+
+VERBS = (
+    Verb("configs", "List the YAMLs that come with mindlora, or copy one.", _configs_options),
+    Verb("doctor", "Show what is installed, and check the YAMLs of a run.", _doctor_options),
+    Verb("plan", "Say what a run will take: memory, steps, files, and what to change so that it fits.", _plan_options),
+    Verb("report", "Make the page of a training run, or one that compares several.", _report_options),
+    Verb("suggest", "Suggest ranks for each cell, from a run.", _suggest_options),
+    Verb(
+        "plugin-path", "Print the folder for --register_path of MindFormers' run_mindformer.py.", _plugin_path_options
+    ),
+)
