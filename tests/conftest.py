@@ -227,11 +227,11 @@ def reference(request, library):
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory):
     """A folder with a small tokenizer of Hugging Face's, trained on the two rows."""
-    from mindlora.data import instruction_rows, tokenizers
+    from mindlora.data import alpaca, tokenizers
     from tests.support.instruction_rows import CHINESE, ENGLISH
 
     path = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    texts = [record[field] for record in (CHINESE, ENGLISH) for field in instruction_rows.FIELDS] * 2
+    texts = [record[field] for record in (CHINESE, ENGLISH) for field in alpaca.FIELDS] * 2
     tokenizers.train_tokenizer(texts, 300, str(path))
     return str(path)
 

@@ -110,7 +110,7 @@ def test_no_file_is_too_long():
         ("wine/a.py", "import os", "mindlora.wine.a is on no floor"),
         ("base/a.py", "def f():\n    import mindspore", "mindlora.base.a imports mindspore"),
         ("config.py", "from mindspore.common import dtype", "mindlora.config imports mindspore"),
-        ("data/rows.py", "def f():\n    import mindformers", "mindlora.data.rows imports mindformers"),
+        ("data/sources.py", "def f():\n    import mindformers", "mindlora.data.sources imports mindformers"),
         ("data/tokenizers.py", "import mindformers.models", "mindlora.data.tokenizers imports mindformers"),
         ("nn/x.py", "from mindlora.nn import y", "mindlora.nn.x -> mindlora.nn.y -> mindlora.nn.x"),
     ],

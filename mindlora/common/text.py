@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from typing import Dict, Iterable, List, Tuple
+from typing import Dict, Iterable, List, Sequence, Tuple
 
 
 def listed(paths: Iterable[str]) -> str:
@@ -14,6 +14,11 @@ def examples(paths: Iterable[str]) -> str:
     """Returns what ``listed`` does, but at most four entries and the number of the rest."""
     lines = collapse_numbers(list(paths))
     return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
+
+
+def first_ten(names: Sequence[str]) -> str:
+    """Returns the first ten names and whether there are more, or "nothing"."""
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
 
 
 def collapse_numbers(paths: List[str]) -> List[str]:

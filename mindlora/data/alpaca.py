@@ -1,17 +1,17 @@
 """Instruction data in Alpaca's format to MindRecord: the prompt is masked out of the loss, the output is learned."""
 
-from typing import Any, Sequence, Union
+from typing import Any, List, Optional, Sequence, Union
 
 import numpy as np
 
 from mindlora.data import tokenizers
-from mindlora.data.conversion import DataReport, Encoded
-from mindlora.data.examples import Examples, UnusableRow
-from mindlora.data.instruction_rows import LAYOUT, row_problem
-from mindlora.data.pipeline import convert_examples
-from mindlora.data.settings import Settings
+from mindlora.data.conversion import DataReport, Encoded, Examples, UnusableRow
+from mindlora.data.files import Row
+from mindlora.data.pipeline import Settings, convert_examples
+from mindlora.data.sources import Layout
 from mindlora.data.templates import PromptTemplate, prompt_template
-from mindlora.errors import DataError
+
+FIELDS = ("instruction", "input", "output")
 
 
 def convert_alpaca(
@@ -49,28 +49,43 @@ def convert_alpaca(
     return convert_examples(examples, inputs, output_path, tokenizer, Settings(seq_length, **settings))
 
 
-def encode_row(record: dict, tokenizer: Any, template: Union[str, PromptTemplate] = "alpaca") -> Encoded:
-    """Returns bos, prompt, output, eos as tokens; bos and prompt are not learned, output and eos are.
-
-    Prompt and output are tokenized separately, so the prompt has the same tokens as at inference.
-
-    Args:
-        record (dict): Holds the strings "instruction", "input" and "output".
-        tokenizer: As load_tokenizer returns it.
-        template (str or PromptTemplate): See prompt_template.
-
-    Returns:
-        Encoded.
-
-    Raises:
-        DataError: The record or the template is wrong, or the template cannot take the record's input.
-        TokenizerError: The tokenizer has no end-of-sequence token.
-    """
-    examples = AlpacaExamples(prompt_template(template) if isinstance(template, str) else template)
+def row_problem(record: Any) -> Optional[str]:
+    """Returns why a record cannot be used, in words that group rows with the same problem, or None if it can."""
+    if not isinstance(record, dict):
+        return "not an object"
+    if "instances" in record:
+        return '"instances" is not a list with entries'
+    for field in FIELDS:
+        if field not in record:
+            return f'no "{field}"'
+        if not isinstance(record[field], str):
+            return f'"{field}" is not a string'
     try:
-        return examples.encode(examples.parse(record), tokenizer)
-    except UnusableRow as problem:
-        raise DataError(f"This record cannot be encoded: {problem}.") from problem
+        "".join(record[field] for field in FIELDS).encode("utf-8")
+    except UnicodeEncodeError:
+        return "not valid Unicode"
+    if not record["output"].strip():
+        return 'empty "output"'
+    if not (record["instruction"] + record["input"]).strip():
+        return 'empty "instruction" and "input"'
+    return None
+
+
+def instances(row: Row) -> List[Row]:
+    """Returns a row for each instance of a seed task: {"instruction", "instances": [{"input", "output"}, ...]}."""
+    location, record = row
+    entries = record.get("instances") if isinstance(record, dict) else None
+    if not isinstance(entries, list) or not entries:
+        return [row]
+    task = {key: value for key, value in record.items() if key != "instances"}
+    rows = []
+    for number, entry in enumerate(entries, 1):
+        rows.append(Row(f"{location} (instance {number})", {**task, **entry} if isinstance(entry, dict) else entry))
+    return rows
+
+
+# A file whose rows all have no input needs no column for it.
+LAYOUT = Layout(FIELDS, defaults={"input": ""}, expand=instances, expands=("instances",))
 
 
 class AlpacaExamples(Examples):

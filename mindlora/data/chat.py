@@ -3,13 +3,10 @@
 import collections
 from typing import Any, List, Optional, Sequence, Union
 
-from mindlora.data.chat_template import ChatTemplate, left_out, read_template
+from mindlora.data.chat_template import ChatTemplate, encode_spans, ends_of_learned, left_out, read_template
 from mindlora.data.conversations import LAYOUT, Conversation, read_conversation, texts_of
-from mindlora.data.conversion import DataReport, Encoded
-from mindlora.data.examples import Examples, UnusableRow
-from mindlora.data.pipeline import convert_examples
-from mindlora.data.settings import Settings
-from mindlora.data.spans import encode_spans, ends_of_learned
+from mindlora.data.conversion import DataReport, Encoded, Examples, UnusableRow
+from mindlora.data.pipeline import Settings, convert_examples
 
 
 def convert_chat(
@@ -23,24 +20,20 @@ def convert_chat(
 ) -> DataReport:
     """Writes conversations as MindRecord with the loss on the assistant's turns alone, their end tokens included.
 
-    Rows that cannot be used (no conversation, no assistant, a template that refuses it, more than seq_length + 1
-    tokens, and so on) are skipped and reported. Everything is checked before the first byte is written.
+    Rows that cannot be used (no conversation, no assistant, a template that refuses it, and so on) are skipped and
+    reported.
 
     Args:
-        inputs (str or sequence of str): See mindlora.data.sources.read_inputs; for a record, see read_conversation.
-        output_path (str): Must end in .mindrecord; an index is written beside it, as NAME.mindrecord.db.
-        tokenizer (str or tokenizer): A path for load_tokenizer, or a tokenizer that it returned.
-        seq_length (int): seq_length of the model.
+        inputs (str or sequence of str): As of convert_alpaca; for a record, see read_conversation.
+        output_path, tokenizer, seq_length, **settings: As of convert_alpaca.
         chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
-        **settings: The other fields of Settings.
 
     Returns:
         DataReport.
 
     Raises:
-        DataError: An input, a setting or an output path is wrong; no row is usable; or ``strict`` is True and a row is
-            not usable.
-        TokenizerError: The tokenizer cannot be loaded, used or trained, or has no chat template.
+        DataError: As of convert_alpaca.
+        TokenizerError: As of convert_alpaca, or the tokenizer has no chat template.
     """
     examples = ChatExamples(read_template(chat_template) if chat_template else None)
     return convert_examples(examples, inputs, output_path, tokenizer, Settings(seq_length, **settings))
@@ -50,13 +43,13 @@ class ChatExamples(Examples):
     """Conversations.
 
     Args:
-        given (str, optional): A chat template. Default: None, the tokenizer's own.
+        chat_template (str, optional): A chat template. Default: None, the tokenizer's own.
     """
 
     layout = LAYOUT
 
-    def __init__(self, given: Optional[str] = None):
-        self.chat_template = given
+    def __init__(self, chat_template: Optional[str] = None):
+        self.chat_template = chat_template
         self.template: Optional[ChatTemplate] = None
         self.endless = 0
         self.left_out: "collections.Counter[str]" = collections.Counter()

@@ -8,14 +8,17 @@ where the text of the messages up to it ends. Both texts must be beginnings of t
 
 import json
 import re
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
+
+import numpy as np
 
 from mindlora.data.conversations import Conversation
-from mindlora.data.examples import UnusableRow
+from mindlora.data.conversion import Encoded, UnusableRow
 from mindlora.data.files import read_text
-from mindlora.data.spans import Span
 from mindlora.errors import DataError, TokenizerError
 
+# Where a span of characters begins and ends.
+Span = Tuple[int, int]
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -36,25 +39,25 @@ class ChatTemplate:
 
     Args:
         tokenizer: As load_tokenizer returns it.
-        given (str, optional): The template. Default: None, the tokenizer's own.
+        source (str, optional): The template. Default: None, the tokenizer's own.
 
     Raises:
         TokenizerError: The tokenizer has no chat template, it is not valid, or the tokenizer is not Hugging Face's.
     """
 
-    def __init__(self, tokenizer: Any, given: Optional[str] = None):
+    def __init__(self, tokenizer: Any, source: Optional[str] = None):
         if not getattr(tokenizer, "is_fast", False):
             raise TokenizerError(
                 "Chat data needs a tokenizer.json of Hugging Face, and this tokenizer is of another kind: save it with "
                 "transformers' LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
             )
-        if given is None and not tokenizer.chat_template:
+        if source is None and not tokenizer.chat_template:
             raise TokenizerError(
                 "The tokenizer has no chat template: give one with --chat-template FILE, such as chat_template.jinja "
                 "of a model with the same tokens."
             )
         self.tokenizer = tokenizer
-        self.given = given
+        self.source = source
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = tuple({*added, *map(str, tokenizer.all_special_tokens)})
         self._check()
@@ -63,7 +66,7 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         try:
-            self.tokenizer.get_chat_template(self.given)
+            self.tokenizer.get_chat_template(self.source)
         except ValueError as error:  # several templates, and none is the default
             raise TokenizerError(f"The tokenizer has no chat template that can be used: {error}") from error
         try:
@@ -79,7 +82,7 @@ class ChatTemplate:
         return self.tokenizer.apply_chat_template(
             [conversation.messages],
             tools=conversation.tools,
-            chat_template=self.given,
+            chat_template=self.source,
             tokenize=False,
             add_generation_prompt=prompt,
         )[0]
@@ -91,7 +94,7 @@ class ChatTemplate:
             UnusableRow: The template refuses the conversation, or does not tell where the assistant speaks.
         """
         try:
-            template = self.tokenizer.get_chat_template(self.given, conversation.tools)
+            template = self.tokenizer.get_chat_template(self.source, conversation.tools)
             text, spans = (self._marked if _MARK.search(template) else self._turns)(conversation, template)
         except UnusableRow:
             raise
@@ -114,13 +117,18 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        text, eos = texts[0], self.tokenizer.eos_token
-        # Some templates end the mark before the token that ends the turn, but a model must learn to stop.
-        return text, [(begin, end + len(eos) * bool(eos and text.startswith(eos, end))) for begin, end in marks[0]]
+        text = texts[0]
+        eos = self.tokenizer.eos_token or ""
+        spans = []
+        for begin, end in marks[0]:
+            # Some templates end the mark before the token that ends the turn, but a model must learn to stop.
+            spans.append((begin, end + len(eos) if text.startswith(eos, end) else end))
+        return text, spans
 
     def _turns(self, conversation, _):
         messages, tools = conversation
-        text, spans = self.render(conversation), []
+        text = self.render(conversation)
+        spans = []
         closing = self._closing(conversation, text)
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
@@ -164,10 +172,68 @@ def left_out(conversation: Conversation, text: str) -> List[str]:
         return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
     messages, tools = conversation
-    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
-    if not all(map(shown, calls)):
-        raise UnusableRow("the chat template does not show a call of a tool")
-    missing = {f"{message['role']} messages" for message in messages if not shown(message["content"] or "")}
+    missing = set()
+    for message in messages:
+        calls = message.get("tool_calls", [])
+        if not all(shown(call["function"]["name"]) for call in calls):
+            raise UnusableRow("the chat template does not show a call of a tool")
+        if not shown(message["content"] or ""):
+            missing.add(f"{message['role']} messages")
     if not all(shown(str(tool["function"]["name"])) for tool in tools or []):
         missing.add("tools")
     return sorted(missing)
+
+
+def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
+    """Returns the tokens of a text, of which those inside the spans are learned. No special token is added.
+
+    The text is tokenized as a whole, as at inference. If a token then reaches across the end of a span, such as a new
+    line of the prompt joined with one that the answer begins with, the text is tokenized in two parts there.
+
+    Args:
+        tokenizer (transformers.PreTrainedTokenizerFast): Tells which characters a token stands for.
+        text (str): With its special tokens written out.
+        spans (sequence of (int, int)): Ranges of characters that do not overlap.
+
+    Returns:
+        Encoded.
+
+    Raises:
+        UnusableRow: The tokenizer cannot tokenize the text in parts.
+    """
+    tokens, starts, ends = _tokens_of(tokenizer, text)
+    edges = sorted({edge for span in spans for edge in span})
+    cuts = [edge for edge in edges if ((starts < edge) & (edge < ends)).any()]
+    if cuts:
+        whole = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        parts = []
+        starts_of_parts = []
+        for begin, end in zip([0, *cuts], [*cuts, len(text)]):
+            part, part_starts, _ = _tokens_of(tokenizer, text[begin:end])
+            parts.append(part)
+            starts_of_parts.append(part_starts + begin)
+        tokens = np.concatenate(parts)
+        starts = np.concatenate(starts_of_parts)
+        # Tokenizers of the sentencepiece kind put a space before each part.
+        if tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False) != whole:
+            raise UnusableRow("a token that holds the end of one turn and the beginning of the next")
+    learned = np.zeros(len(tokens), bool)
+    for begin, end in spans:
+        learned |= (starts >= begin) & (starts < end)
+    return Encoded(tokens, learned)
+
+
+def _tokens_of(tokenizer: Any, text: str) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the ids of a text, int32 [n], and where their characters begin and end, int64 [n] each."""
+    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = np.array(coded["offset_mapping"], np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    # Some tokenizers leave the space before a word out of its range: it belongs to the word's token all the same.
+    starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
+    return np.array(coded["input_ids"], np.int32), starts, ends
+
+
+def ends_of_learned(learned: np.ndarray) -> List[int]:
+    """Returns how many tokens there are up to the end of each run of learned ones."""
+    following = np.append(learned[1:], False)
+    return (np.flatnonzero(learned & ~following) + 1).tolist()

@@ -3,8 +3,8 @@
 import json
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from mindlora.data.examples import UnusableRow
-from mindlora.data.rows import Layout
+from mindlora.data.conversion import UnusableRow
+from mindlora.data.sources import Layout
 
 # ShareGPT's names of the speakers, and OpenAI's, some of them old, to the roles that chat templates know.
 _ROLES = {
@@ -46,10 +46,10 @@ def read_conversation(record: Any) -> Conversation:
         raise UnusableRow("not an object")
     if "messages" not in record:
         raise UnusableRow('no "messages"')
-    given = _parsed(record["messages"])
-    if not isinstance(given, list) or not given:
+    entries = _parsed(record["messages"])
+    if not isinstance(entries, list) or not entries:
         raise UnusableRow('"messages" is not a list with entries')
-    messages = _system_prompt(record.get("system")) + [_message(entry) for entry in given]
+    messages = _system_prompt(record.get("system")) + [_message(entry) for entry in entries]
     if [message["role"] for message in messages[:2]] == ["system", "system"]:
         raise UnusableRow('a "system" beside a system message')
     if all(message["role"] != "assistant" for message in messages):
@@ -120,11 +120,11 @@ def _called(text):
     return _calls(parsed if isinstance(parsed, list) else [parsed])
 
 
-def _calls(given):
-    if not isinstance(given, list):
+def _calls(entries):
+    if not isinstance(entries, list):
         raise UnusableRow("a call of a tool that cannot be read")
     calls = []
-    for call in given:
+    for call in entries:
         function = call.get("function", call) if isinstance(call, dict) else None
         arguments = _parsed(function.get("arguments", {})) if isinstance(function, dict) else None
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
@@ -134,12 +134,12 @@ def _calls(given):
     return calls
 
 
-def _tools(given):
-    given = _parsed(given) if given else None
-    if not given:
+def _tools(value):
+    tools = _parsed(value) if value else None
+    if not tools:
         return None
     # Some list the functions without what OpenAI puts around them.
-    tools = given if isinstance(given, list) else [None]
+    tools = tools if isinstance(tools, list) else [None]
     bare = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
     if not all(isinstance(function, dict) and "name" in function for function in bare):
         raise UnusableRow('"tools" is not a list of functions with names')

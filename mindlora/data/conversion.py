@@ -1,4 +1,4 @@
-"""What every conversion to MindRecord shares: examples as tokens, rows of two columns, and the report.
+"""What every conversion to MindRecord shares: kinds of examples, tokens, rows of two columns, and the report.
 
 Every row has two columns, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. In training, LlamaForCausalLM
 drops the last of the input_ids and the first of the labels, so that seq_length positions remain and position i predicts
@@ -9,16 +9,21 @@ CausalLanguageModelDataset``. Name the file, not its folder, because MindFormers
 MindFormers' own evaluation (``do_eval``) drops no token, so its rows need seq_length tokens: convert with one less.
 """
 
+import abc
 import dataclasses
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional
+import sys
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
+from mindlora.common.text import first_ten
 from mindlora.data import tokenizers
+from mindlora.data.sources import Layout
 from mindlora.errors import DataError
 
 IGNORE_TOKEN_ID = -100
-_LOCATIONS_SHOWN = 10
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +77,7 @@ class DataReport:
             lines += [f"{path}: {used} of {usable} usable rows" for path, (used, usable) in self.inputs.items()]
         lines += [f"skipped, {line}" for line in describe_skipped(self.skipped)]
         if self.truncated:
-            lines.append(f"cut at the end: {_first(self.truncated)}")
+            lines.append(f"cut at the end: {len(self.truncated)} ({first_ten(self.truncated)})")
         lines.append(
             f"{self.tokens} tokens, {self.trained_tokens} of them in the loss; the longest example has {self.longest}"
         )
@@ -115,6 +120,45 @@ class Encoded(NamedTuple):
         return {"input_ids": input_ids, "labels": labels}
 
 
+class UnusableRow(Exception):
+    """Why a row cannot be used, in words that group rows with the same problem."""
+
+
+class Examples(abc.ABC):
+    """A kind of examples: what makes tokens of a row.
+
+    Attributes:
+        layout (Layout): Which columns it takes.
+        chat_template (str or None): Saved with a tokenizer that is trained on the examples.
+    """
+
+    layout: Layout
+    chat_template: Optional[str] = None
+
+    @abc.abstractmethod
+    def parse(self, record: Any) -> Any:
+        """Returns what ``text`` and ``encode`` take; raises UnusableRow if there is a problem with the record."""
+
+    @abc.abstractmethod
+    def text(self, parsed: Any) -> str:
+        """Returns what a tokenizer is trained on."""
+
+    def prepare(self, tokenizer: Any) -> None:  # noqa: B027 (most kinds have nothing to prepare)
+        """Takes the tokenizer that ``encode`` will use; raises TokenizerError if it cannot be used."""
+
+    def notes(self) -> List[str]:
+        """Returns what the user should know once all rows have been encoded."""
+        return []
+
+    @abc.abstractmethod
+    def encode(self, parsed: Any, tokenizer: Any) -> Encoded:
+        """Returns the tokens of what ``parse`` returned; raises UnusableRow if they show a problem."""
+
+    @abc.abstractmethod
+    def cut(self, encoded: Encoded, limit: int) -> Encoded:
+        """Returns the first ``limit`` tokens at most; raises UnusableRow if nothing to learn would remain."""
+
+
 class RowFormat(NamedTuple):
     """What turns examples into rows of columns.
 
@@ -139,7 +183,7 @@ class RowFormat(NamedTuple):
     def report(self, encoded: List[Encoded], output: str, notes: Iterable[str] = (), **counts: Any) -> DataReport:
         """Returns the report of ``encoded``; ``counts`` overrides its fields about rows held out, skipped and cut."""
         special = tokenizers.special_ids(self.tokenizer)
-        given = {"rows": len(encoded), "held_out": None, "held_out_rows": 0, "skipped": {}, "truncated": [], **counts}
+        counts = {"rows": len(encoded), "held_out": None, "held_out_rows": 0, "skipped": {}, "truncated": [], **counts}
         return DataReport(
             output=output,
             tokens=sum(len(row.tokens) for row in encoded),
@@ -151,7 +195,7 @@ class RowFormat(NamedTuple):
             pad_token_id=special.pad,
             ignore_token_id=self.ignore_token_id,
             notes=[*notes, *special.notes],
-            **given,
+            **counts,
         )
 
 
@@ -163,9 +207,9 @@ def check_seq_length(seq_length: int) -> None:
 
 def describe_skipped(skipped: Dict[str, List[str]]) -> List[str]:
     """Returns one line for each reason, with the number of rows and the first locations."""
-    return [f"{reason}: {_first(locations)}" for reason, locations in skipped.items()]
+    return [f"{reason}: {len(locations)} ({first_ten(locations)})" for reason, locations in skipped.items()]
 
 
-def _first(locations):
-    shown = ", ".join(locations[:_LOCATIONS_SHOWN])
-    return f"{len(locations)} ({shown}{', ...' if len(locations) > _LOCATIONS_SHOWN else ''})"
+def progress(items: Iterable[T], label: str) -> Iterable[T]:
+    """Iterates over ``items``, with a bar if stderr is a terminal and it takes more than a second."""
+    return tqdm(items, desc=label, delay=1, leave=False, disable=not sys.stderr.isatty())

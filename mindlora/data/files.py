@@ -1,18 +1,80 @@
-"""Reading files as people have them: plain, or compressed by gzip or zstd."""
+"""Rows and texts of files as people have them: JSON, CSV, Parquet, saved datasets; plain or compressed."""
 
+import csv
 import gzip
 import io
+import json
 import os
+import re
+import sys
 import zlib
-from typing import Iterator
+from typing import Any, Collection, Iterator, List, NamedTuple, Optional
 
 from mindlora.common.git_lfs import refuse_pointer
+from mindlora.common.text import suggestion
 from mindlora.errors import DataError
 
 # Of a tokenizer.
 CHARACTERS_PER_CALL = 1 << 20
-
 COMPRESSED = (".gz", ".zst")
+KINDS = (".json", ".jsonl", ".csv", ".parquet")
+ACCEPTED = (
+    "Give a file that ends in .json (a list), .jsonl (one object per line), .csv or .parquet, also with .gz or .zst "
+    "behind, a folder of such files, or a dataset that Hugging Face's datasets saved with save_to_disk."
+)
+_BETWEEN_RECORDS = re.compile(r"[\s,]*")
+
+
+class Row(NamedTuple):
+    """One row of a file, and where it is.
+
+    Attributes:
+        location (str): Such as "line 12" in a .jsonl, "row 3 at line 12" in a .json, or "line 12 (instance 2)"; with
+            the file before it if several files are read.
+        record: A dict, unless the row is something else.
+    """
+
+    location: str
+    record: Any
+
+
+class File(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        path (str): Where it is.
+        columns (list of str): The names that the file itself lists, in its order; none in JSON.
+        rows (list of Row): What was read.
+    """
+
+    path: str
+    columns: List[str]
+    rows: List[Row]
+
+
+def read_rows(path: str, split: Optional[str], columns: Collection[str]) -> File:
+    """Reads a file of a kind in KINDS, or a saved dataset.
+
+    Args:
+        path (str): The file, or the folder of the dataset.
+        split (str, optional): Which split of a saved dataset to read.
+        columns (collection of str): Columns to read of a table, if it has them.
+
+    Raises:
+        DataError: The file is missing, damaged, or of an unknown kind.
+    """
+    bare = bare_name(path)
+    if os.path.isdir(path):
+        return _read_saved_dataset(path, split, columns)
+    if bare.endswith(".parquet"):
+        return _read_parquet(path, read_bytes(path), columns)
+    if bare.endswith(".csv"):
+        return _read_csv(path, read_text(path))
+    if bare.endswith(".jsonl"):
+        return File(path, [], _read_json_lines(path, read_text(path)))
+    if bare.endswith(".json"):
+        return File(path, [], _read_json_list(path, read_text(path)))
+    raise DataError(f"{path} is of an unknown kind. {ACCEPTED}")
 
 
 def bare_name(path: str) -> str:
@@ -77,3 +139,131 @@ def pieces(text: str, size: int = CHARACTERS_PER_CALL) -> Iterator[str]:
         end = len(text) if newline == -1 else newline + 1
         yield text[start:end]
         start = end
+
+
+def _read_json_lines(path: str, text: str) -> List[Row]:
+    """Returns the rows of a .jsonl file; a location names the line."""
+    # Not splitlines, which also splits at characters that JSON allows inside a string.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [Row(f"line {number}", _parse(path, line, number)) for number, line in lines]
+
+
+def _read_json_list(path: str, text: str) -> List[Row]:
+    """Returns the rows of a .json file; a location names the line on which the row starts."""
+    records = _parse(path, text)
+    if not isinstance(records, list):
+        raise DataError(f"{path} holds a JSON {type(records).__name__}, not a list of rows.")
+    # The text is known to be a JSON list, so a second pass over it only has to find where each record starts.
+    scan = json.JSONDecoder().raw_decode
+    rows = []
+    line = 1
+    counted = 0
+    position = text.index("[") + 1
+    for number, record in enumerate(records, 1):
+        position = _BETWEEN_RECORDS.match(text, position).end()
+        line += text.count("\n", counted, position)
+        counted = position
+        rows.append(Row(f"row {number} at line {line}", record))
+        _, position = scan(text, position)
+    return rows
+
+
+def _parse(path: str, text: str, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        # Some write one object per line and still name the file .json.
+        lines = " If each line holds one object, name it .jsonl." if error.msg == "Extra data" else ""
+        raise DataError(
+            f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}.{lines}"
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{path} is nested too deeply at line {first_line}.") from error
+
+
+def _read_csv(path: str, text: str) -> File:
+    """Reads comma-separated values with a line of names; a location names the line on which the row starts."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    columns: List[str] = []
+    rows = []
+    start = 1
+    try:
+        for cells in reader:
+            if not columns:
+                columns = cells
+                _check_names(path, columns)
+            elif cells:
+                if len(cells) != len(columns):
+                    raise DataError(
+                        f"{path} has {len(cells)} cells at line {start}, and {len(columns)} columns: put cells that "
+                        "hold commas or new lines between double quotes."
+                    )
+                rows.append(Row(f"line {start}", dict(zip(columns, cells))))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path} is not valid CSV in the row that starts at line {start}: {error}.") from error
+    return File(path, columns, rows)
+
+
+def _check_names(path, columns):
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise DataError(f"{path} has two columns '{twice[0]}'.")
+
+
+def _read_parquet(path: str, content: bytes, columns: Collection[str]) -> File:
+    """Reads those of the columns that a Parquet file has; a location counts the rows from 1."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(pyarrow.BufferReader(content))
+        names = file.schema_arrow.names
+        return File(path, names, _rows_of(file.read(columns=[name for name in names if name in columns])))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def is_saved_dataset(folder: str) -> bool:
+    """Tells whether a folder is a dataset, or several splits of one, that save_to_disk wrote."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def _read_saved_dataset(folder: str, split: Optional[str], columns: Collection[str]) -> File:
+    """Reads those of the columns that a dataset of save_to_disk has; a location counts the rows from 1."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(folder)
+    except Exception as error:  # the library passes on whatever the damage causes, KeyError and TypeError included
+        raise DataError(
+            f"{folder} cannot be read as a saved dataset: {type(error).__name__}: {error}. Copy it again."
+        ) from error
+    dataset = _choose_split(folder, loaded, split) if isinstance(loaded, datasets.DatasetDict) else loaded
+    names = dataset.column_names
+    selected = dataset.select_columns([name for name in names if name in columns])
+    return File(folder, names, _rows_of(selected.with_format("arrow")[:]))
+
+
+def _choose_split(folder, loaded, split):
+    names = list(loaded)
+    if split is None and len(names) == 1:
+        return loaded[names[0]]
+    if split is None:
+        raise DataError(f"{folder} has the splits {', '.join(names)}: choose one with --split.")
+    if split not in loaded:
+        raise DataError(f"{folder} has no split '{split}'.{suggestion(split, names)}")
+    return loaded[split]
+
+
+def _rows_of(table) -> List[Row]:
+    return [Row(f"row {number}", _without_nulls(record)) for number, record in enumerate(table.to_pylist(), 1)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leaves out what is null: a table gives each object the keys of all others, without a value."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

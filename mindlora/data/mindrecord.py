@@ -8,7 +8,7 @@ from typing import Dict, Iterable, Iterator, List
 
 import numpy as np
 
-from mindlora.data.progress import progress
+from mindlora.data.conversion import progress
 from mindlora.errors import DataError
 
 _ROWS_PER_WRITE = 1000
@@ -34,14 +34,7 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
 
 
 def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
-    """Like write_mindrecord, but writes directly to ``path``; a failure leaves an incomplete file there.
-
-    Args:
-        rows (iterable of dict): As in write_mindrecord.
-        path (str): The file to write.
-
-    Returns:
-        int, the number of rows.
+    """Writes rows directly to ``path``, and returns their number; a failure leaves an incomplete file there.
 
     Raises:
         DataError: There is no row, the rows differ, or the file cannot be written.
@@ -49,18 +42,20 @@ def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
     from mindspore.mindrecord import FileWriter
     from mindspore.mindrecord.common.exceptions import MindRecordException
 
-    schema, batch, count = None, [], 0
+    schema = None
+    batch = []
+    count = 0
     try:
         writer = FileWriter(path, shard_num=1)
         for row in progress(rows, "writing"):
             # FileWriter itself would only warn about a row that does not match the schema, and drop it.
-            found = {name: {"type": str(column.dtype), "shape": list(column.shape)} for name, column in row.items()}
+            columns = {name: {"type": str(column.dtype), "shape": list(column.shape)} for name, column in row.items()}
             if schema is None:
-                schema = found
+                schema = columns
                 writer.add_schema(schema)
-            if found != schema or any(column.dtype != np.int32 for column in row.values()):
+            if columns != schema or any(column.dtype != np.int32 for column in row.values()):
                 raise DataError(
-                    f"Row {count + 1} has the columns {found}; every row must have int32 columns, the same as the "
+                    f"Row {count + 1} has the columns {columns}; every row must have int32 columns, the same as the "
                     f"first row, {schema}."
                 )
             batch.append(row)
@@ -99,8 +94,10 @@ def mindrecord_files(path: str) -> List[str]:
     and below."""
     if not os.path.isdir(path):
         return [path]
-    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-    return sorted(file for file in found if re.search(r"mindrecord\d*$", file))
+    files = []
+    for folder, _, names in os.walk(path):
+        files += [os.path.join(folder, name) for name in names if re.search(r"mindrecord\d*$", name)]
+    return sorted(files)
 
 
 def check_mindrecord_output(path: str, overwrite: bool) -> None:

@@ -74,12 +74,11 @@ def best_fit(sizes: Sequence[int], capacity: int) -> List[List[int]]:
     bins: List[List[int]] = []
     free: List[tuple] = []  # (room, bin) of each bin that is not full, sorted
     for item in np.argsort(-np.asarray(sizes), kind="stable").tolist():
-        found = bisect.bisect_left(free, (sizes[item],))
-        if found < len(free):
-            room, number = free.pop(found)
-        else:
-            room, number = capacity, len(bins)
+        fullest = bisect.bisect_left(free, (sizes[item],))
+        if fullest == len(free):
+            free.append((capacity, len(bins)))
             bins.append([])
+        room, number = free.pop(fullest)
         bins[number].append(item)
         if room > sizes[item]:
             bisect.insort(free, (room - sizes[item], number))
@@ -100,13 +99,17 @@ def pack(examples: Sequence[Encoded], boundary: Boundary, seq_length: int, seed:
     sizes = [boundary.size(len(row.tokens)) for row in examples]
     rows = best_fit(sizes, boundary.capacity(seq_length))
     order = np.random.default_rng(seed).permutation(len(rows))
-    return [_join([examples[item] for item in rows[number]], boundary) for number in order]
+    packed = []
+    for number in order:
+        packed.append(_join([examples[item] for item in rows[number]], boundary))
+    return packed
 
 
 def _join(examples, boundary):
     """Returns one row of some examples."""
     gap = np.full(int(boundary.is_padding), boundary.token, np.int32)
-    tokens, learned = [], []
+    tokens = []
+    learned = []
     for number, row in enumerate(examples):
         before = gap if number else gap[:0]
         tokens += [before, row.tokens]

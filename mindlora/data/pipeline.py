@@ -1,77 +1,260 @@
-"""The way from inputs to MindRecord that every kind of examples takes: read, tokenize, mix, hold out, write, report."""
+"""From inputs to MindRecord, for every kind of examples: read, tokenize, mix, hold out, write, report."""
 
 import contextlib
-from typing import Any, List, Sequence, Tuple, Union
+import dataclasses
+import itertools
+import math
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from mindlora.common import atomic
-from mindlora.data import histogram, tokenizers
-from mindlora.data.conversion import DataReport, Encoded, RowFormat
-from mindlora.data.examples import Examples
-from mindlora.data.mindrecord import replace_mindrecord, write_rows
-from mindlora.data.mixing import check_weights, mix
+from mindlora.data import tokenizers
+from mindlora.data.conversion import (
+    IGNORE_TOKEN_ID,
+    DataReport,
+    Encoded,
+    Examples,
+    RowFormat,
+    UnusableRow,
+    check_seq_length,
+    describe_skipped,
+    progress,
+)
+from mindlora.data.files import Row
+from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
 from mindlora.data.packing import find_boundary, pack, packed_columns
-from mindlora.data.settings import Settings, check_arguments, held_out_name
-from mindlora.data.sources import read_inputs
-from mindlora.data.statistics import length_statistics
-from mindlora.data.tokenizing import tokenize
+from mindlora.data.sources import Source, read_inputs
+from mindlora.data.statistics import check_histogram, draw_lengths, length_statistics
 from mindlora.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a conversion of examples is told, whatever their kind.
+
+    Attributes:
+        seq_length (int): seq_length of the model; an example has at most one token more.
+        columns (sequence of dict): Field -> its column in the input; one for all inputs, or one for each. None: the
+            columns have the names of the fields.
+        split (str, optional): Which split to read of a dataset that Hugging Face's library saved.
+        weights (sequence of float, optional): One for each input (see drawn_counts). None: all rows of all inputs.
+        holdout (float): Share of the usable examples to write to X-heldout.mindrecord instead, drawn by ``seed``.
+        seed (int): What is drawn depends on it and on the number of examples alone. It also orders packed rows.
+        truncate (bool): Cut what is too long (see Examples.cut) instead of skipping it.
+        strict (bool): Fail if any row cannot be used.
+        train_vocab_size (int, optional): Train a tokenizer of this size on the usable rows (see train_tokenizer) and
+            save it at ``tokenizer``, which must then be a path.
+        train_texts (sequence of str): Files of plain text to train it on besides the rows.
+        base (str, optional): The base that is trained on the rows, to compare vocabularies (see Vocabulary).
+        ignore_token_id (int): ignore_token_id of the model.
+        pack (bool): Put many examples into a row (see mindlora.data.packing).
+        actual_seq_len (bool): Add the column actual_seq_len to packed rows, for flash attention on Ascend.
+        stats (bool or str): Report on the lengths of the examples; a path also draws their histogram, as a PNG.
+        overwrite (bool): Replace what exists at the output paths.
+    """
+
+    seq_length: int
+    columns: Sequence[Mapping[str, str]] = ()
+    split: Optional[str] = None
+    weights: Optional[Sequence[float]] = None
+    holdout: float = 0.0
+    seed: int = 0
+    truncate: bool = False
+    strict: bool = False
+    train_vocab_size: Optional[int] = None
+    train_texts: Sequence[str] = ()
+    base: Optional[str] = None
+    ignore_token_id: int = IGNORE_TOKEN_ID
+    pack: bool = False
+    actual_seq_len: bool = False
+    stats: Union[bool, str] = False
+    overwrite: bool = False
+
+    def vocabulary(self, tokenizer: Any) -> tokenizers.Vocabulary:
+        """Returns what these settings say of a tokenizer, given as of Vocabulary."""
+        return tokenizers.Vocabulary(tokenizer, self.train_vocab_size, self.train_texts, self.base)
+
+    def check(self) -> None:
+        """Raises DataError if a value cannot be meant."""
+        check_seq_length(self.seq_length)
+        if not 0 <= self.holdout < 1:
+            raise DataError(f"holdout is {self.holdout}: it must be a share of the rows, at least 0 and below 1.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise DataError(f"seed is {self.seed!r}: it must be a whole number of at least 0.")
+        if self.actual_seq_len and not self.pack:
+            raise DataError("actual_seq_len is set and pack is not: it says where the examples of a packed row end.")
+        if isinstance(self.stats, str):
+            check_histogram(self.stats)
+
+
+def _check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> None:
+    """Raises DataError or TokenizerError if a setting is wrong or something must not be written where it should be."""
+    settings.check()
+    check_mindrecord_output(output_path, settings.overwrite)
+    if settings.holdout:
+        check_mindrecord_output(_held_out_name(output_path), settings.overwrite)
+    settings.vocabulary(tokenizer).check(settings.overwrite)
+
+
+def _held_out_name(output_path: str) -> str:
+    """Returns where the examples that are held out go."""
+    return output_path[: -len(".mindrecord")] + "-heldout.mindrecord"
 
 
 def convert_examples(
     examples: Examples, inputs: Union[str, Sequence[str]], output_path: str, tokenizer: Any, settings: Settings
 ) -> DataReport:
-    """Writes the MindRecord of one kind of examples. Everything is checked before the first byte is written.
+    """Writes the MindRecord of one kind of examples (see convert_alpaca).
 
-    Args:
-        examples (Examples): The kind.
-        inputs (str or sequence of str): See read_inputs.
-        output_path (str): Must end in .mindrecord; an index is written beside it, as NAME.mindrecord.db.
-        tokenizer (str or tokenizer): A path for load_tokenizer, or a tokenizer that it returned.
-        settings (Settings): The rest.
-
-    Returns:
-        DataReport.
-
-    Raises:
-        DataError: An input, a setting or an output path is wrong; no row is usable; or ``strict`` is True and a row is
-            not usable.
-        TokenizerError: The tokenizer cannot be loaded, used or trained.
+    Everything is checked before the first byte is written.
     """
-    check_arguments(output_path, tokenizer, settings)
+    _check_arguments(output_path, tokenizer, settings)
     inputs = [inputs] if isinstance(inputs, str) else list(inputs)
-    check_weights(settings.weights, len(inputs))
+    _check_weights(settings.weights, len(inputs))
     sources = read_inputs(inputs, examples.layout, settings.columns, settings.split)
-    tokenized, loaded = tokenize(sources, examples, tokenizer, settings)
+    tokenized, loaded = _tokenize(sources, examples, tokenizer, settings)
     mixed = mix(tokenized.inputs, settings.weights, settings.seed)
-    encoded = [example for part in mixed for example in part]
+    encoded = list(itertools.chain(*mixed))
     row_format = RowFormat(loaded, settings.seq_length, settings.ignore_token_id)
     boundary = _boundary(encoded, loaded) if settings.pack else None
     columns = _row_maker(row_format, boundary, settings)
     statistics = _statistics(encoded, loaded, settings)
-    kept, held_out = hold_out(encoded, settings.holdout, settings.seed)
-    held_out_path = held_out_name(output_path) if held_out else None
+    kept, held_out = _hold_out(encoded, settings.holdout, settings.seed)
+    held_out_path = _held_out_name(output_path) if held_out else None
+    parts = {output_path: kept}
+    if held_out_path:
+        parts[held_out_path] = held_out
     # What is entered first is moved into place last: the output exists only when everything else does.
     with contextlib.ExitStack() as outputs:
-        counts = [
-            write_rows(columns(part), outputs.enter_context(replace_mindrecord(path))) if path else 0
-            for path, part in ((output_path, kept), (held_out_path, held_out))
-        ]
+        counts = {}
+        for path, part in parts.items():
+            counts[path] = write_rows(columns(part), outputs.enter_context(replace_mindrecord(path)))
         settings.vocabulary(tokenizer).save(loaded)
     return row_format.report(
         encoded,
         output_path,
         tokenized.notes,
-        rows=counts[0],
+        rows=counts[output_path],
         held_out=held_out_path,
-        held_out_rows=counts[1],
+        held_out_rows=counts.get(held_out_path, 0),
         skipped=tokenized.skipped,
         truncated=tokenized.truncated,
         inputs={path: [len(used), len(usable)] for path, used, usable in zip(inputs, mixed, tokenized.inputs)},
         packed_boundary=boundary and boundary.token,
         statistics=statistics,
     )
+
+
+class _Tokenized(NamedTuple):
+    """The rows of all inputs as tokens, by input; where those are that were cut or left out; and notes for the user."""
+
+    inputs: List[List[Encoded]]
+    truncated: List[str]
+    skipped: Dict[str, List[str]]
+    notes: List[str]
+
+
+def _tokenize(sources: Sequence[Source], examples: Examples, tokenizer: Any, settings: Settings):
+    """Returns the tokens of the rows that can be used, and the tokenizer."""
+    result = _Tokenized([], [], {}, [])
+    for source in sources:
+        result.notes.extend(source.notes)
+    parsed = [_parse(source.rows, examples, result.skipped) for source in sources]
+    _check_usable(sources, parsed, result.skipped, settings.strict)
+    texts = (examples.text(row.record) for row in itertools.chain(*parsed))
+    loaded, notes = settings.vocabulary(tokenizer).load(texts, examples.chat_template)
+    result.notes.extend(notes)
+    examples.prepare(loaded)
+    for rows in parsed:
+        result.inputs.append(_encode(rows, examples, loaded, settings, result))
+    _check_usable(sources, result.inputs, result.skipped, settings.strict)
+    result.notes.extend(examples.notes())
+    return result, loaded
+
+
+def _parse(rows, examples, skipped):
+    usable = []
+    for row in rows:
+        try:
+            usable.append(Row(row.location, examples.parse(row.record)))
+        except UnusableRow as problem:
+            skipped.setdefault(str(problem), []).append(row.location)
+    return usable
+
+
+def _check_usable(sources, inputs, skipped, strict):
+    problems = "; ".join(describe_skipped(skipped))
+    if any(problem.startswith("more than ") for problem in skipped):
+        problems += ". Raise seq_length (--seq-length), or let rows be cut (--truncate)."
+    for source, usable in zip(sources, inputs):
+        if not usable:
+            raise DataError(f"{source.path} has no row that can be used. {problems}")
+    if skipped and strict:
+        paths = ", ".join(source.path for source in sources)
+        raise DataError(f"{paths} has rows that cannot be used, and strict allows none. {problems}")
+
+
+def _encode(rows, examples, tokenizer, settings, result):
+    """Returns the rows as tokens; what was cut or left out is entered into ``result``."""
+    encoded = []
+    limit = settings.seq_length + 1
+    for row in progress(rows, "tokenizing"):
+        try:
+            example = examples.encode(row.record, tokenizer)
+            if len(example.tokens) > limit:
+                if not settings.truncate:
+                    raise UnusableRow(f"more than {limit} tokens")
+                example = examples.cut(example, limit)
+                result.truncated.append(row.location)
+            encoded.append(example)
+        except UnusableRow as problem:
+            result.skipped.setdefault(str(problem), []).append(row.location)
+    return encoded
+
+
+def _check_weights(weights: Union[Sequence[float], None], inputs: int) -> None:
+    """Raises DataError unless there are no weights, or one above 0 for each input."""
+    if weights is None:
+        return
+    if len(weights) != inputs:
+        raise DataError(f"{inputs} inputs have {len(weights)} weights: give each input one weight.")
+    wrong = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
+    if wrong:
+        raise DataError(f"A weight of an input is {wrong[0]}: it must be a number above 0, such as 0.7.")
+
+
+def drawn_counts(sizes: Sequence[int], weights: Sequence[float]) -> List[int]:
+    """Returns how many examples each input contributes: shares in proportion to the weights, of as many as there are.
+
+    With w_i = weight_i / (sum of weights), input i contributes w_i N examples, rounded but at least 1, for the largest
+    N at which no input needs more than it has: N = min_i(size_i / w_i). So one input is used completely, the others in
+    part, and no example is repeated.
+
+    Args:
+        sizes (sequence of int): Examples in each input, at least 1.
+        weights (sequence of float): One for each, above 0.
+    """
+    least = min(size / weight for size, weight in zip(sizes, weights))
+    return [min(max(round(least * weight), 1), size) for size, weight in zip(sizes, weights)]
+
+
+def mix(inputs: Sequence[List[Encoded]], weights: Union[Sequence[float], None], seed: int) -> List[List[Encoded]]:
+    """Returns the examples of each input that are used, in their first order.
+
+    Args:
+        inputs (sequence of list of Encoded): The usable examples of each input.
+        weights (sequence of float, optional): See drawn_counts. None: every example is used.
+        seed (int): Decides which examples are drawn.
+    """
+    if weights is None:
+        return list(inputs)
+    counts = drawn_counts([len(examples) for examples in inputs], weights)
+    mixed = []
+    for number, (examples, count) in enumerate(zip(inputs, counts), 1):
+        drawn = sorted(_drawn(len(examples), count, (seed, number)))
+        mixed.append([examples[index] for index in drawn])
+    return mixed
 
 
 def _boundary(examples, tokenizer):
@@ -103,23 +286,22 @@ def _statistics(examples, tokenizer, settings):
     statistics = length_statistics(examples, settings.seq_length, boundary)
     if isinstance(settings.stats, str):
         with atomic.replace_file(settings.stats) as path:
-            histogram.draw_lengths(statistics, path)
+            draw_lengths(statistics, path)
     return statistics
 
 
-def hold_out(encoded: List[Encoded], share: float, seed: int) -> Tuple[List[Encoded], List[Encoded]]:
-    """Returns the examples to train on and those held out, both in their first order.
-
-    Raises:
-        DataError: There is one example, which cannot be divided.
-    """
+def _hold_out(encoded: List[Encoded], share: float, seed: int) -> Tuple[List[Encoded], List[Encoded]]:
+    """Returns the examples to train on and those held out, both in their first order."""
     if not share:
         return encoded, []
     if len(encoded) < 2:
         raise DataError("holdout needs at least two usable rows, and there is one.")
     count = min(max(round(len(encoded) * share), 1), len(encoded) - 1)
-    drawn = set(np.random.default_rng(seed).permutation(len(encoded))[:count].tolist())
-    parts: Tuple[List[Encoded], List[Encoded]] = ([], [])
-    for number, row in enumerate(encoded):
-        parts[number in drawn].append(row)
-    return parts
+    drawn = _drawn(len(encoded), count, seed)
+    kept = [example for number, example in enumerate(encoded) if number not in drawn]
+    return kept, [example for number, example in enumerate(encoded) if number in drawn]
+
+
+def _drawn(size, count, seed):
+    """Returns the numbers of ``count`` of ``size`` examples, drawn without repetition."""
+    return set(np.random.default_rng(seed).permutation(size)[:count].tolist())

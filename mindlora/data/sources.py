@@ -1,18 +1,82 @@
-"""Inputs of a conversion: files of every known kind, folders of them, and saved datasets."""
+"""Inputs of a conversion: files of every known kind, folders of them, and saved datasets; their rows by field."""
 
+import dataclasses
 import os
-from typing import Collection, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from mindlora.data import json_rows, tables
-from mindlora.data.files import bare_name, read_bytes, read_text
-from mindlora.data.rows import File, Layout, Row
+from mindlora.common.text import first_ten, suggestion
+from mindlora.data.files import ACCEPTED, KINDS, File, Row, bare_name, is_saved_dataset, read_rows
 from mindlora.errors import DataError
 
-KINDS = (".json", ".jsonl", ".csv", ".parquet")
-_KNOWN = (
-    "Give a file that ends in .json (a list), .jsonl (one object per line), .csv or .parquet, also with .gz or .zst "
-    "behind, a folder of such files, or a dataset that Hugging Face's datasets saved with save_to_disk."
-)
+
+def _alone(row: Row) -> List[Row]:
+    return [row]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The fields that a kind of examples is made of.
+
+    Attributes:
+        fields (tuple of str): Their names, which are also those of their columns unless the user gives others.
+        defaults (dict): Field -> its value in a file that has no such column; other fields must have one.
+        aliases (dict): Field -> another name that its column often has.
+        expand (callable): Makes rows of one that holds several.
+        expands (tuple of str): Further columns that ``expand`` reads.
+    """
+
+    fields: Tuple[str, ...]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    expand: Callable[[Row], List[Row]] = _alone
+    expands: Tuple[str, ...] = ()
+
+    def check(self, named: Mapping[str, str]) -> None:
+        """Raises DataError if the user named the column of an unknown field."""
+        for field in named:
+            if field not in self.fields:
+                raise DataError(f"columns: there is no field '{field}'.{suggestion(field, list(self.fields))}")
+
+    def rows_of(self, file: File, named: Mapping[str, str]) -> List[Row]:
+        """Returns the rows of a file with their fields under the names of ``fields``.
+
+        Args:
+            file (File): What was read.
+            named (dict): Field -> its column, as the user named it.
+
+        Raises:
+            DataError: A column that the user named, or one without a default, is in no row of the file.
+        """
+        columns = {field: self._column(field, file, named) for field in self.fields}
+        if all(field == column for field, column in columns.items()):
+            return file.rows
+        return [Row(row.location, self._rename(row.record, columns)) for row in file.rows]
+
+    def _column(self, field, file, named):
+        """Returns the column of a field, or None for one that takes its default."""
+        names = [named[field]] if field in named else [field, *filter(None, [self.aliases.get(field)])]
+        present = [name for name in names if name in file.columns]
+        if len(present) > 1:
+            raise DataError(
+                f"{file.path} has the columns {' and '.join(present)}: choose with --columns {field}=COLUMN."
+            )
+        if present:
+            return present[0]
+        if not file.columns:
+            return field  # no row is an object, as each row will report
+        if field in named or field not in self.defaults:
+            raise DataError(
+                f"{file.path} has no column '{names[0]}'.{suggestion(names[0], file.columns)} "
+                f"Name yours with --columns {field}=COLUMN."
+            )
+        return None
+
+    def _rename(self, record, columns: Dict[str, Any]):
+        if not isinstance(record, dict):
+            return record
+        rest = {key: value for key, value in record.items() if key not in self.fields}
+        fields = {field: record[column] for field, column in columns.items() if column in record}
+        return {**rest, **fields, **{field: self.defaults[field] for field, column in columns.items() if not column}}
 
 
 class Source(NamedTuple):
@@ -52,17 +116,18 @@ def read_inputs(
     """
     paths = [inputs] if isinstance(inputs, str) else list(inputs)
     _check_inputs(paths, layout, columns)
-    found = [_files_of(path) for path in paths]
-    if split is not None and not any(tables.is_saved_dataset(path) for path in paths):
+    if split is not None and not any(map(is_saved_dataset, paths)):
         raise DataError(f"split is '{split}', but no input is a dataset that was saved with save_to_disk.")
-    several = sum(len(files) for files, _ in found) > 1
+    named_columns = list(columns or [{}])
+    if len(named_columns) == 1:
+        named_columns *= len(paths)
+    inputs_files = [_files_of(path) for path in paths]
+    several = sum(len(files) for files, _ in inputs_files) > 1
     sources = []
-    for number, (path, (files, notes)) in enumerate(zip(paths, found)):
-        named = columns[number if len(columns) > 1 else 0] if columns else {}
-        rows = []
+    for path, named, (files, notes) in zip(paths, named_columns, inputs_files):
+        rows: List[Row] = []
         for file in files:
-            read = layout.rows_of(_read_file(file, layout, split, [*layout.fields, *named.values()]), named)
-            rows += [Row(f"{file}: {row.location}", row.record) for row in read] if several else read
+            rows += _read_file(file, layout, split, named, several)
         sources.append(Source(path, rows, notes))
     return sources
 
@@ -70,12 +135,12 @@ def read_inputs(
 def _check_inputs(paths, layout, columns):
     if not paths:
         raise DataError("There is no input: name at least one.")
-    real = [os.path.realpath(path) for path in paths]
-    for number, path in enumerate(real):
-        if path in real[:number]:
-            raise DataError(
-                f"The input {paths[number]} is given twice: its rows would be both trained on and held out."
-            )
+    seen = set()
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise DataError(f"The input {path} is given twice: its rows would be both trained on and held out.")
+        seen.add(real)
     if len(columns) not in (0, 1, len(paths)):
         raise DataError(
             f"columns is given {len(columns)} times for {len(paths)} inputs: give it once for all, or once for each."
@@ -86,33 +151,29 @@ def _check_inputs(paths, layout, columns):
 
 def _files_of(path: str) -> Tuple[List[str], List[str]]:
     """Returns the files of an input, or the folder if it is a saved dataset, and notes on what was left out."""
-    if not os.path.isdir(path) or tables.is_saved_dataset(path):
+    if not os.path.isdir(path) or is_saved_dataset(path):
         return [path], []
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    known = [name for name in names if bare_name(name).endswith(KINDS)]
-    others = [name for name in names if name not in known]
-    shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
-    if not known:
-        raise DataError(f"The folder {path} holds no file of a known kind; it holds {shown or 'nothing'}. {_KNOWN}")
-    notes = [f"left out in {path}: {shown}"] if others else []
-    return [os.path.join(path, name) for name in known], notes
+    readable = [name for name in names if bare_name(name).endswith(KINDS)]
+    others = [name for name in names if name not in readable]
+    if not readable:
+        raise DataError(f"The folder {path} holds no file of a known kind; it holds {first_ten(others)}. {ACCEPTED}")
+    notes = [f"left out in {path}: {first_ten(others)}"] if others else []
+    return [os.path.join(path, name) for name in readable], notes
 
 
-def _read_file(path: str, layout: Layout, split: Optional[str], named: Collection[str]) -> File:
-    bare, wanted = bare_name(path), {*named, *layout.aliases.values(), *layout.expands}
-    if os.path.isdir(path):
-        columns, rows = tables.read_saved_dataset(path, split, wanted)
-    elif bare.endswith(".parquet"):
-        columns, rows = tables.read_parquet(path, read_bytes(path), wanted)
-    elif bare.endswith(".csv"):
-        columns, rows = tables.read_csv(path, read_text(path))
-    elif bare.endswith((".json", ".jsonl")):
-        read = json_rows.read_json_lines if bare.endswith(".jsonl") else json_rows.read_json_list
-        columns, rows = [], read(path, read_text(path))
-    else:
-        raise DataError(f"{path} is of an unknown kind. {_KNOWN}")
-    if not rows:
+def _read_file(path, layout, split, named, several):
+    """Returns the rows of one file in the layout; if there are several files, their locations name it."""
+    used = {*layout.fields, *named.values(), *layout.aliases.values(), *layout.expands}
+    file = read_rows(path, split, used)
+    if not file.rows:
         raise DataError(f"{path} holds no rows.")
-    expanded = [part for row in rows for part in layout.expand(row)]
-    seen = (key for row in expanded if isinstance(row.record, dict) for key in row.record)
-    return File(path, list(dict.fromkeys([*columns, *seen])), expanded)
+    rows: List[Row] = []
+    for row in file.rows:
+        rows += layout.expand(row)
+    columns = dict.fromkeys(file.columns)
+    for row in rows:
+        if isinstance(row.record, dict):
+            columns.update(dict.fromkeys(row.record))
+    rows = layout.rows_of(File(path, list(columns), rows), named)
+    return [Row(f"{path}: {row.location}", row.record) for row in rows] if several else rows

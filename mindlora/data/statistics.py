@@ -1,4 +1,4 @@
-"""What the lengths of examples mean for training: how long they are, and how much of the rows is padding."""
+"""Statistics of the lengths of examples: how long they are, how much of the rows is padding; and their histogram."""
 
 import dataclasses
 from typing import Optional, Sequence
@@ -7,6 +7,7 @@ import numpy as np
 
 from mindlora.data.conversion import Encoded
 from mindlora.data.packing import Boundary, best_fit
+from mindlora.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class LengthStatistics:
         return None if self.packed_rows is None else 1 - self.lengths.sum() / (self.packed_rows * self.row_length)
 
     def __str__(self):
-        lengths, total = self.lengths, self.lengths.sum()
+        lengths = self.lengths
+        total = lengths.sum()
         lines = [
             f"lengths of {len(lengths)} examples: min {lengths.min()}, median {np.median(lengths):g}, "
             f"mean {lengths.mean():.1f}, 95th percentile {np.percentile(lengths, 95):.0f}, max {lengths.max()} tokens",
@@ -65,3 +67,66 @@ def length_statistics(examples: Sequence[Encoded], seq_length: int, boundary: Op
     # No position predicts the first token of an example.
     counted = sum(int(row.learned[1:].sum()) for row in examples)
     return LengthStatistics(lengths, seq_length + 1, counted, packed_rows)
+
+
+def check_histogram(path: str) -> None:
+    """Raises DataError unless ``path`` names a PNG file and matplotlib, which draws it, is installed."""
+    if not path.endswith(".png"):
+        raise DataError(f"The histogram {path} must end in .png.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            "A histogram needs matplotlib, which is not installed: pip install 'mindlora[plot]', or give --stats "
+            "without a file."
+        ) from error
+
+
+def draw_lengths(statistics: LengthStatistics, path: str) -> None:
+    """Draws how many examples have which length, and beside it what the rows hold before and after packing.
+
+    Args:
+        statistics (LengthStatistics): As length_statistics returns it.
+        path (str): The PNG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), dpi=110, width_ratios=(2, 1))
+    _draw_histogram(left, statistics)
+    _draw_shares(right, statistics)
+    figure.tight_layout()
+    figure.savefig(path, format="png")
+    pyplot.close(figure)
+
+
+def _draw_histogram(axes, statistics):
+    lengths = statistics.lengths
+    # Bins of a whole number of tokens each, as many as are easy to tell apart.
+    width = max(1, -(-int(lengths.max() - lengths.min() + 1) // 60))
+    axes.hist(lengths, np.arange(lengths.min(), lengths.max() + width + 1, width) - 0.5, color="tab:blue", alpha=0.8)
+    for name, value, style in (
+        ("median", np.median(lengths), "-"),
+        ("95th percentile", np.percentile(lengths, 95), "--"),
+        ("a row", statistics.row_length, ":"),
+    ):
+        axes.axvline(value, color="black", linestyle=style, linewidth=1, label=f"{name}: {value:.0f}")
+    axes.set_xlabel("tokens of an example")
+    axes.set_ylabel("examples")
+    axes.set_title(f"{len(lengths)} examples")
+    axes.legend()
+
+
+def _draw_shares(axes, statistics):
+    shares = {"one example\nin a row": statistics.padding}
+    if statistics.packed_padding is not None:
+        shares["packed"] = statistics.packed_padding
+    names = [f"{name}:\n{share:.1%} padding" for name, share in shares.items()]
+    padding = np.array(list(shares.values()))
+    axes.bar(names, 1 - padding, color="tab:blue", alpha=0.8)
+    axes.bar(names, padding, bottom=1 - padding, color="lightgray")
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set_ylim(0, 1)
+    axes.set_title("share of the rows (gray: padding)")

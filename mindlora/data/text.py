@@ -1,16 +1,14 @@
 """Plain text to MindRecord: packed into full rows, to pretrain a model on."""
 
 import re
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Iterator, List, Optional, Sequence
 
 import numpy as np
 
 from mindlora.data import tokenizers
-from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length
+from mindlora.data.conversion import IGNORE_TOKEN_ID, DataReport, Encoded, RowFormat, check_seq_length, progress
 from mindlora.data.files import CHARACTERS_PER_CALL, pieces, read_text
 from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord, write_rows
-from mindlora.data.progress import progress
-from mindlora.data.vocabulary import Vocabulary
 from mindlora.errors import DataError
 
 
@@ -47,16 +45,19 @@ def convert_text(
     """
     check_seq_length(seq_length)
     check_mindrecord_output(output_path, overwrite)
-    vocabulary = Vocabulary(tokenizer, train_vocab_size, train_texts, base)
+    vocabulary = tokenizers.Vocabulary(tokenizer, train_vocab_size, train_texts, base)
     vocabulary.check(overwrite)
     text = read_text(input_path)
     if not text.strip():
         raise DataError(f"{input_path} holds no text.")
     loaded, notes = vocabulary.load(pieces(text))
-    documents = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()] if paragraphs else [text]
-    tokens = np.concatenate(
-        [part for document in progress(documents, "tokenizing") for part in _encode(document, loaded)]
-    )
+    documents = [text]
+    if paragraphs:
+        documents = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+    parts: List[np.ndarray] = []
+    for document in progress(documents, "tokenizing"):
+        parts.extend(_encode(document, loaded))
+    tokens = np.concatenate(parts)
     rows = [tokens[start : start + seq_length + 1] for start in range(0, len(tokens), seq_length + 1)]
     # A single token that is left over has nothing to predict.
     encoded = [Encoded(row, np.ones(len(row), bool)) for row in rows if len(row) > 1]

@@ -1,13 +1,17 @@
-"""Tokenizers: loads those of Hugging Face and sentencepiece, and trains small ones."""
+"""Tokenizers: loads those of Hugging Face and sentencepiece, trains small ones, compares them with a base's."""
 
+import dataclasses
 import os
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Any, Iterable, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from mindlora.base.reader import BaseCheckpoint
 from mindlora.common import atomic
 from mindlora.common.git_lfs import refuse_pointer
-from mindlora.errors import TokenizerError
+from mindlora.common.text import first_ten
+from mindlora.data.files import bare_name, pieces, read_text
+from mindlora.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,6 +24,8 @@ _ACCEPTED = (
     "Give Hugging Face's tokenizer.json with its tokenizer_config.json, a sentencepiece .model file, or a folder with "
     "tokenizer.json or tokenizer.model in it."
 )
+_ENDINGS_OF_ROWS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".mindrecord")
+_ONLY_FROM_SCRATCH = "a new tokenizer fits only a base that was trained from scratch with it"
 
 
 class SpecialIds(NamedTuple):
@@ -55,8 +61,7 @@ def load_tokenizer(path: str) -> Any:
         names = sorted(os.listdir(path))
         file = next((name for name in ("tokenizer.json", "tokenizer.model") if name in names), None)
         if file is None:
-            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-            raise TokenizerError(f"No tokenizer in the folder {path}; it holds {shown or 'nothing'}. {_ACCEPTED}")
+            raise TokenizerError(f"No tokenizer in the folder {path}; it holds {first_ten(names)}. {_ACCEPTED}")
         path = os.path.join(path, file)
     elif not os.path.exists(path):
         raise TokenizerError(f"No tokenizer at {path}: there is no such file or folder. {_ACCEPTED}")
@@ -107,7 +112,9 @@ def special_ids(tokenizer: Any) -> SpecialIds:
     Raises:
         TokenizerError: There is no end-of-sequence token, without which a model could not learn to stop.
     """
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     if eos is None:
         raise TokenizerError(
             'The tokenizer names no end-of-sequence token: set "eos_token" in its tokenizer_config.json.'
@@ -148,18 +155,7 @@ def train_tokenizer(
 
 
 def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Like train_tokenizer, but without saving.
-
-    Args:
-        texts (iterable of str): What to learn from.
-        vocab_size (int): Number of ids, the special ones included; at least 260.
-
-    Returns:
-        transformers.PreTrainedTokenizerFast.
-
-    Raises:
-        TokenizerError: vocab_size is too small, or the texts are empty.
-    """
+    """Trains a tokenizer as train_tokenizer does, but does not save it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -216,8 +212,129 @@ def check_tokenizer_output(path: str, overwrite: bool) -> None:
     if others:
         raise TokenizerError(
             f"{path} is not overwritten, because it holds more than a trained tokenizer: "
-            f"{', '.join(others[:10])}. Give the new tokenizer another path."
+            f"{first_ten(others)}. Give the new tokenizer another path."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """What a conversion is told of its tokenizer.
+
+    Attributes:
+        tokenizer (str or tokenizer): A path for load_tokenizer, or a tokenizer that it returned.
+        train_size (int, optional): Train a tokenizer of this size on what is converted (see train_tokenizer), to be
+            saved at ``tokenizer``, which must then be a path.
+        train_texts (sequence of str): Files of plain text to train it on as well.
+        base (str, optional): The base that is trained on the data: a folder, a .safetensors or a .ckpt file. Its
+            vocabulary is compared with the tokenizer's.
+    """
+
+    tokenizer: Any
+    train_size: Optional[int] = None
+    train_texts: Sequence[str] = ()
+    base: Optional[str] = None
+
+    def check(self, overwrite: bool) -> None:
+        """Raises DataError or TokenizerError if a setting is wrong, a file is missing, or the tokenizer may not be
+        written where it should be."""
+        if self.base is not None and not os.path.exists(self.base):
+            raise DataError(f"base: {self.base} does not exist. Name the checkpoint that is trained on the data.")
+        if self.train_size is None:
+            if self.train_texts:
+                raise DataError(
+                    "train_texts names texts for a new tokenizer, and its size is missing: set train_vocab_size "
+                    "(--train-tokenizer VOCAB_SIZE)."
+                )
+            return
+        if not isinstance(self.tokenizer, str):
+            raise DataError(
+                "train_vocab_size asks for a new tokenizer: give the path to save it at, not a loaded tokenizer."
+            )
+        for path in self.train_texts:
+            if bare_name(path).endswith(_ENDINGS_OF_ROWS):
+                raise DataError(
+                    f"train_texts: {path} holds rows, and a tokenizer learns from plain text here: convert it "
+                    "with --input, or write its texts to a .txt file."
+                )
+            if not os.path.isfile(path):
+                raise DataError(f"train_texts: there is no file {path}.")
+        check_tokenizer_output(self.tokenizer, overwrite)
+
+    def load(self, texts: Iterable[str], chat_template: Optional[str] = None) -> Tuple[Any, List[str]]:
+        """Returns the tokenizer, and what the user should know of it.
+
+        Args:
+            texts (iterable of str): What is converted, to train a tokenizer on.
+            chat_template (str, optional): For a tokenizer that is trained. Default: None.
+
+        Raises:
+            DataError, TokenizerError: A file cannot be read, or the tokenizer not be loaded or trained.
+            CheckpointError: The base cannot be read.
+        """
+        if self.train_size is None:
+            loaded = load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+            return loaded, self._of_the_base(loaded)
+        trained = fit_tokenizer(self._all_texts(texts), self.train_size)
+        trained.chat_template = chat_template
+        learned_from = ", ".join(["this data", *self.train_texts])
+        notes = [f"{self.tokenizer}: a tokenizer of {len(trained)} tokens, trained on {learned_from}"]
+        if len(trained) < self.train_size:
+            notes.append(
+                f"it is smaller than the {self.train_size} tokens asked for, because no other pair occurs twice"
+            )
+        return trained, notes + self._of_the_base(trained)
+
+    def save(self, loaded: Any) -> None:
+        """Saves the tokenizer that ``load`` returned, if it was trained."""
+        if self.train_size is not None:
+            save_tokenizer(loaded, self.tokenizer)
+
+    def _all_texts(self, texts) -> Iterator[str]:
+        yield from texts
+        for path in self.train_texts:
+            yield from pieces(read_text(path))
+
+    def _of_the_base(self, loaded) -> List[str]:
+        """Returns a warning if the base was trained with another vocabulary, or if that is not known of a new one."""
+        new = self.train_size is not None
+        if self.base is None:
+            return [_ONLY_FROM_SCRATCH + " (--base compares it with the base's)"] if new else []
+        beside = _tokenizer_beside(self.base)
+        if beside is not None:
+            of_base = load_tokenizer(beside).get_vocab()
+            vocabulary = loaded.get_vocab()
+            differing = sum(of_base.get(token) != number for token, number in vocabulary.items())
+            if not differing:
+                return []
+            difference = f"{differing} of {len(vocabulary)} tokens have another id, or none, in the tokenizer beside it"
+            return [_another_vocabulary(self.base, difference, f"Use {beside}")]
+        rows = _embedding_rows(self.base)
+        size = vocabulary_size(loaded)
+        if rows is not None and (rows < size or new and rows != size):
+            difference = f"its embedding has {rows} rows, and the tokenizer {size} ids"
+            return [_another_vocabulary(self.base, difference, "Use its own tokenizer")]
+        return [f"no tokenizer is beside {self.base}, so only sizes were compared. {_ONLY_FROM_SCRATCH}"] if new else []
+
+
+def _another_vocabulary(base, difference, way_out) -> str:
+    return (
+        f"WARNING: {base} was trained with another vocabulary: {difference}. Its embeddings would mean other tokens. "
+        f"{way_out}, or train a base from scratch with this one"
+    )
+
+
+def _tokenizer_beside(base: str) -> Optional[str]:
+    """Returns the tokenizer in the folder of a checkpoint."""
+    folder = base if os.path.isdir(base) else os.path.dirname(os.path.abspath(base))
+    paths = (os.path.join(folder, name) for name in ("tokenizer.json", "tokenizer.model"))
+    return next(filter(os.path.isfile, paths), None)
+
+
+def _embedding_rows(base: str) -> Optional[int]:
+    """Returns the number of ids that a checkpoint has embeddings for; None if it has no embedding."""
+    with BaseCheckpoint(base) as checkpoint:
+        table = checkpoint.tensors.get(checkpoint.architecture.embedding_table(checkpoint.world))
+        return table.shape[0] if table else None
 
 
 def _brief(error):

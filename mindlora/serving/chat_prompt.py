@@ -5,7 +5,7 @@ from typing import Any, Dict, FrozenSet, List, Optional, Protocol, Sequence
 from mindlora.data import tokenizers
 from mindlora.data.chat_template import ChatTemplate, read_template
 from mindlora.data.conversations import Conversation
-from mindlora.data.examples import UnusableRow
+from mindlora.data.conversion import UnusableRow
 from mindlora.data.templates import prompt_template
 from mindlora.errors import RequestError, TokenizerError
 

@@ -6,7 +6,7 @@ import pytest
 from mindlora.data.chat import ChatExamples
 from mindlora.data.chat_template import read_template
 from mindlora.data.conversations import read_conversation
-from mindlora.data.examples import UnusableRow
+from mindlora.data.conversion import UnusableRow
 from mindlora.errors import DataError, TokenizerError
 from tests.support.chat_templates import (
     CHATML,

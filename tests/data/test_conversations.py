@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindlora.data.conversations import read_conversation, texts_of
-from mindlora.data.examples import UnusableRow
+from mindlora.data.conversion import UnusableRow
 
 CALL = {"name": "add", "arguments": {"a": 1}}
 CALLS = [{"type": "function", "function": CALL}]

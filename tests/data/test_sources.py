@@ -8,8 +8,8 @@ import pyarrow
 import pytest
 from pyarrow import csv, parquet
 
+from mindlora.data.alpaca import LAYOUT
 from mindlora.data.conversations import LAYOUT as CHAT
-from mindlora.data.instruction_rows import LAYOUT
 from mindlora.data.sources import read_inputs
 from mindlora.errors import DataError
 from tests.support.instruction_rows import CHINESE, ENGLISH, as_json, as_jsonl

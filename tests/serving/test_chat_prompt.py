@@ -3,7 +3,6 @@
 import pytest
 
 from mindlora.data import tokenizers
-from mindlora.data.alpaca import encode_row
 from mindlora.data.chat import ChatExamples
 from mindlora.errors import DataError, RequestError, TokenizerError
 from mindlora.serving.chat_prompt import make_chat_prompt
@@ -17,6 +16,7 @@ from tests.support.chat_templates import (
     chat_tokenizer,
     word_tokenizer,
 )
+from tests.support.instruction_rows import encode_row
 
 WORDS = "[INST] How many cats are there? [/INST] There are 2 cats. And dogs? None."
 USER = {"role": "user", "content": "How many cats?"}

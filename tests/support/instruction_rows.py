@@ -4,7 +4,9 @@ import json
 
 import mindspore.dataset
 
+from mindlora.data.alpaca import AlpacaExamples
 from mindlora.data.conversion import IGNORE_TOKEN_ID
+from mindlora.data.templates import prompt_template
 
 UNK, BOS, EOS, PAD = range(4)
 CHINESE = {"instruction": "这个温太医啊，也是古怪。", "input": "", "output": "你们俩话太多了，我该和温太医要一剂药。"}
@@ -21,6 +23,12 @@ def as_jsonl(path, records):
     """Writes records line by line; returns the path."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
+
+
+def encode_row(record, tokenizer, template="alpaca"):
+    """Returns a record as tokens."""
+    examples = AlpacaExamples(prompt_template(template))
+    return examples.encode(examples.parse(record), tokenizer)
 
 
 def read_back(path):

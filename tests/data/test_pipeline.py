@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mindlora.data.alpaca import convert_alpaca
-from mindlora.data.mixing import drawn_counts, mix
+from mindlora.data.pipeline import drawn_counts, mix
 from mindlora.errors import DataError
 from tests.support.instruction_rows import as_jsonl, learned, read_back
 
