@@ -13,6 +13,7 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters import parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
+from mindlora.adapters.dialects.registry import FORMS
 from mindlora.adapters.expert_pairs import stacked_paths
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
 from mindlora.apply import put_lora
@@ -62,7 +63,7 @@ def save_lora(
     """
     adapter_files.check_adapter_output(str(path), format)
     parts.check_part(part)
-    if part and format not in ("diffusers", "kohya"):
+    if part and FORMS[format].world:
         raise LoraError(f"part is {part!r}, and format {format!r} has no parts: it is for 'diffusers' and 'kohya'.")
     cells = dict(lora_cells(network))
     if not cells:

@@ -1,4 +1,4 @@
-"""convert_adapter: turns an adapter of any known form into one of seven."""
+"""convert_adapter: turns an adapter of any known form into any that can be written."""
 
 import dataclasses
 import os
@@ -8,12 +8,14 @@ from mindlora.adapters import expert_pairs, joined_pairs, parts
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import mcore
+from mindlora.adapters.dialects.dialect import Dialect
 from mindlora.adapters.dialects.peft_config import Extras
+from mindlora.adapters.dialects.registry import FORMS
 from mindlora.adapters.known_base import KnownBase, known_base
 from mindlora.adapters.matching import rename
 from mindlora.errors import AdapterError, LoraError
 from mindlora.models import names
-from mindlora.models.architecture import JoinedCell
+from mindlora.models.architecture import HF, LEGACY, MCORE, JoinedCell
 from mindlora.models.joined_rows import RowLayout
 
 EXPERT_FORMS = ("stacked", "single")
@@ -134,23 +136,24 @@ def convert_adapter(
     parts.check_part(part)
     wanted = parts.Wanted(part, parts.read_paths(target_paths))
     adapter = adapter_files.read(source, allow_pickle, wanted, Extras(token_rows=to == "peft"))
-    if to not in ("diffusers", "kohya"):
+    form = FORMS[to]
+    if form.world:
         parts.of_one_model(adapter, source)
     if lora_alpha is not None:
         adapter.set_alpha(lora_alpha)
-    if to in ("peft", "mcore"):
+    if form.world in (HF, MCORE):
         # A checkpoint of an mcore network has its own paths.
         rename(adapter, names.canonical(adapter.paths))
     base = known_base(adapter, architecture)
-    _check_form(base, to)
+    _check_form(base, form)
     heads = _completed(heads, base.config)
     if concatenate:
-        if to == "peft":
+        if form.world == HF:
             raise AdapterError("PEFT has no joined modules: leave concatenate (--concat) out for format 'peft'.")
         _join_all(adapter, heads, adapter.paths)
     else:
         adapter = with_cells_of(adapter, to, heads)
-    _arrange_experts(adapter, experts, to)
+    _arrange_experts(adapter, experts, form)
     adapter_files.write(adapter, output, to)
     return ConvertAdapterReport(
         source,
@@ -164,10 +167,10 @@ def convert_adapter(
     )
 
 
-def _arrange_experts(adapter: Adapter, experts: Optional[str], to: str) -> None:
+def _arrange_experts(adapter: Adapter, experts: Optional[str], form: Dialect) -> None:
     if experts not in (None, *EXPERT_FORMS):
         raise LoraError(f"experts is {experts!r}, which is none of {', '.join(EXPERT_FORMS)}.")
-    if experts == "stacked" or experts is None and to in ("mindformers", "ckpt"):
+    if experts == "stacked" or experts is None and form.stacks_experts:
         expert_pairs.stack_pairs(adapter)
     elif experts == "single":
         expert_pairs.split_pairs(adapter)
@@ -183,13 +186,13 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 
 
-def _check_form(base: KnownBase, to: str) -> None:
-    """Raises AdapterError if MindFormers has no legacy model of the kind, whose names the form ``to`` has."""
-    if to in ("mindformers", "ckpt", "slora") and base.architecture and not base.architecture.legacy:
+def _check_form(base: KnownBase, form: Dialect) -> None:
+    """Raises AdapterError if MindFormers has no legacy model of the kind, whose names a form has."""
+    if form.world == LEGACY and base.architecture and not base.architecture.legacy:
         raise AdapterError(
-            f"MindFormers has {base.architecture.title} ({base.reason}) as an mcore model alone, and format {to!r} has "
-            "the names of its legacy models. Write format 'mcore', which MindFormers' own LoRA reads, or 'peft', which "
-            "mindlora loads."
+            f"MindFormers has {base.architecture.title} ({base.reason}) as an mcore model alone, and format "
+            f"{form.form!r} has the names of its legacy models. Write format 'mcore', which MindFormers' own "
+            "LoRA reads, or 'peft', which mindlora loads."
         )
 
 
@@ -207,9 +210,10 @@ def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:
 
 def with_cells_of(adapter: Adapter, to: str, heads: Heads) -> Adapter:
     """Returns ``adapter``, which may be changed, with joined cells split or joined as the form ``to`` has them."""
-    if to == "peft":
+    world = FORMS[to].world
+    if world == HF:
         split_all(adapter, heads)
-    elif to == "mcore":
+    elif world == MCORE:
         _join_all(adapter, heads, adapter.paths)
         return mcore.one_rank(adapter)
     return adapter

@@ -1,7 +1,8 @@
 """What mindlora writes beside an adapter's tensors: lora_alpha and more, as one string of JSON."""
 
 import json
-from typing import Any, Callable, Dict, Tuple
+from types import MappingProxyType
+from typing import Any, Callable, Dict, Mapping, Tuple
 
 from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects import peft_config
@@ -38,9 +39,20 @@ def text_of(adapter: Adapter) -> str:
     return json.dumps(content)
 
 
-def peft_text_of(adapter: Adapter) -> str:
-    """Returns the metadata of a file in PEFT's form: what adapter_config.json has no field for."""
-    return json.dumps(_peft_content(adapter))
+def header(adapter: Adapter) -> Dict[str, str]:
+    """Returns the header of a .safetensors file under MindFormers' names."""
+    return {"format": "np", KEY: text_of(adapter)}
+
+
+def peft_header(adapter: Adapter, settings: Mapping[str, str] = MappingProxyType({})) -> Dict[str, str]:
+    """Returns the header of a file that PEFT or diffusers load.
+
+    Args:
+        adapter (Adapter): What PEFT's configuration has no field for is noted here.
+        settings (mapping): What the form itself has in the header. Default: nothing.
+    """
+    # "format" tells transformers which framework to load for.
+    return {"format": "pt", **settings, KEY: json.dumps(_peft_content(adapter))}
 
 
 def _peft_content(adapter: Adapter) -> Dict[str, Any]:

@@ -117,7 +117,7 @@ def check_for_server(
 
 def _problems(path: str, adapter: Adapter, rules: Server) -> Iterator[str]:
     config_file = os.path.join(path, peft.CONFIG_FILE)
-    if adapter.dialect != peft.NAME or not os.path.isfile(config_file):
+    if adapter.dialect != peft.Peft.name or not os.path.isfile(config_file):
         yield (
             f"It is in the form of {adapter.dialect}, and servers read PEFT's folder. Write that: mindlora convert "
             f"{path} served --to peft"

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, Tuple
+from typing import TYPE_CHECKING, Any, Iterator, Tuple
 
 from mindlora.cli.verb import Verb, add_allow_pickle, add_command, add_heads, add_target_paths
 
@@ -12,8 +12,19 @@ if TYPE_CHECKING:
     from mindlora.adapters.sharding.run_settings import RunSettings
 
 _ADAPTER_HELP = "an adapter: a folder, or a .safetensors, .ckpt or .bin file"
-_FORMS = ("peft", "mindformers", "ckpt", "slora", "mcore", "diffusers", "kohya")
 _OUTPUT_HELP = "the folder to write, in PEFT's format; of Stable Diffusion in diffusers'"
+
+
+class _Forms:
+    """The forms that can be written, which are imported only where a command asks for them."""
+
+    def __iter__(self) -> Iterator[str]:
+        from mindlora.adapters.dialects.registry import FORMS
+
+        return iter(FORMS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +71,8 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        choices=_FORMS,
+        metavar="FORM",
+        choices=_Forms(),
         help="peft: what PEFT and vLLM load; mindformers, ckpt: MindFormers' own names; slora: the folder that "
         "MindFormers serves an adapter from; mcore: what MindFormers' own LoRA on an mcore model reads; diffusers, "
         "kohya: Stable Diffusion's adapters",
@@ -327,7 +339,11 @@ def _gather_options(parser: argparse.ArgumentParser) -> None:
         help="the run's strategy files: a folder, or one file (default: the folder strategy in or beside CHECKPOINT)",
     )
     parser.add_argument(
-        "--to", default="peft", choices=_FORMS, help="form of OUT, as for mindlora convert (default: peft)"
+        "--to",
+        default="peft",
+        metavar="FORM",
+        choices=_Forms(),
+        help="form of OUT, as for mindlora convert (default: peft)",
     )
     parser.add_argument("--step", metavar="E_S", help="epoch and step in it, such as 2_100 (default: the newest)")
     _add_run_options(parser, "split")
@@ -349,9 +365,9 @@ def _gather(arguments: argparse.Namespace) -> Any:
 
 
 def _beside(checkpoint: str, to: str) -> str:
-    endings = {"mindformers": ".safetensors", "mcore": ".safetensors", "kohya": ".safetensors", "ckpt": ".ckpt"}
-    ending = endings.get(to, "")
-    return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), f"adapter{ending}")
+    from mindlora.adapters.dialects.registry import FORMS
+
+    return os.path.join(os.path.dirname(os.path.abspath(checkpoint)), f"adapter{FORMS[to].ending}")
 
 
 def _scatter_options(parser: argparse.ArgumentParser) -> None:

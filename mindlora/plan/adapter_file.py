@@ -56,8 +56,7 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
             for name in (weight.name, *(f"{head}.weight" for head in heads)):
                 key = peft.saved_module_key(name, list(adapted))
                 entries.append((key, named_dtype(weight.dtype), weight.shape))
-    text = _metadata(run, weights, adapted)
-    return layout(sorted(entries, key=lambda entry: entry[0]), {"format": "pt", metadata.KEY: text})[2]
+    return layout(sorted(entries, key=lambda entry: entry[0]), _header(run, weights, adapted))[2]
 
 
 def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> List[_Entry]:
@@ -101,7 +100,7 @@ def _tied_heads(run: Run, weight: Weight) -> List[str]:
     return heads if weight.path == run.embedding[0] else []
 
 
-def _metadata(run: Run, weights: List[Weight], adapted: Dict[str, Shape]) -> str:
+def _header(run: Run, weights: List[Weight], adapted: Dict[str, Shape]) -> Dict[str, str]:
     fingerprint = {"shapes": _HASH, "values": _HASH}
     # Of the matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
     base = [w for w in weights if not w.adapter and len(w.shape) > 1]
@@ -113,4 +112,4 @@ def _metadata(run: Run, weights: List[Weight], adapted: Dict[str, Shape]) -> str
         fingerprint["quantization"] = "loftq" if initializers.is_loftq(run.lora.lora_init) else run.lora.quantize_base
     if run.lora and initializers.changes_base(run.lora.lora_init):
         adapter.initialization = run.lora.lora_init
-    return metadata.peft_text_of(adapter)
+    return metadata.peft_header(adapter)

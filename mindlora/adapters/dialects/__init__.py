@@ -1,1 +1,1 @@
-"""Names and layouts of adapter files: one module for each world they come from."""
+"""Forms of adapter files: one module for each world they come from, and the registry of all."""

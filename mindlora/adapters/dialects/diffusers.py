@@ -10,24 +10,27 @@ A file without settings has a scale of 1, so lora_alpha is the rank.
 """
 
 import json
+import os
 import re
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import parts
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import peft, peft_config
+from mindlora.adapters.dialects import foreign, peft, peft_config
+from mindlora.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
+from mindlora.common import atomic
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import listed
 from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.registry import PARTS
 from mindlora.config.variants.variant import A, B, PartKey
 from mindlora.errors import AdapterError, AdapterFormatError
+from mindlora.formats.safetensors_file import write_arrays
 from mindlora.models.diffusion import part_of
 
-NAME = "diffusers"
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 PICKLE_FILE = "pytorch_lora_weights.bin"
 SETTINGS = "lora_adapter_metadata"
@@ -43,6 +46,33 @@ _PROCESSOR = re.compile(r"^(.*)\.to_(q|k|v|out)_lora\.(down|up)\.weight$")
 _SIDES = {"down": "A", "up": "B"}
 
 
+class Diffusers(Dialect):
+    """The folder of a pipeline's adapter, or its file alone."""
+
+    name = form = "diffusers"
+    weights = (WEIGHTS_FILE, PICKLE_FILE)
+
+    def matches(self, file: File) -> bool:
+        return any(map(parse_key, file.keys))
+
+    def sort(self, file: File) -> Keys:
+        foreign.refuse_keys(file.keys, file.path)
+        part_keys = {key: part_key for key in file.keys if (part_key := parse_key(key))}
+        wanted = file.wanted.part
+        parts.check_holds(wanted, parts.found_in(path for path, _ in part_keys.values()), file.path)
+        if len(part_keys) < len(file.keys):
+            raise unknown_tensors(set(file.keys) - set(part_keys), file)
+        return Keys({key: part_key for key, part_key in part_keys.items() if _is_of(part_key, wanted)})
+
+    def complete(self, adapter: Adapter, file: File) -> None:
+        take_settings(adapter, file.header, file.path)
+
+    def write(self, adapter: Adapter, path: str) -> None:
+        arrays = tensors(adapter)
+        with atomic.replace_folder(path) as folder:
+            write_arrays(os.path.join(folder, WEIGHTS_FILE), arrays, header(adapter))
+
+
 def parse_key(key: str) -> Optional[PartKey]:
     """Returns (path that begins with its part, part of the pair) for a key of diffusers', or None for any other."""
     part, rest = parts.split(key)
@@ -53,7 +83,7 @@ def parse_key(key: str) -> Optional[PartKey]:
     return (f"{part}.{parts.canonical(part, path)}", side) if part else None
 
 
-def settings_of(adapter: Adapter, header: Mapping[str, str], source: str) -> None:
+def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> None:
     """Gives an adapter that has its tensors the settings in the header of its file, and checks the ranks.
 
     Args:
@@ -66,14 +96,13 @@ def settings_of(adapter: Adapter, header: Mapping[str, str], source: str) -> Non
         RankMismatchError: The tensors have another rank than the settings say.
     """
     adapter.check_pairs(source)
-    content = (
-        parse_object(header[SETTINGS].encode(), f"{SETTINGS} of {source}", AdapterFormatError)
-        if (header.get(SETTINGS))
-        else {}
-    )
-    found = parts.found_in(adapter.paths)
-    configs = {part: config for part in found if (config := _config(content, part, source))}
-    scales, ranks = {}, {}
+    content: Dict[str, Any] = {}
+    if header.get(SETTINGS):
+        content = parse_object(header[SETTINGS].encode(), f"{SETTINGS} of {source}", AdapterFormatError)
+    present = parts.found_in(adapter.paths)
+    configs = {part: config for part in present if (config := _config(content, part, source))}
+    rslora_roots = {}
+    ranks = {}
     for path in adapter.paths:
         part, rest = parts.split(path)
         config = configs.get(part or "")
@@ -81,16 +110,17 @@ def settings_of(adapter: Adapter, header: Mapping[str, str], source: str) -> Non
         ranks[path] = config.rank_of(rest) if config else rank
         adapter.alphas[path] = config.alpha_of(rest) if config else float(rank)
         if config and config.use_rslora:
-            scales[path] = rank**0.5
+            rslora_roots[path] = rank**0.5
     adapter.check_pairs(source, ranks)
-    adapter.use_rslora = len(scales) == len(ranks)
+    adapter.use_rslora = len(rslora_roots) == len(ranks)
     if not adapter.use_rslora:
         # An adapter has one rule for all cells, so the other part's is put into lora_alpha.
-        adapter.alphas.update({path: adapter.alphas[path] * root for path, root in scales.items()})
+        for path, root in rslora_roots.items():
+            adapter.alphas[path] *= root
     adapter.dropout = max([config.dropout for config in configs.values()], default=0.0)
     adapter.base_model = next((config.base_model for config in configs.values()), None)
-    if len(found) == 1 and configs:
-        adapter.selection = dict(configs[found[0]].selection)
+    if len(present) == 1 and configs:
+        adapter.selection = dict(configs[present[0]].selection)
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
@@ -99,40 +129,33 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     Raises:
         AdapterError: Some cell is of no known part, or the adapter holds what diffusers does not load.
     """
-    refuse_others(adapter, NAME, dora=True)
+    refuse_others(adapter, Diffusers.form, dora=True)
     return {
         f"{part}.{path}{PARTS[name].peft}": array
-        for cell, part, path in parts.with_parts(adapter, NAME)
+        for cell, part, path in parts.with_parts(adapter, Diffusers.form)
         for name, array in adapter.parts(cell).items()
     }
 
 
 def header(adapter: Adapter) -> Dict[str, str]:
     """Returns the header's strings: PEFT's settings for each part, and what mindlora notes beside them."""
-    places = parts.with_parts(adapter, NAME)
+    by_part: Dict[str, Adapter] = {}
+    for cell, part, path in parts.with_parts(adapter, Diffusers.form):
+        selection = adapter.selection if part == "unet" else {}
+        one = by_part.setdefault(part, Adapter({}, selection=selection))
+        # Without text_model: PEFT compares the ends of paths, and newer models do not have this level.
+        path = path.replace("text_model.", "", 1)
+        one.alphas[path] = adapter.alphas[cell]
+        for name, array in adapter.parts(cell).items():
+            one.tensors[path, name] = array
     settings: Dict[str, Any] = {}
-    for part in dict.fromkeys(part for _, part, _ in places):
-        one = Adapter(
-            # Without text_model: PEFT compares the ends of paths, and newer models do not have this level.
-            {
-                (path.replace("text_model.", "", 1), name): array
-                for cell, of, path in places
-                if of == part
-                for name, array in adapter.parts(cell).items()
-            },
-            {path.replace("text_model.", "", 1): adapter.alphas[cell] for cell, of, path in places if of == part},
-            adapter.use_rslora,
-            adapter.dropout,
-            selection=adapter.selection if part == "unet" else {},
-            base_model=adapter.base_model,
-        )
+    for part, one in by_part.items():
+        one.use_rslora = adapter.use_rslora
+        one.dropout = adapter.dropout
+        one.base_model = adapter.base_model
         settings.update({f"{part}.{field}": value for field, value in peft.adapter_config(one).items()})
         settings[f"{part}.task_type"] = None
-    return {
-        "format": "pt",
-        SETTINGS: json.dumps(settings, indent=2, sort_keys=True),
-        adapter_metadata.KEY: adapter_metadata.peft_text_of(adapter),
-    }
+    return adapter_metadata.peft_header(adapter, {SETTINGS: json.dumps(settings, indent=2, sort_keys=True)})
 
 
 def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
@@ -153,17 +176,9 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
         raise AdapterError(f"Format {form!r} holds no {what}: {listed(adapter.paths)}. Write format 'peft'.")
 
 
-def sort(keys: Iterable[str], wanted: parts.Wanted, source: str) -> Tuple[Dict[str, PartKey], List[str]]:
-    """Returns key -> PartKey of the wanted part, and the keys that are not diffusers'.
-
-    Raises:
-        AdapterError: There is nothing of the wanted part.
-    """
-    found = {key: parse_key(key) for key in keys}
-    part_keys = {key: known for key, known in found.items() if known}
-    parts.check_holds(wanted.part, parts.found_in(path for path, _ in part_keys.values()), source)
-    chosen = {key: known for key, known in part_keys.items() if wanted.part in (None, parts.split(known[0])[0])}
-    return chosen, sorted(set(found) - set(part_keys))
+def _is_of(part_key: PartKey, part: Optional[str]) -> bool:
+    path, _ = part_key
+    return part is None or parts.split(path)[0] == part
 
 
 def _module(key: str) -> Tuple[str, str]:
@@ -173,11 +188,16 @@ def _module(key: str) -> Tuple[str, str]:
         clip = ".self_attn" in old[1]
         leaf = f"{old[2]}_proj" if clip else "to_out.0" if old[2] == "out" else f"to_{old[2]}"
         return f"{old[1]}.{leaf}", _SIDES[old[3]]
-    return next(((key[: -len(ending)], side) for ending, side in _ENDINGS.items() if key.endswith(ending)), ("", ""))
+    for ending, side in _ENDINGS.items():
+        if key.endswith(ending):
+            return key[: -len(ending)], side
+    return "", ""
 
 
 def _config(content: Dict[str, Any], part: str, source: str) -> Optional[peft_config.PeftConfig]:
     """Returns the settings of a part; a UNet that was saved by itself has them without the part's name."""
-    own = {key[len(part) + 1 :]: value for key, value in content.items() if key.startswith(f"{part}.")}
-    own = own or ({} if any(parts.split(key)[0] for key in content) else content)
-    return peft_config.parse(own, f"{SETTINGS} of {source}, {part}") if own else None
+    prefix = f"{part}."
+    config = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
+    if not config and not any(parts.split(key)[0] for key in content):
+        config = content
+    return peft_config.parse(config, f"{SETTINGS} of {source}, {part}") if config else None

@@ -8,28 +8,47 @@ from typing import Dict
 
 import numpy as np
 
+from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects.mindformers import MCORE, tensor_key
+from mindlora.adapters.dialects.dialect import File, write_file
+from mindlora.adapters.dialects.mindformers import MCORE, MindFormers, tensor_key
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError
-from mindlora.models import names, registry
-from mindlora.models.architecture import LEGACY
-from mindlora.models.architecture import MCORE as WORLD
+from mindlora.models import architecture, names, registry
 from mindlora.numerics.dtypes import from_float32, to_float32
 
 
-def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
-    """Returns key -> array of the file that holds ``adapter``.
+class Mcore(MindFormers):
+    """A file under mcore's names, with one rank and one scale."""
+
+    form = "mcore"
+    ending = ".safetensors"
+    world = architecture.MCORE
+
+    def __init__(self) -> None:
+        super().__init__(MCORE)
+
+    def read(self, file: File) -> Adapter:
+        adapter = super().read(file)
+        # Only mindlora adds zeros, and its files state lora_alpha.
+        if file.metadata.get("alphas"):
+            without_zeros(adapter)
+        return adapter
+
+    def write(self, adapter: Adapter, path: str) -> None:
+        self.refuse_single_experts(adapter)
+        adapter = one_rank(adapter)
+        paths = _paths(adapter)
+        tensors = {tensor_key(paths[cell], part, MCORE): array for (cell, part), array in adapter.tensors.items()}
+        write_file(path, tensors, adapter_metadata.header(adapter))
+
+
+def _paths(adapter: Adapter) -> Dict[str, str]:
+    """Returns path -> path in mcore for the cells of ``adapter``.
 
     Raises:
         AdapterError: It has a cell or is of a kind that MindFormers' own LoRA does not know.
     """
-    own = _paths(adapter)
-    return {tensor_key(own[path], part, MCORE): array for (path, part), array in adapter.tensors.items()}
-
-
-def _paths(adapter: Adapter) -> Dict[str, str]:
-    """Returns path -> path in mcore for the cells of ``adapter``."""
     variant = adapter.variant
     if not variant.is_plain:
         raise AdapterError(
@@ -42,29 +61,32 @@ def _paths(adapter: Adapter) -> Dict[str, str]:
             f"{', '.join(adapter.saved_modules)}. Merge the adapter into its base, or write format 'peft'."
         )
     # The Llama has the cells of Qwen3 and others, under the same names.
-    architecture = names.architecture_of_cells(adapter.paths) or registry.ARCHITECTURES[0]
-    found = {
-        path: architecture.rename_path(path, LEGACY, WORLD) or names.to_mcore(path)
-        for path in adapter.paths
-        if path not in adapter.embeddings
-    }
-    unknown = [path for path in adapter.paths if found.get(path, path) == path or not names.is_linear(path)]
+    record = names.architecture_of_cells(adapter.paths) or registry.ARCHITECTURES[0]
+    renamed = {}
+    unknown = []
+    for path in adapter.paths:
+        renamed[path] = record.rename_path(path, architecture.LEGACY, architecture.MCORE) or names.to_mcore(path)
+        if path in adapter.embeddings or renamed[path] == path or not names.is_linear(path):
+            unknown.append(path)
     if unknown:
         raise AdapterError(
             f"MindFormers' mcore models put no LoRA on cells such as {listed(unknown)}. Write format 'peft', which "
             "mindlora loads."
         )
-    return found
+    return renamed
 
 
 def one_rank(adapter: Adapter) -> Adapter:
     """Returns ``adapter`` with its largest rank in all pairs, by zeros, and one scale, for which B is rescaled."""
     tensors = dict(adapter.tensors)
     largest = max(adapter.paths, key=adapter.rank)
-    rank, scale = adapter.rank(largest), adapter.scale(largest)
+    rank = adapter.rank(largest)
+    scale = adapter.scale(largest)
     for path in adapter.paths:
-        a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-        factor, missing = adapter.scale(path) / scale, rank - adapter.rank(path)
+        a = adapter.tensors[path, "A"]
+        b = adapter.tensors[path, "B"]
+        factor = adapter.scale(path) / scale
+        missing = rank - adapter.rank(path)
         if factor != 1:
             b = from_float32(to_float32(b) * np.float32(factor), b.dtype)
         tensors[path, "A"] = np.pad(a, ((0, missing), (0, 0)))
@@ -76,14 +98,11 @@ def one_rank(adapter: Adapter) -> Adapter:
 def without_zeros(adapter: Adapter) -> None:
     """Takes off what one_rank added: ranks at the end that are zero in A and in B. Such a rank can never train."""
     for path in adapter.paths:
-        a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
-        used = _used(a) + _used(b.T)
-        own = 1 + max([index for index, count in enumerate(used) if count], default=len(a) - 1)
-        if own < len(a) and path in adapter.alphas:
-            adapter.alphas[path] *= own / len(a)
-            adapter.tensors[path, "A"], adapter.tensors[path, "B"] = a[:own].copy(), b[:, :own].copy()
-
-
-def _used(rows: np.ndarray) -> np.ndarray:
-    """Returns for each row how many of its elements are not zero."""
-    return np.count_nonzero(to_float32(rows), axis=1)
+        a = adapter.tensors[path, "A"]
+        b = adapter.tensors[path, "B"]
+        used = to_float32(a).any(axis=1) | to_float32(b).any(axis=0)
+        rank = 1 + int(max(np.flatnonzero(used), default=len(a) - 1))
+        if rank < len(a):
+            adapter.alphas[path] *= rank / len(a)
+            adapter.tensors[path, "A"] = a[:rank].copy()
+            adapter.tensors[path, "B"] = b[:, :rank].copy()

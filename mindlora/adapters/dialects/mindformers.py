@@ -5,14 +5,23 @@ from typing import Dict, Iterable, List, NamedTuple, Optional
 
 import numpy as np
 
+from mindlora.adapters import metadata as adapter_metadata
+from mindlora.adapters.adapter import Adapter
+from mindlora.adapters.dialects.dialect import Dialect, File, Keys, listed_keys, write_file
+from mindlora.adapters.expert_pairs import single_paths
+from mindlora.common.text import listed
 from mindlora.config.variants.registry import PARTS, SHARED_PARTS
 from mindlora.config.variants.variant import PartKey
-from mindlora.errors import ShapeMismatchError
-from mindlora.models import names
+from mindlora.errors import AdapterError, AdapterFormatError, ShapeMismatchError, UnexpectedTensorsError
+from mindlora.formats import ckpt_file
+from mindlora.models import architecture, names
 from mindlora.numerics.pair_layouts import unstack_experts
 
+# MindFormers 2's, beside the adapter's safetensors.
+MANIFEST = "mindformers_adapter_config.json"
 
-class Dialect(NamedTuple):
+
+class KeyNames(NamedTuple):
     """One form of key names.
 
     Attributes:
@@ -28,7 +37,7 @@ class Dialect(NamedTuple):
     only: str = ""
 
 
-MINDPET = Dialect(
+MINDPET = KeyNames(
     "MindFormers' LoRA (mindpet_delta_lora)",
     {
         **{f".{part.parameter}": part.name for part in (*PARTS.values(), *SHARED_PARTS.values())},
@@ -37,75 +46,173 @@ MINDPET = Dialect(
         ".mindpet_delta_lora_B": "B",
     },
 )
-TK_DELTA = Dialect(
+TK_DELTA = KeyNames(
     "MindFormers' LoRA from before 2023 (tk_delta_lora)",
     {".tk_delta_lora_a": "A", ".tk_delta_lora_b": "B", ".tk_delta_lora_A": "A", ".tk_delta_lora_B": "B"},
 )
-MCORE = Dialect(
+MCORE = KeyNames(
     "MindFormers' mcore LoRA",
     {".lora_A.weight": "A", ".lora_B.weight": "B"},
     mcore=True,
     only=r"^decoder\.layers\.|^output_layer\.",
 )
-PYNATIVE = Dialect(
+PYNATIVE = KeyNames(
     "MindFormers 2's LoRA", {".lora_a": "A", ".lora_b": "B"}, mcore=True, only=r"^decoder\.layers\.|^output_layer\."
 )
-SLORA = Dialect("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
-DIALECTS = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
+SLORA = KeyNames("MindFormers' slora", {".lora_a": "A", ".lora_b": "B"})
+KEY_NAMES = (MINDPET, TK_DELTA, MCORE, PYNATIVE, SLORA)
 
 _OPTIMIZER_PREFIXES = ("adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "accu_grads.")
 _EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
 
 
-def tensor_key(path: str, part: str, dialect: Dialect = MINDPET) -> str:
+class MindFormers(Dialect):
+    """A file with the keys of one table.
+
+    Args:
+        key_names (KeyNames): The table.
+    """
+
+    def __init__(self, key_names: KeyNames):
+        self.key_names = key_names
+        self.name = key_names.name
+
+    def matches(self, file: File) -> bool:
+        return detect(file.keys) is self.key_names
+
+    def sort(self, file: File) -> Keys:
+        part_keys = sort(file.keys, self.key_names)
+        if any(map(is_adalora_key, file.keys)):
+            raise AdapterFormatError(
+                f"{file.path} is a checkpoint of a run with use_adalora, which keeps Lambda apart from A. Take the "
+                "folder that LoraCheckpoint wrote at this step, or call save_lora on the network with this checkpoint "
+                "loaded."
+            )
+        unknown = sorted(key for key in set(file.keys) - set(part_keys) if is_adapter_key(key))
+        if unknown:
+            raise UnexpectedTensorsError(
+                f"{file.path} holds LoRA tensors of {self.name}, and others in another form: {listed_keys(unknown)}. "
+                "Keep one form in a file."
+            )
+        saved_modules = {name: name for name in file.metadata.get("whole", ()) if name in file.keys}
+        return Keys(part_keys, saved_modules)
+
+    def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
+        return split_experts(key, array) or {part_key: array}
+
+    def refuse_single_experts(self, adapter: Adapter) -> None:
+        """Raises AdapterError if an adapter has pairs of single experts, which MindFormers' forms have no names for."""
+        experts = single_paths(adapter)
+        if experts:
+            raise AdapterError(
+                f"Format {self.form!r} cannot hold adapters of single experts: {listed(experts)}. Write format 'peft', "
+                "or stack them (mindlora convert --experts stacked)."
+            )
+
+
+class MindPet(MindFormers):
+    """MindFormers' own LoRA, under the names of a network.
+
+    Args:
+        form (str): "mindformers" or "ckpt".
+        ending (str): The ending of the file that is written.
+    """
+
+    world = architecture.LEGACY
+    stacks_experts = True
+
+    def __init__(self, form: str, ending: str):
+        super().__init__(MINDPET)
+        self.form = form
+        self.ending = ending
+
+    def write(self, adapter: Adapter, path: str) -> None:
+        self.refuse_single_experts(adapter)
+        tensors = {tensor_key(*key): array for key, array in adapter.stored_tensors().items()}
+        tensors |= adapter.saved_modules
+        if self.ending == ".ckpt":
+            ckpt_file.write(path, tensors, adapter_metadata.text_of(adapter))
+        else:
+            write_file(path, tensors, adapter_metadata.header(adapter))
+
+
+class PyNative(MindFormers):
+    """MindFormers 2's folder of one step, in which a manifest lies beside the adapter."""
+
+    def __init__(self) -> None:
+        super().__init__(PYNATIVE)
+
+    def weights_in(self, folder: str, names: List[str]) -> Optional[str]:
+        if MANIFEST not in names:
+            return None
+        weights = [name for name in names if name.endswith(".safetensors") and "-opt-" not in name]
+        if len(weights) != 1:
+            raise AdapterFormatError(
+                f"{folder} holds {MANIFEST} with {len(weights)} .safetensors files: {', '.join(weights) or 'none'}. "
+                "Name the folder of one step, with the adapter in one file."
+            )
+        return weights[0]
+
+
+def tensor_key(path: str, part: str, key_names: KeyNames = MINDPET) -> str:
     """Returns the key of a part of the cell at ``path``."""
-    ending = next(ending for ending, name in dialect.endings.items() if name == part)
+    ending = next(ending for ending, name in key_names.endings.items() if name == part)
     return f"{path}{ending}" if path else ending[1:]
 
 
-def parse_key(key: str, dialect: Dialect = MINDPET) -> Optional[PartKey]:
+def parse_key(key: str, key_names: KeyNames = MINDPET) -> Optional[PartKey]:
     """Returns (path, part) for a LoRA tensor, or None for a tensor of the base or of the optimizer."""
-    found = _parse(key, dialect)
-    return (names.mcore_to_mindformers(found[0]), found[1]) if found and dialect.mcore else found
+    part_key = _parse(key, key_names)
+    if part_key is None or not key_names.mcore:
+        return part_key
+    path, part = part_key
+    return names.mcore_to_mindformers(path), part
 
 
-def sort(keys: Iterable[str], dialect: Dialect) -> Dict[str, PartKey]:
+def sort(keys: Iterable[str], key_names: KeyNames) -> Dict[str, PartKey]:
     """Returns key -> (path, part) of the LoRA tensors among ``keys``; together, they tell which mcore model it is."""
-    single = {key: own for key in keys if (own := parse_expert_key(key))}
-    found = {key: own for key in keys if key not in single and (own := _parse(key, dialect))}
-    if dialect.mcore:
-        own_paths = names.canonical(path for path, _ in found.values())
-        found = {key: (names.mcore_to_mindformers(own_paths[path]), part) for key, (path, part) in found.items()}
-    return {**single, **found}
+    stacks: Dict[str, PartKey] = {}
+    parts: Dict[str, PartKey] = {}
+    for key in keys:
+        stack = parse_expert_key(key)
+        part_key = _parse(key, key_names)
+        if stack:
+            stacks[key] = stack
+        elif part_key:
+            parts[key] = part_key
+    if key_names.mcore:
+        canonical = names.canonical(path for path, _ in parts.values())
+        parts = {key: (names.mcore_to_mindformers(canonical[path]), part) for key, (path, part) in parts.items()}
+    return {**stacks, **parts}
 
 
-def _parse(key: str, dialect: Dialect) -> Optional[PartKey]:
-    """Returns (path, part) as the dialect calls the path, or None."""
-    if key.startswith(_OPTIMIZER_PREFIXES):
+def _parse(key: str, key_names: KeyNames) -> Optional[PartKey]:
+    """Returns (path, part) as the file calls the path, or None."""
+    if is_optimizer_key(key):
         return None
-    for ending, part in dialect.endings.items():
+    for ending, part in key_names.endings.items():
         if ("." + key).endswith(ending):
             # MindSpore may name a shared parameter after the first of the cells that share it.
             return key[: -len(ending)] if key.endswith(ending) and part not in SHARED_PARTS else "", part
     return None
 
 
-def detect(keys: List[str]) -> Optional[Dialect]:
-    """Returns the dialect of a file with these keys, or None if none of them is a LoRA tensor's."""
-    for dialect in DIALECTS:
-        if any(parse_key(key, dialect) and re.search(dialect.only, key) for key in keys):
-            return dialect
+def detect(keys: List[str]) -> Optional[KeyNames]:
+    """Returns the key names of a file with these keys, or None if none of them is a LoRA tensor's."""
+    for key_names in KEY_NAMES:
+        if any(parse_key(key, key_names) and re.search(key_names.only, key) for key in keys):
+            return key_names
     return PYNATIVE if any(map(parse_expert_key, keys)) else None
 
 
 def is_adapter_key(key: str) -> bool:
-    """Tells whether ``key`` is a LoRA tensor's in any of the dialects."""
-    return bool(parse_expert_key(key)) or is_adalora_key(key) or any(parse_key(key, dialect) for dialect in DIALECTS)
+    """Tells whether ``key`` is a LoRA tensor's in any of the forms."""
+    return bool(parse_expert_key(key)) or is_adalora_key(key) or any(parse_key(key, table) for table in KEY_NAMES)
 
 
 def is_adalora_key(key: str) -> bool:
     """Tells whether ``key`` is the Lambda of a cell that AdaLoRA trains, which MindSpore's own checkpoints hold."""
-    return key.endswith("mindpet_delta_lora_lambda") and not key.startswith(_OPTIMIZER_PREFIXES)
+    return key.endswith("mindpet_delta_lora_lambda") and not is_optimizer_key(key)
 
 
 def is_optimizer_key(key: str) -> bool:
@@ -115,8 +222,10 @@ def is_optimizer_key(key: str) -> bool:
 
 def parse_expert_key(key: str) -> Optional[PartKey]:
     """Returns (path, part) of the stacked LoRA tensor of all experts in a layer, or None for any other key."""
-    match = None if key.startswith(_OPTIMIZER_PREFIXES) else _EXPERTS.match(key)
-    return (f"{match[1]}.weight{match[2]}", match[3].upper()) if match else None
+    match = _EXPERTS.match(key)
+    if match is None or is_optimizer_key(key):
+        return None
+    return f"{match[1]}.weight{match[2]}", match[3].upper()
 
 
 def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
@@ -136,7 +245,8 @@ def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
     match = _EXPERTS.match(key)
     if not match:
         return {}
-    holder, half = re.sub(r"^decoder\.", "model.", match[1]), match[3].upper()
+    holder = re.sub(r"^decoder\.", "model.", match[1])
+    half = match[3].upper()
     matrices = unstack_experts(array)
     if matrices is None or match[2] + half == "1B" and len(matrices[0]) % 2:
         raise ShapeMismatchError(
@@ -151,5 +261,6 @@ def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
             parts = {"gate_proj": matrix, "up_proj": matrix}
         else:
             parts = dict(zip(("gate_proj", "up_proj"), np.split(matrix, 2)))
-        pairs.update({(f"{holder}.{expert}.{part}", half): np.ascontiguousarray(rows) for part, rows in parts.items()})
+        for part, rows in parts.items():
+            pairs[f"{holder}.{expert}.{part}", half] = np.ascontiguousarray(rows)
     return pairs

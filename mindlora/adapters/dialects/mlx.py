@@ -7,27 +7,57 @@ lora_parameters too, and multiplied scale by alpha / rank.
 import json
 import os
 import re
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from mindlora.adapters.adapter import Adapter, is_alpha
+from mindlora.adapters.dialects import mindformers
+from mindlora.adapters.dialects.dialect import Dialect, File, Keys
+from mindlora.adapters.dialects.peft_config import is_of_mlx
 from mindlora.common.text import listed, shown
 from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.variant import PartKey
 from mindlora.errors import AdapterFormatError, MissingTensorsError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
-from mindlora.numerics.pair_layouts import turned
+from mindlora.numerics.pair_layouts import Shape, turned
 
-NAME = "mlx-lm"
-WEIGHTS_FILE = "adapters.safetensors"
 _CONFIG_FILE = "adapter_config.json"
-_MARKS = ("fine_tune_type", "lora_parameters", "num_layers", "lora_layers")
 _NUMBERS = ("rank", "scale", "alpha")
 _ENDINGS = {".lora_a": "A", ".lora_b": "B", ".m": DORA.row_norms}
 
 
-def is_config(content: object) -> bool:
-    """Tells whether the content of an adapter_config.json is mlx-lm's."""
-    return isinstance(content, dict) and "peft_type" not in content and sum(mark in content for mark in _MARKS) >= 2
+class Mlx(Dialect):
+    """The folder, or its file alone, which then the names and shapes of the pairs tell from MindFormers' slora."""
+
+    name = "mlx-lm"
+    weights = ("adapters.safetensors",)
+
+    def matches(self, file: File) -> bool:
+        if config_beside(file.path) is not None:
+            return bool(file.keys)
+        return mindformers.detect(file.keys) is mindformers.SLORA and _is_transposed_slora(file)
+
+    def sort(self, file: File) -> Keys:
+        part_keys = {}
+        unknown = []
+        for key in file.keys:
+            part_key = parse_key(key)
+            if part_key:
+                part_keys[key] = part_key
+            else:
+                unknown.append(key)
+        if unknown:
+            raise UnexpectedTensorsError(
+                f"{file.path} holds tensors that mlx-lm trained in full: {listed(sorted(unknown))}. Only LoRA and DoRA "
+                "can be read; fuse the model with mlx_lm.fuse."
+            )
+        return Keys(part_keys)
+
+    def complete(self, adapter: Adapter, file: File) -> None:
+        content = config_beside(file.path)
+        if content is None:
+            transpose(adapter, file.path)
+        else:
+            configure(adapter, content, file.path)
 
 
 def config_beside(weights: str) -> Optional[Dict[str, Any]]:
@@ -40,32 +70,19 @@ def config_beside(weights: str) -> Optional[Dict[str, Any]]:
             content = json.load(file)
     except (ValueError, RecursionError):
         return None
-    return content if is_config(content) else None
+    return content if is_of_mlx(content) else None
 
 
 def parse_key(key: str) -> Optional[PartKey]:
     """Returns (path under MindFormers' names, part) for a key of mlx-lm's, or None for any other."""
-    found = ((key[: -len(ending)], part) for ending, part in _ENDINGS.items() if key.endswith(ending))
-    return next(((names.to_mindformers(path), part) for path, part in found if path), None)
+    for ending, part in _ENDINGS.items():
+        path = key[: -len(ending)]
+        if path and key.endswith(ending):
+            return names.to_mindformers(path), part
+    return None
 
 
-def sort(keys: Iterable[str], path: str) -> Dict[str, PartKey]:
-    """Returns key -> PartKey of a file that mlx-lm's configuration describes.
-
-    Raises:
-        UnexpectedTensorsError: The file holds tensors that are not of adapters.
-    """
-    found = {key: parse_key(key) for key in keys}
-    unknown = sorted(key for key, part_key in found.items() if not part_key)
-    if unknown:
-        raise UnexpectedTensorsError(
-            f"{path} holds tensors that mlx-lm trained in full: {listed(unknown)}. Only LoRA and DoRA can be read; "
-            "fuse the model with mlx_lm.fuse."
-        )
-    return {key: part_key for key, part_key in found.items() if part_key}
-
-
-def complete(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
+def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
     """Turns an adapter's matrices as Adapter has them, and gives it the settings of mlx-lm's configuration.
 
     Args:
@@ -94,7 +111,8 @@ def complete(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
         )
     if content.get("fine_tune_type") == "dora" and not adapter.use_dora:
         raise MissingTensorsError(f"{source}: fine_tune_type is 'dora', and the file holds no magnitudes (.m).")
-    adapter.alphas, adapter.dropout = dict.fromkeys(adapter.paths, scale * rank), dropout
+    adapter.alphas = dict.fromkeys(adapter.paths, scale * rank)
+    adapter.dropout = dropout
     model = content.get("model")
     adapter.base_model = model if isinstance(model, str) else None
 
@@ -105,34 +123,61 @@ def transpose(adapter: Adapter, source: str) -> None:
     Raises:
         AdapterFormatError: Some are stacks of experts.
     """
-    found = {key: turned(array) for key, array in adapter.tensors.items()}
-    stacks = [path for (path, _), array in found.items() if array is None]
+    tensors = {}
+    stacks = []
+    for key, array in adapter.tensors.items():
+        matrix = turned(array)
+        if matrix is None:
+            stacks.append(key[0])
+        else:
+            tensors[key] = matrix
     if stacks:
         raise AdapterFormatError(
             f"{source} holds adapters of stacked experts, which are not read in mlx-lm's form: {listed(stacks)}. Fuse "
             "the model with mlx_lm.fuse."
         )
-    adapter.tensors = {key: array for key, array in found.items() if array is not None}
+    adapter.tensors = tensors
 
 
-def is_transposed(pairs: Dict[str, Dict[str, Tuple[int, ...]]]) -> Optional[bool]:
-    """Tells from the shapes of all pairs whether they are mlx-lm's (True), the transposes of these (False), or either.
+def _is_transposed_slora(file: File) -> bool:
+    """Tells whether a file of ``...lora_a`` is mlx-lm's, without its configuration, and not MindFormers' slora's.
 
-    Args:
-        pairs (dict): path -> {"A": shape, "B": shape}.
+    The names decide. Names that both could have are mlx-lm's if only that can be, by the shapes of all pairs.
+
+    Raises:
+        AdapterFormatError: Both can be.
     """
-    matrices: List[Tuple[Tuple[int, ...], Tuple[int, ...]]] = [
-        (pair["A"], pair["B"]) for pair in pairs.values() if len(pair.get("A", ())) == len(pair.get("B", ())) == 2
-    ]
-    mlx = all(a[1] == b[0] for a, b in matrices)
-    ours = all(a[0] == b[1] for a, b in matrices)
-    return None if mlx == ours else mlx
+    if file.path.endswith(".ckpt"):
+        return False
+    pairs: Dict[str, Dict[str, Shape]] = {}
+    for key in file.keys:
+        part_key = mindformers.parse_key(key, mindformers.SLORA)
+        if part_key is None:
+            continue
+        stem = re.sub(r"\.?lora_[ab]$", "", key)
+        if names.to_mindformers(stem) == stem:
+            return False
+        path, part = part_key
+        pairs.setdefault(path, {})[part] = file.fetch(key).shape
+    matrices = [(pair["A"], pair["B"]) for pair in pairs.values() if _are_matrices(pair)]
+    can_be_mlx = all(a[1] == b[0] for a, b in matrices)
+    can_be_slora = all(a[0] == b[1] for a, b in matrices)
+    if can_be_mlx == can_be_slora:
+        raise AdapterFormatError(
+            f"{file.path} can be mlx-lm's (A [in, r]) or MindFormers' slora's (A [r, in]): names and shapes fit both. "
+            "Put the adapter_config.json that it was saved with beside it."
+        )
+    return can_be_mlx
+
+
+def _are_matrices(pair: Dict[str, Shape]) -> bool:
+    return len(pair.get("A", ())) == len(pair.get("B", ())) == 2
 
 
 def _parameters(content: Dict[str, Any], source: str) -> Tuple[int, float, float]:
     """Returns rank, scale and dropout."""
-    found = content.get("lora_parameters")
-    settings: Dict[str, Any] = found if isinstance(found, dict) else {}
+    parameters = content.get("lora_parameters")
+    settings: Dict[str, Any] = parameters if isinstance(parameters, dict) else {}
     dropout = settings.get("dropout", 0.0)
     numbers = {field: settings.get(field, settings.get("rank") if field == "alpha" else None) for field in _NUMBERS}
     for field, value in numbers.items():

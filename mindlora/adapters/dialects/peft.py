@@ -1,18 +1,35 @@
-"""PEFT's adapter folder: the keys of its tensors, under Hugging Face names, and the adapter_config.json it writes."""
+"""PEFT's adapter folder: its tensors under Hugging Face's names, and adapter_config.json."""
 
+import os
 import re
 from collections import Counter
-from typing import Dict, Iterable, List, Optional, Union
+from typing import Dict, Iterable, List, Optional, Tuple, Union
 
+import numpy as np
+
+from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import peft_vera
+from mindlora.adapters.dialects import peft_experts, peft_vera
+from mindlora.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
+from mindlora.adapters.dialects.peft_config import PeftConfig
 from mindlora.adapters.expert_pairs import stacked_paths
+from mindlora.common import atomic
+from mindlora.common.json_files import write_json
+from mindlora.common.text import listed
 from mindlora.config.variants.registry import PARTS, SHARED_PARTS
 from mindlora.config.variants.variant import PartKey
-from mindlora.models import diffusion, names
+from mindlora.errors import (
+    AdapterError,
+    AdapterFormatError,
+    MissingTensorsError,
+    ShapeMismatchError,
+    UnexpectedTensorsError,
+)
+from mindlora.formats.safetensors_file import write_arrays
+from mindlora.models import architecture, diffusion, names
+from mindlora.models.joined_rows import PartAfterPart, RowsInTurn, join_rows, split_rows
 from mindlora.numerics.pair_layouts import EMBEDDING
 
-NAME = "PEFT"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
@@ -32,6 +49,95 @@ _NAMED = (
     (re.compile(r"\.modules_to_save\.[^.]+\.(weight|bias)$"), r".\1"),
     (re.compile(r"^(base_model\.vera_[AB])\.[^.]+$"), r"\1"),
 )
+# Megatron's cells, as MindSpeed-LLM trains them, have mcore's names.
+_MEGATRON = (f"{PREFIX}decoder.layers.", f"{PREFIX}output_layer.")
+# PEFT adds both to modules_to_save of every classifier, and a model has one of them.
+_CLASSIFIERS = ("classifier", "score")
+
+
+class Peft(Dialect):
+    """PEFT's folder, which vLLM and others serve too."""
+
+    name = "PEFT"
+    form = "peft"
+    world = architecture.HF
+    weights = (WEIGHTS_FILE, PICKLE_FILE)
+
+    def matches(self, file: File) -> bool:
+        return any(map(parse_key, file.keys))
+
+    def sort(self, file: File) -> Keys:
+        part_keys: Dict[str, PartKey] = {}
+        saved_modules: Dict[str, str] = {}
+        token_rows: Dict[str, str] = {}
+        unknown = []
+        for key in file.keys:
+            part_key = parse_key(key)
+            parameter = parse_saved_module_key(key)
+            embedding = parse_token_rows_key(key)
+            if part_key:
+                part_keys[key] = part_key
+            elif parameter:
+                saved_modules[key] = parameter
+            elif embedding:
+                token_rows[key] = embedding
+            else:
+                unknown.append(key)
+        if unknown:
+            file.extras.refuse(unknown_tensors(unknown, file))
+        return Keys(part_keys, saved_modules, token_rows)
+
+    def is_embedding(self, key: str, path: str) -> bool:
+        return saved_key(key).endswith(tuple(EMBEDDING.peft.values()))
+
+    def complete(self, adapter: Adapter, file: File) -> None:
+        part_keys = [parse_key(key) for key in file.keys if key.startswith(_MEGATRON)]
+        for path in dict.fromkeys(part_key[0] for part_key in part_keys if part_key):
+            reorder_megatron_rows(adapter, path)
+
+    def configure(self, adapter: Adapter, config: PeftConfig, file: File) -> None:
+        """Puts the content of adapter_config.json into an adapter, and checks its pairs against it.
+
+        Raises:
+            AdapterFormatError: Biases of the base were trained, or the file lacks the rows of trained tokens.
+            MissingTensorsError: A saved module is missing.
+            UnexpectedTensorsError: There are tensors of which the configuration says nothing.
+            RankMismatchError, ShapeMismatchError: A pair does not have the declared rank.
+        """
+        source = file.source
+        peft_experts.restore(adapter, config, source)
+        adapter.check_pairs(source, {path: config.rank_of(path) for path in adapter.paths})
+        adapter.alphas = {path: config.alpha_of(path) for path in adapter.paths}
+        adapter.selection = dict(config.selection)
+        adapter.peft_fields = dict(config.kept)
+        adapter.initializer = config.initializer
+        _take_token_rows(adapter, config, source)
+        _check_saved_modules(adapter, config, source)
+        biases = [name for name in adapter.saved_modules if name.endswith(".bias")]
+        if config.bias != "none" and biases:
+            message = (
+                f"{source}: bias is {config.bias!r}, so biases of the base were trained ({listed(biases)}), which is "
+                "not supported: it must be 'none'."
+            )
+            file.extras.refuse(AdapterFormatError(message))
+
+    def write(self, adapter: Adapter, path: str) -> None:
+        joined = [cell for cell in adapter.paths if names.joined_parts(cell) and not names.in_hugging_face(cell)]
+        if joined:
+            raise AdapterError(
+                f"PEFT has no joined modules such as {listed(joined)}. Split them first: give the model's n_kv_heads "
+                "and head size."
+            )
+        tensors = {}
+        for (cell, part), array in peft_experts.flattened(adapter, adapter.stored_tensors()).items():
+            tensors[tensor_key(cell, part, cell in adapter.embeddings)] = array
+        for name, array in adapter.saved_modules.items():
+            tensors[saved_module_key(name, adapter.paths)] = array
+        for cell, (_, rows) in adapter.token_rows.items():
+            tensors[token_rows_key(cell)] = rows
+        with atomic.replace_folder(path) as folder:
+            write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.peft_header(adapter))
+            write_json(os.path.join(folder, CONFIG_FILE), adapter_config(adapter))
 
 
 def tensor_key(path: str, part: str, embeds: bool = False) -> str:
@@ -59,16 +165,6 @@ def saved_key(key: str) -> str:
     for pattern, written in _NAMED:
         key = pattern.sub(written, key)
     return key
-
-
-def is_megatron_key(key: str) -> bool:
-    """Tells whether a key of PEFT's belongs to a cell of Megatron, whose names are mcore's."""
-    return key.startswith((f"{PREFIX}decoder.layers.", f"{PREFIX}output_layer."))
-
-
-def is_embedding_key(key: str) -> bool:
-    """Tells whether a key of PEFT's belongs to an embedding."""
-    return saved_key(key).endswith(tuple(EMBEDDING.peft.values()))
 
 
 def saved_module_key(name: str, adapted: Iterable[str]) -> str:
@@ -177,3 +273,76 @@ def _pattern(module: str, modules: Iterable[str]) -> str:
 
 def _plain_number(alpha: float) -> Union[int, float]:
     return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def reorder_megatron_rows(adapter: Adapter, path: str) -> None:
+    """Gives the pair of Megatron's linear_fc1 the order of rows that MindFormers has; any other pair stays as it is.
+
+    Megatron has all rows of gate before those of up, and MindFormers has them in turn. The rows of linear_qkv are the
+    same in both.
+
+    Raises:
+        ShapeMismatchError: The rows are not those of two parts.
+    """
+    if not names.joined_parts(path) or not isinstance(names.joined_cell(path).layout, RowsInTurn):
+        return
+    for part in ("B", *adapter.variant.row_parts):
+        rows = adapter.tensors.get((path, part))
+        if rows is None:
+            continue
+        sizes = PartAfterPart().sizes(len(rows))
+        if not sizes:
+            raise ShapeMismatchError(f"{part} of {path} has {len(rows)} rows, which are not those of gate and up.")
+        adapter.tensors[path, part] = join_rows(split_rows(rows, sizes), len(rows) // 2)
+
+
+def _take_token_rows(adapter: Adapter, config: PeftConfig, path: str) -> None:
+    """Joins the rows of embeddings in the file and their indices in the configuration."""
+    token_rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = {}
+    for module, indices in config.token_rows.items():
+        cells = [cell for cell in adapter.token_rows if f".{names.to_hugging_face(cell)}".endswith(f".{module}")]
+        for cell in cells:
+            _, rows = adapter.token_rows[cell]
+            if len(rows.shape) != 2 or len(rows) != len(indices):
+                raise ShapeMismatchError(
+                    f"{path}: trainable_token_indices names {len(indices)} rows of {module}, and the file holds "
+                    f"{list(rows.shape)} for it. Save the adapter with PEFT again."
+                )
+            token_rows[cell] = np.asarray(indices, np.int64), rows
+        # PEFT saves the rows of tied embeddings once.
+        is_tied = any(other != module and same == indices for other, same in config.token_rows.items())
+        if not cells and not is_tied:
+            raise MissingTensorsError(
+                f"{path}: trainable_token_indices names rows of {module}, and the file holds none of it. Save the "
+                "adapter with PEFT again."
+            )
+    undeclared = sorted(set(adapter.token_rows) - set(token_rows))
+    if undeclared:
+        raise UnexpectedTensorsError(
+            f"{path} holds rows of {listed(undeclared)}, of which trainable_token_indices says nothing. Save the "
+            "adapter with PEFT again."
+        )
+    adapter.token_rows = token_rows
+
+
+def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> None:
+    """Checks that the file holds the modules of modules_to_save, and tensors of no other module."""
+    declared = config.modules_to_save
+    present = set()
+    undeclared = []
+    # PEFT saves the own weight of an adapted module and of embeddings and heads without naming it.
+    unnamed = {*adapter.paths, *names.embeddings(), *names.output_heads()}
+    for name in adapter.saved_modules:
+        modules = [module for module in declared if is_of_module(name, module)]
+        present.update(modules)
+        is_bias = config.bias != "none" and name.endswith(".bias")
+        if not modules and not is_bias and name.rpartition(".")[0] not in unnamed:
+            undeclared.append(name)
+    has_classifier = not present.isdisjoint(_CLASSIFIERS)
+    for module in declared:
+        if module not in present and not (has_classifier and module in _CLASSIFIERS):
+            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, but the file holds no tensor of it.")
+    if undeclared:
+        raise UnexpectedTensorsError(
+            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(sorted(undeclared))}."
+        )

@@ -7,10 +7,10 @@ import re
 import sys
 from typing import Any, Dict, List, Optional
 
-from mindlora.adapters.dialects import mlx, peft_vera
+from mindlora.adapters.dialects import peft_vera
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import shown
-from mindlora.errors import AdapterFormatError
+from mindlora.errors import AdapterError, AdapterFormatError
 from mindlora.models.targets import pattern_value
 
 logger = logging.getLogger("mindlora")
@@ -72,7 +72,7 @@ _USED = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Extras:
     """What a reader can take besides plain pairs.
 
@@ -86,6 +86,14 @@ class Extras:
     token_rows: bool = False
     refusals: Optional[List[str]] = None
 
+    def refuse(self, error: AdapterError) -> None:
+        """Raises an error, or adds its words to ``refusals`` if these are collected."""
+        if self.refusals is None:
+            raise error
+        self.refusals.append(str(error))
+
+
+NO_EXTRAS = Extras()
 
 # Fields that are written again as they were read.
 _KEPT = (
@@ -94,6 +102,8 @@ _KEPT = (
     "modules_to_save",
     "trainable_token_indices",
 )
+# Fields of mlx-lm's configuration.
+_MLX = ("fine_tune_type", "lora_parameters", "num_layers", "lora_layers")
 _BIASES = ("none", "all", "lora_only")
 # PEFT's own defaults.
 _RANK = _ALPHA = 8
@@ -147,14 +157,14 @@ class PeftConfig:
         return pattern_value(self.alpha_pattern, path, self.alpha)
 
 
-def read(path: str, extras: Optional[Extras] = None) -> PeftConfig:
+def read(path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     """Reads an adapter_config.json.
 
     Unknown fields are ignored with a warning.
 
     Args:
         path (str): The file.
-        extras (Extras): What the caller can take besides plain pairs. Default: None, nothing.
+        extras (Extras): What the caller can take besides plain pairs. Default: nothing.
 
     Raises:
         AdapterFormatError: The file is missing or not a JSON object, or a field is invalid or changes the mathematics
@@ -163,13 +173,13 @@ def read(path: str, extras: Optional[Extras] = None) -> PeftConfig:
     return parse(json_object(path), path, extras)
 
 
-def parse(content: dict, path: str, extras: Optional[Extras] = None) -> PeftConfig:
+def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     """Returns the checked content of an adapter_config.json, which errors call ``path``.
 
     Raises:
         AdapterFormatError: As for ``read``.
     """
-    if mlx.is_config(content):
+    if is_of_mlx(content):
         raise AdapterFormatError(
             f"{path} is mlx-lm's configuration, not PEFT's. Give its folder, with adapters.safetensors in it."
         )
@@ -179,7 +189,6 @@ def parse(content: dict, path: str, extras: Optional[Extras] = None) -> PeftConf
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
         logger.warning("%s has fields that mindlora does not know and ignores: %s.", path, ", ".join(unknown))
-    extras = extras or Extras()
     _refuse_unsupported(content, path, extras)
     rank_pattern = {
         key: _integer(value, f"rank_pattern[{shown(key)}]", path)
@@ -209,6 +218,11 @@ def parse(content: dict, path: str, extras: Optional[Extras] = None) -> PeftConf
     )
 
 
+def is_of_mlx(content: object) -> bool:
+    """Tells whether the content of an adapter_config.json is mlx-lm's, which calls its own configuration so too."""
+    return isinstance(content, dict) and "peft_type" not in content and sum(mark in content for mark in _MLX) >= 2
+
+
 def json_object(path: str) -> dict:
     """Returns the content of a JSON file that describes an adapter.
 
@@ -236,27 +250,24 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
         )
     if content.get("bias", "none") not in _BIASES:
         raise AdapterFormatError(f"{path}: bias is {shown(content['bias'])}; it must be 'none', 'all' or 'lora_only'.")
-    found = [
-        f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}."
-        for field, meaning in _UNSUPPORTED.items()
-        if content.get(field)
-    ]
+    for field, meaning in _UNSUPPORTED.items():
+        if content.get(field):
+            message = f"{path}: {field} is {shown(content[field])}, which is not supported: {meaning}."
+            extras.refuse(AdapterFormatError(message))
     if content.get("trainable_token_indices") and not extras.token_rows:
-        found.append(
+        message = (
             f"{path}: trainable_token_indices is {shown(content['trainable_token_indices'])}, so rows of the embedding "
             "were trained too, which only PEFT's form has a place for. Load it (load_lora), or merge it."
         )
+        extras.refuse(AdapterFormatError(message))
     initializer = content.get("init_lora_weights", True)
     changes_base = isinstance(initializer, str) and initializer.lower().startswith(_BASE_CHANGING_INITIALIZERS)
     if changes_base and not (extras.initial_pairs and _exact_initializer(content)):
-        found.append(
+        message = (
             f"{path}: init_lora_weights is {shown(initializer)}, so the adapter belongs to a base that this "
             f"initializer changed. {_way_out(initializer)}"
         )
-    if found and extras.refusals is None:
-        raise AdapterFormatError(found[0])
-    if extras.refusals is not None:
-        extras.refusals += found
+        extras.refuse(AdapterFormatError(message))
 
 
 def _exact_initializer(content: dict) -> Optional[str]:

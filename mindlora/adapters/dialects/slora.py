@@ -1,19 +1,40 @@
 """The folder from which MindFormers' slora serves an adapter: adapter_model.ckpt beside a PEFT-like configuration."""
 
-import math
+import os
 from typing import Dict
 
 import numpy as np
 
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects.mindformers import SLORA, tensor_key
-from mindlora.adapters.dialects.peft_config import PeftConfig
+from mindlora.adapters.dialects.mindformers import SLORA, MindFormers, tensor_key
+from mindlora.adapters.dialects.peft import CONFIG_FILE
+from mindlora.common import atomic
+from mindlora.common.json_files import write_json
 from mindlora.common.text import listed
-from mindlora.errors import AdapterError, RankMismatchError
+from mindlora.errors import AdapterError
+from mindlora.formats import ckpt_file
+from mindlora.models import architecture
 from mindlora.numerics.dtypes import from_float32, to_float32
 from mindlora.numerics.pair_layouts import LAYOUTS
 
 WEIGHTS_FILE = "adapter_model.ckpt"
+
+
+class Slora(MindFormers):
+    """The folder of one adapter."""
+
+    form = "slora"
+    world = architecture.LEGACY
+    weights = (WEIGHTS_FILE,)
+
+    def __init__(self) -> None:
+        super().__init__(SLORA)
+
+    def write(self, adapter: Adapter, path: str) -> None:
+        self.refuse_single_experts(adapter)
+        with atomic.replace_folder(path) as folder:
+            ckpt_file.write(os.path.join(folder, WEIGHTS_FILE), tensors(adapter), "{}")
+            write_json(os.path.join(folder, CONFIG_FILE), config(adapter))
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
@@ -43,12 +64,15 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
             f"slora does not serve saved modules (modules_to_save): {', '.join(adapter.saved_modules)}. Write another "
             "format."
         )
-    written, scale = {}, _scale(adapter)
+    written = {}
+    scale = _scale(adapter)
     for path in adapter.paths:
-        parts, factor = adapter.parts(path), adapter.scale(path) / scale
+        parts = adapter.parts(path)
+        factor = adapter.scale(path) / scale
         if factor != 1:
             parts["B"] = from_float32(to_float32(parts["B"]) * np.float32(factor), parts["B"].dtype)
-        written.update({tensor_key(path, part, SLORA): array for part, array in parts.items()})
+        for part, array in parts.items():
+            written[tensor_key(path, part, SLORA)] = array
     return written
 
 
@@ -75,19 +99,6 @@ def config(adapter: Adapter) -> Dict:
         "target_modules": sorted({path.rpartition(".")[2] for path in adapter.paths}),
         "task_type": "CAUSAL_LM",
     }
-
-
-def check_rank(adapter: Adapter, config: PeftConfig, source: str) -> None:
-    """Raises RankMismatchError if r is not the largest rank of the tensors."""
-    rank = max(adapter.rank(path) for path in adapter.paths)
-    if rank != config.rank:
-        raise RankMismatchError(f"{source}: the configuration declares rank {config.rank} and the tensors have {rank}.")
-
-
-def alphas(adapter: Adapter, config: PeftConfig) -> Dict[str, float]:
-    """Returns path -> the lora_alpha that gives the pair slora's one scale."""
-    growth = {path: adapter.rank(path) / config.rank for path in adapter.paths}
-    return {path: config.alpha * (math.sqrt(growth[path]) if config.use_rslora else growth[path]) for path in growth}
 
 
 def _scale(adapter: Adapter) -> float:

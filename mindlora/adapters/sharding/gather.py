@@ -10,6 +10,7 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.convert import check_free, pairs_in_words, with_cells_of
 from mindlora.adapters.dialects import mindformers
+from mindlora.adapters.dialects.registry import FORMS
 from mindlora.adapters.matching import rename
 from mindlora.adapters.sharding import rank_files
 from mindlora.adapters.sharding.rank_files import Content, RankFile
@@ -19,6 +20,7 @@ from mindlora.adapters.sharding.strategy import Strategy, read_strategy
 from mindlora.common.text import listed
 from mindlora.errors import AdapterFormatError, MissingTensorsError
 from mindlora.models import names
+from mindlora.models.architecture import HF, MCORE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ def gather_adapter(
     tensors = _joined(contents, known, checkpoint)
     adapter = adapter_files.adapter_of_tensors(tensors, _metadata(contents, tensors), checkpoint)
     settings.complete(adapter, checkpoint)
-    if to in ("peft", "mcore"):
+    if FORMS[to].world in (HF, MCORE):
         rename(adapter, names.canonical(adapter.paths, among=known.cells()))
     adapter = with_cells_of(adapter, to, settings.heads)
     adapter_files.write(adapter, output, to)

@@ -147,9 +147,9 @@ def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSetti
 
 def _keys(strategy: Strategy) -> Dict[str, PartKey]:
     """Returns parameter -> (path, part) for the adapter's parameters in a strategy."""
-    found = [name for name in strategy.names() if mindformers.is_adapter_key(name)]
-    dialect = mindformers.detect(found)
-    keys = {name: key for name in found if dialect and (key := mindformers.parse_key(name, dialect))}
+    parameters = [name for name in strategy.names() if mindformers.is_adapter_key(name)]
+    key_names = mindformers.detect(parameters)
+    keys = {name: key for name in parameters if key_names and (key := mindformers.parse_key(name, key_names))}
     if not keys:
         raise MissingTensorsError(
             f"{strategy.source} has no adapter: it is the strategy of a run without LoRA. Start the run with its "

@@ -67,7 +67,7 @@ def test_the_tensors_of_the_optimizer_are_not_the_adapter_s(prefix, key):
     assert mindformers.is_adapter_key(key) and mindformers.detect([key]) is not None
     assert not mindformers.is_adapter_key(prefix + key) and mindformers.detect([prefix + key]) is None
     assert mindformers.parse_expert_key(prefix + key) is None
-    assert all(mindformers.parse_key(prefix + key, dialect) is None for dialect in mindformers.DIALECTS)
+    assert all(mindformers.parse_key(prefix + key, dialect) is None for dialect in mindformers.KEY_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ import pytest
 
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft_config, slora
+from mindlora.adapters.dialects.dialect import File
 from mindlora.errors import AdapterError, RankMismatchError
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 
 Q, V = "model.layers.0.attention.wq", "model.layers.0.attention.wv"
+
+FILE = File("folder", [], {}.__getitem__, {})
 
 
 def adapter(ranks=(2, 2), alphas=(4, 4), dtype=np.float32, **fields):
@@ -109,7 +112,7 @@ def test_saved_modules_are_refused():
 def test_alphas_that_are_read_give_each_pair_the_one_scale(tmp_path, rslora):
     own = adapter((4, 1), use_rslora=rslora)
     (tmp_path / "c.json").write_text(json.dumps({"r": 4, "lora_alpha": 6, "use_rslora": rslora}))
-    own.alphas = slora.alphas(own, peft_config.read(str(tmp_path / "c.json")))
+    slora.Slora().configure(own, peft_config.read(str(tmp_path / "c.json")), FILE)
     for path in (Q, V):
         assert own.scale(path) == pytest.approx(6 / math.sqrt(4) if rslora else 6 / 4, rel=1e-12)
 
@@ -119,5 +122,5 @@ def test_a_rank_that_no_pair_has_is_refused(tmp_path, rank):
     own = adapter((4, 2))
     (tmp_path / "c.json").write_text(json.dumps({"r": rank, "lora_alpha": 6}))
     with pytest.raises(RankMismatchError) as error:
-        slora.check_rank(own, peft_config.read(str(tmp_path / "c.json")), "folder")
+        slora.Slora().configure(own, peft_config.read(str(tmp_path / "c.json")), FILE)
     assert str(error.value) == f"folder: the configuration declares rank {rank} and the tensors have 4."

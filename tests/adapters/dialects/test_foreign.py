@@ -7,7 +7,7 @@ import pytest
 
 from mindlora import cli
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters.unreadable import FOREIGN
+from mindlora.adapters.dialects.foreign import FOREIGN
 from mindlora.errors import AdapterFormatError
 from tests.support.adapter_samples import folder, make, peft_tensors
 from tests.support.diffusion_adapters import saved

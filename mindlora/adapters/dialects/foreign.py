@@ -2,15 +2,16 @@
 
 import os
 import re
-from typing import Iterable, Iterator, List, NamedTuple, NoReturn, Tuple
+from typing import Iterator, List, NamedTuple, NoReturn, Tuple
 
+from mindlora.adapters.dialects.dialect import listed_keys
 from mindlora.common.git_lfs import refuse_pointer
-from mindlora.common.text import shown
 from mindlora.errors import AdapterFormatError
 
 _GGUF = b"GGUF"
 # How deep, and into how many folders, to look for an adapter below a folder.
-_DEPTH, _FOLDERS = 3, 1000
+_DEPTH = 3
+_FOLDERS = 1000
 
 
 class Foreign(NamedTuple):
@@ -80,11 +81,10 @@ FOREIGN = (
 )
 
 
-def refuse_keys(keys: Iterable[str], path: str) -> None:
+def refuse_keys(keys: List[str], path: str) -> None:
     """Raises AdapterFormatError if the keys of a file are of a known form that is not read."""
-    own = list(keys)
     for form in FOREIGN:
-        if form.keys and any(re.search(form.keys, key) for key in own):
+        if form.keys and any(re.search(form.keys, key) for key in keys):
             _refuse(form, path)
 
 
@@ -99,19 +99,18 @@ def refuse_file(path: str) -> None:
             _refuse(form, path)
 
 
-def refuse_folder(folder: str, names: Iterable[str], wanted: Tuple[str, ...]) -> NoReturn:
+def refuse_folder(folder: str, names: List[str], weights: Tuple[str, ...]) -> NoReturn:
     """Raises AdapterFormatError for a folder without an adapter: what it is, or where below it there is one.
 
     Args:
         folder (str): The folder.
-        names (iterable of str): What is in it.
-        wanted (tuple of str): Names of files with an adapter's tensors.
+        names (list of str): What is in it.
+        weights (tuple of str): Names of files with an adapter's tensors.
     """
-    found = sorted(names)
-    form = next((form for form in FOREIGN if form.files and any(re.search(form.files, name) for name in found)), None)
-    if form:
-        _refuse(form, folder)
-    below = list(_adapters_below(folder, wanted))
+    for form in FOREIGN:
+        if form.files and any(re.search(form.files, name) for name in names):
+            _refuse(form, folder)
+    below = list(_adapters_below(folder, weights))
     if len(below) == 1:
         raise AdapterFormatError(f"{folder} holds no adapter itself, but there is one below it: give {below[0]}.")
     if below:
@@ -120,39 +119,32 @@ def refuse_folder(folder: str, names: Iterable[str], wanted: Tuple[str, ...]) ->
             f"{', '.join(below[:5])}{', ...' if len(below) > 5 else ''}."
         )
     raise AdapterFormatError(
-        f"{folder} holds no {wanted[0]}. It holds: {', '.join(found[:9]) or 'nothing'}"
-        f"{', ...' if len(found) > 9 else ''}."
+        f"{folder} holds no {weights[0]}. It holds: {', '.join(names[:9]) or 'nothing'}"
+        f"{', ...' if len(names) > 9 else ''}."
     )
 
 
-def refuse_without_adapter(keys: Iterable[str], path: str) -> NoReturn:
-    """Raises AdapterFormatError for a file in which no known form was found."""
-    own = sorted(keys)
-    refuse_keys(own, path)
-    alike = [key for key in own if "lora" in key.lower()]
+def refuse_file_without_adapter(keys: List[str], path: str) -> NoReturn:
+    """Raises AdapterFormatError for a file that is in no form which is read."""
+    refuse_keys(keys, path)
+    alike = sorted(key for key in keys if "lora" in key.lower())
     if alike:
         raise AdapterFormatError(
             f"{path} holds LoRA tensors under names that mindlora does not know: {listed_keys(alike)}. Save it in "
             "PEFT's form with the program that trained it."
         )
-    raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {listed_keys(own) or 'nothing'}.")
-
-
-def listed_keys(keys: List[str]) -> str:
-    """Returns the first keys for a message; those with control characters are quoted."""
-    first = ", ".join(key if key.isprintable() and len(key) <= 200 else shown(key) for key in keys[:5])
-    return first + (", ..." if len(keys) > 5 else "")
+    raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {listed_keys(sorted(keys)) or 'nothing'}.")
 
 
 def _refuse(form: Foreign, path: str) -> NoReturn:
     raise AdapterFormatError(f"{path} is {form.name}, which mindlora cannot read. {form.way_out}")
 
 
-def _adapters_below(folder: str, wanted: Tuple[str, ...]) -> Iterator[str]:
+def _adapters_below(folder: str, weights: Tuple[str, ...]) -> Iterator[str]:
     """Yields the folders below ``folder`` that hold an adapter, down to a few levels."""
     for seen, (current, folders, files) in enumerate(os.walk(folder)):
         depth = os.path.relpath(current, folder).count(os.sep) + 1
-        if current != folder and any(name in files for name in wanted):
+        if current != folder and any(name in files for name in weights):
             yield current
         if depth >= _DEPTH:
             folders.clear()
