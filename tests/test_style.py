@@ -44,7 +44,6 @@ STILL_NESTED = {
     "serving/server/chat.py",
     "serving/server/completions.py",
     "serving/server/logprobs.py",
-    "training/health_text.py",
     "training/rank_budget.py",
     "training/rank_suggestion.py",
     "training/rate_factor.py",

@@ -1,8 +1,14 @@
-"""The form of what AdapterHealth reports: parts, cells, findings."""
+"""What AdapterHealth reports, parts, cells and findings, and its text in the log."""
 
 import dataclasses
 import math
+import statistics
 from typing import Any, Dict, List, Optional
+
+from mindlora.common.tables import columns, number
+from mindlora.common.text import examples
+
+_TABLE_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +103,54 @@ class HealthReport:
     def to_json(self) -> Dict[str, Any]:
         """Returns the report as JSON values; a number that is not finite becomes None."""
         return _json_value(dataclasses.asdict(self))
+
+
+def summary(report: HealthReport) -> str:
+    """Returns a report in one line: medians over the cells, and the number of findings."""
+    cells = report.cells.values()
+    figures = {
+        "change of the weights": [cell.change for cell in cells],
+        "effective rank": [cell.effective_rank for cell in cells],
+        "update of A": [_of(cell, "A", "update") for cell in cells],
+        "update of B": [_of(cell, "B", "update") for cell in cells],
+        "gradient": [cell.gradient_norm for cell in cells],
+    }
+    texts = [f"{len(report.cells)} adapters"]
+    for name, values in figures.items():
+        known = [value for value in values if value is not None]
+        if known:
+            texts.append(f"{name} {statistics.median(known):.2g}")
+    count = len(report.findings)
+    return f"{', '.join(texts)} (medians); {count or 'no'} finding{'' if count == 1 else 's'}"
+
+
+def event_message(findings: List[Finding]) -> str:
+    """Returns new findings of one rule as one message: where, what was found at the first place, and the advice."""
+    first, paths = findings[0], [finding.path for finding in findings if finding.path]
+    where = f" at {examples(paths)}" if paths else ""
+    at_first = f"At {first.path}: " if len(paths) > 1 else ""
+    return f"{first.rule}{where}. {at_first}{first.message} {first.advice}"
+
+
+def table(report: HealthReport, findings: List[Finding]) -> str:
+    """Returns the figures of the cells that ``findings`` name, at most 16 of them, as text."""
+    named = dict.fromkeys(finding.path for finding in findings)
+    paths = [path for path in named if path in report.cells]
+    titles = ("cell", "|A|", "|B|", "gradient", "update A", "update B", "rank", "change")
+    rows = []
+    for path in paths[:_TABLE_ROWS]:
+        cell = report.cells[path]
+        norms = [_of(cell, part, "norm") for part in ("A", "B")]
+        updates = [_of(cell, part, "update") for part in ("A", "B")]
+        figures = [*norms, cell.gradient_norm, *updates]
+        used = f"{number(cell.effective_rank)} of {cell.rank}"
+        rows.append((path, *("-" if value is None else f"{value:.2g}" for value in figures), used, number(cell.change)))
+    more = f"\nand {len(paths) - _TABLE_ROWS} more" if len(paths) > _TABLE_ROWS else ""
+    return columns(titles, rows) + more
+
+
+def _of(cell: CellHealth, part: str, field: str) -> Optional[float]:
+    return getattr(cell.parts[part], field) if part in cell.parts else None
 
 
 def _json_value(value: Any) -> Any:

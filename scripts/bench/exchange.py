@@ -23,9 +23,7 @@ from mindspore import Parameter, Tensor
 
 from bench import ROOT, exchange_rank
 from bench.common import add_number, child_command
-from mindlora.training.exchange import FlatLayout, Ranks, exchange_settings
-from mindlora.training.exchange.make import make_exchange
-from mindlora.training.exchange.traffic import CPU_RECEIPTS
+from mindlora.training.exchange import CPU_RECEIPTS, FlatLayout, Ranks, exchange_settings, make_exchange
 
 TOP_K = {"type": "top_k", "density": 0.05, "protect": [], "local_size": 1}
 MORE = {**TOP_K, "density": 0.2}

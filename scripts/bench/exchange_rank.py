@@ -12,8 +12,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from bench import ROOT
 from mindlora import LoraConfig, apply_lora, freeze_base
-from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings
-from mindlora.training.exchange.make import make_exchange
+from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings, make_exchange
 
 # Seconds after which the receipts of all messages have been sent.
 SETTLE = 0.6

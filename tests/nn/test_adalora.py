@@ -11,8 +11,7 @@ from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.nn.adalora import AdaLoRADense
 from mindlora.nn.tree import lora_cells
 from mindlora.quantize import quantize_base
-from mindlora.training.health_cells import cell_values
-from mindlora.training.health_measures import measure
+from mindlora.training.health_measures import cell_values, measure
 from tests.support.networks import (
     TinyModel,
     as_array,

@@ -73,8 +73,7 @@ def run(setting):
     import mindspore as ms
     from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
-    from mindlora.training.exchange import FlatLayout, Ranks, exchange_settings
-    from mindlora.training.exchange.make import make_exchange
+    from mindlora.training.exchange import FlatLayout, Ranks, exchange_settings, make_exchange
     from tests.support.exchange_step import Step
 
     parameters = [ms.Parameter(ms.Tensor(np.zeros(shape, np.float32)), name=name) for name, shape in SHAPES.items()]
@@ -112,7 +111,7 @@ def disagree():
     from mindspore.communication import get_rank
 
     from mindlora.errors import LoraError
-    from mindlora.training.exchange.agreement import check_agreement
+    from mindlora.training.exchange import check_agreement
 
     values = np.arange(6, dtype=np.float32)
     parameter = ms.Parameter(ms.Tensor(values), name="a")

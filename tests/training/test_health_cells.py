@@ -9,8 +9,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base, initialize_adapters
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import lora_cells, weight_of
 from mindlora.numerics.dtypes import to_float32
-from mindlora.training.health_cells import cell_values, float_parts, weight_norm
-from mindlora.training.health_measures import measure
+from mindlora.training.health_measures import cell_values, float_parts, measure, weight_norm
 from tests.support import initialized_networks, quantized_networks
 from tests.support.networks import randomize
 

@@ -14,10 +14,9 @@ from mindlora.nn.tree import lora_cells
 from mindlora.plugin.callbacks.common import PeriodicCallback, RuleCallback, register, report_event, step_record
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
-from mindlora.training.health_cells import cell_values, float_parts, weight_norm
-from mindlora.training.health_measures import measure
+from mindlora.training.health import event_message, summary, table
+from mindlora.training.health_measures import cell_values, float_parts, measure, weight_norm
 from mindlora.training.health_rules import HealthRules
-from mindlora.training.health_text import event_message, summary, table
 
 if TYPE_CHECKING:
     from mindspore.train.callback._callback import InternalCallbackParam

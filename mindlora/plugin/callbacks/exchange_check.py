@@ -4,7 +4,7 @@ from mindspore.train import RunContext
 
 from mindlora.plugin.callbacks.common import PeriodicCallback, register
 from mindlora.plugin.graph.network import train_step_of
-from mindlora.training.exchange.agreement import check_agreement
+from mindlora.training.exchange import check_agreement
 
 
 @register

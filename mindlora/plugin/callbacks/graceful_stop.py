@@ -15,7 +15,7 @@ from mindlora.plugin.callbacks.common import register, report_event, step_record
 from mindlora.plugin.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.resume import training_state
-from mindlora.plugin.resume.ranks import rank_count, wait_for_all_ranks
+from mindlora.plugin.resume.collectives import rank_count, wait_for_all_ranks
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Some programs send the same signal to a process and to its group, which is not a second request.

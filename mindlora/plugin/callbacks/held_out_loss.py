@@ -14,7 +14,7 @@ from mindlora.plugin.callbacks.common import PeriodicCallback, register, reporte
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.graph.packing import check_held_out
 from mindlora.plugin.log import logger
-from mindlora.plugin.resume.ranks import mean_over_ranks
+from mindlora.plugin.resume.collectives import mean_over_ranks
 
 
 @register

@@ -11,7 +11,7 @@ from mindspore.train import RunContext
 from mindlora.common.fields import COUNT, FACTOR, Range, check_number, numbers, whole_numbers
 from mindlora.errors import DivergenceError
 from mindlora.plugin.callbacks.common import Rule, controlled_step, register, report_event, step_record
-from mindlora.plugin.resume.ranks import wait_for_all_ranks
+from mindlora.plugin.resume.collectives import wait_for_all_ranks
 from mindlora.plugin.resume.training_state import state_parameters
 
 _NAME = "TrainingGuard"

@@ -7,8 +7,8 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore import nn
 
 from mindlora.errors import ConfigError
-from mindlora.plugin.graph.accumulation import WRAPPER
 from mindlora.plugin.graph.network import base_of
+from mindlora.plugin.graph.train_step_settings import WRAPPER
 from mindlora.plugin.log import logger
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows
 from mindlora.training.segment_mask import SegmentMask

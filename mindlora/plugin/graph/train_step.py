@@ -8,16 +8,16 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import MFTrainOneStepCell
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
-from mindspore.communication import get_group_size
+from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
 from mindlora.nn.adalora import is_adaptive
-from mindlora.plugin.graph.exchange import build_exchange
 from mindlora.plugin.graph.mcore_model import McoreLoss
 from mindlora.plugin.graph.network import base_of, count_tokens_in_loss
 from mindlora.plugin.graph.packing import install_segment_mask
-from mindlora.training.exchange import FlatLayout
+from mindlora.plugin.log import logger
+from mindlora.training.exchange import Exchange, FlatLayout, Ranks, exchange_settings, make_exchange
 from mindlora.training.rank_budget import RankBudget
 from mindlora.training.rate_factor import TRANSIENT, RateFactor
 from mindlora.training.token_gradients import TokenGradients
@@ -138,7 +138,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         if self.is_distributed_step and not self.is_mindformers_step:
             layout = FlatLayout(self.weights)
             self.flatten, self.unflatten = layout.flatten, layout.unflatten
-            self.exchange = build_exchange(gradient_exchange, layout)
+            self.exchange = _exchange(gradient_exchange, layout)
             self.sum_over_ranks = ops.AllReduce()
         # What callbacks set and read between two steps.
         self.record = _transient("record", np.zeros(6))
@@ -279,6 +279,22 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
                 "The train step records no gradient norms. Set runner_wrapper.record_gradient_norms: True."
             )
         return {p.name: float(norm) for p, norm in zip(self.weights, self.norms.asnumpy())}
+
+
+def _exchange(setting: Union[str, Mapping], layout: FlatLayout) -> Exchange:
+    """Returns the exchange of one of several data-parallel processes, as ``gradient_exchange`` of the YAML says."""
+    ranks = Ranks(get_rank(), get_group_size())
+    exchange = make_exchange(exchange_settings(setting), layout, ranks, get_local_rank_size())
+    first, later = exchange.bytes_at(0), exchange.bytes_at(2**31 - 1)
+    logger.info(
+        "Gradient exchange %s: rank %d of %d sends %s bytes per step, %s of them to other machines.",
+        setting if isinstance(setting, str) else setting.get("type"),
+        ranks.rank,
+        ranks.count,
+        f"{first:,}" if first == later else f"{first:,} at first and {later:,} after the warm-up",
+        f"{exchange.bytes_between_machines_at(2**31 - 1):,}",
+    )
+    return exchange
 
 
 def _budget(network, weights, allocates):

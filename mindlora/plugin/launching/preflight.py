@@ -18,9 +18,15 @@ from mindlora.formats.safetensors_file import TensorFile
 from mindlora.numerics import initializers
 from mindlora.plugin.callbacks.order import arrange_callbacks
 from mindlora.plugin.eval_rows import cut_rows_for_eval
-from mindlora.plugin.graph import accumulation, lora_plus, packing
-from mindlora.plugin.graph.adalora import prepare_budget
-from mindlora.plugin.graph.exchange import prepare_exchange
+from mindlora.plugin.graph import lora_plus, packing
+from mindlora.plugin.graph.train_step_settings import (
+    WRAPPER,
+    accumulates_here,
+    prepare_budget,
+    prepare_exchange,
+    record_gradient_norms,
+    set_micro_batches,
+)
 from mindlora.plugin.launch_checks import fill_base
 from mindlora.plugin.log import logger
 from mindlora.plugin.mindrecords import files_of
@@ -61,11 +67,11 @@ def prepare(config: MindFormerConfig) -> None:
         _fill_resume(config)
         _add_initialization(config)
         packing.set_boundary(config)
-        accumulation.set_micro_batches(config)
+        set_micro_batches(config)
         prepare_exchange(config)
         prepare_budget(config)
         arrange_callbacks(config)
-        _record_gradient_norms(config)
+        record_gradient_norms(config)
     packing.check_eval_data(config)
     cut_rows_for_eval(config)
     _move_lora_plus(config)
@@ -135,7 +141,7 @@ def _prepare_mcore(config, pet_config):
     if pet_config:
         check_mcore(config)
     wrapper = config.runner_wrapper or {}
-    if wrapper.get("type") == accumulation.WRAPPER and accumulation.accumulates_here(config):
+    if wrapper.get("type") == WRAPPER and accumulates_here(config):
         # The step is mindlora's then, which adds the losses up; MindFormers' monitor would print zeros for them.
         config.print_separate_loss = False
 
@@ -176,17 +182,6 @@ def _add_initialization(config):
     callbacks = config.callbacks or []
     if not any(callback.get("type") in _INITIALIZING_CALLBACKS for callback in callbacks):
         config.callbacks = [MindFormerConfig(type="LoraInitialization"), *callbacks]
-
-
-def _record_gradient_norms(config):
-    """Has mindlora's train step record the norms of gradients that AdapterHealth reports."""
-    wrapper = config.runner_wrapper or {}
-    if (
-        any(callback.get("type") == "AdapterHealth" for callback in config.callbacks or [])
-        and wrapper.get("type") == accumulation.WRAPPER
-        and accumulation.accumulates_here(config)
-    ):
-        wrapper.setdefault("record_gradient_norms", True)
 
 
 def check_quantized_base(config: MindFormerConfig) -> None:

@@ -1,7 +1,8 @@
-"""What all processes of a run tell each other outside the train step, bit for bit: bytes, gathered or summed."""
+"""What all processes of a run tell each other outside the train step: bytes, gathered or summed bit for bit; means."""
 
 from typing import Callable, List, Tuple
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore.communication import get_group_size, get_rank
@@ -61,6 +62,24 @@ def value_of(rank: int, value: float) -> float:
 def rank_and_count() -> Tuple[int, int]:
     """Returns this process's rank, and how many there are."""
     return get_rank(), get_group_size()
+
+
+def rank_count() -> int:
+    """Returns how many processes train in data parallel: 1 alone, and 1 in any other parallel mode."""
+    return get_group_size() if ms.get_auto_parallel_context("parallel_mode") == "data_parallel" else 1
+
+
+def mean_over_ranks(value: float) -> float:
+    """Returns the mean of the ranks' values, which is the same number on every rank; all of them must call this."""
+    count = rank_count()
+    if count == 1:
+        return value
+    return float(ops.AllReduce()(Tensor(np.array([value / count], np.float32))).asnumpy()[0])
+
+
+def wait_for_all_ranks() -> None:
+    """Returns when every rank has called this."""
+    mean_over_ranks(0.0)
 
 
 def _run(name: str, operator: Callable, content: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from mindlora.common import atomic
 from mindlora.plugin.graph.network import train_step_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.resume.ranks import wait_for_all_ranks
+from mindlora.plugin.resume.collectives import wait_for_all_ranks
 from mindlora.training.exchange import Exchange
 
 _FOLDER, _TENSOR = "unsent_gradients", "unsent"

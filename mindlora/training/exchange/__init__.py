@@ -1,22 +1,24 @@
-"""Gradients exchanged between data-parallel processes: whole, in float16, or the largest of them alone."""
+"""Gradients exchanged between data-parallel processes: whole, in fewer bits, or the largest of them alone."""
 
-from mindlora.training.exchange.dense import DenseExchange
-from mindlora.training.exchange.exchange import Exchange
-from mindlora.training.exchange.float16 import Float16Exchange
-from mindlora.training.exchange.layout import FlatLayout
-from mindlora.training.exchange.ranks import Ranks
-from mindlora.training.exchange.settings import ExchangeSettings, exchange_settings
+from mindlora.training.exchange.exchange import DenseExchange, Exchange, FlatLayout, Float16Exchange
+from mindlora.training.exchange.quantized import QuantizedExchange
+from mindlora.training.exchange.ranks import CPU_RECEIPTS, Ranks, check_agreement
+from mindlora.training.exchange.settings import ExchangeSettings, exchange_settings, make_exchange
 from mindlora.training.exchange.top_k import TopKExchange
 from mindlora.training.exchange.two_level import TwoLevelExchange
 
 __all__ = [
+    "CPU_RECEIPTS",
     "DenseExchange",
     "Exchange",
     "ExchangeSettings",
     "FlatLayout",
     "Float16Exchange",
+    "QuantizedExchange",
     "Ranks",
     "TopKExchange",
     "TwoLevelExchange",
+    "check_agreement",
     "exchange_settings",
+    "make_exchange",
 ]

@@ -1,14 +1,76 @@
-"""What every exchange of gradients is: three methods in the graph's terms, and a count of bytes."""
+"""What every exchange of gradients is, the flat vector that it sums, and the two plain kinds: dense and float16."""
 
-from typing import Optional, Tuple
+from typing import AbstractSet, List, Optional, Sequence, Tuple
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.training.exchange.ranks import FLOAT16, Ranks
 from mindlora.training.rate_factor import TRANSIENT
 
+Span = Tuple[int, int]
+# float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
+WORD_BITS = 24
 # Each rank has a residual of its own, so it is no part of the state that rank 0 saves.
 RESIDUAL_NAME = f"{TRANSIENT}gradient_exchange_residual"
+# A sum of at most 2 ** 15 leaves room for the rounding of every addend below float16's largest number, 65504.
+_LARGEST_EXPONENT = 14
+
+
+class FlatLayout:
+    """Where each parameter's gradient lies in the flat vector: one after the other, in the parameters' order.
+
+    Args:
+        parameters (Sequence[Parameter]): The trained parameters, in the order in which their gradients come.
+
+    Attributes:
+        names (list of str): The parameters' names.
+        sizes (list of int): How many elements each has.
+        offsets (list of int): Where each begins in the flat vector.
+        size (int): How many elements there are in all.
+        flatten (Cell): A tuple of gradients -> the flat vector, float32 [size].
+        unflatten (Cell): The flat vector -> a tuple of float32 gradients in the shapes of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.names = [parameter.name for parameter in parameters]
+        self.sizes = [parameter.size for parameter in parameters]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.size = sum(self.sizes)
+        self.flatten = _Flatten()
+        self.unflatten = _Unflatten(self, [tuple(parameter.shape) for parameter in parameters])
+
+    def spans(self, names: AbstractSet[str]) -> List[Span]:
+        """Returns the parts (start, end) of the flat vector that belong to ``names``; neighbours are joined."""
+        spans: List[Span] = []
+        for name, start, size in zip(self.names, self.offsets, self.sizes):
+            if name in names:
+                begin = spans.pop()[0] if spans and spans[-1][1] == start else start
+                spans.append((begin, start + size))
+        return spans
+
+
+class _Flatten(nn.Cell):
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def construct(self, gradients: Tuple[Tensor, ...]) -> Tensor:
+        parts = ()
+        for gradient in gradients:
+            parts += (gradient.astype(mstype.float32).reshape(-1),)
+        return ops.cat(parts)
+
+
+class _Unflatten(nn.Cell):
+    def __init__(self, layout, shapes):
+        super().__init__(auto_prefix=False)
+        self.places = tuple(zip(layout.offsets, layout.sizes, shapes))
+
+    def construct(self, flat: Tensor) -> Tuple[Tensor, ...]:
+        gradients = ()
+        for start, size, shape in self.places:
+            gradients += (flat[start : start + size].reshape(shape),)
+        return gradients
 
 
 class Exchange(nn.Cell):
@@ -56,3 +118,52 @@ class Exchange(nn.Cell):
     def bytes_per_step(self) -> int:
         """How many bytes this rank sent in the last step."""
         return self.bytes_at(max(self.steps_done() - 1, 0))
+
+
+class DenseExchange(Exchange):
+    """Sums the whole vector in one AllReduce, and not each parameter in one of its own.
+
+    Args:
+        size (int): Elements of the flat vector.
+        ranks (Ranks): The group of this rank.
+    """
+
+    def __init__(self, size: int, ranks: Ranks):
+        super().__init__()
+        self.size, self.ranks = size, ranks
+        self.all_reduce = ranks.all_reduce()
+
+    def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
+        return self.all_reduce(flat), self.nothing
+
+    def bytes_at(self, step: int) -> int:
+        return self.ranks.bytes_to_sum(self.size)
+
+
+class Float16Exchange(Exchange):
+    """Sums the vector in float16: sum = AllReduce(float16(s flat)) / s.
+
+    s is a power of two, the same on all ranks. It follows from m, the sum over the ranks of their largest absolute
+    values, which is a first AllReduce of one number: s m is in [2 ** 14, 2 ** 15). No partial sum of any element
+    exceeds m, so neither the cast nor the sum can overflow, and small gradients do not vanish. Where the gradient of a
+    rank is not finite, the sum is not finite on any rank.
+
+    Args:
+        size (int): Elements of the flat vector.
+        ranks (Ranks): The group of this rank.
+    """
+
+    def __init__(self, size: int, ranks: Ranks):
+        super().__init__()
+        self.size, self.ranks = size, ranks
+        self.all_reduce, self.all_reduce_largest = ranks.all_reduce(), ranks.all_reduce()
+        self.smallest = Tensor(2.0**-100, mstype.float32)
+
+    def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
+        largest = self.all_reduce_largest(ops.abs(flat).max().reshape(1))
+        exponent = ops.floor(ops.log2(ops.maximum(largest, self.smallest)))
+        scale = ops.pow(2.0, _LARGEST_EXPONENT - exponent)
+        return self.all_reduce((flat * scale).astype(mstype.float16)).astype(mstype.float32) / scale, self.nothing
+
+    def bytes_at(self, step: int) -> int:
+        return self.ranks.bytes_to_sum(self.size, FLOAT16) + self.ranks.bytes_to_sum(1)

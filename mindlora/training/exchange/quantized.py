@@ -6,10 +6,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.training.exchange.bitmap import WORD_BITS
-from mindlora.training.exchange.exchange import RESIDUAL_NAME, Exchange
+from mindlora.training.exchange.exchange import RESIDUAL_NAME, WORD_BITS, Exchange
 from mindlora.training.exchange.ranks import Ranks
-from mindlora.training.exchange.traffic import FLOAT32, all_reduce
 
 # Elements that share a scale; a multiple of how many numbers a word carries, for 4, 6 and 8 bits.
 BLOCK = 240
@@ -80,7 +78,7 @@ class QuantizedExchange(Exchange):
         return ops.assign(self.residual, residual)
 
     def bytes_at(self, step: int) -> int:
-        return all_reduce(FLOAT32 * self.blocks, self.ranks) + all_reduce(FLOAT32 * self.words, self.ranks)
+        return self.ranks.bytes_to_sum(self.blocks) + self.ranks.bytes_to_sum(self.words)
 
     def unsent(self) -> Parameter:
         return self.residual

@@ -1,9 +1,18 @@
-"""The ranks that exchange gradients with each other."""
+"""The ranks that exchange gradients: their collective operations, the bytes of these, and whether they still agree."""
 
+import hashlib
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Sequence
 
-from mindspore import ops
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from mindlora.errors import LoraError
+
+FLOAT32, FLOAT16 = 4, 2  # bytes
+# On CPUs the receiver of a message sends the whole of it back as its receipt, so a network device counts twice as much.
+CPU_RECEIPTS = 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,47 @@ class Ranks:
         """Returns an operator that sums a tensor over the group."""
         return ops.AllReduce(ops.ReduceOp.SUM, self.group) if self.group else ops.AllReduce()
 
-    def broadcast(self, root: int) -> ops.Broadcast:
-        """Returns an operator that gives every rank of the group the tensors of rank ``root`` of the group."""
-        return ops.Broadcast(root, self.group) if self.group else ops.Broadcast(root)
+    def bytes_to_sum(self, elements: int, element_bytes: int = FLOAT32) -> int:
+        """Returns how many bytes of payload a rank sends in an AllReduce: 2 (n - 1) / n of those of the vector.
+
+        MindSpore's AllReduce on CPUs is a ring, in which each of n ranks sends 2 (n - 1) chunks of 1/n of the vector.
+        """
+        return round(2 * (self.count - 1) * elements * element_bytes / self.count)
+
+
+class _Gather(nn.Cell):
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.all_gather = ops.AllGather()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.all_gather(x)
+
+
+def digest(parameters: Sequence[Parameter]) -> np.ndarray:
+    """Returns the SHA-256 of the parameters' names and values: int32 [8]."""
+    found = hashlib.sha256()
+    for parameter in parameters:
+        found.update(parameter.name.encode())
+        found.update(parameter.asnumpy().tobytes())
+    return np.frombuffer(found.digest(), np.int32)
+
+
+def check_agreement(parameters: Sequence[Parameter], step: int) -> None:
+    """Compares the parameters of all ranks, each of which must call this.
+
+    Args:
+        parameters (Sequence[Parameter]): What must be the same on every rank, in the same order.
+        step (int): The step that has just ended, for the message.
+
+    Raises:
+        LoraError: They differ; every rank raises it, and it names the ranks that differ from rank 0.
+    """
+    gathered = _Gather()(Tensor(digest(parameters), mstype.int32)).asnumpy().reshape(-1, 8)
+    differing = [rank for rank in range(len(gathered)) if (gathered[rank] != gathered[0]).any()]
+    if differing:
+        raise LoraError(
+            f"After step {step}, the trained parameters of rank {', '.join(map(str, differing))} differ from those of "
+            "rank 0, so the ranks no longer train one adapter. Resume from a step before; if it happens again, look "
+            "for what differs between the machines (versions, hardware errors)."
+        )

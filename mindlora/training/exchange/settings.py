@@ -1,9 +1,15 @@
-"""gradient_exchange, as a YAML gives it: a name, or a node with a type and what the type takes."""
+"""gradient_exchange, as a YAML gives it, and the exchange that is made from it."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Mapping, Optional, Sequence, Union
+from typing import Any, List, Mapping, Optional, Sequence, Union
 
+from mindlora.common.fields import COUNT, FACTOR, INDEX, check_number
 from mindlora.errors import ConfigError
+from mindlora.training.exchange.exchange import DenseExchange, Exchange, FlatLayout, Float16Exchange, Span
+from mindlora.training.exchange.quantized import QuantizedExchange, fits
+from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.top_k import TopKExchange, density_stages, protected_names
+from mindlora.training.exchange.two_level import TwoLevelExchange, clipped, machine_groups, part_size
 
 TYPES = ("dense", "float16", "quantized", "top_k")
 # Keys that one type alone takes.
@@ -44,17 +50,11 @@ class ExchangeSettings:
             raise ConfigError(f"gradient_exchange is of type {self.type!r}, but it must be one of {', '.join(TYPES)}.")
         if self.bits not in _BITS:
             raise ConfigError(f"gradient_exchange: bits is {self.bits!r}, but it must be 4, 6 or 8.")
-        if not _is_number(self.density) or not 0 < self.density <= 1:
-            raise ConfigError(
-                f"gradient_exchange: density is {self.density!r}, but it must be a number above 0 and up to 1."
-            )
-        for name, least in (("warmup_steps", 0), ("local_size", 1), ("check_every", 0)):
-            value = getattr(self, name)
-            if (value is None and name == "local_size") or (_is_number(value) and value == int(value) >= least):
-                continue
-            raise ConfigError(
-                f"gradient_exchange: {name} is {value!r}, but it must be a whole number of at least {least}."
-            )
+        check_number(self.density, "gradient_exchange: density", FACTOR)
+        check_number(self.warmup_steps, "gradient_exchange: warmup_steps", INDEX)
+        check_number(self.check_every, "gradient_exchange: check_every", INDEX)
+        if self.local_size is not None:
+            check_number(self.local_size, "gradient_exchange: local_size", COUNT)
         if self.protect is not None and not _are_texts(self.protect):
             raise ConfigError(
                 f"gradient_exchange: protect is {self.protect!r}, but it must be a list of regular expressions."
@@ -87,9 +87,47 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
     return ExchangeSettings(**setting)
 
 
+def make_exchange(settings: ExchangeSettings, layout: FlatLayout, ranks: Ranks, on_this_machine: int) -> Exchange:
+    """Returns the exchange of one of several ranks; every rank must call it, since it may make groups.
+
+    Args:
+        settings (ExchangeSettings): What to build.
+        layout (FlatLayout): The layout of the gradients.
+        ranks (Ranks): All ranks.
+        on_this_machine (int): How many of them run on this machine.
+
+    Raises:
+        ConfigError: local_size does not divide the ranks into machines, or protect is wrong.
+    """
+    protected: List[Span] = []
+    if settings.type == "top_k" and settings.density < 1:
+        protected = layout.spans(protected_names(layout.names, settings.protect))
+    local_size = settings.local_size or (on_this_machine if on_this_machine < ranks.count else 1)
+    if ranks.count % local_size or local_size == ranks.count:
+        raise ConfigError(
+            f"gradient_exchange: local_size is {local_size}, and {ranks.count} ranks do not make two or more machines "
+            "of that size. Set it to the number of ranks on each machine, or to 1."
+        )
+    if local_size == 1:
+        return _one_level(settings, layout.size, ranks, protected)
+    within, between = machine_groups(ranks, local_size)
+    part = part_size(layout.size, within)
+    own = clipped(protected, within.rank * part, part)
+    return TwoLevelExchange(layout.size, within, _one_level(settings, part, between, own))
+
+
+def _one_level(settings, size, ranks, protected):
+    if settings.type == "top_k":
+        return TopKExchange(size, ranks, density_stages(settings.density, settings.warmup_steps), protected)
+    if settings.type == "quantized":
+        if not fits(settings.bits, ranks.count):
+            raise ConfigError(
+                f"gradient_exchange: {ranks.count} ranks cannot add up numbers of {settings.bits} bits. Set bits to 6 "
+                "or 8, or local_size to the ranks of a machine, so that fewer exchange with each other."
+            )
+        return QuantizedExchange(size, ranks, settings.bits)
+    return {"dense": DenseExchange, "float16": Float16Exchange}[settings.type](size, ranks)
+
+
 def _are_texts(value):
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
-
-
-def _is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,18 +1,21 @@
 """The exchange of the largest gradients alone, at positions that all ranks share, with error feedback."""
 
-from typing import List, Sequence, Tuple
+import math
+import re
+from typing import List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.training.exchange.bitmap import LargestAsBitmap, PositionsOfBitmap, words_of
-from mindlora.training.exchange.exchange import RESIDUAL_NAME, Exchange
-from mindlora.training.exchange.layout import Span
+from mindlora.errors import ConfigError
+from mindlora.models.names import layer_of
+from mindlora.training.exchange.exchange import RESIDUAL_NAME, WORD_BITS, Exchange, Span
 from mindlora.training.exchange.ranks import Ranks
-from mindlora.training.exchange.traffic import FLOAT32, all_reduce
 
 STEP_NAME = "gradient_exchange_step"
+# How much the density falls from one stage to the next.
+_RATIO = 4
 
 
 class TopKExchange(Exchange):
@@ -113,9 +116,9 @@ class TopKExchange(Exchange):
     def bytes_at(self, step: int) -> int:
         k = self.counts[max(number for number, start in enumerate(self.starts) if start <= step)]
         if k >= self.open_size:
-            return all_reduce(FLOAT32 * self.size, self.ranks)
+            return self.ranks.bytes_to_sum(self.size)
         sent = max(1, self.size - self.open_size) + k
-        return all_reduce(FLOAT32 * words_of(self.open_size), self.ranks) + all_reduce(FLOAT32 * sent, self.ranks)
+        return self.ranks.bytes_to_sum(words_of(self.open_size)) + self.ranks.bytes_to_sum(sent)
 
     def steps_done(self) -> int:
         return int(self.step.asnumpy())
@@ -163,3 +166,124 @@ def pieces(size: int, protected: Sequence[Span]) -> List[Tuple[int, int, bool]]:
         found += [(at, start, False), (start, end, True)]
         at = end
     return [(start, end, is_protected) for start, end, is_protected in [*found, (at, size, False)] if start < end]
+
+
+def words_of(size: int) -> int:
+    """Returns how many words the bitmap of ``size`` positions takes."""
+    return -(-size // WORD_BITS)
+
+
+class LargestAsBitmap(nn.Cell):
+    """The bitmap of the k elements of a vector with the largest absolute values.
+
+    NaN and infinity count as 0. Bit i % 24 of word i // 24 belongs to element i.
+
+    Args:
+        size (int): Elements of the vector.
+        k (int): How many to choose.
+
+    Inputs:
+        - **vector** (Tensor) - float32 [size].
+
+    Outputs:
+        float32 [words_of(size)], whole numbers below 2 ** 24.
+    """
+
+    def __init__(self, size: int, k: int):
+        super().__init__(auto_prefix=False)
+        self.k, self.padded = k, words_of(size) * WORD_BITS
+        self.top_k = ops.TopK(sorted=False)
+        self.powers = Tensor(2.0 ** np.arange(WORD_BITS), mstype.float32)
+        self.ones = Tensor(np.ones(k), mstype.float32)
+
+    def construct(self, vector: Tensor) -> Tensor:
+        size = ops.select(ops.isfinite(vector), ops.abs(vector), ops.zeros_like(vector))
+        _, chosen = self.top_k(size, self.k)
+        bits = ops.tensor_scatter_elements(ops.zeros((self.padded,), mstype.float32), chosen, self.ones)
+        return (bits.reshape(-1, WORD_BITS) * self.powers).sum(-1)
+
+
+class PositionsOfBitmap(nn.Cell):
+    """The positions that a bitmap holds, in ascending order: the j-th is where the running count of bits reaches j.
+
+    Args:
+        k (int): How many bits are set.
+
+    Inputs:
+        - **words** (Tensor) - float32 [words], as LargestAsBitmap gives them.
+
+    Outputs:
+        int32 [k].
+    """
+
+    def __init__(self, k: int):
+        super().__init__(auto_prefix=False)
+        self.running_count = ops.CumSum()
+        self.powers = Tensor(1 << np.arange(WORD_BITS), mstype.int32)
+        self.numbers = Tensor(np.arange(1, k + 1), mstype.int32)
+
+    def construct(self, words: Tensor) -> Tensor:
+        bits = ops.bitwise_and(words.astype(mstype.int32).expand_dims(-1), self.powers) != 0
+        counts = self.running_count(bits.reshape(-1).astype(mstype.int32), 0)
+        return ops.searchsorted(counts, self.numbers).astype(mstype.int32)
+
+
+def density_stages(density: float, warmup_steps: int) -> List[Tuple[int, float]]:
+    """Returns the stages (first step, density): 1, 1/4, 1/16 ... as long as that is above ``density``, then this.
+
+    The stages of the warm-up share ``warmup_steps`` as evenly as whole steps allow. Few stages, as every one has shapes
+    of its own, for which a branch of the graph is compiled at the start; none is compiled later. (Warm-up from Deep
+    Gradient Compression, Lin et al. 2018, whose density falls by 4 in each epoch.)
+
+    Args:
+        density (float): The share of the elements that is sent after the warm-up, in (0, 1].
+        warmup_steps (int): Steps of the warm-up; 0 for none.
+
+    Returns:
+        list of (int, float), the first one from step 0.
+    """
+    count = math.ceil(round(math.log(1 / density, _RATIO), 9))
+    if not warmup_steps or not count:
+        return [(0, density)]
+    stages = {warmup_steps * number // count: float(_RATIO) ** -number for number in range(count)}
+    return [*stages.items(), (warmup_steps, density)]
+
+
+def protected_names(names: Sequence[str], patterns: Optional[Sequence[str]]) -> Set[str]:
+    """Returns the names of the parameters to send whole.
+
+    Args:
+        names (Sequence[str]): Names of all trained parameters.
+        patterns (Sequence[str]): Regular expressions for whole names; None for those of the first and the last layer,
+            and those outside the adapters, which modules_to_save brings.
+
+    Raises:
+        ConfigError: A pattern is wrong or matches nothing, or nothing is left to compress.
+    """
+    found = _by_default(names) if patterns is None else set().union(*(_matching(names, p) for p in patterns))
+    if len(found) == len(set(names)):
+        raise ConfigError(
+            f"gradient_exchange: protect leaves none of the {len(names)} trained parameters to compress "
+            f"(by default it names the first and the last layer). Set protect: [], or use type dense."
+        )
+    return found
+
+
+def _by_default(names):
+    numbers = [number for number in map(layer_of, names) if number is not None]
+    ends = {min(numbers), max(numbers)} if numbers else set()
+    return {name for name in names if layer_of(name) in ends or "mindpet_delta_lora" not in name}
+
+
+def _matching(names, pattern):
+    try:
+        found = {name for name in names if re.fullmatch(pattern, name)}
+    except re.error as error:
+        raise ConfigError(
+            f"gradient_exchange: protect has {pattern!r}, which is no regular expression: {error}."
+        ) from error
+    if not found:
+        raise ConfigError(
+            f"gradient_exchange: protect has {pattern!r}, which matches no trained parameter, such as {names[0]}."
+        )
+    return found

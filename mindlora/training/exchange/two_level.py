@@ -1,12 +1,12 @@
 """The exchange over machines: dense inside of each, where links are fast, and any other exchange between them."""
 
-from typing import Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 from mindspore import Parameter, Tensor, ops
+from mindspore.communication import create_group
 
-from mindlora.training.exchange.exchange import Exchange
+from mindlora.training.exchange.exchange import Exchange, Span
 from mindlora.training.exchange.ranks import Ranks
-from mindlora.training.exchange.traffic import FLOAT32, all_reduce
 
 
 class TwoLevelExchange(Exchange):
@@ -40,7 +40,7 @@ class TwoLevelExchange(Exchange):
         return self.between.keep(residual)
 
     def bytes_at(self, step: int) -> int:
-        inside = all_reduce(FLOAT32 * self.size, self.within) + all_reduce(FLOAT32 * self.padded, self.within)
+        inside = self.within.bytes_to_sum(self.size) + self.within.bytes_to_sum(self.padded)
         return inside + self.between.bytes_at(step)
 
     def bytes_between_machines_at(self, step: int) -> int:
@@ -56,3 +56,31 @@ class TwoLevelExchange(Exchange):
 def part_size(size: int, within: Ranks) -> int:
     """Returns how many elements of the vector each rank of a machine exchanges with other machines."""
     return -(-size // within.count)
+
+
+def machine_groups(
+    ranks: Ranks, local_size: int, make_group: Optional[Callable[[str, List[int]], None]] = None
+) -> Tuple[Ranks, Ranks]:
+    """Returns the ranks of this rank's machine, and those with the same number on every machine.
+
+    Args:
+        ranks (Ranks): All ranks; those of a machine follow each other.
+        local_size (int): Ranks of each machine.
+        make_group (callable): Called with (name, ranks) for both. Default: None, MindSpore's create_group.
+    """
+    machine, number = divmod(ranks.rank, local_size)
+    machines = ranks.count // local_size
+    names = f"exchange_machine_{machine}", f"exchange_number_{number}"
+    members = (
+        [machine * local_size + i for i in range(local_size)],
+        [number + i * local_size for i in range(machines)],
+    )
+    for name, group in zip(names, members):
+        (make_group or create_group)(name, group)
+    return Ranks(number, local_size, names[0]), Ranks(machine, machines, names[1])
+
+
+def clipped(spans: List[Span], start: int, size: int) -> List[Span]:
+    """Returns what lies of ``spans`` in a part of the vector, counted from the part's start."""
+    moved = [(max(0, begin - start), min(size, end - start)) for begin, end in spans]
+    return [(begin, end) for begin, end in moved if begin < end]

@@ -17,7 +17,7 @@ from mindlora.plugin.callbacks import adapter_health
 from mindlora.plugin.callbacks.adapter_health import AdapterHealth
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 from mindlora.plugin.launching import preflight
-from mindlora.training.health_cells import float_parts
+from mindlora.training.health_measures import float_parts
 from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.networks import normal, randomize

@@ -10,8 +10,8 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.errors import ConfigError
-from mindlora.plugin.graph.accumulation import set_micro_batches
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
+from mindlora.plugin.graph.train_step_settings import set_micro_batches
 from tests.conftest import in_mode
 from tests.support.cpu_llama import ON_CPU
 
@@ -116,7 +116,7 @@ def test_a_yaml_is_left_alone_where_there_is_nothing_to_do(changes):
     [
         (
             {"runner_config": {"gradient_accumulation_steps": 2.5, "batch_size": 3}},
-            "runner_config.gradient_accumulation_steps is 2.5, but it must be a whole number of at least 1",
+            "runner_config.gradient_accumulation_steps is 2.5: it must be a whole number of at least 1",
         ),
         (
             {"runner_wrapper": {"type": "MFTrainOneStepCell"}},

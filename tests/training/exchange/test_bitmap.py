@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora.training.exchange.bitmap import WORD_BITS, LargestAsBitmap, PositionsOfBitmap, words_of
+from mindlora.training.exchange.exchange import WORD_BITS
+from mindlora.training.exchange.top_k import LargestAsBitmap, PositionsOfBitmap, words_of
 
 
 def bits_of(words):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mindlora.training.exchange.stages import density_stages
-from mindlora.training.exchange.traffic import CPU_RECEIPTS
+from mindlora.training.exchange import CPU_RECEIPTS
+from mindlora.training.exchange.top_k import density_stages
 from tests.support.exchange_ranks import MODES, SCENARIOS, SHAPES, SKIPPED, STEPS, TOP_K, gradient
 from tests.support.ranks import own_network, run_ranks
 

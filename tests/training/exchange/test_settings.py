@@ -3,11 +3,9 @@
 import pytest
 
 from mindlora.errors import ConfigError
-from mindlora.training.exchange import ExchangeSettings, FlatLayout, Ranks, exchange_settings
-from mindlora.training.exchange.make import clipped, machine_groups, make_exchange
-from mindlora.training.exchange.protection import protected_names
-from mindlora.training.exchange.stages import density_stages
-from mindlora.training.exchange.top_k import pieces
+from mindlora.training.exchange import ExchangeSettings, FlatLayout, Ranks, exchange_settings, make_exchange
+from mindlora.training.exchange.top_k import density_stages, pieces, protected_names
+from mindlora.training.exchange.two_level import clipped, machine_groups
 
 LORA = [f"model.layers.{layer}.wq.mindpet_delta_lora_{part}" for layer in range(2, 6) for part in "ab"]
 
@@ -28,13 +26,13 @@ def test_a_name_or_a_node():
         ({"type": "quantized", "bits": 5}, ": bits is 5, but it must be 4, 6 or 8."),
         ({"type": "float16", "density": 0.1}, ": density belongs to type top_k, and the type is 'float16'."),
         ({"density": 0.1}, ": density belongs to type top_k, and the type is None."),
-        ({"type": "top_k", "density": 0}, ": density is 0, but it must be a number above 0 and up to 1."),
-        ({"type": "top_k", "density": 1.5}, ": density is 1.5, but it"),
-        ({"type": "top_k", "density": "5%"}, ": density is '5%', but it"),
-        ({"type": "top_k", "density": float("nan")}, ": density is nan, but it"),
-        ({"type": "top_k", "warmup_steps": -1}, ": warmup_steps is -1, but it must be a whole number of at least 0."),
-        ({"type": "dense", "local_size": 0}, ": local_size is 0, but it must be a whole number of at least 1."),
-        ({"type": "dense", "check_every": 2.5}, ": check_every is 2.5, but it"),
+        ({"type": "top_k", "density": 0}, ": density is 0: it must be a number above 0 and at most 1."),
+        ({"type": "top_k", "density": 1.5}, ": density is 1.5: it"),
+        ({"type": "top_k", "density": "5%"}, ": density is '5%': it"),
+        ({"type": "top_k", "density": float("nan")}, ": density is nan: it"),
+        ({"type": "top_k", "warmup_steps": -1}, ": warmup_steps is -1: it must be a whole number of at least 0."),
+        ({"type": "dense", "local_size": 0}, ": local_size is 0: it must be a whole number of at least 1."),
+        ({"type": "dense", "check_every": 2.5}, ": check_every is 2.5: it"),
         ({"type": "top_k", "protect": ".*"}, ": protect is '.*', but it must be a list of regular expressions."),
         ({"type": "top_k", "protect": [3]}, ": protect is [3], but it"),
     ],

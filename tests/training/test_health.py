@@ -1,7 +1,6 @@
 """What AdapterHealth writes to the log."""
 
-from mindlora.training.health import CellHealth, Finding, HealthReport, PartHealth
-from mindlora.training.health_text import event_message, summary, table
+from mindlora.training.health import CellHealth, Finding, HealthReport, PartHealth, event_message, summary, table
 
 
 def cell(size=1.0, **changes):

@@ -1,0 +1,142 @@
+"""What a YAML says of the train step in other places: micro-batches, AdaLoRA's budget, the exchange, recorded norms."""
+
+from mindformers.tools.register import MindFormerConfig
+
+from mindlora.common.fields import COUNT, check_number
+from mindlora.errors import ConfigError
+from mindlora.plugin.log import logger
+from mindlora.training.exchange import exchange_settings
+
+WRAPPER = "LoraTrainOneStepCell"
+DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
+# Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
+_MODES = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone", None)
+# Where one of these is above 1, no rank holds the whole adapter.
+_SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+
+
+def accumulates_here(config: MindFormerConfig) -> bool:
+    """Returns whether a run is alone or data parallel, where mindlora's train step accumulates gradients."""
+    return not config.use_parallel or (config.parallel or {}).get("parallel_mode") in _MODES
+
+
+def set_micro_batches(config: MindFormerConfig) -> None:
+    """Turns K = gradient_accumulation_steps into batches of K batch_size rows and K micro-batches in the train step.
+
+    So one step of MindSpore is one step of the optimizer, of the learning rate and of every callback.
+
+    Args:
+        config (MindFormerConfig): The whole YAML; changed in place.
+
+    Raises:
+        ConfigError: K is no whole number of at least 1; the train step is not mindlora's; or the last batch of the
+            data may be smaller.
+    """
+    steps = config.runner_config.gradient_accumulation_steps
+    if steps is None or not accumulates_here(config):
+        return
+    key = "runner_config.gradient_accumulation_steps"
+    check_number(steps, key, COUNT)
+    if steps == 1:
+        return
+    wrapper = config.runner_wrapper
+    if not wrapper or wrapper.type != WRAPPER:
+        raise ConfigError(
+            f"{key} is {steps}, and runner_wrapper.type is {wrapper.type if wrapper else None}, which accumulates "
+            f"nothing alone and in data parallel. Set runner_wrapper.type: {WRAPPER}."
+        )
+    if wrapper.get("micro_batches"):
+        raise ConfigError(f"The YAML has both {key} and runner_wrapper.micro_batches: keep the first.")
+    if not config.train_dataset.drop_remainder:
+        raise ConfigError(
+            f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
+            "split into micro-batches. Set it to True."
+        )
+    rows = config.runner_config.batch_size
+    wrapper.micro_batches = steps
+    config.runner_config.batch_size = rows * steps
+    config.runner_config.gradient_accumulation_steps = 1
+    logger.info("Each step has %d rows on each device: %d micro-batches of %d.", rows * steps, steps, rows)
+
+
+def prepare_budget(config: MindFormerConfig) -> None:
+    """Adds the callback RankBudget and the train step's part to a training run with use_adalora.
+
+    Args:
+        config (MindFormerConfig): The whole YAML; changed in place.
+
+    Raises:
+        ConfigError: The train step, the parallel mode or data sinking cannot allocate ranks.
+    """
+    pet_config = config.model.model_config.pet_config or {}
+    if not pet_config.get("use_adalora"):
+        return
+    if pet_config.get("adapter_path"):
+        logger.info(
+            "adapter_path is set: the adapter there is trained further as a plain LoRA of the ranks that it has, and "
+            "use_adalora allocates none."
+        )
+        return
+    wrapper = config.runner_wrapper or {}
+    if wrapper.get("type") != WRAPPER or not accumulates_here(config):
+        raise ConfigError(
+            "pet_config.use_adalora is True, and ranks are allocated by mindlora's train step, alone or in data "
+            f"parallel. Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove use_adalora."
+        )
+    runner = config.runner_config
+    if runner.sink_mode and runner.sink_size not in (None, 1):
+        raise ConfigError(
+            f"pet_config.use_adalora is True and runner_config.sink_size is {runner.sink_size}: ranks are planned for "
+            "each step, and data sinking does several at once. Set runner_config.sink_mode: False."
+        )
+    wrapper.rank_budget = True
+    callbacks = list(config.callbacks or [])
+    if not any(callback.get("type") == "RankBudget" for callback in callbacks):
+        config.callbacks = [*callbacks, MindFormerConfig(type="RankBudget")]
+
+
+def prepare_exchange(config: MindFormerConfig) -> None:
+    """Checks ``gradient_exchange`` of a training run, and has data-parallel ranks compare their adapters.
+
+    Args:
+        config (MindFormerConfig): The whole YAML; its callbacks get ExchangeCheck if it is due.
+
+    Raises:
+        ConfigError: A setting is wrong, or the parallel mode cannot have it.
+    """
+    wrapper = config.get("runner_wrapper") or {}
+    given = wrapper.get("gradient_exchange")
+    settings = exchange_settings("dense" if given is None else given)
+    if given is not None and wrapper.get("type") != WRAPPER:
+        raise ConfigError(
+            f"gradient_exchange is an argument of {WRAPPER}, and runner_wrapper.type is {wrapper.get('type')!r}. Set "
+            f"it to {WRAPPER}, or remove gradient_exchange."
+        )
+    if not config.get("use_parallel"):
+        return
+    parallel, split = config.get("parallel") or {}, config.get("parallel_config") or {}
+    problems = [f"parallel_config.{key} is {split[key]}" for key in _SPLITS if (split.get(key) or 1) > 1]
+    if parallel.get("enable_parallel_optimizer"):
+        problems.append("parallel.enable_parallel_optimizer is True")
+    if parallel.get("parallel_mode", 0) not in DATA_PARALLEL:
+        problems.append(f"parallel.parallel_mode is {parallel['parallel_mode']!r}")
+    if problems and settings.type != "dense":
+        raise ConfigError(
+            f"gradient_exchange is {settings.type}, and {problems[0]}: gradients are compressed only between ranks "
+            "that each hold the whole adapter (parallel_mode 0). Use dense, or data parallelism alone."
+        )
+    if not problems and settings.check_every and wrapper.get("type") == WRAPPER:
+        check = MindFormerConfig(type="ExchangeCheck", check_every=settings.check_every)
+        config.callbacks = [*(config.callbacks or []), check]
+
+
+def record_gradient_norms(config: MindFormerConfig) -> None:
+    """Has the train step record the norms of gradients that AdapterHealth reports.
+
+    Args:
+        config (MindFormerConfig): The whole YAML; changed in place.
+    """
+    wrapper = config.runner_wrapper or {}
+    listed = [callback.get("type") for callback in config.callbacks or []]
+    if "AdapterHealth" in listed and wrapper.get("type") == WRAPPER and accumulates_here(config):
+        wrapper.setdefault("record_gradient_norms", True)
