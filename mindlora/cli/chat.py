@@ -34,8 +34,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The first --adapter answers first; /help lists commands. docs/generate.md explains everything."
     )
-    add_engine_options(parser, {"slots": "2", "max-running": "2", "max-waiting": "1024"})
     add_answer_options(parser, "chat", 0.7, "as many as the window has room for")
+    add_engine_options(parser, {"slots": "2", "max-running": "2", "max-waiting": "1024"})
     parser.set_defaults(run=chat)
 
 

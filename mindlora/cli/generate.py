@@ -84,10 +84,10 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, of the N likeliest tokens too"
     )
-    sizes = {"slots": "the adapters named", "max-running": "all requests, at most 32", "max-waiting": "all requests"}
-    add_engine_options(parser, sizes)
     max_tokens = f"{MAX_TOKENS}, or as many as the window has room for"
     add_answer_options(parser, "chat if the tokenizer has a chat template, else none", 0.0, max_tokens)
+    sizes = {"slots": "the adapters named", "max-running": "all requests, at most 32", "max-waiting": "all requests"}
+    add_engine_options(parser, sizes)
     add_command(parser, generate)
 
 
@@ -111,10 +111,10 @@ def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
     defaults = {"slots": max(1, min(8, len(adapters.chosen))), "max_running": min(32, count), "max_waiting": count}
     with loaded_engine(arguments, adapters, defaults) as engine:
         form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template)
-        requests = [
-            _request(arguments, engine, form, sampling, f"Prompt {place} of {len(prompts)}", prompt)
-            for place, prompt in enumerate(prompts, 1)
-        ]
+        requests = []
+        for number, prompt in enumerate(prompts, 1):
+            which = f"Prompt {number} of {len(prompts)}"
+            requests.append(_request(arguments, engine, form, sampling, which, prompt))
         start(engine)
         say(f"prompts: {form.title}")
         live = count == 1 and not arguments.json and arguments.stdout.isatty()
