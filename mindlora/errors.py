@@ -136,4 +136,4 @@ class AdapterNotFoundError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """So many requests wait already that another one is not taken."""
+    """The queue is full: the request was not taken."""

@@ -29,7 +29,7 @@ from bench import ROOT, common
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
 TOKENS, RANKS, ADAPTERS = (1, 8, 32, 512), (8, 16, 64), (1, 4, 32)
 BYTES = 2  # of bfloat16
-# A step of up to so many tokens counts as decode; lora_linear is made for decode alone.
+# A step of up to this many tokens counts as decode; lora_linear is made for decode alone.
 DECODE = 8
 GOAL = 1.15  # of the time at best
 BYTES_PER_REPEAT = 889  # 1.6 TB/s over 1.8 GHz

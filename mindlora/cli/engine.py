@@ -35,7 +35,7 @@ _SIZES: Tuple[Tuple[str, str], ...] = (
 # Options that are fields of Sampling: name, type, help.
 _SAMPLING = (
     ("top-p", float, "draw from the likeliest tokens whose probabilities add up to this (default: 1, all)"),
-    ("top-k", int, "draw from so many of the likeliest tokens (default: 0, all)"),
+    ("top-k", int, "draw from the N likeliest tokens alone (default: 0, all)"),
     ("repetition-penalty", float, "above 1, tokens that occurred already become less likely (default: 1)"),
     ("seed", int, "seed of the draws: the same seed gives the same answer (default: a new one each time)"),
 )
@@ -61,7 +61,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
         parser (ArgumentParser): Of the verb.
         defaults (dict): For the help: what slots, max-running and max-waiting are if they are not given.
     """
-    parser.add_argument("--config", required=True, metavar="YAML", help="the YAML that trained, or one like it")
+    parser.add_argument("--config", required=True, metavar="YAML", help="the YAML that you trained with, or one like it")
     parser.add_argument(
         "--load_checkpoint",
         "--load-checkpoint",

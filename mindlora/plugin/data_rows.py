@@ -12,7 +12,7 @@ from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import value_at
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows, row_count
 
-# So many rows of a file are looked at: a file of millions would take minutes.
+# Rows of a file that are looked at: a file of millions would take minutes.
 _ROWS = 200
 # A row that ends in fewer equal tokens which do not count may be none that was padded.
 _PADDED = 4

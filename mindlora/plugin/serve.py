@@ -27,7 +27,7 @@ def build_engine(
     sizes: Optional[Mapping[str, int]] = None,
     model_name: Optional[str] = None,
 ) -> Engine:
-    """Builds the model of a YAML for serving. The YAML that trained an adapter serves it.
+    """Builds the model of a YAML for serving: use the YAML that the adapter was trained with.
 
     Args:
         config (str): Path of a MindFormers YAML.

@@ -6,7 +6,7 @@ from mindlora.data import tokenizers
 
 # What decoders write for bytes that are not, or not yet, a character of UTF-8.
 REPLACEMENT = "\ufffd"
-# After so many tokens without a whole character, the bytes are not becoming one.
+# After this many tokens without a whole character, the bytes will not become one.
 _LONGEST = 16
 
 

@@ -14,7 +14,7 @@ from mindlora.nn.tree import adapter_path, replace_children
 from mindlora.serving.cpu_operators import use_cpu_operators
 from mindlora.serving.settings import EngineSettings
 
-# Up to so many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
+# Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
 FEW_TOKENS = 64
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 # Values whose maxima or sums are looked at first.
 _BLOCK = 128
-# So many tokens are mostly enough for top_p.
+# Tokens that are mostly enough for top_p.
 _LIKELY = 128
-# So few candidates are sorted.
+# Up to this many candidates are sorted.
 _FEW = 512
 # Halvings of the range in which a border is looked for: more than float32 can tell apart.
 _HALVINGS = 40
@@ -30,7 +30,7 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
         return np.arange(size)
     places = None
     if size // _BLOCK >= count:
-        # So many blocks have a maximum that is not smaller than this one: no smaller value is among the largest.
+        # ``count`` blocks have a maximum of at least this one: no smaller value is among the largest.
         maxima = values[: size // _BLOCK * _BLOCK].reshape(-1, _BLOCK).max(axis=1)
         places = np.flatnonzero(values >= np.partition(maxima, -count)[-count])
         values = values[places]

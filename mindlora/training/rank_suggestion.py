@@ -13,7 +13,7 @@ from mindlora.training.history import History
 
 # Ranks that are suggested: few, so that many cells share one.
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# A cell gets at most so many times the mean rank: what its spectrum says of ranks that it does not have is a guess.
+# Largest rank of a cell, in mean ranks: what its spectrum says of ranks that it does not have is a guess.
 _MOST = 4
 # How fast singular values are taken to fall behind the last one that is known, at the slowest, and if one alone is.
 _SLOWEST, _UNKNOWN = 0.95, 0.5

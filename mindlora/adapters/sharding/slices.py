@@ -127,7 +127,7 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
 
     Raises:
         AdapterFormatError: As in ``parts_of``.
-        ShapeMismatchError: The tensor cannot be cut into so many parts.
+        ShapeMismatchError: The tensor cannot be cut into equal parts.
     """
     axes = len(array.shape)
     counts, indices = parts_of(layout, rank, name) if layout.tensor_map else ((1,) * axes, (0,) * axes)

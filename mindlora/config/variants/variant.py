@@ -47,7 +47,7 @@ class Part(NamedTuple):
     size: str = ""
 
     def shape(self, rank: int, rows: int) -> Shape:
-        """Returns the shape that ``size`` means for an adapter of this rank on a weight of so many rows."""
+        """Returns the shape that ``size`` means for an adapter of rank ``rank`` on a weight with ``rows`` rows."""
         return tuple({"r": rank, "out": rows}[axis] for axis in self.size.split(", "))
 
 

@@ -67,8 +67,8 @@ class GradientNormFactor(Rule):
 
     Args:
         window (int): Norms that the median is taken of; at least 4. Default: 32.
-        spike (float): A norm of more than so many medians is a spike; above ``steady``. Default: 4.0.
-        steady (float): A norm of up to so many medians is steady; at least 1. Default: 1.5.
+        spike (float): A norm above this multiple of the median is a spike; above ``steady``. Default: 4.0.
+        steady (float): A norm up to this multiple of the median is steady; at least 1. Default: 1.5.
         cut (float): Factor of a cut, above 0 and below 1. Default: 0.5.
         recovery_steps (int): Steady steps that undo one cut; at least 1. Default: 50.
         growth (float): By what part the rate grows at a steady step; at least 0. Default: 0.001, twice in 694 steps.

@@ -15,16 +15,16 @@ from mindlora.plugin.resume.collectives import wait_for_all_ranks
 from mindlora.plugin.resume.training_state import state_parameters
 
 _NAME = "TrainingGuard"
-# The median of so many losses, or of all while there are fewer, is the smoothed loss.
+# The smoothed loss is the median of this many losses, or of all while there are fewer.
 SMOOTHED = 16
-# So many values make limits.
+# Values that a limit needs.
 ENOUGH = 8
 # The spreads of log(loss) and log(norm) are taken to be at least this, so that a steady run is not stopped by small
 # changes. With LoRA the norm grows while B does.
 LEAST_SPREAD, LEAST_NORM_SPREAD = 0.1, 0.3
 # A loss that lies less than this above what is usual, in nats per token, is never a fault.
 MARGIN = 1.0
-# The smoothed loss may rise by so many times the noise of one step; that is FIRST_NOISE at least while little is known.
+# The smoothed loss may rise by NOISES times the noise of one step, which is taken as FIRST_NOISE at first.
 NOISES, FIRST_NOISE = 4.0, 0.25
 # A normal distribution's standard deviation, divided by its median absolute deviation.
 _DEVIATION = 1.4826
@@ -47,7 +47,7 @@ class TrainingGuard(Callback):
     above 1 lowers the scale and counts as no fault. After a resume, the state that was resumed is the last good one.
 
     Args:
-        max_skipped (int): So many steps skipped in a row are too many; at least 2. Default: 4.
+        max_skipped (int): The run goes back after this number of skipped steps in a row; at least 2. Default: 4.
         max_rollbacks (int): How many times the run may go back. Default: 5.
         rate_cut (float): Factor of the learning rate each time; above 0 and at most 1. Default: 0.3.
         snapshot_steps (int): Steps between copies of the state; at least 16 are taken. Default: 50.
@@ -190,7 +190,7 @@ class RunGuard(Rule):
     Args:
         spike (float): How many deviations above the median are a spike; at least 3. Default: 6.0.
         climb (float): How many times its best the smoothed loss may be; above 1. Default: 1.5.
-        max_skipped (int): So many steps skipped in a row are too many; at least 2. Default: 4.
+        max_skipped (int): The run goes back after this number of skipped steps in a row; at least 2. Default: 4.
         window (int): Steps that limits are made from; above 16. Default: 32.
 
     Attributes:

@@ -85,5 +85,5 @@ class QuantizedExchange(Exchange):
 
 
 def fits(bits: int, ranks: int) -> bool:
-    """Returns whether the numbers of so many ranks can be added up in ``bits`` bits."""
+    """Returns whether ``bits`` bits can hold the sum of the numbers of ``ranks`` ranks."""
     return levels(bits, ranks) >= 1
