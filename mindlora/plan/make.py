@@ -114,11 +114,11 @@ def _notes(run: Run) -> List[str]:
     if run.trains and kind not in OPTIMIZERS:
         notes.append(f"Note: the optimizer {kind} is not known; it is counted as AdamW, with two float32 states.")
     if run.lora is not None and run.lora.use_adalora:
-        notes.append("Note: AdaLoRA saves the ranks that training leaves, so the size of its file is known only after the run.")
+        notes.append("Note: AdaLoRA saves the ranks that training leaves: the size of its file is known after the run.")
     elif run.lora is not None and adapter_file_size(run, weights_of(run)) is None:
         notes.append(
             "Note: the pairs of a joined cell's parts are saved as one, of a rank that depends on their values, so the "
-            "size of the file is known only after the run."
+            "size of the file is known after the run."
         )
     if any(path.startswith("mtp.") for path in run.linear):
         notes.append(
