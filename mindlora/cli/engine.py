@@ -61,7 +61,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
         parser (ArgumentParser): Of the verb.
         defaults (dict): For the help: what slots, max-running and max-waiting are if they are not given.
     """
-    parser.add_argument("--config", required=True, metavar="YAML", help="the YAML that you trained with, or one like it")
+    parser.add_argument("--config", required=True, metavar="YAML", help="the YAML of your training run, or one like it")
     parser.add_argument(
         "--load_checkpoint",
         "--load-checkpoint",
