@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindlora import initialize
 from mindlora.adapters import files as adapter_files
-from mindlora.adapters import parts, tied_embeddings
+from mindlora.adapters import matching, parts, tied_embeddings
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
@@ -23,7 +23,7 @@ from mindlora.config.variants.registry import SHARED
 from mindlora.errors import AdapterError, LoraError, NotFiniteError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.models import names
 from mindlora.nn.base_fingerprint import base_fingerprint, fingerprint_of
-from mindlora.nn.matching import Match, selection_of, split_joined
+from mindlora.nn.matching import NetworkCells, cell_shapes, check_rank_and_scale, selection_of, split_joined
 from mindlora.nn.registry import adaptable_types
 from mindlora.nn.routed_experts import cells_and_weights
 from mindlora.nn.tensors import to_array
@@ -223,9 +223,10 @@ def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exa
         BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
     """
     adapter = _read(network, str(path))
-    match = Match(adapter, network, dict(lora_cells(network)), str(path))
     left_out = (adapter.allocation or {}).get("left_out", [])
-    match.check_base(lambda: base_fingerprint(network, left_out), on_base_mismatch, exact)
+    if not matching.arrange(adapter, cell_shapes(network, dict(lora_cells(network)))):
+        fingerprint = functools.partial(base_fingerprint, network, left_out)
+        matching.check_base(adapter, str(path), fingerprint, on_base_mismatch, exact)
 
 
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
@@ -236,15 +237,14 @@ def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
             f"The network was built with use_adalora, whose ranks are not those of a file, so {source} cannot be "
             "loaded into its cells. Load it into a network without adapters, which gets the adapter's ranks."
         )
-    match = Match(adapter, network, cells, source, initialize.base_weights(adapter, cells, source))
-    match.check_kind()
-    match.check_names(list(cells), strict)
-    match.check_shapes()
+    weight_of = initialize.base_weights(adapter, cells, source)
+    rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
     initial_pairs = initialize.split_initial_pairs(adapter, network, source)
-    match.check_rank_and_scale()
-    saved_modules = _saved_module_parameters(match, network, strict)
+    check_rank_and_scale(adapter, cells, source)
+    saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
     adapter.check_finite(source)
-    match.check_base(lambda: base_fingerprint(network), on_base_mismatch)
+    if not rearranged:
+        matching.check_base(adapter, source, lambda: base_fingerprint(network), on_base_mismatch)
     _set_values(network, adapter, saved_modules, initial_pairs)
 
 
@@ -254,13 +254,13 @@ def _load_with_new_cells(network, adapter, source, strict, on_base_mismatch):
         (name, cell) for name, cell in cells_and_weights(network) if name and isinstance(cell, adaptable_types())
     ]
     cells = {adapter_path(cell, name): cell for name, cell in modules}
-    match = Match(adapter, network, cells, source, initialize.base_weights(adapter, cells, source))
-    match.check_names(match.selected(), strict)
-    match.check_shapes()
-    saved_modules = _saved_module_parameters(match, network, strict)
+    weight_of = initialize.base_weights(adapter, cells, source)
+    rearranged = matching.match(adapter, NetworkCells(network, cells), source, strict, weight_of)
+    saved_modules = _saved_module_parameters(adapter, source, network, cells, strict)
     adapter.check_finite(source)
     adapted = {path: cell for path, cell in cells.items() if (path, "A") in adapter.tensors}
-    match.check_base(lambda: fingerprint_of(adapted), on_base_mismatch)
+    if not rearranged:
+        matching.check_base(adapter, source, lambda: fingerprint_of(adapted), on_base_mismatch)
     put_lora(network, {path: adapted[path] for path in adapter.paths}, lambda path: _config(adapter, path))
     _set_values(network, adapter, saved_modules, {})
 
@@ -302,9 +302,8 @@ def _config(adapter, path) -> LoraConfig:
         )
 
 
-def _saved_module_parameters(match, network, strict):
+def _saved_module_parameters(adapter, source, network, cells, strict):
     """Returns (parameter, array) for the adapter's saved modules."""
-    adapter, source = match.adapter, match.source
     parameters = {names.parameter_in_adapters(p.name): p for p in network.get_parameters()}
     adapted = {names.to_mindformers(path) for path in adapter.paths}
     tied = _tied_tables(network)
@@ -321,7 +320,7 @@ def _saved_module_parameters(match, network, strict):
             if strict:
                 raise UnexpectedTensorsError(
                     f"{source} holds {name}, a saved module (modules_to_save), which the network does not have"
-                    f"{_no_place(match, name, [head for _, head, _ in tied])}"
+                    f"{_no_place(cells, name, [head for _, head, _ in tied])}"
                 )
             logger.warning(
                 "%s holds %s, a saved module (modules_to_save), which the network does not have. Loading the rest, as "
@@ -340,10 +339,10 @@ def _saved_module_parameters(match, network, strict):
     return found + [_with_token_rows(parameters, path, *rows, source) for path, rows in adapter.token_rows.items()]
 
 
-def _no_place(match, name, tied_heads) -> str:
+def _no_place(cells, name, tied_heads) -> str:
     """Returns why a network has no such parameter, if that is known, and what to do; the end of a sentence and more."""
     joined = names.joined_path(name.rpartition(".")[0])
-    if joined in map(names.to_mindformers, match.cells):
+    if joined in map(names.to_mindformers, cells):
         return f": it is a part of {joined} there. Build the model with qkv_concat: False."
     if name in tied_heads:
         return f": its embeddings are tied. {tied_embeddings.WAY_OUT}"

@@ -19,7 +19,6 @@ STILL_NESTED = {
     "adapters/dialects/peft_experts.py",
     "adapters/expert_pairs.py",
     "adapters/fingerprint.py",
-    "adapters/matching.py",
     "adapters/resize.py",
     "adapters/spectrum.py",
     "apply.py",

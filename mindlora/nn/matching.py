@@ -1,8 +1,7 @@
 """Matches an adapter to the cells of a network: what mindlora.adapters.matching cannot tell without the cells."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional
 
-import numpy as np
 from mindspore import nn
 
 from mindlora.adapters import joined_pairs, matching
@@ -44,78 +43,75 @@ _LAYOUTS: Dict[str, RowLayout] = {
 _SCALE_TOLERANCE = 1e-12
 
 
-class Match(matching.Match):
-    """An adapter under the paths of a network's cells, with pairs joined or split like the cells of the network.
+class NetworkCells(matching.Cells):
+    """Cells of a network; those with an adapter must all have a pair, and of the same variant.
 
     Args:
-        adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
         network (nn.Cell): The network.
-        cells (dict): The network's own adapter path -> a cell that has an adapter or can take one.
-        source (str): Where the adapter comes from, for messages.
-        weight_of (callable): As for mindlora.adapters.matching.Match. Default: None.
+        cells (dict): The network's own adapter path -> a cell: either all of them have an adapter, or none has.
 
     Attributes:
-        cells: As above; the rest as in mindlora.adapters.matching.Match.
-
-    Raises:
-        ShapeMismatchError, AdapterError, ScaleMismatchError: Pairs cannot be joined or split.
+        cells: As above.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        network: nn.Cell,
-        cells: Dict[str, nn.Cell],
-        source: str,
-        weight_of: Optional[Callable[[str], np.ndarray]] = None,
-    ):
+    def __init__(self, network: nn.Cell, cells: Dict[str, nn.Cell]):
+        super().__init__(cell_shapes(network, cells))
         self.cells = cells
-        self._config = LoraConfig(use_dora=adapter.use_dora, use_vera=adapter.use_vera)
-        super().__init__(adapter, cell_shapes(network, cells), source, weight_of)
 
-    def part_shapes(self, path: str) -> Dict[str, Shape]:
-        cell = self.cells[path]
-        kind = type(cell) if isinstance(cell, LoRACell) else kind_of(cell, self._config)
-        return kind.part_shapes(cell, self.adapter.rank(path))
+    def expected(self, adapter: Adapter) -> List[str]:
+        if any(isinstance(cell, LoRACell) for cell in self.cells.values()):
+            return list(self.cells)
+        return super().expected(adapter)
 
-    def kind_of(self, path: str) -> str:
-        return type(self.cells[path]).__name__
-
-    def check_kind(self) -> None:
-        """Raises MissingTensorsError or UnexpectedTensorsError if the two differ in use_dora or use_vera."""
+    def check_variant(self, adapter: Adapter, source: str) -> None:
+        built = {path: cell.parts() for path, cell in self.cells.items() if isinstance(cell, LoRACell)}
         for variant in STORED:
-            field, part, trained = variant.field, variant.parts[0].name, self.adapter.variant is variant
-            paths = [path for path in self.adapter.paths if path in self.cells]
-            wrong = [path for path in paths if (part in self.cells[path].parts()) != trained]
+            part = variant.parts[0].name
+            trained = adapter.variant is variant
+            wrong = [path for path in adapter.paths if path in built and (part in built[path]) != trained]
             if wrong:
                 raise (UnexpectedTensorsError if trained else MissingTensorsError)(
-                    f"{self.source} was trained with {field} {trained}, but the network was built with {not trained}, "
-                    f"at {listed(wrong)}: set {field} to {trained}."
+                    f"{source} was trained with {variant.field} {trained}, but the network was built with "
+                    f"{not trained}, at {listed(wrong)}: set {variant.field} to {trained}."
                 )
 
-    def check_rank_and_scale(self) -> None:
-        """Raises RankMismatchError or ScaleMismatchError if a LoRADense was built with another rank or scale."""
-        adapter, paths = self.adapter, self.adapter.paths
-        ranks = {path: (adapter.rank(path), self.cells[path].lora_rank) for path in paths}
-        wrong = [path for path in paths if ranks[path][0] != ranks[path][1]]
-        if wrong:
-            found, built = ranks[wrong[0]]
-            raise RankMismatchError(
-                f"{self.source} has rank {found}, but the network was built with lora_rank {built}: set "
-                f"lora_rank to {found}{_only(wrong, paths, 'rank_pattern')}."
-            )
-        scales = {path: (adapter.scale(path), self.cells[path].scale) for path in paths if path in adapter.alphas}
-        wrong = [path for path, (found, built) in scales.items() if abs(found - built) > _SCALE_TOLERANCE * built]
-        if wrong:
-            cell = self.cells[wrong[0]]
-            name, found, built = "lora_alpha", f"{adapter.alphas[wrong[0]]:g}", f"{cell.lora_alpha:g}"
-            if adapter.use_rslora != cell.use_rslora:
-                name, found, built = "use_rslora", str(adapter.use_rslora), str(cell.use_rslora)
-            raise ScaleMismatchError(
-                f"{self.source} was trained with {name} {found}, but the network was built with {built}: "
-                f"set {name} to {found}{_only(wrong, paths, 'alpha_pattern')}, or its effect is "
-                "scaled wrongly."
-            )
+    def part_shapes(self, adapter: Adapter, path: str) -> Dict[str, Shape]:
+        cell = self.cells[path]
+        if isinstance(cell, LoRACell):
+            kind = type(cell)
+        else:
+            kind = kind_of(cell, LoraConfig(use_dora=adapter.use_dora, use_vera=adapter.use_vera))
+        return kind.part_shapes(cell, adapter.rank(path))
+
+    def type_of(self, path: str) -> str:
+        return type(self.cells[path]).__name__
+
+
+def check_rank_and_scale(adapter: Adapter, cells: Dict[str, LoRACell], source: str) -> None:
+    """Raises RankMismatchError or ScaleMismatchError if a LoRADense was built with another rank or scale."""
+    paths = adapter.paths
+    wrong = [path for path in paths if adapter.rank(path) != cells[path].lora_rank]
+    if wrong:
+        rank = adapter.rank(wrong[0])
+        raise RankMismatchError(
+            f"{source} has rank {rank}, but the network was built with lora_rank {cells[wrong[0]].lora_rank}: set "
+            f"lora_rank to {rank}{_only(wrong, paths, 'rank_pattern')}."
+        )
+    wrong = []
+    for path in paths:
+        built = cells[path].scale
+        if path in adapter.alphas and abs(adapter.scale(path) - built) > _SCALE_TOLERANCE * built:
+            wrong.append(path)
+    if wrong:
+        cell = cells[wrong[0]]
+        if adapter.use_rslora != cell.use_rslora:
+            field, trained, built = "use_rslora", str(adapter.use_rslora), str(cell.use_rslora)
+        else:
+            field, trained, built = "lora_alpha", f"{adapter.alphas[wrong[0]]:g}", f"{cell.lora_alpha:g}"
+        raise ScaleMismatchError(
+            f"{source} was trained with {field} {trained}, but the network was built with {built}: set {field} to "
+            f"{trained}{_only(wrong, paths, 'alpha_pattern')}, or its effect is scaled wrongly."
+        )
 
 
 def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellShape]:

@@ -6,9 +6,9 @@ from typing import Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional
 
 import numpy as np
 
-from mindlora.adapters import files
+from mindlora.adapters import files, matching
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.matching import CellShape, Match
+from mindlora.adapters.matching import CellShape
 from mindlora.common.text import listed
 from mindlora.errors import NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.models import names
@@ -89,14 +89,12 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     """
     adapter = files.read(source)
     _check_servable(adapter, layout, source)
-    match = Match(adapter, layout.cells, source)
-    match.check_names(match.selected(), strict=True)
-    match.check_shapes()
-    _check_ranks(match, layout.max_rank)
+    rearranged = matching.match(adapter, matching.Cells(layout.cells), source)
+    _check_ranks(adapter, source, rearranged, layout.max_rank)
     adapter.check_finite(source)
-    if layout.fingerprint is not None:
-        found = layout.fingerprint
-        match.check_base(lambda: found(adapter.paths), "error")
+    fingerprint = layout.fingerprint
+    if fingerprint is not None and not rearranged:
+        matching.check_base(adapter, source, lambda: fingerprint(adapter.paths), "error")
     blocks = {path: _block(adapter, path, layout.dtype, source) for path in adapter.paths}
     return PackedAdapter(
         source,
@@ -130,13 +128,13 @@ def _refuse(source: str, found: str) -> NoReturn:
     )
 
 
-def _check_ranks(match: Match, max_rank: int) -> None:
-    ranks = {path: match.adapter.rank(path) for path in match.adapter.paths}
+def _check_ranks(adapter: Adapter, source: str, rearranged: bool, max_rank: int) -> None:
+    ranks = {path: adapter.rank(path) for path in adapter.paths}
     wrong = [path for path, rank in ranks.items() if rank > max_rank]
     if wrong:
-        joined = " (the pairs of joined cells have the ranks of their parts together)" if match.relaid else ""
+        joined = " (the pairs of joined cells have the ranks of their parts together)" if rearranged else ""
         raise RankMismatchError(
-            f"{match.source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
+            f"{source} has rank {max(ranks.values())} at {listed(wrong)}{joined}, and a slot holds up to "
             f"{max_rank}: serve with max_rank {max(ranks.values())}, of 256 at most, or merge it into its base."
         )
 

@@ -10,7 +10,7 @@ import pytest
 from mindlora import cli
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.joined_pairs import split_pairs
-from mindlora.adapters.matching import CellShape, Match
+from mindlora.adapters.matching import CellShape, selected
 from mindlora.adapters.servers import check_for_server
 from mindlora.errors import AdapterError
 from tests.support import peft_corpus
@@ -101,7 +101,7 @@ def test_a_regular_expression_for_several_models_is_no_reason_to_warn(tmp_path, 
     adapter = adapter_files.read(peft_corpus.write(str(tmp_path / "A"), FORMS[name]))
     shapes = {path: CellShape(*reversed(adapter.weight_shape(path))) for path in adapter.paths}
     with caplog.at_level(logging.WARNING, "mindlora"):
-        assert set(Match(adapter, shapes, "A").selected()) == set(shapes)
+        assert set(selected(adapter, shapes)) == set(shapes)
     assert not caplog.records
 
 

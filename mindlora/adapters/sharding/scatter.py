@@ -11,7 +11,7 @@ from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.convert import Heads, check_free
 from mindlora.adapters.dialects import mindformers
-from mindlora.adapters.matching import CellShape, Match
+from mindlora.adapters.matching import CellShape, arrange
 from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
 from mindlora.adapters.sharding.slices import cut
 from mindlora.adapters.sharding.strategy import Strategy, read_strategy
@@ -120,7 +120,7 @@ def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSetti
     """Returns the adapter's tensors under the names that the strategy has for them."""
     keys = _keys(strategy)
     known_paths = names.canonical({path for path, _ in keys.values()} - {""}, among=strategy.cells())
-    _take_form(adapter, known_paths, settings.heads, source)
+    _take_form(adapter, known_paths, settings.heads)
     stored = adapter.stored_tensors()
     lost, extra = set(keys.values()) - set(stored), set(stored) - set(keys.values())
     if lost:
@@ -158,14 +158,13 @@ def _keys(strategy: Strategy) -> Dict[str, PartKey]:
     return keys
 
 
-def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads, source: str) -> None:
+def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads) -> None:
     """Gives ``adapter`` the paths and the joined cells that the run has, as load_lora does for a network.
 
     Args:
         adapter (Adapter): Changed in place.
         known (mapping): The run's own path -> the path that adapters have the cell under.
         heads (Heads): The sizes of its attention.
-        source (str): Where the adapter comes from, for messages.
     """
     head_dim = heads.head_dim or _head_dim(adapter, heads)
     shapes = {
@@ -179,7 +178,7 @@ def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads, source:
         )
         for path, name in known.items()
     }
-    Match(adapter, shapes, source)
+    arrange(adapter, shapes)
 
 
 def _head_dim(adapter: Adapter, heads: Heads) -> Optional[int]:
