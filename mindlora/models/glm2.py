@@ -47,10 +47,8 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of ChatGLM2ForConditionalGeneration but its KV cache."""
     linear, every = linear_sizes(model_config), bool(model_config.get("add_bias_linear"))
-    weight, norm = (
-        dtype_of(model_config, "param_init_type", "float16"),
-        dtype_of(model_config, "layernorm_compute_type", "float32"),
-    )
+    weight = dtype_of(model_config, "param_init_type", "float16")
+    norm = dtype_of(model_config, "layernorm_compute_type", "float32")
     table = linear["transformer.output_layer"]
     parts = ("weight",) if model_config.get("rmsnorm", True) else ("gamma", "beta")
     sizes = {"transformer.embedding.embedding_weight": ParameterSize(table, weight)}

@@ -42,10 +42,8 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of MindFormers' LlamaForCausalLM under ``model_config``."""
     linear, hidden = linear_sizes(model_config), model_config.get("hidden_size") or 4096
-    weight, norm = (
-        dtype_of(model_config, "param_init_type", "float16"),
-        dtype_of(model_config, "layernorm_compute_type", "float32"),
-    )
+    weight = dtype_of(model_config, "param_init_type", "float16")
+    norm = dtype_of(model_config, "layernorm_compute_type", "float32")
     biased = ["wq", "wk", "wv", "w_qkv"] if model_config.get("qkv_has_bias") else []
     biased += ["wo"] if model_config.get("attn_proj_has_bias") else []
     table = ParameterSize((linear["lm_head"][0], hidden), dtype_of(model_config, "embedding_init_type", weight))
