@@ -46,7 +46,7 @@ def chat(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
-    from mindlora.serving.prompt_form import check_prompt_options, choose_prompt_form
+    from mindlora.serving.chat_prompt import check_prompt_options, choose_prompt_form
 
     sampling = read_sampling(arguments)
     check_prompt_options(arguments.template, arguments.chat_template)

@@ -22,8 +22,8 @@ from mindlora.errors import ConfigError, DataError, RequestError
 
 if TYPE_CHECKING:
     from mindlora.serving.answer import Answer, Figures
+    from mindlora.serving.chat_prompt import PromptForm
     from mindlora.serving.engine import Engine
-    from mindlora.serving.prompt_form import PromptForm
     from mindlora.serving.request import Sampling
 
 MAX_TOKENS = 256
@@ -98,7 +98,7 @@ def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
 
 
 def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
-    from mindlora.serving.prompt_form import check_prompt_options, choose_prompt_form
+    from mindlora.serving.chat_prompt import check_prompt_options, choose_prompt_form
 
     if arguments.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs is printed in JSON alone: add --json.")

@@ -1,23 +1,114 @@
-"""AdapterMemory: adapters in host memory, read and checked by a thread of their own, as many as there is room for."""
+"""The tier of the adapter cache in host memory: AdapterMemory, its counts, and how files are known to have changed."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import threading
 import time
-from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Protocol, Tuple
 
 from mindlora.errors import AdapterError, AdapterFormatError, LoraError
-from mindlora.serving.adapter_counts import Counts, Tally
 from mindlora.serving.adapter_registry import AdapterRegistry
-from mindlora.serving.adapter_stamp import Stamp, stamp_of
 
 logger = logging.getLogger("mindlora")
 
-# How often files are read if a request sees newer ones meanwhile, and the seconds before each try if they change while
-# they are read.
-_ATTEMPTS, _PAUSES = 3, (0.0, 0.005, 0.02)
+# How often files are read if a request sees newer ones meanwhile.
+_ATTEMPTS = 3
+# Seconds before each try to read files that change while they are read.
+_PAUSES = (0.0, 0.005, 0.02)
+# What adapters.files.read may open; a change of any other file is no change of the adapter.
+_ENDINGS = (".json", ".safetensors", ".ckpt", ".bin")
+_BESIDE = ("adapter_config.json", "mindformers_adapter_config.json")
+
+# The path, and of each file its name, mtime in ns, size in bytes and inode.
+Stamp = Tuple[str, Tuple[Tuple[str, int, int, int], ...]]
+
+
+def stamp_of(path: str) -> Optional[Stamp]:
+    """Returns what changes when files of the adapter at ``path`` are replaced or written to; None if there are none.
+
+    Args:
+        path (str): A folder or a file, which is looked at and not opened.
+    """
+    try:
+        return path, tuple(sorted(_folder(path) if os.path.isdir(path) else _file(path)))
+    except OSError:
+        return None
+
+
+def _folder(path):
+    with os.scandir(path) as entries:
+        return [_described(entry.name, entry.stat()) for entry in entries if entry.name.endswith(_ENDINGS)]
+
+
+def _file(path):
+    found = [_described("", os.stat(path))]
+    for name in _BESIDE:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(_described(name, os.stat(os.path.join(os.path.dirname(path), name))))
+    return found
+
+
+def _described(name, status):
+    return name, status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@dataclasses.dataclass
+class Counts:
+    """What happened in one tier since the server started.
+
+    Attributes:
+        hits, misses (int): How often the tier had the adapter, and how often it had to be brought there.
+        loads (int): Adapters brought there: read from disk, or copied into a slot.
+        evictions (int): Adapters that had to make room for others.
+        failures (int): Adapters that could not be read.
+        seconds (float): Spent on loads and failures.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    evictions: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
+class Known(Protocol):
+    """Names that can be counted and looked up."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+
+class Tally:
+    """Counts in all and by adapter. Its owner sees to it that one thread uses it at a time.
+
+    Args:
+        known (Known): The adapters that there are; now and then the counts of others are dropped.
+    """
+
+    def __init__(self, known: Known):
+        self._known, self._all = known, Counts()
+        self._adapters: Dict[str, Counts] = {}
+
+    def add(self, name: str, field: str, amount: float = 1) -> None:
+        """Adds ``amount`` to a field of Counts, in all and for the adapter ``name``."""
+        if name not in self._adapters:
+            if len(self._adapters) > 2 * len(self._known) + 64:
+                self._adapters = {old: counts for old, counts in self._adapters.items() if old in self._known}
+            self._adapters[name] = Counts()
+        for counts in (self._all, self._adapters[name]):
+            setattr(counts, field, getattr(counts, field) + amount)
+
+    def copy(self) -> Tuple[Counts, Dict[str, Counts]]:
+        """Returns the counts in all and by adapter as they are now."""
+        return dataclasses.replace(self._all), {
+            name: dataclasses.replace(counts) for name, counts in self._adapters.items()
+        }
 
 
 class Loaded(NamedTuple):

@@ -7,8 +7,7 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Set
 
 from mindlora.errors import RequestError
-from mindlora.serving.adapter_counts import Counts, Tally
-from mindlora.serving.adapter_memory import AdapterMemory, MemoryStats
+from mindlora.serving.adapter_memory import AdapterMemory, Counts, MemoryStats, Tally
 from mindlora.serving.request import Lease
 
 

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Dict, List, Optional
 
 from mindlora.errors import RequestError
+from mindlora.serving.answer import Stream
+from mindlora.serving.chat_prompt import PromptForm
 from mindlora.serving.engine import Engine
-from mindlora.serving.prompt_form import PromptForm
 from mindlora.serving.request import Sampling
-from mindlora.serving.stream import Stream
 
 
 class Dialogue:

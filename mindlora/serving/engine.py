@@ -8,13 +8,12 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, T
 
 from mindlora.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
-from mindlora.serving.detokenizer import Detokenizer, TextDecoder
+from mindlora.serving.answer import Piece, Stream
+from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
 from mindlora.serving.request import Part, Request, Sampling, State
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.sampling import Sampler, sample_batch
 from mindlora.serving.scheduler import Scheduler
-from mindlora.serving.stopping import Stopping
-from mindlora.serving.stream import Piece, Stream
 
 logger = logging.getLogger("mindlora")
 
@@ -71,7 +70,7 @@ class Engine:
         scheduler (Scheduler): Its requests.
         adapters (AdapterSlots): The adapters, those of the scheduler.
         tokenizer: As mindlora.data.tokenizers.load_tokenizer returns it.
-        ends (frozenset of int): Tokens that end an answer: see mindlora.serving.stopping.end_tokens.
+        ends (frozenset of int): Tokens that end an answer: see mindlora.serving.detokenizer.end_tokens.
         model_name (str): What callers name the base.
 
     Attributes:

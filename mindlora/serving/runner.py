@@ -1,16 +1,132 @@
-"""ModelRunner: computes the steps that the scheduler plans, on MindFormers' network."""
+"""ModelRunner: computes the steps that the scheduler plans, on MindFormers' network and its pools of adapters."""
 
-from typing import Dict, Sequence
+import dataclasses
+from typing import Dict, List, Mapping, Sequence
 
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
 
 from mindlora.nn.multi_lora_dense import MultiLoRADense
+from mindlora.nn.tensors import to_tensor
+from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite
 from mindlora.serving.network import ServedStep, set_stage, takes_few
+from mindlora.serving.packed_adapter import PackedAdapter
 from mindlora.serving.request import Part
 from mindlora.serving.settings import EngineSettings
-from mindlora.serving.slot_pools import SlotPools
-from mindlora.serving.step_inputs import StepInputs, step_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """B parts with T tokens together, of which R choose a next token. All arrays are int32.
+
+    Attributes:
+        tokens (array [T]): Token ids, part after part.
+        positions (array [T]): Position of each in its request.
+        slots (array [T]): Slot of the adapter of each, -1 for the base.
+        context_lengths (array [B]): Tokens of each request in the cache after the step.
+        query_lengths (array [B]): Tokens of each request in the step.
+        block_tables (array [B, max_blocks]): The blocks of each request, in order; -1 after the last.
+        slot_mapping (array [T]): Where the key and value of each token go: block * block_size + place in the block.
+        last (array [R]): Index in tokens of the last one of each part that samples.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    context_lengths: np.ndarray
+    query_lengths: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
+    last: np.ndarray
+
+
+def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> StepInputs:
+    """Returns the arrays for one step.
+
+    Args:
+        parts (sequence of Part): What the step computes, at least one.
+        block_size (int): Tokens of a block.
+        max_blocks (int): Blocks of the longest sequence.
+
+    Returns:
+        StepInputs: The arrays.
+    """
+    starts = np.array([part.start for part in parts], np.int32)
+    counts = np.array([part.count for part in parts], np.int32)
+    slots = np.array([part.request.slot for part in parts], np.int32)
+    ends = np.cumsum(counts, dtype=np.int32)
+    tokens: List[int] = []
+    tables = np.full((len(parts), max_blocks), -1, np.int32)
+    for row, part in zip(tables, parts):
+        tokens += part.request.tokens[part.start : part.start + part.count]
+        row[: len(part.request.blocks)] = part.request.blocks
+    rows = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+    positions = np.arange(len(tokens), dtype=np.int32) + (starts - ends + counts)[rows]
+    return StepInputs(
+        tokens=np.array(tokens, np.int32),
+        positions=positions,
+        slots=slots[rows],
+        context_lengths=starts + counts,
+        query_lengths=counts,
+        block_tables=tables,
+        slot_mapping=tables[rows, positions // block_size] * block_size + positions % block_size,
+        last=ends[[part.samples for part in parts]] - 1,
+    )
+
+
+class SlotPools:
+    """Writes adapters into the slots of a network's pools; used by one thread, between two steps.
+
+    Args:
+        cells (mapping): Adapter path -> MultiLoRADense.
+        dtype (numpy.dtype): That of the pools.
+    """
+
+    def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
+        self._paths = list(cells)
+        self._write = _WriteAll(list(cells.values()))
+        # What a cell gets that the adapter leaves as it is: one row that adds nothing.
+        self._nothing = [to_tensor(np.zeros((1, cell.lora_pool.shape[2]), dtype)) for cell in cells.values()]
+
+    def write(self, slot: int, packed: PackedAdapter) -> None:
+        """Makes a slot hold an adapter, and nothing of the one that was there before.
+
+        Args:
+            slot (int): The slot.
+            packed (PackedAdapter): The adapter.
+        """
+        blocks = [packed.blocks.get(path) for path in self._paths]
+        rows = [to_tensor(block.rows) if block else nothing for block, nothing in zip(blocks, self._nothing)]
+        scales = [block.scale if block else 0.0 for block in blocks]
+        self._write(Tensor(np.array([slot], np.int32)), Tensor(np.array(scales, np.float32)), *rows)
+
+    def warm_up(self) -> None:
+        """Compiles the graph, and leaves every slot empty."""
+        nothing = Tensor(np.zeros(len(self._paths), np.float32))
+        self._write(Tensor(np.zeros(1, np.int32)), nothing, *self._nothing)
+
+
+class _WriteAll(nn.Cell):
+    """All cells' writes in one graph; blocks may have any number of rows."""
+
+    def __init__(self, cells):
+        super().__init__(auto_prefix=False)
+        self.cells_with_pools = nn.CellList(cells, auto_prefix=False)
+        self.write = MultiLoraSlotWrite()
+        # As in ServedStep: always the same graph.
+        self.phase = "prefill"
+        self.set_inputs(
+            Tensor(shape=[1], dtype=mstype.int32),
+            Tensor(shape=[len(cells)], dtype=mstype.float32),
+            *(Tensor(shape=[None, cell.lora_pool.shape[2]], dtype=cell.dtype) for cell in cells),
+        )
+
+    def construct(self, slot: Tensor, scales: Tensor, *blocks: Tensor) -> Tensor:
+        for index, cell in enumerate(self.cells_with_pools):
+            scale = scales[index : index + 1]
+            self.write(cell.lora_pool, cell.lora_ranks, cell.lora_scales, slot, blocks[index], scale)
+        return slot
 
 
 class ModelRunner:

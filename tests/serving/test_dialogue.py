@@ -3,8 +3,8 @@
 import pytest
 
 from mindlora.errors import RequestError
+from mindlora.serving.chat_prompt import choose_prompt_form
 from mindlora.serving.dialogue import Dialogue
-from mindlora.serving.prompt_form import choose_prompt_form
 from mindlora.serving.request import Sampling
 from tests.support.scripted_engine import SEQ_LENGTH, make_engine, started
 

@@ -17,9 +17,9 @@ from mindlora.serving.adapter_memory import AdapterMemory
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots
 from mindlora.serving.blocks import BlockPool
+from mindlora.serving.detokenizer import end_tokens
 from mindlora.serving.engine import Engine
 from mindlora.serving.scheduler import Scheduler
-from mindlora.serving.stopping import end_tokens
 from tests.support.chat_templates import CHATML, chat_tokenizer
 
 BASE = "tiny-base"

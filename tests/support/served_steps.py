@@ -6,12 +6,12 @@ import numpy as np
 
 from mindlora.nn.matching import cell_shapes
 from mindlora.quantize import quantize_base
+from mindlora.serving.build import load_base
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.packed_adapter import ServedLayout, prepare
 from mindlora.serving.request import Lease, Part, Request, Sampling
 from mindlora.serving.runner import ModelRunner
 from mindlora.serving.settings import EngineSettings
-from mindlora.serving.weights import load_base
 from tests.support.tiny_serving import BLOCK_SIZE, SEQ_LENGTH, model
 
 

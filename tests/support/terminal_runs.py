@@ -72,7 +72,7 @@ def greedy(adapter):
     from mindlora import load_lora
     from mindlora.data.tokenizers import load_tokenizer
     from mindlora.plugin.callbacks.sample_answers import greedy_answers
-    from mindlora.serving.weights import load_base
+    from mindlora.serving.build import load_base
 
     config = MindFormerConfig("run.yaml")
     del config.model.model_config["pet_config"]

@@ -11,12 +11,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from mindlora import __version__
 from mindlora.errors import LoraError
-from mindlora.serving.server import adapters, chat, completions, metrics, models, schemas
-from mindlora.serving.server.auth import HostCheck, KeyCheck
-from mindlora.serving.server.calls import check_ready
+from mindlora.serving.server import chat, completions, metrics, models, schemas
+from mindlora.serving.server.access import BodyLimit, HostCheck, KeyCheck
 from mindlora.serving.server.context import Context, context_of
 from mindlora.serving.server.errors import answer_error
-from mindlora.serving.server.limits import BodyLimit
+from mindlora.serving.server.generation import check_ready
 from mindlora.serving.server.request_log import Recorder
 from mindlora.serving.server.settings import ServerSettings
 
@@ -39,7 +38,7 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, LoraError):
         app.add_exception_handler(kind, answer_error)
     router = APIRouter(responses=_ERRORS)
-    for part in (models, completions, chat, adapters, metrics):
+    for part in (models, completions, chat, metrics):
         part.add_routes(router)
     _add_health(router)
     app.include_router(router)

@@ -6,61 +6,64 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.serving.server import fields, schemas
-from mindlora.serving.server.context import Context, context_of
+from mindlora.serving.detokenizer import REPLACEMENT
+from mindlora.serving.server import schemas
+from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
-from mindlora.serving.server.generation import answer, check, note
-from mindlora.serving.server.logprobs import TokenTexts, for_chat, joined
+from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
+from mindlora.serving.server.prompts import TokenTexts
 
 
-class ChatForm:
-    """An answer as /v1/chat/completions shows it.
+class ChatForm(Form):
+    """An answer as /v1/chat/completions shows it."""
 
-    Args:
-        model (str): As the request names it.
-        texts (TokenTexts): Texts of single tokens.
-    """
+    prefix = "chatcmpl"
 
     def __init__(self, model: str, texts: TokenTexts):
-        self._model, self._texts = model, texts
+        super().__init__(model, texts)
         self._begun: Set[int] = set()
-        self._head: Dict[str, Any] = {}
-
-    def begin(self, identity: str, created: int) -> None:
-        """Takes what the whole answer and every chunk of it begin with."""
-        self._head = {"id": f"chatcmpl-{identity}", "created": created, "model": self._model}
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
         """Returns what shows a piece: first the role, then each time what there is to add."""
-        found = []
+        choices = []
         if choice not in self._begun:
             self._begun.add(choice)
-            found.append(self._choice(choice, schemas.Answer(role="assistant", content=""), None, None))
-        logprobs = for_chat(self._texts, piece.logprobs) if piece.logprobs else None
+            role = schemas.Answer(role="assistant", content="")
+            choices.append(schemas.ChatChoice(index=choice, delta=role, logprobs=None, finish_reason=None))
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
         if piece.text or logprobs or piece.finish_reason:
             delta = schemas.Answer(content=piece.text) if piece.text else schemas.Answer()
-            found.append(self._choice(choice, delta, logprobs, piece.finish_reason))
-        return found
+            reason = piece.finish_reason
+            choices.append(schemas.ChatChoice(index=choice, delta=delta, logprobs=logprobs, finish_reason=reason))
+        return choices
 
     def chunk(self, choices: Sequence[schemas.ChatChoice], **usage: Any) -> schemas.ChatCompletion:
-        """Returns a chunk of a streamed answer."""
-        return schemas.ChatCompletion(object="chat.completion.chunk", **self._head, choices=choices, **usage)
+        """See Form."""
+        return schemas.ChatCompletion(object="chat.completion.chunk", **self.head, choices=choices, **usage)
 
     def whole(self, choices: Sequence[Sequence[schemas.ChatChoice]], usage: schemas.Usage) -> schemas.ChatCompletion:
-        """Returns the answer."""
-        found = [
-            schemas.ChatChoice(
-                index=index,
-                message=schemas.Answer(role="assistant", content="".join(part.delta.content or "" for part in parts)),
-                logprobs=joined([part.logprobs for part in parts]),
-                finish_reason=parts[-1].finish_reason,
-            )
-            for index, parts in enumerate(choices)
-        ]
-        return schemas.ChatCompletion(object="chat.completion", **self._head, choices=found, usage=usage)
+        """See Form."""
+        answers = []
+        for index, parts in enumerate(choices):
+            text = "".join(part.delta.content or "" for part in parts)
+            message = schemas.Answer(role="assistant", content=text)
+            reason = parts[-1].finish_reason
+            logprobs = joined_logprobs(parts)
+            answers.append(schemas.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
+        return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage)
 
-    def _choice(self, index, delta, logprobs, reason):
-        return schemas.ChatChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+    def _logprobs(self, sampled: List[Any]) -> schemas.ChatLogprobs:
+        tokens = []
+        for entry in sampled:
+            top = [schemas.TopLogprob(**self._token(token, value)) for token, value in entry.top]
+            tokens.append(schemas.TokenLogprobs(**self._token(entry.token, entry.logprob), top_logprobs=top))
+        return schemas.ChatLogprobs(content=tokens)
+
+    def _token(self, token: int, logprob: float) -> Dict[str, Any]:
+        text = self.texts.text(token)
+        # The bytes of a part of a character are not known.
+        data = None if REPLACEMENT in text else list(text.encode("utf-8"))
+        return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def add_routes(router: APIRouter) -> None:
@@ -68,9 +71,7 @@ def add_routes(router: APIRouter) -> None:
 
     @router.post("/v1/chat/completions", response_model=schemas.ChatCompletion)
     async def complete_chat(body: schemas.ChatRequest, request: Request) -> Response:
-        context = context_of(request)
-        note(request, body, body.n or 1, [message.for_template() for message in body.messages])
-        check(body, fields.CHAT, context, 1)
+        context = accept(request, body, 1, [message.for_template() for message in body.messages])
         _check_messages(body)
         form = ChatForm(body.model, context.texts)
 
@@ -82,9 +83,9 @@ def add_routes(router: APIRouter) -> None:
 
 def _check_messages(body: schemas.ChatRequest) -> None:
     for number, message in enumerate(body.messages):
-        fields.check(message.model_extra, fields.MESSAGE, f"messages.{number}.")
+        message.check_extra(f"messages.{number}.")
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            fields.check(part.model_extra, fields.PLAIN_PART, f"messages.{number}.content.{place}.")
+            part.check_extra(f"messages.{number}.content.{place}.")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs is only for logprobs: true.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

@@ -6,65 +6,69 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.serving.server import fields, schemas
-from mindlora.serving.server.context import Context, context_of
+from mindlora.serving.server import schemas
+from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
-from mindlora.serving.server.generation import answer, check, note
-from mindlora.serving.server.logprobs import TokenTexts, for_completion, joined
+from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
+from mindlora.serving.server.prompts import TokenTexts
 
 # OpenAI's.
 _MAX_TOKENS = 16
 
 
-class CompletionForm:
+class CompletionForm(Form):
     """An answer as /v1/completions shows it.
-
-    Args:
-        model (str): As the request names it.
-        texts (TokenTexts): Texts of single tokens.
 
     Attributes:
         echoes (list of str): What comes before each answer; empty for nothing.
     """
 
-    def __init__(self, model: str, texts: TokenTexts):
-        self._model, self._texts = model, texts
-        self.echoes: Sequence[str] = ()
-        self._offsets: Dict[int, int] = {}
-        self._head: Dict[str, Any] = {}
+    prefix = "cmpl"
 
-    def begin(self, identity: str, created: int) -> None:
-        """Takes what the whole answer and every chunk of it begin with."""
-        self._head = {"id": f"cmpl-{identity}", "object": "text_completion", "created": created, "model": self._model}
+    def __init__(self, model: str, texts: TokenTexts):
+        super().__init__(model, texts)
+        self.head["object"] = "text_completion"
+        self.echoes: Sequence[str] = ()
+        # Characters of each answer so far, as the texts of single tokens count them.
+        self._offsets: Dict[int, int] = {}
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.CompletionChoice]:
         """Returns the choice that shows a piece, if there is something to show."""
-        echo = self.echoes[choice] if self.echoes and choice not in self._offsets else ""
-        offset = self._offsets.setdefault(choice, len(echo))
-        text, logprobs = echo + piece.text, None
-        if piece.logprobs:
-            logprobs = for_completion(self._texts, piece.logprobs, offset)
-            self._offsets[choice] += sum(map(len, logprobs.tokens))
+        echo = ""
+        if choice not in self._offsets:
+            echo = self.echoes[choice] if self.echoes else ""
+            self._offsets[choice] = len(echo)
+        text = echo + piece.text
+        logprobs = self._logprobs(choice, piece.logprobs) if piece.logprobs else None
         if not (text or logprobs or piece.finish_reason):
             return []
         return [schemas.CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=piece.finish_reason)]
 
     def chunk(self, choices: Sequence[schemas.CompletionChoice], **usage: Any) -> schemas.Completion:
-        """Returns a chunk of a streamed answer."""
-        return schemas.Completion(**self._head, choices=choices, **usage)
+        """See Form."""
+        return schemas.Completion(**self.head, choices=choices, **usage)
 
     def whole(self, choices: Sequence[Sequence[schemas.CompletionChoice]], usage: schemas.Usage) -> schemas.Completion:
-        """Returns the answer."""
-        found = [
-            schemas.CompletionChoice(
-                index=index,
-                text="".join(part.text for part in parts),
-                logprobs=joined([part.logprobs for part in parts]),
-                finish_reason=parts[-1].finish_reason,
-            )
-            for index, parts in enumerate(choices)
-        ]
-        return schemas.Completion(**self._head, choices=found, usage=usage)
+        """See Form."""
+        answers = []
+        for index, parts in enumerate(choices):
+            text = "".join(part.text for part in parts)
+            reason = parts[-1].finish_reason
+            logprobs = joined_logprobs(parts)
+            answers.append(schemas.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason))
+        return schemas.Completion(**self.head, choices=answers, usage=usage)
+
+    def _logprobs(self, choice: int, sampled: List[Any]) -> schemas.CompletionLogprobs:
+        tokens, offsets, top = [], [], []
+        for entry in sampled:
+            tokens.append(self.texts.text(entry.token))
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(tokens[-1])
+            # The chosen token is among them in any case, as in OpenAI's.
+            likeliest = (*entry.top, (entry.token, entry.logprob))
+            top.append({self.texts.text(token): value for token, value in likeliest})
+        values = [entry.logprob for entry in sampled]
+        return schemas.CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
 
 
 def add_routes(router: APIRouter) -> None:
@@ -72,14 +76,14 @@ def add_routes(router: APIRouter) -> None:
 
     @router.post("/v1/completions", response_model=schemas.Completion)
     async def complete(body: schemas.CompletionRequest, request: Request) -> Response:
-        context, prompts, count = context_of(request), body.prompts(), body.n or 1
-        note(request, body, len(prompts) * count, prompts)
-        check(body, fields.COMPLETION, context, len(prompts))
+        prompts = body.prompts()
+        context = accept(request, body, len(prompts), prompts)
         _check_echo(body)
         form = CompletionForm(body.model, context.texts)
 
         def tokens(context: Context) -> List[List[int]]:
-            form.echoes = [context.prompts.text(prompt) for prompt in prompts for _ in range(count) if body.echo]
+            if body.echo:
+                form.echoes = [context.prompts.text(prompt) for prompt in prompts for _ in range(body.n or 1)]
             return [context.prompts.tokens(prompt, body.add_special_tokens is not False) for prompt in prompts]
 
         return await answer(request, body, form, tokens, body.max_tokens, _MAX_TOKENS)

@@ -6,12 +6,10 @@ from typing import Any
 from starlette.requests import Request
 
 from mindlora.serving.detokenizer import TextDecoder
-from mindlora.serving.server.auth import ApiKeys
-from mindlora.serving.server.limits import KeyLimits
-from mindlora.serving.server.logprobs import TokenTexts
+from mindlora.serving.server.access import ApiKeys, KeyLimits
 from mindlora.serving.server.metrics import Metrics
 from mindlora.serving.server.models import ModelList
-from mindlora.serving.server.prompts import Prompts
+from mindlora.serving.server.prompts import Prompts, TokenTexts
 from mindlora.serving.server.request_log import RequestLog
 from mindlora.serving.server.settings import ServerSettings
 

@@ -1,59 +1,388 @@
-"""What completions and chat completions have in common: from a request that was read to its answer."""
+"""From a request for completions to its answer: Call, the engine's requests behind it, and how they are sent."""
 
 import asyncio
+import contextlib
 import dataclasses
+import json
 import time
-from typing import Any, Callable, List, Optional, Protocol, Sequence, Union
+from typing import (
+    Any,
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Dict,
+    List,
+    MutableMapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.serving.server import fields, schemas
-from mindlora.serving.server.calls import Asked, Call
+from mindlora.errors import ServingError
+from mindlora.serving.request import Sampling
+from mindlora.serving.server import schemas
+from mindlora.serving.server.access import client_gone
 from mindlora.serving.server.context import Context, context_of
-from mindlora.serving.server.errors import ApiError
-from mindlora.serving.server.streaming import stream_answer
+from mindlora.serving.server.errors import ApiError, as_api_error, note_error
+from mindlora.serving.server.prompts import TokenTexts
+from mindlora.serving.server.schemas import CachedTokens, Usage
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
 # Makes the tokens of a request's prompts.
 Prepare = Callable[[Context], List[List[int]]]
+# Seconds in which another server may be there.
+_SOON = 10
 
 
-class Form(Protocol):
-    """How one of the APIs shows an answer."""
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request asks the engine for.
+
+    Attributes:
+        model (str): The base or an adapter.
+        prompts (list of list of int): Token ids.
+        samplings (list of Sampling): For each prompt.
+        n (int): Answers to each prompt.
+    """
+
+    model: str
+    prompts: Sequence[List[int]]
+    samplings: Sequence[Sampling]
+    n: int
+
+
+class Call:
+    """Submits what is asked for, and hands out the pieces of all answers as they come.
+
+    The second and further answers to a prompt are submitted when the first one has its first token, so that they find
+    the prompt's keys and values in the cache.
+
+    Args:
+        request (Request): The HTTP request; its body has been read.
+        asked (Asked): What it asks for.
+    """
+
+    def __init__(self, request: Request, asked: Asked):
+        self._request, self.asked = request, asked
+        self._context: Context = context_of(request)
+        self.count = len(asked.prompts) * asked.n
+        self._streams: Dict[int, Any] = {}
+        self._reasons: Dict[int, str] = {}
+        self._last: Dict[int, float] = {}
+        self._closed = False
+        # Why the call ends early.
+        self._end: Optional[ApiError] = None
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._on_close = contextlib.ExitStack()
+
+    async def begin(self) -> None:
+        """Submits the first answer to each prompt.
+
+        Raises:
+            ApiError: A limit of the key is reached, or the server is about to stop.
+            ServingError: The engine does not take it.
+        """
+        check_ready(self._context)
+        try:
+            self._on_close.enter_context(self._context.limits.hold(self._request.scope["state"].get("key")))
+            watcher = self._loop.create_task(self._watch())
+            self._on_close.callback(watcher.cancel)
+            seconds = self._context.settings.request_seconds
+            timer = self._loop.call_later(seconds, self._finish_early, _out_of_time(seconds))
+            self._on_close.callback(timer.cancel)
+            await self._submit(range(0, self.count, self.asked.n))
+        except BaseException:
+            self.close()
+            raise
+
+    async def pieces(self) -> AsyncIterator[Tuple[int, Any]]:
+        """Yields (choice, piece) until all answers are complete.
+
+        Raises:
+            ApiError: An answer failed, the client is gone, or the time is over.
+        """
+        waiting = set(range(0, self.count, self.asked.n)) if self.asked.n > 1 else set()
+        while len(self._reasons) < self.count:
+            event = await self._events.get()
+            if self._end is not None:
+                raise self._end
+            choice, piece, now = event
+            self._check(piece)
+            self._measure(choice, piece, now)
+            if choice in waiting:
+                waiting.remove(choice)
+                await self._submit(range(choice + 1, choice + self.asked.n))
+            if piece.finish_reason is not None:
+                self._reasons[choice] = piece.finish_reason
+            yield choice, piece
+
+    def close(self) -> None:
+        """Cancels what still runs, and completes the request's record. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._cancel()
+        self._on_close.close()
+        self._fill(self._request.scope["state"]["record"])
+
+    def usage(self) -> Usage:
+        """Returns the tokens of all answers and, once each, of the prompts."""
+        firsts = [stream.request for choice, stream in list(self._streams.items()) if choice % self.asked.n == 0]
+        prompt = sum(len(request.prompt) for request in firsts)
+        generated = sum(len(stream.request.generated) for stream in list(self._streams.values()))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(request.cached for request in firsts)),
+        )
+
+    def failed(self, error: ApiError) -> None:
+        """Notes why the call failed, where no other part of the app will."""
+        note_error(self._request.scope, error)
+
+    async def _submit(self, choices: Sequence[int]) -> None:
+        # In a thread, because the engine may be in the middle of a step.
+        await asyncio.to_thread(self._submit_now, choices)
+
+    def _submit_now(self, choices):
+        adapter = self._context.models.adapter(self.asked.model)
+        for choice in choices:
+            prompt, number = divmod(choice, self.asked.n)
+            sampling = self.asked.samplings[prompt]
+            if sampling.seed is not None:
+                sampling = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**64)
+            try:
+                stream = self._context.engine.submit(self.asked.prompts[prompt], sampling, adapter=adapter)
+            except ServingError:
+                check_ready(self._context)  # it may have been told to stop meanwhile
+                raise
+            self._streams[choice] = stream
+            if self._closed:  # meanwhile
+                stream.cancel()
+                return
+            stream.add_listener(lambda piece, choice=choice: self._post(choice, piece))
+
+    def _post(self, choice, piece):
+        """Called in the engine's thread, which nothing of the server's may stop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, piece, time.monotonic()))
+
+    async def _watch(self):
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._finish_early(client_gone())
+
+    def _finish_early(self, error: ApiError) -> None:
+        self._end = error
+        self._events.put_nowait(None)
+        self._cancel()
+
+    def _cancel(self):
+        for choice, stream in list(self._streams.items()):
+            if choice not in self._reasons:
+                stream.cancel()
+
+    def _check(self, piece):
+        if piece.error is not None:
+            raise as_api_error(piece.error)
+        if piece.finish_reason == "cancelled":
+            raise ApiError(
+                "The server was told to stop before the answer was complete: ask again in a while.",
+                503,
+                "shutting_down",
+                retry_after=_SOON,
+            )
+
+    def _measure(self, choice: int, piece: Any, now: float) -> None:
+        if not piece.tokens:
+            return
+        last = self._last.get(choice)
+        if last is None:
+            self._context.metrics.first_token(now - self._streams[choice].request.arrived)
+        else:
+            self._context.metrics.between_tokens((now - last) / len(piece.tokens), len(piece.tokens))
+        self._last[choice] = now
+
+    def _fill(self, record):
+        usage = self.usage()
+        record.prompt_tokens, record.generated_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if record.reason is None and self._reasons:
+            record.reason = ",".join(sorted(set(self._reasons.values())))
+        first = self._streams[0].request if 0 in self._streams else None
+        record.queue_seconds = _since(first, "admitted")
+        record.first_token_seconds = _since(first, "first_token")
+
+
+def _since(request: Optional[Any], moment: str) -> Optional[float]:
+    reached = getattr(request, moment, 0.0)
+    return max(reached - request.arrived, 0.0) if request is not None and reached else None
+
+
+def check_ready(context: Context) -> None:
+    """Checks that the server takes requests.
+
+    Raises:
+        ApiError: 503, it does not.
+    """
+    if context.draining:
+        raise ApiError("The server is shutting down: ask again in a while.", 503, "shutting_down", retry_after=_SOON)
+    if context.starting:
+        raise ApiError("The server is starting: ask again in a while.", 503, "starting", retry_after=_SOON)
+    if not context.engine.alive:
+        raise ApiError("The engine's thread has ended: the log says why. Start the server again.", 503, "not_ready")
+
+
+def _out_of_time(seconds: float) -> ApiError:
+    return ApiError(f"The answer took longer than {seconds:g} seconds, the limit.", 504, "timeout")
+
+
+async def _stream_answer(call: Call, form: "Form", include_usage: bool) -> Response:
+    """Returns a streamed answer as soon as there is something to send, so that errors until then have their status."""
+    events = _events(call, form, include_usage)
+    try:
+        first = await events.__anext__()
+    except BaseException:
+        call.close()
+        raise
+    return _EventStream(call, first, events)
+
+
+async def _events(call: Call, form: "Form", include_usage: bool) -> AsyncGenerator[bytes, None]:
+    # With include_usage every chunk has the field, and it is null in all but the last.
+    usage = {"usage": None} if include_usage else {}
+    async for choice, piece in call.pieces():
+        for part in form.chunks(choice, piece):
+            yield _event(form.chunk([part], **usage))
+    if include_usage:
+        yield _event(form.chunk([], usage=call.usage()))
+
+
+def _event(chunk: Any) -> bytes:
+    return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+class _EventStream(Response):
+    """An answer that is sent while it is made. An error in the middle of it becomes an event.
+
+    Args:
+        call (Call): Closed when the answer has been sent, or cannot be.
+        first (bytes): The first event.
+        events (async generator): The others.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._call, self._first, self._rest = call, first, events
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await _send(send, self._first)
+                async for event in self._rest:
+                    await _send(send, event)
+            except Exception as error:
+                problem = as_api_error(error)
+                self._call.failed(problem)
+                await _send(send, b"data: " + json.dumps(problem.content).encode() + b"\n\n")
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        finally:
+            self._call.close()
+            await self._rest.aclose()
+
+
+async def _send(send: Any, event: bytes) -> None:
+    await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+class Form:
+    """How one of the APIs shows an answer.
+
+    Args:
+        model (str): As the request names it.
+        texts (TokenTexts): Texts of single tokens.
+
+    Attributes:
+        prefix (str): What the answer's id begins with.
+        head (dict): What the whole answer and every chunk of it begin with.
+    """
+
+    prefix = ""
+
+    def __init__(self, model: str, texts: TokenTexts):
+        self.texts = texts
+        self.head: Dict[str, Any] = {"model": model}
 
     def begin(self, identity: str, created: int) -> None:
-        """Takes what the whole answer and every chunk of it begin with."""
+        """Takes what the server says of the answer."""
+        self.head.update(id=f"{self.prefix}-{identity}", created=created)
 
     def chunks(self, choice: int, piece: Any) -> List[Any]:
         """Returns the choices that show a piece of an answer: none, one or two."""
+        raise NotImplementedError
 
     def chunk(self, choices: Sequence[Any], **usage: Any) -> BaseModel:
         """Returns a chunk of a streamed answer."""
+        raise NotImplementedError
 
     def whole(self, choices: Sequence[Sequence[Any]], usage: schemas.Usage) -> BaseModel:
         """Returns the answer; ``choices`` has what ``chunks`` returned for each."""
+        raise NotImplementedError
 
 
-def check(body: Body, table: Any, context: Context, prompts: int) -> None:
-    """Checks what the schemas do not say.
+def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
+    """Returns the logprobs of an answer from those of the choices that show its pieces; None where none has any."""
+    parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    if not parts:
+        return None
+    kind = type(parts[0])
+    lists: Dict[str, List[Any]] = {name: [] for name in kind.model_fields}
+    for part in parts:
+        for name, entries in lists.items():
+            entries += getattr(part, name)
+    return kind(**lists)
+
+
+def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Context:
+    """Notes for the log what a request asks for, and checks what the schemas do not say.
+
+    Args:
+        request (Request): The HTTP request.
+        body (CompletionRequest or ChatRequest): What it holds.
+        prompts (int): How many prompts there are.
+        texts (list): The prompts, for the log.
 
     Raises:
         ApiError: 400, a field asks for what this server lacks, or two fields contradict each other.
     """
-    fields.check(body.model_extra, table)
+    context = context_of(request)
+    record = request.scope["state"]["record"]
+    record.model, record.stream, record.choices = body.model, bool(body.stream), prompts * (body.n or 1)
+    if context.settings.log_prompts:
+        record.prompt = texts
+    body.check_extra()
     if body.stream_options is not None:
-        fields.check(body.stream_options.model_extra, fields.STREAM_OPTIONS, "stream_options.")
+        body.stream_options.check_extra("stream_options.")
         if not body.stream:
             raise ApiError("stream_options is only for stream: true.", param="stream_options")
-    choices = prompts * (body.n or 1)
-    if choices > context.settings.max_choices:
+    if record.choices > context.settings.max_choices:
         raise ApiError(
-            f"{choices} answers are asked for (prompts times n), and this server gives "
+            f"{record.choices} answers are asked for (prompts times n), and this server gives "
             f"{context.settings.max_choices} at most.",
             param="n",
         )
+    return context
 
 
 async def answer(
@@ -82,7 +411,7 @@ async def answer(
     form.begin(request.scope["state"]["record"].id, int(time.time()))
     await call.begin()
     if body.stream:
-        return await stream_answer(call, form, body.include_usage)
+        return await _stream_answer(call, form, body.include_usage)
     try:
         parts: List[List[Any]] = [[] for _ in range(call.count)]
         async for choice, piece in call.pieces():
@@ -91,11 +420,3 @@ async def answer(
         return Response(content, media_type="application/json")
     finally:
         call.close()
-
-
-def note(request: Request, body: Body, choices: int, prompt: List[Any]) -> None:
-    """Notes for the log what a request asks for."""
-    record = request.scope["state"]["record"]
-    record.model, record.stream, record.choices = body.model, bool(body.stream), choices
-    if context_of(request).settings.log_prompts:
-        record.prompt = prompt

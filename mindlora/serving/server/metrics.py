@@ -1,7 +1,7 @@
 """/metrics: what the server and its engine do, for Prometheus."""
 
 import contextlib
-from typing import Any, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -9,8 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mindlora.serving.server.busiest import Busiest
 from mindlora.serving.server.request_log import RequestRecord
+
+OTHER = "other"
+
 
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -48,6 +50,42 @@ _COUNTERS = {
     "cached_tokens": ("mindlora_prompt_tokens_cached", "Tokens of prompts that were in the cache."),
     "generated_tokens": ("mindlora_generated_tokens", "Tokens of answers."),
 }
+
+
+class Busiest:
+    """Gives the names that are used most a label each, and all others "other".
+
+    A name takes another's place when it has clearly been used more. A counter's series then ends, and one begins at 0:
+    no series ever falls, which Prometheus would take for a restart.
+
+    Args:
+        count (int): Names with a label of their own.
+        forget (callable): Called with a name that has lost its label.
+    """
+
+    def __init__(self, count: int, forget: Callable[[str], None]):
+        self._count, self._forget = count, forget
+        self._used: Dict[str, int] = {}
+        self._shown: Dict[str, None] = {}
+
+    @property
+    def shown(self) -> List[str]:
+        """The names that have a label of their own."""
+        return list(self._shown)
+
+    def label(self, name: str) -> str:
+        """Counts one use of a name, and returns its label."""
+        used = self._used[name] = self._used.get(name, 0) + 1
+        if name in self._shown:
+            return name
+        if len(self._shown) >= self._count:
+            least = min(self._shown, key=lambda shown: self._used[shown])
+            if used < 10 + 1.1 * self._used[least]:
+                return OTHER
+            del self._shown[least]
+            self._forget(least)
+        self._shown[name] = None
+        return name
 
 
 class Metrics:

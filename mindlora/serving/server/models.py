@@ -1,4 +1,4 @@
-"""/v1/models: the base and its adapters."""
+"""/v1/models: the base and its adapters, and /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
 
 import gzip
 import json
@@ -6,9 +6,10 @@ from typing import Any, List, Optional, Tuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from mindlora.serving.server import schemas
+from mindlora.serving.server.errors import ApiError
 
 
 class ModelList:
@@ -73,7 +74,7 @@ class ModelList:
 
 
 def add_routes(router: APIRouter) -> None:
-    """Adds /v1/models and /v1/models/NAME."""
+    """Adds all four; where the operator has not allowed loading at run time, the latter two only say so."""
 
     @router.get("/v1/models", response_model=schemas.ModelPage)
     def list_models(request: Request) -> Response:
@@ -84,3 +85,29 @@ def add_routes(router: APIRouter) -> None:
     @router.get("/v1/models/{model:path}", response_model=schemas.Model)
     def show_model(model: str, request: Request) -> schemas.Model:
         return request.app.state.context.models.entry(model)
+
+    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    def load_adapter(body: schemas.LoadAdapterRequest, request: Request) -> Response:
+        _check_allowed(request)
+        body.check_extra()
+        context, name = request.app.state.context, body.lora_name
+        if name == context.engine.model_name:
+            raise ApiError(f"{name} is the base's name: give the adapter another.", param="lora_name")
+        context.engine.adapters.register(name, body.lora_path, replace=bool(body.load_inplace))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    def unload_adapter(body: schemas.UnloadAdapterRequest, request: Request) -> Response:
+        _check_allowed(request)
+        body.check_extra()
+        request.app.state.context.engine.adapters.unregister(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_allowed(request: Request) -> None:
+    if not request.app.state.context.settings.allow_runtime_loading:
+        raise ApiError(
+            "Adapters cannot be loaded or unloaded while this server runs: start it with --allow-runtime-loading.",
+            403,
+            "runtime_loading_disabled",
+        )

@@ -1,10 +1,11 @@
 """Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
 
-from typing import Annotated, Any, Dict, Iterable, List, Literal, Optional, Union
+from typing import Annotated, Any, ClassVar, Dict, Iterable, List, Literal, Optional, Tuple, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mindlora.serving.request import Sampling
+from mindlora.serving.server.errors import ApiError
 
 
 def _whole_characters(text: str) -> str:
@@ -21,20 +22,77 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
 
+# They only describe the request.
+_NOTES = ("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user")
+# Field -> values besides null that ask for nothing.
+_Table = Dict[str, Tuple[Any, ...]]
+
+
 class _Asked(BaseModel):
-    # What is not declared is checked against the tables in fields.py.
+    """What requests hold.
+
+    Attributes:
+        unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They may be there as long as they
+            ask for nothing.
+    """
+
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    unsupported: ClassVar[_Table] = {}
+
+    def check_extra(self, where: str = "") -> None:
+        """Checks the fields that the schema does not declare.
+
+        Args:
+            where (str): Path of this object in the request, with a dot behind it. Default: "", the request itself.
+
+        Raises:
+            ApiError: 400, a field asks for something, or is not known.
+        """
+        for name, value in (self.model_extra or {}).items():
+            path = f"{where}{name}"
+            if name in self.unsupported:
+                if value is not None and value not in self.unsupported[name]:
+                    raise ApiError(
+                        f"{path} is not supported by this server: leave it out.", code="unsupported_field", param=path
+                    )
+            elif where or name not in _NOTES:
+                raise ApiError(f"{path} is not a field of this request.", code="unknown_field", param=path)
 
 
 class StreamOptions(_Asked):
     """Options of a streamed answer."""
 
+    unsupported: ClassVar[_Table] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: Optional[bool] = None
 
 
 class _Generation(_Asked):
     """What completions and chat completions have in common. null stands for the default everywhere."""
 
+    unsupported: ClassVar[_Table] = {
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "best_of": (1,),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1.0,),
+        "logit_bias": ({},),
+        "logits_processors": ([],),
+        "min_p": (0.0,),
+        "min_tokens": (0,),
+        "priority": (0,),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
     model: Text = Field(max_length=1000, description="the base's name, or an adapter's")
     max_tokens: Optional[int] = Field(None, ge=1)
     n: Optional[int] = Field(None, ge=1, description="answers to each prompt")
@@ -58,16 +116,18 @@ class _Generation(_Asked):
 
     def _sampling(self, logprobs: Optional[int], ends: Iterable[int] = ()) -> Sampling:
         names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = None if self.seed is None else self.seed % 2**64
         stop_tokens = tuple({*(self.stop_token_ids or ()), *(() if self.ignore_eos else ends)})
         top_k = max(self.top_k or 0, 0)
-        return Sampling(top_k=top_k, seed=seed, stop=tuple(stop), stop_tokens=stop_tokens, logprobs=logprobs, **given)
+        return Sampling(top_k=top_k, seed=seed, stop=tuple(stop), stop_tokens=stop_tokens, logprobs=logprobs, **chosen)
 
 
 class CompletionRequest(_Generation):
     """Body of /v1/completions."""
+
+    unsupported: ClassVar[_Table] = {**_Generation.unsupported, "prompt_embeds": (), "suffix": ("",)}
 
     prompt: Union[
         Text,
@@ -100,6 +160,15 @@ class ContentPart(_Asked):
 class Message(_Asked):
     """A turn of a conversation."""
 
+    unsupported: ClassVar[_Table] = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "reasoning_content": (),
+        "refusal": (),
+        "tool_call_id": (),
+        "tool_calls": ([],),
+    }
     role: Literal["system", "developer", "user", "assistant"]
     content: Union[Text, List[ContentPart], None] = None
     name: Optional[Text] = None
@@ -112,6 +181,29 @@ class Message(_Asked):
 class ChatRequest(_Generation):
     """Body of /v1/chat/completions."""
 
+    unsupported: ClassVar[_Table] = {
+        **_Generation.unsupported,
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "include_reasoning": (True, False),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
     messages: List[Message] = Field(min_length=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1, description="the same as max_tokens")
     logprobs: Optional[bool] = None

@@ -7,9 +7,8 @@ import httpx
 import pytest
 
 from mindlora.errors import ConfigError
-from mindlora.serving.server.auth import ApiKeys
+from mindlora.serving.server.access import ApiKeys, KeyLimits
 from mindlora.serving.server.errors import ApiError
-from mindlora.serving.server.limits import KeyLimits
 from mindlora.serving.server.settings import ServerSettings, is_local
 from tests.support.served_apps import ask, complete, error_of, live, make_app, until
 

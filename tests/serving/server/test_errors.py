@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mindlora.errors import BackendError
-from mindlora.serving.server import fields
+from mindlora.serving.server.schemas import ChatRequest
 from tests.support.scripted_engine import BASE, SEQ_LENGTH, make_engine, started, write_adapter
 from tests.support.served_apps import CHAT, ask, chat, complete, error_of, events, make_app, until
 
@@ -63,8 +63,8 @@ def test_what_is_not_supported_is_refused_by_name(app, field):
 
 
 def test_fields_that_ask_for_nothing_are_taken(app):
-    neutral = {name: values[0] for name, values in fields.CHAT.items() if values}
-    nothing = dict.fromkeys(fields.CHAT)
+    neutral = {name: values[0] for name, values in ChatRequest.unsupported.items() if values}
+    nothing = dict.fromkeys(ChatRequest.unsupported)
     notes = {"user": "ann", "metadata": {"a": "b"}}
     for given in (neutral, nothing, notes):
         assert chat(app, **given).status_code == 200

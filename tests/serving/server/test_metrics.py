@@ -5,7 +5,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mindlora.serving.server.busiest import Busiest
+from mindlora.serving.server.metrics import Busiest
 from tests.support.scripted_engine import BASE
 from tests.support.served_apps import ask, chat, complete, make_app
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindlora.serving.selection import draw, largest, nucleus
+from mindlora.serving.sampling import draw, largest, nucleus
 
 
 def masses_of(seed, size, scale):

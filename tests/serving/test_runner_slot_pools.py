@@ -9,7 +9,7 @@ from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.numerics.dtypes import from_float32, to_float32
 from mindlora.serving.build import _NUMPY as NUMPY
 from mindlora.serving.packed_adapter import Block, PackedAdapter
-from mindlora.serving.slot_pools import SlotPools
+from mindlora.serving.runner import SlotPools
 from tests.support.compilations import compilations
 from tests.support.native import values
 from tests.support.networks import normal

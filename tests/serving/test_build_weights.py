@@ -8,9 +8,9 @@ from mindlora.base.convert import convert_base
 from mindlora.base.quantize import quantize_checkpoint
 from mindlora.errors import CheckpointError, ConfigError
 from mindlora.quantize import quantize_base
+from mindlora.serving.build import load_base
 from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.settings import EngineSettings
-from mindlora.serving.weights import load_base
 from tests.support import llama_checkpoints
 from tests.support.networks import as_array
 from tests.support.tiny_serving import base_weights, model, save_base

@@ -8,9 +8,8 @@ from tokenizers import AddedToken
 
 from mindlora.data import tokenizers
 from mindlora.errors import RequestError
-from mindlora.serving.detokenizer import Detokenizer, TextDecoder
+from mindlora.serving.detokenizer import Detokenizer, StopMatcher, Stopping, TextDecoder, end_tokens
 from mindlora.serving.request import Sampling
-from mindlora.serving.stopping import StopMatcher, Stopping, end_tokens
 from tests.support.chat_templates import chat_tokenizer
 
 

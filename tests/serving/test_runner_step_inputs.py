@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindlora.serving.request import Lease, Part
-from mindlora.serving.step_inputs import step_inputs
+from mindlora.serving.runner import step_inputs
 from tests.support.served_requests import request
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mindlora.errors import DataError, LoraError, RequestError, TokenizerError
-from mindlora.serving.prompt_form import choose_prompt_form
+from mindlora.serving.chat_prompt import choose_prompt_form
 from tests.support.chat_templates import CHATML, chat_tokenizer
 
 WITH, WITHOUT = chat_tokenizer(CHATML), chat_tokenizer(None)
