@@ -33,10 +33,6 @@ class DataReport:
     Attributes:
         output (str): The MindRecord.
         rows (int): Rows in it.
-        held_out (str or None): The MindRecord of the rows held out.
-        held_out_rows (int): Rows in it.
-        skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
-        truncated (list of str): Locations of the rows whose end was cut off.
         tokens (int): Tokens in all rows, padding not counted.
         trained_tokens (int): Labels that count in the loss.
         longest (int): Tokens in the longest example.
@@ -45,6 +41,10 @@ class DataReport:
         pad_token_id (int): Id of the padding.
         ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What else the user should know.
+        held_out (str or None): The MindRecord of the rows held out.
+        held_out_rows (int): Rows in it.
+        skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
+        truncated (list of str): Locations of the rows whose end was cut off.
         inputs (dict): Input -> [rows of it that were used, rows of it that could be used].
         packed_boundary (int or None): Token that begins an example of a row; None if a row holds one example.
         statistics (LengthStatistics or None): Of the lengths of the examples, where it was asked for.
@@ -52,10 +52,6 @@ class DataReport:
 
     output: str
     rows: int
-    held_out: Optional[str]
-    held_out_rows: int
-    skipped: Dict[str, List[str]]
-    truncated: List[str]
     tokens: int
     trained_tokens: int
     longest: int
@@ -64,6 +60,10 @@ class DataReport:
     pad_token_id: int
     ignore_token_id: int
     notes: List[str]
+    held_out: Optional[str] = None
+    held_out_rows: int = 0
+    skipped: Dict[str, List[str]] = dataclasses.field(default_factory=dict)
+    truncated: List[str] = dataclasses.field(default_factory=list)
     inputs: Dict[str, List[int]] = dataclasses.field(default_factory=dict)
     packed_boundary: Optional[int] = None
     statistics: Optional[object] = None
@@ -180,12 +180,12 @@ class RowFormat(NamedTuple):
         pad = tokenizers.special_ids(self.tokenizer).pad
         return (example.columns(self.seq_length, pad, self.ignore_token_id) for example in examples)
 
-    def report(self, encoded: List[Encoded], output: str, notes: Iterable[str] = (), **counts: Any) -> DataReport:
-        """Returns the report of ``encoded``; ``counts`` overrides its fields about rows held out, skipped and cut."""
+    def report(self, encoded: List[Encoded], output: str, rows: int, notes: Iterable[str], **more: Any) -> DataReport:
+        """Returns the report of ``encoded``, of which ``rows`` are in ``output``; ``more`` are its other fields."""
         special = tokenizers.special_ids(self.tokenizer)
-        counts = {"rows": len(encoded), "held_out": None, "held_out_rows": 0, "skipped": {}, "truncated": [], **counts}
         return DataReport(
             output=output,
+            rows=rows,
             tokens=sum(len(row.tokens) for row in encoded),
             # No position predicts the first token of a row.
             trained_tokens=sum(int(row.learned[1:].sum()) for row in encoded),
@@ -195,7 +195,7 @@ class RowFormat(NamedTuple):
             pad_token_id=special.pad,
             ignore_token_id=self.ignore_token_id,
             notes=[*notes, *special.notes],
-            **counts,
+            **more,
         )
 
 

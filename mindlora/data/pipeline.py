@@ -75,22 +75,18 @@ class Settings:
         """Returns what these settings say of a tokenizer, given as of Vocabulary."""
         return tokenizers.Vocabulary(tokenizer, self.train_vocab_size, self.train_texts, self.base)
 
-    def check(self) -> None:
-        """Raises DataError if a value cannot be meant."""
-        check_seq_length(self.seq_length)
-        if not 0 <= self.holdout < 1:
-            raise DataError(f"holdout is {self.holdout}: it must be a share of the rows, at least 0 and below 1.")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise DataError(f"seed is {self.seed!r}: it must be a whole number of at least 0.")
-        if self.actual_seq_len and not self.pack:
-            raise DataError("actual_seq_len is set and pack is not: it says where the examples of a packed row end.")
-        if isinstance(self.stats, str):
-            check_histogram(self.stats)
-
 
 def _check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> None:
     """Raises DataError or TokenizerError if a setting is wrong or something must not be written where it should be."""
-    settings.check()
+    check_seq_length(settings.seq_length)
+    if not 0 <= settings.holdout < 1:
+        raise DataError(f"holdout is {settings.holdout}: it must be a share of the rows, at least 0 and below 1.")
+    if not isinstance(settings.seed, int) or settings.seed < 0:
+        raise DataError(f"seed is {settings.seed!r}: it must be a whole number of at least 0.")
+    if settings.actual_seq_len and not settings.pack:
+        raise DataError("actual_seq_len is set and pack is not: it says where the examples of a packed row end.")
+    if isinstance(settings.stats, str):
+        check_histogram(settings.stats)
     check_mindrecord_output(output_path, settings.overwrite)
     if settings.holdout:
         check_mindrecord_output(_held_out_name(output_path), settings.overwrite)
@@ -134,8 +130,8 @@ def convert_examples(
     return row_format.report(
         encoded,
         output_path,
+        counts[output_path],
         tokenized.notes,
-        rows=counts[output_path],
         held_out=held_out_path,
         held_out_rows=counts.get(held_out_path, 0),
         skipped=tokenized.skipped,

@@ -1,6 +1,7 @@
 """Inputs of a conversion: files of every known kind, folders of them, and saved datasets; their rows by field."""
 
 import dataclasses
+import itertools
 import os
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -30,12 +31,6 @@ class Layout:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expand: Callable[[Row], List[Row]] = _alone
     expands: Tuple[str, ...] = ()
-
-    def check(self, named: Mapping[str, str]) -> None:
-        """Raises DataError if the user named the column of an unknown field."""
-        for field in named:
-            if field not in self.fields:
-                raise DataError(f"columns: there is no field '{field}'.{suggestion(field, list(self.fields))}")
 
     def rows_of(self, file: File, named: Mapping[str, str]) -> List[Row]:
         """Returns the rows of a file with their fields under the names of ``fields``.
@@ -145,8 +140,9 @@ def _check_inputs(paths, layout, columns):
         raise DataError(
             f"columns is given {len(columns)} times for {len(paths)} inputs: give it once for all, or once for each."
         )
-    for named in columns:
-        layout.check(named)
+    for field in itertools.chain(*columns):
+        if field not in layout.fields:
+            raise DataError(f"columns: there is no field '{field}'.{suggestion(field, list(layout.fields))}")
 
 
 def _files_of(path: str) -> Tuple[List[str], List[str]]:

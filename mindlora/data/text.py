@@ -65,7 +65,7 @@ def convert_text(
     with replace_mindrecord(output_path) as path:
         write_rows(row_format.columns(encoded), path)
         vocabulary.save(loaded)
-    return row_format.report(encoded, output_path, notes)
+    return row_format.report(encoded, output_path, len(encoded), notes)
 
 
 def _encode(document, tokenizer) -> Iterator[np.ndarray]:
