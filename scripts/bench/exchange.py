@@ -25,23 +25,18 @@ from bench import ROOT, exchange_rank
 from bench.common import add_number, child_command
 from mindlora.training.exchange import CPU_RECEIPTS, FlatLayout, Ranks, exchange_settings, make_exchange
 
-TOP_K = {"type": "top_k", "density": 0.05, "protect": [], "local_size": 1}
-MORE = {**TOP_K, "density": 0.2}
 METHODS = {
     "dense": {"type": "dense", "local_size": 1},
     "float16": {"type": "float16", "local_size": 1},
     "quantized": {"type": "quantized", "local_size": 1},
-    "top_k 0.2": {**MORE, "warmup_steps": 0},
-    "top_k 0.05": {**TOP_K, "warmup_steps": 0},
+    "quantized 4": {"type": "quantized", "bits": 4, "local_size": 1},
 }
 TRAINED = {
     "dense": METHODS["dense"],
     "float16": METHODS["float16"],
     "quantized": METHODS["quantized"],
     "quantized, no feedback": {**METHODS["quantized"], "feedback": False},
-    "top_k 0.2": {**MORE, "warmup_steps": 50},
-    "top_k 0.05": {**TOP_K, "warmup_steps": 50},
-    "top_k 0.05, no feedback": {**TOP_K, "warmup_steps": 50, "feedback": False},
+    "quantized 4": METHODS["quantized 4"],
 }
 RANKS, BY_FORMULA = (2, 4), 8
 LINKS = {"100 Mbit/s": (1e8, "100mbit"), "1 Gbit/s": (1e9, "1gbit")}
@@ -95,7 +90,7 @@ def measure_bytes(size: int) -> Dict[str, Any]:
 def by_formula(name: str, size: int, count: int) -> int:
     """Returns how many bytes a rank sends in a step."""
     layout = FlatLayout([Parameter(Tensor(np.zeros(size, np.float32)), name="a")])
-    return make_exchange(exchange_settings(METHODS[name]), layout, Ranks(0, count), 1).bytes_at(0)
+    return make_exchange(exchange_settings(METHODS[name]), layout, Ranks(0, count), 1).bytes_per_step
 
 
 def measure_losses(args: argparse.Namespace) -> Dict[str, List[float]]:
@@ -221,8 +216,8 @@ def free_port() -> int:
 def bytes_table(figures: Dict[str, Any]) -> str:
     """Returns the bytes as a table."""
     lines = [
-        f"\nbytes that a rank sends in a step, {figures['elements']:,} gradients (goal: quantized and top_k save at "
-        f"least {GOALS['saving']:.0%})",
+        f"\nbytes that a rank sends in a step, {figures['elements']:,} gradients (goal: quantized saves at least "
+        f"{GOALS['saving']:.0%})",
         f"{'ranks':>5}  {'method':<10}{'formula':>12}{'saving':>9}{'device / (2 x formula)':>25}",
     ]
     for count in (*RANKS, BY_FORMULA):
@@ -257,9 +252,9 @@ def seconds_table(figures: Dict[str, Any]) -> str:
     lines = [
         f"\nmilliseconds of an exchange between 2 ranks, {figures['elements']:,} gradients, receipts included; {how}"
     ]
-    lines.append(f"{'link':<12}" + "".join(f"{name:>12}" for name in METHODS) + f"{'dense / top_k 0.05':>20}")
+    lines.append(f"{'link':<12}" + "".join(f"{name:>12}" for name in METHODS) + f"{'dense / quantized 4':>21}")
     for link in LINKS:
         row = figures[link]
         times = "".join(f"{1e3 * row[name]:>12.1f}" for name in METHODS)
-        lines.append(f"{link:<12}{times}{row['dense'] / row['top_k 0.05']:>19.1f}x")
+        lines.append(f"{link:<12}{times}{row['dense'] / row['quantized 4']:>20.1f}x")
     return "\n".join(lines)

@@ -24,19 +24,15 @@ SHAPES = {
     },
     "lm_head.weight": (33, 21),
 }
-TOP_K = {"type": "top_k", "density": 0.1, "warmup_steps": 3, "local_size": 1}
 SCENARIOS = {
     "dense": {"type": "dense", "local_size": 1},
     "float16": {"type": "float16", "local_size": 1},
     "quantized": {"type": "quantized", "bits": 6, "local_size": 1},
     "quantized 4": {"type": "quantized", "bits": 4, "local_size": 1},
     "quantized 8": {"type": "quantized", "bits": 8, "local_size": 1},
-    "whole": {**TOP_K, "density": 1.0},
-    "top_k": TOP_K,
-    "open": {**TOP_K, "protect": []},
     "machines dense": {"type": "dense", "local_size": 2},
     "machines float16": {"type": "float16", "local_size": 2},
-    "machines top_k": {**TOP_K, "local_size": 2},
+    "machines quantized": {"type": "quantized", "bits": 6, "local_size": 2},
 }
 
 
@@ -45,7 +41,7 @@ def gradient(rank, step):
     rng = np.random.default_rng(1000 * step + rank)
     flat = (rng.normal(size=sum(map(np.prod, SHAPES.values()))) * 1e-6).astype(np.float32)
     flat[rng.random(flat.size) < 0.01] = -0.0
-    # All ranks have a zero here, of which only dense and density 1 keep the sign.
+    # All ranks have a zero here, of which only dense keeps the sign.
     flat[100:110] = -0.0
     if step == SKIPPED and rank == 0:
         flat[5] = np.nan
@@ -83,9 +79,8 @@ def run(setting):
     totals, residuals, unsent, counted, between = [], [], [], [], []
     before = sent_bytes()
     for step in range(STEPS):
-        done = step - (step > SKIPPED)
-        counted.append(exchange.bytes_at(done))
-        between.append(exchange.bytes_between_machines_at(done))
+        counted.append(exchange.bytes_per_step)
+        between.append(exchange.bytes_between_machines)
         total, residual = step_cell(ms.Tensor(gradient(get_rank(), step)), ms.Tensor(float(step == SKIPPED)))
         totals.append(total.asnumpy())
         residuals.append(residual.asnumpy())
@@ -100,7 +95,6 @@ def run(setting):
         "unsent": np.stack(unsent),
         "counted": np.array(counted),
         "between": np.array(between),
-        "last": np.array(exchange.bytes_per_step),
         "sent": np.array([before, after]),
     }
 

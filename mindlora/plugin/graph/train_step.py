@@ -285,14 +285,13 @@ def _exchange(setting: Union[str, Mapping], layout: FlatLayout) -> Exchange:
     """Returns the exchange of one of several data-parallel processes, as ``gradient_exchange`` of the YAML says."""
     ranks = Ranks(get_rank(), get_group_size())
     exchange = make_exchange(exchange_settings(setting), layout, ranks, get_local_rank_size())
-    first, later = exchange.bytes_at(0), exchange.bytes_at(2**31 - 1)
     logger.info(
         "Gradient exchange %s: rank %d of %d sends %s bytes per step, %s of them to other machines.",
         setting if isinstance(setting, str) else setting.get("type"),
         ranks.rank,
         ranks.count,
-        f"{first:,}" if first == later else f"{first:,} at first and {later:,} after the warm-up",
-        f"{exchange.bytes_between_machines_at(2**31 - 1):,}",
+        f"{exchange.bytes_per_step:,}",
+        f"{exchange.bytes_between_machines:,}",
     )
     return exchange
 

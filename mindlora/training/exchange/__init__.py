@@ -1,10 +1,9 @@
-"""Gradients exchanged between data-parallel processes: whole, in fewer bits, or the largest of them alone."""
+"""Gradients exchanged between data-parallel processes: whole, or in fewer bits."""
 
 from mindlora.training.exchange.exchange import DenseExchange, Exchange, FlatLayout, Float16Exchange
 from mindlora.training.exchange.quantized import QuantizedExchange
 from mindlora.training.exchange.ranks import CPU_RECEIPTS, Ranks, check_agreement
 from mindlora.training.exchange.settings import ExchangeSettings, exchange_settings, make_exchange
-from mindlora.training.exchange.top_k import TopKExchange
 from mindlora.training.exchange.two_level import TwoLevelExchange
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "Float16Exchange",
     "QuantizedExchange",
     "Ranks",
-    "TopKExchange",
     "TwoLevelExchange",
     "check_agreement",
     "exchange_settings",

@@ -1,6 +1,6 @@
 """What every exchange of gradients is, the flat vector that it sums, and the two plain kinds: dense and float16."""
 
-from typing import AbstractSet, List, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -8,7 +8,6 @@ from mindspore.common import dtype as mstype
 from mindlora.training.exchange.ranks import FLOAT16, Ranks
 from mindlora.training.rate_factor import TRANSIENT
 
-Span = Tuple[int, int]
 # float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
 WORD_BITS = 24
 # Each rank has a residual of its own, so it is no part of the state that rank 0 saves.
@@ -39,15 +38,6 @@ class FlatLayout:
         self.size = sum(self.sizes)
         self.flatten = _Flatten()
         self.unflatten = _Unflatten(self, [tuple(parameter.shape) for parameter in parameters])
-
-    def spans(self, names: AbstractSet[str]) -> List[Span]:
-        """Returns the parts (start, end) of the flat vector that belong to ``names``; neighbours are joined."""
-        spans: List[Span] = []
-        for name, start, size in zip(self.names, self.offsets, self.sizes):
-            if name in names:
-                begin = spans.pop()[0] if spans and spans[-1][1] == start else start
-                spans.append((begin, start + size))
-        return spans
 
 
 class _Flatten(nn.Cell):
@@ -98,26 +88,19 @@ class Exchange(nn.Cell):
         """Keeps the residual, to be sent in later steps, and returns it."""
         return residual
 
-    def bytes_at(self, step: int) -> int:
-        """Returns how many bytes this rank sends in step ``step``; steps count from 0, without the skipped ones."""
+    @property
+    def bytes_per_step(self) -> int:
+        """How many bytes this rank sends in a step."""
         raise NotImplementedError
 
-    def bytes_between_machines_at(self, step: int) -> int:
-        """Returns how many of the bytes of ``bytes_at`` leave this rank's machine."""
-        return self.bytes_at(step)
-
-    def steps_done(self) -> int:
-        """Returns how many steps were kept; an exchange that is the same in all steps does not count them."""
-        return 0
+    @property
+    def bytes_between_machines(self) -> int:
+        """How many of the bytes of a step leave this rank's machine."""
+        return self.bytes_per_step
 
     def unsent(self) -> Optional[Parameter]:
         """Returns the parameter with what this rank has not sent yet, float32; None if the exchange sends all."""
         return None
-
-    @property
-    def bytes_per_step(self) -> int:
-        """How many bytes this rank sent in the last step."""
-        return self.bytes_at(max(self.steps_done() - 1, 0))
 
 
 class DenseExchange(Exchange):
@@ -136,7 +119,8 @@ class DenseExchange(Exchange):
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
         return self.all_reduce(flat), self.nothing
 
-    def bytes_at(self, step: int) -> int:
+    @property
+    def bytes_per_step(self) -> int:
         return self.ranks.bytes_to_sum(self.size)
 
 
@@ -165,5 +149,6 @@ class Float16Exchange(Exchange):
         scale = ops.pow(2.0, _LARGEST_EXPONENT - exponent)
         return self.all_reduce((flat * scale).astype(mstype.float16)).astype(mstype.float32) / scale, self.nothing
 
-    def bytes_at(self, step: int) -> int:
+    @property
+    def bytes_per_step(self) -> int:
         return self.ranks.bytes_to_sum(self.size, FLOAT16) + self.ranks.bytes_to_sum(1)

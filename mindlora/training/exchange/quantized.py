@@ -28,7 +28,7 @@ class QuantizedExchange(Exchange):
 
     |q| is at most max |c| / u + 1/2 on each rank, so the sum of q is at most L + ranks / 2 = 2 ** (bits - 1) - 1, and
     24 / bits such sums fit into one float32, which adds them up without losing a bit. All elements arrive in every
-    step, where top_k leaves an optimizer such as Adam long gaps. What rounding took away is in the residual (error
+    step, so that an optimizer such as Adam sees no gaps. What rounding took away is in the residual (error
     feedback; Seide et al., 1-Bit Stochastic Gradient Descent, 2014). Where the gradient of a rank is not finite, the
     sum is not finite on any rank.
 
@@ -77,7 +77,8 @@ class QuantizedExchange(Exchange):
             return residual
         return ops.assign(self.residual, residual)
 
-    def bytes_at(self, step: int) -> int:
+    @property
+    def bytes_per_step(self) -> int:
         return self.ranks.bytes_to_sum(self.blocks) + self.ranks.bytes_to_sum(self.words)
 
     def unsent(self) -> Parameter:

@@ -1,19 +1,16 @@
 """gradient_exchange, as a YAML gives it, and the exchange that is made from it."""
 
 from dataclasses import dataclass, fields
-from typing import Any, List, Mapping, Optional, Sequence, Union
+from typing import Any, Mapping, Optional, Union
 
-from mindlora.common.fields import COUNT, FACTOR, INDEX, check_number
+from mindlora.common.fields import COUNT, INDEX, check_number
 from mindlora.errors import ConfigError
-from mindlora.training.exchange.exchange import DenseExchange, Exchange, FlatLayout, Float16Exchange, Span
+from mindlora.training.exchange.exchange import DenseExchange, Exchange, FlatLayout, Float16Exchange
 from mindlora.training.exchange.quantized import QuantizedExchange, fits
 from mindlora.training.exchange.ranks import Ranks
-from mindlora.training.exchange.top_k import TopKExchange, density_stages, protected_names
-from mindlora.training.exchange.two_level import TwoLevelExchange, clipped, machine_groups, part_size
+from mindlora.training.exchange.two_level import TwoLevelExchange, machine_groups, part_size
 
-TYPES = ("dense", "float16", "quantized", "top_k")
-# Keys that one type alone takes.
-_ONLY = {**dict.fromkeys(("density", "warmup_steps", "protect"), "top_k"), "bits": "quantized"}
+TYPES = ("dense", "float16", "quantized")
 _BITS = (4, 6, 8)
 
 
@@ -22,12 +19,7 @@ class ExchangeSettings:
     """How data-parallel processes exchange gradients.
 
     Args:
-        type (str): "dense" (all elements in float32), "float16", "quantized" (whole numbers of few bits), or "top_k"
-            (the largest elements alone). Default: "dense".
-        density (float): With top_k, the share of the elements that is sent, in (0, 1]. Default: 0.05.
-        warmup_steps (int): With top_k, steps in which the density falls from 1 to ``density``. Default: 50.
-        protect (list of str): With top_k, regular expressions for the whole names of parameters that are always sent.
-            Default: None, those of the first and the last layer that have an adapter, and of modules_to_save.
+        type (str): "dense" (float32), "float16", or "quantized" (whole numbers of few bits). Default: "dense".
         local_size (int): Ranks of each machine; 1 compresses between all ranks. Default: None, as many as run on this
             machine, or 1 if all of them do.
         check_every (int): Steps between two comparisons of the ranks' adapters; 0 for none. Default: 100.
@@ -38,9 +30,6 @@ class ExchangeSettings:
     """
 
     type: str = "dense"
-    density: float = 0.05
-    warmup_steps: int = 50
-    protect: Optional[Sequence[str]] = None
     local_size: Optional[int] = None
     check_every: int = 100
     bits: int = 6
@@ -50,15 +39,9 @@ class ExchangeSettings:
             raise ConfigError(f"gradient_exchange is of type {self.type!r}, but it must be one of {', '.join(TYPES)}.")
         if self.bits not in _BITS:
             raise ConfigError(f"gradient_exchange: bits is {self.bits!r}, but it must be 4, 6 or 8.")
-        check_number(self.density, "gradient_exchange: density", FACTOR)
-        check_number(self.warmup_steps, "gradient_exchange: warmup_steps", INDEX)
         check_number(self.check_every, "gradient_exchange: check_every", INDEX)
         if self.local_size is not None:
             check_number(self.local_size, "gradient_exchange: local_size", COUNT)
-        if self.protect is not None and not _are_texts(self.protect):
-            raise ConfigError(
-                f"gradient_exchange: protect is {self.protect!r}, but it must be a list of regular expressions."
-            )
 
 
 def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSettings:
@@ -80,9 +63,9 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
     for key in setting:
         if key not in known:
             raise ConfigError(f"gradient_exchange has no key {key!r}; it has {', '.join(known)}.")
-        if key in _ONLY and setting.get("type") != _ONLY[key]:
+        if key == "bits" and setting.get("type") != "quantized":
             raise ConfigError(
-                f"gradient_exchange: {key} belongs to type {_ONLY[key]}, and the type is {setting.get('type')!r}."
+                f"gradient_exchange: bits belongs to type quantized, and the type is {setting.get('type')!r}."
             )
     return ExchangeSettings(**setting)
 
@@ -97,11 +80,8 @@ def make_exchange(settings: ExchangeSettings, layout: FlatLayout, ranks: Ranks, 
         on_this_machine (int): How many of them run on this machine.
 
     Raises:
-        ConfigError: local_size does not divide the ranks into machines, or protect is wrong.
+        ConfigError: local_size does not divide the ranks into machines.
     """
-    protected: List[Span] = []
-    if settings.type == "top_k" and settings.density < 1:
-        protected = layout.spans(protected_names(layout.names, settings.protect))
     local_size = settings.local_size or (on_this_machine if on_this_machine < ranks.count else 1)
     if ranks.count % local_size or local_size == ranks.count:
         raise ConfigError(
@@ -109,16 +89,13 @@ def make_exchange(settings: ExchangeSettings, layout: FlatLayout, ranks: Ranks, 
             "of that size. Set it to the number of ranks on each machine, or to 1."
         )
     if local_size == 1:
-        return _one_level(settings, layout.size, ranks, protected)
+        return _one_level(settings, layout.size, ranks)
     within, between = machine_groups(ranks, local_size)
     part = part_size(layout.size, within)
-    own = clipped(protected, within.rank * part, part)
-    return TwoLevelExchange(layout.size, within, _one_level(settings, part, between, own))
+    return TwoLevelExchange(layout.size, within, _one_level(settings, part, between))
 
 
-def _one_level(settings, size, ranks, protected):
-    if settings.type == "top_k":
-        return TopKExchange(size, ranks, density_stages(settings.density, settings.warmup_steps), protected)
+def _one_level(settings, size, ranks):
     if settings.type == "quantized":
         if not fits(settings.bits, ranks.count):
             raise ConfigError(
@@ -127,7 +104,3 @@ def _one_level(settings, size, ranks, protected):
             )
         return QuantizedExchange(size, ranks, settings.bits)
     return {"dense": DenseExchange, "float16": Float16Exchange}[settings.type](size, ranks)
-
-
-def _are_texts(value):
-    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)

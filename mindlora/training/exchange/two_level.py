@@ -5,7 +5,7 @@ from typing import Callable, List, Optional, Tuple
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import create_group
 
-from mindlora.training.exchange.exchange import Exchange, Span
+from mindlora.training.exchange.exchange import Exchange
 from mindlora.training.exchange.ranks import Ranks
 
 
@@ -39,15 +39,14 @@ class TwoLevelExchange(Exchange):
     def keep(self, residual: Tensor) -> Tensor:
         return self.between.keep(residual)
 
-    def bytes_at(self, step: int) -> int:
+    @property
+    def bytes_per_step(self) -> int:
         inside = self.within.bytes_to_sum(self.size) + self.within.bytes_to_sum(self.padded)
-        return inside + self.between.bytes_at(step)
+        return inside + self.between.bytes_per_step
 
-    def bytes_between_machines_at(self, step: int) -> int:
-        return self.between.bytes_at(step)
-
-    def steps_done(self) -> int:
-        return self.between.steps_done()
+    @property
+    def bytes_between_machines(self) -> int:
+        return self.between.bytes_per_step
 
     def unsent(self) -> Optional[Parameter]:
         return self.between.unsent()
@@ -78,9 +77,3 @@ def machine_groups(
     for name, group in zip(names, members):
         (make_group or create_group)(name, group)
     return Ranks(number, local_size, names[0]), Ranks(machine, machines, names[1])
-
-
-def clipped(spans: List[Span], start: int, size: int) -> List[Span]:
-    """Returns what lies of ``spans`` in a part of the vector, counted from the part's start."""
-    moved = [(max(0, begin - start), min(size, end - start)) for begin, end in spans]
-    return [(begin, end) for begin, end in moved if begin < end]

@@ -1,4 +1,4 @@
-"""The flat vector: where every gradient lies, and which parts belong to some of them."""
+"""The flat vector."""
 
 import mindspore as ms
 import numpy as np
@@ -29,18 +29,3 @@ def test_float16_becomes_float32(layout, mode):
     gradients = tuple(Tensor(np.full(shape, 0.5, np.float16)) for shape in SHAPES.values())
     flat = layout.flatten(gradients)
     assert flat.dtype == ms.float32 and (flat.asnumpy() == 0.5).all()
-
-
-@pytest.mark.parametrize(
-    "names, spans",
-    [
-        ("", []),
-        ("a", [(0, 6)]),
-        ("ab", [(0, 11)]),
-        ("bd", [(6, 11), (12, 16)]),
-        ("abcd", [(0, 16)]),
-        ("cd", [(11, 16)]),
-    ],
-)
-def test_spans_of_neighbours_are_joined(layout, names, spans):
-    assert layout.spans(set(names)) == spans
