@@ -12,7 +12,6 @@ from mindlora.common.text import listed
 from mindlora.config import LoraConfig
 from mindlora.config.selection import freeze, select
 from mindlora.errors import LoraError, UnsupportedCellError
-from mindlora.models import names
 from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.description import describe
 from mindlora.nn.nf4 import parameter_count
@@ -73,13 +72,11 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
             "what was trained: build a new network."
         )
     cells = dict(cells_and_weights(network))
-    selection = select(describe(network, cells), config)
+    selection = select(describe(network, cells, config), config)
     paths = {path: cell.prefix for path, cell in selection.cells.items()}
     saved = [parameter for parameter in network.get_parameters() if parameter.name in selection.saved]
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
     if config.quantize_base:
-        # Quantizing discards the weights in float, so this check comes first.
-        _check_adaptable({prefix: cells[path] for path, prefix in paths.items()}, config.for_cell)
         initial_parts = quantize_with_adapters(network, config, list(paths))
         cells = dict(cells_and_weights(network))
     put_lora(network, {prefix: cells[path] for path, prefix in paths.items()}, config.for_cell)
@@ -89,9 +86,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
             adapted[paths[path]].load_part(part, array)
     for parameter in saved:
         mark_saved_module(parameter)
-    trainable = sum(p.size for cell in adapted.values() for p in cell.trained_parameters())
-    trainable += sum(p.size for p in saved if not names.is_balance(p.name))
-    return LoraReport(tuple(paths), trainable, parameter_count(network))
+    return LoraReport(tuple(paths), selection.trainable, parameter_count(network))
 
 
 def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:

@@ -149,8 +149,6 @@ def quantize_with_adapters(
             f"values at {listed(empty)}. Load them before apply_lora; for a YAML, make the adapter with mindlora "
             "quantize-base --loftq and name it in adapter_path."
         )
-    for path in adapted:
-        initializers.check_rank(config.for_cell(path).lora_rank, cells[path].weight, "loftq")
 
     def array_of(path: str, cell: nn.Cell) -> Optional[Nf4Array]:
         if path not in adapted:

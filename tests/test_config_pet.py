@@ -1,14 +1,10 @@
 """pet_config of a YAML read into LoraConfig: keys, presets, pet_type, and what is refused."""
 
-import dataclasses
-
 import pytest
 
 from mindlora import LoraConfig
-from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.config import PRESETS
 from mindlora.errors import ConfigError
-from mindlora.plan.run import WITHOUT_SIZE
 
 PET = {"pet_type": "lora", "target_modules": ".*wq"}
 
@@ -191,8 +187,3 @@ def test_target_modules_must_be_there(target_modules):
         "pet_config has no target_modules: name the linear cells that get an adapter, "
         "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'."
     )
-
-
-def test_a_plan_passes_over_the_keys_of_a_run_alone():
-    own = {field.name for field in dataclasses.fields(PetLoraConfig)} - set(LoraConfig.__dataclass_fields__)
-    assert own == set(WITHOUT_SIZE)

@@ -35,7 +35,6 @@ STILL_NESTED = {
     "plan/activations.py",
     "plan/recomputation.py",
     "plan/report.py",
-    "plan/weights.py",
     "plugin/launching/preflight.py",
     "plugin/callbacks/run_description.py",
     "plugin/resume/sharded_adapter.py",

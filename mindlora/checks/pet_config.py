@@ -66,6 +66,10 @@ class PetLoraConfig(LoraConfig):
                 "VeRA does not train. Remove one of them."
             )
 
+    def for_network(self) -> LoraConfig:
+        """Returns what apply_lora gets: a saved adapter belongs to the base as it is loaded, not to a changed one."""
+        return self.as_saved() if self.adapter_path else self
+
 
 def check_pet_config(pet_config: Mapping) -> None:
     """Raises ConfigError unless MindFormers or mindlora can build ``pet_config``."""

@@ -2,20 +2,20 @@
 
 import contextlib
 import logging
-import re
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 from mindlora.checks.finding import Finding
 from mindlora.checks.mcore import family_of, is_mcore, model_config_of
 from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
-from mindlora.errors import TargetError
+from mindlora.config.description import AdaptableCell, describe_model
+from mindlora.config.selection import Selection, select
+from mindlora.config.weights import weights_of
+from mindlora.errors import ConfigError, LoraError
 from mindlora.models import registry, targets
 from mindlora.models.architecture import Architecture
 from mindlora.models.targets import pattern_value
-
-Sizes = Dict[str, Tuple[int, int]]
 
 
 def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
@@ -23,7 +23,7 @@ def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
 
     Args:
         config (dict): The YAML.
-        lora (LoraConfig): Its pet_config.
+        lora (LoraConfig): What apply_lora gets.
 
     Returns:
         list of Finding: which cells get an adapter, and what is wrong with the selection.
@@ -32,38 +32,33 @@ def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
     if architecture is None:
         return [_unknown_model(config)]
     try:
-        sizes = architecture.linear_sizes(model_config_of(config))
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+        network = describe_model(architecture, model_config_of(config))
+    except ConfigError as error:
+        return [Finding("error", f"model.model_config.{_first_word(error)}", str(error))]
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         found = f"The sizes of the model cannot be worked out: {error}."
         advice = (
             "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be whole numbers."
         )
         return [Finding("error", "model.model_config", found, advice)]
-    # MindFormers' mcore models have an embedding that takes no adapter.
-    if lora.target_modules != targets.ALL_LINEAR and not is_mcore(config):
-        sizes[architecture.embedding.mindformers] = sizes[architecture.output_head.mindformers]
-    if lora.target_modules is None:
-        return list(_check_parameters(architecture, lora))
     with _warnings_of(targets.logger) as messages:
         try:
-            selected = targets.select_targets(
-                [*sizes, *_stacked_weights(architecture, sizes, lora)],
-                lora.target_modules,
-                lora.exclude_modules,
-                layers=lora.layers_to_transform,
-            )
-        except TargetError as error:
-            field = str(error).split(" ")[0]
-            return [Finding("error", f"{PET}.{field}", str(error))]
-    stacked, selected = [p for p in selected if p not in sizes], [p for p in selected if p in sizes]
+            selection = select(network, lora)
+            lora.variant.check_paths(list(selection.parts))
+            weights_of(network, lora, selection)
+        except LoraError as error:
+            field = _first_word(error)
+            return [Finding("error", f"{PET}.{field if hasattr(lora, field) else 'target_modules'}", str(error))]
     return [
         *(Finding("warning", f"{PET}.target_modules", message) for message in messages),
-        *(Finding("note", f"{PET}.target_modules", _uncounted(listed(stacked))) for _ in stacked[:1]),
-        _count_parameters(selected, sizes, lora),
-        *_check_ranks(selected, sizes, lora),
-        *_check_patterns(selected, lora),
-        *_check_parameters(architecture, lora),
+        _count_parameters(selection),
+        *_check_ranks(list(selection.cells.values()), lora),
+        *_check_patterns(list(selection.parts), lora),
     ]
+
+
+def _first_word(error: LoraError) -> str:
+    return str(error).split(" ")[0]
 
 
 def _model_type(config) -> Tuple[Optional[str], bool]:
@@ -90,56 +85,29 @@ def _unknown_model(config) -> Finding:
     return Finding("note", f"{PET}.target_modules", found)
 
 
-def _count_parameters(selected, sizes: Sizes, lora) -> Finding:
-    count = 0
-    for path in selected:
-        cell, (out_channels, in_channels) = lora.for_cell(path), sizes[path]
-        # VeRA and AdaLoRA train a vector of the rank; DoRA and VeRA train one of the out_channels.
-        count += cell.lora_rank * (1 if cell.use_vera else out_channels + in_channels)
-        count += (cell.use_dora or cell.use_vera) * out_channels + cell.use_adalora * cell.lora_rank
-    found = f"LoRA on {len(selected)} cells, {count:,} parameters: {listed(selected)}."
+def _count_parameters(selection: Selection) -> Finding:
+    saved = ", those of modules_to_save included" if selection.saved else ""
+    found = (
+        f"LoRA on {len(selection.parts)} cells, {selection.trainable:,} parameters{saved}: {listed(selection.parts)}."
+    )
     return Finding("note", f"{PET}.target_modules", found)
 
 
-def _check_ranks(selected, sizes: Sizes, lora) -> Iterator[Finding]:
-    # VeRA's rank may be larger, because its matrices are not trained.
-    too_high = [path for path in selected if lora.for_cell(path).lora_rank > min(sizes[path]) and not lora.use_vera]
-    if too_high:
-        smallest = min(min(sizes[path]) for path in too_high)
+def _check_ranks(cells: List[AdaptableCell], lora: LoraConfig) -> Iterator[Finding]:
+    smaller = {}
+    for cell in cells:
+        side = min(cell.shape[-2:])
+        if lora.variant.bounded_rank and lora.for_cell(cell.prefix).lora_rank > side:
+            smaller[cell.prefix] = side
+    if smaller:
         yield Finding(
             "warning",
             f"{PET}.lora_rank",
-            f"The rank exceeds the smaller dimension of {len(too_high)} weights (at least {smallest}): "
-            f"{listed(too_high)}.",
+            f"The rank exceeds the smaller dimension of {len(smaller)} weights (at least {min(smaller.values())}): "
+            f"{listed(smaller)}.",
             "The change of a weight cannot have a higher rank than that. Lower lora_rank, or lower it for just these "
             "cells with rank_pattern.",
         )
-
-
-def _stacked_weights(architecture: Architecture, sizes: Sizes, lora) -> List[str]:
-    """Returns the paths that stacked weights of experts would have in every layer; all-linear leaves them out."""
-    if lora.target_modules == targets.ALL_LINEAR:
-        return []
-    layers = dict.fromkeys(
-        path[: found.end()] for path in sizes if (found := re.match(r".*?layers\.\d+(\.transformer_layer)?", path))
-    )
-    return [f"{layer}.{stack.names.mcore}" for layer in layers for stack in architecture.experts]
-
-
-def _uncounted(weights: str) -> str:
-    return f"LoRA on the stacked weights {weights} too, which are not in the count."
-
-
-def _check_parameters(architecture: Architecture, lora) -> Iterator[Finding]:
-    known = [name for stack in architecture.experts for name in dict.fromkeys(stack.names) if name]
-    modules = [name.rpartition(".")[0] for name in known]
-    key = f"{PET}.target_parameters"
-    for wanted in lora.target_parameters or ():
-        if any(("." + name).endswith("." + wanted) or wanted.endswith("." + name) for name in known + modules):
-            yield Finding("note", key, _uncounted(wanted))
-        else:
-            found = f"{wanted!r} is no stacked weight of {architecture.title}."
-            yield Finding("error", key, found, f"It has: {listed(known) or 'none'}.")
 
 
 def _check_patterns(selected, lora) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Dict, List, Optional, Union
+from typing import Dict, List, Optional, Type, TypeVar, Union
 
 from mindlora.common.fields import (
     COUNT,
@@ -32,6 +32,7 @@ _ZERO_INITS = ("zero", "zeros")
 # PEFT's names of fields, for whoever knows those.
 _PEFT_NAMES = {"r": "lora_rank", "init_lora_weights": "lora_init"}
 Patterns = Union[str, List[str], None]
+_Config = TypeVar("_Config", bound="LoraConfig")
 
 
 @dataclasses.dataclass
@@ -242,7 +243,7 @@ class LoraConfig:
         )
 
     @classmethod
-    def from_pet_config(cls, pet_config: Mapping) -> "LoraConfig":
+    def from_pet_config(cls: Type[_Config], pet_config: Mapping) -> _Config:
         """Reads the pet_config node of a MindFormers YAML.
 
         Args:

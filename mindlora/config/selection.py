@@ -5,13 +5,16 @@ apply_lora and freeze_base describe a network, mindlora plan a YAML, and both as
 
 import dataclasses
 import fnmatch
+import math
 from typing import Collection, Dict, List, Mapping, Optional, Set, Tuple
 
 from mindlora.common.text import listed
+from mindlora.config.description import AdaptableCell, Description
 from mindlora.config.lora_config import LoraConfig
-from mindlora.errors import ConfigError, TargetError
+from mindlora.errors import ConfigError, TargetError, UnsupportedCellError
 from mindlora.models import names, pipeline_parts, targets
-from mindlora.models.description import EXPERTS, LINEAR, AdaptableCell, Description
+from mindlora.numerics import initializers
+from mindlora.numerics.pair_layouts import EXPERTS, LINEAR, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +25,17 @@ class Selection:
         cells (dict): Path -> AdaptableCell of the cells that get an adapter.
         saved (tuple of str): The parameters of modules_to_save.
         quantized (tuple of str): Paths of the cells whose weights quantize_base makes 4-bit.
+        parts (dict): Prefix of each of ``cells`` -> part -> its shape.
+        shared (dict): Part -> shape of what all of them share: VeRA's projection.
+        trainable (int): Elements of the parts and of the saved modules that train, before any are frozen.
     """
 
     cells: Mapping[str, AdaptableCell]
     saved: Tuple[str, ...]
     quantized: Tuple[str, ...]
+    parts: Mapping[str, Dict[str, Shape]]
+    shared: Dict[str, Shape]
+    trainable: int
 
 
 def select(network: Description, config: LoraConfig, warn: bool = True) -> Selection:
@@ -40,23 +49,26 @@ def select(network: Description, config: LoraConfig, warn: bool = True) -> Selec
     Raises:
         TargetError: A field selects nothing, names something that is not there, or something that the configuration
             does two things with.
-        ConfigError: rank_pattern or alpha_pattern names single experts.
+        UnsupportedCellError: Selected cells carry no such adapter, or cannot be quantized; all of them are listed.
+        ConfigError: rank_pattern or alpha_pattern names single experts, or the initializer does not take a rank.
     """
     adapted = _adapted_cells(network, config, warn)
     _check_single_experts(config, list(adapted.values()))
     every_path = [*network.cells, *network.classes]
     pipeline_parts.check_parts(list(adapted), every_path, config.target_modules, "target_modules")
     saved = _saved_parameters(network, config, adapted)
-    quantized = _quantized_cells(network, config)
-    packed: List[str] = []
-    for cell in quantized.values():
-        packed += filter(cell.holds, saved)
-    if packed:
-        raise TargetError(
-            f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
-            "4-bit weights do not train. Add it to quantize_exclude."
-        )
-    return Selection(adapted, tuple(saved), tuple(quantized))
+    _check_supported(adapted, config)
+    quantized = _quantized_cells(network, config, saved)
+    _check_ranks(adapted, quantized, config)
+    variant, parts = config.variant, {}
+    for cell in adapted.values():
+        rank = config.for_cell(cell.prefix).lora_rank
+        parts[cell.prefix] = variant.part_shapes(cell.layout, cell.shape, rank, cell.groups)
+    shared = variant.shared_shapes([cell.shape for cell in adapted.values()], config.lora_rank)
+    trained = [network.parameters[name].shape for name in saved if not names.is_balance(name)]
+    for shapes in parts.values():
+        trained += [shapes[part] for part in variant.trained_parts(config)]
+    return Selection(adapted, tuple(saved), tuple(quantized), parts, shared, sum(map(math.prod, trained)))
 
 
 def freeze(
@@ -120,7 +132,7 @@ def _adapted_cells(network: Description, config: LoraConfig, warn: bool) -> Dict
 
 def _check_single_experts(config: LoraConfig, cells: List[AdaptableCell]) -> None:
     """Raises ConfigError if rank_pattern or alpha_pattern names single experts of ``cells``."""
-    stacks = [cell for cell in cells if cell.kind == EXPERTS]
+    stacks = [cell for cell in cells if cell.layout is EXPERTS]
     for field in ("rank_pattern", "alpha_pattern"):
         for expression in getattr(config, field) or ():
             for stack in stacks:
@@ -176,13 +188,53 @@ def _check_not_joined(module: str, parameters: List[str]) -> None:
         )
 
 
-def _quantized_cells(network: Description, config: LoraConfig) -> Dict[str, AdaptableCell]:
+def _check_supported(adapted: Mapping[str, AdaptableCell], config: LoraConfig) -> None:
+    refused = {}
+    for path, cell in adapted.items():
+        refusal = cell.refusal or config.variant.refusal(config, cell.layout.cells, *cell.bases)
+        if refusal:
+            refused[path] = refusal
+    if refused:
+        raise UnsupportedCellError(
+            f"LoRA cannot be put on {len(refused)} of the selected cells. {_with_reasons(refused)}"
+        )
+
+
+def _quantized_cells(network: Description, config: LoraConfig, saved: List[str]) -> Dict[str, AdaptableCell]:
     if not config.quantize_base:
         return {}
     cells = network.of_kind(LINEAR, EXPERTS)
     selected = targets.select_quantized(list(cells), config.quantize_exclude)
     # Of a base that is quantized already, 4-bit weights stay as they are.
-    return {path: cells[path] for path in selected if not network.is_quantized(cells[path].weight)}
+    quantized = {path: cells[path] for path in selected if not network.is_quantized(cells[path].weight)}
+    refused = {path: cell.quantization_refusal for path, cell in quantized.items() if cell.quantization_refusal}
+    if refused:
+        raise UnsupportedCellError(
+            f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
+            f"quantize_exclude. {_with_reasons(refused)}"
+        )
+    packed: List[str] = []
+    for cell in quantized.values():
+        packed += filter(cell.holds, saved)
+    if packed:
+        raise TargetError(
+            f"modules_to_save names {listed(packed)}, which quantize_base would quantize, and "
+            "4-bit weights do not train. Add it to quantize_exclude."
+        )
+    return quantized
+
+
+def _with_reasons(refused: Mapping[str, str]) -> str:
+    return "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+
+
+def _check_ranks(adapted: Mapping[str, AdaptableCell], quantized: Collection[str], config: LoraConfig) -> None:
+    for path, cell in adapted.items():
+        rank = config.for_cell(cell.prefix).lora_rank
+        if initializers.is_loftq(config.lora_init) and path in quantized:
+            initializers.check_rank(rank, cell, "loftq")
+        elif config.lora_init == "orthogonal":
+            initializers.check_even(rank)
 
 
 def _matched_names(parameters: Collection[str], patterns: Optional[List[str]], field: str) -> Set[str]:

@@ -53,7 +53,7 @@ def check_yaml(path: str) -> List[Finding]:
         finding.severity == "error" and finding.key.startswith(f"{key}.pet_config") for finding in findings
     )
     if lora is not None and not unsupported and not wrong:
-        findings += at(key, [*check_targets(model, lora), *check_dtypes(model, lora)])
+        findings += at(key, [*check_targets(model, lora.for_network()), *check_dtypes(model, lora)])
     findings += check_memory_options(config)
     findings += check_files(config, lora)
     if ask_launcher:

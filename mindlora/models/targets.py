@@ -6,7 +6,7 @@ import re
 from typing import Callable, Collection, List, Mapping, Optional, Sequence, TypeVar, Union
 
 from mindlora.common.text import listed
-from mindlora.errors import ConfigError, TargetError
+from mindlora.errors import TargetError
 from mindlora.models import names
 
 logger = logging.getLogger("mindlora")
@@ -124,23 +124,6 @@ def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = 
             f"quantize_exclude is {exclude!r}." + _candidates(linear_paths)
         )
     return selected
-
-
-def check_vera(paths: Sequence[str]) -> None:
-    """Refuses cells whose VeRA adapter could not be saved.
-
-    Args:
-        paths (Sequence[str]): Full paths of the cells that get one.
-
-    Raises:
-        ConfigError: Some do the work of several cells of Hugging Face's: VeRA's vectors are not theirs.
-    """
-    joined = [path for path in paths if names.joined_parts(path)]
-    if joined:
-        raise ConfigError(
-            f"use_vera is True, and {listed(joined)} do the work of several cells of Hugging Face's: a VeRA adapter of "
-            "such a cell cannot be saved. Leave them out of target_modules."
-        )
 
 
 def _in_layers(paths: List[str], layers: Union[int, Sequence[int]]) -> List[str]:

@@ -1,43 +1,64 @@
 """The description of a built network, which mindlora.config.selection works on."""
 
-from typing import Mapping, Tuple
+from typing import Callable, Mapping
 
 from mindspore import nn
 
+from mindlora.config import LoraConfig
+from mindlora.config.description import AdaptableCell, Description
+from mindlora.errors import UnsupportedCellError
 from mindlora.models.architecture import ParameterSize
-from mindlora.models.description import CONVOLUTION, EMBEDDING, EXPERTS, LINEAR, AdaptableCell, Description
 from mindlora.nn.embedding import embedding_types
 from mindlora.nn.experts import ExpertWeight
 from mindlora.nn.linear_form import channels_of
-from mindlora.nn.registry import adaptable_linear_types, adaptable_types
+from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of, nf4_type_of
 from mindlora.nn.tree import adapter_path, weight_of
+from mindlora.numerics.pair_layouts import CONVOLUTION, EMBEDDING, EXPERTS, LINEAR
 
 
-def describe(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Description:
-    """Returns the description of a network.
+def describe(network: nn.Cell, cells: Mapping[str, nn.Cell], config: LoraConfig) -> Description:
+    """Returns the description of a network for a configuration.
 
     Args:
         network (nn.Cell): The network, without adapters.
         cells (mapping): Path -> cell, from cells_and_weights(network).
+        config (LoraConfig): What its cells may refuse.
     """
     adaptable = {}
     # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
     for path, cell in cells.items():
         if path and isinstance(cell, adaptable_types()):
-            adaptable[path] = AdaptableCell(*_kind_and_shape(cell), adapter_path(cell, path))
+            adaptable[path] = _described(cell, adapter_path(cell, path), config)
     parameters = {}
     for parameter in network.get_parameters():
         parameters[parameter.name] = ParameterSize(tuple(parameter.shape), str(parameter.dtype).lower())
-    linear = [path for path, cell in adaptable.items() if cell.kind == LINEAR]
+    linear = [path for path, cell in adaptable.items() if cell.layout is LINEAR]
     classes = {path: type(cell).__name__ for path, cell in cells.items() if path not in linear}
     return Description(adaptable, parameters, classes)
 
 
-def _kind_and_shape(cell: nn.Cell) -> Tuple[str, Tuple[int, ...]]:
+def _described(cell: nn.Cell, prefix: str, config: LoraConfig) -> AdaptableCell:
+    own_config = config.for_cell(prefix)
+    kind = kind_of(cell, own_config)
+    refusal = _refusal(kind.check, cell, own_config)
     if isinstance(cell, adaptable_linear_types()):
-        return LINEAR, channels_of(cell)[::-1]
+        quantization_refusal = _refusal(nf4_type_of(cell).check, cell) if config.quantize_base else ""
+        shape = channels_of(cell)[::-1]
+        return AdaptableCell(LINEAR, shape, prefix, refusal=refusal, quantization_refusal=quantization_refusal)
     if isinstance(cell, embedding_types()):
-        return EMBEDDING, tuple(weight_of(cell).shape)
+        return AdaptableCell(EMBEDDING, tuple(weight_of(cell).shape), prefix, refusal=refusal)
     if isinstance(cell, ExpertWeight):
-        return EXPERTS, (cell.experts, cell.out_channels, cell.in_channels)
-    return CONVOLUTION, tuple(cell.weight.shape)
+        quantization_refusal = _refusal(nf4_type_of(cell).check, cell) if config.quantize_base else ""
+        shape = (cell.experts, cell.out_channels, cell.in_channels)
+        return AdaptableCell(EXPERTS, shape, prefix, refusal=refusal, quantization_refusal=quantization_refusal)
+    groups = getattr(cell, "group", None) or cell.groups
+    return AdaptableCell(CONVOLUTION, tuple(cell.weight.shape), prefix, groups, refusal=refusal)
+
+
+def _refusal(check: Callable[..., None], *arguments: object) -> str:
+    """Returns why a check refuses a cell, or "" if it does not."""
+    try:
+        check(*arguments)
+    except UnsupportedCellError as error:
+        return str(error)
+    return ""

@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
+from mindlora.config.description import NOT_QUANTIZED_SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
@@ -74,10 +75,7 @@ class NF4Dense(nn.Cell):
         """Raises UnsupportedCellError, with the reason, for a cell that cannot be quantized."""
         cls.check_plain(cell)
         if is_sharded(cell):
-            raise UnsupportedCellError(
-                f"{type(cell).__name__} is sharded, and NF4 weights are not supported there. "
-                "Leave quantize_base out, or run on one device."
-            )
+            raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
 
     @classmethod
     def check_plain(cls, cell: nn.Cell) -> None:

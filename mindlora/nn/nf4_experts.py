@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindlora.config.description import NOT_QUANTIZED_SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight, Operands, check_holder
@@ -106,10 +107,7 @@ class NF4ExpertWeight(ExpertWeight):
         """Raises UnsupportedCellError, with the reason, for a weight that cannot be quantized."""
         check_holder(cell.holder)
         if is_sharded(cell.holder):
-            raise UnsupportedCellError(
-                f"{type(cell.holder).__name__} is sharded, and NF4 weights are not supported there. "
-                "Leave quantize_base out, or run on one device."
-            )
+            raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
 
     def operands(self, after: Tensor) -> Operands:
         """Returns what construct multiplies by once ``after`` is computed; W stands in for the A and B it has not."""

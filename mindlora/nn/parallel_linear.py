@@ -12,6 +12,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops import functional
 
 from mindlora.config import LoraConfig
+from mindlora.config.description import TIED_HEAD
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.adalora import AdaLoRADense
 from mindlora.nn.cell import LoRACell, unserved_setting
@@ -232,10 +233,7 @@ def check_parallel(cell: nn.Cell) -> None:
     if not any(type(cell).construct is base.construct for base in parallel_linear_types()):
         raise UnsupportedCellError(f"{kind} has a forward of its own, which the adapter's cell would drop.")
     if cell.weight is None:
-        raise UnsupportedCellError(
-            f"{kind} has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
-            "Add it to exclude_modules."
-        )
+        raise UnsupportedCellError(TIED_HEAD)
     if not cell.transpose_b:
         raise UnsupportedCellError(
             f"{kind} keeps its weight as [in_channels, out_channels] (transpose_b False), and the adapter needs "

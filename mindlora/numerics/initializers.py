@@ -92,11 +92,7 @@ def orthogonal(
 
     Source: PEFT's orthogonal (Datta, Rethinking LoRA initialisations, 2024).
     """
-    if rank % 2:
-        raise ConfigError(
-            f"lora_init is 'orthogonal' and lora_rank is {rank}: this initializer needs an even rank. "
-            "Set lora_rank to an even number."
-        )
+    check_even(rank)
     q = np.linalg.qr(rng.standard_normal((rank, rank)))[0]
     a = q[0::2].T @ rng.standard_normal((rank // 2, in_channels)) / 10
     b = rng.standard_normal((out_channels, rank // 2)) @ q[1::2] / 10
@@ -241,6 +237,15 @@ def _randomized_svd(weight: np.ndarray, rank: int, iterations: int) -> Tuple[np.
         q = np.linalg.qr(weight @ q)[0]
     u, s, vt = np.linalg.svd(q.T @ weight, full_matrices=False)
     return q @ u, s, vt
+
+
+def check_even(rank: int) -> None:
+    """Raises ConfigError if ``rank`` is odd, for the initializer "orthogonal"."""
+    if rank % 2:
+        raise ConfigError(
+            f"lora_init is 'orthogonal' and lora_rank is {rank}: this initializer needs an even rank. "
+            "Set lora_rank to an even number."
+        )
 
 
 def check_rank(rank: int, weight: Shaped, name: str) -> None:

@@ -8,11 +8,11 @@ other models the same rules are arithmetic, and nothing more.
 import dataclasses
 from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
 
+from mindlora.config.weights import Weight
 from mindlora.models.names import role_of
 from mindlora.plan.recomputation import Recomputation
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
-from mindlora.plan.weights import Weight
 
 _QUERIES = ("wq", "wk", "wv", "w_qkv", "wq_down", "wkv_down")
 _LATENTS = ("wq_up", "wkv_up")
@@ -120,7 +120,7 @@ class Activations:
 
     def first_trained(self) -> int:
         """Returns the first layer with a trained parameter; the number of layers if there is none."""
-        if any(weight.trained for weight in self.weights.get(-1, []) if weight.leaf == "tok_embeddings"):
+        if any(weight.trained for weight in self.weights.get(-1, []) if weight.role == "tok_embeddings"):
             return -1
         trained = [layer for layer, own in self.weights.items() if layer >= 0 and any(weight.trained for weight in own)]
         return min(trained, default=len(self.weights))
@@ -140,7 +140,7 @@ class Activations:
 
     def head(self) -> int:
         """Returns the bytes that are kept after the last layer, without the loss."""
-        sizes, own = self.sizes, [weight for weight in self.weights.get(-1, []) if weight.leaf == "lm_head"]
+        sizes, own = self.sizes, [weight for weight in self.weights.get(-1, []) if weight.role == "lm_head"]
         total = self.compute * sizes.outside * sizes.hidden + 4 * sizes.outside
         if any(weight.trained for weight in own):
             total += self.compute * sizes.tokens * sizes.hidden
@@ -165,7 +165,7 @@ class Activations:
         """Yields what a layer keeps if nothing of it is recomputed."""
         by_leaf: Dict[str, List[Weight]] = {}
         for weight in self.weights.get(layer, []):
-            by_leaf.setdefault(weight.leaf, []).append(weight)
+            by_leaf.setdefault(weight.role, []).append(weight)
         trained = {leaf for leaf, own in by_leaf.items() if any(weight.trained for weight in own)}
         # Gradients flow only to what lies behind the first trained parameter.
         before = layer > self.first_trained()

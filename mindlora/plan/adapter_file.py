@@ -8,20 +8,21 @@ from mindlora.adapters import metadata
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.dialects import peft, peft_experts
 from mindlora.config import LoraConfig
+from mindlora.config.weights import Weight
 from mindlora.formats.safetensors_file import layout
 from mindlora.models import names
 from mindlora.models.joined_rows import HeadSizes
 from mindlora.numerics import initializers
 from mindlora.numerics.dtypes import named_dtype
+from mindlora.numerics.pair_layouts import Shape
 from mindlora.plan.run import Run
-from mindlora.plan.weights import Shape, Weight, adapted_cells, parts_of, shared_projection
 
 _Entry = Tuple[str, np.dtype, Shape]
 # A fingerprint has hashes of 16 digits each (mindlora.adapters.fingerprint).
 _HASH = "0" * 16
 
 
-def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
+def adapter_file_size(run: Run) -> Optional[int]:
     """Returns the bytes of adapter_model.safetensors as PEFT's folder has it, or None if there is no telling.
 
     A run without an adapter saves none, AdaLoRA saves the ranks that training leaves, and the parts of a ChatGLM's
@@ -29,34 +30,33 @@ def adapter_file_size(run: Run, weights: List[Weight]) -> Optional[int]:
 
     Args:
         run (Run): The run.
-        weights (list of Weight): Its parameters.
     """
-    if run.lora is None or run.selection is None or run.lora.use_adalora:
+    if run.lora is None or run.selection is None or not run.lora.variant.in_files or _joins_parts(run):
         return None
     saved, saved_modules = run.lora.as_saved(), set(run.selection.saved)
-    adapted = adapted_cells(run)
-    if _joins_parts(run, adapted):
-        return None
+    adapted = list(run.adapted)
     entries: List[_Entry] = []
     modules = peft_experts.module_paths([path for path in adapted if path in run.experts])
-    for path, shape in adapted.items():
-        if path in modules:
-            entries += _stacked_entries(modules[path], parts_of(saved, path, shape), saved)
+    for cell in run.selection.cells.values():
+        # Under the joined cell's path, under which the ranks were given.
+        rank = saved.for_cell(cell.prefix).lora_rank
+        if cell.prefix in modules:
+            pair = saved.variant.part_shapes(cell.layout, cell.shape, rank)
+            entries += _stacked_entries(modules[cell.prefix], pair, saved)
             continue
-        for own, size in _split_cells(run, path, shape).items():
-            for part, part_shape in parts_of(saved, own, size).items():
-                # PEFT's rank_pattern is resolved by the joined cell's path, under which the ranks were given.
-                entries.append(_entry(own, part, _with_rank(part_shape, saved.for_cell(path).lora_rank, part), saved))
-    for part, shape in shared_projection(saved, adapted).items():
+        for path, shape in _split_cells(run, cell.prefix, cell.shape).items():
+            for part, part_shape in saved.variant.part_shapes(cell.layout, shape, rank).items():
+                entries.append(_entry(path, part, part_shape, saved))
+    for part, shape in run.selection.shared.items():
         entries.append(_entry("", part, shape, saved))
-    for weight in weights:
-        if not weight.adapter and weight.name in saved_modules:
+    for weight in run.weights:
+        if weight.name in saved_modules:
             # With the head, so that PEFT does not untie them.
             heads = _tied_heads(run, weight) if weight.path not in adapted else []
             for name in (weight.name, *(f"{head}.weight" for head in heads)):
-                key = peft.saved_module_key(name, list(adapted))
+                key = peft.saved_module_key(name, adapted)
                 entries.append((key, named_dtype(weight.dtype), weight.shape))
-    return layout(sorted(entries, key=lambda entry: entry[0]), _header(run, weights, adapted))[2]
+    return layout(sorted(entries, key=lambda entry: entry[0]), _header(run))[2]
 
 
 def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> List[_Entry]:
@@ -80,14 +80,10 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     return {member: (own, shape[1]) for member, own in zip(members, rows)}
 
 
-def _joins_parts(run: Run, adapted: Dict[str, Shape]) -> bool:
+def _joins_parts(run: Run) -> bool:
     """Tells whether the file has one pair where the network has several: the parts of a ChatGLM's joined cells."""
-    joined = filter(None, map(run.architecture.joined_path, adapted))
+    joined = filter(None, map(run.architecture.joined_path, run.adapted))
     return any(map(run.architecture.in_hugging_face, joined))
-
-
-def _with_rank(shape: Shape, rank: int, part: str) -> Shape:
-    return {"A": (rank, *shape[1:]), "B": (*shape[:1], rank), "lambda_d": (rank,)}.get(part, shape)
 
 
 def _entry(path: str, part: str, shape: Shape, lora: LoraConfig) -> _Entry:
@@ -100,11 +96,12 @@ def _tied_heads(run: Run, weight: Weight) -> List[str]:
     return heads if weight.path == run.embedding[0] else []
 
 
-def _header(run: Run, weights: List[Weight], adapted: Dict[str, Shape]) -> Dict[str, str]:
+def _header(run: Run) -> Dict[str, str]:
     fingerprint = {"shapes": _HASH, "values": _HASH}
     # Of the matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
-    base = [w for w in weights if not w.adapter and len(w.shape) > 1]
-    dtypes = {w.dtype for w in base if {w.path, f"{w.path}.{w.part}", *_tied_heads(run, w)} & adapted.keys()}
+    base = [weight for weight in run.weights if not weight.adapter and len(weight.shape) > 1]
+    adapted = set(run.adapted)
+    dtypes = {weight.dtype for weight in base if {weight.path, weight.name, *_tied_heads(run, weight)} & adapted}
     if len(dtypes) == 1 and "uint8" not in dtypes:
         fingerprint.update(dtype=dtypes.pop(), float16=_HASH, bfloat16=_HASH)
     adapter = Adapter({}, fingerprint=fingerprint)

@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from mindlora.common.overrides import apply_overrides
 from mindlora.common.yaml_file import read_yaml, value_at
+from mindlora.config.weights import Weight
 from mindlora.errors import ConfigError
 from mindlora.plan.adapter_file import adapter_file_size
 from mindlora.plan.changes import fit
@@ -14,7 +15,6 @@ from mindlora.plan.memory import ARITHMETIC, EXACT, OPTIMIZERS, kv_cache_per_tok
 from mindlora.plan.report import PlanReport
 from mindlora.plan.run import Run, read_run
 from mindlora.plan.schedule import schedule_of
-from mindlora.plan.weights import Weight, adapted_cells, weights_of
 
 DEVICES = (1, 2, 4, 8)
 
@@ -43,7 +43,7 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
     if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in devices):
         raise ConfigError(f"devices is {list(devices)!r}: it must hold whole numbers of at least 1.")
     run = read_run(config)
-    weights = weights_of(run)
+    weights = run.weights
     division, device = run.division, memory_of(run)
     return PlanReport(
         name,
@@ -51,9 +51,9 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         run.mode,
         sum(weight.count for weight in weights),
         sum(weight.count for weight in weights if weight.trained),
-        tuple(adapted_cells(run)),
-        _adapter(run, weights),
-        adapter_file_size(run, weights),
+        run.adapted,
+        _adapter(run),
+        adapter_file_size(run),
         _dtype(weights),
         division.devices,
         _division(division),
@@ -70,14 +70,11 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
     )
 
 
-def _adapter(run: Run, weights: List[Weight]) -> str:
+def _adapter(run: Run) -> str:
     if run.lora is None:
         return ""
-    kinds = {"VeRA": run.lora.use_vera, "DoRA": run.lora.use_dora, "AdaLoRA": run.lora.use_adalora, "LoRA": True}
-    kind = next(name for name, used in kinds.items() if used)
-    paths = {weight.path for weight in weights if weight.adapter and weight.path}
-    ranks = sorted({run.lora.for_cell(path).lora_rank for path in paths})
-    return f"{kind} of rank {', '.join(map(str, ranks))} on {len(paths)} cells"
+    ranks = sorted({run.lora.for_cell(path).lora_rank for path in run.adapted})
+    return f"{run.lora.variant.name} of rank {', '.join(map(str, ranks))} on {len(run.adapted)} cells"
 
 
 def _dtype(weights: List[Weight]) -> str:
@@ -113,9 +110,10 @@ def _notes(run: Run) -> List[str]:
     kind = optimizer_of(run)[0]
     if run.trains and kind not in OPTIMIZERS:
         notes.append(f"Note: the optimizer {kind} is not known; it is counted as AdamW, with two float32 states.")
-    if run.lora is not None and run.lora.use_adalora:
-        notes.append("Note: AdaLoRA saves the ranks that training leaves: the size of its file is known after the run.")
-    elif run.lora is not None and adapter_file_size(run, weights_of(run)) is None:
+    if run.lora is not None and not run.lora.variant.in_files:
+        name = run.lora.variant.name
+        notes.append(f"Note: {name} saves the ranks that training leaves: the size of its file is known after the run.")
+    elif run.lora is not None and adapter_file_size(run) is None:
         notes.append(
             "Note: the pairs of a joined cell's parts are saved as one, of a rank that depends on their values, so the "
             "size of the file is known after the run."

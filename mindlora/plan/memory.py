@@ -4,11 +4,11 @@ import dataclasses
 from typing import Any, Dict, List, Tuple
 
 from mindlora.common.yaml_file import value_at
+from mindlora.config.weights import Weight
 from mindlora.plan.activations import Activations
 from mindlora.plan.recomputation import Recomputation, read_recomputation
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
-from mindlora.plan.weights import Weight, weights_of
 
 EXACT, MODEL, ARITHMETIC = "exact", "model, 15 %", "arithmetic"
 # Optimizer -> (states of each trained parameter, whether they are float32 whatever the parameter is).
@@ -81,8 +81,7 @@ def memory_of(run: Run) -> DeviceMemory:
     Raises:
         LoraError: A setting of the YAML is wrong.
     """
-    weights = weights_of(run)
-    stages = [_stage(run, weights, stage) for stage in range(run.division.pipeline)]
+    stages = [_stage(run, run.weights, stage) for stage in range(run.division.pipeline)]
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -160,7 +159,7 @@ def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weigh
         if layer is not None:
             return layer in layers
         # What VeRA's cells share has no path.
-        return not weight.path or stage == (0 if weight.leaf == "tok_embeddings" else last)
+        return not weight.path or stage == (0 if weight.role == "tok_embeddings" else last)
 
     return [weight for weight in weights if is_here(weight)]
 
@@ -170,9 +169,9 @@ def _tensors(run: Run, weights: List[Weight]) -> Tensors:
     _, states, is_float32 = optimizer_of(run)
     layers: Dict[Any, int] = {}
     for weight in weights:
-        parts = run.division.part_of(weight.leaf, weight.part, weight.shape)
+        parts = run.division.part_of(weight.role, weight.part, weight.shape)
         whole = weight.size // parts
-        shards = run.division.shards_of(weight.leaf, whole, max(weight.shape[0] // parts, 1))
+        shards = run.division.shards_of(weight.role, whole, max(weight.shape[0] // parts, 1))
         sizes["adapter" if weight.adapter else "base"] += whole // shards
         if shards > 1:
             layer = weight.path.rpartition(".")[0].rpartition(".")[0]

@@ -2,24 +2,24 @@
 
 import dataclasses
 import functools
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from mindlora.checks.pet_config import PetLoraConfig
 from mindlora.common.fields import COUNT, check_number, dtype_name
 from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
+from mindlora.config.description import Description, describe_model
 from mindlora.config.selection import Selection, select
+from mindlora.config.weights import Weight, weights_of
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
 from mindlora.models.architecture import Architecture, ParameterSize
 from mindlora.models.attention import Attention
-from mindlora.models.description import EXPERTS, LINEAR, Description, describe_model
-from mindlora.models.targets import check_vera
+from mindlora.numerics.pair_layouts import EXPERTS, LINEAR
 from mindlora.plan.division import Division
 
-# Keys of pet_config that change neither a tensor nor its size.
-WITHOUT_SIZE = ("adapter_path", "base_model_name_or_path", "loraplus_lr_ratio", "neftune_alpha", "on_base_mismatch")
 TRAIN_STEP = "LoraTrainOneStepCell"
 
 
@@ -79,14 +79,28 @@ class Run:
         """What pet_config selects of the network, or None without one.
 
         Raises:
-            TargetError, ConfigError: The run would be refused.
+            TargetError, UnsupportedCellError, ConfigError: The run would be refused.
         """
         if self.lora is None:
             return None
         selection = select(self.network, self.lora, warn=False)
-        if self.lora.use_vera:
-            check_vera(list(selection.cells))
+        self.lora.variant.check_paths(list(selection.parts))
         return selection
+
+    @functools.cached_property
+    def weights(self) -> List[Weight]:
+        """All parameters of the network, the adapter's included.
+
+        Raises:
+            TargetError, UnsupportedCellError, ConfigError: The run would be refused.
+        """
+        weights = weights_of(self.network, self.lora, self.selection)
+        return weights if self.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
+
+    @property
+    def adapted(self) -> Tuple[str, ...]:
+        """The prefixes of the cells that get an adapter."""
+        return tuple(self.selection.parts) if self.selection else ()
 
     @functools.cached_property
     def linear(self) -> Dict[str, Tuple[int, int]]:
@@ -261,4 +275,4 @@ def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:
         return None
     if not isinstance(pet, dict):
         raise ConfigError(f"{PET} is {pet!r}, which is not a node with keys. Write pet_type and the rest below it.")
-    return LoraConfig.from_pet_config({key: value for key, value in pet.items() if key not in WITHOUT_SIZE})
+    return PetLoraConfig.from_pet_config(pet).for_network()

@@ -9,7 +9,6 @@ from mindlora.models.registry import by_model_type
 from mindlora.nn.nf4 import parameter_count
 from mindlora.nn.tree import lora_cells
 from mindlora.plan.run import read_run
-from mindlora.plan.weights import weights_of
 from mindlora.plugin import launcher
 from mindlora.plugin.launching import preflight
 from tests.configs.test_configs_build import build, callbacks, train_step
@@ -104,7 +103,7 @@ def test_the_bytes_of_a_4_bit_base_are_those_that_a_plan_counts(path):
     text = read(path)
     packed = number(re.search(r"^#   weights in NF4 +([\d,]+) x 4.129 / 8 bytes ", text, re.M)[1])
     others = number(re.search(r"^#   other weights +([\d,]+) x 2 bytes ", text, re.M)[1])
-    base = [weight for weight in weights_of(read_run(merged(path))) if not weight.adapter]
+    base = [weight for weight in read_run(merged(path)).weights if not weight.adapter]
     assert sum(weight.count for weight in base if weight.dtype == "uint8") == packed
     assert sum(weight.count for weight in base if weight.dtype != "uint8") == others
     size = sum(weight.size for weight in base if weight.dtype == "uint8" or weight.part.endswith(("scales", "offsets")))

@@ -273,7 +273,7 @@ def refused(cell, **keys):
 def test_cells_that_cannot_carry_an_adapter_are_refused():
     tied = parallel_cell(skip_weight_param_allocation=True)
     assert refused(tied) == (
-        "ColumnParallelLinear has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
+        "The output layer has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
         "Add it to exclude_modules."
     )
     assert refused(parallel_cell(transpose_b=False)) == (

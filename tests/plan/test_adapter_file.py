@@ -5,7 +5,6 @@ import os
 import pytest
 
 from mindlora.plan.adapter_file import adapter_file_size
-from mindlora.plan.weights import weights_of
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 VERA = {"pet_type": "lora", "lora_rank": 8, "use_vera": True, "target_modules": "all-linear"}
@@ -43,7 +42,7 @@ def test_the_size_is_that_of_the_saved_file(name, make_llama, tmp_path):
     save_lora(network, str(tmp_path / "adapter"))
     run = run_of(model, pet)
     size = os.path.getsize(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert adapter_file_size(run, weights_of(run)) == size
+    assert adapter_file_size(run) == size
 
 
 def test_an_initialization_that_changes_the_base_is_saved_at_twice_the_rank(make_llama, tmp_path):
@@ -56,9 +55,9 @@ def test_an_initialization_that_changes_the_base_is_saved_at_twice_the_rank(make
     save_lora(network, str(tmp_path / "adapter"))
     run = run_of({}, pet)
     size = os.path.getsize(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert adapter_file_size(run, weights_of(run)) == size
+    assert adapter_file_size(run) == size
 
 
 def test_without_an_adapter_there_is_no_file():
     run = run_of({}, {})
-    assert adapter_file_size(run, weights_of(run)) is None
+    assert adapter_file_size(run) is None

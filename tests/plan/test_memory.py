@@ -6,7 +6,6 @@ from mindlora.errors import ConfigError
 from mindlora.plan.layouts import layouts_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
 from mindlora.plan.run import read_run
-from mindlora.plan.weights import weights_of
 from tests.support import moe_networks
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
@@ -30,7 +29,7 @@ def lines(run):
 
 def test_adapter_gradients_and_moments_are_of_the_adapters_size():
     found = lines(run_of())
-    assert sum(weight.elements for weight in weights_of(run_of()) if weight.adapter) == ADAPTER
+    assert sum(weight.elements for weight in run_of().weights if weight.adapter) == ADAPTER
     assert (found["adapter"], found["gradients"], found["optimizer"]) == (4 * ADAPTER, 4 * ADAPTER, 8 * ADAPTER)
 
 
@@ -67,7 +66,7 @@ def test_accumulation_holds_a_second_gradient_and_the_activations_of_one_micro_b
 
 def test_the_whole_network_trained_in_bfloat16_has_gradients_and_moments_in_float32():
     run = run_of({"param_init_type": "bfloat16", "compute_dtype": "bfloat16"}, {})
-    count = sum(weight.elements for weight in weights_of(run))
+    count = sum(weight.elements for weight in run.weights)
     assert (lines(run)["gradients"], lines(run)["optimizer"]) == (4 * count, 8 * count)
 
 
@@ -134,7 +133,7 @@ def test_experts_are_divided_among_devices():
     yaml = {"run_mode": "finetune", "model": {"model_config": model}}
     nodes = {**SHARDED, "parallel_config": {"data_parallel": 2, "expert_parallel": 2}, "use_legacy": False}
     alone, shared = read_run(yaml), read_run({**yaml, **nodes})
-    experts = sum(weight.size for weight in weights_of(alone) if ".experts." in weight.name)
+    experts = sum(weight.size for weight in alone.weights if ".experts." in weight.name)
     assert lines(alone)["base"] - lines(shared)["base"] == experts // 2
     with pytest.raises(ConfigError, match="data_parallel x model_parallel 2 by expert_parallel 4"):
         read_run({**yaml, **nodes, "parallel_config": {"data_parallel": 2, "expert_parallel": 4}})

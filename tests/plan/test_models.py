@@ -5,15 +5,14 @@ import re
 
 import pytest
 
-from mindlora.errors import ConfigError, TargetError
+from mindlora.errors import ConfigError, TargetError, UnsupportedCellError
 from mindlora.plan.adapter_file import adapter_file_size
 from mindlora.plan.make import plan_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
 from mindlora.plan.run import read_run
-from mindlora.plan.weights import weights_of
 from tests.support import mcore_networks, moe_cpu, moe_networks
 from tests.support.chatglm_networks import CHATGLM, chatglm
-from tests.support.planned_runs import adapted, name_of
+from tests.support.planned_runs import adapted
 from tests.support.predicting_networks import GLM4, QWEN2, tiny_predicting
 
 BFLOAT16 = {"params_dtype": "bfloat16"}
@@ -171,22 +170,25 @@ def test_a_saved_module_that_the_run_refuses_is_refused_in_the_same_words(module
     with pytest.raises(TargetError) as refused:
         adapted(network, pet)
     with pytest.raises(TargetError, match=re.escape(str(refused.value))):
-        weights_of(read_run(config))
+        list(read_run(config).weights)
 
 
 @pytest.mark.parametrize(
     "pet, message",
     [
         ({**EXPERTS, "target_parameters": ["mlp.gone"]}, "target_parameters names 'mlp.gone', which matches no"),
-        ({**EXPERTS, "use_dora": True}, "pet_config has target_parameters and use_dora, which routed experts do not"),
-        ({**EXPERTS, "lora_dropout": 0.1}, "pet_config has target_parameters and lora_dropout"),
-        ({**EXPERTS, "quantize_base": "nf4", "lora_init": "loftq"}, "pet_config has target_parameters and lora_init"),
+        ({**EXPERTS, "use_dora": True}, "use_dora is not supported on stacked experts"),
+        ({**EXPERTS, "lora_dropout": 0.1}, "lora_dropout is not supported on stacked experts"),
+        (
+            {**EXPERTS, "quantize_base": "nf4", "lora_init": "loftq"},
+            "lora_init 'loftq' is not supported on stacked experts",
+        ),
         ({**LINEAR, "target_modules": ["word_embeddings"]}, "target_modules .* matches no linear cell"),
     ],
 )
 def test_what_experts_cannot_have_is_an_error(pet, message):
-    with pytest.raises(TargetError, match=message):
-        weights_of(read_run(yaml_of("Qwen3MoeConfig", moe_networks.QWEN3_MOE, pet)))
+    with pytest.raises((TargetError, UnsupportedCellError), match=message):
+        list(read_run(yaml_of("Qwen3MoeConfig", moe_networks.QWEN3_MOE, pet)).weights)
 
 
 def test_a_model_that_only_predicts_is_not_planned_for_training():
@@ -208,13 +210,13 @@ def trains(parameter):
 
 def assert_planned_as_built(network, config, mode="finetune"):
     run, built = read_run(config), parameters_of(network)
-    weights = weights_of(run)
-    assert {name_of(weight): (weight.shape, weight.dtype) for weight in weights} == {
+    weights = run.weights
+    assert {weight.name: (weight.shape, weight.dtype) for weight in weights} == {
         p.name: (tuple(p.shape), str(p.dtype).lower()) for p in built
     }
     assert sum(weight.size for weight in weights) == sum(p.nbytes for p in built)
     if mode == "finetune":
-        assert {name_of(weight) for weight in weights if weight.trained} == {p.name for p in built if trains(p)}
+        assert {weight.name for weight in weights if weight.trained} == {p.name for p in built if trains(p)}
     assert memory_of(run).total > sum(weight.size for weight in weights)
 
 
@@ -225,4 +227,4 @@ def assert_file_size(network, config, tmp_path):
     save_lora(network, str(tmp_path / "adapter"))
     run = read_run(config)
     size = os.path.getsize(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert adapter_file_size(run, weights_of(run)) == size
+    assert adapter_file_size(run) == size

@@ -2,10 +2,9 @@
 
 import pytest
 
-from mindlora.errors import ConfigError, TargetError
+from mindlora.errors import ConfigError, TargetError, UnsupportedCellError
 from mindlora.nn.nf4 import parameter_count
-from mindlora.plan.weights import weights_of
-from tests.support.planned_runs import LORA, TINY, adapted, name_of, run_of
+from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 BFLOAT16 = {"param_init_type": "bfloat16", "compute_dtype": "bfloat16"}
 VERA = {"pet_type": "lora", "lora_rank": 8, "use_vera": True, "target_modules": "all-linear"}
@@ -53,8 +52,8 @@ NETWORKS = {
 def test_the_parameters_are_those_of_the_built_network(name, make_llama):
     model, pet = NETWORKS[name]
     network = adapted(make_llama(**{**TINY, **model, "type": None}), pet)
-    weights = weights_of(run_of(model, pet))
-    planned = {name_of(weight): (weight.shape, weight.dtype, weight.trained) for weight in weights}
+    weights = run_of(model, pet).weights
+    planned = {weight.name: (weight.shape, weight.dtype, weight.trained) for weight in weights}
     built = {
         parameter.name: (tuple(parameter.shape), str(parameter.dtype).lower(), parameter.requires_grad)
         for parameter in network.get_parameters()
@@ -67,12 +66,12 @@ def test_the_parameters_are_those_of_the_built_network(name, make_llama):
 def test_a_4_bit_weight_cannot_be_trained():
     pet = {**LORA, "quantize_base": "nf4", "target_modules": ["wq"], "modules_to_save": ["w2"]}
     with pytest.raises(TargetError, match="modules_to_save names .*w2.weight, which quantize_base would quantize"):
-        weights_of(run_of({}, pet))
+        list(run_of({}, pet).weights)
 
 
 def test_a_saved_module_that_is_not_there_is_named():
     with pytest.raises(TargetError, match="modules_to_save names 'gone', which matches no module"):
-        weights_of(run_of({}, {**LORA, "modules_to_save": ["gone"]}))
+        list(run_of({}, {**LORA, "modules_to_save": ["gone"]}).weights)
 
 
 @pytest.mark.parametrize(
@@ -80,29 +79,38 @@ def test_a_saved_module_that_is_not_there_is_named():
     [
         ({"freeze_include": ["*lambda*"]}, r"freeze_include pattern '\*lambda\*' matches no parameter"),
         ({"freeze_include": ["*"]}, "freezes everything"),
-        ({"target_modules": ["wq", "tok_embeddings"], "use_dora": True}, "use_dora, which embeddings do not take"),
-        ({"target_modules": ["tok_embeddings"], "lora_init": "olora"}, "lora_init, which embeddings do not take"),
+        ({"target_modules": ["wq", "tok_embeddings"], "use_dora": True}, "use_dora is not supported on embeddings"),
+        (
+            {"target_modules": ["tok_embeddings"], "lora_init": "olora"},
+            "lora_init 'olora' is not supported on embeddings",
+        ),
     ],
 )
 def test_what_no_network_takes_is_not_planned(keys, message):
-    with pytest.raises(TargetError, match=message):
-        weights_of(run_of({}, {**LORA, **keys}))
+    with pytest.raises((TargetError, UnsupportedCellError), match=message):
+        list(run_of({}, {**LORA, **keys}).weights)
 
 
 def test_vera_on_cells_that_no_file_could_hold_is_not_planned():
     vera = {**VERA, "exclude_modules": ["lm_head"]}
     with pytest.raises(ConfigError, match=r"use_vera is True, and .*attention\.w_qkv, .* do the work"):
-        weights_of(run_of({"qkv_concat": True}, vera))
+        list(run_of({"qkv_concat": True}, vera).weights)
     assert any(
-        weight.part == "lambda_b"
-        for weight in weights_of(run_of({"qkv_concat": True}, {**vera, "target_modules": ["wo"]}))
+        weight.part == "lambda_b" for weight in run_of({"qkv_concat": True}, {**vera, "target_modules": ["wo"]}).weights
     )
 
 
 def test_prediction_trains_nothing():
-    assert not any(weight.trained for weight in weights_of(run_of({}, LORA, run_mode="predict")))
+    assert not any(weight.trained for weight in run_of({}, LORA, run_mode="predict").weights)
 
 
 def test_a_module_cannot_be_both_adapted_and_saved():
     with pytest.raises(TargetError, match="modules_to_save names 'wq', and so does target_modules"):
-        weights_of(run_of({}, {**LORA, "modules_to_save": ["wq"]}))
+        list(run_of({}, {**LORA, "modules_to_save": ["wq"]}).weights)
+
+
+def test_an_adapter_that_changed_its_base_when_it_was_made_is_loaded_at_twice_the_rank():
+    pissa = {**LORA, "lora_init": "pissa", "target_modules": ["layers.0.attention.wq"]}
+    for path, rank in ((None, 8), ("adapter", 16)):
+        (a,) = (weight for weight in run_of({}, {**pissa, "adapter_path": path}).weights if weight.part == "A")
+        assert a.shape == (rank, 32)

@@ -49,15 +49,3 @@ def adapted(network, pet):
         apply_lora(network, config)
         freeze_base(network, config)
     return network
-
-
-# Part of a Weight of an adapter -> the name of its parameter.
-_PARTS = {part: f"mindpet_delta_lora_{part}" for part in ("magnitude", "lambda_d", "lambda_b", "lambda")}
-_PARTS |= {"A": "mindpet_delta_lora_a", "B": "mindpet_delta_lora_b"}
-_PARTS |= {"shared A": "mindpet_delta_lora_vera_a", "shared B": "mindpet_delta_lora_vera_b"}
-
-
-def name_of(weight):
-    """Returns the name that a Weight has as a parameter of the network."""
-    part = _PARTS.get(weight.part, weight.part) if weight.adapter else weight.part
-    return f"{weight.path}.{part}".lstrip(".")

@@ -13,7 +13,6 @@ from mindlora.apply import apply_lora, freeze_base, trainable_summary
 from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
 from mindlora.checks.sharded import is_scattered
 from mindlora.errors import ConfigError
-from mindlora.models import targets
 from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells, saved_module_parameters
 from mindlora.plugin.graph.loaded_base import LoadedBase
@@ -58,10 +57,8 @@ class MindloraModel(LoraModel):
             # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
             self._load(base_model, config)
         else:
-            # A saved adapter belongs to the base as it is loaded, whatever initialization it was trained from.
-            apply_lora(base_model, config.as_saved() if config.adapter_path else config)
-        if config.use_vera:
-            targets.check_vera([path for path, _ in lora_cells(base_model)])
+            apply_lora(base_model, config.for_network())
+        config.variant.check_paths([path for path, _ in lora_cells(base_model)])
         freeze_base(base_model, config)
         # MindFormers freezes again, by MindPet's names and by freeze_exclude, whose paths start at its own wrapper.
         # It leaves parameters with mindpet_delta_lora in their names alone, so LoRA-FA's A stays frozen.

@@ -3,32 +3,48 @@
 import dataclasses
 from typing import Dict, Mapping, NamedTuple, Tuple
 
+from mindlora.config.variants.variant import SHARDED
 from mindlora.models.architecture import LEGACY, MCORE, Architecture, ParameterSize
+from mindlora.numerics.pair_layouts import EMBEDDING, EXPERTS, LINEAR, PairLayout
 
 # The dtype in which 4-bit values are stored, two of them in one.
-QUANTIZED = "uint8"
-LINEAR, EMBEDDING, CONVOLUTION, EXPERTS = "linear", "embedding", "convolution", "experts"
+QUANTIZED_DTYPE = "uint8"
+NOT_QUANTIZED_SHARDED = (
+    "The cell is sharded, and NF4 weights are not supported there. Leave quantize_base out, or run on one device."
+)
+TIED_HEAD = (
+    "The output layer has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
+    "Add it to exclude_modules."
+)
 
 
 class AdaptableCell(NamedTuple):
     """A cell that can carry an adapter, or the stacked weight of a layer's experts, which counts as one.
 
     Attributes:
-        kind (str): "linear", "embedding", "convolution" or "experts".
-        shape (tuple of int): [out, in] of a linear cell, [vocabulary, dim] of an embedding, [experts, out, in] of
-            stacked experts; the weight's of a convolution.
+        layout (PairLayout): Its kind: LINEAR, EMBEDDING, CONVOLUTION or EXPERTS.
+        shape (tuple of int): The shape of its weight, as layout.pair_shapes takes it.
         prefix (str): What the names of its parameters begin with, before the last dot; of stacked experts, the name of
             their weight.
+        groups (int): Groups of a convolution. Default: 1.
+        bases (tuple of str): What else it is that an adapter may not support, such as SHARDED. Default: none.
+        refusal (str): Why it carries no adapter, whatever the configuration, or none of the configuration that the
+            network was described for. Default: "", it does.
+        quantization_refusal (str): Why its weight cannot be quantized. Default: "", it can.
     """
 
-    kind: str
+    layout: PairLayout
     shape: Tuple[int, ...]
     prefix: str
+    groups: int = 1
+    bases: Tuple[str, ...] = ()
+    refusal: str = ""
+    quantization_refusal: str = ""
 
     @property
     def weight(self) -> str:
         """The name of its weight, unless it is an embedding."""
-        return self.prefix if self.kind == EXPERTS else f"{self.prefix}.weight"
+        return self.prefix if self.layout is EXPERTS else f"{self.prefix}.weight"
 
     def holds(self, parameter: str) -> bool:
         """Tells whether a parameter, by its name, is of this cell."""
@@ -49,13 +65,13 @@ class Description:
     parameters: Mapping[str, ParameterSize]
     classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def of_kind(self, *kinds: str) -> Dict[str, AdaptableCell]:
+    def of_kind(self, *layouts: PairLayout) -> Dict[str, AdaptableCell]:
         """Returns the cells of some kinds."""
-        return {path: cell for path, cell in self.cells.items() if cell.kind in kinds}
+        return {path: cell for path, cell in self.cells.items() if cell.layout in layouts}
 
     def is_quantized(self, parameter: str) -> bool:
         """Tells whether a parameter of the network, by its name, holds 4-bit values."""
-        return parameter in self.parameters and self.parameters[parameter].dtype == QUANTIZED
+        return parameter in self.parameters and self.parameters[parameter].dtype == QUANTIZED_DTYPE
 
 
 def describe_model(architecture: Architecture, model_config: dict) -> Description:
@@ -66,15 +82,21 @@ def describe_model(architecture: Architecture, model_config: dict) -> Descriptio
     """
     parameters = architecture.parameter_sizes(model_config)
     mcore = architecture.embedding_table(MCORE) in parameters
+    legacy_table = architecture.embedding_table(LEGACY)
     # The names of mcore's parameters leave out the first part of their cells' paths.
     holder = "model." if mcore else ""
     cells = {}
-    if not mcore:
-        # Embeddings of mcore models take no adapter.
+    # Embeddings of mcore models take no adapter.
+    if legacy_table in parameters:
         embedding = architecture.embedding.mindformers
-        cells[embedding] = AdaptableCell(EMBEDDING, parameters[architecture.embedding_table(LEGACY)].shape, embedding)
+        cells[embedding] = AdaptableCell(EMBEDDING, parameters[legacy_table].shape, embedding)
     for path, shape in architecture.linear_sizes(model_config).items():
-        cells[holder + path] = AdaptableCell(LINEAR, shape, path)
+        cell = AdaptableCell(LINEAR, shape, path)
+        if architecture.always_sharded:
+            cell = cell._replace(bases=(SHARDED,), quantization_refusal=NOT_QUANTIZED_SHARDED)
+        if mcore and cell.weight not in parameters:
+            cell = cell._replace(refusal=TIED_HEAD)
+        cells[holder + path] = cell
     for name, size in parameters.items():
         for stack in architecture.experts:
             if name.endswith("." + stack.names.mcore):
