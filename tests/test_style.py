@@ -39,11 +39,6 @@ STILL_NESTED = {
     "plugin/callbacks/run_description.py",
     "plugin/resume/sharded_adapter.py",
     "serving/engine.py",
-    "training/rank_budget.py",
-    "training/rank_suggestion.py",
-    "training/rate_factor.py",
-    "training/report/configuration.py",
-    "training/report/page.py",
 }
 
 

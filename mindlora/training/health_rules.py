@@ -29,6 +29,8 @@ _SLOW_UPDATE, _FAST_UPDATE = 1e-4, 0.2
 _SATURATED = 0.01
 _UNUSED_RANK, _LEAST_UNUSED_RANK, _EXHAUSTED_RANK = 0.25, 8, 0.9
 _ONE_LAYER, _LEAST_LAYERS = 0.8, 3
+# Of a cell, a layer or (with an empty path) the whole run: path, what is wrong with its figures, what to change.
+_Fault = Tuple[str, str, str]
 _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
 
 
@@ -64,7 +66,7 @@ class HealthRules:
             learning_rate (float): Of the step of the report. Default: None, if it is not known.
         """
         situation = Situation(report, self.gradients, self._settled(report.step, learning_rate))
-        findings = [finding for rule in RULES for finding in rule(situation)]
+        findings = [Finding(rule.__name__, *fault) for rule in RULES for fault in rule(situation)]
         for path, cell in report.cells.items():
             if cell.gradient_norm is not None and math.isfinite(cell.gradient_norm):
                 self.gradients[path] = [*self.gradients.get(path, []), cell.gradient_norm][-_HISTORY:]
@@ -90,7 +92,7 @@ class HealthRules:
         return settled
 
 
-def not_finite(situation: Situation) -> Iterator[Finding]:
+def not_finite(situation: Situation) -> Iterator[_Fault]:
     """A part of an adapter or its gradient holds NaN or infinity."""
     for path, cell in situation.report.cells.items():
         wrong = [name for name, part in cell.parts.items() if not math.isfinite(part.norm)]
@@ -100,8 +102,7 @@ def not_finite(situation: Situation) -> Iterator[Finding]:
             if part.gradient_norm is not None and not math.isfinite(part.gradient_norm)
         ]
         if wrong:
-            yield Finding(
-                "not_finite",
+            yield (
                 path,
                 f"NaN or infinity in {', '.join(wrong)}.",
                 "Go back to the last checkpoint and continue with a lower learning rate or with gradient clipping "
@@ -109,15 +110,14 @@ def not_finite(situation: Situation) -> Iterator[Finding]:
             )
 
 
-def still_zero(situation: Situation) -> Iterator[Finding]:
+def still_zero(situation: Situation) -> Iterator[_Fault]:
     """A part, usually the one that starts at zero, is zero, so that the adapter adds nothing."""
     step = situation.report.step
     for path, cell in situation.report.cells.items():
         zero = [name for name, part in cell.parts.items() if part.zeros == 1]
         # AdaLoRA takes all ranks from some cells.
         if step >= _STEPS_OF_ZERO and zero and cell.rank:
-            yield Finding(
-                "still_zero",
+            yield (
                 path,
                 f"{zero[0]} is still zero after {step} steps, so the adapter adds nothing.",
                 "Check that the loss depends on this cell, that freeze_include does not name its parameters, that "
@@ -125,13 +125,12 @@ def still_zero(situation: Situation) -> Iterator[Finding]:
             )
 
 
-def vanishing_gradient(situation: Situation) -> Iterator[Finding]:
+def vanishing_gradient(situation: Situation) -> Iterator[_Fault]:
     """The elements of a cell's gradient are smaller than what Adam adds to its denominator."""
     for path, cell in situation.report.cells.items():
         norm, size = cell.gradient_norm, cell.gradient_size
         if norm is not None and norm / math.sqrt(size) < _ADAM_EPSILON:
-            yield Finding(
-                "vanishing_gradient",
+            yield (
                 path,
                 f"The gradient has a norm of {norm:.1e} over {size} elements.",
                 "Adam no longer makes up for gradients below 1e-8 per element. Check that the loss depends on this "
@@ -139,7 +138,7 @@ def vanishing_gradient(situation: Situation) -> Iterator[Finding]:
             )
 
 
-def exploding_gradient(situation: Situation) -> Iterator[Finding]:
+def exploding_gradient(situation: Situation) -> Iterator[_Fault]:
     """A cell's gradient is many times what it usually is, and above the usual limit of clipping."""
     for path, cell in situation.report.cells.items():
         earlier, norm = situation.gradients.get(path, []), cell.gradient_norm
@@ -147,8 +146,7 @@ def exploding_gradient(situation: Situation) -> Iterator[Finding]:
             continue
         usual = statistics.median(earlier)
         if norm > max(_EXPLOSION * usual, _CLIPPING):
-            yield Finding(
-                "exploding_gradient",
+            yield (
                 path,
                 f"The gradient has a norm of {norm:.3g}; {usual:.3g} is usual here.",
                 "Set use_clip_grad and max_grad_norm: 1.0 in runner_wrapper, lower the learning rate, and look at the "
@@ -156,7 +154,7 @@ def exploding_gradient(situation: Situation) -> Iterator[Finding]:
             )
 
 
-def saturated(situation: Situation) -> Iterator[Finding]:
+def saturated(situation: Situation) -> Iterator[_Fault]:
     """Steps hardly change a cell although it gets a gradient and others move."""
     updates = {path: _largest_update(cell) for path, cell in situation.report.cells.items()}
     known = [update for update in updates.values() if update is not None]
@@ -169,8 +167,7 @@ def saturated(situation: Situation) -> Iterator[Finding]:
         if update is None or update >= min(_SATURATED * typical, _SLOW_UPDATE) or norm is None:
             continue
         if norm / math.sqrt(cell.gradient_size) >= _ADAM_EPSILON:
-            yield Finding(
-                "saturated",
+            yield (
                 path,
                 f"A step changes it by {update:.1e} of its norm ({typical:.1e} is typical), although its gradient has "
                 f"a norm of {norm:.1e}.",
@@ -179,12 +176,11 @@ def saturated(situation: Situation) -> Iterator[Finding]:
             )
 
 
-def rate_too_low(situation: Situation) -> Iterator[Finding]:
+def rate_too_low(situation: Situation) -> Iterator[_Fault]:
     """A step changes A too little: the learning rate is that of full fine-tuning, or lower."""
     update = _typical_update_of_a(situation)
     if update is not None and update < _SLOW_UPDATE:
-        yield Finding(
-            "rate_too_low",
+        yield (
             "",
             f"A step changes A by {update:.1e} of its norm (median of all cells); about 1e-3 to 1e-2 is usual.",
             "Raise the learning rate: LoRA is mostly trained at 1e-4 to 5e-4, about ten times the rate of full "
@@ -193,24 +189,22 @@ def rate_too_low(situation: Situation) -> Iterator[Finding]:
         )
 
 
-def rate_too_high(situation: Situation) -> Iterator[Finding]:
+def rate_too_high(situation: Situation) -> Iterator[_Fault]:
     """A step changes A so much that a few steps replace it."""
     update = _typical_update_of_a(situation)
     if update is not None and update > _FAST_UPDATE:
-        yield Finding(
-            "rate_too_high",
+        yield (
             "",
             f"A step changes A by {update:.2g} of its norm (median of all cells); about 1e-3 to 1e-2 is usual.",
             "Lower the learning rate, or lengthen its warm-up.",
         )
 
 
-def rank_unused(situation: Situation) -> Iterator[Finding]:
+def rank_unused(situation: Situation) -> Iterator[_Fault]:
     """The change of a weight has far fewer directions than the adapter could give it."""
     for path, rank, used in _used_ranks(situation):
         if rank >= _LEAST_UNUSED_RANK and used < _UNUSED_RANK * rank:
-            yield Finding(
-                "rank_unused",
+            yield (
                 path,
                 f"The effective rank is {used:.1f} of {rank}.",
                 "A smaller lora_rank (for some cells: rank_pattern) would do as much. If it is meant to be large, set "
@@ -218,19 +212,18 @@ def rank_unused(situation: Situation) -> Iterator[Finding]:
             )
 
 
-def rank_exhausted(situation: Situation) -> Iterator[Finding]:
+def rank_exhausted(situation: Situation) -> Iterator[_Fault]:
     """The change of a weight uses every direction that the adapter can give it."""
     for path, rank, used in _used_ranks(situation):
         if rank > 1 and used > _EXHAUSTED_RANK * rank:
-            yield Finding(
-                "rank_exhausted",
+            yield (
                 path,
                 f"The effective rank is {used:.1f} of {rank}.",
                 "A larger lora_rank (for some cells: rank_pattern) may lower the loss; compare held_out_loss.",
             )
 
 
-def one_layer(situation: Situation) -> Iterator[Finding]:
+def one_layer(situation: Situation) -> Iterator[_Fault]:
     """Nearly all of what the adapters change is in one of several layers."""
     squares: Dict[str, float] = {}
     for path, cell in situation.report.cells.items():
@@ -242,8 +235,7 @@ def one_layer(situation: Situation) -> Iterator[Finding]:
         return
     layer, square = max(squares.items(), key=lambda item: item[1])
     if square > _ONE_LAYER * total:
-        yield Finding(
-            "one_layer",
+        yield (
             layer,
             f"{100 * square / total:.0f} % of the squared change of all weights is in this one of {len(squares)} "
             "layers.",
@@ -252,7 +244,7 @@ def one_layer(situation: Situation) -> Iterator[Finding]:
         )
 
 
-RULES: Tuple[Callable[[Situation], Iterator[Finding]], ...] = (
+RULES: Tuple[Callable[[Situation], Iterator[_Fault]], ...] = (
     not_finite,
     still_zero,
     vanishing_gradient,

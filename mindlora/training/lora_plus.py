@@ -10,25 +10,10 @@ from mindlora.common.fields import check_number, numbers
 from mindlora.errors import ConfigError, LoraError
 from mindlora.nn.cell import LORA_B, MAGNITUDE
 from mindlora.nn.tree import lora_cells
+from mindlora.training.rate_factor import ScaledSchedule
 
 # Ends of the names of the parameters that learn faster: B and, as in PEFT, DoRA's magnitudes.
 FASTER = (LORA_B, MAGNITUDE)
-
-
-class ScaledSchedule(LearningRateSchedule):
-    """A learning-rate schedule times a factor: rate(step) = ratio schedule(step).
-
-    Args:
-        schedule (LearningRateSchedule): The schedule to scale.
-        ratio (float): The factor.
-    """
-
-    def __init__(self, schedule: LearningRateSchedule, ratio: float):
-        super().__init__()
-        self.schedule, self.ratio = schedule, ratio
-
-    def construct(self, global_step: Tensor) -> Tensor:
-        return self.schedule(global_step) * self.ratio
 
 
 def lora_plus_groups(

@@ -56,10 +56,9 @@ class RankBudget(nn.Cell):
         self.settings = next(iter(cells.values())).budget_settings
         self.weights = ParameterTuple(weights)
         self.triplets, self.kinds = _places(cells, weights)
-        self.sensitivities, self.uncertainties = (
-            ParameterTuple([_zeros(weights[place], name) for places in self.triplets for place in places])
-            for name in ("sensitivity", "uncertainty")
-        )
+        parts = [weights[place] for places in self.triplets for place in places]
+        self.sensitivities = ParameterTuple([_zeros(part, "sensitivity") for part in parts])
+        self.uncertainties = ParameterTuple([_zeros(part, "uncertainty") for part in parts])
         # Whether the step counts in the importance, and how many triplets are masked after it; set before each step.
         self.plan = Parameter(Tensor([0, 0], mstype.float32), name=f"{TRANSIENT}rank_plan", requires_grad=False)
         self.distance = Parameter(Tensor(0, mstype.float32), name=f"{TRANSIENT}orthogonality", requires_grad=False)
@@ -154,18 +153,21 @@ class RankBudget(nn.Cell):
 def _places(cells: Mapping[str, AdaLoRADense], weights: Sequence[Parameter]) -> Tuple[Tuple, Tuple]:
     """Returns the places of A, B and Lambda of each cell among ``weights``, and what each of these is."""
     numbers = {id(weight): number for number, weight in enumerate(weights)}
-    parts = [[cell.parts()[part] for part in ("A", "B", "lambda")] for cell in cells.values()]
-    lost = [parameter.name for own in parts for parameter in own if id(parameter) not in numbers]
-    if lost:
+    places: List[Tuple[int, ...]] = []
+    frozen: List[str] = []
+    kinds = [_OTHER] * len(weights)
+    for cell in cells.values():
+        parts = [cell.parts()[part] for part in ("A", "B", "lambda")]
+        frozen += [parameter.name for parameter in parts if id(parameter) not in numbers]
+        places.append(tuple(numbers.get(id(parameter), -1) for parameter in parts))
+    if frozen:
         raise ConfigError(
-            f"AdaLoRA needs the gradients of all parts of its cells, and these do not train: {listed(lost)}. Remove "
+            f"AdaLoRA needs the gradients of all parts of its cells, and these do not train: {listed(frozen)}. Remove "
             "them from freeze_include."
         )
-    places: List[Tuple[int, ...]] = [tuple(numbers[id(parameter)] for parameter in own) for own in parts]
-    kinds = np.full(len(weights), _OTHER)
-    for own in places:
-        kinds[list(own)] = (_A, _B, _LAMBDA)
-    return tuple(places), tuple(kinds.tolist())
+    for a, b, weights_of_triplets in places:
+        kinds[a], kinds[b], kinds[weights_of_triplets] = _A, _B, _LAMBDA
+    return tuple(places), tuple(kinds)
 
 
 def _zeros(weight, name):

@@ -230,13 +230,14 @@ def _groups(known: Mapping[str, CellEvidence], ranks: Mapping[str, int]) -> Iter
     for path in known:
         by_rank.setdefault((_kind(path), ranks[path]), []).append(path)
         kinds.setdefault(_kind(path), []).append(path)
-    shares = {key: math.fsum(known[path].sensitivity for path in paths) / total for key, paths in by_rank.items()}
+    shares = {}
+    for key, paths in by_rank.items():
+        shares[key] = math.fsum(known[path].sensitivity for path in paths) / total
     for (kind, rank), paths in sorted(by_rank.items(), key=lambda item: -shares[item[0]]):
-        share = shares[kind, rank]
         pattern = re.escape(kind) if paths == kinds[kind] else _pattern(paths)
         if [path for path in known if pattern_value({pattern: True}, path, False)] != paths:
             pattern = "|".join(f"^{re.escape(path)}" for path in paths)
-        yield RankGroup(pattern, tuple(paths), rank, _reason(known, paths, rank, share))
+        yield RankGroup(pattern, tuple(paths), rank, _reason(known, paths, rank, shares[kind, rank]))
 
 
 def _kind(path: str) -> str:
@@ -257,7 +258,8 @@ def _pattern(paths: List[str]) -> str:
 
 def _reason(known: Mapping[str, CellEvidence], paths: List[str], rank: int, share: float) -> str:
     cells = [known[path] for path in paths]
-    before, used = (math.fsum(values) / len(cells) for values in zip(*((cell.rank, cell.used) for cell in cells)))
+    before = math.fsum(cell.rank for cell in cells) / len(cells)
+    used = math.fsum(cell.used for cell in cells) / len(cells)
     change = "more than" if rank > before else "less than" if rank < before else "as much as"
     kind = _kind(paths[0])
     return (

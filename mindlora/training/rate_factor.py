@@ -1,6 +1,6 @@
-"""A factor of the learning rate that changes while training, without compiling anything again."""
+"""Learning rates times a factor, also one that changes while training without compiling anything again."""
 
-from typing import Dict
+from typing import Dict, Union
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -12,15 +12,15 @@ TRANSIENT = "transient_"
 _NAME = f"{TRANSIENT}learning_rate_factor"
 
 
-class FactoredSchedule(LearningRateSchedule):
-    """A schedule times a factor that is a parameter: rate(step) = schedule(step) factor.
+class ScaledSchedule(LearningRateSchedule):
+    """A schedule times a factor: rate(step) = factor schedule(step).
 
     Args:
         schedule (Cell): The schedule.
-        factor (Parameter): float32 [].
+        factor (float or Parameter): The factor; a parameter, float32 [], can change without compiling again.
     """
 
-    def __init__(self, schedule: nn.Cell, factor: Parameter):
+    def __init__(self, schedule: nn.Cell, factor: Union[float, Parameter]):
         super().__init__()
         self.schedule, self.factor = schedule, factor
 
@@ -41,14 +41,15 @@ class RateFactor:
         self._fixed = []
         if not optimizer.dynamic_lr:
             rates = optimizer.learning_rate if optimizer.is_group_lr else [optimizer.learning_rate]
-            self._fixed = [(rate, float(rate.asnumpy())) for rate in {id(rate): rate for rate in rates}.values()]
+            distinct = {id(rate): rate for rate in rates}
+            self._fixed = [(rate, float(rate.asnumpy())) for rate in distinct.values()]
         elif optimizer.is_group_lr:
             # Many parameters share a schedule; they share the factored one too.
-            factored = {id(rate): FactoredSchedule(rate, self._parameter) for rate in optimizer.learning_rate}
+            factored = {id(rate): ScaledSchedule(rate, self._parameter) for rate in optimizer.learning_rate}
             schedules = [factored[id(rate)] for rate in optimizer.learning_rate]
             optimizer.learning_rate = nn.CellList(schedules, auto_prefix=False)
         else:
-            optimizer.learning_rate = FactoredSchedule(optimizer.learning_rate, self._parameter)
+            optimizer.learning_rate = ScaledSchedule(optimizer.learning_rate, self._parameter)
 
     @property
     def parameter(self) -> Parameter:

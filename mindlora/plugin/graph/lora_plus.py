@@ -7,7 +7,8 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 
 from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
-from mindlora.training.lora_plus import FASTER, ScaledSchedule
+from mindlora.training.lora_plus import FASTER
+from mindlora.training.rate_factor import ScaledSchedule
 
 KEY = "loraplus_lr_ratio"
 

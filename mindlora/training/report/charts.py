@@ -1,13 +1,21 @@
-"""The charts of a page: which quantities there are, and a curve for each run."""
+"""The charts of a page: which quantities there are, a curve for each run, thinned and placed on the picture."""
 
-from typing import List, Sequence, Tuple
+import dataclasses
+import math
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
 from mindlora.training.history import History
-from mindlora.training.report.curves import Chart, Line, draw, smoothed
-from mindlora.training.report.scales import Axis, step_axis, unit_of_bytes
+from mindlora.training.report.scales import Axis, step_axis, unit_of_bytes, value_axis
 
+# The picture, in the units of its viewBox; the plot lies inside the margins.
+WIDTH, HEIGHT = 560, 260
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 40
+# Points of all lines of a chart together, so that a page of a long run, or of many runs, stays small.
+_POINTS = 2400
+# Events that are nearer to each other than this share a mark.
+_MARK = 4
 # The axis of steps, and (step, color, text) of the events on it.
 _Timeline = Tuple[Axis, List[Tuple[int, int, str]]]
 _LOSS_UNIT = "nats per token"
@@ -19,6 +27,49 @@ _QUANTITIES = (
     ("bytes_exchanged", "Sent to the other devices in a step", True, True, False),
     ("memory_bytes", "Memory in use", True, True, False),
 )
+
+
+class Line(NamedTuple):
+    """One curve.
+
+    Attributes:
+        label (str): What the legend calls it; empty for a curve that the legend leaves out.
+        color (int): Which colour of the page it has.
+        style (str): "line", "faint", or "marked" for a line with a dot at each value.
+        steps (numpy.ndarray): int64 [n].
+        values (numpy.ndarray): float64 [n], in the unit of the chart; NaN or infinite where a value is not finite.
+    """
+
+    label: str
+    color: int
+    style: str
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """What the page draws.
+
+    Attributes:
+        title (str): What is shown, with its unit.
+        x_ticks (list): (position, label).
+        y_ticks (list): (position, label).
+        paths (list): (color, style, path data) of each line.
+        legend (list): (color, style, label).
+        not_finite (list of float): Positions of steps at which a value was NaN or infinite.
+        events (list): (position, color, text).
+        data (dict): The lines as numbers, for the page to show under the mouse.
+    """
+
+    title: str
+    x_ticks: List[Tuple[float, str]]
+    y_ticks: List[Tuple[float, str]]
+    paths: List[Tuple[int, str, str]]
+    legend: List[Tuple[int, str, str]]
+    not_finite: List[float]
+    events: List[Tuple[float, int, str]]
+    data: dict
 
 
 def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
@@ -78,3 +129,123 @@ def _lines(histories: Sequence[History], names: Sequence[str], field: str) -> Li
 def _bytes(lines: Sequence[Line]) -> Tuple[float, str]:
     values = np.concatenate([line.values for line in lines]) if lines else np.zeros(1)
     return unit_of_bytes(float(np.nanmax(values)))
+
+
+def draw(
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    x_axis: Axis,
+    events: Sequence[Tuple[int, int, str]],
+    from_zero: bool = False,
+    may_be_logarithmic: bool = False,
+    cuts_spikes: bool = False,
+) -> Chart:
+    """Returns the chart of ``lines``, of which at least one has a point.
+
+    Args:
+        title (str): The quantity.
+        unit (str): Its unit; may be empty.
+        lines (sequence of Line): The curves, in the order in which they are drawn.
+        x_axis (Axis): The training steps.
+        events (sequence): (step, color, text) of what is marked on the time line.
+        from_zero (bool): Whether the axis of values begins at 0 at the latest. Default: False.
+        may_be_logarithmic (bool): Whether that axis may be logarithmic. Default: False.
+        cuts_spikes (bool): Whether it leaves rare spikes out, which then end at the upper edge. Default: False.
+    """
+    y_axis = value_axis(np.concatenate([line.values for line in lines]), from_zero, may_be_logarithmic, cuts_spikes)
+    thinned = [thin(line, max(100, _POINTS // len(lines))) for line in lines]
+    notes = [note for note, holds in (("logarithmic", y_axis.logarithmic), ("spikes cut off", y_axis.is_cut)) if holds]
+    units = ", ".join(([unit] if unit else []) + notes)
+    not_finite = np.concatenate([line.steps[~np.isfinite(line.values)] for line in lines])
+    return Chart(
+        title=f"{title} ({units})" if units else title,
+        x_ticks=[(float(_x(x_axis, tick)), label) for tick, label in x_axis.ticks],
+        y_ticks=[(float(_y(y_axis, tick)), label) for tick, label in y_axis.ticks],
+        paths=[path for line in thinned for path in _paths(line, x_axis, y_axis)],
+        legend=[(line.color, line.style, line.label) for line in lines if line.label],
+        not_finite=np.unique(np.round(_x(x_axis, not_finite))).tolist(),
+        events=_marks(events, x_axis),
+        data={"x": [x_axis.low, x_axis.high], "lines": [_data(line) for line in thinned if line.label]},
+    )
+
+
+def thin(line: Line, most: int) -> Line:
+    """Returns a line of at most ``most`` points: of each part of it, the smallest and the largest value."""
+    if len(line.steps) <= most:
+        return line
+    kept = []
+    edges = np.linspace(0, len(line.steps), most // 2 + 1).astype(np.int64)
+    for start, end in zip(edges[:-1], edges[1:]):
+        part = line.values[start:end]
+        if np.isfinite(part).any():
+            low = start + int(np.nanargmin(np.where(np.isfinite(part), part, np.nan)))
+            high = start + int(np.nanargmax(np.where(np.isfinite(part), part, np.nan)))
+            kept += sorted({low, high})
+        else:
+            kept.append(start)
+    return line._replace(steps=line.steps[kept], values=line.values[kept])
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of the finite values around each one: of 9, or of 2 % of all if that is more.
+
+    Args:
+        values (numpy.ndarray): float64 [n].
+
+    Returns:
+        numpy.ndarray, float64 [n]; NaN where none of the values around is finite.
+    """
+    half = max(4, len(values) // 100)
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    starts = np.maximum(np.arange(len(values)) - half, 0)
+    ends = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    count = counts[ends] - counts[starts]
+    return (sums[ends] - sums[starts]) / np.where(count > 0, count, np.nan)
+
+
+def _x(axis: Axis, steps) -> np.ndarray:
+    return LEFT + axis.fraction(steps) * (WIDTH - LEFT - RIGHT)
+
+
+def _y(axis: Axis, values) -> np.ndarray:
+    return HEIGHT - BOTTOM - np.minimum(axis.fraction(values), 1) * (HEIGHT - TOP - BOTTOM)
+
+
+def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]:
+    """Returns (color, style, path data) of a line, interrupted where a value is not finite, and of its dots."""
+    with np.errstate(invalid="ignore"):
+        xs, ys = _x(x_axis, line.steps), _y(y_axis, np.where(np.isfinite(line.values), line.values, np.nan))
+    parts, dots = [], []
+    pen_down = False
+    for x, y in zip(xs.tolist(), ys.tolist()):
+        if math.isnan(y):
+            pen_down = False
+            continue
+        # h0 is a part of no length: a dot, as the ends of a line are round.
+        dots.append(f"M{x:.1f} {y:.1f}h0")
+        parts.append(f"L{x:.1f} {y:.1f}" if pen_down else dots[-1])
+        pen_down = True
+    paths = [(line.color, line.style, "".join(parts))]
+    return paths + [(line.color, "dots", "".join(dots))] if line.style == "marked" else paths
+
+
+def _marks(events: Sequence[Tuple[int, int, str]], axis: Axis) -> List[Tuple[float, int, str]]:
+    """Returns (position, color, text) of the events, those that are near each other joined at the first of them."""
+    places: Dict[Tuple[int, int], Tuple[float, List[str]]] = {}
+    for step, color, text in events:
+        if axis.low <= step <= axis.high:
+            x = float(_x(axis, step))
+            _, texts = places.setdefault((round(x / _MARK), color), (round(x, 1), []))
+            texts.append(f"step {step:,}: {text}")
+    return [
+        (x, color, "\n".join(texts[:3] + ([f"and {len(texts) - 3} more"] if len(texts) > 3 else [])))
+        for (_, color), (x, texts) in places.items()
+    ]
+
+
+def _data(line: Line) -> dict:
+    values = [float(f"{value:.5g}") if np.isfinite(value) else str(value) for value in line.values.tolist()]
+    return {"label": line.label, "color": line.color, "steps": line.steps.tolist(), "values": values}

@@ -65,9 +65,12 @@ def settings(run: Mapping[str, Any]) -> List[Setting]:
 def differing(runs: Sequence[Mapping[str, Any]]) -> List[tuple]:
     """Returns (key, texts) of each key that does not have the same value in all runs; "-" where a run lacks it."""
     flats = [flat(run.get("configuration") or {}) for run in runs]
-    keys = list(dict.fromkeys(key for leaves in flats for key in leaves))
-    rows = [(key, [text(leaves[key]) if key in leaves else "-" for leaves in flats]) for key in keys]
-    return [(key, texts) for key, texts in rows if len(set(texts)) > 1]
+    rows = []
+    for key in dict.fromkeys(key for leaves in flats for key in leaves):
+        texts = [text(leaves[key]) if key in leaves else "-" for leaves in flats]
+        if len(set(texts)) > 1:
+            rows.append((key, texts))
+    return rows
 
 
 def text(value: Any) -> str:

@@ -1,17 +1,20 @@
-"""The HTML page of one run or several: what its template shows, gathered from their histories."""
+"""The HTML page of one run or several: what its template shows, key figures included, gathered from their histories."""
 
 import dataclasses
 import datetime
 import os
-from typing import List, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
 
 from mindlora.errors import ConfigError
 from mindlora.training.history import History
-from mindlora.training.report import curves, heat_map
-from mindlora.training.report.charts import charts
+from mindlora.training.report import charts, heat_map
 from mindlora.training.report.configuration import Setting, differing, settings, text
-from mindlora.training.report.summary import summary
+from mindlora.training.report.scales import unit_of_bytes
 
+# Key of the description of a run -> title of its table.
+_FACTS = (("data", "Data"), ("versions", "Versions"), ("machine", "Machine"))
 # Events in the table of the page; the rest is in metrics.jsonl.
 _EVENTS = 200
 
@@ -68,15 +71,15 @@ def render(histories: Sequence[History]) -> str:
     )
     return environment.get_template("page.html").render(
         runs=[_run(history, name, number) for number, (history, name) in enumerate(zip(histories, names))],
-        charts=charts(histories, names),
+        charts=charts.charts(histories, names),
         differing=differing([_latest_run(history) for history in histories]),
         heat=heat_map,
-        width=curves.WIDTH,
-        height=curves.HEIGHT,
-        left=curves.LEFT,
-        right=curves.RIGHT,
-        top=curves.TOP,
-        bottom=curves.BOTTOM,
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
+        left=charts.LEFT,
+        right=charts.RIGHT,
+        top=charts.TOP,
+        bottom=charts.BOTTOM,
         written=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
@@ -108,12 +111,12 @@ def _run(history: History, name: str, color: int) -> Run:
         findings=health["health"]["findings"] if health else [],
         answers=_answers(history),
         settings=settings(run),
-        facts=[
-            (title, [(label, text(value)) for label, value in run[key].items()])
-            for key, title in (("data", "Data"), ("versions", "Versions"), ("machine", "Machine"))
-            if run.get(key)
-        ],
+        facts=[(title, _texts(run[key])) for key, title in _FACTS if run.get(key)],
     )
+
+
+def _texts(facts: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    return [(label, text(value)) for label, value in facts.items()]
 
 
 def _latest_run(history: History) -> dict:
@@ -128,3 +131,84 @@ def _answers(history: History) -> List[Tuple[str, List[Tuple[int, str]]]]:
         for row in record["answers"]:
             answers.setdefault(str(row["prompt"]), []).append((record["step"], str(row["answer"])))
     return [(prompt, [given[0]] + given[1:][-1:]) for prompt, given in answers.items()]
+
+
+def summary(history: History) -> List[Tuple[str, str]]:
+    """Returns (label, value) of the figures that are known of a run."""
+    figures = [
+        ("Steps", _steps(history)),
+        ("Training loss", _training_loss(history)),
+        ("Held-out loss", _held_out_loss(history)),
+        ("Tokens", _tokens(history)),
+        ("Tokens per second, median", _median(history.series("tokens_per_second")[1])),
+        ("Time in training", _duration(history)),
+        ("Skipped steps", _skipped(history)),
+        ("Most memory in use", _memory(history)),
+        ("Resumed", ", ".join(f"at step {run['step']:,}" for run in history.runs[1:]) or None),
+    ]
+    return [(label, value) for label, value in figures if value is not None]
+
+
+def _steps(history: History) -> Optional[str]:
+    if not history.steps:
+        return "0"
+    total = history.runs[-1]["run"].get("total_steps") if history.runs else None
+    done = history.steps[-1]["step"]
+    return f"{done:,} of {total:,}" if total and total != done else f"{done:,}"
+
+
+def _training_loss(history: History) -> Optional[str]:
+    _, losses = history.series("loss")
+    if not len(losses):
+        return None
+    return f"{losses[0]:.4g} → {charts.smoothed(losses)[-1]:.4g}"
+
+
+def _held_out_loss(history: History) -> Optional[str]:
+    steps, losses = history.series("held_out_loss")
+    if not np.isfinite(losses).any():
+        return None
+    best = int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))
+    return f"{losses[best]:.4g} at step {steps[best]:,}" + (
+        "" if best == len(losses) - 1 else f", last {losses[-1]:.4g}"
+    )
+
+
+def _tokens(history: History) -> Optional[str]:
+    _, tokens = history.series("tokens")
+    return f"{np.nansum(tokens):,.0f}" if len(tokens) else None
+
+
+def _median(values: np.ndarray) -> Optional[str]:
+    values = values[np.isfinite(values)]
+    return f"{np.median(values):,.0f}" if len(values) else None
+
+
+def _duration(history: History) -> Optional[str]:
+    """Returns the time from each start to the last step after it, without the pauses between them."""
+    steps, times = history.series("time")
+    if not len(steps) or not history.runs:
+        return None
+    begins = [run["step"] for run in history.runs] + [float("inf")]
+    seconds = 0.0
+    for run, begin, end in zip(history.runs, begins, begins[1:]):
+        own = times[(steps > begin) & (steps <= end)]
+        if len(own) and run["run"].get("time") is not None:
+            seconds += own[-1] - run["run"]["time"]
+    minutes, hours = round(seconds) // 60, round(seconds) // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {round(seconds) % 60} s" if minutes else f"{seconds:.1f} s"
+
+
+def _skipped(history: History) -> Optional[str]:
+    known = [step["skipped"] for step in history.steps if step.get("skipped") is not None]
+    return f"{sum(map(bool, known)):,}" if known else None
+
+
+def _memory(history: History) -> Optional[str]:
+    _, memory = history.series("memory_bytes")
+    if not len(memory):
+        return None
+    factor, unit = unit_of_bytes(float(memory.max()))
+    return f"{memory.max() / factor:.3g} {unit}"
