@@ -3,12 +3,13 @@
 import collections
 import contextlib
 import dataclasses
+import enum
 import itertools
 import logging
 import os
 import threading
 import time
-from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Protocol, Tuple
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Optional, Tuple
 
 from mindlora.errors import AdapterError, AdapterFormatError, LoraError
 from mindlora.serving.adapter_registry import AdapterRegistry
@@ -45,11 +46,11 @@ def _folder(path):
 
 
 def _file(path):
-    found = [_described("", os.stat(path))]
+    files = [_described("", os.stat(path))]
     for name in _BESIDE:
         with contextlib.suppress(FileNotFoundError):
-            found.append(_described(name, os.stat(os.path.join(os.path.dirname(path), name))))
-    return found
+            files.append(_described(name, os.stat(os.path.join(os.path.dirname(path), name))))
+    return files
 
 
 def _described(name, status):
@@ -76,39 +77,31 @@ class Counts:
     seconds: float = 0.0
 
 
-class Known(Protocol):
-    """Names that can be counted and looked up."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, name: str) -> bool: ...
-
-
 class Tally:
     """Counts in all and by adapter. Its owner sees to it that one thread uses it at a time.
 
     Args:
-        known (Known): The adapters that there are; now and then the counts of others are dropped.
+        registry (AdapterRegistry): Now and then the counts of adapters that are not in it are dropped.
     """
 
-    def __init__(self, known: Known):
-        self._known, self._all = known, Counts()
+    def __init__(self, registry: AdapterRegistry):
+        self._registry = registry
+        self._all = Counts()
         self._adapters: Dict[str, Counts] = {}
 
     def add(self, name: str, field: str, amount: float = 1) -> None:
         """Adds ``amount`` to a field of Counts, in all and for the adapter ``name``."""
         if name not in self._adapters:
-            if len(self._adapters) > 2 * len(self._known) + 64:
-                self._adapters = {old: counts for old, counts in self._adapters.items() if old in self._known}
+            if len(self._adapters) > 2 * len(self._registry) + 64:
+                self._adapters = {old: counts for old, counts in self._adapters.items() if old in self._registry}
             self._adapters[name] = Counts()
         for counts in (self._all, self._adapters[name]):
             setattr(counts, field, getattr(counts, field) + amount)
 
     def copy(self) -> Tuple[Counts, Dict[str, Counts]]:
         """Returns the counts in all and by adapter as they are now."""
-        return dataclasses.replace(self._all), {
-            name: dataclasses.replace(counts) for name, counts in self._adapters.items()
-        }
+        adapters = {name: dataclasses.replace(counts) for name, counts in self._adapters.items()}
+        return dataclasses.replace(self._all), adapters
 
 
 class Loaded(NamedTuple):
@@ -141,22 +134,49 @@ class MemoryStats:
     adapters: Dict[str, Counts]
 
 
+class Load(enum.Enum):
+    """Where the reading of an adapter's files has come to."""
+
+    IDLE = "not asked for"
+    ANNOUNCED = "a request has come"
+    URGENT = "a slot or a caller waits for it"
+    READING = "a thread reads"
+
+
+# What may follow each state. ANNOUNCED becomes IDLE where the read is put off until it is urgent; IDLE follows every
+# state if the adapter is forgotten.
+TRANSITIONS = {
+    Load.IDLE: (Load.ANNOUNCED, Load.URGENT),
+    Load.ANNOUNCED: (Load.URGENT, Load.READING, Load.IDLE),
+    Load.URGENT: (Load.READING, Load.IDLE),
+    Load.READING: (Load.IDLE,),
+}
+
+
+@dataclasses.dataclass(eq=False)
 class _Entry:
-    """What is known about one adapter. ``version`` is 0 while its files have not been read as they are now."""
+    """What is known about one adapter.
 
-    def __init__(self):
-        self.stamp: Optional[Stamp] = None
-        self.version = 0
-        self.packed: Any = None
-        self.error: Optional[LoraError] = None
-        # Where a load has come to: "", "announced", "urgent" (in that queue) or "reading".
-        self.load = ""
-        # What a request saw on the disk during a load; None if nothing has come.
-        self.seen: Optional[Stamp] = None
-        # In memory and not yet asked for by take().
-        self.fresh = False
+    Attributes:
+        stamp (Stamp or None): That of the files that were read.
+        version (int): 0 while the files have not been read as they are now.
+        packed (Any): What ``prepare`` made of them; None if it is not in memory.
+        error (LoraError or None): Why they cannot be used.
+        fresh (bool): In memory and not yet asked for by take().
+        load (Load): Where a read has come to.
+        seen (Stamp or None): What a request saw on the disk meanwhile; None if no request has come.
+    """
 
-    def forget(self):
+    stamp: Optional[Stamp] = None
+    version: int = 0
+    packed: Any = None
+    error: Optional[LoraError] = None
+    fresh: bool = False
+    load: Load = Load.IDLE
+    seen: Optional[Stamp] = None
+
+    def forget(self) -> None:
+        """Forgets the files, not the read."""
         self.stamp, self.version, self.packed, self.error, self.fresh = None, 0, None, None, False
 
 
@@ -185,15 +205,18 @@ class AdapterMemory:
         on_ready: Optional[Callable[[str], None]] = None,
     ):
         self.registry, self.on_ready = registry, on_ready
-        self._prepare, self._max_bytes, self._nbytes = prepare, max_bytes, 0
-        self._versions, self._tally = itertools.count(1), Tally(registry)
+        self._prepare = prepare
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._versions = itertools.count(1)
+        self._tally = Tally(registry)
         self._entries: Dict[str, _Entry] = {}
         # Names of those in memory, the least recently used first.
         self._recent: "collections.OrderedDict[str, None]" = collections.OrderedDict()
-        # What a slot waits for, and what has only been announced.
-        self._urgent: Deque[str] = collections.deque()
-        self._announced: Deque[str] = collections.deque()
-        self._changed, self._closed = threading.Condition(), False
+        # Names to be read, in the order in which the queues are looked at.
+        self._queues: Dict[Load, Deque[str]] = {load: collections.deque() for load in (Load.URGENT, Load.ANNOUNCED)}
+        self._changed = threading.Condition()
+        self._closed = False
         self._threads: List[threading.Thread] = [
             threading.Thread(target=self._run, name=f"adapters-{number}", daemon=True) for number in range(threads)
         ]
@@ -214,7 +237,7 @@ class AdapterMemory:
         stamp = stamp_of(self.registry.path(name))
         with self._changed:
             entry = self._entry(name)
-            if entry.load:
+            if entry.load is not Load.IDLE:
                 entry.seen = stamp
                 return
             # Files out of reach for a moment, as while a folder is replaced, leave what was known.
@@ -224,8 +247,7 @@ class AdapterMemory:
             if entry.error or held and held == entry.version:
                 return
             if entry.packed is None:
-                self._start(name, entry)
-                self._queue(name, entry, urgent=False)
+                self._queue(name, entry, Load.ANNOUNCED)
             else:
                 self._tally.add(name, "hits")
                 self._recent.move_to_end(name)
@@ -267,9 +289,9 @@ class AdapterMemory:
         self.prefetch(name)
         with self._changed:
             entry = self._entry(name)
-            if entry.load:
+            if entry.load is not Load.IDLE:
                 self._hurry(name, entry)
-            self._changed.wait_for(lambda: not entry.load or self._closed)
+            self._changed.wait_for(lambda: entry.load is Load.IDLE or self._closed)
             _raise(entry)
         self.registry.path(name)
 
@@ -281,9 +303,7 @@ class AdapterMemory:
     def stats(self) -> MemoryStats:
         """Returns the state of the tier."""
         with self._changed:
-            resident, nbytes = len(self._recent), self._nbytes
-            counts, adapters = self._tally.copy()
-        return MemoryStats(resident, nbytes, self._max_bytes, counts, adapters)
+            return MemoryStats(len(self._recent), self._nbytes, self._max_bytes, *self._tally.copy())
 
     def close(self) -> None:
         """Ends the thread once it has read what it is reading."""
@@ -309,8 +329,8 @@ class AdapterMemory:
         entry = self._entries.pop(name, None)
         if entry:
             self._drop(name, entry)
-            entry.load = ""
-            self._changed.notify_all()
+            if entry.load is not Load.IDLE:
+                self._move(entry, Load.IDLE)
 
     def _drop(self, name: str, entry: _Entry) -> None:
         """Takes an adapter out of memory, if it is there; what is known about its files stays."""
@@ -321,25 +341,28 @@ class AdapterMemory:
 
     def _hurry(self, name: str, entry: _Entry) -> None:
         """Has the adapter read before those that are only announced."""
-        if not entry.load:
-            self._start(name, entry)
-        if entry.load in ("", "announced"):
-            self._queue(name, entry, urgent=True)
+        if entry.load in (Load.IDLE, Load.ANNOUNCED):
+            self._queue(name, entry, Load.URGENT)
 
-    def _start(self, name: str, entry: _Entry) -> None:
-        entry.seen = None
-        self._tally.add(name, "misses")
-
-    def _queue(self, name: str, entry: _Entry, urgent: bool) -> None:
+    def _queue(self, name: str, entry: _Entry, load: Load) -> None:
+        if entry.load is Load.IDLE:
+            entry.seen = None
+            self._tally.add(name, "misses")
+        self._move(entry, load)
         # A name that was announced before stays there, and is passed over.
-        entry.load = "urgent" if urgent else "announced"
-        (self._urgent if urgent else self._announced).append(name)
+        self._queues[load].append(name)
+
+    def _move(self, entry: _Entry, load: Load) -> None:
+        """Brings a load to another state, and wakes those who wait for that."""
+        if load not in TRANSITIONS[entry.load]:
+            raise RuntimeError(f"The load of an adapter cannot go from {entry.load.name} to {load.name}.")
+        entry.load = load
         self._changed.notify_all()
 
     def _run(self):
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._urgent or self._announced)
+                self._changed.wait_for(lambda: self._closed or any(self._queues.values()))
                 if self._closed:
                     return
                 name, entry = self._next()
@@ -348,17 +371,16 @@ class AdapterMemory:
 
     def _next(self) -> Tuple[str, Optional[_Entry]]:
         """Returns what to read next; no entry if there is nothing to read after all."""
-        kind, queue = ("urgent", self._urgent) if self._urgent else ("announced", self._announced)
+        load, queue = next((load, queue) for load, queue in self._queues.items() if queue)
         name = queue.popleft()
         entry = self._entries.get(name)
-        if not entry or entry.load != kind:
+        if not entry or entry.load is not load:
             return name, None
-        if kind == "announced" and self._is_full_of_fresh_ones():
+        if load is Load.ANNOUNCED and self._is_full_of_fresh_ones():
             # It is read once a slot waits for it. Now it would push out one that is needed sooner.
-            entry.load = ""
-            self._changed.notify_all()
+            self._move(entry, Load.IDLE)
             return name, None
-        entry.load = "reading"
+        self._move(entry, Load.READING)
         return name, entry
 
     def _is_full_of_fresh_ones(self) -> bool:
@@ -413,20 +435,20 @@ class AdapterMemory:
             )
 
     def _keep(self, name: str, entry: _Entry, stamp: Optional[Stamp], packed: Any, error: Optional[LoraError]) -> None:
+        self._move(entry, Load.IDLE)
         entry.forget()
-        entry.load, entry.stamp, entry.error = "", stamp, error
+        entry.stamp, entry.error = stamp, error
         if error:
             self._tally.add(name, "failures")
-        else:
-            entry.version, entry.packed, entry.fresh = next(self._versions), packed, True
-            self._tally.add(name, "loads")
-            self._recent[name] = None
-            self._nbytes += packed.nbytes
-            while self._nbytes > self._max_bytes:
-                oldest = next(iter(self._recent))
-                self._drop(oldest, self._entries[oldest])
-                self._tally.add(oldest, "evictions")
-        self._changed.notify_all()
+            return
+        entry.version, entry.packed, entry.fresh = next(self._versions), packed, True
+        self._tally.add(name, "loads")
+        self._recent[name] = None
+        self._nbytes += packed.nbytes
+        while self._nbytes > self._max_bytes:
+            oldest = next(iter(self._recent))
+            self._drop(oldest, self._entries[oldest])
+            self._tally.add(oldest, "evictions")
 
 
 def _raise(entry: Optional[_Entry]) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mindlora.errors import AdapterError, AdapterFormatError, AdapterNotFoundError, TruncatedAdapterError
-from mindlora.serving.adapter_memory import AdapterMemory
+from mindlora.serving.adapter_memory import TRANSITIONS, AdapterMemory, Load
 from mindlora.serving.adapter_registry import AdapterRegistry
 from tests.support.refusals import part, refused
 from tests.support.served_adapters import SECONDS, Packed, Reader, put, settled, until
@@ -346,7 +346,7 @@ def test_who_waits_for_an_adapter_hears_that_it_is_gone(made):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    until(lambda: "a" in memory._entries and memory._entries["a"].load == "urgent")
+    until(lambda: "a" in memory._entries and memory._entries["a"].load is Load.URGENT)
     memory.registry.unregister("a")
     memory.forget("a")
     waiting.join(SECONDS)
@@ -364,3 +364,20 @@ def test_adapters_that_come_and_go_leave_nothing_behind(tmp_path):
     assert len(memory._entries) < 100 and len(memory.stats().adapters) < 100
     assert memory.stats().counts.loads == 300 and memory.stats().nbytes == 10 * memory.stats().resident
     memory.close()
+
+
+def test_a_load_takes_only_the_ways_of_the_table(made):
+    memory, _ = made()
+    memory.load("a")
+    entry = memory._entries["a"]
+    for before in Load:
+        for after in Load:
+            entry.load = before
+            if after in TRANSITIONS[before]:
+                with memory._changed:
+                    memory._move(entry, after)
+                assert entry.load is after
+                continue
+            with pytest.raises(RuntimeError, match=f"cannot go from {before.name} to {after.name}"):
+                memory._move(entry, after)
+    entry.load = Load.IDLE

@@ -6,7 +6,7 @@ import threading
 import time
 
 from mindlora.errors import TruncatedAdapterError
-from mindlora.serving.adapter_memory import AdapterMemory
+from mindlora.serving.adapter_memory import AdapterMemory, Load
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.adapter_slots import AdapterSlots
 
@@ -79,7 +79,7 @@ def cache(folder, slots=2, room=10, reader=None, **registry):
 
 def settled(memory):
     """Waits until nothing is being read or waits to be."""
-    until(lambda: not any(entry.load for entry in list(memory._entries.values())))
+    until(lambda: all(entry.load is Load.IDLE for entry in list(memory._entries.values())))
 
 
 def until(condition):
