@@ -173,21 +173,11 @@ def trainable_summary(network: nn.Cell) -> str:
         rows = [("adapters on", "cells", "in x out", "rank", "alpha", "parameters")]
         for (_, in_channels, out_channels, rank, alpha), paths in by_kind.items():
             count = sum(p.size for path in paths for p in cells[path].trained_parameters())
-            rows.append(
-                (
-                    listed(paths),
-                    str(len(paths)),
-                    f"{in_channels} x {out_channels}",
-                    str(rank),
-                    f"{alpha:g}",
-                    f"{count:,}",
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+            size = f"{in_channels} x {out_channels}"
+            rows.append((listed(paths), str(len(paths)), size, str(rank), f"{alpha:g}", f"{count:,}"))
+        first, *others = [max(map(len, column)) for column in zip(*rows)]
         for row in rows:
-            lines.append(
-                "  ".join([row[0].ljust(widths[0])] + [text.rjust(width) for text, width in zip(row[1:], widths[1:])])
-            )
+            lines.append("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]))
     total = parameter_count(network)
     trainable = sum(p.size for p in network.trainable_params())
     share = 100 * trainable / total if total else 0

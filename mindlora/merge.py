@@ -220,14 +220,16 @@ def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
     Both are over the first rows of up to 8 cells, evenly spread among the given ones.
     """
     errors, changes = [], []
-    for index in sorted({round(i) for i in np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells)))}):
+    for index in np.unique(np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells))).round().astype(int)):
         before, change = cells[index].sample(_SAMPLED_ROWS)
-        errors.append(np.square(dequantize(quantize(before + change)) - (before + change)))
-        changes.append(np.square(change))
-    return tuple(
-        float(np.sqrt(np.mean(np.concatenate([array.reshape(-1) for array in squares]))))
-        for squares in (errors, changes)
-    )
+        merged = before + change
+        errors.append((dequantize(quantize(merged)) - merged).reshape(-1))
+        changes.append(change.reshape(-1))
+    return _root_mean_square(errors), _root_mean_square(changes)
+
+
+def _root_mean_square(arrays: List[np.ndarray]) -> float:
+    return float(np.sqrt(np.mean(np.square(np.concatenate(arrays)))))
 
 
 def _merge_cell(path, cell) -> Tuple[float, float]:

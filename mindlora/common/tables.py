@@ -13,10 +13,10 @@ def fields(pairs: Iterable[Tuple[str, str]]) -> str:
     return "\n".join(wrapped(f"{name:<{width}}  ", text) for name, text in pairs)
 
 
-def wrapped(head: str, text: str) -> str:
+def wrapped(head: str, text: str, width: int = WIDTH) -> str:
     """Returns ``head`` followed by ``text``, which is wrapped and indented after the first line."""
     # Paths and keys are not broken.
-    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(text, width - len(head), break_long_words=False, break_on_hyphens=False)
     return (head + f"\n{' ' * len(head)}".join(lines)).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a training step keeps for its backward, layer by layer.
+"""The tensors that a training step keeps for its backward, layer by layer, and those it computes again instead.
 
 What is kept was read from the optimized graphs that MindSpore makes of MindFormers' legacy Llama (2.9.0 and 1.9.0): the
 outputs of forward operators that an operator of the backward takes. tests/plan counts them again and compares. For
@@ -6,11 +6,14 @@ other models the same rules are arithmetic, and nothing more.
 """
 
 import dataclasses
-from typing import Dict, Iterator, List, NamedTuple, Set, Tuple
+import re
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
+from mindlora.common.yaml_file import value_at
 from mindlora.config.weights import Weight
+from mindlora.errors import ConfigError
 from mindlora.models.names import role_of
-from mindlora.plan.recomputation import Recomputation
+from mindlora.plan.division import Division
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 
@@ -18,8 +21,93 @@ _QUERIES = ("wq", "wk", "wv", "w_qkv", "wq_down", "wkv_down")
 _LATENTS = ("wq_up", "wkv_up")
 _GATES = ("w1", "w3", "w_gate_hidden")
 _EXPERTS = ("weight1", "weight2")
+# What select_recompute: True means in MindFormers' legacy models.
+_SELECTED = (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu")
 # The loss of MindFormers holds this many float32 tensors of the logits' shape at its widest point.
 LOSS_TENSORS = 4
+
+
+class Recomputation(NamedTuple):
+    """What is computed again in the backward.
+
+    Attributes:
+        layers (frozenset of int): Layers of which only the input is kept.
+        operators (dict): A pattern of a path below a layer -> the other layers in which it is computed again.
+    """
+
+    layers: "frozenset[int]"
+    operators: Dict[str, "frozenset[int]"]
+
+    def skips(self, layer: int, path: str) -> bool:
+        """Tells whether what the operator at ``path`` below a layer makes is computed again, and not kept."""
+        return any(layer in layers and _matches(pattern, path) for pattern, layers in self.operators.items())
+
+
+def read_recomputation(config: Dict[str, Any], division: Division, count: int) -> Recomputation:
+    """Returns what a YAML's recompute_config asks for.
+
+    Args:
+        config (dict): The YAML.
+        division (Division): How its layers are divided.
+        count (int): Number of layers.
+
+    Raises:
+        ConfigError: A value is neither True, False nor a list that suits the stages of the pipeline.
+    """
+    by_index = bool(value_at(config, "swap_config.swap"))
+    layers = _layers(value_at(config, "recompute_config.recompute"), "recompute", division, count, by_index)
+    key = "select_recompute"
+    value = value_at(config, f"recompute_config.{key}")
+    chosen: Dict[str, Set[int]] = {}
+    if isinstance(value, dict):
+        for pattern, asked in value.items():
+            chosen[pattern] = _layers(asked, f"{key}.{pattern}", division, count, by_index)
+    elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        chosen = {pattern: set(range(count)) for pattern in value}
+    else:
+        chosen = dict.fromkeys(_SELECTED, _layers(value, key, division, count, by_index))
+    operators = {pattern: frozenset(of - layers) for pattern, of in chosen.items() if of - layers}
+    return Recomputation(frozenset(layers), operators)
+
+
+def _layers(value: Any, key: str, division: Division, count: int, by_index: bool) -> Set[int]:
+    if value is None or isinstance(value, bool):
+        return set(range(count)) if value else set()
+    if by_index and _are_numbers(value):
+        return {layer for layer in value if 0 <= layer < count}
+    rows = _by_stage(value)
+    if rows is None or len(rows) != division.pipeline:
+        raise ConfigError(
+            f"recompute_config: {key} is {value!r}: it must be True, False, or a list with the number of layers to "
+            f"recompute in each of the {division.pipeline} stages of the pipeline."
+        )
+    found: Set[int] = set()
+    for stage, number in enumerate(rows):
+        own = division.layers(count, stage)
+        found |= set(own if number is True else own[: int(number)])
+    return found
+
+
+def _by_stage(value: Any) -> Optional[List[Any]]:
+    """Returns how many layers each stage recomputes; with interleaving, the sums over its chunks."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    if _are_numbers(value):
+        return list(value)
+    if all(isinstance(row, (list, tuple)) and _are_numbers(row) and len(row) == len(value[0]) for row in value):
+        return [sum(map(int, column)) for column in zip(*value)]
+    return None
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, int) and value >= 0 for value in values)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """Tells whether each part of a pattern matches a part of ``path`` from its beginning, as MindFormers compares."""
+    parts: Tuple[str, ...] = tuple(re.split(r"\\?\.(?![*+?])", pattern))
+    names = path.split(".")
+    return len(parts) <= len(names) and all(re.fullmatch(part, name) for part, name in zip(parts, names))
 
 
 class Kept(NamedTuple):
@@ -78,6 +166,10 @@ class Sizes:
         )
 
 
+def _any_trained(weights: Iterable[Weight]) -> bool:
+    return any(weight.trained for weight in weights)
+
+
 def _inner(run: Run) -> int:
     """Returns the width of the widest feed-forward network; of experts, all that a token goes to count together."""
     widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if role_of(path) == "w2"}
@@ -120,10 +212,12 @@ class Activations:
 
     def first_trained(self) -> int:
         """Returns the first layer with a trained parameter; the number of layers if there is none."""
-        if any(weight.trained for weight in self.weights.get(-1, []) if weight.role == "tok_embeddings"):
+        if _any_trained(weight for weight in self.weights.get(-1, []) if weight.role == "tok_embeddings"):
             return -1
-        trained = [layer for layer, own in self.weights.items() if layer >= 0 and any(weight.trained for weight in own)]
-        return min(trained, default=len(self.weights))
+        for layer in sorted(self.weights):
+            if layer >= 0 and _any_trained(self.weights[layer]):
+                return layer
+        return len(self.weights)
 
     def kept_by(self, layer: int, recomputation: Recomputation) -> int:
         """Returns the bytes that a layer keeps from its forward to its backward."""
@@ -140,9 +234,9 @@ class Activations:
 
     def head(self) -> int:
         """Returns the bytes that are kept after the last layer, without the loss."""
-        sizes, own = self.sizes, [weight for weight in self.weights.get(-1, []) if weight.role == "lm_head"]
+        sizes = self.sizes
         total = self.compute * sizes.outside * sizes.hidden + 4 * sizes.outside
-        if any(weight.trained for weight in own):
+        if _any_trained(weight for weight in self.weights.get(-1, []) if weight.role == "lm_head"):
             total += self.compute * sizes.tokens * sizes.hidden
         return total
 
@@ -166,7 +260,7 @@ class Activations:
         by_leaf: Dict[str, List[Weight]] = {}
         for weight in self.weights.get(layer, []):
             by_leaf.setdefault(weight.role, []).append(weight)
-        trained = {leaf for leaf, own in by_leaf.items() if any(weight.trained for weight in own)}
+        trained = {leaf for leaf, weights in by_leaf.items() if _any_trained(weights)}
         # Gradients flow only to what lies behind the first trained parameter.
         before = layer > self.first_trained()
         queries = before or bool(trained.intersection(("attention_norm", *_QUERIES, *_LATENTS)))

@@ -8,9 +8,8 @@ from mindlora.common.yaml_file import read_yaml, value_at
 from mindlora.config.weights import Weight
 from mindlora.errors import ConfigError
 from mindlora.plan.adapter_file import adapter_file_size
-from mindlora.plan.changes import fit
+from mindlora.plan.alternatives import fit, layouts_of
 from mindlora.plan.division import Division
-from mindlora.plan.layouts import layouts_of
 from mindlora.plan.memory import ARITHMETIC, EXACT, OPTIMIZERS, kv_cache_per_token, memory_of, optimizer_of
 from mindlora.plan.report import PlanReport
 from mindlora.plan.run import Run, read_run

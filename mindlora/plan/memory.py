@@ -5,8 +5,7 @@ from typing import Any, Dict, List, Tuple
 
 from mindlora.common.yaml_file import value_at
 from mindlora.config.weights import Weight
-from mindlora.plan.activations import Activations
-from mindlora.plan.recomputation import Recomputation, read_recomputation
+from mindlora.plan.activations import Activations, Recomputation, read_recomputation
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 

@@ -4,9 +4,9 @@ import dataclasses
 import textwrap
 from typing import List, Optional, Sequence, Tuple
 
+from mindlora.common.tables import wrapped
 from mindlora.common.text import listed
-from mindlora.plan.changes import RESERVE, Fit
-from mindlora.plan.layouts import Layout
+from mindlora.plan.alternatives import RESERVE, Fit, Layout
 from mindlora.plan.memory import DeviceMemory
 from mindlora.plan.schedule import Schedule
 from mindlora.plan.units import gib, size_text
@@ -79,7 +79,7 @@ class PlanReport:
     def __str__(self) -> str:
         parts = [_facts(self), _memory(self), _layouts(self.layouts)]
         parts += [_fit(self.fit, self.needed)] if self.fit else []
-        parts.append("\n".join(_wrapped("", text) for text in (*self.notes, *_BASES)))
+        parts.append("\n".join(wrapped("", text, WIDTH) for text in (*self.notes, *_BASES)))
         return "\n\n".join(part for part in parts if part)
 
 
@@ -98,7 +98,7 @@ def _facts(report: PlanReport) -> str:
         found.append(("batch", report.batch))
     if report.schedule:
         found.append(("steps", _steps(report.schedule)))
-    return "\n".join(_wrapped(f"{name:<14}", text) for name, text in found)
+    return "\n".join(wrapped(f"{name:<14}", text, WIDTH) for name, text in found)
 
 
 def _steps(schedule: Schedule) -> str:
@@ -138,15 +138,15 @@ def _layouts(layouts: Sequence[Layout]) -> str:
         name = f"{layout.devices} device{'s' * (layout.devices > 1)}"
         rows.append((name, *("-" if size is None else gib(size) for size in sizes)))
     table = _table((*titles, *(["as the YAML"] if divides else [])), rows, ">" * (3 + divides))
-    notes = [_wrapped("- ", note) for layout in layouts for note in layout.notes]
+    notes = [wrapped("- ", note, WIDTH) for layout in layouts for note in layout.notes]
     return "\n".join([table, *notes])
 
 
 def _fit(fit: Fit, needed: int) -> str:
     limit = f"{gib(fit.memory)} GiB, of which {100 * (1 - RESERVE):.0f} %, {gib(fit.usable)} GiB, are filled"
     if fit.fits:
-        return _wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.")
-    text = [_wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.")]
+        return wrapped("", f"The run fits: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)
+    text = [wrapped("", f"The run does not fit: it needs {gib(needed)} GiB. A device has {limit}.", WIDTH)]
     rows = [(trial.change, gib(trial.needed), "fits" if trial.fits else "") for trial in fit.tried]
     text.append(_table(("change", "GiB", ""), rows, (">", "<")))
     if fit.lines:
@@ -158,18 +158,13 @@ def _fit(fit: Fit, needed: int) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
     """Returns a table whose first column is wrapped where the table would be wider than WIDTH."""
-    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(1, len(titles))]
-    room = min(max(len(row[0]) for row in (titles, *rows)), WIDTH - sum(2 + width for width in widths))
+    first, *widths = [max(map(len, column)) for column in zip(titles, *rows)]
+    room = min(first, WIDTH - sum(2 + width for width in widths))
     lines: List[str] = []
-    for first, *others in (titles, *rows):
-        indent = first[: len(first) - len(first.lstrip())] + "  "
-        pieces = textwrap.wrap(first, room, subsequent_indent=indent, drop_whitespace=True) or [""]
+    for name, *others in (titles, *rows):
+        indent = name[: len(name) - len(name.lstrip())] + "  "
+        pieces = textwrap.wrap(name, room, subsequent_indent=indent, drop_whitespace=True) or [""]
         cells = [f"{text:{side}{width}}" for text, side, width in zip(others, sides, widths)]
         lines.append("  ".join([f"{pieces[0]:<{room}}", *cells]).rstrip())
         lines += pieces[1:]
     return "\n".join(lines)
-
-
-def _wrapped(head: str, text: str) -> str:
-    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
-    return (head + f"\n{' ' * len(head)}".join(lines)).rstrip()

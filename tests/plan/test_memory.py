@@ -3,7 +3,7 @@
 import pytest
 
 from mindlora.errors import ConfigError
-from mindlora.plan.layouts import layouts_of
+from mindlora.plan.alternatives import layouts_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
 from mindlora.plan.run import read_run
 from tests.support import moe_networks

@@ -1,4 +1,4 @@
-"""The smallest change of a YAML with which its run fits a device, in the order in which people try."""
+"""What else could be done: the same run on other numbers of devices, and the smallest change with which it fits."""
 
 import dataclasses
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -7,12 +7,71 @@ import yaml
 
 from mindlora.common.yaml_file import merged, value_at
 from mindlora.errors import LoraError
+from mindlora.plan.division import Division
 from mindlora.plan.memory import memory_of
 from mindlora.plan.run import TRAIN_STEP, Run, read_run
 
 # The part of a device's memory that is left for what is not counted: work space, communication, fragments.
 RESERVE = 0.1
 Keys = Dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a run needs on each of a number of devices, divided in several ways.
+
+    Attributes:
+        devices (int): How many devices.
+        data (int): Bytes with data parallelism: each has rows of its own, and everything else whole.
+        optimizer (int): Bytes with optimizer parallelism: parameters are divided too, and gathered where they are used;
+            None if they cannot be.
+        model (int): Bytes with model parallelism: each layer is divided; None if it cannot be.
+        yaml (int): Bytes if layers are divided as parallel_config says, and the rows among what remains; None if the
+            devices cannot be divided so, or parallel_config divides no layer.
+        notes (tuple of str): Why something is None.
+    """
+
+    devices: int
+    data: Optional[int]
+    optimizer: Optional[int]
+    model: Optional[int]
+    yaml: Optional[int]
+    notes: Tuple[str, ...]
+
+
+_NAMES = {"data": "data parallel", "optimizer": "optimizer parallel", "model": "model parallel", "yaml": "as the YAML"}
+
+
+def layouts_of(run: Run, counts: Sequence[int]) -> List[Layout]:
+    """Returns the layouts of a run on the given numbers of devices."""
+    return [_layout(run, count) for count in counts]
+
+
+def _layout(run: Run, count: int) -> Layout:
+    own, several = run.division, count > 1
+    experts = count if own.experts > 1 else 1
+    ways = {
+        "data": Division(data=count),
+        "optimizer": Division(data=count, sharded=several, optimizer=several, gathers_again=True, experts=experts),
+        "model": Division(
+            model=count, sharded=several, sequence=own.sequence, whole_vocabulary=own.whole_vocabulary, experts=experts
+        ),
+    }
+    unit = own.model * own.pipeline * own.context
+    if unit > 1 and count % unit == 0:
+        ways["yaml"] = dataclasses.replace(own, data=count // unit)
+    sizes: Dict[str, Optional[int]] = dict.fromkeys(_NAMES)
+    notes = []
+    for name, division in ways.items():
+        problem = division.problem(run.model) or division.refusal(run.lora)
+        if not problem:
+            try:
+                sizes[name] = memory_of(dataclasses.replace(run, division=division)).total
+            except LoraError as error:
+                problem = str(error)
+        if problem:
+            notes.append(f"{count} devices, {_NAMES[name]}: {problem}")
+    return Layout(count, notes=tuple(notes), **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +128,16 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
         return Fit(memory, usable, True, (), "")
     tried: List[Trial] = []
     for variants in _ladder(run, devices):
-        found = [(change, size) for change in variants for size in [_needed(run, change.keys)] if size is not None]
-        if not found:
-            continue
-        fitting = [(change, size) for change, size in found if size <= usable]
-        change, size = (fitting or found[-1:])[0]
-        tried.append(Trial(change.words, size, bool(fitting)))
-        if fitting:
-            return Fit(memory, usable, False, tuple(tried), _lines(change.keys))
+        trial = None
+        for change in variants:
+            needed_then = _needed_with(run, change.keys)
+            if needed_then is None:
+                continue
+            trial = Trial(change.words, needed_then, needed_then <= usable)
+            if trial.fits:
+                return Fit(memory, usable, False, (*tried, trial), _lines(change.keys))
+        # Of several variants that do not fit, the last one needs least.
+        tried += [trial] if trial else []
     return Fit(memory, usable, False, tuple(tried), "")
 
 
@@ -164,7 +225,7 @@ def _joined(first: List[_Change], second: List[_Change]) -> List[_Change]:
     return [_Change(f"{a.words}; {b.words}", merged(a.keys, b.keys)) for a in first for b in second]
 
 
-def _needed(run: Run, keys: Dict[str, Any]) -> Optional[int]:
+def _needed_with(run: Run, keys: Dict[str, Any]) -> Optional[int]:
     """Returns the bytes that a run needs with a change, or None if it cannot be made."""
     try:
         return memory_of(read_run(merged(run.config, keys))).total

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mindlora.common.yaml_file import merged
-from mindlora.plan.changes import RESERVE, fit
+from mindlora.plan.alternatives import RESERVE, fit
 from mindlora.plan.memory import memory_of
 from mindlora.plan.run import read_run
 from tests.support.planned_runs import LORA, run_of, yaml_of
