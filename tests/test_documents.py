@@ -139,6 +139,22 @@ def test_the_keys_page_names_every_callback():
     assert missing == ["LoraStart"]  # the name that LoraInitialization had in version 0.1
 
 
+def blocks_of(document):
+    """Returns the texts of the blocks of code without a language, in order."""
+    return re.findall(r"^```\n(.*?)^```", text_of(document), re.M | re.S)
+
+
+@pytest.mark.parametrize("document, table", (("README.md", "parameters "), ("docs/plan.md", "one device of 8")))
+def test_the_plan_that_is_shown_is_what_the_command_prints(document, table, capsys, monkeypatch):
+    command = next(block for block in blocks_of("README.md") if block.startswith("mindlora plan configs/"))
+    shown = next(block for block in blocks_of(document) if block.startswith(table))
+    monkeypatch.chdir(ROOT)
+    main(command.split()[1:])
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in shown.split("..."):
+        assert " ".join(part.split()) in printed
+
+
 def test_readme_in_chinese_has_the_code_and_the_figures_of_the_english_one():
     english, chinese = text_of("README.md"), text_of("README.zh-CN.md")
     assert FENCE.findall(chinese) == FENCE.findall(english)
