@@ -31,8 +31,6 @@ STILL_NESTED = {
     "formats/strategy_file.py",
     "nn/routed_experts.py",
     "plugin/launching/preflight.py",
-    "plugin/callbacks/run_description.py",
-    "plugin/resume/sharded_adapter.py",
     "serving/engine.py",
 }
 

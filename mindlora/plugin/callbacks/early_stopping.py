@@ -66,17 +66,12 @@ class EarlyStop(Rule):
     not improve.
 
     Args:
-        patience (int): Measurements in a row without an improvement after which to stop; at least 1.
-        min_delta (float): How much is an improvement; at least 0. Default: 0.0.
-        mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
+        patience, min_delta, mode: As of EarlyStopping.
 
     Attributes:
         best (float, optional): The best measurement.
         best_step (int): Its step.
         waited (int): Measurements since then.
-
-    Raises:
-        ConfigError: An argument is out of range.
     """
 
     remembered = ("best", "best_step", "waited")
@@ -90,12 +85,7 @@ class EarlyStop(Rule):
         self.best_step = self.waited = 0
 
     def step(self, step: int, metric: float) -> bool:
-        """Counts a measurement; returns whether it is time to stop.
-
-        Args:
-            step (int): The training step of the measurement.
-            metric (float): What was measured.
-        """
+        """Counts the measurement of a training step; returns whether it is time to stop."""
         best = math.inf if self.best is None else self.sign * self.best
         if self.sign * metric < best - self.min_delta:
             self.best, self.best_step, self.waited = metric, step, 0

@@ -64,8 +64,8 @@ def known_defaults(configuration: Mapping[str, Any]) -> Dict[str, Any]:
         node = _node(configuration, path)
         defaults.update({f"{path}.{key}": value for key, value in _arguments_of(kind, node).items()})
     for callback in configuration.get("callbacks") or []:
-        found = _arguments_of(MindFormerModuleType.CALLBACK, callback)
-        defaults.update({f"callbacks.{callback.get('type')}.{key}": value for key, value in found.items()})
+        arguments = _arguments_of(MindFormerModuleType.CALLBACK, callback)
+        defaults.update({f"callbacks.{callback.get('type')}.{key}": value for key, value in arguments.items()})
     for field in dataclasses.fields(PetLoraConfig):
         if field.default is not dataclasses.MISSING:
             defaults[f"model.model_config.pet_config.{field.name}"] = field.default
@@ -83,8 +83,9 @@ def _arguments_of(kind: MindFormerModuleType, node: Mapping[str, Any]) -> Dict[s
         for name in ("__new__", "__init__"):
             constructor = inspect.unwrap(getattr(vars(base).get(name), "__func__", vars(base).get(name)))
             if inspect.isfunction(constructor):
-                parameters = inspect.signature(constructor).parameters.values()
-                defaults.update({known.name: known.default for known in parameters if known.default is not known.empty})
+                for argument in inspect.signature(constructor).parameters.values():
+                    if argument.default is not argument.empty:
+                        defaults[argument.name] = argument.default
     return defaults
 
 
@@ -113,13 +114,14 @@ def _of_rows(files: List[str], config: Any) -> Dict[str, Any]:
     rows = data.get_dataset_size()
     if not {"input_ids", "labels"} <= set(data.get_col_names()):
         return {"rows": rows}
-    some = list(data.take(_ROWS).create_dict_iterator(num_epochs=1, output_numpy=True))
-    tokens, labels = (np.stack([row[column] for row in some]) for column in ("input_ids", "labels"))
+    first = list(data.take(_ROWS).create_dict_iterator(num_epochs=1, output_numpy=True))
+    tokens = np.stack([row["input_ids"] for row in first])
+    labels = np.stack([row["labels"] for row in first])
     return {
         "rows": rows,
         "tokens in a row": tokens.shape[1],
-        f"padding in the first {len(some)} rows": f"{np.mean(tokens == config.pad_token_id):.1%}",
-        f"tokens in the loss of the first {len(some)} rows": f"{np.mean(labels != config.ignore_token_id):.1%}",
+        f"padding in the first {len(first)} rows": f"{np.mean(tokens == config.pad_token_id):.1%}",
+        f"tokens in the loss of the first {len(first)} rows": f"{np.mean(labels != config.ignore_token_id):.1%}",
     }
 
 

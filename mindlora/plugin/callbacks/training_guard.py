@@ -221,9 +221,10 @@ class RunGuard(Rule):
             norm (float): Its gradient norm before clipping.
             skipped (bool): Whether it was skipped.
         """
-        for value, values in ((loss, self.losses), (norm, self.norms)):
-            if math.isfinite(value):
-                values.append(value)
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        if math.isfinite(norm):
+            self.norms.append(norm)
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped >= self.max_skipped:
             return f"{self.skipped} steps in a row were skipped"
@@ -247,8 +248,8 @@ class RunGuard(Rule):
     @property
     def is_healthy(self) -> bool:
         """Whether the last step was done and the smoothed loss is nearer to its best than to the ceiling."""
-        known = len(self.losses) >= ENOUGH and not self.skipped
-        return known and self._smoothed() <= math.sqrt(self.best * self._ceiling())
+        is_judged = len(self.losses) >= ENOUGH and not self.skipped
+        return is_judged and self._smoothed() <= math.sqrt(self.best * self._ceiling())
 
     def forget(self) -> None:
         """Starts anew, after a return to an earlier state or a change of the data."""

@@ -55,8 +55,8 @@ def share(text: bytes) -> List[bytes]:
 
 def value_of(rank: int, value: float) -> float:
     """Returns what one rank has as ``value``, on every rank; -1 is the last. All of them must call this."""
-    own = np.array([value], np.float64).view(np.uint8)
-    return float(all_gather(own)[rank].copy().view(np.float64)[0])
+    content = np.array([value], np.float64).view(np.uint8)
+    return float(all_gather(content)[rank].copy().view(np.float64)[0])
 
 
 def rank_and_count() -> Tuple[int, int]:

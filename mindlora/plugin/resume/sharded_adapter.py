@@ -59,12 +59,11 @@ def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
     parameters = adapter_parameters(network)
     if any(part.shape != part.whole for part in _parts(parameters, layouts).values()):
         return True
-    cells = (cell for _, cell in lora_cells(network))
-    return any(
-        tuple(parameter.shape) != tuple(type(cell).part_shapes(cell, cell.lora_rank)[part])
-        for cell in cells
-        for part, parameter in cell.parts().items()
-    )
+    for _, cell in lora_cells(network):
+        shapes = type(cell).part_shapes(cell, cell.lora_rank)
+        if any(tuple(parameter.shape) != tuple(shapes[part]) for part, parameter in cell.parts().items()):
+            return True
+    return False
 
 
 def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[str, np.ndarray]:
@@ -105,66 +104,63 @@ def write_slices(folder: str, network: nn.Cell, layouts: Mapping[str, tuple], at
         at (str): Epoch and step, such as "1_20".
     """
     rank, parameters = get_rank(), adapter_parameters(network)
-    known = {name: _layout(layouts[name]) for name in parameters if name in layouts}
-    arrays = {name: to_array(parameter) for name, parameter in parameters.items() if name in known or not known}
+    recorded = {name: _layout(layouts[name]) for name in parameters if name in layouts}
+    arrays = {name: to_array(parameter) for name, parameter in parameters.items() if name in recorded or not recorded}
     text = adapter_metadata.text_of(adapter_of(network, {}))
     name = f"adapter_rank_{rank}-trainable_params-{at}.safetensors"
     with atomic.replace_file(os.path.join(folder, f"rank_{rank}", name)) as path:
         write_arrays(path, arrays, {"format": "ms", adapter_metadata.KEY: text})
-    if known:
+    if recorded:
         stages = ms.get_auto_parallel_context("pipeline_stages") or 1
         stage = rank // max(get_group_size() // stages, 1)
         with atomic.replace_file(os.path.join(folder, "strategy", f"strategy_rank_{rank}.json")) as path:
-            strategy_file.write(path, stage, known)
+            strategy_file.write(path, stage, recorded)
 
 
 def _parts(parameters: Mapping[str, Parameter], layouts: Mapping[str, tuple]) -> Dict[str, Slice]:
     """Returns which part of each parameter this rank holds, of those whose layout was recorded."""
-    found = {}
+    parts = {}
     for name, parameter in parameters.items():
         if name in layouts:
             layout, group = _layout(layouts[name]), layouts[name][5]
             devices = int(np.prod(layout.dev_matrix, dtype=np.int64))
             # Which part the optimizer's group gave to this rank, the group itself knows.
             part = slice_of(layout._replace(opt_shard_size=0), get_rank() % devices, tuple(parameter.shape), name)
-            found[name] = _cut_again(part, layout.opt_shard_size, get_rank(group)) if group else part
-    return found
+            parts[name] = _cut_again(part, layout.opt_shard_size, get_rank(group)) if group else part
+    return parts
 
 
-def _cut_again(part: Slice, size: int, own: int) -> Slice:
+def _cut_again(part: Slice, size: int, number: int) -> Slice:
     """Returns one of ``size`` parts along the first axis; ``part`` has its shape, and lies as if it were not cut."""
-    whole, begin = part.whole[0] * size, part.begin[0] * size + own * part.shape[0]
+    whole, begin = part.whole[0] * size, part.begin[0] * size + number * part.shape[0]
     return Slice((whole, *part.whole[1:]), (begin, *part.begin[1:]), part.shape)
 
 
 def _layout(recorded: tuple) -> Layout:
     """Returns the layout that MindSpore records as (dev_matrix, tensor_map, slice shape, field, even, group, ...)."""
-    axes = [axis if isinstance(axis, (list, tuple)) else [axis] for axis in recorded[1]]
+    tensor_map = []
+    for axis in recorded[1]:
+        device_axes = axis if isinstance(axis, (list, tuple)) else [axis]
+        tensor_map.append(tuple(number for number in device_axes if number != -1))
     group, step, size = recorded[5], 0, 0
     if group:
         ranks = get_process_group_ranks(group)
         step, size = (ranks[1] - ranks[0] if len(ranks) > 1 else 1), len(ranks)
-    return Layout(
-        tuple(recorded[0]),
-        tuple(tuple(axis for axis in own if axis != -1) for own in axes),
-        step,
-        size,
-        bool(recorded[3]) or not recorded[4],
-    )
+    return Layout(tuple(recorded[0]), tuple(tensor_map), step, size, bool(recorded[3]) or not recorded[4])
 
 
 def _shared_table(parts: Mapping[str, Slice], arrays: Mapping[str, np.ndarray], step: int) -> Dict[str, List[_Entry]]:
     """Returns for each parameter what the ranks hold of it."""
-    own = {name: [*part, dtype_name(arrays[name].dtype), _checksum(arrays[name])] for name, part in parts.items()}
-    tables = [json.loads(text) for text in collectives.share(json.dumps([step, own]).encode())]
-    steps = [at for at, _ in tables]
+    slices = {name: [*part, dtype_name(arrays[name].dtype), _checksum(arrays[name])] for name, part in parts.items()}
+    ranks = [json.loads(text) for text in collectives.share(json.dumps([step, slices]).encode())]
+    steps = [step_of_rank for step_of_rank, _ in ranks]
     if len(set(steps)) > 1:
         raise LoraError(f"The ranks are at different steps, {listed(map(str, steps))}, so their slices are not joined.")
-    found: Dict[str, List[_Entry]] = {}
-    for rank, (_, table) in enumerate(tables):
-        for name, (*part, dtype, checksum) in table.items():
-            found.setdefault(name, []).append(_Entry(rank, Slice(*map(tuple, part)), dtype, checksum))
-    return found
+    table: Dict[str, List[_Entry]] = {}
+    for rank, (_, slices_of_rank) in enumerate(ranks):
+        for name, (*part, dtype, checksum) in slices_of_rank.items():
+            table.setdefault(name, []).append(_Entry(rank, Slice(*map(tuple, part)), dtype, checksum))
+    return table
 
 
 def _gathered(name: str, entries: List[_Entry], array: Any) -> np.ndarray:
@@ -175,23 +171,23 @@ def _gathered(name: str, entries: List[_Entry], array: Any) -> np.ndarray:
     _, ranks = collectives.rank_and_count()
     whole_size = int(np.prod(first.part.whole, dtype=np.int64)) * dtype.itemsize
     if ranks * max(sizes) <= _GATHERED_WHOLES * whole_size:
-        found = _by_all_gather(entries, array, dtype, max(sizes))
+        pieces = _by_all_gather(entries, array, dtype, max(sizes))
     else:
-        found = _by_all_reduce(entries, array, dtype, whole_size)
-    wrong = [entry.rank for entry, piece in zip(entries, found) if _checksum(piece.array) != entry.checksum]
+        pieces = _by_all_reduce(entries, array, dtype, whole_size)
+    wrong = [entry.rank for entry, piece in zip(entries, pieces) if _checksum(piece.array) != entry.checksum]
     if wrong:
         raise LoraError(
             f"{name} arrived from rank {listed(map(str, wrong))} with other values than it has there: copies of one "
             "slice differ, or the exchange failed. Nothing was saved."
         )
-    return join(name, found)
+    return join(name, pieces)
 
 
 def _by_all_gather(entries: List[_Entry], array: Any, dtype: np.dtype, size: int) -> List[Piece]:
-    own = np.zeros(size, np.uint8)
+    padded = np.zeros(size, np.uint8)
     if array is not None:
-        own[: array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
-    rows = collectives.all_gather(own)
+        padded[: array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    rows = collectives.all_gather(padded)
     return [_piece(entry, rows[entry.rank], dtype) for entry in entries]
 
 

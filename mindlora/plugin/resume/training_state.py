@@ -52,16 +52,12 @@ def passed(every: int, before: int, now: int) -> bool:
 
 def step_folders(directory: str) -> List[str]:
     """Returns the step folders in ``directory``, oldest first."""
-    found = (
-        [
-            (int(match.group(1)), entry.path)
-            for entry in os.scandir(directory)
-            if (match := re.fullmatch(STEP_PREFIX + r"(\d+)", entry.name))
-        ]
-        if os.path.isdir(directory)
-        else []
-    )
-    return [path for _, path in sorted(found)]
+    folders = {}
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        match = re.fullmatch(STEP_PREFIX + r"(\d+)", name)
+        if match:
+            folders[int(match.group(1))] = os.path.join(directory, name)
+    return [folders[step] for step in sorted(folders)]
 
 
 def set_aside(directory: str, step: int) -> Optional[str]:
@@ -237,18 +233,13 @@ def _check_steps(folder, metadata, params):
 
 
 def _check_parameters(folder, tensors, parameters):
-    differing = sorted(
-        name for name in set(tensors) & set(parameters) if tensors[name].shape != tuple(parameters[name].shape)
-    )
-    problems = [
-        f"{problem}: {listed(names)}"
-        for problem, names in (
-            ("only in the folder", sorted(set(tensors) - set(parameters))),
-            ("only in this run", sorted(set(parameters) - set(tensors))),
-            ("with another shape", differing),
-        )
-        if names
-    ]
+    in_both = sorted(set(tensors) & set(parameters))
+    differences = {
+        "only in the folder": sorted(set(tensors) - set(parameters)),
+        "only in this run": sorted(set(parameters) - set(tensors)),
+        "with another shape": [name for name in in_both if tensors[name].shape != tuple(parameters[name].shape)],
+    }
+    problems = [f"{problem}: {listed(names)}" for problem, names in differences.items() if names]
     if problems:
         raise ConfigError(
             f"{folder} holds the state of another optimizer, loss scale or network. Parameters "
@@ -264,12 +255,13 @@ def _with_state(params):
 def state_parameters(train_network: nn.Cell) -> List[Parameter]:
     """Returns what a run needs besides the adapter: moments, step, loss scale and the base parameters it trains."""
     network = base_of(train_network)
-    # An adapter's file does not hold AdaLoRA's parts as they train.
-    adaptive = {p.name for _, cell in lora_cells(network) if not cell.saved_as_trained for p in cell.lora_parameters()}
-    in_adapter = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name} - adaptive
-    frozen = {p.name for p in network.get_parameters() if not p.requires_grad}
-    others = in_adapter | frozen
-    return [p for p in train_network.get_parameters() if p.name not in others and TRANSIENT not in p.name]
+    elsewhere = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
+    for _, cell in lora_cells(network):
+        if not cell.saved_as_trained:
+            # An adapter's file does not hold AdaLoRA's parts as they train.
+            elsewhere -= {p.name for p in cell.lora_parameters()}
+    elsewhere |= {p.name for p in network.get_parameters() if not p.requires_grad}
+    return [p for p in train_network.get_parameters() if p.name not in elsewhere and TRANSIENT not in p.name]
 
 
 def _read_json(path):
