@@ -25,9 +25,6 @@ class KvCacheWrite(OperatorCell):
     Outputs:
         Tensor [1], int32: how many tokens were written.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: The device is not a CPU, the library is not built, or a dtype is not supported.
         RuntimeError: A shape or a slot is wrong (raised by the kernel, which names it).

@@ -28,9 +28,6 @@ class LoraDelta(OperatorCell):
     Outputs:
         Tensor [tokens, N] of the dtype of y0.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
@@ -64,23 +61,12 @@ def _cell():
 
 
 def lora_delta(y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor]) -> Tensor:
-    r"""y = y0 + ((x A^T) * scale) B^T.
+    r"""Returns what LoraDelta does, y = y0 + ((x A^T) * scale) B^T, in a network as in PyNative.
 
-    It works in a network and in PyNative. A cell that calls it often should hold a LoraDelta of its own.
+    A cell that calls it often should hold a LoraDelta of its own.
 
     Args:
-        y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
-        x (Tensor): Shape [tokens, K], dtype of y0.
-        a (Tensor): Shape [r, K], dtype of y0.
-        b (Tensor): Shape [N, r], dtype of y0.
+        y0, x, a, b (Tensor): As the inputs of LoraDelta.
         scale (float or Tensor): One number.
-
-    Returns:
-        Tensor [tokens, N] of the dtype of y0.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-
-    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
     return _cell()(y0, x, a, b, ops.cast(scale, mstype.float32))

@@ -29,9 +29,6 @@ class LoraDropout(OperatorCell):
     Outputs:
         Tensor [tokens, K] of the dtype of x.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: rate is out of range (raised by the kernel; the composed path cannot raise).
@@ -130,19 +127,9 @@ def _cell():
 
 
 def lora_dropout(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
-    r"""y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element, else 0.
+    r"""Returns what LoraDropout does, y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element.
 
     Args:
-        x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.
-        seed (Tensor): Shape [1], int32.
-        rate (Tensor): Shape [1], float32, in [0, 1).
-
-    Returns:
-        Tensor [tokens, K] of the dtype of x.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-
-    Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
+        x, seed, rate (Tensor): As the inputs of LoraDropout.
     """
     return _cell()(x, seed, rate)

@@ -28,9 +28,6 @@ class LoraLinear(OperatorCell):
     Outputs:
         Tensor [tokens, N] of the dtype of x.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
@@ -75,8 +72,6 @@ class LoraLinear(OperatorCell):
 class LoraLinearWithBias(LoraLinear):
     r"""y = x W^T + bias + ((x A^T) * scale) B^T: LoraLinear with one more input and its gradient.
 
-    Attributes, errors and source are those of LoraLinear.
-
     Inputs:
         - **x**, **w**, **a**, **b**, **scale** - As in LoraLinear.
         - **bias** (Tensor) - Shape [N], dtype of x.
@@ -107,23 +102,12 @@ def _cell(has_bias):
 def lora_linear(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor], bias: Optional[Tensor] = None
 ) -> Tensor:
-    r"""y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once; meant for few tokens.
+    r"""Returns what LoraLinear does, y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once.
 
     Args:
-        x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.
-        w (Tensor): Shape [N, K], dtype of x. Frozen: its gradient is zero.
-        a (Tensor): Shape [r, K], dtype of x.
-        b (Tensor): Shape [N, r], dtype of x.
+        x, w, a, b (Tensor): As the inputs of LoraLinear.
         scale (float or Tensor): One number.
         bias (Tensor): Shape [N], dtype of x. Default: None.
-
-    Returns:
-        Tensor [tokens, N] of the dtype of x.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-
-    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
     scale = ops.cast(scale, mstype.float32)
     if bias is None:

@@ -34,9 +34,6 @@ class MultiLoraDelta(OperatorCell):
     Outputs:
         Tensor [..., N] of the dtype of y0, with the axes of x.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
             is asked for.
@@ -108,15 +105,15 @@ class MultiLoraDelta(OperatorCell):
         out: Tensor,
         dout: Tensor,
     ) -> Tuple[Tensor, ...]:
-        refuse_gradient()
+        refuse_gradient(self.op)
         return dout, x, pool, ranks, scales, indices
 
 
 @constexpr
-def refuse_gradient() -> None:
+def refuse_gradient(op: str) -> None:
     """Raises BackendError. Runs when the backward of a graph is compiled."""
     raise BackendError(
-        "multi_lora_delta has no gradient: it serves adapters that are trained already. Train with lora_delta."
+        f"{op} has no gradient: it serves adapters that are trained already. Train with {op.removeprefix('multi_')}."
     )
 
 
@@ -126,24 +123,9 @@ def _cell():
 
 
 def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-    r"""y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; y[t] = y0[t] where i is negative.
+    r"""Returns what MultiLoraDelta does, y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t].
 
     Args:
-        y0 (Tensor): Shape [tokens, N]; float32, float16 or bfloat16.
-        x (Tensor): Shape [..., K], dtype of y0.
-        pool (Tensor): Shape [slots, max_rank, K + N], dtype of y0: see MultiLoraDelta.
-        ranks (Tensor): Shape [slots], int32: the rank of each adapter; 0 for an empty slot.
-        scales (Tensor): Shape [slots], float32.
-        indices (Tensor): Shape [at least tokens], int32: the slot of each row.
-
-    Returns:
-        Tensor [..., N] of the dtype of y0.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
-            is asked for.
-
-    Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023; Sheng et al., S-LoRA: Serving Thousands of Concurrent
-    LoRA Adapters, 2023.
+        y0, x, pool, ranks, scales, indices (Tensor): As the inputs of MultiLoraDelta.
     """
     return _cell()(y0, x, pool, ranks, scales, indices)

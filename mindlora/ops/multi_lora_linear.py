@@ -3,10 +3,8 @@
 from typing import Optional, Tuple
 
 from mindspore import Tensor, ops
-from mindspore.ops.primitive import constexpr
 
-from mindlora.errors import BackendError
-from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta
+from mindlora.ops.multi_lora_delta import INDEX_DTYPES, INDEX_NAMES, MultiLoraDelta, refuse_gradient
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
 from mindlora.ops.products import Products
 
@@ -28,9 +26,6 @@ class MultiLoraLinear(OperatorCell):
 
     Outputs:
         Tensor [..., N] of the dtype of x.
-
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
 
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
@@ -83,14 +78,12 @@ class MultiLoraLinear(OperatorCell):
         out: Tensor,
         dout: Tensor,
     ) -> Tuple[Tensor, ...]:
-        refuse_gradient()
+        refuse_gradient(self.op)
         return x, w, pool, ranks, scales, indices
 
 
 class MultiLoraLinearWithBias(MultiLoraLinear):
     r"""MultiLoraLinear with one more input, the bias that is added to every row.
-
-    Attributes, errors and source are those of MultiLoraLinear.
 
     Inputs:
         - **x**, **w**, **pool**, **ranks**, **scales**, **indices** - As in MultiLoraLinear.
@@ -122,13 +115,5 @@ class MultiLoraLinearWithBias(MultiLoraLinear):
         out: Tensor,
         dout: Tensor,
     ) -> Tuple[Tensor, ...]:
-        refuse_gradient()
+        refuse_gradient(self.op)
         return x, w, pool, ranks, scales, indices, bias
-
-
-@constexpr
-def refuse_gradient() -> None:
-    """Raises BackendError. Runs when the backward of a graph is compiled."""
-    raise BackendError(
-        "multi_lora_linear has no gradient: it serves adapters that are trained already. Train with lora_linear."
-    )

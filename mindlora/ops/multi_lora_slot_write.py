@@ -41,9 +41,6 @@ class MultiLoraSlotWrite(OperatorCell):
     Outputs:
         Tensor [1], int32: the slot that was written.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape, rank or slot is wrong (raised by MindSpore or by the kernel, which names it).
@@ -93,22 +90,14 @@ def _cell():
 def multi_lora_slot_write(
     pool: Parameter, ranks: Parameter, scales: Parameter, slot: Tensor, packed: Tensor, scale: Union[float, Tensor]
 ) -> Tensor:
-    r"""pool[slot, :r] = packed, ranks[slot] = r, scales[slot] = scale, in place.
+    r"""Does what MultiLoraSlotWrite does: pool[slot, :r] = packed, ranks[slot] = r, scales[slot] = scale, in place.
 
     Args:
-        pool (Parameter): Shape [slots, max_rank, K + N]; float32, float16 or bfloat16.
-        ranks (Parameter): Shape [slots], int32.
-        scales (Parameter): Shape [slots], float32.
-        slot (Tensor): Shape [1], int32.
-        packed (Tensor): Shape [r, K + N] with r up to max_rank, dtype of pool: see pack_adapter.
+        pool, ranks, scales (Parameter): As the inputs of MultiLoraSlotWrite.
+        slot, packed (Tensor): The same.
         scale (float or Tensor): One number.
 
     Returns:
         Tensor [1], int32: the slot that was written.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-
-    Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """
     return _cell()(pool, ranks, scales, slot, packed, ops.cast(scale, mstype.float32))

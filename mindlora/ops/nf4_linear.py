@@ -37,9 +37,6 @@ class Nf4Linear(OperatorCell):
     Outputs:
         Tensor [tokens, N] of the dtype of x.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
         RuntimeError: A shape is wrong (raised by MindSpore or by the kernel, which names it).
@@ -137,8 +134,6 @@ class Nf4Linear(OperatorCell):
 class Nf4LinearWithBias(Nf4Linear):
     r"""y = x W^T + bias: Nf4Linear with one more input and its gradient.
 
-    Attributes, errors and source are those of Nf4Linear.
-
     Inputs:
         - **x**, **codes**, **absmax**, **scales**, **offsets** - As in Nf4Linear.
         - **bias** (Tensor) - Shape [N], dtype of x.
@@ -181,23 +176,11 @@ def _cell(has_bias):
 def nf4_linear(
     x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor, bias: Optional[Tensor] = None
 ) -> Tensor:
-    r"""y = x W^T (+ bias) with W = absmax' * TABLE[codes], in 4-bit NormalFloat; see Nf4Linear.
+    r"""Returns what Nf4Linear does, y = x W^T (+ bias) with W = absmax' * TABLE[codes].
 
     Args:
-        x (Tensor): Shape [tokens, K]; float32, float16 or bfloat16.
-        codes (Tensor): Shape [N, blocks * 32], uint8, blocks = ceil(K / 64).
-        absmax (Tensor): Shape [N, blocks], uint8.
-        scales (Tensor): Shape [groups], float32, groups = ceil(N * blocks / 256).
-        offsets (Tensor): Shape [groups], float32.
+        x, codes, absmax, scales, offsets (Tensor): As the inputs of Nf4Linear.
         bias (Tensor): Shape [N], dtype of x. Default: None.
-
-    Returns:
-        Tensor [tokens, N] of the dtype of x.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
-
-    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
     if bias is None:
         return _cell(False)(x, codes, absmax, scales, offsets)

@@ -34,9 +34,6 @@ class PagedAttention(OperatorCell):
     Outputs:
         Tensor of the shape and dtype of query.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: The device is not a CPU, the library is not built, or a dtype is not supported.
         RuntimeError: A shape, length or block is wrong (raised by the kernel, which names it).

@@ -20,9 +20,6 @@ class RotaryEmbedding(OperatorCell):
     Outputs:
         Tensor of the shape and dtype of x.
 
-    Attributes:
-        choice (Choice): The path that was picked when the cell was made.
-
     Raises:
         BackendError: The device is not a CPU, the library is not built, or a dtype is not supported.
         RuntimeError: A shape is wrong (raised by the kernel, which names it).
