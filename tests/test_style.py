@@ -31,7 +31,6 @@ STILL_NESTED = {
     "formats/strategy_file.py",
     "nn/routed_experts.py",
     "plugin/launching/preflight.py",
-    "serving/engine.py",
 }
 
 

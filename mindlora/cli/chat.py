@@ -209,7 +209,7 @@ class _Commands:
         if not name:
             return f"answers come from {self.speaker}"
         if name not in self._engine.adapters.registry:
-            near = difflib.get_close_matches(name, self._engine.adapters.names(), n=3)
+            near = difflib.get_close_matches(name, self._engine.adapters.registry.names(), n=3)
             meant = f" Did you mean {', '.join(near)}?" if near else ""
             raise AdapterNotFoundError(f"There is no adapter called {name}.{meant} /adapters lists them.")
         self._engine.adapters.memory.load(name)
@@ -224,7 +224,7 @@ class _Commands:
         return f"answers come from {self.speaker}"
 
     def _adapters(self, _: str) -> str:
-        names = self._engine.adapters.names()
+        names = self._engine.adapters.registry.names()
         if not names:
             return "there are no adapters: start with --adapter PATH or --adapters DIR"
         lines: List[str] = [f"{'*' if name == self._dialogue.adapter else ' '} {name}" for name in names[:_SHOWN]]

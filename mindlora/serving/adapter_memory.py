@@ -255,8 +255,7 @@ class AdapterMemory:
     def version(self, name: str) -> Optional[int]:
         """Returns the version of the adapter's newest known files, or None while they have not been read.
 
-        Raises:
-            LoraError: They cannot be used.
+        Raises LoraError if they cannot be used.
         """
         with self._changed:
             entry = self._entries.get(name)

@@ -11,8 +11,10 @@ from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
 from mindlora.common.text import shown
 from mindlora.errors import AdapterNotFoundError, ConfigError, RequestError
 
-# A second between two looks at the folder's time, and candidates on either side of a name that was not found.
-_PATIENCE, _NEIGHBOURS = 1.0, 16
+# Seconds between two looks at the folder's time.
+_PATIENCE = 1.0
+# Candidates on either side of a name that was not found.
+_NEIGHBOURS = 16
 
 
 class AdapterRegistry:
@@ -40,11 +42,12 @@ class AdapterRegistry:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.folder = None if folder is None else os.path.abspath(folder)
-        self._clock, self._lock = clock, threading.Lock()
-        self._given = {_checked_name(name): _existing(name, path) for name, path in (paths or {}).items()}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._named = {_checked_name(name): _existing(name, path) for name, path in (paths or {}).items()}
         self._listed: Dict[str, str] = {}
         self._hidden: Set[str] = set()
-        self._paths: Dict[str, str] = dict(self._given)
+        self._paths: Dict[str, str] = dict(self._named)
         self._sorted: Optional[Tuple[List[str], List[str]]] = None
         self._mtime, self._looked = -1, clock()
         if self.folder is not None:
@@ -113,12 +116,12 @@ class AdapterRegistry:
             _checked_name(name)
         except ConfigError as error:
             raise RequestError(str(error)) from error
-        found = self._allowed(path) if restricted else os.path.abspath(path)
+        real = self._allowed(path) if restricted else os.path.abspath(path)
         with self._lock:
             before = self._paths.get(name)
             if before is not None and not replace:
                 raise RequestError(f"There is an adapter {shown(name)} already: unload it first, or use another name.")
-            self._given[name] = found
+            self._named[name] = real
             self._merge()
         return before
 
@@ -130,7 +133,7 @@ class AdapterRegistry:
         """
         self.path(name)
         with self._lock:
-            self._given.pop(name, None)
+            self._named.pop(name, None)
             if name in self._listed:
                 self._hidden.add(name)
             self._merge()
@@ -159,7 +162,8 @@ class AdapterRegistry:
 
     def _merge(self):
         listed = {name: path for name, path in self._listed.items() if name not in self._hidden}
-        self._paths, self._sorted = {**listed, **self._given}, None
+        self._paths = {**listed, **self._named}
+        self._sorted = None
 
     def _in_order(self):
         """Returns the names in order, and spelt backwards in order."""
@@ -173,7 +177,7 @@ class AdapterRegistry:
             forwards, backwards = self._in_order()
         if not forwards:
             return " None is registered."
-        near = _around(forwards, name) + [found[::-1] for found in _around(backwards, name[::-1])]
+        near = _around(forwards, name) + [backward[::-1] for backward in _around(backwards, name[::-1])]
         close = difflib.get_close_matches(name[:200], list(dict.fromkeys(near)), n=3)
         meant = f" Did you mean {' or '.join(map(shown, close))}?" if close else ""
         return f"{meant} {len(forwards)} are registered; /v1/models lists them."

@@ -58,7 +58,9 @@ class AdapterSlots:
 
     def __init__(self, memory: AdapterMemory, slots: int, write: Callable[[int, Any], None]):
         self.memory, self.registry = memory, memory.registry
-        self._write, self._tally, self._lock = write, Tally(self.registry), threading.Lock()
+        self._write = write
+        self._tally = Tally(self.registry)
+        self._lock = threading.Lock()
         self._slots = [_Slot(number) for number in range(slots)]
         # Name -> the slot with its newest version.
         self._current: Dict[str, _Slot] = {}
@@ -157,23 +159,16 @@ class AdapterSlots:
             if slot:
                 self._idle.pop(slot.number, None)
 
-    def names(self) -> List[str]:
-        """Returns the names of all registered adapters in order."""
-        return self.registry.names()
-
     def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> None:
         """Adds an adapter and waits until it has been read and checked; if it cannot be used, all is as it was.
 
+        If it replaces another, new requests get the new adapter, and those that run keep the old one.
+
         Args:
-            name (str): Its name.
-            path (str): A folder or file; see AdapterRegistry.register.
-            restricted (bool): Whether the path must be in the registry's folder. Default: True.
-            replace (bool): Whether the name may be taken. New requests then get the new adapter, and those that run
-                keep the old one. Default: False.
+            name, path, restricted, replace: As for AdapterRegistry.register.
 
         Raises:
-            RequestError: The name is taken, or the path is not allowed.
-            LoraError: The adapter cannot be used.
+            LoraError: It cannot be registered or used.
         """
         before = self.registry.register(name, path, restricted, replace)
         try:
@@ -205,11 +200,12 @@ class AdapterSlots:
         """Returns the state of the cache."""
         memory = self.memory.stats()
         with self._lock:
-            counts, adapters = self._tally.copy()
             leased = sum(slot.users > 0 for slot in self._slots)
             used = sum(slot.name is not None or slot.users > 0 for slot in self._slots)
-            pinned = sorted(self._pinned)
-        return AdapterStats(len(self.registry), memory, len(self._slots), used, leased, pinned, counts, adapters)
+            tally = self._tally.copy()
+            return AdapterStats(
+                len(self.registry), memory, len(self._slots), used, leased, sorted(self._pinned), *tally
+            )
 
     def _victim(self, name: str) -> Optional[_Slot]:
         """Returns the slot to write the adapter to: the one with its old version if nobody uses it, or the next."""
@@ -226,8 +222,9 @@ class AdapterSlots:
         if name in self.registry:
             slot.name, self._current[name] = name, slot
         slot.version = version
-        for field, amount in (("misses", 1), ("loads", 1), ("seconds", seconds)):
-            self._tally.add(name, field, amount)
+        self._tally.add(name, "misses")
+        self._tally.add(name, "loads")
+        self._tally.add(name, "seconds", seconds)
         return self._lease(slot, name)
 
     def _lease(self, slot: _Slot, name: Optional[str] = None) -> Lease:

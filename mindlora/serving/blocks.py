@@ -107,14 +107,15 @@ class BlockPool:
         Returns:
             list of int: Full blocks, in order; none, one or more.
         """
-        size, number, found = self.block_size, 0, []
+        size, number = self.block_size, 0
+        blocks: List[int] = []
         for start in range(0, len(tokens) - size, size):
             block = self._block_of.get((salt, number, tuple(tokens[start : start + size])))
             if block is None:
                 break
-            found.append(block)
+            blocks.append(block)
             number = self._number_of[block]
-        return found
+        return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
         """Makes a request one of the users of blocks that find() gave."""
@@ -141,7 +142,9 @@ class BlockPool:
         other = self._block_of.get(content)
         if other is None:
             self._numbers += 1
-            self._block_of[content], self._content_of[block], self._number_of[block] = block, content, self._numbers
+            self._block_of[content] = block
+            self._content_of[block] = content
+            self._number_of[block] = self._numbers
             return block
         self.free([block])
         self._users[other] += 1

@@ -250,10 +250,11 @@ class Engine:
         with self._changed:
             self.scheduler.advance(parts)
             self._steps += 1
+            sampling = [part.request for part in parts if part.samples]
             rows = [
-                (row, part.request, self._answers[part.request.number])
-                for row, part in enumerate(part for part in parts if part.samples)
-                if part.request.state is State.RUNNING
+                (row, request, self._answers[request.number])
+                for row, request in enumerate(sampling)
+                if request.state is State.RUNNING
             ]
         if not rows:
             return []

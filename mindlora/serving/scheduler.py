@@ -3,28 +3,13 @@
 import collections
 import itertools
 import time
-from typing import Deque, Hashable, Iterator, List, Optional, Protocol, Sequence
+from typing import Deque, Hashable, Iterator, List, Optional, Sequence
 
 from mindlora.errors import LoraError, QueueFullError, RequestError
+from mindlora.serving.adapter_slots import AdapterSlots
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.fairness import FairQueue
-from mindlora.serving.request import Lease, Part, Request, State
-
-
-class Adapters(Protocol):
-    """What the scheduler needs to know of adapters."""
-
-    def prefetch(self, name: str) -> None:
-        """Begins to load an adapter, and returns at once."""
-
-    def acquire(self, name: str) -> Optional[Lease]:
-        """Returns a lease of the adapter's slot, None if it is not ready; raises LoraError if it cannot be used."""
-
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back."""
-
-    def lacks_slot(self, name: str) -> bool:
-        """Returns whether the adapter that is not ready waits for nothing but other adapters' leases."""
+from mindlora.serving.request import Part, Request, State
 
 
 class Scheduler:
@@ -49,7 +34,7 @@ class Scheduler:
 
     Args:
         pool (BlockPool): The blocks of the cache.
-        adapters (Adapters): Who loads adapters and gives them slots.
+        adapters (AdapterSlots): Loads adapters and gives them slots.
         max_running (int): Requests in a step, at most.
         max_tokens_per_step (int): Tokens in a step, at most; not less than max_running.
         max_waiting (int): Requests that wait for the first time, at most.
@@ -65,7 +50,7 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        adapters: Adapters,
+        adapters: AdapterSlots,
         max_running: int,
         max_tokens_per_step: int,
         max_waiting: int,
@@ -230,15 +215,15 @@ class Scheduler:
         for request in itertools.chain(under_way, self._admissions()):
             if self._waits_for_block(request):
                 continue
-            wanted = len(request.tokens) - request.computed
-            share = min(wanted, max(left // 2, min(left, self.pool.block_size)))
-            shares.append((request, wanted, share))
+            missing = len(request.tokens) - request.computed
+            share = min(missing, max(left // 2, min(left, self.pool.block_size)))
+            shares.append((request, missing, share))
             left -= share
             if not left:
                 break
         parts = []
-        for request, wanted, share in shares:
-            more = min(wanted - share, left)
+        for request, missing, share in shares:
+            more = min(missing - share, left)
             left -= more
             parts += self._chunk(request, share + more)
         return parts
@@ -248,19 +233,20 @@ class Scheduler:
         salt, size = _salt(request), self.pool.block_size
         if request.computed < len(request.blocks) * size:
             return False  # in the middle of a block of its own
-        found = self.pool.find(salt, request.tokens)[len(request.blocks) :]
-        self.pool.share(found)
-        request.blocks += found
+        computed = self.pool.find(salt, request.tokens)[len(request.blocks) :]
+        self.pool.share(computed)
+        request.blocks += computed
         request.computed = len(request.blocks) * size
         if not request.preemptions:
-            request.cached += len(found) * size
+            request.cached += len(computed) * size
         end = request.computed + size
-        return end < len(request.tokens) and any(
-            other.computed < end <= len(other.tokens)
-            and _salt(other) == salt
-            and other.tokens[:end] == request.tokens[:end]
-            for other in itertools.takewhile(lambda other: other is not request, self.running)
-        )
+        if end >= len(request.tokens):
+            return False
+        for other in itertools.takewhile(lambda other: other is not request, self.running):
+            will_compute = other.computed < end <= len(other.tokens)
+            if will_compute and _salt(other) == salt and other.tokens[:end] == request.tokens[:end]:
+                return True
+        return False
 
     def _chunk(self, request: Request, count: int) -> List[Part]:
         """Returns the part for as many tokens as there are blocks for; none if there are not any."""
@@ -316,12 +302,13 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Makes a request run, with the blocks that hold its beginning already; False if too few are left."""
-        found = self.pool.find(_salt(request), request.tokens)
-        taken = self._blocks_for(len(request.tokens)) - sum(self.pool.users(block) > 0 for block in found)
+        beginning = self.pool.find(_salt(request), request.tokens)
+        taken = self._blocks_for(len(request.tokens)) - sum(self.pool.users(block) > 0 for block in beginning)
         if taken > self._spare_blocks():
             return False
-        self.pool.share(found)
-        request.blocks, request.computed = found, len(found) * self.pool.block_size
+        self.pool.share(beginning)
+        request.blocks = beginning
+        request.computed = len(beginning) * self.pool.block_size
         request.state = State.RUNNING
         self.running.append(request)
         return True

@@ -70,7 +70,7 @@ def test_an_adapter_saved_anew_is_served_to_new_requests_and_the_old_one_to_thos
     files.write(make(seed=4), str(tmp_path / "both"))
     new = lease(slots, "both")
     assert pools.hold(old.slot, make(seed=1)) and pools.hold(new.slot, make(seed=4)) and new.version > old.version
-    assert slots.names() == ["both", "one"]
+    assert slots.registry.names() == ["both", "one"]
 
 
 def test_a_damaged_adapter_says_what_load_lora_says_until_it_is_copied_again(served, tmp_path):

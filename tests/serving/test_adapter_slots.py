@@ -49,7 +49,7 @@ def test_a_lease_is_of_a_slot_that_holds_the_adapter(made):
 
 def test_nothing_is_read_before_a_request_comes(made):
     slots, _, reader = made()
-    assert slots.names() == list("abcdef") and slots.stats().used == 0
+    assert slots.registry.names() == list("abcdef") and slots.stats().used == 0
     assert slots.acquire("a") is None  # Not announced: it is read now.
     settled(slots.memory)
     assert reader.reads == ["a"]
@@ -227,7 +227,7 @@ def test_an_unregistered_adapter_serves_those_who_run_and_no_others(made):
     slots.release(held)
     assert slots.stats().used == 1
     use(slots, "b")
-    assert sorted(pools.values) == [1, 2] and "a" not in slots.names()
+    assert sorted(pools.values) == [1, 2] and "a" not in slots.registry.names()
 
 
 def test_an_adapter_that_is_unregistered_while_its_slot_is_written_serves_that_one_request(made):
@@ -263,7 +263,7 @@ def test_an_adapter_that_cannot_be_used_is_not_registered(made, tmp_path):
     slots, pools, _ = made()
     put(tmp_path / "a", "bad", 1, end="")
     refused(TruncatedAdapterError, f"{tmp_path / 'a' / 'bad'} is truncated.", slots.register, "new", "a/bad")
-    assert "new" not in slots.names()
+    assert "new" not in slots.registry.names()
     refused(RequestError, part("There is an adapter 'a' already"), slots.register, "a", "a/bad")
     assert pools.values[lease(slots, "a").slot] == 0
 
@@ -275,12 +275,12 @@ def test_an_adapter_is_replaced_in_place_or_stays(made, tmp_path):
     old = lease(slots, "a")
     slots.register("a", "a/new", replace=True)
     new = lease(slots, "a")
-    assert (pools.values[old.slot], pools.values[new.slot]) == (0, 80) and slots.names() == list("abcdef")
+    assert (pools.values[old.slot], pools.values[new.slot]) == (0, 80) and slots.registry.names() == list("abcdef")
     slots.release(old)
     refused(TruncatedAdapterError, part("is truncated."), slots.register, "a", "a/bad", replace=True)
     assert pools.values[lease(slots, "a").slot] == 80
     slots.register("g", "a/new", replace=True)
-    assert slots.names() == list("abcdefg")
+    assert slots.registry.names() == list("abcdefg")
 
 
 def test_a_folder_that_is_gone_is_a_404_for_new_requests(made, tmp_path):

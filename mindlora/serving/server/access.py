@@ -10,7 +10,7 @@ import time
 from typing import Any, Dict, Iterator, Mapping, Optional
 
 from mindlora.errors import ConfigError
-from mindlora.serving.server.errors import CLIENT_GONE, ApiError, note_error
+from mindlora.serving.server.errors import CLIENT_GONE, ApiError
 
 # What a load balancer asks tells nothing about anyone.
 _OPEN = ("/health", "/ready")
@@ -48,11 +48,12 @@ class ApiKeys:
 
     def name_of(self, key: bytes) -> Optional[str]:
         """Returns the name of a key, or None for one that is not in the file; takes equally long for every key."""
-        digest, found = _digest(key), None
-        for name, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
-                found = name
-        return found
+        digest = _digest(key)
+        owner = None
+        for name, digest_of_name in self._digests.items():
+            if hmac.compare_digest(digest, digest_of_name):
+                owner = name
+        return owner
 
 
 def _digest(key: bytes) -> bytes:
@@ -74,9 +75,10 @@ class KeyCheck:
         if self._keys is not None and scope["type"] == "http" and scope["path"] not in _OPEN:
             name = self._keys.name_of(_bearer(scope))
             if name is None:
-                error = _refusal()
-                note_error(scope, error)
-                await error.response()(scope, receive, send)
+                error = ApiError(
+                    "This server asks for a key: send it as Authorization: Bearer KEY.", 401, "invalid_api_key"
+                )
+                await error.answer(scope, receive, send)
                 return
             scope["state"]["key"] = name
         await self._app(scope, receive, send)
@@ -104,8 +106,7 @@ class HostCheck:
                 403,
                 "host_not_allowed",
             )
-            note_error(scope, error)
-            await error.response()(scope, receive, send)
+            await error.answer(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -127,10 +128,6 @@ def _bearer(scope: Mapping[str, Any]) -> bytes:
     return b""
 
 
-def _refusal() -> ApiError:
-    return ApiError("This server asks for a key: send it as Authorization: Bearer KEY.", 401, "invalid_api_key")
-
-
 class BodyLimit:
     """The part of the app that reads a request's body whole before anything else does.
 
@@ -150,8 +147,7 @@ class BodyLimit:
         try:
             messages = [await self._read(scope, receive)]
         except ApiError as error:
-            note_error(scope, error)
-            await error.response({"Connection": "close"})(scope, receive, send)
+            await error.answer(scope, receive, send, {"Connection": "close"})
             return
 
         async def read_before():

@@ -49,13 +49,18 @@ class ApiError(ServingError):
 
     def response(self, headers: Optional[Mapping[str, str]] = None) -> Response:
         """Returns the answer to send."""
-        found = dict(headers or {})
+        headers = dict(headers or {})
         if self.retry_after is not None:
-            found["Retry-After"] = str(self.retry_after)
+            headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
-            found["WWW-Authenticate"] = "Bearer"
+            headers["WWW-Authenticate"] = "Bearer"
         # As ASCII: a message may quote a field's name that no encoding takes.
-        return Response(json.dumps(self.content), self.status, found, "application/json")
+        return Response(json.dumps(self.content), self.status, headers, "application/json")
+
+    async def answer(self, scope: Any, receive: Any, send: Any, headers: Optional[Mapping[str, str]] = None) -> None:
+        """Answers a request with the error, and notes it for the request's line in the log."""
+        note_error(scope, self)
+        await self.response(headers)(scope, receive, send)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -79,14 +84,14 @@ def as_api_error(error: BaseException) -> ApiError:
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answers with an error, and notes it for the request's line in the log."""
     if isinstance(error, RequestValidationError):
-        found = _invalid(error.errors())
+        problem = _invalid(error.errors())
     elif isinstance(error, HTTPException):
-        found = ApiError(f"{error.detail}: {request.method} {request.url.path}", error.status_code)
-        found.code = _CODES.get(error.status_code, "invalid_body")
+        code = _CODES.get(error.status_code, "invalid_body")
+        problem = ApiError(f"{error.detail}: {request.method} {request.url.path}", error.status_code, code)
     else:
-        found = as_api_error(error)
-    note_error(request.scope, found)
-    return found.response(getattr(error, "headers", None))
+        problem = as_api_error(error)
+    note_error(request.scope, problem)
+    return problem.response(getattr(error, "headers", None))
 
 
 def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
@@ -98,8 +103,8 @@ def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
     """Returns what pydantic found, in words."""
-    found = _meant(errors)
-    first = found[0]
+    meant = _meant(errors)
+    first = meant[0]
     param = _path(first["loc"]) or None
     if first["type"] == "json_invalid":
         return ApiError(f"The body is not JSON: {first['ctx']['error']}.", code="invalid_json")
@@ -107,7 +112,7 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
         return ApiError(f"{param or 'The body'} is missing.", code="missing_field", param=param)
     if param is None:
         return ApiError("The body must be a JSON object, with Content-Type: application/json.", code="invalid_body")
-    texts = [error["msg"].removeprefix("Value error, ").replace("Input should", "should") for error in found]
+    texts = [error["msg"].removeprefix("Value error, ").replace("Input should", "should") for error in meant]
     return ApiError(f"{param} is not what it should be: {' or '.join(dict.fromkeys(texts))}.", param=param)
 
 

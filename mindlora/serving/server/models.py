@@ -52,7 +52,7 @@ class ModelList:
 
     def page(self, zipped: bool) -> bytes:
         """Returns the list as JSON, perhaps compressed by gzip."""
-        names = self._engine.adapters.names()
+        names = self._engine.adapters.registry.names()
         rendered = self._rendered
         if names != rendered[0]:
             entries = [self._entry(name).model_dump() for name in (self._engine.model_name, *names)]

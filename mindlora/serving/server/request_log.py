@@ -55,8 +55,11 @@ class RequestRecord:
 
     def line(self) -> str:
         """Returns the record as JSON, without what is not known."""
-        known = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in known.items()})
+        fields = {}
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None:
+                fields[name] = round(value, 6) if isinstance(value, float) else value
+        return json.dumps(fields)
 
 
 class RequestLog:
@@ -108,10 +111,10 @@ class Recorder:
         try:
             await self._app(scope, receive, noting)
         except Exception as error:
-            found = as_api_error(error)
-            record.reason = found.code
+            problem = as_api_error(error)
+            record.reason = problem.code
             if record.status is None:
-                await found.response()(scope, receive, noting)
+                await problem.response()(scope, receive, noting)
         finally:
             record.key, record.seconds = state.get("key"), time.monotonic() - began
             self._count(record)

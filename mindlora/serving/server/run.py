@@ -114,10 +114,10 @@ class _Signals:
 
 def _bind(settings: ServerSettings) -> socket.socket:
     try:
-        found: List[Any] = socket.getaddrinfo(
+        addresses: List[Any] = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )
-        family, kind, protocol, _, address = found[0]
+        family, kind, protocol, _, address = addresses[0]
         # asyncio sends small packets at once only on sockets that know their protocol: else each answer takes 40 ms.
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
