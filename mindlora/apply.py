@@ -186,16 +186,6 @@ def trainable_summary(network: nn.Cell) -> str:
 
 
 def _check_adaptable(cells, config_of):
-    refused = refusals(cells, lambda path, cell: _check_cell(cell, config_of(path)))
+    refused = refusals(cells, lambda path, cell: kind_of(cell, config_of(path)).check(cell, config_of(path)))
     if refused:
         raise UnsupportedCellError(f"LoRA cannot be put on {len(refused)} of the selected cells. {'; '.join(refused)}")
-
-
-def _check_cell(cell, config):
-    kind = kind_of(cell, config)
-    kind.check(cell, config)
-    if config.use_adalora and "lambda" not in kind.part_shapes(cell, 1):
-        raise UnsupportedCellError(
-            f"use_adalora is for linear cells in float, and this one is {type(cell).__name__}. Add it to "
-            "exclude_modules, or leave use_adalora out."
-        )

@@ -17,7 +17,7 @@ from mindlora.nn.weight_checks import check_weights
 from mindlora.numerics.dtypes import ROUNDING
 from mindlora.numerics.folding import fold_weight, probe_weight, worst_of
 from mindlora.numerics.nf4 import dequantize, quantize
-from mindlora.numerics.pair_layouts import factors
+from mindlora.numerics.pair_layouts import EMBEDDING, factors
 
 logger = logging.getLogger("mindlora")
 
@@ -130,7 +130,7 @@ def unmerge_lora(network: nn.Cell) -> None:
     cells = [(path, cell) for path, cell in _cells(network) if cell.merged]
     if not cells:
         raise MergeError("No adapter of the network is merged, so there is nothing to take out of the base.")
-    changed = [path for path, cell in cells if cell.parts()[cell.zero_part].asnumpy().astype(np.float32).any()]
+    changed = [path for path, cell in cells if cell.parts()[cell.variant.zero_part].asnumpy().astype(np.float32).any()]
     if changed:
         logger.warning(
             "The adapter was changed while it was merged, at %s, by training or by loading. The change is "
@@ -239,7 +239,7 @@ def _merge_cell(path, cell) -> Tuple[float, float]:
     cell.before_merge = tuple(parameter.asnumpy().copy() for parameter in cell.merge_parameters())
     original, _, *magnitude = cell.before_merge
     # One pair of matrices, or one for each expert.
-    b, a = (half.reshape(-1, *half.shape[-2:]) for half in factors(*cell.pair(), cell.embeds))
+    b, a = (half.reshape(-1, *half.shape[-2:]) for half in factors(*cell.pair(), cell.layout is EMBEDDING))
     weight = original.reshape(len(b), b.shape[1], a.shape[2])
     folded = [fold_weight(*matrices, cell.scale, *magnitude) for matrices in zip(weight, b, a)]
     # from_numpy takes over the array, whereas Tensor would briefly hold a second copy of the weight.

@@ -29,6 +29,7 @@ from mindlora.nn.routed_experts import cells_and_weights
 from mindlora.nn.tensors import to_array
 from mindlora.nn.tree import adapter_path, lora_cells, mark_saved_module, saved_module_parameters
 from mindlora.numerics.dtypes import dtype_name, to_float32
+from mindlora.numerics.pair_layouts import EMBEDDING
 
 logger = logging.getLogger("mindlora")
 
@@ -126,14 +127,14 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
         saved_modules,
         fingerprint=base_fingerprint(network, left_out) if values is None else None,
         dialect="network",
-        embeddings={path for path, cell in cells.items() if cell.embeds},
+        embeddings={path for path, cell in cells.items() if cell.layout is EMBEDDING},
         projection_key=max(cell.projection_key for cell in cells.values()),
     )
-    if not all(cell.saved_as_trained for cell in cells.values()):
+    if not all(cell.variant.in_files for cell in cells.values()):
         target = sum(cell.budget_settings.target_r for cell in cells.values())
         rank = sum(adapter.rank(path) for path in adapter.paths)
         adapter.allocation = {"rank": rank, "target": target, "left_out": left_out}
-    adapter.take_shared_projection("The network")
+    adapter.complete_pairs("The network")
     initialize.append_initial_pairs(adapter, cells)
     return adapter
 
@@ -232,9 +233,9 @@ def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exa
 def _load_into_lora_cells(network, adapter, source, strict, on_base_mismatch):
     """Loads an adapter into the LoRADense cells of a network, which must match it."""
     cells = dict(lora_cells(network))
-    if not all(cell.saved_as_trained for cell in cells.values()):
+    if not all(cell.variant.in_files for cell in cells.values()):
         raise LoraError(
-            f"The network was built with use_adalora, whose ranks are not those of a file, so {source} cannot be "
+            f"The network was built with AdaLoRA, whose ranks are not those of a file, so {source} cannot be "
             "loaded into its cells. Load it into a network without adapters, which gets the adapter's ranks."
         )
     weight_of = initialize.base_weights(adapter, cells, source)
@@ -295,10 +296,8 @@ def _config(adapter, path) -> LoraConfig:
             # In a form with one pair for each expert, PEFT's older adapters have a dropout, which stacked ones cannot.
             lora_dropout=0.0 if path in stacked_paths(adapter) else adapter.dropout,
             use_rslora=adapter.use_rslora,
-            use_dora=adapter.use_dora,
-            use_vera=adapter.use_vera,
-            projection_prng_key=adapter.projection_key if adapter.use_vera else None,
             param_init_type=dtype if dtype in ("float16", "bfloat16") else "float32",
+            **adapter.variant.fields_for(adapter),
         )
 
 

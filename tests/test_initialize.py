@@ -180,7 +180,7 @@ def test_weights_of_a_dtype_that_is_no_float():
 def test_a_sharded_cell(semi_auto_parallel):
     cell = nn.Dense(8, 8, has_bias=False)
     cell.matmul.shard(((2, 1), (2, 1)))
-    with pytest.raises(UnsupportedCellError, match="^Dense is sharded, and lora_init 'orthogonal' needs whole weights"):
+    with pytest.raises(UnsupportedCellError, match="^lora_init 'orthogonal' is not supported on sharded weights"):
         LoRADense.from_dense(cell, config("orthogonal", lora_rank=2))
     assert LoRADense.from_dense(cell, config("gaussian")).lora_init == "gaussian"
 

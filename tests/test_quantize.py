@@ -168,10 +168,10 @@ def test_what_is_quantized_does_not_train():
         freeze_base(model, LoraConfig(**FIELDS, freeze_exclude=["*wv.weight"]))
     model = plain()
     quantize_base(model)
-    for fields, name in (({"use_dora": True}, "use_dora"), ({"lora_init": "olora"}, "lora_init olora")):
+    for fields, name in (({"use_dora": True}, "use_dora"), ({"lora_init": "olora"}, "lora_init 'olora'")):
         refused_unchanged(
             model,
             UnsupportedCellError,
-            part(f"model.layers.0.attention.wq: The weight is quantized, which {name} does not support"),
+            part(f"model.layers.0.attention.wq: {name} is not supported on quantized weights"),
             lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)),
         )

@@ -21,6 +21,7 @@ from mindlora.adapters import joined_pairs
 from mindlora.adapters.convert import Heads
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.base.merge import merge_checkpoint
+from mindlora.config.variants.dora import DORA
 from mindlora.errors import (
     AdapterError,
     ConfigError,
@@ -135,7 +136,7 @@ def test_dora_and_lora_are_told_apart(trained, tmp_path):
 @pytest.mark.parametrize("form", PATHS)
 def test_every_form_and_dtype(form, dtype, tmp_path):
     adapter = dora_adapter(dtype)
-    assert adapter.use_dora and list(adapter.parts(Q)) == ["A", "B", "magnitude"]
+    assert adapter.variant is DORA and list(adapter.parts(Q)) == ["A", "B", "magnitude"]
     adapter_files.write(adapter, str(tmp_path / PATHS[form]), form)
     found = adapter_files.read(str(tmp_path / PATHS[form]))
     adapter.selection = found.selection
@@ -349,7 +350,7 @@ def test_the_inspection_of_it(tmp_path):
     adapter.tensors[Q, "magnitude"] = adapter.tensors[Q, "magnitude"] + np.float32(0.5)
     adapter_files.write(adapter, str(tmp_path / "b"))
     report = inspect_adapter(str(tmp_path / "a"))
-    assert report.use_dora and "yes, with a magnitude for each row" in str(report)
+    assert report.variant == "DoRA" and "yes, with a magnitude for each row" in str(report)
     diff = compare_adapters(str(tmp_path / "a"), str(tmp_path / "b"))
     same, changed = diff.cells
     assert (same.path, changed.path) == (K, Q)

@@ -20,6 +20,7 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters.convert import Heads
 from mindlora.adapters.dialects import mindformers, peft
 from mindlora.base.merge import merge_checkpoint
+from mindlora.config.variants.vera import VERA
 from mindlora.errors import (
     AdapterError,
     AdapterFormatError,
@@ -155,7 +156,7 @@ def test_every_form_says_the_same(form, tmp_path):
     path = str(tmp_path / PATHS[form])
     save_lora(model(), path, form)
     adapter = adapter_files.read(path)
-    assert adapter.use_vera and not adapter.use_dora and (adapter.projection_key, adapter.dropout) == (3, 0.25)
+    assert adapter.variant is VERA and (adapter.projection_key, adapter.dropout) == (3, 0.25)
     assert {(adapter.scale(path), adapter.rank(path)) for path in adapter.paths} == {(1, 2)}
     assert list(adapter.parts(W2)) == ["A", "B", "lambda_d", "lambda_b"]
     for path in adapter.paths:  # A is the widest cell's in all
@@ -296,7 +297,7 @@ def test_a_checkpoint_is_merged_as_a_network_is(tmp_path):
 def test_the_inspection_of_it(tmp_path):
     path = saved(tmp_path / "a", targets=["wq"])
     report = inspect_adapter(path)
-    assert report.use_vera and not report.use_dora and (report.tensors, report.parameters) == (6, 12 + 12 + 2 * 8)
+    assert report.variant == "VeRA" and (report.tensors, report.parameters) == (6, 12 + 12 + 2 * 8)
     assert "all cells share A and B" in str(report) and not report.warnings
     delta = adapter_files.read(path).delta(Q)
     assert report.cells[0].norm_delta == pytest.approx(np.linalg.norm(delta), rel=1e-5)

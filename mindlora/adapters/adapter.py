@@ -9,10 +9,8 @@ import numpy as np
 
 from mindlora.common.text import collapse_numbers, listed
 from mindlora.config.variants import registry
-from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.registry import PARTS, SHARED, STORED
 from mindlora.config.variants.variant import PartKey, Variant
-from mindlora.config.variants.vera import VERA
 from mindlora.errors import (
     AdapterFormatError,
     MissingTensorsError,
@@ -91,16 +89,6 @@ class Adapter:
         """The variant of all its pairs; check_pairs makes sure that it is one."""
         return registry.of_parts(part for _, part in self.tensors)
 
-    @property
-    def use_dora(self) -> bool:
-        """Whether the cells have magnitudes."""
-        return self.variant is DORA
-
-    @property
-    def use_vera(self) -> bool:
-        """Whether the cells have VeRA's vectors."""
-        return self.variant is VERA
-
     def parts(self, path: str) -> Dict[str, np.ndarray]:
         """Returns part -> array of the cell at ``path``."""
         return {part: self.tensors[path, part] for part in PARTS if (path, part) in self.tensors}
@@ -138,25 +126,29 @@ class Adapter:
         return parts.get(registry.of_parts(parts).row_norms)
 
     def narrow(self, path: str, in_channels: Optional[int]) -> None:
-        """Cuts a shared A to the columns of the cell at ``path``; does nothing if the cell has an A of its own.
+        """Gives an A that is not the cell's own the columns of the cell at ``path``.
 
         Args:
             path (str): Path of the cell.
-            in_channels (int): Number of columns; None keeps all.
+            in_channels (int): Number of columns; None keeps those that there are.
         """
-        if "A" in registry.of_parts(self.parts(path)).shared_parts:
-            self.tensors[path, "A"] = self.tensors[path, "A"][:, :in_channels]
+        variant = registry.of_parts(self.parts(path))
+        if not variant.own_pair and in_channels is not None:
+            self.tensors[path, "A"] = variant.columns_of(self.tensors[path, "A"], in_channels)
 
     def stored_tensors(self) -> Dict[PartKey, np.ndarray]:
-        """Returns the tensors as a file holds them: a shared A and B only once, the largest, under the keys SHARED."""
-        shared = self.variant.shared_parts
-        stored = {key: array for key, array in self.tensors.items() if key[1] not in shared}
-        for half in shared:
+        """Returns the tensors as a file holds them: without an A and B that are not the cells' own.
+
+        Those that all cells share are in it once, the largest, under the keys SHARED.
+        """
+        variant = self.variant
+        stored = {key: array for key, array in self.tensors.items() if key[1] in variant.own_parts}
+        for half in variant.shared_parts:
             stored[SHARED[half]] = max((self.tensors[path, half] for path in self.paths), key=lambda array: array.size)
         return stored
 
-    def take_shared_projection(self, source: str) -> None:
-        """Gives each cell its part of the shared A and B that a file holds: the reverse of stored_tensors.
+    def complete_pairs(self, source: str) -> None:
+        """Gives each cell the A and B that a file does not hold as its own: the reverse of stored_tensors.
 
         Raises:
             MissingTensorsError: The file holds VeRA's vectors, but not both A and B.
@@ -164,7 +156,14 @@ class Adapter:
         """
         found = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
         variant = self.variant
+        if variant.own_pair:
+            return
+        (by_row,) = variant.row_parts
+        cells = [path for path, part in self.tensors if part == by_row]
         if not variant.shared_parts:
+            for path in cells:
+                self.tensors[path, "A"], self.tensors[path, "B"] = variant.pair_of_parts(self.parts(path))
+                self.alphas[path] = float(self.rank(path))
             return
         lost = [half for half in variant.shared_parts if half not in found]
         if lost:
@@ -172,8 +171,7 @@ class Adapter:
                 f"{source} holds {variant.name}'s vectors but lacks {' and '.join(lost)} of the shared "
                 "projection. Save the adapter with it (save_projection: true)."
             )
-        (by_row,) = variant.row_parts
-        for path in [path for path, part in self.tensors if part == by_row]:
+        for path in cells:
             rows = len(self.tensors[path, by_row])
             if rows > len(found["B"]):
                 raise ShapeMismatchError(

@@ -14,7 +14,9 @@ from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
 from mindlora.adapters.spectrum import CellSpectrum, spectra, spectrum_table
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers, listed
+from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.registry import STORED
+from mindlora.config.variants.vera import VERA
 from mindlora.numerics.dtypes import dtype_name
 from mindlora.numerics.pair_layouts import has_product
 
@@ -56,9 +58,8 @@ class InspectReport:
         dialect (str): Whose form it is in.
         ranks, alphas, scales (tuple): The distinct values among the cells.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
-        use_dora (bool): Whether each cell also has a magnitude (DoRA), which sets the norms of the rows of
-            W + scale B A; scale B A is then not the whole change.
-        use_vera (bool): Whether the cells share A and B and have vectors of their own (VeRA).
+        variant (str): "LoRA", "DoRA", "VeRA", ...; of DoRA, scale B A is not the whole change.
+        use_dora, use_vera (bool): Whether that is "DoRA" or "VeRA".
         dropout (float): lora_dropout.
         targets (tuple of str): Paths of the cells, with layer numbers combined.
         tensors, parameters (int): How many there are, saved modules included.
@@ -81,6 +82,7 @@ class InspectReport:
     alphas: Tuple[float, ...]
     scales: Tuple[float, ...]
     use_rslora: bool
+    variant: str
     use_dora: bool
     use_vera: bool
     dropout: float
@@ -114,7 +116,7 @@ class InspectReport:
                 ("rank", numbers(self.ranks)),
                 ("lora_alpha", numbers(self.alphas) or UNKNOWN),
                 ("scale", (numbers(self.scales) or "not known") + formula),
-                *((variant.name, variant.report) for variant in STORED if getattr(self, variant.field)),
+                *((variant.name, variant.report) for variant in STORED if variant.name == self.variant),
                 *(("AdaLoRA", text) for text in _allocation(self.allocation)),
                 ("dropout", number(self.dropout)),
                 *(("part", str(part)) for part in self.parts),
@@ -181,8 +183,9 @@ def inspect_adapter(
         alphas=different(cell.alpha for cell in cells),
         scales=different(cell.scale for cell in cells),
         use_rslora=adapter.use_rslora,
-        use_dora=adapter.use_dora,
-        use_vera=adapter.use_vera,
+        variant=adapter.variant.name,
+        use_dora=adapter.variant is DORA,
+        use_vera=adapter.variant is VERA,
         dropout=adapter.dropout,
         targets=tuple(collapse_numbers(adapter.paths)),
         parts=adapter_parts.reports(adapter),

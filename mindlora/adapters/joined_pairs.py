@@ -48,7 +48,7 @@ def join_pairs(
         raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot replace them.")
     columns = _columns(adapter, present, blocks_a, scale)
     rank = max(own.stop for own in columns.values())
-    blocks = {part: _blocks_by_row(adapter, path, members, part) for part in adapter.variant.row_parts}
+    blocks = {part: _blocks_by_row(adapter, path, rows, part) for part in adapter.variant.row_parts}
     for member in members:
         block = np.zeros((rows[member], rank), adapter.tensors[present[0], "B"].dtype)
         if member in columns:
@@ -112,7 +112,8 @@ def split_pairs(
     by_row = {
         part: dict(zip(members, split_rows(adapter.tensors[path, part], group))) for part in adapter.variant.row_parts
     }
-    columns = _own_columns(blocks) or {member: slice(0, len(a)) for member in members}
+    # An A that is not the cells' own stays whole.
+    columns = adapter.variant.own_pair and _own_columns(blocks) or {member: slice(0, len(a)) for member in members}
     alpha = adapter.alphas.get(path)
     _remove(adapter, path)
     for member, own in columns.items():
@@ -200,16 +201,21 @@ def _use_one_dtype(adapter: Adapter, members: List[str]) -> None:
                 adapter.tensors[member, part] = to_float32(array)
 
 
-def _blocks_by_row(adapter: Adapter, path: str, members: List[str], part: str) -> List[np.ndarray]:
-    """Returns a part of each member that has one element per row, such as DoRA's magnitude."""
-    lacking = [member for member in members if (member, part) not in adapter.tensors]
-    if lacking:
-        variant = adapter.variant
+def _blocks_by_row(adapter: Adapter, path: str, rows: Dict[str, int], part: str) -> List[np.ndarray]:
+    """Returns a part of each member that has an element or a row for each row of the weight, such as the magnitude."""
+    variant = adapter.variant
+    present = [adapter.tensors[member, part] for member in rows if (member, part) in adapter.tensors]
+    lacking = [member for member in rows if (member, part) not in adapter.tensors]
+    if lacking and part == variant.row_norms:
         raise AdapterError(
-            f"{path} joins {', '.join(members)}, but the {variant.name} adapter has no pair for {', '.join(lacking)}: "
+            f"{path} joins {', '.join(rows)}, but the {variant.name} adapter has no pair for {', '.join(lacking)}: "
             f"the {variant.tensors} of those rows are known only from the base. Build the model with qkv_concat: False."
         )
-    return [adapter.tensors[member, part] for member in members]
+    blocks = []
+    for member, count in rows.items():
+        zeros = np.zeros((count, *present[0].shape[1:]), present[0].dtype)
+        blocks.append(adapter.tensors.get((member, part), zeros))
+    return blocks
 
 
 def _columns(adapter: Adapter, present: List[str], blocks_a: List[np.ndarray], scale: float) -> Dict[str, slice]:

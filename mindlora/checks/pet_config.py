@@ -35,7 +35,7 @@ class PetLoraConfig(LoraConfig):
             NEFTune, 2023); above 0. Default: None, no noise.
 
     Raises:
-        ConfigError: A field is out of range, or loraplus_lr_ratio is combined with use_vera.
+        ConfigError: A field is out of range, or loraplus_lr_ratio is combined with a variant without B.
     """
 
     # MindFormers reads this when it generates text.
@@ -60,10 +60,10 @@ class PetLoraConfig(LoraConfig):
         if self.loraplus_lr_ratio is None:
             return
         check_number(self.loraplus_lr_ratio, "loraplus_lr_ratio", numbers(1))
-        if self.use_vera:
+        if not self.variant.own_pair:
             raise ConfigError(
-                f"loraplus_lr_ratio is {self.loraplus_lr_ratio!r} and use_vera is True: LoRA+ speeds up B, which "
-                "VeRA does not train. Remove one of them."
+                f"loraplus_lr_ratio is {self.loraplus_lr_ratio!r} and {self.variant.field} is True: LoRA+ speeds up "
+                f"B, which {self.variant.name} does not train. Remove one of them."
             )
 
     def for_network(self) -> LoraConfig:

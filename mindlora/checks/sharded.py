@@ -4,15 +4,10 @@ import os
 from typing import Any, List, Mapping, Optional, Tuple
 
 from mindlora.common.run_modes import SHARDING_MODES
+from mindlora.config.variants.registry import VARIANTS
+from mindlora.config.variants.variant import SHARDED
 from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
-
-# Keys of pet_config that compute with whole weights, or with all cells at once -> why.
-_WHOLE = {
-    "use_dora": "the norm of a row of W + scale B A needs all of the row",
-    "use_vera": "all cells share A and B, which are cut for none of them",
-    "use_adalora": "the budget compares the importance of all triplets",
-}
 
 
 def is_scattered(path: Optional[str]) -> bool:
@@ -65,7 +60,10 @@ def _cuts(config: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
 
 def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
     """Returns (what pet_config has, why it needs whole weights)."""
-    found = [(field, reason) for field, reason in _WHOLE.items() if pet_config.get(field)]
+    found = []
+    for variant in VARIANTS:
+        if pet_config.get(variant.field):
+            found.append((variant.field, variant.unsupported_on[SHARDED]))
     lora_init = pet_config.get("lora_init")
     if initializers.changes_base(lora_init) and not pet_config.get("adapter_path"):
         found.append((f"lora_init {lora_init}", "A and B are computed from all of it"))

@@ -7,9 +7,9 @@ from mindspore import Parameter, nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
-from mindlora.config import LoraConfig
+from mindlora.config.variants.adalora import ADALORA
 from mindlora.nn.cell import LAMBDA, LORA_A, LORA_B
-from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.nn.dense import LoRADense
 from mindlora.nn.low_rank import composed_low_rank
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import from_float32, to_float32
@@ -48,22 +48,7 @@ class AdaLoRADense(LoRADense):
     Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning, 2023.
     """
 
-    zero_part = "lambda"
-    takes_base_initializers = False
-    saved_as_trained = False
-
-    @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return config.use_adalora
-
-    @classmethod
-    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        super().check(cell, config)
-        refuse_sharded(cell, "use_adalora")
-
-    @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {**super().part_shapes(cell, rank), "lambda": (rank,)}
+    variant = ADALORA
 
     def _describe(self, cell, config):
         super()._describe(cell, config)

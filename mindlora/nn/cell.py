@@ -1,15 +1,17 @@
 """LoRACell: what every cell with an adapter has in common."""
 
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindlora.config import LoraConfig
-from mindlora.config.variants.registry import PARAMETERS
+from mindlora.config.variants.registry import LORA, PARAMETERS
+from mindlora.config.variants.variant import Variant
 from mindlora.errors import MergeError, UnsupportedCellError
 from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
+from mindlora.numerics.pair_layouts import LINEAR, PairLayout
 
 LORA_A = "mindpet_delta_lora_a"
 LORA_B = "mindpet_delta_lora_b"
@@ -30,12 +32,10 @@ class LoRACell(nn.Cell):
     Attributes:
         weight (Parameter): The base's weight.
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
-        embeds (bool): Whether W is a table [vocabulary, dim], to which the transpose of scale B A is added.
+        variant (Variant): The variant of LoRA that it computes.
+        layout (PairLayout): What A and B look like on it.
         quantization (str or None): How W is quantized: "nf4", "loftq", or None for a weight in float.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
-        zero_part (str): The part of the adapter that is zero until it trains; while it is, the adapter adds nothing.
-        saved_as_trained (bool): Whether a file holds the parts as the cell has them, so that it can be loaded back.
-        takes_base_initializers (bool): Whether the cell supports the initializers that need W, or A and B together.
         initial_pair (InitialPair or None): The initial A and B whose product was subtracted from the base (see
             initialize_adapters); None if nothing was subtracted.
         projection_key (int): The key that VeRA's shared projection is drawn from.
@@ -44,10 +44,8 @@ class LoRACell(nn.Cell):
             before the merge, as arrays.
     """
 
-    embeds = False
-    zero_part = "B"
-    saved_as_trained = True
-    takes_base_initializers = False
+    variant: Variant = LORA
+    layout: PairLayout = LINEAR
     quantization = None
     initial_pair = None
     projection_key = 0
@@ -94,11 +92,6 @@ class LoRACell(nn.Cell):
         raise NotImplementedError
 
     @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        """Returns whether this class provides the kind of adapter that ``config`` asks for."""
-        raise NotImplementedError
-
-    @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         """Raises UnsupportedCellError, with the reason, for a cell that this one cannot replace."""
         raise NotImplementedError
@@ -114,6 +107,11 @@ class LoRACell(nn.Cell):
         Returns:
             dict, part -> shape, such as {"A": (r, in_channels), "B": (out_channels, r)}.
         """
+        return cls.variant.tensor_shapes(cls.layout, cls.weight_shape(cell), rank)
+
+    @classmethod
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
+        """Returns the shape of a cell's weight as ``layout`` takes it; the cell is as for part_shapes."""
         raise NotImplementedError
 
     @classmethod
@@ -134,12 +132,6 @@ class LoRACell(nn.Cell):
         self.lora_rank, self.lora_alpha, self.use_rslora = config.lora_rank, config.lora_alpha, config.use_rslora
         self.scale = config.scale
         self.dropout_rate = float(config.lora_dropout)
-        if initializers.needs_whole_matrices(config.lora_init) and not self.takes_base_initializers:
-            raise UnsupportedCellError(
-                f"lora_init {config.lora_init!r} is for linear cells, and one of the selected "
-                f"cells is {type(cell).__name__}. Set lora_init: kaiming, or add it to "
-                "exclude_modules."
-            )
         self.lora_init, self.freeze_lora_a = config.lora_init, config.freeze_lora_a
 
     def parts(self) -> Dict[str, Parameter]:
@@ -168,7 +160,8 @@ class LoRACell(nn.Cell):
 
     def trained_parameters(self) -> Tuple[Parameter, ...]:
         """Returns the lora_parameters() that train."""
-        return tuple(p for part, p in self.parts().items() if part != "A" or not self.freeze_lora_a)
+        trained = self.variant.trained_parts(self)
+        return tuple(parameter for part, parameter in self.parts().items() if part in trained)
 
     @property
     def awaits_initialization(self) -> bool:
@@ -189,22 +182,22 @@ class LoRACell(nn.Cell):
         """Called before the adapter is trained, saved or merged."""
 
     def merge_parameters(self) -> Tuple[Parameter, ...]:
-        """Returns the parameters that merging changes: W, the zero_part, then any others that this kind of cell has."""
-        return self.weight, self.parts()[self.zero_part]
+        """Returns the parameters that merging changes: W, the zero_part, then any others that the variant has."""
+        return self.weight, self.parts()[self.variant.zero_part]
 
     def silence(self) -> None:
         """Switches the adapter off: from then on, the cell computes what the plain cell does."""
-        fill(self.parts()[self.zero_part], 0)
+        fill(self.parts()[self.variant.zero_part], 0)
 
     @property
     def merged(self) -> bool:
-        """Whether the adapter is merged into W (see merge_lora), and zero_part is zero."""
+        """Whether the adapter is merged into W (see merge_lora), and the zero_part is zero."""
         return self.before_merge is not None
 
     @property
     def adapter_path(self) -> str:
         """The prefix of the adapter's parameters, without the last dot; empty for a cell outside of a network."""
-        return self.parts()[self.zero_part].name.rpartition(".")[0]
+        return self.parts()[self.variant.zero_part].name.rpartition(".")[0]
 
     def plain_cell(self) -> nn.Cell:
         """Returns the cell that this one replaced, with this one's weight, bias and settings."""
@@ -236,16 +229,11 @@ def fill(parameter: Parameter, value: float) -> None:
     parameter.set_data(Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
 
 
-def unserved_setting(config: LoraConfig, variants: Sequence[str], serves_init: Callable[[Any], bool]) -> Optional[str]:
-    """Returns the setting that a cell does not serve, as a message names it, or None.
-
-    Args:
-        config (LoraConfig): The configuration.
-        variants (sequence of str): Fields, True or False, that the cell does not serve.
-        serves_init (callable): Takes lora_init and tells whether the cell serves it.
-    """
-    found = next((field for field in variants if getattr(config, field)), None)
-    return found or (None if serves_init(config.lora_init) else f"lora_init {config.lora_init}")
+def refuse_unsupported(config: LoraConfig, *bases: str) -> None:
+    """Raises UnsupportedCellError if a cell that is all of ``bases`` does not support the adapter of ``config``."""
+    refusal = config.variant.refusal(config, *bases)
+    if refusal:
+        raise UnsupportedCellError(refusal)
 
 
 def carry_settings(source: nn.Cell, target: nn.Cell) -> None:

@@ -7,8 +7,9 @@ from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
+from mindlora.numerics.pair_layouts import CONVOLUTION
 
 
 class LoRAConv2d(LoRACell):
@@ -31,13 +32,11 @@ class LoRAConv2d(LoRACell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
+    layout = CONVOLUTION
+
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
         return (nn.Conv2d,)
-
-    @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return True
 
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
@@ -52,12 +51,7 @@ class LoRAConv2d(LoRACell):
                 f"{config.lora_rank}. Choose a rank that they divide (rank_pattern), or add it to "
                 "exclude_modules."
             )
-        for field in ("use_dora", "use_vera"):
-            if getattr(config, field):
-                raise UnsupportedCellError(
-                    f"{kind} is a convolution, for which {field} is not supported. Add it to "
-                    f"exclude_modules, or set {field}: False."
-                )
+        refuse_unsupported(config, cls.layout.cells)
 
     @classmethod
     def _check_form(cls, cell):
@@ -79,10 +73,9 @@ class LoRAConv2d(LoRACell):
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {
-            "A": (rank, cell.in_channels, *cell.kernel_size),
-            "B": (cell.out_channels, rank // cls._group(cell), 1, 1),
-        }
+        group = cls._group(cell)
+        weight = cell.out_channels, cell.in_channels // group, *cell.kernel_size
+        return cls.variant.tensor_shapes(cls.layout, weight, rank, group)
 
     def _adopt(self, cell, config):
         self._describe(cell, config)

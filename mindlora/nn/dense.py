@@ -1,18 +1,18 @@
 """LoRADense: a frozen linear cell with a trainable low-rank path beside it."""
 
 import sys
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
+from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
 from mindlora.nn.linear_form import channels_of, is_sharded, linear_form
 from mindlora.nn.low_rank import pick_low_rank
-from mindlora.numerics import initializers
 
 
 class LoRADense(LoRACell):
@@ -58,8 +58,6 @@ class LoRADense(LoRACell):
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
-
-    takes_base_initializers = True
 
     def __init__(
         self,
@@ -115,13 +113,9 @@ class LoRADense(LoRACell):
         return plain_linear_types()
 
     @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return not (config.use_dora or config.use_vera or config.use_adalora)
-
-    @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
         in_channels, out_channels = channels_of(cell)
-        return {"A": (rank, in_channels), "B": (out_channels, rank)}
+        return out_channels, in_channels
 
     @classmethod
     def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
@@ -154,11 +148,8 @@ class LoRADense(LoRACell):
                 "Switch n-dimensional tensor parallelism off (use_3d_tensor_parallel: False)."
             )
         strategy = getattr(matmul, "in_strategy", None)
-        if config and initializers.needs_whole_matrices(config.lora_init) and strategy and max(strategy[1]) > 1:
-            raise UnsupportedCellError(
-                f"{kind} is sharded, and lora_init {config.lora_init!r} needs whole weights. "
-                "Set lora_init: kaiming, or model_parallel: 1."
-            )
+        if config and strategy:
+            refuse_unsupported(config, SHARDED, *([CUT] if max(strategy[1]) > 1 else []))
 
     def _adopt(self, cell, config):
         """Takes over what the forward of ``cell`` uses, and adds A and B."""
@@ -188,8 +179,7 @@ class LoRADense(LoRACell):
     def construct(self, x: Tensor) -> Tensor:
         out_shape, input_dtype = x.shape[:-1] + (self.out_channels,), x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        a, b, scale = self._factors()
-        y = self._adapted(x, a, b, scale)
+        y = self._adapted(x)
         if self.activation_flag:
             y = self.activation(y)
         return self.cast(self.reshape(y, out_shape), input_dtype)
@@ -199,8 +189,9 @@ class LoRADense(LoRACell):
         a, b = self.cast(self.mindpet_delta_lora_a, self.dtype), self.cast(self.mindpet_delta_lora_b, self.dtype)
         return a, b, self.scale
 
-    def _adapted(self, x, a, b, scale):
+    def _adapted(self, x):
         """x W^T + bias + ((dropout(x) A^T) * scale) B^T."""
+        a, b, scale = self._factors()
         if self.decode is not None and self.decode.takes(x):
             return self.decode.linear(x, self.cast(self.weight, self.dtype), self._cast_bias(), a, b, scale)
         return self.low_rank.add_to(self._base(x), x, a, b, scale)
@@ -224,15 +215,6 @@ class LoRADense(LoRACell):
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, has_bias={self.has_bias}, "
             f"lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}, lora_dropout={self.dropout_rate}, "
             f"compute_dtype={self.dtype}"
-        )
-
-
-def refuse_sharded(cell: nn.Cell, option: str) -> None:
-    """Raises UnsupportedCellError if a linear cell is sharded, because ``option`` is not supported there."""
-    if is_sharded(cell):
-        raise UnsupportedCellError(
-            f"{type(cell).__name__} is sharded, and {option} on sharded cells is not supported. "
-            f"Set {option}: False, or model_parallel: 1."
         )
 
 

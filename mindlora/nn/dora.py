@@ -1,17 +1,16 @@
 """DoRADense: LoRADense with a trained magnitude for each row of the weight."""
 
-from typing import Any, Dict, Tuple
+from typing import Any, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
-from mindlora.config import LoraConfig
+from mindlora.config.variants.dora import DORA
 from mindlora.errors import LoraError
 from mindlora.nn.cell import MAGNITUDE, fill
-from mindlora.nn.dense import LoRADense, refuse_sharded
-from mindlora.nn.linear_form import channels_of
+from mindlora.nn.dense import LoRADense
 from mindlora.nn.low_rank import composed_low_rank
 
 # How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
@@ -57,18 +56,7 @@ class DoRADense(LoRADense):
     # The magnitude's initial values, and rows of the W that they came from. None until then, and after loading one.
     _initial = None
 
-    @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return config.use_dora
-
-    @classmethod
-    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        super().check(cell, config)
-        refuse_sharded(cell, "use_dora")
-
-    @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {**super().part_shapes(cell, rank), "magnitude": (channels_of(cell)[1],)}
+    variant = DORA
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
@@ -86,8 +74,9 @@ class DoRADense(LoRADense):
     def _pick_low_rank(self, strategy):
         return composed_low_rank(self.dropout_rate, "DoRA scales what the fused operators add to y")
 
-    def _adapted(self, x, a, b, scale):
+    def _adapted(self, x):
         """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
+        a, b, scale = self._factors()
         weight = self.cast(self.weight, self.dtype)
         gain = self.cast(self._gain(weight, a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
@@ -145,7 +134,7 @@ class DoRADense(LoRADense):
             raise LoraError(
                 f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows "
                 "of zeros, which have no direction, so DoRA is not defined there. Add it to "
-                "exclude_modules, or set use_dora: False."
+                "exclude_modules, or train plain LoRA."
             )
         magnitude.set_data(Tensor(norms, magnitude.dtype))
         self._initial = _array(magnitude), self._sample()

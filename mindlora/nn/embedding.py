@@ -1,7 +1,7 @@
 """LoRAEmbedding: a frozen embedding table with a trainable low-rank path beside it."""
 
 import sys
-from typing import Dict, Tuple
+from typing import Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -9,9 +9,10 @@ from mindspore.common.initializer import Normal
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_value
 from mindlora.nn.tree import weight_of
+from mindlora.numerics.pair_layouts import EMBEDDING
 
 
 class LoRAEmbedding(LoRACell):
@@ -34,15 +35,11 @@ class LoRAEmbedding(LoRACell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    embeds = True
+    layout = EMBEDDING
 
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
         return embedding_types()
-
-    @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return True
 
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
@@ -57,17 +54,11 @@ class LoRAEmbedding(LoRACell):
             raise UnsupportedCellError(
                 f"{kind} is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules."
             )
-        for field in ("use_dora", "use_vera", "freeze_lora_a"):
-            if getattr(config, field, False):
-                raise UnsupportedCellError(
-                    f"{kind} is an embedding, for which {field} is not supported. Add it to "
-                    f"exclude_modules, or set {field}: False."
-                )
+        refuse_unsupported(config, cls.layout.cells)
 
     @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        vocabulary, dim = weight_of(cell).shape
-        return {"A": (rank, vocabulary), "B": (dim, rank)}
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
+        return weight_of(cell).shape
 
     def _adopt(self, cell, config):
         self._describe(cell, config)

@@ -5,7 +5,7 @@ adapted, saved and merged like any other; mindlora.nn.routed_experts computes wh
 """
 
 import sys
-from typing import Dict, Tuple
+from typing import Tuple
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -13,18 +13,11 @@ from mindspore.ops.auto_generate import GroupedMatmul
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings
+from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
-from mindlora.numerics import initializers
+from mindlora.numerics.pair_layouts import EXPERTS
 
 FFN_MODULE = "mindformers.parallel_core.training_graph.transformer.moe.ffn"
-# Field of LoraConfig -> why it is not for experts. PEFT has none of these for stacked experts either.
-_UNSERVED = {
-    "lora_dropout": "would drop elements of a token before it is sent to its experts",
-    "use_dora": "needs the norms of single experts' rows",
-    "use_vera": "shares A and B between cells of one shape",
-    "use_adalora": "prunes ranks of linear cells",
-}
 Operands = Tuple[Tensor, Tensor, Tensor]
 
 
@@ -113,32 +106,20 @@ class LoRAExpertWeight(LoRACell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
+    layout = EXPERTS
+
     @classmethod
     def base_types(cls) -> Tuple[type, ...]:
         return (ExpertWeight,)
 
     @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return True
-
-    @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
         check_holder(cell.holder)
-        if initializers.is_loftq(config.lora_init):
-            raise UnsupportedCellError(
-                f"lora_init {config.lora_init!r} is for linear cells, and one of the selected cells is "
-                f"{type(cell).__name__}. Set lora_init: kaiming, or add it to exclude_modules."
-            )
-        for field, meaning in _UNSERVED.items():
-            if getattr(config, field, None):
-                raise UnsupportedCellError(
-                    f"The cell holds the weights of {cell.experts} experts, and {field} {meaning}. Leave {field} out, "
-                    "or add the experts to exclude_modules."
-                )
+        refuse_unsupported(config, cls.layout.cells)
 
     @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {"A": (cell.experts, rank, cell.in_channels), "B": (cell.experts, cell.out_channels, rank)}
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
+        return cell.experts, cell.out_channels, cell.in_channels
 
     def _adopt(self, cell, config):
         self._describe(cell, config)

@@ -80,7 +80,7 @@ class NetworkCells(matching.Cells):
         if isinstance(cell, LoRACell):
             kind = type(cell)
         else:
-            kind = kind_of(cell, LoraConfig(use_dora=adapter.use_dora, use_vera=adapter.use_vera))
+            kind = kind_of(cell, LoraConfig(**adapter.variant.fields_for(adapter)))
         return kind.part_shapes(cell, adapter.rank(path))
 
     def type_of(self, path: str) -> str:

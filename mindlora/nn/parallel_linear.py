@@ -5,7 +5,7 @@ MindFormers shards by layouts and which runs in graph mode alone.
 """
 
 import functools
-from typing import Optional, Tuple
+from typing import Optional, Tuple, Type
 
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
@@ -13,17 +13,14 @@ from mindspore.ops import functional
 
 from mindlora.config import LoraConfig
 from mindlora.config.description import TIED_HEAD
+from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.adalora import AdaLoRADense
-from mindlora.nn.cell import LoRACell, unserved_setting
+from mindlora.nn.cell import LoRACell, refuse_unsupported
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.dora import DoRADense
 from mindlora.nn.linear_form import is_sharded, parallel_layers, parallel_linear_types
 from mindlora.nn.low_rank import LowRankPicks, Scale
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.qlora import QLoRADense
-from mindlora.nn.vera import VeRADense
-from mindlora.numerics import initializers
 from mindlora.ops.backend import Choice
 
 
@@ -118,23 +115,14 @@ class _Parallel(LoRACell):
     @classmethod
     def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
         check_parallel(cell)
-        if not config or not is_sharded(cell):
-            return
-        unserved = unserved_setting(
-            config, ("use_dora", "use_vera", "use_adalora"), lambda init: not initializers.needs_whole_matrices(init)
-        )
-        if unserved:
-            raise UnsupportedCellError(
-                f"{type(cell).__name__} is sharded, and {unserved} on sharded cells is not supported. "
-                f"Leave {unserved.split()[0]} out, or set model_parallel: 1."
-            )
+        if config and is_sharded(cell):
+            refuse_unsupported(config, SHARDED, CUT)
 
     def construct(self, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Parameter]]:
         # The network passes a weight only to a cell without one of its own, which check refuses.
         out_shape, input_dtype = x.shape[:-1] + (self.out_channels,), x.dtype
         x = self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
-        a, b, scale = self._factors()
-        y = self._adapted(x, a, b, scale)
+        y = self._adapted(x)
         return self.cast(self.reshape(y, out_shape), input_dtype), self._returned_bias()
 
     def _returned_bias(self):
@@ -177,8 +165,7 @@ class LoRAParallelLinear(_Parallel, LoRADense):
         if not self.sharded:
             return super().construct(x)
         input_dtype = x.dtype
-        a, b, scale = self._factors()
-        y = self._adapted(self.cast(x, self.dtype), a, b, scale)
+        y = self._adapted(self.cast(x, self.dtype))
         return self.cast(y, input_dtype), self._returned_bias()
 
     def _base(self, x):
@@ -188,16 +175,11 @@ class LoRAParallelLinear(_Parallel, LoRADense):
         return self.morphed_forward(x, weight)
 
 
-class DoRAParallelLinear(_Parallel, DoRADense):
-    """DoRADense for the linear cells of mcore models that are not sharded."""
-
-
-class VeRAParallelLinear(_Parallel, VeRADense):
-    """VeRADense for the linear cells of mcore models that are not sharded."""
-
-
-class AdaLoRAParallelLinear(_Parallel, AdaLoRADense):
-    """AdaLoRADense for the linear cells of mcore models that are not sharded."""
+def on_parallel_linear(kind: Type[LoRADense]) -> Type[LoRADense]:
+    """Returns the class that puts the adapter of ``kind`` on the linear cells of mcore models that are not sharded."""
+    description = f"{kind.__name__} for the linear cells of mcore models that are not sharded."
+    name = kind.__name__.replace("Dense", "ParallelLinear")
+    return type(name, (_Parallel, kind), {"__doc__": description, "__module__": __name__})
 
 
 class NF4ParallelLinear(NF4Dense):

@@ -6,8 +6,8 @@ import numpy as np
 from mindspore import nn
 
 from mindlora.config import LoraConfig
-from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LoRACell, carry_settings, unserved_setting
+from mindlora.config.variants.variant import QUANTIZED
+from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.nf4 import NF4Dense, first_rows
 from mindlora.numerics import initializers
@@ -73,12 +73,7 @@ class QLoRADense(OnNF4, LoRADense):
 
     @classmethod
     def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        unserved = unserved_setting(config, ("use_dora", "use_vera"), lambda init: not initializers.changes_base(init))
-        if unserved:
-            raise UnsupportedCellError(
-                f"The weight is quantized, which {unserved} does not support: it needs a weight "
-                f"in float. Leave {unserved.split()[0]} or quantize_base out."
-            )
+        refuse_unsupported(config, QUANTIZED)
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)

@@ -16,28 +16,19 @@ from mindlora.nn.linear_form import parallel_linear_types
 from mindlora.nn.mint_conv import LoRAMintConv2d
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
-from mindlora.nn.parallel_linear import (
-    AdaLoRAParallelLinear,
-    DoRAParallelLinear,
-    LoRAParallelLinear,
-    NF4ParallelLinear,
-    QLoRAParallelLinear,
-    VeRAParallelLinear,
-)
+from mindlora.nn.parallel_linear import LoRAParallelLinear, NF4ParallelLinear, QLoRAParallelLinear, on_parallel_linear
 from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
-# kind_of picks the first one that can adapt the base cell and serves the configuration.
+# Variants on linear cells: nn.Dense, MindFormers' Linear and, by on_parallel_linear, those of its mcore models.
+LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense)
+# kind_of picks the first one that can adapt the base cell and is of the variant that the configuration asks for.
 KINDS = (
-    DoRAParallelLinear,  # linear cells of MindFormers' mcore models, with use_dora
-    VeRAParallelLinear,  # the same, with use_vera
-    AdaLoRAParallelLinear,  # the same, with use_adalora
-    LoRAParallelLinear,  # the same
+    *map(on_parallel_linear, LINEAR_VARIANTS),
+    LoRAParallelLinear,  # linear cells of MindFormers' mcore models
     QLoRAParallelLinear,  # NF4ParallelLinear
-    DoRADense,  # nn.Dense and MindFormers' Linear, with use_dora
-    VeRADense,  # the same, with use_vera
-    AdaLoRADense,  # the same, with use_adalora
-    LoRADense,  # the same
+    *LINEAR_VARIANTS,
+    LoRADense,  # nn.Dense and MindFormers' Linear
     QLoRADense,  # NF4Dense
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
@@ -54,7 +45,7 @@ def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     reason.
     """
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
-    return next((kind for kind in kinds if kind.serves(config)), kinds[-1])
+    return next((kind for kind in kinds if kind.variant is config.variant), kinds[-1])
 
 
 def nf4_type_of(cell: nn.Cell) -> Union[Type[NF4Dense], Type[NF4ExpertWeight]]:

@@ -8,8 +8,9 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.config import LoraConfig
+from mindlora.config.variants.vera import VERA
 from mindlora.nn.cell import PART_NAMES
-from mindlora.nn.dense import LoRADense, refuse_sharded
+from mindlora.nn.dense import LoRADense
 from mindlora.nn.linear_form import channels_of
 from mindlora.nn.low_rank import composed_low_rank
 from mindlora.numerics.vera_projection import projection
@@ -43,20 +44,7 @@ class VeRADense(LoRADense):
     Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2024.
     """
 
-    zero_part = "lambda_b"
-
-    @classmethod
-    def serves(cls, config: LoraConfig) -> bool:
-        return config.use_vera
-
-    @classmethod
-    def check(cls, cell: nn.Cell, config: LoraConfig) -> None:
-        super().check(cell, config)
-        refuse_sharded(cell, "use_vera")
-
-    @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        return {**super().part_shapes(cell, rank), "lambda_d": (rank,), "lambda_b": (channels_of(cell)[1],)}
+    variant = VERA
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:

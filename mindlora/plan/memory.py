@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Dict, List, Tuple
 
 from mindlora.common.yaml_file import value_at
+from mindlora.config.variants.adalora import ADALORA
 from mindlora.config.weights import Weight
 from mindlora.plan.activations import Activations, Recomputation, read_recomputation
 from mindlora.plan.run import Run, layer_of
@@ -145,7 +146,7 @@ def basis_of(run: Run) -> str:
     """Returns what the activations of a run rest on: the graphs of the legacy Llama were counted, others were not."""
     division = run.division
     plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
-    plain = plain and not (run.lora and run.lora.use_adalora)
+    plain = plain and not (run.lora and run.lora.variant is ADALORA)
     return MODEL if plain and "LlamaConfig" in run.architecture.model_types else ARITHMETIC
 
 

@@ -107,8 +107,9 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
 
 def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None:
     """Raises UnexpectedTensorsError for what no pool can hold, with the way out."""
-    if adapter.use_dora:
-        _refuse(source, "DoRA magnitudes (use_dora), which rescale whole rows of the base")
+    variant = adapter.variant
+    if variant.cannot_serve:
+        _refuse(source, f"{variant.tensors} ({variant.field}), which {variant.cannot_serve}")
     if adapter.saved_modules:
         _refuse(source, f"saved modules (modules_to_save), which replace the base's: {listed(adapter.saved_modules)}")
     own = {names.to_mindformers(path) for path in layout.cells}

@@ -10,7 +10,7 @@ from mindlora.nn.cell import LoRACell
 from mindlora.nn.nf4 import matrix_shape
 from mindlora.nn.tensors import to_array
 from mindlora.numerics.dtypes import to_float32
-from mindlora.numerics.pair_layouts import has_product, layout_of
+from mindlora.numerics.pair_layouts import EMBEDDING, has_product, layout_of
 from mindlora.training.health import CellHealth, HealthReport, PartHealth
 
 # Rows of W from which |W| is estimated, so that a large base is not read as a whole.
@@ -68,7 +68,7 @@ def cell_values(
         rank=rank,
         parts=parts,
         # Merging sets the B of an embedding to zero, but training starts with an A of zeros.
-        zero_part="A" if cell.embeds else cell.zero_part,
+        zero_part="A" if cell.layout is EMBEDDING else cell.variant.zero_part,
         factors=factors,
         scale=cell.scale,
         weight_norm=norm_of_weight,

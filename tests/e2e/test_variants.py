@@ -7,6 +7,7 @@ import numpy as np
 
 from mindlora import load_lora
 from mindlora.adapters import files as adapter_files
+from mindlora.config.variants.dora import DORA
 from mindlora.plugin.callbacks.held_out_loss import HeldOutLossCell, held_out_loss
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import LORA_YAML, evaluated, launch, loss_of, read_yaml, step_losses, succeeded, write_yaml
@@ -140,7 +141,7 @@ def test_dora_starts_from_the_loaded_base_and_trains(data, base, fresh_network, 
     assert losses[-1] < losses[0] - 0.3
     folder = tmp_path / "train" / "output" / "lora_checkpoint" / "best"
     adapter, weights = adapter_files.read(str(folder)), ms.load_checkpoint(str(base))
-    assert adapter.use_dora
+    assert adapter.variant is DORA
     for path in adapter.paths:
         norms = np.linalg.norm(weights[f"{path}.weight"].asnumpy(), axis=1)
         moved = np.abs(adapter.tensors[path, "magnitude"] - norms)

@@ -235,8 +235,8 @@ def sharded():
         (
             conv,
             {"use_dora": True},
-            "0: Conv2d is a convolution, for which use_dora is not supported. Add it to "
-            "exclude_modules, or set use_dora: False.",
+            "0: use_dora is not supported on convolutions: its norms are those of the rows of a linear cell. "
+            "Leave use_dora out, or add the cell to exclude_modules.",
         ),
         (
             lambda: conv(group=2),

@@ -309,7 +309,8 @@ def test_a_sharded_cell_is_refused(mindformers):
     with pytest.raises(UnsupportedCellError) as error:
         DoRADense.from_dense(linear, CONFIG)
     assert str(error.value) == (
-        "Linear is sharded, and use_dora on sharded cells is not supported. Set use_dora: False, or model_parallel: 1."
+        "use_dora is not supported on sharded cells: the norm of a row of W + scale B A needs all of the row. "
+        "Leave use_dora out, or set model_parallel: 1."
     )
 
 

@@ -219,14 +219,14 @@ def sharded():
         (
             lambda: nn.Embedding(ROWS, DIM),
             {"use_dora": True},
-            "0: Embedding is an embedding, for which use_dora is not "
-            "supported. Add it to exclude_modules, or set use_dora: False.",
+            "0: use_dora is not supported on embeddings: its norms are those of the rows of a linear cell. "
+            "Leave use_dora out, or add the cell to exclude_modules.",
         ),
         (
             lambda: nn.Embedding(ROWS, DIM),
             {"freeze_lora_a": True},
-            "0: Embedding is an embedding, for which freeze_lora_a "
-            "is not supported. Add it to exclude_modules, or set freeze_lora_a: False.",
+            "0: freeze_lora_a is not supported on embeddings: A is zero at first there, and B would get no gradient. "
+            "Leave freeze_lora_a out, or add the cell to exclude_modules.",
         ),
         (
             lambda: nn.Embedding(ROWS, DIM, use_one_hot=True),

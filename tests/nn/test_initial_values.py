@@ -51,7 +51,7 @@ def test_gaussian_for_a_convolution():
     "kind, cell", [(LoRAConv2d, lambda: nn.Conv2d(4, 5, 3)), (LoRAEmbedding, lambda: nn.Embedding(9, 4))]
 )
 def test_initializers_for_linear_cells_alone(kind, cell, init):
-    message = f"^lora_init '{init}' is for linear cells, and one of the selected "
+    message = f"^lora_init '{init}' is not supported on {kind.layout.cells}: it needs the whole weight of a linear cell"
     with pytest.raises(UnsupportedCellError, match=message):
         kind.from_cell(cell(), LoraConfig(lora_rank=2, lora_init=init))
 

@@ -282,9 +282,9 @@ def test_cells_that_cannot_be_quantized(mindformers):
 
 
 @pytest.mark.parametrize(
-    "fields, name", [({"use_dora": True}, "use_dora"), ({"lora_init": "pissa"}, "lora_init pissa")]
+    "fields, name", [({"use_dora": True}, "use_dora"), ({"lora_init": "pissa"}, "lora_init 'pissa'")]
 )
 def test_adapters_that_need_the_weight_in_float(fields, name):
     nf4 = NF4Dense.from_dense(dense())
-    message = part(f"The weight is quantized, which {name} does not support")
+    message = part(f"{name} is not supported on quantized weights: it needs the weight in float")
     refused(UnsupportedCellError, message, QLoRADense.from_cell, nf4, LoraConfig(lora_rank=2, **fields))

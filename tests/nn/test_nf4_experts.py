@@ -134,7 +134,7 @@ def test_quantize_exclude_keeps_them_in_float():
 def test_loftq_is_refused_before_anything_changes():
     network = moe_networks.experts_alone(**WIDE)
     before = snapshot(network)
-    with pytest.raises(UnsupportedCellError, match="lora_init 'loftq' is for linear cells"):
+    with pytest.raises(UnsupportedCellError, match="lora_init 'loftq' is not supported on stacked experts"):
         apply_lora(network, LoraConfig(**EXPERT_LORA, quantize_base="nf4", lora_init="loftq"))
     assert snapshot(network) == before
 

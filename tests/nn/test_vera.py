@@ -221,13 +221,13 @@ class Others(nn.Cell):
     [
         (
             "table",
-            "Embedding is an embedding, for which use_vera is not supported. Add it to exclude_modules, or set "
-            "use_vera: False.",
+            "use_vera is not supported on embeddings: its shared matrices have the columns and rows of linear cells. "
+            "Leave use_vera out, or add the cell to exclude_modules.",
         ),
         (
             "patch",
-            "Conv2d is a convolution, for which use_vera is not supported. Add it to exclude_modules, or set "
-            "use_vera: False.",
+            "use_vera is not supported on convolutions: its shared matrices have the columns and rows of linear "
+            "cells. Leave use_vera out, or add the cell to exclude_modules.",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_cells_that_are_not_linear(name, message):
 def test_sharded_cells_are_refused(mindformers):
     linear = mindformers.modules.layers.Linear(4, 4)
     linear.shard(((1, 1), (2, 1)))
-    with pytest.raises(UnsupportedCellError, match="Linear is sharded, and use_vera on sharded cells is not"):
+    with pytest.raises(UnsupportedCellError, match="use_vera is not supported on sharded cells: all cells"):
         VeRADense.from_cell(linear, CONFIG)
 
 
@@ -249,5 +249,5 @@ def test_quantized_cells_are_refused():
 
     network = TinyModel()
     quantize_base(network)
-    with pytest.raises(UnsupportedCellError, match="The weight is quantized, which use_vera does not support"):
+    with pytest.raises(UnsupportedCellError, match="use_vera is not supported on quantized weights"):
         apply_lora(network, CONFIG)

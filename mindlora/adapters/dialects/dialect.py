@@ -159,7 +159,7 @@ class Dialect(abc.ABC):
         adapter = adapter_metadata.empty_adapter(file.metadata, self.name)
         for key, part_key in keys.part_keys.items():
             self._read_parts(adapter, file, key, part_key)
-        adapter.take_shared_projection(file.path)
+        adapter.complete_pairs(file.path)
         for key, parameter in keys.saved_modules.items():
             array = file.fetch(key)
             _check_tensor(file, key, parameter, array)
@@ -227,7 +227,7 @@ def unknown_tensors(keys: Iterable[str], file: File) -> UnexpectedTensorsError:
 
 def _check_variant(adapter: Adapter, config: PeftConfig, source: str) -> None:
     for variant in STORED:
-        declared = getattr(config, variant.field)
+        declared = config.variant is variant
         if declared and adapter.variant is not variant:
             raise MissingTensorsError(f"{source}: {variant.field} is True, but the adapter has no {variant.tensors}.")
         if not declared and adapter.variant is variant:

@@ -25,7 +25,7 @@ from mindlora.common import atomic
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import listed
 from mindlora.config.variants.dora import DORA
-from mindlora.config.variants.registry import PARTS
+from mindlora.config.variants.registry import LORA, PARTS
 from mindlora.config.variants.variant import A, B, PartKey
 from mindlora.errors import AdapterError, AdapterFormatError
 from mindlora.formats.safetensors_file import write_arrays
@@ -171,7 +171,7 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
             f"Format {form!r} holds no saved modules (modules_to_save): {', '.join(adapter.saved_modules)}. Write "
             "another format."
         )
-    if adapter.embeddings or adapter.use_vera or adapter.use_dora and not dora:
+    if adapter.embeddings or adapter.variant not in (LORA, *([DORA] if dora else [])):
         what = "embeddings" if adapter.embeddings else adapter.variant.tensors
         raise AdapterError(f"Format {form!r} holds no {what}: {listed(adapter.paths)}. Write format 'peft'.")
 

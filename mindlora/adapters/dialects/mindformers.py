@@ -84,7 +84,7 @@ class MindFormers(Dialect):
         part_keys = sort(file.keys, self.key_names)
         if any(map(is_adalora_key, file.keys)):
             raise AdapterFormatError(
-                f"{file.path} is a checkpoint of a run with use_adalora, which keeps Lambda apart from A. Take the "
+                f"{file.path} is a checkpoint of a run of AdaLoRA, which keeps Lambda apart from A. Take the "
                 "folder that LoraCheckpoint wrote at this step, or call save_lora on the network with this checkpoint "
                 "loaded."
             )

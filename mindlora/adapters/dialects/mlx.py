@@ -109,7 +109,7 @@ def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
             f"{source}: the configuration says rank {rank}, and the tensors have {adapter.rank(wrong[0])}, at "
             f"{listed(wrong)}."
         )
-    if content.get("fine_tune_type") == "dora" and not adapter.use_dora:
+    if content.get("fine_tune_type") == "dora" and adapter.variant is not DORA:
         raise MissingTensorsError(f"{source}: fine_tune_type is 'dora', and the file holds no magnitudes (.m).")
     adapter.alphas = dict.fromkeys(adapter.paths, scale * rank)
     adapter.dropout = dropout

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters.adapter import Adapter
-from mindlora.adapters.dialects import peft_experts, peft_vera
+from mindlora.adapters.dialects import peft_experts, peft_tuners
 from mindlora.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors
 from mindlora.adapters.dialects.peft_config import PeftConfig
 from mindlora.adapters.expert_pairs import stacked_paths
@@ -44,10 +44,11 @@ _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 # Keys of a running PEFT model have the adapter's name in them, which PEFT leaves out when it saves.
 _NAMED = (
     (re.compile(r"\.(lora_[AB])\.[^.]+\.weight$"), r".\1.weight"),
-    (re.compile(r"\.(lora_embedding_[AB]|vera_lambda_[bd])\.(?!weight$)[^.]+$"), r".\1"),
+    (re.compile(r"\.(lora_embedding_[AB])\.(?!weight$)[^.]+$"), r".\1"),
     (re.compile(r"\.(lora_magnitude_vector)\.[^.]+(?:\.weight)?$"), r".\1"),
     (re.compile(r"\.modules_to_save\.[^.]+\.(weight|bias)$"), r".\1"),
     (re.compile(r"^(base_model\.vera_[AB])\.[^.]+$"), r"\1"),
+    *((re.compile(rf"({re.escape(part.peft)})\.(?!weight$)[^.]+$"), r"\1") for part in PARTS.values() if part.size),
 )
 # Megatron's cells, as MindSpeed-LLM trains them, have mcore's names.
 _MEGATRON = (f"{PREFIX}decoder.layers.", f"{PREFIX}output_layer.")
@@ -86,6 +87,9 @@ class Peft(Dialect):
         if unknown:
             file.extras.refuse(unknown_tensors(unknown, file))
         return Keys(part_keys, saved_modules, token_rows)
+
+    def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
+        return {part_key: _turned(part_key[1], array)}
 
     def is_embedding(self, key: str, path: str) -> bool:
         return saved_key(key).endswith(tuple(EMBEDDING.peft.values()))
@@ -130,7 +134,7 @@ class Peft(Dialect):
             )
         tensors = {}
         for (cell, part), array in peft_experts.flattened(adapter, adapter.stored_tensors()).items():
-            tensors[tensor_key(cell, part, cell in adapter.embeddings)] = array
+            tensors[tensor_key(cell, part, cell in adapter.embeddings)] = _turned(part, array)
         for name, array in adapter.saved_modules.items():
             tensors[saved_module_key(name, adapter.paths)] = array
         for cell, (_, rows) in adapter.token_rows.items():
@@ -138,6 +142,11 @@ class Peft(Dialect):
         with atomic.replace_folder(path) as folder:
             write_arrays(os.path.join(folder, WEIGHTS_FILE), tensors, adapter_metadata.peft_header(adapter))
             write_json(os.path.join(folder, CONFIG_FILE), adapter_config(adapter))
+
+
+def _turned(part: str, array: np.ndarray) -> np.ndarray:
+    """Returns a part as PEFT holds it, given as we do, and the other way round."""
+    return np.ascontiguousarray(array.T) if part in PARTS and PARTS[part].turned else array
 
 
 def tensor_key(path: str, part: str, embeds: bool = False) -> str:
@@ -236,12 +245,11 @@ def adapter_config(adapter: Adapter) -> Dict:
         "rank_pattern": {patterns[path]: value for path, value in ranks.items() if value != rank},
         # A cell outside a network has no path.
         "target_modules": sorted(module for path, module in modules.items() if module and path not in stacked),
-        "use_dora": adapter.use_dora,
         "use_rslora": adapter.use_rslora,
         **({"target_parameters": sorted(modules[path] for path in stacked)} if stacked else {}),
         **adapter.selection,
     }
-    return peft_vera.of_lora(config, adapter.projection_key) if adapter.use_vera else config
+    return peft_tuners.of_lora(config, adapter)
 
 
 def is_of_module(name: str, module: str) -> bool:

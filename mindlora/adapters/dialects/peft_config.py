@@ -7,9 +7,10 @@ import re
 import sys
 from typing import Any, Dict, List, Optional
 
-from mindlora.adapters.dialects import peft_vera
+from mindlora.adapters.dialects import peft_tuners
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import shown
+from mindlora.config.variants.variant import Variant
 from mindlora.errors import AdapterError, AdapterFormatError
 from mindlora.models.targets import pattern_value
 
@@ -118,8 +119,7 @@ class PeftConfig:
         alpha (float): lora_alpha.
         dropout (float): lora_dropout.
         use_rslora (bool): Scale by lora_alpha / sqrt(r).
-        use_dora (bool): DoRA: each module also has a magnitude.
-        use_vera (bool): VeRA: each module has two vectors, and all share A and B.
+        variant (Variant): LoRA, DoRA, VeRA, ...
         projection_key (int): VeRA's projection_prng_key.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
         modules_to_save (tuple of str): Modules that were trained in full and are saved with the adapter.
@@ -135,8 +135,7 @@ class PeftConfig:
     alpha: float
     dropout: float
     use_rslora: bool
-    use_dora: bool
-    use_vera: bool
+    variant: Variant
     projection_key: int
     rank_pattern: Dict[str, int]
     alpha_pattern: Dict[str, float]
@@ -183,9 +182,9 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
         raise AdapterFormatError(
             f"{path} is mlx-lm's configuration, not PEFT's. Give its folder, with adapters.safetensors in it."
         )
-    use_vera, projection_key = content.get("peft_type") == peft_vera.KIND, peft_vera.projection_key(content)
-    if use_vera:
-        content = peft_vera.as_lora(content, path)
+    _flag(content, "use_dora", path)
+    variant, projection_key = peft_tuners.variant_of(content), peft_tuners.projection_key(content)
+    content = peft_tuners.as_lora(content, path)
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
         logger.warning("%s has fields that mindlora does not know and ignores: %s.", path, ", ".join(unknown))
@@ -203,8 +202,7 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
         alpha=_positive(content.get("lora_alpha", _ALPHA), "lora_alpha", path),
         dropout=_dropout(content.get("lora_dropout"), path),
         use_rslora=_flag(content, "use_rslora", path),
-        use_dora=_flag(content, "use_dora", path),
-        use_vera=use_vera,
+        variant=variant,
         projection_key=projection_key,
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
@@ -244,8 +242,9 @@ def json_object(path: str) -> dict:
 def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
+        types = ", ".join(map(repr, ("LORA", *peft_tuners.TUNERS)))
         raise AdapterFormatError(
-            f"{path}: peft_type is {shown(kind)}; it must be 'LORA' or 'VERA'. PEFT merges most other kinds into their "
+            f"{path}: peft_type is {shown(kind)}; it must be one of {types}. PEFT merges most other kinds into their "
             "base (merge_and_unload)."
         )
     if content.get("bias", "none") not in _BIASES:

@@ -19,6 +19,7 @@ class AdaLoRA(Variant):
     defaults = rank_schedule.DEFAULTS
     # Lambda is multiplied into A before it is saved.
     parts = (Part("lambda", "mindpet_delta_lora_lambda", "", size="r"),)
+    zero_part = "lambda"
     in_files = False
 
     def check_settings(self, config: Settings) -> None:

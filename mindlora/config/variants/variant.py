@@ -37,14 +37,16 @@ class Part(NamedTuple):
         parameter (str): Its parameter's name in a network; with a dot before it, the ending of its key in MindFormers'
             files.
         peft (str): The ending of its key in PEFT's files; of a shared part, the whole key.
-        size (str): Its shape: "r", "out" for one element per row of the weight, or "r, out". Default: "", that of A
+        size (str): Its shape: "r", "out" for one element per row of the weight, or "out, r". Default: "", that of A
             or B, which depends on the cell.
+        turned (bool): Whether PEFT's files hold it transposed. Default: False.
     """
 
     name: str
     parameter: str
     peft: str
     size: str = ""
+    turned: bool = False
 
     def shape(self, rank: int, rows: int) -> Shape:
         """Returns the shape that ``size`` means for an adapter of rank ``rank`` on a weight with ``rows`` rows."""
@@ -81,8 +83,11 @@ class Variant:
         defaults (mapping): Field of LoraConfig that only this variant has -> its default.
         bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
         parts (tuple of Part): What each cell has besides A and B.
-        shared_parts (mapping): "A" or "B" -> Part, for matrices that all cells of a network share, and that a file
+        own_pair (bool): Whether each cell has an A and a B of its own, which train. Otherwise they are shared, or
+            follow from its parts.
+        shared_parts (mapping): "A" and "B" -> Part, for matrices that all cells of a network share, and that a file
             holds once.
+        zero_part (str): The part that is zero until it trains; while it is, the adapter adds nothing.
         row_norms (str): The part that gives the norm of each row of W + scale B A; empty if no part does.
         in_files (bool): Whether files hold its parts; otherwise it is saved as a plain LoRA.
         tensors (str): Its parts in words.
@@ -100,6 +105,7 @@ class Variant:
     defaults: Mapping[str, Any] = {}
     bounded_rank = True
     parts: Tuple[Part, ...] = ()
+    own_pair = True
     shared_parts: Mapping[str, Part] = {}
     row_norms = ""
     in_files = True
@@ -108,6 +114,7 @@ class Variant:
     cannot_join = ""
     cannot_combine = ""
     cannot_serve = ""
+    zero_part = "B"
 
     @property
     def is_plain(self) -> bool:
@@ -132,6 +139,18 @@ class Variant:
 
     def check_settings(self, config: Settings) -> None:
         """Checks the settings of this variant, and sets those that follow from others."""
+
+    def fix_scale(self, config: Settings, reason: str) -> None:
+        """Sets the scale to 1, for a variant that has none, and refuses a lora_alpha.
+
+        Raises:
+            ConfigError: lora_alpha is set; it says the ``reason``.
+        """
+        if config.lora_alpha not in (type(config).lora_alpha, config.lora_rank):
+            raise ConfigError(
+                f"{self.field} is True and lora_alpha is {config.lora_alpha!r}: {reason}. Leave lora_alpha out."
+            )
+        config.lora_alpha = config.lora_rank
 
     def unsupported(self, config: Settings, base: str) -> Iterator[Unsupported]:
         """Yields the settings of ``config`` that a base does not support.
@@ -202,7 +221,7 @@ class Variant:
             groups (int): Groups of a convolution. Default: 1.
         """
         tensors = self.tensor_shapes(layout, shape, rank, groups)
-        return {part: size for part, size in tensors.items() if part not in self.shared_parts}
+        return {part: size for part, size in tensors.items() if part in self.own_parts}
 
     def tensor_shapes(self, layout: PairLayout, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
         """Returns part -> shape of all that a cell computes with, A and B among it; the arguments are part_shapes'."""
@@ -223,18 +242,23 @@ class Variant:
         return {part.name: pair[half] for half, part in self.shared_parts.items()}
 
     def trained_parts(self, config: Settings) -> Tuple[str, ...]:
-        """Returns the parts of each cell that train."""
-        own = [half for half in "AB" if half not in self.shared_parts] + [part.name for part in self.parts]
-        return tuple(part for part in own if part != "A" or not config.freeze_lora_a)
+        """Returns the parts of each cell that train: all that it has of its own, but with freeze_lora_a not A."""
+        return tuple(part for part in self.own_parts if part != "A" or not config.freeze_lora_a)
 
     def has_any(self, names: AbstractSet[str]) -> bool:
         """Tells whether any of these parts is one that only this variant has."""
         return any(part.name in names for part in self.parts)
 
     @property
+    def own_parts(self) -> Tuple[str, ...]:
+        """All that each cell has of its own, in the order of its parameters."""
+        pair = ("A", "B") if self.own_pair else ()
+        return (*pair, *(part.name for part in self.parts))
+
+    @property
     def row_parts(self) -> Tuple[str, ...]:
-        """The vectors that have one element per row of the weight."""
-        return tuple(part.name for part in self.parts if part.size == "out")
+        """The parts that have an element, or a row, for each row of the weight."""
+        return tuple(part.name for part in self.parts if part.size.startswith("out"))
 
     def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
         """Returns the A and B whose product scale B A is added to the weight.
@@ -243,3 +267,19 @@ class Variant:
             parts (mapping): Part -> array of one cell, shared ones among them.
         """
         return parts["A"], parts["B"]
+
+    def pair_of_parts(self, parts: Mapping[str, np.ndarray]) -> Pair:
+        """Returns the A and B that follow from the parts of a cell, where it has none of its own and shares none."""
+        raise NotImplementedError(f"{self.name} stores its pairs.")
+
+    def columns_of(self, a: np.ndarray, in_channels: int) -> np.ndarray:
+        """Returns the columns of an A that is not the cell's own for a cell with so many inputs."""
+        return a[:, :in_channels]
+
+    def fields_for(self, adapter: Any) -> Dict[str, Any]:
+        """Returns the fields of LoraConfig that make cells of this variant.
+
+        Args:
+            adapter (Adapter): What is to be loaded into them.
+        """
+        return {} if self.is_plain else {self.field: True}

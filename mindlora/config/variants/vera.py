@@ -1,13 +1,12 @@
 """VeRA: two vectors train around random matrices that the network's cells share (Kopiczko et al., 2024)."""
 
 import math
-from typing import Mapping
+from typing import Any, Dict, Mapping
 
 import numpy as np
 
 from mindlora.common.fields import Range, check_number
 from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
-from mindlora.errors import ConfigError
 from mindlora.numerics.pair_layouts import Pair
 
 _D_INITIAL = Range(
@@ -37,6 +36,7 @@ class VeRA(Variant):
         Part("lambda_d", "mindpet_delta_lora_lambda_d", ".vera_lambda_d", size="r"),
         Part("lambda_b", "mindpet_delta_lora_lambda_b", ".vera_lambda_b", size="out"),
     )
+    own_pair = False
     shared_parts = {
         "A": Part("shared A", "mindpet_delta_lora_vera_a", "base_model.vera_A"),
         "B": Part("shared B", "mindpet_delta_lora_vera_b", "base_model.vera_B"),
@@ -46,23 +46,22 @@ class VeRA(Variant):
         "yes: all cells share A and B; below, each cell's vectors are multiplied in, and A is as wide as the widest "
         "cell"
     )
+    zero_part = "lambda_b"
     cannot_join = "VeRA's vectors belong to rows of matrices that all cells share"
     cannot_combine = "its cells share A and B, which are as wide as the widest cell"
 
     def check_settings(self, config: Settings) -> None:
         """Checks d_initial and the seed, and sets the scale to 1."""
-        if config.lora_alpha not in (type(config).lora_alpha, config.lora_rank):
-            raise ConfigError(
-                f"use_vera is True and lora_alpha is {config.lora_alpha!r}: VeRA's trained vectors are its "
-                "scale. Leave lora_alpha out."
-            )
-        config.lora_alpha = config.lora_rank
+        self.fix_scale(config, "VeRA's trained vectors are its scale")
         check_number(config.d_initial, "d_initial", _D_INITIAL)
         check_number(config.projection_prng_key, "projection_prng_key", _PRNG_KEY)
 
     def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
         """Returns diag(lambda_d) A and diag(lambda_b) B."""
         return parts["lambda_d"][:, None] * parts["A"], parts["lambda_b"][:, None] * parts["B"]
+
+    def fields_for(self, adapter: Any) -> Dict[str, Any]:
+        return {**super().fields_for(adapter), "projection_prng_key": adapter.projection_key}
 
 
 VERA = VeRA()

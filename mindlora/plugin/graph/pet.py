@@ -53,7 +53,7 @@ class MindloraModel(LoraModel):
                 "loraplus_lr_ratio is a key that only mindlora-run turns into learning rates. Under another "
                 "launcher, write grouped_lr_schedule (docs/keys.md)."
             )
-        if config.use_adalora and config.adapter_path:
+        if not config.variant.in_files and config.adapter_path:
             # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
             self._load(base_model, config)
         else:
@@ -68,7 +68,7 @@ class MindloraModel(LoraModel):
         if is_scattered(config.adapter_path):
             logger.info("The slices of %s are loaded once MindSpore has cut the network.", config.adapter_path)
         elif config.adapter_path:
-            if not config.use_adalora:
+            if config.variant.in_files:
                 self._load(base_model, config)
             logger.info("Adapter loaded from %s.", config.adapter_path)
         if config.neftune_alpha is not None:

@@ -257,7 +257,7 @@ def state_parameters(train_network: nn.Cell) -> List[Parameter]:
     network = base_of(train_network)
     elsewhere = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
     for _, cell in lora_cells(network):
-        if not cell.saved_as_trained:
+        if not cell.variant.in_files:
             # An adapter's file does not hold AdaLoRA's parts as they train.
             elsewhere -= {p.name for p in cell.lora_parameters()}
     elsewhere |= {p.name for p in network.get_parameters() if not p.requires_grad}

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from mindlora.adapters.dialects import peft_config
+from mindlora.config.variants.registry import LORA
 from tests.support.peft_configs import PLAIN, read, written
 
 Q, K = "model.layers.0.attention.wq", "model.layers.0.self_attn.k_proj"
@@ -13,7 +14,7 @@ Q, K = "model.layers.0.attention.wq", "model.layers.0.self_attn.k_proj"
 def test_the_least_that_a_config_can_hold(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         config = read(tmp_path)
-    assert config == peft_config.PeftConfig(8, 16.0, 0.0, False, False, False, 0, {}, {}, (), {}, None)
+    assert config == peft_config.PeftConfig(8, 16.0, 0.0, False, LORA, 0, {}, {}, (), {}, None)
     assert (config.rank_of(Q), config.alpha_of(Q)) == (8, 16.0)
     assert not caplog.records
 

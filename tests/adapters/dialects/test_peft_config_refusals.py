@@ -3,6 +3,7 @@
 import pytest
 
 from mindlora.adapters.dialects import peft_config
+from mindlora.adapters.dialects.peft_tuners import TUNERS
 from mindlora.common.text import shown
 from mindlora.errors import AdapterFormatError
 from tests.support.peft_configs import PLAIN, read, written
@@ -126,7 +127,8 @@ def test_invalid_token_numbers(tmp_path, value):
 @pytest.mark.parametrize("value", ["IA3", "lora", None, ["LORA"]])
 def test_another_kind_of_adapter_is_refused(tmp_path, value):
     way_out = "PEFT merges most other kinds into their base (merge_and_unload)."
-    message = f": peft_type is {value!r}; it must be 'LORA' or 'VERA'. {way_out}"
+    known = ", ".join(map(repr, TUNERS))
+    message = f": peft_type is {value!r}; it must be one of 'LORA', {known}. {way_out}"
     refused(written(tmp_path, {**PLAIN, "peft_type": value}), message)
 
 
