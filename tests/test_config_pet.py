@@ -53,6 +53,7 @@ def test_pet_config_becomes_fields():
         "use_rslora": True,
         "use_dora": False,
         "use_vera": False,
+        "use_miss": False,
         "d_initial": None,
         "projection_prng_key": None,
         "use_adalora": False,
@@ -94,7 +95,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
         "freeze_lora_a, init_r, layers_to_transform, lora_a_init, lora_alpha, lora_b_init, lora_dropout, lora_init, "
         "lora_rank, modules_to_save, orth_reg_weight, param_init_type, pet_type, preset, projection_prng_key, "
         "quantize_base, quantize_exclude, rank_pattern, target_modules, target_parameters, target_r, tfinal, tinit, "
-        "use_adalora, use_dora, use_rslora, use_vera."
+        "use_adalora, use_dora, use_miss, use_rslora, use_vera."
     )
 
 

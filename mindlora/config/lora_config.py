@@ -75,6 +75,8 @@ class LoraConfig:
             al., VeRA, 2024; see VeRADense). It has no lora_alpha: leave it out. Default: False.
         d_initial (float): Initial value of VeRA's vector between A and B; not 0. Default: None, 0.1 with use_vera.
         projection_prng_key (int): Seed of VeRA's A and B, as in PEFT. Default: None, 0 with use_vera.
+        use_miss (bool): Train one matrix for each cell, which all shards of r inputs share (Kang et al., MiSS, 2025;
+            see MiSSDense). It has no lora_alpha: leave it out. Default: False.
         use_adalora (bool): Train scale P Lambda Q, and give the rank to the cells that need it (Zhang et al., AdaLoRA,
             2023; see AdaLoRADense). Default: False.
         init_r, target_r, tinit, tfinal, deltaT, beta1, beta2, orth_reg_weight: AdaLoRA's settings (see BudgetSettings);
@@ -116,6 +118,7 @@ class LoraConfig:
     use_vera: bool = False
     d_initial: Optional[float] = None
     projection_prng_key: Optional[int] = None
+    use_miss: bool = False
     use_adalora: bool = False
     init_r: Optional[int] = None
     target_r: Optional[int] = None

@@ -14,6 +14,7 @@ from mindlora.nn.embedding import LoRAEmbedding
 from mindlora.nn.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.nn.linear_form import parallel_linear_types
 from mindlora.nn.mint_conv import LoRAMintConv2d
+from mindlora.nn.miss import MiSSDense
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.nn.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
 from mindlora.nn.parallel_linear import LoRAParallelLinear, NF4ParallelLinear, QLoRAParallelLinear, on_parallel_linear
@@ -21,7 +22,7 @@ from mindlora.nn.qlora import QLoRADense
 from mindlora.nn.vera import VeRADense
 
 # Variants on linear cells: nn.Dense, MindFormers' Linear and, by on_parallel_linear, those of its mcore models.
-LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense)
+LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense, MiSSDense)
 # kind_of picks the first one that can adapt the base cell and is of the variant that the configuration asks for.
 KINDS = (
     *map(on_parallel_linear, LINEAR_VARIANTS),

@@ -16,6 +16,7 @@ from mindlora.adapters.inspect import inspect_adapter
 from mindlora.config.variants.registry import LORA, PARTS, SHARED_PARTS, STORED
 from mindlora.errors import AdapterError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.numerics import pair_layouts
+from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.numerics.pair_layouts import CONVOLUTION, EMBEDDING, EXPERTS, LAYOUTS, LINEAR
 from tests.conftest import ROOT
 from tests.support.adapter_samples import K, Q, assert_same
@@ -38,10 +39,13 @@ def of_variant(variant, seed=0):
         tensors[path, "A"] = a if "A" in variant.shared_parts else random.normal(size=(RANK, IN))
         tensors[path, "B"] = b[:rows] if "B" in variant.shared_parts else random.normal(size=(rows, RANK))
         for part in variant.parts:
-            tensors[path, part.name] = random.normal(size={"r": RANK, "out": rows}[part.size])
+            tensors[path, part.name] = random.normal(size=part.shape(RANK, rows))
+        if not variant.own_pair and not variant.shared_parts:
+            block = {part.name: tensors[path, part.name] for part in variant.parts}
+            tensors[path, "A"], tensors[path, "B"] = variant.pair_of_parts(block)
     tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
-    # A shared projection has the scale 1.
-    return Adapter(tensors, dict.fromkeys(ROWS, float(RANK) if variant.shared_parts else 3.0))
+    # Without a pair of its own, the scale is 1.
+    return Adapter(tensors, dict.fromkeys(ROWS, 3.0 if variant.own_pair else float(RANK)))
 
 
 def of_layout(layout, groups=1):
@@ -72,12 +76,23 @@ def test_each_variant_makes_the_round_trip_through_files(tmp_path, variant, form
     assert found.variant is variant
 
 
+@every_variant
+def test_pairs_that_follow_from_the_parts_are_ones_in_bfloat16_too(variant):
+    if variant.own_pair or variant.shared_parts:
+        return
+    (part,) = variant.parts
+    block = from_float32(np.ones(part.shape(RANK, 4), np.float32), BFLOAT16)
+    a, b = variant.pair_of_parts({part.name: block})
+    np.testing.assert_array_equal(to_float32(variant.columns_of(a, IN)), np.tile(np.eye(RANK), IN // RANK))
+    assert b is block
+
+
 @plain_or_variant
 def test_the_change_of_a_weight_follows_from_the_low_rank_pair(variant):
     adapter = of_variant(variant)
     for path, rows in ROWS.items():
         a, b = adapter.pair(path)
-        assert a.shape == (RANK, IN) and b.shape == (rows, RANK)
+        assert a.shape == adapter.tensors[path, "A"].shape and b.shape == (rows, RANK)
         np.testing.assert_allclose(adapter.delta(path), adapter.scale(path) * (b @ a), rtol=1e-5, atol=1e-6)
         norms = adapter.row_norms(path)
         assert (norms is None) == (not variant.row_norms) and (norms is None or norms.shape == (rows,))
@@ -90,8 +105,9 @@ def test_each_vector_has_the_size_in_the_table(variant):
         adapter.tensors[K, part.name] = np.ones(13, np.float32)
         with pytest.raises(ShapeMismatchError) as error:
             adapter.check_pairs("It")
+        columns = list(adapter.tensors[K, "A"].shape)
         assert str(error.value) == (
-            f"It: the {part.name} is [13] and must be [{part.size}], at {K} (A [{RANK}, {IN}], B [{ROWS[K]}, {RANK}])."
+            f"It: the {part.name} is [13] and must be [{part.size}], at {K} (A {columns}, B [{ROWS[K]}, {RANK}])."
         )
 
 

@@ -5,6 +5,7 @@ import pytest
 from mindlora.config import LoraConfig
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.miss import MISS
 from mindlora.config.variants.registry import LORA, PARAMETERS, STORED, VARIANTS
 from mindlora.config.variants.variant import CONVOLUTIONS, CUT, EMBEDDINGS, EXPERTS, QUANTIZED, SHARDED
 from mindlora.config.variants.vera import VERA
@@ -33,6 +34,7 @@ def test_two_variants_are_refused():
         (LORA, {"A": (2, 7), "B": (5, 2)}),
         (DORA, {"A": (2, 7), "B": (5, 2), "magnitude": (5,)}),
         (VERA, {"lambda_d": (2,), "lambda_b": (5,)}),
+        (MISS, {"block": (5, 2)}),
         (ADALORA, {"A": (2, 7), "B": (5, 2), "lambda": (2,)}),
     ],
     ids=lambda value: getattr(value, "name", ""),

@@ -37,7 +37,8 @@ CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
 
 def adapted(cell, **keys):
     """Returns ``cell`` with an adapter whose parameters are random."""
-    config = LoraConfig(**{"lora_rank": RANK, **({} if "use_vera" in keys else {"lora_alpha": ALPHA}), **keys})
+    alpha = {} if {"use_vera", "use_miss"} & set(keys) else {"lora_alpha": ALPHA}
+    config = LoraConfig(**{"lora_rank": RANK, **alpha, **keys})
     lora = kind_of(cell, config).from_cell(cell, config)
     randomize(lora.lora_parameters(), seed=3)
     return lora
@@ -67,9 +68,10 @@ def test_variants_compute_what_they_compute_on_other_linear_cells():
     weight, bias = dequantize(nf4_array(quantized)), quantized.bias.asnumpy()
     qlora = adapted(quantized)
     adaptive = adapted(parallel_cell(), use_adalora=True, init_r=RANK, target_r=1)
-    network = Outputs(dora, vera, quantized, qlora, adaptive)
+    miss = adapted(parallel_cell(), use_miss=True)
+    network = Outputs(dora, vera, quantized, qlora, adaptive, miss)
     network.set_train(False)
-    y_dora, y_vera, y_quantized, y_qlora, y_adaptive = (y.asnumpy() for y in network(Tensor(x)))
+    y_dora, y_vera, y_quantized, y_qlora, y_adaptive, y_miss = (y.asnumpy() for y in network(Tensor(x)))
     w, (a, b) = dora.weight.asnumpy(), dora.pair()
     gain = dora.mindpet_delta_lora_magnitude.asnumpy() / row_norms(w, a, b, SCALE)
     assert_close(y_dora, gain * (x @ w.T + delta(x, dora)))
@@ -78,6 +80,8 @@ def test_variants_compute_what_they_compute_on_other_linear_cells():
     assert_close(y_quantized, x @ weight.T + bias)
     assert_close(y_qlora, x @ weight.T + bias + delta(x, qlora))
     assert_close(y_adaptive, linear(x, adaptive) + delta(x, adaptive))
+    a, b = miss.pair()
+    assert_close(y_miss, linear(x, miss) + (x @ a.T) @ b.T)
 
 
 def test_the_low_rank_path_of_a_sharded_cell_computes_the_same():

@@ -46,7 +46,9 @@ def test_adapter_gives_the_same_logits(name, made, make_network, logits_of, peft
     assert_same(logits_of(network), expected)
 
 
-@pytest.mark.parametrize("name", ["grouped", "all-linear", "patterns-rslora", "regex", "one-layer", "dora-grouped"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "all-linear", "patterns-rslora", "regex", "one-layer", "dora-grouped", "miss-grouped"]
+)
 def test_adapter_gives_the_same_logits_on_joined_cells(name, made, make_network, logits_of, peft_logits):
     """With qkv_concat, MindFormers has one cell for q, k and v and one for gate and up, their rows interleaved."""
     model = cases.ADAPTERS[name]["model"]
@@ -83,7 +85,7 @@ def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp
     save_lora(network, str(tmp_path / "again"))
     expected = stored(made.safetensors[name] / cases.WEIGHTS)
     for key, (dtype, shape, content) in expected.items():
-        if ".lora_" not in key and dtype == "BF16":
+        if ".lora_" not in key and ".miss_" not in key and dtype == "BF16":
             expected[key] = ("F32", shape, b"".join(b"\0\0" + content[i : i + 2] for i in range(0, len(content), 2)))
     assert stored(tmp_path / "again" / cases.WEIGHTS) == expected
     asked = {"model": made.models[model]}
@@ -102,6 +104,8 @@ def test_adapter_is_the_same_after_a_network(name, peer, made, make_network, tmp
         "embedding-alone",
         "vera",
         "vera-grouped",
+        "miss",
+        "miss-grouped",
     ],
 )
 def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
@@ -126,6 +130,8 @@ def test_gradients_are_the_same(name, peer, made, make_network, tmp_path):
     ms.set_context(mode=before)
     assert float(ours.asnumpy()) == pytest.approx(loss, abs=5e-6)
     found = {key_of(parameter.name): gradient.asnumpy() for parameter, gradient in zip(parameters, gradients)}
+    # PEFT's block of MiSS is [r, out].
+    found = {key: gradient.T if key.endswith(".miss_block") else gradient for key, gradient in found.items()}
     assert set(found) == set(expected)
     for key, gradient in expected.items():
         assert np.abs(gradient).max() > 1e-4
@@ -136,6 +142,8 @@ def ending_of(path, part):
     """Returns the end of PEFT's key for a part of the adapter at a path."""
     if part == "magnitude":
         return "lora_magnitude_vector"
+    if part in ("block", "miss_block"):
+        return "miss_block"
     if part.startswith("lambda"):
         return f"vera_{part}"
     return f"lora_embedding_{part}" if path.endswith("tok_embeddings") else f"lora_{part}.weight"

@@ -8,6 +8,7 @@ from mindlora.plan.adapter_file import adapter_file_size
 from tests.support.planned_runs import LORA, TINY, adapted, run_of
 
 VERA = {"pet_type": "lora", "lora_rank": 8, "use_vera": True, "target_modules": "all-linear"}
+MISS = {"pet_type": "lora", "lora_rank": 8, "use_miss": True, "target_modules": "all-linear"}
 ADAPTERS = {
     "LoRA": ({}, LORA),
     "twelve layers": ({"num_layers": 12}, {**LORA, "target_modules": ["q_proj", "v_proj"]}),
@@ -15,6 +16,8 @@ ADAPTERS = {
     "joined cells with DoRA": ({"qkv_concat": True}, {**LORA, "use_dora": True}),
     "DoRA in float16": ({}, {**LORA, "use_dora": True, "param_init_type": "float16"}),
     "VeRA": ({}, VERA),
+    "MiSS": ({}, MISS),
+    "joined cells with MiSS": ({"qkv_concat": True}, MISS),
     "ranks by pattern": ({}, {**LORA, "rank_pattern": {"wq": 2}}),
     "embedding and head": ({}, {**LORA, "target_modules": ["wq", "tok_embeddings", "lm_head"]}),
     "saved modules": ({}, {**LORA, "modules_to_save": ["lm_head", "attention_norm"]}),

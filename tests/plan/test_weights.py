@@ -25,6 +25,7 @@ NETWORKS = {
     "one layer, some cells": ({}, {**LORA, "layers_to_transform": [1], "exclude_modules": ["w3"]}),
     "DoRA": ({}, {**LORA, "use_dora": True}),
     "VeRA": ({}, VERA),
+    "MiSS": ({}, {"pet_type": "lora", "lora_rank": 8, "use_miss": True, "target_modules": "all-linear"}),
     "AdaLoRA": ({}, {"pet_type": "lora", "use_adalora": True, "init_r": 12, "target_modules": "all-linear"}),
     "A frozen": ({}, {**LORA, "freeze_lora_a": True}),
     "adapter in float16": ({}, {**LORA, "param_init_type": "float16"}),

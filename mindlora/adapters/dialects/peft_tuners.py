@@ -3,7 +3,9 @@
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 from mindlora.adapters.adapter import Adapter
+from mindlora.common.text import shown
 from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.miss import MISS
 from mindlora.config.variants.registry import LORA
 from mindlora.config.variants.variant import Variant
 from mindlora.config.variants.vera import VERA
@@ -75,6 +77,21 @@ def _written_of_vera(config: Dict, adapter: Adapter) -> Dict:
     }
 
 
+def _check_miss(content: Dict, path: str) -> None:
+    init_weights = content.get("init_weights", True)
+    if not isinstance(init_weights, bool):
+        raise AdapterFormatError(
+            f"{path}: init_weights is {shown(init_weights)}, which is not supported: 'bat' multiplies the weight by "
+            "the blocks of MiSS, and 'mini' repeats them over the outputs. Train with init_weights: true, or merge the "
+            "adapter with PEFT (merge_and_unload)."
+        )
+
+
+def _written_of_miss(config: Dict, adapter: Adapter) -> Dict:
+    selection = {field: config[field] for field in ("exclude_modules",) if field in config}
+    return {**selection, "init_weights": True, "mini_r": 1}
+
+
 TUNERS = {
     "VERA": Tuner(
         variant=VERA,
@@ -83,7 +100,15 @@ TUNERS = {
         dropout="vera_dropout",
         check=_check_vera,
         written=_written_of_vera,
-    )
+    ),
+    "MISS": Tuner(
+        variant=MISS,
+        fields=("init_weights", "mini_r"),
+        rank=64,
+        dropout="miss_dropout",
+        check=_check_miss,
+        written=_written_of_miss,
+    ),
 }
 _BY_VARIANT = {tuner.variant: tuner for tuner in TUNERS.values()}
 

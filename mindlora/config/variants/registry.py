@@ -4,13 +4,14 @@ from typing import Dict, Iterable, Tuple
 
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.miss import MISS
 from mindlora.config.variants.variant import A, B, PartKey, Settings, Variant
 from mindlora.config.variants.vera import VERA
 from mindlora.errors import ConfigError
 
 LORA = Variant()
 # Those that a field of LoraConfig asks for.
-VARIANTS: Tuple[Variant, ...] = (DORA, VERA, ADALORA)
+VARIANTS: Tuple[Variant, ...] = (DORA, VERA, ADALORA, MISS)
 # Those whose parts are in files.
 STORED = tuple(variant for variant in VARIANTS if variant.in_files)
 

@@ -52,6 +52,10 @@ def _vera(model, **config):
     return {**_case(model), "kind": "VeraConfig", "config": {"r": 6, "vera_dropout": 0.1, "d_initial": 0.5, **config}}
 
 
+def _miss(model, dtype="float32", **config):
+    return {**_case(model, dtype), "kind": "MissConfig", "config": {"r": 6, "miss_dropout": 0.1, **config}}
+
+
 ADAPTERS = {
     "attention": _case("plain", target_modules=ATTENTION),
     "all-linear": _case("plain", target_modules="all-linear"),
@@ -97,6 +101,10 @@ ADAPTERS = {
     "vera-grouped": _vera(
         "grouped", target_modules=[*ATTENTION, "up_proj"], layers_to_transform=[1], modules_to_save=["norm"]
     ),
+    # 6 divides 48, the inputs of down_proj, and not 32, those of the others.
+    "miss": _miss("plain", target_modules=["q_proj", "v_proj", "down_proj"]),
+    "miss-grouped": _miss("grouped", target_modules="all-linear", r=8, modules_to_save=["norm"]),
+    "miss-bfloat16": _miss("plain", "bfloat16", target_modules="all-linear", exclude_modules=["o_proj"]),
     "bin": _case("plain", safetensors=False, target_modules=["q_proj", "o_proj"]),
     "combine-1": _case("plain", target_modules=["q_proj", "k_proj", "v_proj"]),
     "combine-2": _case("plain", target_modules=["q_proj", "v_proj", "down_proj"], lora_alpha=10),

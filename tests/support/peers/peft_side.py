@@ -29,6 +29,7 @@ from diffusers_side import (  # noqa: E402
 from odd_side import grow, make_odd_adapter, odd_logits  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
+from peft.tuners.miss import MissLayer  # noqa: E402
 from peft.tuners.vera import VeraLayer  # noqa: E402
 from peft.utils.loftq_utils import _low_rank_decomposition  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -98,15 +99,15 @@ def gradients(model, adapter, ids, path):
 
 
 def describe(model, adapter):
-    """Returns module -> [r, lora_alpha, scaling] as PEFT resolves an adapter's configuration; VeRA's scale is 1."""
-    modules = load_adapted(model, adapter).base_model.model.named_modules()
-    return {
-        name: [module.r["default"], module.r["default"], 1]
-        if isinstance(module, VeraLayer)
-        else [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
-        for name, module in modules
-        if isinstance(module, (LoraLayer, VeraLayer))
-    }
+    """Returns module -> [r, lora_alpha, scaling] as PEFT resolves an adapter's configuration; others' scale is 1."""
+    described = {}
+    for name, module in load_adapted(model, adapter).base_model.model.named_modules():
+        if isinstance(module, LoraLayer):
+            described[name] = [module.r["default"], module.lora_alpha["default"], module.scaling["default"]]
+        elif isinstance(module, (VeraLayer, MissLayer)):
+            rank = (module.r if isinstance(module, VeraLayer) else module.miss_r)["default"]
+            described[name] = [rank, rank, 1]
+    return described
 
 
 def save_again(model, adapter, folder):

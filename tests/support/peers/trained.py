@@ -62,6 +62,7 @@ CONFIGS = {
             projection_prng_key=3,
         ),
     ),
+    "miss": ("grouped", LoraConfig(target_modules=["wq", "wv", "w2"], lora_rank=6, lora_dropout=0.1, use_miss=True)),
     "embedding": ("plain", LoraConfig(target_modules=["tok_embeddings", "wv"], lora_rank=4, lora_alpha=8)),
     "float16": ("plain", LoraConfig(target_modules=["wq", "wv"], lora_rank=4, lora_alpha=8, param_init_type="float16")),
     "bfloat16": (
