@@ -3,12 +3,11 @@
 from typing import Dict, Tuple
 
 import numpy as np
-from mindspore import Parameter, nn
+from mindspore import nn
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal, initializer
 
 from mindlora.config.variants.adalora import ADALORA
-from mindlora.nn.cell import LAMBDA, LORA_A, LORA_B
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.low_rank import composed_low_rank
 from mindlora.nn.tensors import to_array
@@ -57,12 +56,8 @@ class AdaLoRADense(LoRADense):
 
     def _add_adapter(self, config):
         dtype, shapes = getattr(mstype, config.param_init_type), self.part_shapes(self, self.lora_rank)
-        for name, part, init in (
-            (LORA_A, "A", Normal(_DEVIATION)),
-            (LORA_B, "B", Normal(_DEVIATION)),
-            (LAMBDA, "lambda", "zeros"),
-        ):
-            setattr(self, name, Parameter(initializer(init, list(shapes[part]), dtype), name=name))
+        initial = {"A": Normal(_DEVIATION), "B": Normal(_DEVIATION), "lambda": "zeros"}
+        self._add_parts({part: initializer(init, list(shapes[part]), dtype) for part, init in initial.items()})
 
     def _pick_low_rank(self, strategy):
         return composed_low_rank(self.dropout_rate, "AdaLoRA scales between the two products, each row by its own")

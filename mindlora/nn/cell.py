@@ -13,21 +13,20 @@ from mindlora.nn.tensors import to_array
 from mindlora.numerics import initializers
 from mindlora.numerics.pair_layouts import LINEAR, PairLayout
 
-LORA_A = "mindpet_delta_lora_a"
-LORA_B = "mindpet_delta_lora_b"
-# MindFormers freezes every parameter without mindpet_delta_lora in its name.
-MAGNITUDE = "mindpet_delta_lora_magnitude"
-# AdaLoRA's, which no file holds: it is multiplied into A there.
-LAMBDA = "mindpet_delta_lora_lambda"
-# Part of an adapter -> the name of its parameter in a cell.
-PART_NAMES = PARAMETERS
-
 
 class LoRACell(nn.Cell):
     """Base of the cells that replace a cell of the base model and add an adapter to it.
 
-    A subclass takes over the cell's weight, bias and operators in ``_adopt``, which calls ``_describe``, and adds the
-    parameters of its adapter under the names in PART_NAMES.
+    How a cell is made, and what a subclass says of itself::
+
+        kind_of(cell, config)         base_types, variant: what it replaces, and for which configuration
+          from_cell(cell, config)
+            check                     refuses cells that it cannot replace, and settings that they do not support
+            _adopt                    takes over weight, bias and operators
+              _describe               takes over what all kinds have in common
+              _add_adapter            adds the parameters, of the shapes of variant, layout and weight_shape
+              _pick_low_rank          of linear cells: the operators of the low-rank path
+            _join                     takes over what all cells share
 
     Attributes:
         weight (Parameter): The base's weight.
@@ -107,12 +106,17 @@ class LoRACell(nn.Cell):
         Returns:
             dict, part -> shape, such as {"A": (r, in_channels), "B": (out_channels, r)}.
         """
-        return cls.variant.tensor_shapes(cls.layout, cls.weight_shape(cell), rank)
+        return cls.variant.tensor_shapes(cls.layout, cls.weight_shape(cell), rank, cls.groups_of(cell))
 
     @classmethod
     def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
         """Returns the shape of a cell's weight as ``layout`` takes it; the cell is as for part_shapes."""
         raise NotImplementedError
+
+    @classmethod
+    def groups_of(cls, cell: nn.Cell) -> int:
+        """Returns the number of groups of a convolution, and 1 of any other cell."""
+        return 1
 
     @classmethod
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
@@ -121,6 +125,13 @@ class LoRACell(nn.Cell):
 
     def _adopt(self, cell, config):
         raise NotImplementedError
+
+    def _add_parts(self, values):
+        """Adds parameters of the adapter: part -> initial value."""
+        trained = self.variant.trained_parts(self)
+        for part, value in values.items():
+            name = PARAMETERS[part]
+            setattr(self, name, Parameter(value, name=name, requires_grad=part in trained))
 
     def _join(self, shared):
         """Takes over the parameters that ``shared_parameters`` created."""
@@ -135,8 +146,8 @@ class LoRACell(nn.Cell):
         self.lora_init, self.freeze_lora_a = config.lora_init, config.freeze_lora_a
 
     def parts(self) -> Dict[str, Parameter]:
-        """Returns this cell's own parameters of the adapter, by part (see PART_NAMES)."""
-        return {part: getattr(self, name) for part, name in PART_NAMES.items() if hasattr(self, name)}
+        """Returns this cell's own parameters of the adapter, by part (see PARAMETERS)."""
+        return {part: getattr(self, name) for part, name in PARAMETERS.items() if hasattr(self, name)}
 
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
@@ -172,7 +183,7 @@ class LoRACell(nn.Cell):
         """Sets one part of the adapter to values from a file.
 
         Args:
-            part (str): One of PART_NAMES.
+            part (str): One of PARAMETERS.
             array (numpy.ndarray): Its values, in the shape that part_shapes gives; cast to the parameter's dtype.
         """
         parameter = self.parts()[part]

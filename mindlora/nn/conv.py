@@ -1,13 +1,13 @@
 """LoRAConv2d: a frozen convolution with a trainable low-rank path beside it."""
 
-from typing import Dict, Tuple
+from typing import Tuple
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
+from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
 from mindlora.numerics.pair_layouts import CONVOLUTION
 
@@ -44,7 +44,7 @@ class LoRAConv2d(LoRACell):
         if not any(type(cell).construct is base.construct for base in cls.base_types()):
             raise UnsupportedCellError(f"{kind} has a forward of its own, which LoRAConv2d would drop.")
         cls._check_form(cell)
-        group = cls._group(cell)
+        group = cls.groups_of(cell)
         if config.lora_rank % group:
             raise UnsupportedCellError(
                 f"{kind} has {group} groups, which do not divide lora_rank "
@@ -67,26 +67,23 @@ class LoRAConv2d(LoRACell):
                 f"{kind} is sharded, and LoRA on sharded convolutions is not supported. Add it to exclude_modules."
             )
 
-    @staticmethod
-    def _group(cell) -> int:
-        return cell.group
+    @classmethod
+    def weight_shape(cls, cell: nn.Cell) -> Tuple[int, ...]:
+        return tuple(cell.weight.shape)
 
     @classmethod
-    def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        group = cls._group(cell)
-        weight = cell.out_channels, cell.in_channels // group, *cell.kernel_size
-        return cls.variant.tensor_shapes(cls.layout, weight, rank, group)
+    def groups_of(cls, cell: nn.Cell) -> int:
+        return cell.group
 
     def _adopt(self, cell, config):
         self._describe(cell, config)
-        self.in_channels, self.out_channels, self.group = cell.in_channels, cell.out_channels, self._group(cell)
+        self.in_channels, self.out_channels, self.group = cell.in_channels, cell.out_channels, self.groups_of(cell)
         self.kernel_size, self.weight, self.bias, self.conv2d = cell.kernel_size, cell.weight, cell.bias, cell.conv2d
         self._adopt_operators(cell)
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.weight.dtype
         shapes = self.part_shapes(cell, self.lora_rank)
         a, b = initial_values(config, shapes["A"], shapes["B"])
-        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
-        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
+        self._add_parts({"A": a, "B": b})
         if self.dropout_rate > 0:
             self.lora_dropout = nn.Dropout(p=self.dropout_rate)
         self.cast = ops.Cast()

@@ -3,13 +3,13 @@
 import sys
 from typing import Any, Optional, Tuple
 
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.config import LoraConfig
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
+from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
 from mindlora.nn.linear_form import channels_of, is_sharded, linear_form
 from mindlora.nn.low_rank import pick_low_rank
@@ -170,8 +170,7 @@ class LoRADense(LoRACell):
 
     def _add_adapter(self, config):
         a, b = initial_values(config, [self.lora_rank, self.in_channels], [self.out_channels, self.lora_rank])
-        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
-        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
+        self._add_parts({"A": a, "B": b})
 
     def _pick_low_rank(self, strategy):
         return pick_low_rank(self.lora_rank, self.dtype, self.dropout_rate, self.has_bias, strategy)

@@ -8,12 +8,9 @@ from mindlora.config import LoraConfig
 from mindlora.config.description import AdaptableCell, Description
 from mindlora.errors import UnsupportedCellError
 from mindlora.models.architecture import ParameterSize
-from mindlora.nn.embedding import embedding_types
-from mindlora.nn.experts import ExpertWeight
-from mindlora.nn.linear_form import channels_of
-from mindlora.nn.registry import adaptable_linear_types, adaptable_types, kind_of, nf4_type_of
-from mindlora.nn.tree import adapter_path, weight_of
-from mindlora.numerics.pair_layouts import CONVOLUTION, EMBEDDING, EXPERTS, LINEAR
+from mindlora.nn.registry import adaptable_types, kind_of, nf4_type_of
+from mindlora.nn.tree import adapter_path
+from mindlora.numerics.pair_layouts import EXPERTS, LINEAR
 
 
 def describe(network: nn.Cell, cells: Mapping[str, nn.Cell], config: LoraConfig) -> Description:
@@ -40,19 +37,17 @@ def describe(network: nn.Cell, cells: Mapping[str, nn.Cell], config: LoraConfig)
 def _described(cell: nn.Cell, prefix: str, config: LoraConfig) -> AdaptableCell:
     own_config = config.for_cell(prefix)
     kind = kind_of(cell, own_config)
-    refusal = _refusal(kind.check, cell, own_config)
-    if isinstance(cell, adaptable_linear_types()):
-        quantization_refusal = _refusal(nf4_type_of(cell).check, cell) if config.quantize_base else ""
-        shape = channels_of(cell)[::-1]
-        return AdaptableCell(LINEAR, shape, prefix, refusal=refusal, quantization_refusal=quantization_refusal)
-    if isinstance(cell, embedding_types()):
-        return AdaptableCell(EMBEDDING, tuple(weight_of(cell).shape), prefix, refusal=refusal)
-    if isinstance(cell, ExpertWeight):
-        quantization_refusal = _refusal(nf4_type_of(cell).check, cell) if config.quantize_base else ""
-        shape = (cell.experts, cell.out_channels, cell.in_channels)
-        return AdaptableCell(EXPERTS, shape, prefix, refusal=refusal, quantization_refusal=quantization_refusal)
-    groups = getattr(cell, "group", None) or cell.groups
-    return AdaptableCell(CONVOLUTION, tuple(cell.weight.shape), prefix, groups, refusal=refusal)
+    quantization_refusal = ""
+    if config.quantize_base and kind.layout in (LINEAR, EXPERTS):
+        quantization_refusal = _refusal(nf4_type_of(cell).check, cell)
+    return AdaptableCell(
+        kind.layout,
+        tuple(kind.weight_shape(cell)),
+        prefix,
+        kind.groups_of(cell),
+        refusal=_refusal(kind.check, cell, own_config),
+        quantization_refusal=quantization_refusal,
+    )
 
 
 def _refusal(check: Callable[..., None], *arguments: object) -> str:

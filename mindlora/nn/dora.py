@@ -8,8 +8,9 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.config.variants.dora import DORA
+from mindlora.config.variants.registry import PARAMETERS
 from mindlora.errors import LoraError
-from mindlora.nn.cell import MAGNITUDE, fill
+from mindlora.nn.cell import fill
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.low_rank import composed_low_rank
 
@@ -60,10 +61,8 @@ class DoRADense(LoRADense):
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
-        self.mindpet_delta_lora_magnitude = Parameter(
-            initializer(Constant(float("nan")), [self.out_channels], getattr(mstype, config.param_init_type)),
-            name=MAGNITUDE,
-        )
+        dtype = getattr(mstype, config.param_init_type)
+        self._add_parts({"magnitude": initializer(Constant(float("nan")), [self.out_channels], dtype)})
         self.add, self.mul, self.div, self.sqrt = ops.Add(), ops.Mul(), ops.RealDiv(), ops.Sqrt()
         self.times_transposed, self.row_sum = ops.MatMul(transpose_b=True), ops.ReduceSum()
         self.is_nan, self.select, self.stop_gradient = ops.IsNan(), ops.Select(), ops.StopGradient()
@@ -153,7 +152,7 @@ class DoRADense(LoRADense):
 
     def add_flags(self, **flags: Any) -> nn.Cell:
         super().add_flags(**flags)
-        if flags.get("training") and hasattr(self, MAGNITUDE):
+        if flags.get("training") and hasattr(self, PARAMETERS["magnitude"]):
             self.prepare()
         return self
 

@@ -3,13 +3,13 @@
 import sys
 from typing import Tuple
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
+from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_value
 from mindlora.nn.tree import weight_of
 from mindlora.numerics.pair_layouts import EMBEDDING
@@ -72,12 +72,9 @@ class LoRAEmbedding(LoRACell):
         a_init, b_init = config.lora_a_init, config.lora_b_init
         if a_init is None and b_init is None:
             a_init, b_init = "zeros", Normal(1.0)
-        self.mindpet_delta_lora_a = Parameter(
-            initial_value(a_init, list(shapes["A"]), dtype, "lora_a_init"), name=LORA_A
-        )
-        self.mindpet_delta_lora_b = Parameter(
-            initial_value(b_init, list(shapes["B"]), dtype, "lora_b_init"), name=LORA_B
-        )
+        a = initial_value(a_init, list(shapes["A"]), dtype, "lora_a_init")
+        b = initial_value(b_init, list(shapes["B"]), dtype, "lora_b_init")
+        self._add_parts({"A": a, "B": b})
         self.gather, self.cast, self.reshape = ops.Gather(), ops.Cast(), ops.Reshape()
         self.transpose, self.lora_b_matmul = ops.Transpose(), ops.MatMul(transpose_b=True)
         carry_settings(cell, self)

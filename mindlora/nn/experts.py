@@ -7,13 +7,13 @@ adapted, saved and merged like any other; mindlora.nn.routed_experts computes wh
 import sys
 from typing import Tuple
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.auto_generate import GroupedMatmul
 
 from mindlora.config import LoraConfig
 from mindlora.errors import UnsupportedCellError
-from mindlora.nn.cell import LORA_A, LORA_B, LoRACell, carry_settings, refuse_unsupported
+from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
 from mindlora.numerics.pair_layouts import EXPERTS
 
@@ -128,8 +128,7 @@ class LoRAExpertWeight(LoRACell):
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else cell.dtype
         shapes = self.part_shapes(cell, self.lora_rank)
         a, b = initial_values(config, shapes["A"], shapes["B"])
-        self.mindpet_delta_lora_a = Parameter(a, name=LORA_A, requires_grad=not config.freeze_lora_a)
-        self.mindpet_delta_lora_b = Parameter(b, name=LORA_B)
+        self._add_parts({"A": a, "B": b})
         self.product = cell.product
         self.a_product = GroupedProduct(self.in_channels, self.lora_rank)
         self.b_product = GroupedProduct(self.lora_rank, self.out_channels)

@@ -2,7 +2,7 @@
 
 from typing import Tuple
 
-from mindspore import mint
+from mindspore import mint, nn
 
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.conv import LoRAConv2d
@@ -40,8 +40,8 @@ class LoRAMintConv2d(LoRAConv2d):
                 "exclude_modules."
             )
 
-    @staticmethod
-    def _group(cell) -> int:
+    @classmethod
+    def groups_of(cls, cell: nn.Cell) -> int:
         return cell.groups
 
     def _adopt_operators(self, cell):

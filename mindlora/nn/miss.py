@@ -3,12 +3,11 @@
 from typing import Tuple
 
 import numpy as np
-from mindspore import Parameter, ops
+from mindspore import ops
 from mindspore.common import dtype as mstype
 from mindspore.common.initializer import initializer
 
 from mindlora.config.variants.miss import MISS
-from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.low_rank import composed_low_rank
 
@@ -39,9 +38,7 @@ class MiSSDense(LoRADense):
 
     def _add_adapter(self, config):
         shape = self.part_shapes(self, self.lora_rank)["block"]
-        name = PART_NAMES["block"]
-        block = initializer("zeros", list(shape), getattr(mstype, config.param_init_type))
-        self.mindpet_delta_lora_miss_block = Parameter(block, name=name)
+        self._add_parts({"block": initializer("zeros", list(shape), getattr(mstype, config.param_init_type))})
         missing = -self.in_channels % self.lora_rank
         self.is_filled, self.shards = missing == 0, (self.in_channels + missing) // self.lora_rank
         self.fill = ops.Pad(((0, 0), (0, missing)))

@@ -9,7 +9,6 @@ from mindspore.common.initializer import Constant, initializer
 
 from mindlora.config import LoraConfig
 from mindlora.config.variants.vera import VERA
-from mindlora.nn.cell import PART_NAMES
 from mindlora.nn.dense import LoRADense
 from mindlora.nn.linear_form import channels_of
 from mindlora.nn.low_rank import composed_low_rank
@@ -64,9 +63,8 @@ class VeRADense(LoRADense):
         self.projection_key = config.projection_prng_key
         self.slice, self.mul = ops.Slice(), ops.Mul()
         dtype = getattr(mstype, config.param_init_type)
-        for part, size, value in (("lambda_d", self.lora_rank, config.d_initial), ("lambda_b", self.out_channels, 0)):
-            name = PART_NAMES[part]
-            setattr(self, name, Parameter(initializer(Constant(value), [size], dtype), name=name))
+        initial = {"lambda_d": (self.lora_rank, config.d_initial), "lambda_b": (self.out_channels, 0)}
+        self._add_parts({part: initializer(Constant(value), [size], dtype) for part, (size, value) in initial.items()})
 
     def _join(self, shared):
         self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared

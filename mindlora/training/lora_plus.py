@@ -7,13 +7,14 @@ from mindspore import Tensor, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.common.fields import check_number, numbers
+from mindlora.config.variants.registry import PARAMETERS
 from mindlora.errors import ConfigError, LoraError
-from mindlora.nn.cell import LORA_B, MAGNITUDE
 from mindlora.nn.tree import lora_cells
 from mindlora.training.rate_factor import ScaledSchedule
 
 # Ends of the names of the parameters that learn faster: B and, as in PEFT, DoRA's magnitudes.
-FASTER = (LORA_B, MAGNITUDE)
+LORA_B = PARAMETERS["B"]
+FASTER = (LORA_B, PARAMETERS["magnitude"])
 
 
 def lora_plus_groups(

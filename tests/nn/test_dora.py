@@ -8,9 +8,9 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoraError, apply_lora, freeze_base, save_lora, trainable_summary
+from mindlora.config.variants.registry import PARAMETERS
 from mindlora.errors import UnsupportedCellError
 from mindlora.merge import merge_and_unload, merge_lora, unmerge_lora
-from mindlora.nn.cell import MAGNITUDE
 from mindlora.nn.dora import DoRADense, row_norms
 from tests.support.networks import (
     TinyModel,
@@ -348,4 +348,4 @@ def test_merging_before_any_training_changes_nothing_but_roundings():
 
 
 def test_the_magnitude_s_parameter_name():
-    assert DoRADense(2, 2, 1, 1).mindpet_delta_lora_magnitude.name == MAGNITUDE
+    assert DoRADense(2, 2, 1, 1).mindpet_delta_lora_magnitude.name == PARAMETERS["magnitude"]
