@@ -92,7 +92,7 @@ def test_a_lambda_of_nan_is_not_saved(tmp_path):
 
 def test_a_file_is_not_loaded_into_cells_whose_ranks_are_open(tmp_path):
     save_lora(model(3, 1, 2, 0), str(tmp_path / "adapter"))
-    message = part(f"The network was built with use_adalora, whose ranks are not those of a file, so {tmp_path}")
+    message = part(f"The network was built with AdaLoRA, whose ranks are not those of a file, so {tmp_path}")
     network = model(3, 1, 2, 0)
     refused_unchanged(network, LoraError, message, load_lora, network, str(tmp_path / "adapter"))
 
@@ -108,5 +108,5 @@ def test_a_checkpoint_of_the_training_network_is_no_adapter(tmp_path):
     path = str(tmp_path / "network.ckpt")
     parameters = [{"name": p.name, "data": Parameter(p.asnumpy())} for p in model(1, 1, 1, 1).get_parameters()]
     save_checkpoint(parameters, path)
-    with pytest.raises(AdapterFormatError, match="is a checkpoint of a run with use_adalora, which keeps Lambda apart"):
+    with pytest.raises(AdapterFormatError, match="is a checkpoint of a run of AdaLoRA, which keeps Lambda apart"):
         adapter_files.read(path)
