@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Mapping, Tuple
 from mindlora.adapters.adapter import Adapter, is_alpha
 from mindlora.adapters.dialects import peft_config
 from mindlora.common.text import listed, shown
+from mindlora.config.variants.dora import DORA
 from mindlora.config.variants.registry import STORED
 from mindlora.errors import AdapterFormatError, MissingTensorsError
 from mindlora.numerics import initializers
@@ -22,7 +23,7 @@ def text_of(adapter: Adapter) -> str:
         "alphas": adapter.alphas,
         "use_rslora": adapter.use_rslora,
         # Always written; variants that were added later are written only where they apply.
-        "use_dora": False,
+        DORA.field: False,
         "dropout": adapter.dropout,
         "selection": adapter.selection,
         "base_model": adapter.base_model,

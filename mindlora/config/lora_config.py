@@ -266,7 +266,11 @@ class LoraConfig:
         check_pet_type(given.pop("pet_type", "lora"))
         preset = given.pop("preset", None)
         if preset is not None:
-            given = {**preset_fields(preset, bool(given.get("use_adalora"))), **given}
+            fields_of_preset = preset_fields(preset)
+            for variant in registry.VARIANTS:
+                if given.get(variant.field):
+                    fields_of_preset = variant.preset(fields_of_preset)
+            given = {**fields_of_preset, **given}
         if "exclude_layers" in given:
             if "exclude_modules" in given:
                 raise ConfigError(

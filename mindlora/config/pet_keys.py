@@ -29,15 +29,8 @@ def check_pet_type(pet_type: object) -> None:
         raise ConfigError(f"pet_type is {pet_type!r}, which is not known.{suggestion(str(pet_type), PET_TYPES)}")
 
 
-def preset_fields(preset: str, use_adalora: bool = False) -> dict:
-    """Returns the LoraConfig fields of a named preset; raises ConfigError for a name that is not in PRESETS.
-
-    AdaLoRA ends with the preset's rank on average and begins with one and a half times as much.
-    """
+def preset_fields(preset: str) -> dict:
+    """Returns the LoraConfig fields of a named preset; raises ConfigError for a name that is not in PRESETS."""
     if preset not in PRESETS:
         raise ConfigError(f"preset is {preset!r}, which is not known.{suggestion(str(preset), list(PRESETS))}")
-    fields = {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}
-    if use_adalora:
-        rank = fields.pop("lora_rank")
-        fields.update(target_r=rank, init_r=rank + rank // 2)
-    return fields
+    return {key: value for key, value in PRESETS[preset].items() if key != "learning_rate"}

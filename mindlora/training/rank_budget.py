@@ -11,6 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.common.text import listed
+from mindlora.config.variants.adalora import ADALORA
 from mindlora.errors import ConfigError
 from mindlora.nn.adalora import AdaLoRADense
 from mindlora.nn.tree import lora_cells
@@ -51,7 +52,7 @@ class RankBudget(nn.Cell):
         super().__init__(auto_prefix=False)
         cells = {path: cell for path, cell in lora_cells(network) if isinstance(cell, AdaLoRADense)}
         if not cells:
-            raise ConfigError("The network has no cell of AdaLoRA: set pet_config.use_adalora: True.")
+            raise ConfigError(f"The network has no cell of AdaLoRA: set pet_config.{ADALORA.field}: True.")
         self.adapted = cells
         self.settings = next(iter(cells.values())).budget_settings
         self.weights = ParameterTuple(weights)

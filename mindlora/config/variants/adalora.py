@@ -1,5 +1,7 @@
 """AdaLoRA: the update is P Lambda Q, and ranks go to the cells that need them (Zhang et al., 2023)."""
 
+from typing import Any, Dict, Mapping
+
 from mindlora.config.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
 from mindlora.errors import ConfigError
 from mindlora.numerics import rank_schedule
@@ -21,6 +23,12 @@ class AdaLoRA(Variant):
     parts = (Part("lambda", "mindpet_delta_lora_lambda", "", size="r"),)
     zero_part = "lambda"
     in_files = False
+
+    def preset(self, fields: Mapping[str, Any]) -> Dict[str, Any]:
+        """Returns the fields of a preset, whose rank is the mean at the end; the first rank is half as much again."""
+        others = {field: value for field, value in fields.items() if field != "lora_rank"}
+        rank = fields["lora_rank"]
+        return {**others, "target_r": rank, "init_r": rank + rank // 2}
 
     def check_settings(self, config: Settings) -> None:
         """Checks the settings of the budget, and sets lora_rank to init_r."""

@@ -140,6 +140,10 @@ class Variant:
     def check_settings(self, config: Settings) -> None:
         """Checks the settings of this variant, and sets those that follow from others."""
 
+    def preset(self, fields: Mapping[str, Any]) -> Dict[str, Any]:
+        """Returns the fields of a preset as this variant has them."""
+        return dict(fields)
+
     def fix_scale(self, config: Settings, reason: str) -> None:
         """Sets the scale to 1, for a variant that has none, and refuses a lora_alpha.
 

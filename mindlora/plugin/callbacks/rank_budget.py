@@ -7,6 +7,7 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.common.text import listed
+from mindlora.config.variants.adalora import ADALORA
 from mindlora.errors import ConfigError
 from mindlora.numerics.rank_schedule import BudgetSchedule
 from mindlora.plugin.callbacks.common import controlled_step, register, report_event
@@ -16,7 +17,7 @@ from mindlora.plugin.resume.training_state import total_steps
 
 @register
 class RankBudget(Callback):
-    """Carries out the budget of pet_config.use_adalora; mindlora-run adds it.
+    """Carries out the budget of AdaLoRA; mindlora-run adds it.
 
     Before each step, it tells the train step how many of AdaLoRA's triplets are masked after it
     (mindlora.numerics.rank_schedule.BudgetSchedule, with the steps of the whole run as its total). Importance and masks
@@ -79,7 +80,7 @@ def _budget(params):
     step = controlled_step(params, RankBudget.__name__)
     if step.rank_budget is None:
         raise ConfigError(
-            "RankBudget: the train step allocates no ranks. Set pet_config.use_adalora: True and "
+            f"RankBudget: the train step allocates no ranks. Set pet_config.{ADALORA.field}: True and "
             "runner_wrapper.rank_budget: True (mindlora-run sets it), or remove RankBudget from callbacks."
         )
     return step.rank_budget

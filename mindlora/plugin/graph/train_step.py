@@ -300,7 +300,7 @@ def _budget(network, weights, allocates):
     """Returns what allocates AdaLoRA's ranks, or None for a network without it."""
     if is_adaptive(network) and not allocates:
         raise ConfigError(
-            "The network has cells of AdaLoRA (use_adalora), whose ranks this train step would not allocate. Start "
+            "The network has cells of AdaLoRA, whose ranks this train step would not allocate. Start "
             "the run with mindlora-run, or set runner_wrapper.rank_budget: True and add RankBudget to callbacks."
         )
     return RankBudget(network, weights) if allocates else None

@@ -3,6 +3,7 @@
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.common.fields import COUNT, check_number
+from mindlora.config.variants.adalora import ADALORA
 from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
 from mindlora.training.exchange import exchange_settings
@@ -60,7 +61,7 @@ def set_micro_batches(config: MindFormerConfig) -> None:
 
 
 def prepare_budget(config: MindFormerConfig) -> None:
-    """Adds the callback RankBudget and the train step's part to a training run with use_adalora.
+    """Adds the callback RankBudget and the train step's part to a training run of AdaLoRA.
 
     Args:
         config (MindFormerConfig): The whole YAML; changed in place.
@@ -69,25 +70,26 @@ def prepare_budget(config: MindFormerConfig) -> None:
         ConfigError: The train step, the parallel mode or data sinking cannot allocate ranks.
     """
     pet_config = config.model.model_config.pet_config or {}
-    if not pet_config.get("use_adalora"):
+    if not pet_config.get(ADALORA.field):
         return
     if pet_config.get("adapter_path"):
         logger.info(
             "adapter_path is set: the adapter there is trained further as a plain LoRA of the ranks that it has, and "
-            "use_adalora allocates none."
+            "%s allocates none.",
+            ADALORA.field,
         )
         return
     wrapper = config.runner_wrapper or {}
     if wrapper.get("type") != WRAPPER or not accumulates_here(config):
         raise ConfigError(
-            "pet_config.use_adalora is True, and ranks are allocated by mindlora's train step, alone or in data "
-            f"parallel. Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove use_adalora."
+            f"pet_config.{ADALORA.field} is True, and ranks are allocated by mindlora's train step, alone or in data "
+            f"parallel. Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove {ADALORA.field}."
         )
     runner = config.runner_config
     if runner.sink_mode and runner.sink_size not in (None, 1):
         raise ConfigError(
-            f"pet_config.use_adalora is True and runner_config.sink_size is {runner.sink_size}: ranks are planned for "
-            "each step, and data sinking does several at once. Set runner_config.sink_mode: False."
+            f"pet_config.{ADALORA.field} is True and runner_config.sink_size is {runner.sink_size}: ranks are planned "
+            "for each step, and data sinking does several at once. Set runner_config.sink_mode: False."
         )
     wrapper.rank_budget = True
     callbacks = list(config.callbacks or [])
