@@ -143,6 +143,24 @@ def test_vera_is_multiplied_out(tmp_path):
     refused(files.AdapterError, part(message), prepare, str(tmp_path / "adapter"), layout(joined=True))
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+def test_a_block_of_miss_is_repeated_over_the_inputs(tmp_path, joined):
+    rng, blocks = np.random.default_rng(4), {}
+    for leaf in ("wq", "wk", "wv", "wo"):
+        blocks[leaf] = rng.normal(size=(OUT[leaf], 4)).astype(np.float32)
+    adapter = Adapter({(path_of(leaf), "block"): block for leaf, block in blocks.items()})
+    adapter.complete_pairs("It")
+    packed = prepare(written(tmp_path, adapter), layout(joined=joined))
+    width = IN.get("wo", 6)
+    deltas = {leaf: block[:, np.arange(width if leaf == "wo" else 6) % 4] for leaf, block in blocks.items()}
+    np.testing.assert_allclose(delta_of(packed.blocks[path_of("wo")], width), deltas["wo"], rtol=1e-6)
+    if joined:
+        expected = np.concatenate([deltas[leaf] for leaf in ("wq", "wk", "wv")])[QKV_ROWS]
+        np.testing.assert_allclose(delta_of(packed.blocks[path_of("w_qkv")], 6), expected, rtol=1e-6)
+    else:
+        np.testing.assert_allclose(delta_of(packed.blocks[path_of("wq")], 6), deltas["wq"], rtol=1e-6)
+
+
 # Refused --------------------------------------------------------------------------------------------------------
 
 MERGE = ". Merge it into its base with `mindlora merge`, and serve that."
