@@ -234,7 +234,7 @@ def test_rows_of_zeros_are_refused():
         network.set_train()
     assert str(error.value) == (
         "The weight of 0 has 2 rows of zeros, which have no direction, so DoRA is not defined "
-        "there. Add it to exclude_modules, or set use_dora: False."
+        "there. Add it to exclude_modules, or train plain LoRA."
     )
 
 
