@@ -78,11 +78,7 @@ class Stream:
                 self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yields pieces as they come, up to the last one.
-
-        Raises:
-            Exception: The request's error, after the last piece, if it failed.
-        """
+        """Yields pieces as they come, up to the last one; then raises the request's error, if it failed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pieces)
@@ -94,11 +90,7 @@ class Stream:
                 return
 
     def text(self) -> str:
-        """Waits for the end and returns the whole text.
-
-        Raises:
-            Exception: The request's error, if it failed.
-        """
+        """Waits for the end and returns the whole text, or raises the request's error, if it failed."""
         return "".join(piece.text for piece in self)
 
 
@@ -166,16 +158,13 @@ class Figures:
 def await_answer(
     stream: Stream, prompt: str, tokenizer: Any, write: Optional[Callable[[str], object]] = None
 ) -> Answer:
-    """Waits for an answer.
+    """Waits for an answer, and returns it also if the request failed.
 
     Args:
         stream (Stream): Where it comes.
         prompt (str): What was asked.
         tokenizer: Of the engine, for the texts of logprobs.
         write (callable, optional): Takes each piece of text as it comes.
-
-    Returns:
-        Answer, also if the request failed.
     """
     texts: List[str] = []
     logprobs: Optional[List[Dict[str, Any]]] = None if stream.request.sampling.logprobs is None else []
@@ -208,7 +197,8 @@ def await_answer(
 def figures_of(answered: Iterable[Tuple[Answer, Stream]]) -> Figures:
     """Returns what answers took, each given with the stream that it came from."""
     pairs = list(answered)
-    answers, requests = [answer for answer, _ in pairs], [stream.request for _, stream in pairs]
+    answers = [answer for answer, _ in pairs]
+    requests = [stream.request for _, stream in pairs]
     firsts = [answer.first_token_seconds for answer in answers if answer.first_token_seconds is not None]
     return Figures(
         answers=len(answers),

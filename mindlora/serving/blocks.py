@@ -96,16 +96,9 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, salt: Hashable, tokens: Sequence[int]) -> List[int]:
-        """Returns the blocks that hold the beginning of a text, without taking them.
+        """Returns the full blocks with this salt that hold the beginning of a text, in order, without taking them.
 
         The last token is never among them: it must be computed for what follows it.
-
-        Args:
-            salt (hashable): Only blocks with this salt are found.
-            tokens (sequence of int): The text.
-
-        Returns:
-            list of int: Full blocks, in order; none, one or more.
         """
         size, number = self.block_size, 0
         blocks: List[int] = []

@@ -60,19 +60,14 @@ def make_chat_prompt(tokenizer: Any, template_file: Optional[str] = None, form: 
 
 
 class TemplatePrompt:
-    """Messages through a chat template. No bos is added to what the template writes, as in training.
+    """Messages through a chat template, or through the tokenizer's own.
 
-    Args:
-        tokenizer: As load_tokenizer returns it.
-        given (str, optional): The template. Default: None, the tokenizer's own.
-
-    Raises:
-        TokenizerError: There is no chat template, it is not valid, or the tokenizer is not Hugging Face's.
+    No bos is added to what the template writes, as in training.
     """
 
-    def __init__(self, tokenizer: Any, given: Optional[str] = None):
+    def __init__(self, tokenizer: Any, template: Optional[str] = None):
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, given)
+        self._template = ChatTemplate(tokenizer, template)
         self.ends = self._find_ends()
 
     def tokens(self, messages: Sequence[Any]) -> List[int]:
@@ -96,16 +91,7 @@ class TemplatePrompt:
 
 
 class InstructionPrompt:
-    """One instruction in the form of instruction data: bos and prompt, tokenized as in training.
-
-    Args:
-        tokenizer: As load_tokenizer returns it.
-        form (str): See mindlora.data.templates.prompt_template.
-
-    Raises:
-        DataError: ``form`` is no prompt template.
-        TokenizerError: The tokenizer has no end token, so that it was not trained with.
-    """
+    """One instruction in the form of instruction data: bos and prompt, tokenized as in training."""
 
     ends: FrozenSet[int] = frozenset()
 
@@ -117,14 +103,14 @@ class InstructionPrompt:
 
     def tokens(self, messages: Sequence[Any]) -> List[int]:
         """See ChatPrompt."""
-        read = read_messages(messages)
-        if [message["role"] for message in read] != ["user"]:
-            roles = ", ".join(message["role"] for message in read)
+        turns = read_messages(messages)
+        roles = [message["role"] for message in turns]
+        if roles != ["user"]:
             raise RequestError(
-                f"The messages are from {roles}: the prompt of instruction data takes one message, the user's. Send "
-                "the last one alone, or serve with a chat template (--chat-template FILE)."
+                f"The messages are from {', '.join(roles)}: the prompt of instruction data takes one message, the "
+                "user's. Send the last one alone, or serve with a chat template (--chat-template FILE)."
             )
-        text = self._form.prompt({"instruction": read[0]["content"], "input": ""})
+        text = self._form.prompt({"instruction": turns[0]["content"], "input": ""})
         return self._bos + _encode(self._tokenizer, text)
 
 
@@ -189,12 +175,7 @@ class PromptForm:
     takes_conversations: bool
 
     def tokens(self, text: str, history: Sequence[Dict[str, str]] = (), system: Optional[str] = None) -> List[int]:
-        """Returns the tokens of a user's text.
-
-        Args:
-            text (str): What the user says.
-            history (sequence of dict): The messages before it. Default: none.
-            system (str, optional): The system message. Default: None.
+        """Returns the tokens of a user's text after the messages of ``history`` and a system message.
 
         Raises:
             RequestError: The form takes one message alone, and there are others, or the text cannot be used.
@@ -209,11 +190,7 @@ class PromptForm:
 
 
 class RawPrompt:
-    """The text itself, with the special tokens that the tokenizer puts around one.
-
-    Args:
-        tokenizer: As load_tokenizer returns it.
-    """
+    """The text itself, with the special tokens that the tokenizer puts around one."""
 
     ends: FrozenSet[int] = frozenset()
 
@@ -221,7 +198,7 @@ class RawPrompt:
         self._tokenizer = tokenizer
 
     def tokens(self, messages: Sequence[Any]) -> List[int]:
-        """Returns the tokens of the last message."""
+        """Returns the tokens of the last message; see ChatPrompt."""
         text = read_messages(messages)[-1]["content"]
         return list(self._tokenizer.encode(text, add_special_tokens=True, verbose=False))
 

@@ -24,9 +24,6 @@ class TextDecoder:
     """The tokens of one tokenizer as text. Special tokens, and ids that the tokenizer does not have, have none.
 
     Made once, as it goes through the vocabulary.
-
-    Args:
-        tokenizer: As load_tokenizer returns it.
     """
 
     def __init__(self, tokenizer: Any):
@@ -42,13 +39,7 @@ class TextDecoder:
         return 0 <= token < self._size and token not in self._special
 
     def decode(self, tokens: Sequence[int], first: bool = True) -> str:
-        """Returns the text of tokens.
-
-        Args:
-            tokens (sequence of int): Any ids.
-            first (bool): Whether a text begins with them, so that the space before its first word is left out. Default:
-                True.
-        """
+        """Returns the text of tokens; of the ``first`` ones of a text, without the space before its first word."""
         shown = [token for token in tokens if self.has_text(token)]
         return self._decoded(shown) if first else self._decoded(self._before + shown)[len(self._before_text) :]
 
@@ -116,17 +107,17 @@ def end_tokens(tokenizer: Any, configured: Union[int, Sequence[int], None] = Non
         configured (int, sequence of int or None): eos_token_id of the configuration. An id that is an ordinary token of
             this tokenizer is left out with a warning: MindFormers' default, 2, is a character in many vocabularies.
     """
-    given = [configured] if isinstance(configured, int) else list(configured or [])
+    configured = [configured] if isinstance(configured, int) else list(configured or [])
     special, size = special_tokens(tokenizer), tokenizers.vocabulary_size(tokenizer)
-    for token in given:
+    for token in configured:
         if token not in special and 0 <= token < size:
             logger.warning(
                 "eos_token_id %s of the configuration is the text %r of the tokenizer: answers do not end with it.",
                 token,
                 tokenizer.convert_ids_to_tokens(token),
             )
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return frozenset(own) | (frozenset(given) & special)
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return frozenset(eos) | (frozenset(configured) & special)
 
 
 class Stopping:
@@ -155,11 +146,9 @@ class Stopping:
         self._matcher = StopMatcher(sampling.stop)
 
     def add(self, token: int) -> Tuple[str, Optional[str]]:
-        """Takes the next token.
+        """Takes the next token, and returns the text that can be sent now, perhaps empty.
 
-        Returns:
-            (str, str or None): The text that can be sent now, perhaps empty; "stop" or "length" if the answer has
-            ended, and then the text is the rest of it.
+        With it comes "stop" or "length" if the answer has ended; then the text is the rest of it. Else None.
         """
         self._left -= 1
         ended = token in self._ends
@@ -187,19 +176,18 @@ class StopMatcher:
         self._held = ""
 
     def add(self, piece: str) -> Tuple[str, bool]:
-        """Takes the next piece.
+        """Takes the next piece, and returns the text that is decided, and whether a stop string followed it.
 
-        Returns:
-            (str, bool): The text that is decided, and whether a stop string followed it: the one that was complete
-            first, the longest if several were.
+        That is the one that was complete first, the longest if several were.
         """
         if not self._stops:
             return piece, False
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops for at in [text.find(stop)] if at >= 0]
-        if found:
+        places = [(text.find(stop), stop) for stop in self._stops]
+        complete = [(at + len(stop), at) for at, stop in places if at >= 0]
+        if complete:
             self._held = ""
-            return text[: min(found)[1]], True
+            return text[: min(complete)[1]], True
         begin = next((at for at in self._open(text) if self._begins(text[at:])), len(text))
         self._held = text[begin:]
         return text[:begin], False

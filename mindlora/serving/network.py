@@ -1,6 +1,6 @@
 """MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
 
-from typing import Any, Dict, Mapping
+from typing import Any, Dict, Mapping, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -11,7 +11,10 @@ from mindspore.common.initializer import initializer
 from mindlora.errors import ConfigError
 from mindlora.nn.multi_lora_dense import MultiLoRADense
 from mindlora.nn.tree import adapter_path, replace_children
-from mindlora.serving.cpu_operators import use_cpu_operators
+from mindlora.ops.kv_cache_write import KvCacheWrite
+from mindlora.ops.paged_attention import PagedAttention
+from mindlora.ops.rms_norm import RmsNorm
+from mindlora.ops.rotary_embedding import RotaryEmbedding
 from mindlora.serving.settings import EngineSettings
 
 # Up to this many tokens, one pass over each weight beats MatMul and the adapters' operator on a CPU, threefold at 16.
@@ -105,17 +108,11 @@ class ServedStep(nn.Cell):
         few (bool): Whether it is the graph for few tokens: see takes.
 
     Inputs:
-        - **tokens** (Tensor) - int32; shape [1, T], or [T, 1] if ``decodes``.
-        - **positions** (Tensor) - Shape [T], int32.
-        - **slots** (Tensor) - Shape [max_tokens_per_step], int32: the slot of each token, the rest -1.
-        - **context_lengths** (Tensor) - Shape [B], int32: tokens of each request in the cache after the step.
-        - **query_lengths** (Tensor) - Shape [B], int32: tokens of each request in the step.
-        - **block_tables** (Tensor) - Shape [B, blocks of a request], int32.
-        - **slot_mapping** (Tensor) - Shape [T], int32: where in the cache each token's key goes.
-        - **last** (Tensor) - Shape [R], int32: the tokens whose logits are wanted.
+        - The arrays of runner.StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
+          shape [max_tokens_per_step], the rest -1.
 
     Outputs:
-        Tensor [R, vocabulary], float32: logits.
+        Tensor [R, vocabulary], float32: the logits after the tokens ``last``.
 
     Attributes:
         decodes (bool): Whether it takes MindFormers' form of decoding, in which each request has one token.
@@ -206,3 +203,94 @@ def set_stage(network: nn.Cell, few: bool) -> None:
             cell.add_flags(chunk_prefill=not decodes)
         elif isinstance(cell, MultiLoRADense):
             cell.add_flags(few=few)
+
+
+# MindFormers' network stays as it is. Where it runs on a CPU, leaf cells that have no kernel there, or are many
+# operators, are replaced from outside. On Ascend nothing is replaced.
+
+
+class CpuRotaryEmbedding(nn.Cell):
+    """In place of MindFormers' InferRotaryEmbedding: turns query and key by their positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotary = RotaryEmbedding()
+
+    def construct(
+        self, query: Tensor, key: Tensor, freqs_cis: Tuple[Tensor, Tensor, Tensor], batch_valid_length: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        cos, sin, _ = freqs_cis
+        return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
+
+
+class CpuPagedAttention(nn.Cell):
+    """In place of PagedAttention: decode steps, and chunks of prompts beside them.
+
+    It knows from the lengths what is causal, so the mask that MindFormers gives is not looked at.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.attention = PagedAttention()
+
+    def construct(
+        self,
+        query: Tensor,
+        key_cache: Parameter,
+        value_cache: Parameter,
+        block_tables: Tensor,
+        context_lengths: Tensor,
+        antiquant_scale: Any = None,
+        antiquant_offset: Any = None,
+        attn_mask: Any = None,
+        query_lengths: Any = None,
+    ) -> Tensor:
+        return self.attention(query, key_cache, value_cache, block_tables, context_lengths, query_lengths)
+
+
+class CpuRmsNorm(nn.Cell):
+    """In place of the forward of MindFormers' LlamaRMSNorm: six operators in one.
+
+    Args:
+        norm (nn.Cell): The LlamaRMSNorm, whose weight it uses.
+    """
+
+    def __init__(self, norm: nn.Cell):
+        super().__init__()
+        self.weight, self.norm, self.cast = norm.weight, RmsNorm(), ops.Cast()
+        self.eps = Tensor([norm.eps], mstype.float32)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.cast(self.norm(self.cast(x, self.weight.dtype), self.weight, self.eps), x.dtype)
+
+
+class CpuSplit(nn.Cell):
+    """In place of SplitWithSize, which MindSpore 2.7 does not have for CPUs: parts of a joined cell's output."""
+
+    def construct(self, x: Tensor, sizes: Tuple[int, ...], axis: int) -> Tuple[Tensor, ...]:
+        parts, start = (), 0
+        for size in sizes:
+            parts += (ops.narrow(x, axis, start, size),)
+            start += size
+        return parts
+
+
+def use_cpu_operators(network: nn.Cell) -> None:
+    """Replaces leaf cells of a MindFormers network that has a paged cache.
+
+    Args:
+        network (nn.Cell): The network, changed in place.
+    """
+    for _, cell in list(network.cells_and_names()):
+        if hasattr(cell, "paged_attention_mgr"):
+            cell.rotary_embedding = CpuRotaryEmbedding()
+            cell.paged_attention_mgr.reshape_and_cache = KvCacheWrite()
+            cell.paged_attention_mgr.paged_attention = CpuPagedAttention()
+        elif hasattr(cell, "rms_norm"):
+            name = cell.weight.name
+            cell.rms_norm = CpuRmsNorm(cell)
+            cell.weight.name = name  # a cell that is put into another gives its parameters new names
+        if hasattr(cell, "w_qkv"):
+            cell.split_qkv = CpuSplit()
+        elif hasattr(cell, "w_gate_hidden"):
+            cell.split = CpuSplit()

@@ -42,16 +42,7 @@ class StepInputs:
 
 
 def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> StepInputs:
-    """Returns the arrays for one step.
-
-    Args:
-        parts (sequence of Part): What the step computes, at least one.
-        block_size (int): Tokens of a block.
-        max_blocks (int): Blocks of the longest sequence.
-
-    Returns:
-        StepInputs: The arrays.
-    """
+    """Returns the arrays for a step of at least one part; ``max_blocks`` is those of the longest sequence."""
     starts = np.array([part.start for part in parts], np.int32)
     counts = np.array([part.count for part in parts], np.int32)
     slots = np.array([part.request.slot for part in parts], np.int32)
@@ -90,12 +81,7 @@ class SlotPools:
         self._nothing = [to_tensor(np.zeros((1, cell.lora_pool.shape[2]), dtype)) for cell in cells.values()]
 
     def write(self, slot: int, packed: PackedAdapter) -> None:
-        """Makes a slot hold an adapter, and nothing of the one that was there before.
-
-        Args:
-            slot (int): The slot.
-            packed (PackedAdapter): The adapter.
-        """
+        """Makes a slot hold an adapter, and nothing of the one that was there before."""
         blocks = [packed.blocks.get(path) for path in self._paths]
         rows = [to_tensor(block.rows) if block else nothing for block, nothing in zip(blocks, self._nothing)]
         scales = [block.scale if block else 0.0 for block in blocks]
@@ -165,9 +151,6 @@ class ModelRunner:
 
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.
-
-        Args:
-            parts (sequence of Part): What to compute for each request.
 
         Returns:
             array, float32 [rows, vocabulary]: the logits after the last token of each part that samples, in order.

@@ -24,14 +24,11 @@ LEAST = -9999.0
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the places of the ``count`` largest values, and of all that equal the smallest of these.
+    """Returns the places, int64 ascending, of the ``count`` largest values and of all that equal the smallest of these.
 
     Args:
         values (numpy.ndarray): float [n], without NaN.
         count (int): At least 1.
-
-    Returns:
-        numpy.ndarray: int64, ascending.
     """
     size = len(values)
     if count >= size:
@@ -42,22 +39,19 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
         maxima = values[: size // _BLOCK * _BLOCK].reshape(-1, _BLOCK).max(axis=1)
         places = np.flatnonzero(values >= np.partition(maxima, -count)[-count])
         values = values[places]
-    found = np.flatnonzero(values >= np.partition(values, -count)[-count])
-    return found if places is None else places[found]
+    among = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    return among if places is None else places[among]
 
 
 def nucleus(masses: np.ndarray, top_p: float) -> np.ndarray:
     """Returns the places of the fewest largest masses that make up top_p of their sum (Holtzman et al., 2020).
 
-    A mass is kept if those before it, from the largest on, make up less than top_p; so one is always kept. Among equal
-    ones, the first are kept.
+    The places are in ascending order. A mass is kept if those before it, from the largest on, make up less than top_p;
+    so one is always kept. Among equal ones, the first are kept.
 
     Args:
         masses (numpy.ndarray): float32 [n], not negative; the largest is 1.
         top_p (float): From 0 to 1.
-
-    Returns:
-        numpy.ndarray: int64, ascending.
     """
     needed = max(top_p * float(masses.sum(dtype=np.float64)), np.finfo(np.float64).tiny)
     places = largest(masses, _LIKELY)
@@ -144,12 +138,7 @@ class Penalties:
         return self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
 
     def apply(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
-        """Returns the logits after the penalties, as a new array.
-
-        Args:
-            logits (numpy.ndarray): float32 [vocabulary].
-            generated (sequence of int): The tokens that were generated so far.
-        """
+        """Returns the logits, float32 [vocabulary], after the penalties, as a new array."""
         logits = logits.copy()
         tokens, counts = np.unique(np.asarray(generated, np.int64), return_counts=True)
         if self._repetition != 1.0:
@@ -268,13 +257,7 @@ class Sampler:
 def sample_batch(
     samplers: Sequence[Sampler], logits: np.ndarray, generated: Sequence[Sequence[int]]
 ) -> List[Union[Sampled, ServingError]]:
-    """Returns the next token of each request, or the error of a request that fails alone.
-
-    Args:
-        samplers (sequence of Sampler): One for each row.
-        logits (numpy.ndarray): float32 [rows, vocabulary]; not changed.
-        generated (sequence of sequences of int): The tokens that each request has generated so far.
-    """
+    """Returns the next token of each request, or the error of a request that fails alone; a row each, as for sample."""
     results: List[Union[Sampled, ServingError]] = []
     # A NaN counts as the largest: one call tells the greedy tokens, what exp needs and whether a row can be used.
     for sampler, row, tokens, likeliest in zip(samplers, logits, generated, logits.argmax(axis=1).tolist()):
@@ -296,9 +279,9 @@ def check_sampling(sampling: Sampling) -> None:
         ("frequency_penalty", abs(sampling.frequency_penalty) < math.inf, "a finite number"),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "a whole number of at least 0"),
     )
-    for name, good, wanted in ranges:
-        if not good:
-            raise RequestError(f"{name} is {getattr(sampling, name)}: it must be {wanted}.")
+    for name, is_valid, meaning in ranges:
+        if not is_valid:
+            raise RequestError(f"{name} is {getattr(sampling, name)}: it must be {meaning}.")
 
 
 def _named(adapter):

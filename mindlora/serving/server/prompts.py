@@ -63,7 +63,7 @@ class Prompts:
         return self._chat.tokens([message.for_template() for message in messages])
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
-        """Returns how many tokens an answer may have.
+        """Returns how many tokens the answer to a prompt may have.
 
         Args:
             tokens (list of int): The prompt.
