@@ -172,6 +172,6 @@ def test_what_is_quantized_does_not_train():
         refused_unchanged(
             model,
             UnsupportedCellError,
-            part(f"model.layers.0.attention.wq: {name} is not supported on quantized weights"),
+            part(f"model.layers.{{0..1}}.feed_forward.w1: {name} is not supported on quantized weights"),
             lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)),
         )

@@ -144,7 +144,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> "PlanReport":
     from mindlora.errors import ConfigError
-    from mindlora.plan.make import make_plan
+    from mindlora.plan.report import make_plan
     from mindlora.plan.units import parse_memory
 
     memory = None if arguments.memory is None else parse_memory(arguments.memory)

@@ -10,7 +10,10 @@ from mindlora.numerics.pair_layouts import EMBEDDING, EXPERTS, LINEAR, PairLayou
 # The dtype in which 4-bit values are stored, two of them in one.
 QUANTIZED_DTYPE = "uint8"
 NOT_QUANTIZED_SHARDED = (
-    "The cell is sharded, and NF4 weights are not supported there. Leave quantize_base out, or run on one device."
+    "The cell is sharded, and NF4 weights are not supported there. Leave quantize_base out, or set parallel_mode: 0."
+)
+SHARDED_EMBEDDING = (
+    "The embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules."
 )
 TIED_HEAD = (
     "The output layer has no weight of its own: it multiplies by the embedding's (tie_word_embeddings: True). "
@@ -46,6 +49,16 @@ class AdaptableCell(NamedTuple):
         """The name of its weight, unless it is an embedding."""
         return self.prefix if self.layout is EXPERTS else f"{self.prefix}.weight"
 
+    def sharded(self, *bases: str) -> "AdaptableCell":
+        """Returns the cell as it is where MindSpore divides it.
+
+        Args:
+            *bases (str): SHARDED, and CUT if its weight is divided, too.
+        """
+        if self.layout is EMBEDDING:
+            return self._replace(refusal=SHARDED_EMBEDDING)
+        return self._replace(bases=bases, quantization_refusal=NOT_QUANTIZED_SHARDED)
+
     def holds(self, parameter: str) -> bool:
         """Tells whether a parameter, by its name, is of this cell."""
         return parameter == self.prefix or parameter.startswith(self.prefix + ".")
@@ -68,6 +81,10 @@ class Description:
     def of_kind(self, *layouts: PairLayout) -> Dict[str, AdaptableCell]:
         """Returns the cells of some kinds."""
         return {path: cell for path, cell in self.cells.items() if cell.layout in layouts}
+
+    def sharded(self, *bases: str) -> "Description":
+        """Returns the network with all its cells sharded; as AdaptableCell.sharded."""
+        return dataclasses.replace(self, cells={path: cell.sharded(*bases) for path, cell in self.cells.items()})
 
     def is_quantized(self, parameter: str) -> bool:
         """Tells whether a parameter of the network, by its name, holds 4-bit values."""
@@ -93,7 +110,7 @@ def describe_model(architecture: Architecture, model_config: dict) -> Descriptio
     for path, shape in architecture.linear_sizes(model_config).items():
         cell = AdaptableCell(LINEAR, shape, path)
         if architecture.always_sharded:
-            cell = cell._replace(bases=(SHARDED,), quantization_refusal=NOT_QUANTIZED_SHARDED)
+            cell = cell.sharded(SHARDED)
         if mcore and cell.weight not in parameters:
             cell = cell._replace(refusal=TIED_HEAD)
         cells[holder + path] = cell

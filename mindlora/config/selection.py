@@ -225,7 +225,10 @@ def _quantized_cells(network: Description, config: LoraConfig, saved: List[str])
 
 
 def _with_reasons(refused: Mapping[str, str]) -> str:
-    return "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+    paths: Dict[str, List[str]] = {}
+    for path, reason in refused.items():
+        paths.setdefault(reason, []).append(path)
+    return "; ".join(f"{listed(alike)}: {reason}" for reason, alike in paths.items())
 
 
 def _check_ranks(adapted: Mapping[str, AdaptableCell], quantized: Collection[str], config: LoraConfig) -> None:

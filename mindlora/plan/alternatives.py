@@ -63,7 +63,7 @@ def _layout(run: Run, count: int) -> Layout:
     sizes: Dict[str, Optional[int]] = dict.fromkeys(_NAMES)
     notes = []
     for name, division in ways.items():
-        problem = division.problem(run.model) or division.refusal(run.lora)
+        problem = division.problem(run.model)
         if not problem:
             try:
                 sizes[name] = memory_of(dataclasses.replace(run, division=division)).total

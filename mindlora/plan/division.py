@@ -6,7 +6,6 @@ from typing import Any, Dict, List, Optional, Tuple
 from mindlora.common.fields import COUNT, check_number
 from mindlora.common.run_modes import SHARDING_MODES
 from mindlora.common.yaml_file import value_at
-from mindlora.config import LoraConfig
 from mindlora.errors import ConfigError
 
 # MindSpore's optimizer parallelism leaves smaller parameters as they are (parallel_optimizer_threshold).
@@ -120,12 +119,6 @@ class Division:
         layers = _first(model, ("num_layers", "num_hidden_layers"))
         if layers and sum(self.offset) != layers % self.pipeline:
             return f"num_layers {layers} by pipeline_stage {self.pipeline}, without an offset that takes the rest"
-        return None
-
-    def refusal(self, lora: Optional[LoraConfig]) -> Optional[str]:
-        """Returns why an adapter cannot be had on cells that are divided in this way, or None."""
-        if self.sharded and lora is not None and lora.quantize_base:
-            return "quantize_base needs cells that are not sharded: set parallel_mode: 0, or use one device"
         return None
 
     def layers(self, count: int, stage: int) -> range:

@@ -12,6 +12,7 @@ from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
 from mindlora.config.description import Description, describe_model
 from mindlora.config.selection import Selection, select
+from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.config.weights import Weight, weights_of
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
@@ -83,7 +84,10 @@ class Run:
         """
         if self.lora is None:
             return None
-        selection = select(self.network, self.lora, warn=False)
+        network = self.network
+        if self.division.sharded:
+            network = network.sharded(SHARDED, CUT) if self.division.model > 1 else network.sharded(SHARDED)
+        selection = select(network, self.lora, warn=False)
         self.lora.variant.check_paths(list(selection.parts))
         return selection
 
@@ -214,9 +218,6 @@ def read_run(config: Dict[str, Any]) -> Run:
         Division.of_yaml(config),
     )
     run.division.check(run.model)
-    refusal = run.division.refusal(run.lora)
-    if refusal:
-        raise ConfigError(f"pet_config cannot be built in this parallel_mode: {refusal}.")
     return run
 
 

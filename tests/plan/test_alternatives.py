@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mindlora.common.yaml_file import merged
-from mindlora.plan.alternatives import RESERVE, fit
+from mindlora.plan.alternatives import RESERVE, fit, layouts_of
 from mindlora.plan.memory import memory_of
 from mindlora.plan.run import read_run
 from tests.support.planned_runs import LORA, run_of, yaml_of
@@ -55,11 +55,18 @@ def test_a_larger_step_is_never_made_of_a_smaller_batch():
 
 
 def test_devices_are_tried_last():
-    config = yaml_of(MODEL, {**LORA, "use_dora": True}, runner_config={**ROWS, "batch_size": 1})
+    config = yaml_of(MODEL, {}, runner_config={**ROWS, "batch_size": 1})
     config = merged(config, {"recompute_config": {"recompute": True}})
     found = fit(read_run(config), int(0.6 * memory_of(read_run(config)).total), [1, 2, 4])
     assert found.tried[-1].change.startswith("model_parallel")
     assert yaml.safe_load(found.lines)["parallel_config"]["model_parallel"] in (2, 4)
+
+
+def test_devices_are_not_offered_for_an_adapter_that_sharded_cells_refuse():
+    config = yaml_of(MODEL, {**LORA, "use_dora": True}, runner_config={**ROWS, "batch_size": 1})
+    assert not any("devices" in trial.change for trial in fit(read_run(config), 1000, [2, 4]).tried)
+    (two,) = layouts_of(read_run(config), [2])
+    assert two.model is None and "use_dora is not supported on sharded cells" in two.notes[-1]
 
 
 def test_where_nothing_helps_all_that_was_tried_is_shown():

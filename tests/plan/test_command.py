@@ -118,6 +118,8 @@ WRONG = {
     "pet_config": ({PET: "lora"}, "pet_config is 'lora', which is not a node"),
     "targets": ({f"{PET}.target_modules": ["wx"]}, "target_modules.*matches no linear cell"),
     "4 bits, sharded": ({**SHARDED, f"{PET}.quantize_base": "nf4"}, "parallel_mode: 0"),
+    "DoRA, sharded": ({**SHARDED, f"{PET}.use_dora": True}, "use_dora is not supported on sharded cells"),
+    "the embedding, sharded": ({**SHARDED, f"{PET}.target_modules": ["tok_embeddings"]}, "LoRA on sharded embeddings"),
 }
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from mindlora.errors import ConfigError, TargetError, UnsupportedCellError
 from mindlora.plan.adapter_file import adapter_file_size
-from mindlora.plan.make import plan_of
 from mindlora.plan.memory import kv_cache_per_token, memory_of
+from mindlora.plan.report import plan_of
 from mindlora.plan.run import read_run
 from tests.support import mcore_networks, moe_cpu, moe_networks
 from tests.support.chatglm_networks import CHATGLM, chatglm
