@@ -8,6 +8,7 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Normal
 
 from mindlora.config import LoraConfig
+from mindlora.config.description import SHARDED_EMBEDDING
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_value
@@ -51,9 +52,7 @@ class LoRAEmbedding(LoRACell):
                 f"{kind} multiplies one-hot vectors, which LoRAEmbedding does not. Set use_one_hot: False."
             )
         if getattr(cell.gather, "in_strategy", None) is not None:
-            raise UnsupportedCellError(
-                f"{kind} is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules."
-            )
+            raise UnsupportedCellError(SHARDED_EMBEDDING)
         refuse_unsupported(config, cls.layout.cells)
 
     @classmethod

@@ -34,7 +34,7 @@ NAMES["chatglm"] = {
     "modules": ["output_layer", "input_layernorm", "query_key_value", "dense", "embedding", "gone"],
     "parameters": ["*layernorm*", "*lora_b", "*dense.*", "*output_layer*", "*gone*"],
 }
-_VARIANTS = [{}, {}, {}, {"use_dora": True}, {"use_vera": True}, {"use_adalora": True, "init_r": 4}]
+_VARIANTS = [{}, {}, {}, {"use_dora": True}, {"use_vera": True}, {"use_adalora": True, "init_r": 4}, {"use_miss": True}]
 _VARIANTS += [{"freeze_lora_a": True}, {"use_rslora": True}]
 _INITIALIZERS = ["gaussian", "orthogonal", "pissa", "olora", "loftq"]
 
