@@ -237,7 +237,7 @@ def sharded():
         (
             sharded,
             {},
-            "0: Embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules.",
+            "0: The embedding is sharded, and LoRA on sharded embeddings is not supported. Add it to exclude_modules.",
         ),
     ],
 )
