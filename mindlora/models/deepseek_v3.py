@@ -61,7 +61,8 @@ def linear_sizes(model_config: dict) -> Sizes:
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of MindFormers' DeepseekV3ForCausalLM but a router's counts."""
-    config, linear = ModelConfig(model_config, DEFAULTS), linear_sizes(model_config)
+    config = ModelConfig(model_config, DEFAULTS)
+    linear = linear_sizes(model_config)
     dtype = dtype_of(model_config, "params_dtype")
     sizes = parameter_sizes_of(model_config, linear, _norm_sizes(model_config, config), ties=False)
     routed = _routed_layers(config)

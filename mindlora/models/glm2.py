@@ -46,7 +46,8 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of ChatGLM2ForConditionalGeneration but its KV cache."""
-    linear, every = linear_sizes(model_config), bool(model_config.get("add_bias_linear"))
+    linear = linear_sizes(model_config)
+    every = bool(model_config.get("add_bias_linear"))
     weight = dtype_of(model_config, "param_init_type", "float16")
     norm = dtype_of(model_config, "layernorm_compute_type", "float32")
     table = linear["transformer.output_layer"]

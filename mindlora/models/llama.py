@@ -41,7 +41,8 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of all parameters of MindFormers' LlamaForCausalLM under ``model_config``."""
-    linear, hidden = linear_sizes(model_config), model_config.get("hidden_size") or 4096
+    linear = linear_sizes(model_config)
+    hidden = model_config.get("hidden_size") or 4096
     weight = dtype_of(model_config, "param_init_type", "float16")
     norm = dtype_of(model_config, "layernorm_compute_type", "float32")
     biased = ["wq", "wk", "wv", "w_qkv"] if model_config.get("qkv_has_bias") else []

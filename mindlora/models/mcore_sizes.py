@@ -91,7 +91,8 @@ class GroupedSizes:
 
     def parameters(self, model_config: dict) -> Dict[str, ParameterSize]:
         """Returns name -> ParameterSize of all parameters but what routers count."""
-        config, linear = ModelConfig(model_config, self.defaults), self.linear(model_config)
+        config = ModelConfig(model_config, self.defaults)
+        linear = self.linear(model_config)
         norms = {**dict.fromkeys(self.norms, config["hidden"]), **dict.fromkeys(self.head_norms, _head_dim(config))}
         sizes = parameter_sizes_of(model_config, linear, norms, self.norm_dtype)
         sizes |= biases_of(model_config, linear, self.has_bias)

@@ -28,8 +28,8 @@ def function(op_type: str, library: str) -> Optional[Callable]:
         op_type (str): The operator's name in mindlora.ops.ascend.SIGNATURES.
         library (str): The CPU library, which infers shapes.
     """
-    found = _find(library)
-    return None if isinstance(found, str) else getattr(found, op_type)
+    module = _find(library)
+    return None if isinstance(module, str) else getattr(module, op_type)
 
 
 def describe(library: str) -> str:

@@ -10,7 +10,8 @@ from mindspore.ops.primitive import constexpr
 from mindlora.errors import BackendError
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes, current_cell
 
-INDEX_NAMES, INDEX_DTYPES = ("ranks", "scales", "indices"), (ms.int32, ms.float32, ms.int32)
+INDEX_NAMES = ("ranks", "scales", "indices")
+INDEX_DTYPES = (ms.int32, ms.float32, ms.int32)
 
 
 class MultiLoraDelta(OperatorCell):
@@ -52,8 +53,8 @@ class MultiLoraDelta(OperatorCell):
 
     def construct(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("y0", "x", "pool"), (y0.dtype, x.dtype, pool.dtype))
-        given = ranks.dtype, scales.dtype, indices.dtype
-        check_fixed_dtypes(self.op, self.path, INDEX_NAMES, given, INDEX_DTYPES)
+        dtypes = ranks.dtype, scales.dtype, indices.dtype
+        check_fixed_dtypes(self.op, self.path, INDEX_NAMES, dtypes, INDEX_DTYPES)
         if self.path == "cpu":
             return self.kernel(y0, x, pool, ranks, scales, indices)
         return self.without_library(y0, x, pool, ranks, scales, indices)

@@ -47,10 +47,10 @@ class MultiLoraLinear(OperatorCell):
             return self.kernel(x, w, pool, ranks, scales, indices)
         return self.composed(x, w, pool, ranks, scales, indices)
 
-    def check(self, dtypes: Tuple, given: Tuple) -> None:
+    def check(self, dtypes: Tuple, index_dtypes: Tuple) -> None:
         """Raises BackendError for a dtype that is not supported. Runs when a graph is compiled."""
         check_dtypes(self.op, self.path, ("x", "W", "pool", "bias"), dtypes)
-        check_fixed_dtypes(self.op, self.path, INDEX_NAMES, given, INDEX_DTYPES)
+        check_fixed_dtypes(self.op, self.path, INDEX_NAMES, index_dtypes, INDEX_DTYPES)
 
     def composed(
         self,

@@ -58,8 +58,8 @@ class Nf4Linear(OperatorCell):
 
     def construct(self, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))
-        given = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
-        check_fixed_dtypes(self.op, self.path, _WEIGHT_NAMES, given, _WEIGHT_DTYPES)
+        dtypes = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
+        check_fixed_dtypes(self.op, self.path, _WEIGHT_NAMES, dtypes, _WEIGHT_DTYPES)
         if self.path == "cpu":
             return self.kernel(x, codes, absmax, scales, offsets)
         return ops.cast(self.composed(x, codes, absmax, scales, offsets), x.dtype)
@@ -148,8 +148,8 @@ class Nf4LinearWithBias(Nf4Linear):
         self, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor, bias: Tensor
     ) -> Tensor:
         check_dtypes(self.op, self.path, ("x", "bias"), (x.dtype, bias.dtype))
-        given = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
-        check_fixed_dtypes(self.op, self.path, _WEIGHT_NAMES, given, _WEIGHT_DTYPES)
+        dtypes = codes.dtype, absmax.dtype, scales.dtype, offsets.dtype
+        check_fixed_dtypes(self.op, self.path, _WEIGHT_NAMES, dtypes, _WEIGHT_DTYPES)
         if self.path == "cpu":
             return self.kernel(x, codes, absmax, scales, offsets, bias)
         return ops.cast(self.composed(x, codes, absmax, scales, offsets) + self.products.wide(bias), x.dtype)

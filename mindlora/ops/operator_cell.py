@@ -102,9 +102,9 @@ def check_fixed_dtypes(
     op: str, path: str, names: Sequence[str], dtypes: Sequence[mstype.Type], needed: Sequence[mstype.Type]
 ) -> None:
     """Raises BackendError unless each dtype is the needed one. Runs when a graph is compiled."""
-    for name, dtype, wanted in zip(names, dtypes, needed):
-        if dtype != wanted:
-            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {wanted}.")
+    for name, dtype, needed_dtype in zip(names, dtypes, needed):
+        if dtype != needed_dtype:
+            raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be {needed_dtype}.")
 
 
 def current_cell(kind: Type[OperatorCell]) -> OperatorCell:

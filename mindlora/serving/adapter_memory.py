@@ -204,7 +204,8 @@ class AdapterMemory:
         threads: int = 1,
         on_ready: Optional[Callable[[str], None]] = None,
     ):
-        self.registry, self.on_ready = registry, on_ready
+        self.registry = registry
+        self.on_ready = on_ready
         self._prepare = prepare
         self._max_bytes = max_bytes
         self._nbytes = 0
@@ -404,7 +405,8 @@ class AdapterMemory:
 
     def _read(self, name: str) -> Tuple[Optional[Stamp], Any, Optional[LoraError]]:
         """Returns the stamp of the files that were read, and what prepare made of them or why it could not."""
-        path, stamp = name, None
+        path = name
+        stamp = None
         try:
             path = self.registry.path(name)
             for pause in _PAUSES:
@@ -436,11 +438,14 @@ class AdapterMemory:
     def _keep(self, name: str, entry: _Entry, stamp: Optional[Stamp], packed: Any, error: Optional[LoraError]) -> None:
         self._move(entry, Load.IDLE)
         entry.forget()
-        entry.stamp, entry.error = stamp, error
+        entry.stamp = stamp
+        entry.error = error
         if error:
             self._tally.add(name, "failures")
             return
-        entry.version, entry.packed, entry.fresh = next(self._versions), packed, True
+        entry.version = next(self._versions)
+        entry.packed = packed
+        entry.fresh = True
         self._tally.add(name, "loads")
         self._recent[name] = None
         self._nbytes += packed.nbytes

@@ -220,7 +220,8 @@ class AdapterSlots:
         if old:
             self._empty(old)
         if name in self.registry:
-            slot.name, self._current[name] = name, slot
+            slot.name = name
+            self._current[name] = slot
         slot.version = version
         self._tally.add(name, "misses")
         self._tally.add(name, "loads")

@@ -44,7 +44,8 @@ class Stream:
     """
 
     def __init__(self, request: Request, cancel: Callable[[Request], None]):
-        self.request, self._cancel = request, cancel
+        self.request = request
+        self._cancel = cancel
         self._changed = threading.Condition()
         self._pieces: List[Piece] = []
         self._listener: Optional[Listener] = None
@@ -168,7 +169,8 @@ def await_answer(
     """
     texts: List[str] = []
     logprobs: Optional[List[Dict[str, Any]]] = None if stream.request.sampling.logprobs is None else []
-    reason, error = "error", None
+    reason = "error"
+    error = None
     try:
         for piece in stream:
             texts.append(piece.text)

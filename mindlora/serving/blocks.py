@@ -100,7 +100,8 @@ class BlockPool:
 
         The last token is never among them: it must be computed for what follows it.
         """
-        size, number = self.block_size, 0
+        size = self.block_size
+        number = 0
         blocks: List[int] = []
         for start in range(0, len(tokens) - size, size):
             block = self._block_of.get((salt, number, tuple(tokens[start : start + size])))

@@ -69,7 +69,8 @@ def make_engine(
     load_base(network, checkpoint)
     cells = linear_cells(network)
     # From the base's own cells, before the pools take their places.
-    shapes, fingerprint = cell_shapes(network, cells), fingerprints_of(cells)
+    shapes = cell_shapes(network, cells)
+    fingerprint = fingerprints_of(cells)
     pooled = add_pools(network, cells, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).dtype)]
     layout = ServedLayout(shapes, settings.max_rank, dtype, fingerprint)
@@ -107,17 +108,17 @@ def load_base(network: nn.Cell, path: str) -> None:
     if not os.path.exists(path):
         raise ConfigError(f"load_checkpoint: {path} does not exist (--load_checkpoint).")
     with BaseCheckpoint(path) as base:
-        found = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
-        wanted = {p.name: p for p in network.get_parameters() if not p.name.endswith(_OWN)}
-        _add_joined(wanted, found, _kv_heads(network))
-        missing = sorted(set(wanted) - set(found))
+        tensors = {tensor.name: tensor for tensor in in_mindformers_names(base)[0]}
+        parameters = {p.name: p for p in network.get_parameters() if not p.name.endswith(_OWN)}
+        _add_joined(parameters, tensors, _kv_heads(network))
+        missing = sorted(set(parameters) - set(tensors))
         if missing:
             raise CheckpointError(
                 f"{path} lacks {len(missing)} parameters of the network: {listed(missing)}. Name the checkpoint of the "
                 "model that the YAML describes."
             )
-        for name, parameter in wanted.items():
-            _fill(parameter, found[name], path)
+        for name, parameter in parameters.items():
+            _fill(parameter, tensors[name], path)
 
 
 def _kv_heads(network):
@@ -125,12 +126,12 @@ def _kv_heads(network):
     return config.n_kv_heads or config.num_heads
 
 
-def _add_joined(wanted: Dict[str, Parameter], found: Dict[str, OutputTensor], kv_heads: int) -> None:
+def _add_joined(parameters: Dict[str, Parameter], tensors: Dict[str, OutputTensor], kv_heads: int) -> None:
     """Makes w_qkv and w_gate_hidden of the tensors that a checkpoint holds apart."""
-    for name in set(wanted) - set(found):
+    for name in set(parameters) - set(tensors):
         parts = parts_of(name)
-        if parts and all(part in found for part in parts):
-            found[name] = join(name, [found[part] for part in parts], kv_heads)
+        if parts and all(part in tensors for part in parts):
+            tensors[name] = join(name, [tensors[part] for part in parts], kv_heads)
 
 
 def _fill(parameter: Parameter, tensor: OutputTensor, path: str) -> None:

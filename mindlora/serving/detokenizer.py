@@ -108,7 +108,8 @@ def end_tokens(tokenizer: Any, configured: Union[int, Sequence[int], None] = Non
             this tokenizer is left out with a warning: MindFormers' default, 2, is a character in many vocabularies.
     """
     configured = [configured] if isinstance(configured, int) else list(configured or [])
-    special, size = special_tokens(tokenizer), tokenizers.vocabulary_size(tokenizer)
+    special = special_tokens(tokenizer)
+    size = tokenizers.vocabulary_size(tokenizer)
     for token in configured:
         if token not in special and 0 <= token < size:
             logger.warning(

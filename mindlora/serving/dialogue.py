@@ -105,7 +105,8 @@ class Dialogue:
 
     def set_seed(self, seed: Optional[int]) -> None:
         """Sets the seed of the next answer; None draws one for each."""
-        self.sampling, self._answers = dataclasses.replace(self.sampling, seed=seed), 0
+        self.sampling = dataclasses.replace(self.sampling, seed=seed)
+        self._answers = 0
 
     def _least_room(self):
         """Tokens that an answer must have room for before old turns are left behind."""

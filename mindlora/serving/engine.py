@@ -88,8 +88,11 @@ class Engine:
         model_name: str = "base",
     ):
         self.runner, self.scheduler, self.adapters = runner, scheduler, adapters
-        self.tokenizer, self.model_name, self.seq_length = tokenizer, model_name, scheduler.seq_length
-        self._decoder, self._ends = TextDecoder(tokenizer), ends
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.seq_length = scheduler.seq_length
+        self._decoder = TextDecoder(tokenizer)
+        self._ends = ends
         # Guards the scheduler and what follows. It is not held while the network computes.
         self._changed = threading.Condition()
         self._answers: Dict[int, _Answer] = {}

@@ -120,7 +120,9 @@ class ServedStep(nn.Cell):
 
     def __init__(self, network: nn.Cell, slots_of_tokens: Parameter, few: bool):
         super().__init__(auto_prefix=False)
-        self.network, self.slots_of_tokens, self.decodes = network, slots_of_tokens, decodes_alone(few)
+        self.network = network
+        self.slots_of_tokens = slots_of_tokens
+        self.decodes = decodes_alone(few)
         self.head_has_pool = isinstance(network.lm_head, MultiLoRADense)
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.reshape, self.gather, self.assign, self.cast = ops.Reshape(), ops.Gather(), ops.Assign(), ops.Cast()
@@ -268,7 +270,8 @@ class CpuSplit(nn.Cell):
     """In place of SplitWithSize, which MindSpore 2.7 does not have for CPUs: parts of a joined cell's output."""
 
     def construct(self, x: Tensor, sizes: Tuple[int, ...], axis: int) -> Tuple[Tensor, ...]:
-        parts, start = (), 0
+        parts = ()
+        start = 0
         for size in sizes:
             parts += (ops.narrow(x, axis, start, size),)
             start += size

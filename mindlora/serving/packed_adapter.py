@@ -112,8 +112,8 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
         _refuse(source, f"{variant.tensors} ({variant.field}), which {variant.cannot_serve}")
     if adapter.saved_modules:
         _refuse(source, f"saved modules (modules_to_save), which replace the base's: {listed(adapter.saved_modules)}")
-    own = {names.to_mindformers(path) for path in layout.cells}
-    lone = [path for path in adapter.paths if names.to_mindformers(path) not in own]
+    served = {names.to_mindformers(path) for path in layout.cells}
+    lone = [path for path in adapter.paths if names.to_mindformers(path) not in served]
     tables = [path for path in lone if path in adapter.embeddings or names.is_embedding(path)]
     if tables:
         _refuse(source, f"pairs of embeddings: {listed(tables)}")
@@ -122,9 +122,9 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
         _refuse(source, f"pairs of output heads: {listed(heads)}")
 
 
-def _refuse(source: str, found: str) -> NoReturn:
+def _refuse(source: str, content: str) -> NoReturn:
     raise UnexpectedTensorsError(
-        f"{source} cannot be served beside other adapters: it holds {found}. Merge it into its base with "
+        f"{source} cannot be served beside other adapters: it holds {content}. Merge it into its base with "
         "`mindlora merge`, and serve that."
     )
 

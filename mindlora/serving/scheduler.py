@@ -175,7 +175,8 @@ class Scheduler:
 
     def _next_tokens(self) -> List[Part]:
         """Returns the parts of requests that need their next token only, and makes room for them."""
-        parts, size = [], self.pool.block_size
+        parts = []
+        size = self.pool.block_size
         for request in self.running[:]:
             if request.state is not State.RUNNING:
                 break  # preempted, as those that were admitted later
@@ -197,7 +198,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._drop_blocks(request)
-        request.state, request.computed = State.WAITING, 0
+        request.state = State.WAITING
+        request.computed = 0
         request.preemptions += 1
         self.preemptions += 1
         self._preempted.appendleft(request)
@@ -210,7 +212,8 @@ class Scheduler:
         """Returns parts for prompts, those of requests that are admitted now included."""
         if not budget:
             return []
-        left, shares = budget, []
+        left = budget
+        shares = []
         under_way = [request for request in self.running if len(request.tokens) - request.computed > 1]
         for request in itertools.chain(under_way, self._admissions()):
             if self._waits_for_block(request):
@@ -230,7 +233,8 @@ class Scheduler:
 
     def _waits_for_block(self, request: Request) -> bool:
         """Gives a request the blocks that others have computed since; True if one before it computes the next."""
-        salt, size = _salt(request), self.pool.block_size
+        salt = _salt(request)
+        size = self.pool.block_size
         if request.computed < len(request.blocks) * size:
             return False  # in the middle of a block of its own
         computed = self.pool.find(salt, request.tokens)[len(request.blocks) :]
@@ -277,7 +281,8 @@ class Scheduler:
             if not self._start(request):
                 self._give_lease_back(request)
                 return
-            request.cached, request.admitted = request.computed, time.monotonic()
+            request.cached = request.computed
+            request.admitted = time.monotonic()
             self._queue.admit(line, len(request.tokens) - request.computed)
             yield request
             if not self._has_room():

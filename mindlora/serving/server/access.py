@@ -166,7 +166,8 @@ class BodyLimit:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def _chunks(self, receive):
-        body, more = bytearray(), True
+        body = bytearray()
+        more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":

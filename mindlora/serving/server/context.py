@@ -27,7 +27,9 @@ class Context:
     """
 
     def __init__(self, engine: Any, settings: ServerSettings):
-        self.engine, self.settings, self.draining = engine, settings, False
+        self.engine = engine
+        self.settings = settings
+        self.draining = False
         self.starting = False
         self.started = int(time.time())
         self.keys = ApiKeys(settings.api_key_file) if settings.api_key_file else None

@@ -402,7 +402,8 @@ async def answer(
 
     def asked():
         context.models.check(body.model)
-        prompts, sampling = prepare(context), body.sampling(context.prompts.ends)
+        prompts = prepare(context)
+        sampling = body.sampling(context.prompts.ends)
         rooms = [context.prompts.room(tokens, max_tokens, default) for tokens in prompts]
         samplings = [dataclasses.replace(sampling, max_tokens=room) for room in rooms]
         return Asked(body.model, prompts, samplings, body.n or 1)

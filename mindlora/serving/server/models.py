@@ -90,7 +90,8 @@ def add_routes(router: APIRouter) -> None:
     def load_adapter(body: schemas.LoadAdapterRequest, request: Request) -> Response:
         _check_allowed(request)
         body.check_extra()
-        context, name = request.app.state.context, body.lora_name
+        context = request.app.state.context
+        name = body.lora_name
         if name == context.engine.model_name:
             raise ApiError(f"{name} is the base's name: give the adapter another.", param="lora_name")
         context.engine.adapters.register(name, body.lora_path, replace=bool(body.load_inplace))

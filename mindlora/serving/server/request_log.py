@@ -99,7 +99,8 @@ class Recorder:
             return
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         record = RequestRecord(now, uuid.uuid4().hex, scope["method"], scope["path"])
-        state, began = scope.setdefault("state", {}), time.monotonic()
+        state = scope.setdefault("state", {})
+        began = time.monotonic()
         state["record"] = record
 
         async def noting(message):
@@ -116,7 +117,8 @@ class Recorder:
             if record.status is None:
                 await problem.response()(scope, receive, noting)
         finally:
-            record.key, record.seconds = state.get("key"), time.monotonic() - began
+            record.key = state.get("key")
+            record.seconds = time.monotonic() - began
             self._count(record)
             if record.path.startswith("/v1/"):
                 self._log.write(record)
