@@ -211,7 +211,7 @@ def _split_initial_pair(adapter, path) -> InitialPair:
     a, b = (adapter.tensors[path, half] for half in "AB")
     rank = len(a) // 2
     adapter.tensors[path, "A"], adapter.tensors[path, "B"] = a[:rank], b[:, :rank]
-    adapter.alphas[path] /= initial_pairs.growth(adapter.use_rslora)
+    adapter.alphas[path] /= adapter.alpha_growth(2)
     return InitialPair(np.ascontiguousarray(a[rank:]), initial_pairs.negative(b[:, rank:]), None)
 
 

@@ -112,8 +112,17 @@ class Adapter:
                 f"The adapter ({self.dialect}) does not state lora_alpha, so the scale of {path} is "
                 "not known. Give the lora_alpha that it was trained with."
             )
-        rank = self.rank(path)
-        return self.alphas[path] / (math.sqrt(rank) if self.use_rslora else rank)
+        return self.alphas[path] / self.alpha_growth(self.rank(path))
+
+    def alpha_growth(self, rank_growth: float) -> float:
+        """Returns the factor on lora_alpha that keeps the scale of a pair whose rank grows by ``rank_growth``."""
+        return math.sqrt(rank_growth) if self.use_rslora else rank_growth
+
+    def remove(self, path: str) -> None:
+        """Removes the pair at ``path``."""
+        self.alphas.pop(path, None)
+        for part in self.parts(path):
+            del self.tensors[path, part]
 
     def pair(self, path: str) -> Pair:
         """Returns A and B in float32, where scale B A is added to the weight; VeRA's vectors are multiplied in."""
@@ -223,7 +232,7 @@ class Adapter:
             ShapeMismatchError: A tensor is not a matrix, is empty, or A and B have no rank in common.
             RankMismatchError: The rank is not the declared one.
         """
-        lone = [key for key in self.tensors if any((key[0], half) not in self.tensors for half in "AB")]
+        lone = [(path, part) for path, part in self.tensors if not {(path, "A"), (path, "B")} <= self.tensors.keys()]
         if lone:
             raise MissingTensorsError(
                 f"{source} lacks half of {len(lone)} pairs: it holds {listed_parts(lone)} without its other half."

@@ -100,7 +100,7 @@ def combine_adapters(
     if method != "cat" and not method.endswith("svd"):
         _check_equal_ranks(adapters, paths, method)
     rule = _rule(method, density, majority_sign, np.random.default_rng(seed))
-    largest = [max(adapter.rank(path) for path in adapter.paths) for adapter in adapters]
+    largest = [max(map(adapter.rank, adapter.paths)) for adapter in adapters]
     rank = sum(largest) if method == "cat" else svd_rank or max(largest)
 
     tensors = {}
@@ -124,7 +124,8 @@ def combine_adapters(
 def _combined_cell(path: str, adapters: List[Tuple[Adapter, float]], rule: _Rule, rank: int) -> Pair:
     """Returns the pair at ``path`` of adapters with weights, combined by ``rule``."""
     pairs = [adapter.pair(path) for adapter, _ in adapters]
-    weights, scales = [weight for _, weight in adapters], [adapter.scale(path) for adapter, _ in adapters]
+    weights = [weight for _, weight in adapters]
+    scales = [adapter.scale(path) for adapter, _ in adapters]
     layout = adapters[0][0].layout(path)
     products = zip(*(layout.products(*pair) for pair in pairs))
     results = [rule(list(of_one), weights, scales, rank) for of_one in products]
@@ -299,12 +300,12 @@ def _check_adapters(adapters: List[Adapter]) -> None:
             adapter.scale(path)
             # [out, in], of stacked experts [experts, out, in].
             size = [*adapter.tensors[path, "B"].shape[:-1], adapter.tensors[path, "A"].shape[-1]]
-            other, known = sizes.setdefault(path, (number, size))
-            if size != known:
+            other, first_size = sizes.setdefault(path, (number, size))
+            if size != first_size:
                 raise ShapeMismatchError(
                     f"{label} was trained on a different base from adapter {other}: the weight of {path} "
                     f"{'[experts, out, in]' if adapter.layout(path).stacked else '[out, in]'} is {size} in one and "
-                    f"{known} in the other."
+                    f"{first_size} in the other."
                 )
         others = {path for other in adapters if other is not adapter for path in other.paths}
         if others and not others & set(adapter.paths):
@@ -316,12 +317,12 @@ def _check_adapters(adapters: List[Adapter]) -> None:
 
 def _check_expert_forms(adapters: List[Adapter]) -> None:
     """Raises AdapterError if pairs of the same experts would stay apart, since some are stacked and others single."""
-    stacked, single = (
-        next(
-            (f"{number} ({of_form(adapter)[0]})" for number, adapter in enumerate(adapters, 1) if of_form(adapter)), ""
-        )
-        for of_form in (stacked_paths, single_paths)
-    )
+    stacked = single = ""
+    for number, adapter in enumerate(adapters, 1):
+        for path in stacked_paths(adapter)[:1]:
+            stacked = stacked or f"{number} ({path})"
+        for path in single_paths(adapter)[:1]:
+            single = single or f"{number} ({path})"
     if stacked and single:
         raise AdapterError(
             f"Adapter {stacked} has one pair for all experts of a layer, and adapter {single} a pair for each: they "

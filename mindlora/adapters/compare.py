@@ -9,7 +9,7 @@ from tqdm import tqdm
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite, name_of
 from mindlora.adapters.inspect import UNKNOWN, different, numbers
-from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
+from mindlora.adapters.spectrum import delta_norm, finite_norm, quiet_pair
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers
 from mindlora.config.variants.registry import STORED
@@ -98,7 +98,10 @@ class DiffReport:
             return lines
         has_magnitudes = any(cell.difference_magnitude is not None for cell in self.cells)
         shown = {title: field for title, field in _COLUMNS.items() if field != "difference_magnitude" or has_magnitudes}
-        rows = [(cell.path, *(number(getattr(cell, field)) for field in shown.values())) for cell in unequal]
+        rows = []
+        for cell in unequal:
+            values = [getattr(cell, field) for field in shown.values()]
+            rows.append([cell.path, *map(number, values)])
         return f"{lines}\n\n{columns(('cell', *shown), rows)}"
 
 
@@ -124,7 +127,8 @@ def compare_adapters(
     cells = tuple(
         _cell_difference(one, two, path) for path in tqdm(both, desc="comparing", delay=1, leave=False, disable=None)
     )
-    only_in_first, only_in_second = _only_in(one, two), _only_in(two, one)
+    only_in_first = _only_in(one, two)
+    only_in_second = _only_in(two, one)
     changed = [
         name
         for name, array in one.saved_modules.items()
@@ -149,8 +153,10 @@ def _only_in(one: Adapter, other: Adapter) -> Tuple[str, ...]:
 
 
 def _cell_difference(one: Adapter, two: Adapter, path: str) -> CellDifference:
-    parts, other_parts = one.parts(path), two.parts(path)
-    scale, other_scale = (adapter.scale(path) if path in adapter.alphas else None for adapter in (one, two))
+    parts = one.parts(path)
+    other_parts = two.parts(path)
+    scale = one.scale(path) if path in one.alphas else None
+    other_scale = two.scale(path) if path in two.alphas else None
     row_norms = one.row_norms(path)
     if (
         scale == other_scale
@@ -158,7 +164,8 @@ def _cell_difference(one: Adapter, two: Adapter, path: str) -> CellDifference:
         and all(_same(array, other_parts[part]) for part, array in parts.items())
     ):
         return CellDifference(path, True, 0.0, 0.0, None if row_norms is None else 0.0, 0.0, 0.0)
-    (a, b), (other_a, other_b) = quiet_pair(one, path), quiet_pair(two, path)
+    a, b = quiet_pair(one, path)
+    other_a, other_b = quiet_pair(two, path)
     comparable = (
         one.weight_shape(path) == two.weight_shape(path)
         and has_product(a, b)

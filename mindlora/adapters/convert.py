@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.adapters import expert_pairs, joined_pairs, parts
 from mindlora.adapters import files as adapter_files
@@ -11,11 +11,12 @@ from mindlora.adapters.dialects import mcore
 from mindlora.adapters.dialects.dialect import Dialect
 from mindlora.adapters.dialects.peft_config import Extras
 from mindlora.adapters.dialects.registry import FORMS
-from mindlora.adapters.known_base import KnownBase, known_base
 from mindlora.adapters.matching import rename
+from mindlora.common.json_files import parse_object
+from mindlora.common.text import suggestion
 from mindlora.errors import AdapterError, LoraError
-from mindlora.models import names
-from mindlora.models.architecture import HF, LEGACY, MCORE, JoinedCell
+from mindlora.models import names, registry
+from mindlora.models.architecture import HF, LEGACY, MCORE, Architecture, JoinedCell
 from mindlora.models.joined_rows import RowLayout
 
 EXPERT_FORMS = ("stacked", "single")
@@ -78,8 +79,9 @@ class ConvertAdapterReport:
 def pairs_in_words(pairs: int, ranks: Sequence[int], alphas: Sequence[float], saved_modules: int) -> str:
     """Returns what a written adapter holds, for reports: counts of pairs and of parameters, the distinct values."""
     modules = f" and {saved_modules} parameters of saved modules" if saved_modules else ""
-    listed_ranks, listed_alphas = (", ".join(f"{value:g}" for value in values) for values in (ranks, alphas))
-    return f"{pairs} pairs of rank {listed_ranks}, lora_alpha {listed_alphas}{modules}"
+    ranks_in_words = ", ".join(map(str, ranks))
+    alphas_in_words = ", ".join(f"{alpha:g}" for alpha in alphas)
+    return f"{pairs} pairs of rank {ranks_in_words}, lora_alpha {alphas_in_words}{modules}"
 
 
 def convert_adapter(
@@ -144,7 +146,7 @@ def convert_adapter(
     if form.world in (HF, MCORE):
         # A checkpoint of an mcore network has its own paths.
         rename(adapter, names.canonical(adapter.paths))
-    base = known_base(adapter, architecture)
+    base = _known_base(adapter, architecture)
     _check_form(base, form)
     heads = _completed(heads, base.config)
     if concatenate:
@@ -186,7 +188,61 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
         raise LoraError(f"{output} exists already. Give another path, or replace it with overwrite (--overwrite).")
 
 
-def _check_form(base: KnownBase, form: Dialect) -> None:
+class _KnownBase(NamedTuple):
+    """What is known about the model under an adapter.
+
+    Attributes:
+        architecture (Architecture): Its record, or None if nothing tells it from a Llama, which has the same cells as
+            Qwen2, Qwen3 and others.
+        reason (str): What told it, for messages; "" if nothing did.
+        config (dict): The config.json of the base, if that is a folder here; otherwise empty.
+    """
+
+    architecture: Optional[Architecture]
+    reason: str
+    config: Dict[str, Any]
+
+
+def _known_base(adapter: Adapter, architecture: Optional[str] = None) -> _KnownBase:
+    """Returns what is known about the model under ``adapter``.
+
+    Args:
+        adapter (Adapter): Its paths are MindFormers'.
+        architecture (str): What the user says: Hugging Face's model_type, such as qwen3. Default: None.
+
+    Raises:
+        AdapterError: There is no record of ``architecture``.
+    """
+    config = _config_of(adapter.base_model)
+    if architecture is not None:
+        found = registry.by_hugging_face_type(architecture)
+        if found is None:
+            known = registry.hugging_face_types()
+            raise AdapterError(
+                f"architecture is {architecture!r}, which is not known: {', '.join(known)} are."
+                f"{suggestion(architecture, list(known))}"
+            )
+        return _KnownBase(found, f"architecture is {architecture}", config)
+    model_type = str(config.get("model_type"))
+    found = registry.by_hugging_face_type(model_type)
+    if found:
+        return _KnownBase(found, f"{adapter.base_model}/config.json says {model_type}", config)
+    found = registry.by_hub_name(adapter.base_model or "")
+    if found:
+        return _KnownBase(found, f"its base is called {adapter.base_model}", config)
+    found = names.architecture_of_cells(adapter.paths)
+    return _KnownBase(found, f"it has the cells of {found.title}" if found else "", config)
+
+
+def _config_of(base_model: Optional[str]) -> Dict[str, Any]:
+    path = os.path.join(base_model or "", "config.json")
+    if not base_model or not os.path.isfile(path):
+        return {}
+    with open(path, "rb") as file:
+        return parse_object(file.read(), path, AdapterError)
+
+
+def _check_form(base: _KnownBase, form: Dialect) -> None:
     """Raises AdapterError if MindFormers has no legacy model of the kind, whose names a form has."""
     if form.world == LEGACY and base.architecture and not base.architecture.legacy:
         raise AdapterError(

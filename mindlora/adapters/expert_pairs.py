@@ -5,7 +5,6 @@ pairs are A [experts, r, in] and B [experts, out, r]; those of a single expert a
 gate_proj, up_proj and down_proj.
 """
 
-import math
 import re
 from typing import Dict, List
 
@@ -15,7 +14,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError, MissingTensorsError, RankMismatchError, ShapeMismatchError
 from mindlora.models import names
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.dtypes import scaled, to_float32
 from mindlora.numerics.pair_layouts import EXPERTS, Pair
 
 # Hugging Face's name of a stacked weight -> the cells of a single expert that it joins by rows; in the order in which
@@ -55,6 +54,7 @@ def stack_pairs(adapter: Adapter) -> None:
         ShapeMismatchError: Their cells have different shapes.
         AdapterError: The adapter is not a plain LoRA.
     """
+    # Path of the experts -> cell -> expert -> path.
     layers: Dict[str, Dict[str, Dict[int, str]]] = {}
     for path in single_paths(adapter):
         holder, expert, cell = path.rsplit(".", 2)
@@ -65,12 +65,18 @@ def stack_pairs(adapter: Adapter) -> None:
             f"weight, at {listed(single_paths(adapter))}. Merge it into its base instead."
         )
     for holder, cells in layers.items():
-        experts = 1 + max(expert for found in cells.values() for expert in found)
+        experts = 1 + max(map(max, cells.values()))
         for weight, members in STACKED.items():
-            if any(member in cells for member in members):
-                _check_complete(holder, cells, members, experts)
-                paths = [[cells[member][expert] for expert in range(experts)] for member in members]
-                _stack(adapter, names.to_mindformers(f"{holder}.{weight}"), paths)
+            if cells.keys().isdisjoint(members):
+                continue
+            paths = [f"{holder}.{expert}.{member}" for member in members for expert in range(experts)]
+            missing = [path for path in paths if (path, "A") not in adapter.tensors]
+            if missing:
+                raise MissingTensorsError(
+                    f"The adapter has pairs of single experts but none for {listed(missing)}, and "
+                    f"{' and '.join(members)} of all experts in a layer are one weight. Give an adapter of all experts."
+                )
+            _stack(adapter, names.to_mindformers(f"{holder}.{weight}"), paths, len(members))
 
 
 def split_pairs(adapter: Adapter) -> None:
@@ -84,58 +90,54 @@ def split_pairs(adapter: Adapter) -> None:
     """
     for path in stacked_paths(adapter):
         holder, _, weight = names.to_hugging_face(path).rpartition(".")
-        a, b = (adapter.tensors[path, half] for half in "AB")
-        alpha, rank = adapter.alphas.get(path), adapter.rank(path)
-        _remove(adapter, [path])
-        for member, (own_a, own_b) in zip(STACKED[weight], _split_rows(a, b, len(STACKED[weight]))):
+        members = STACKED[weight]
+        pairs = _split_rows(adapter.tensors[path, "A"], adapter.tensors[path, "B"], len(members))
+        alpha = adapter.alphas.get(path)
+        rank = adapter.rank(path)
+        adapter.remove(path)
+        for member, (a, b) in zip(members, pairs):
             for expert in range(len(a)):
-                own = f"{holder}.{expert}.{member}"
-                adapter.tensors[own, "A"] = np.ascontiguousarray(own_a[expert])
-                adapter.tensors[own, "B"] = np.ascontiguousarray(own_b[expert])
+                single = f"{holder}.{expert}.{member}"
+                adapter.tensors[single, "A"] = np.ascontiguousarray(a[expert])
+                adapter.tensors[single, "B"] = np.ascontiguousarray(b[expert])
                 if alpha is not None:
-                    adapter.alphas[own] = alpha * _growth(adapter, adapter.rank(own) / rank)
+                    adapter.alphas[single] = alpha * adapter.alpha_growth(adapter.rank(single) / rank)
 
 
-def _check_complete(holder, cells, members, experts) -> None:
-    wanted = [(expert, member) for member in members for expert in range(experts)]
-    lacking = [f"{holder}.{expert}.{member}" for expert, member in wanted if expert not in cells.get(member, {})]
-    if lacking:
-        raise MissingTensorsError(
-            f"The adapter has pairs of single experts but none for {listed(lacking)}, and {' and '.join(members)} of "
-            "all experts in a layer are one weight. Give an adapter of all experts."
-        )
-
-
-def _stack(adapter: Adapter, path: str, members: List[List[str]]) -> None:
-    """Replaces the pairs of single experts, whose paths are given by member and expert, by one at ``path``."""
-    every = [own for paths in members for own in paths]
-    ranks = sorted({adapter.rank(own) for own in every})
+def _stack(adapter: Adapter, path: str, paths: List[str], members: int) -> None:
+    """Replaces the pairs of single experts at ``paths``, member after member, by one stacked pair at ``path``."""
+    ranks = sorted({adapter.rank(single) for single in paths})
     if len(ranks) > 1:
         raise RankMismatchError(
             f"The pairs of single experts that make up {path} have the ranks {', '.join(map(str, ranks))}, and one "
             "stacked pair has one rank. Keep the pairs of single experts, or bring them to one rank (mindlora resize)."
         )
-    scale, alpha = adapter.scale(every[0]), adapter.alphas[every[0]]
-    stacks = [_stacked(adapter, paths, scale, _has_one_dtype(adapter, every)) for paths in members]
+    alpha = adapter.alphas[paths[0]]
+    pairs = _of_one_scale(adapter, paths)
+    experts = len(paths) // members
+    stacks = []
+    for begin in range(0, len(paths), experts):
+        of_member = pairs[begin : begin + experts]
+        if len({(a.shape, b.shape) for a, b in of_member}) > 1:
+            raise ShapeMismatchError(
+                f"Single experts of one layer have pairs of different shapes: {listed(paths[begin : begin + experts])}."
+            )
+        stacks.append((np.stack([a for a, _ in of_member]), np.stack([b for _, b in of_member])))
     a, b = _joined_rows(stacks, path)
-    _remove(adapter, every)
-    adapter.tensors[path, "A"], adapter.tensors[path, "B"] = a, b
-    adapter.alphas[path] = alpha * _growth(adapter, adapter.rank(path) / ranks[0])
+    for single in paths:
+        adapter.remove(single)
+    adapter.tensors[path, "A"] = a
+    adapter.tensors[path, "B"] = b
+    adapter.alphas[path] = alpha * adapter.alpha_growth(adapter.rank(path) / ranks[0])
 
 
-def _stacked(adapter: Adapter, paths: List[str], scale: float, as_they_are: bool) -> Pair:
-    """Returns A and B of some pairs in stacks, with B for ``scale``; as float32 unless they are taken as they are."""
-    pairs = []
-    for path in paths:
-        a, b = (adapter.tensors[path, half] for half in "AB")
-        if not as_they_are:
-            a, b = to_float32(a), to_float32(b)
-        if adapter.scale(path) != scale:
-            b = from_float32(to_float32(b) * np.float32(adapter.scale(path) / scale), b.dtype)
-        pairs.append((a, b))
-    if len({(a.shape, b.shape) for a, b in pairs}) > 1:
-        raise ShapeMismatchError(f"Single experts of one layer have pairs of different shapes: {listed(paths)}.")
-    return np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs])
+def _of_one_scale(adapter: Adapter, paths: List[str]) -> List[Pair]:
+    """Returns A and B at each path, with B for the scale of the first; in float32 if they have several dtypes."""
+    pairs = [(adapter.tensors[path, "A"], adapter.tensors[path, "B"]) for path in paths]
+    if len({array.dtype for pair in pairs for array in pair}) > 1:
+        pairs = [(to_float32(a), to_float32(b)) for a, b in pairs]
+    scale = adapter.scale(paths[0])
+    return [(a, scaled(b, adapter.scale(path) / scale)) for path, (a, b) in zip(paths, pairs)]
 
 
 def _joined_rows(stacks: List[Pair], path: str) -> Pair:
@@ -159,23 +161,8 @@ def _split_rows(a: np.ndarray, b: np.ndarray, members: int) -> List[Pair]:
     """Returns the pairs of the ``members`` cells that a stacked weight joins by rows: the reverse of _joined_rows."""
     if members == 1:
         return [(a, b)]
-    (gate, up), half = np.split(b, 2, axis=1), a.shape[1] // 2
+    gate, up = np.split(b, 2, axis=1)
+    half = a.shape[1] // 2
     if a.shape[1] % 2 or to_float32(gate[:, :, half:]).any() or to_float32(up[:, :, :half]).any():
         return [(a, gate), (a, up)]
     return [(a[:, :half], gate[:, :, :half]), (a[:, half:], up[:, :, half:])]
-
-
-def _has_one_dtype(adapter: Adapter, paths: List[str]) -> bool:
-    return len({adapter.tensors[path, half].dtype for path in paths for half in "AB"}) == 1
-
-
-def _growth(adapter: Adapter, ranks: float) -> float:
-    """Returns the factor on lora_alpha that keeps the scale where the rank grows by the factor ``ranks``."""
-    return math.sqrt(ranks) if adapter.use_rslora else ranks
-
-
-def _remove(adapter: Adapter, paths: List[str]) -> None:
-    for path in paths:
-        adapter.alphas.pop(path, None)
-        for half in "AB":
-            del adapter.tensors[path, half]

@@ -20,7 +20,8 @@ def sampled_paths(paths: Iterable[str]) -> List[str]:
     """Returns those of ``paths`` whose weights are sampled."""
     ordered = sorted(paths)
     count = min(_SAMPLED_WEIGHTS, len(ordered))
-    return [ordered[index] for index in sorted({round(i) for i in np.linspace(0, len(ordered) - 1, count)})]
+    indices = {round(index) for index in np.linspace(0, len(ordered) - 1, count)}
+    return [ordered[index] for index in sorted(indices)]
 
 
 def sampled_elements(weight: np.ndarray) -> np.ndarray:

@@ -4,7 +4,6 @@ With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B
 plain LoRA of twice the rank on W.
 """
 
-import math
 from typing import Callable, Collection, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -43,12 +42,12 @@ def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
         path (str): Path of the cell.
         a, b (array): A0 [r, in] and B0 [out, r].
     """
-    own = [adapter.tensors[path, half] for half in "AB"]
-    if any(mine.dtype != initial.dtype for mine, initial in zip(own, (a, b))):
-        own, a, b = [to_float32(array) for array in own], to_float32(a), to_float32(b)
-    adapter.tensors[path, "A"] = np.concatenate([own[0], a])
-    adapter.tensors[path, "B"] = np.concatenate([own[1], negative(b)], axis=1)
-    adapter.alphas[path] *= growth(adapter.use_rslora)
+    arrays = [adapter.tensors[path, "A"], a, adapter.tensors[path, "B"], b]
+    if arrays[0].dtype != a.dtype or arrays[2].dtype != b.dtype:
+        arrays = list(map(to_float32, arrays))
+    adapter.tensors[path, "A"] = np.concatenate(arrays[:2])
+    adapter.tensors[path, "B"] = np.concatenate([arrays[2], negative(arrays[3])], axis=1)
+    adapter.alphas[path] *= adapter.alpha_growth(2)
 
 
 def complete(adapter: Adapter, base: Base) -> None:
@@ -108,8 +107,3 @@ def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -
 def negative(array: np.ndarray) -> np.ndarray:
     """Returns -array in its dtype."""
     return from_float32(-to_float32(array), array.dtype)
-
-
-def growth(use_rslora: bool) -> float:
-    """Returns the factor on lora_alpha that keeps the scale at twice the rank."""
-    return math.sqrt(2) if use_rslora else 2

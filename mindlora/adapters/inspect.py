@@ -10,8 +10,7 @@ from mindlora.adapters import files as adapter_files
 from mindlora.adapters import parts as adapter_parts
 from mindlora.adapters.adapter import Adapter, is_finite, listed_parts
 from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.adapters.norms import delta_norm, finite_norm, quiet_pair
-from mindlora.adapters.spectrum import CellSpectrum, spectra, spectrum_table
+from mindlora.adapters.spectrum import CellSpectrum, delta_norm, finite_norm, quiet_pair, spectra, spectrum_table
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import collapse_numbers, listed
 from mindlora.config.variants.dora import DORA

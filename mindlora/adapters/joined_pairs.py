@@ -3,7 +3,6 @@
 mindlora.models.joined_rows defines the order of the rows in a joined cell.
 """
 
-import math
 from typing import Dict, List, Optional, Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.errors import AdapterError, ShapeMismatchError
 from mindlora.models import names
 from mindlora.models.joined_rows import HeadSizes, RowLayout, join_rows, split_rows
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.dtypes import scaled, to_float32
 
 
 def join_pairs(
@@ -52,15 +51,15 @@ def join_pairs(
     for member in members:
         block = np.zeros((rows[member], rank), adapter.tensors[present[0], "B"].dtype)
         if member in columns:
-            block[:, columns[member]] = _rescaled(adapter.tensors[member, "B"], adapter.scale(member) / scale)
+            block[:, columns[member]] = scaled(adapter.tensors[member, "B"], adapter.scale(member) / scale)
         blocks.setdefault("B", []).append(block)
     growth = rank / adapter.rank(present[0])
     if growth > 1:
         # The trained and the initial half of each member's pair are not the halves of the joined pair.
         adapter.initialization = None
-    alpha = adapter.alphas[present[0]] * (math.sqrt(growth) if adapter.use_rslora else growth)
+    alpha = adapter.alphas[present[0]] * adapter.alpha_growth(growth)
     for member in present:
-        _remove(adapter, member)
+        adapter.remove(member)
     adapter.tensors[path, "A"] = np.concatenate(blocks_a)[:rank]
     for part, found in blocks.items():
         adapter.tensors[path, part] = join_rows(found, groups)
@@ -115,15 +114,14 @@ def split_pairs(
     # An A that is not the cells' own stays whole.
     columns = adapter.variant.own_pair and _own_columns(blocks) or {member: slice(0, len(a)) for member in members}
     alpha = adapter.alphas.get(path)
-    _remove(adapter, path)
+    adapter.remove(path)
     for member, own in columns.items():
         adapter.tensors[member, "A"] = np.ascontiguousarray(a[own])
         adapter.tensors[member, "B"] = np.ascontiguousarray(blocks[member][:, own])
         for part, split in by_row.items():
             adapter.tensors[member, part] = np.ascontiguousarray(split[member])
         if alpha is not None:
-            share = adapter.rank(member) / len(a)
-            adapter.alphas[member] = alpha * (math.sqrt(share) if adapter.use_rslora else share)
+            adapter.alphas[member] = alpha * adapter.alpha_growth(adapter.rank(member) / len(a))
 
 
 def member_weights(
@@ -238,13 +236,3 @@ def _own_columns(blocks: Dict[str, np.ndarray]) -> Dict[str, slice]:
             own[member] = slice(begin, begin + used.size)
             begin += used.size
     return own if begin == block.shape[1] else {}
-
-
-def _rescaled(b: np.ndarray, factor: float) -> np.ndarray:
-    return b if factor == 1 else from_float32(to_float32(b) * np.float32(factor), b.dtype)
-
-
-def _remove(adapter: Adapter, path: str) -> None:
-    adapter.alphas.pop(path, None)
-    for part in adapter.parts(path):
-        del adapter.tensors[path, part]

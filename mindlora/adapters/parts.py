@@ -124,14 +124,7 @@ def take(adapter: Adapter, part: Optional[str], source: str) -> None:
         check_holds(part, found, source)
     for path in adapter.paths:
         if split(path)[0] != part:
-            drop(adapter, path)
-
-
-def drop(adapter: Adapter, path: str) -> None:
-    """Removes the pair at ``path`` from an adapter."""
-    for part in adapter.parts(path):
-        del adapter.tensors[path, part]
-    adapter.alphas.pop(path, None)
+            adapter.remove(path)
 
 
 def of_one_model(adapter: Adapter, source: str) -> None:

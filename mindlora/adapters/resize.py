@@ -9,8 +9,7 @@ from tqdm import tqdm
 
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
-from mindlora.adapters.norms import delta_norm
-from mindlora.adapters.spectrum import pair_svd, rank_holding
+from mindlora.adapters.spectrum import delta_norm, pair_svd, rank_holding
 from mindlora.common.fields import COUNT, FACTOR, check_number
 from mindlora.common.tables import columns, fields, number
 from mindlora.common.text import listed
@@ -134,12 +133,13 @@ def resize(
     smaller.initialization = None
     cells = []
     for path in tqdm(adapter.paths, desc="resizing", unit="cell", delay=1, leave=False, disable=None):
-        scale, pair = adapter.scale(path), adapter.pair(path)
+        scale = adapter.scale(path)
+        pair = adapter.pair(path)
         (a, b), kept = _truncated(adapter.layout(path), pair, scale, rank, energy)
         if kept < adapter.rank(path):
             for half, array in (("A", a), ("B", b)):
                 smaller.tensors[path, half] = _rounded(array, adapter.tensors[path, half].dtype, f"{half} of {path}")
-            smaller.alphas[path] = scale * (math.sqrt(kept) if adapter.use_rslora else kept)
+            smaller.alphas[path] = scale * adapter.alpha_growth(kept)
         norm = delta_norm((scale, *pair))
         difference = delta_norm((scale, *pair), (-smaller.scale(path), *smaller.pair(path)))
         cells.append(ResizedCell(path, adapter.rank(path), kept, norm, difference / norm if norm else 0.0))
@@ -197,7 +197,9 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
             "trained for this rank. Train it again at a smaller rank, or merge it into the base."
         )
     adapter.check_finite("The adapter")
-    grouped = [path for path in adapter.paths if not has_product(*(adapter.tensors[path, half] for half in "AB"))]
+    grouped = [
+        path for path in adapter.paths if not has_product(adapter.tensors[path, "A"], adapter.tensors[path, "B"])
+    ]
     if grouped:
         raise AdapterError(
             f"Convolutions with groups cannot be resized, as B A is not defined for them: {listed(grouped)}."

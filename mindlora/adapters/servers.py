@@ -185,7 +185,7 @@ def _scale_problems(adapter: Adapter, config: dict) -> Iterator[str]:
     scales = sorted({adapter.scale(path) for path in adapter.paths})
     used = scales[0]
     if alpha is not None and declared:
-        used = alpha / (math.sqrt(declared) if adapter.use_rslora else declared)
+        used = alpha / adapter.alpha_growth(declared)
     if not all(math.isclose(scale, used, rel_tol=1e-6) for scale in scales):
         yield (
             f"Its cells have the scales {', '.join(map(number, scales))}, and a server scales all of them by "

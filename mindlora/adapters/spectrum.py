@@ -1,18 +1,21 @@
-"""Singular values of scale B A, computed from A and B only: how much of its rank an adapter uses.
+"""Norm and singular values of scale B A, computed from A and B only: how much of its rank an adapter uses.
 
-The change of a weight, scale B A, is [out, in] and is never formed. With B = Q_b R_b and A^T = Q_a R_a, the svd of the
-small scale R_b R_a^T = U S V^T gives scale B A = (Q_b U) S (Q_a V)^T, exactly.
+The change of a weight, scale B A, is [out, in] and is never formed. Two [r, r] matrices give its Frobenius norm,
+||B A||_F^2 = trace((A A^T) (B^T B)). With B = Q_b R_b and A^T = Q_a R_a, the svd of the small
+scale R_b R_a^T = U S V^T gives scale B A = (Q_b U) S (Q_a V)^T, exactly.
 """
 
 import dataclasses
+import itertools
+import math
 from typing import Iterable, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from mindlora.adapters.adapter import Adapter, is_finite
-from mindlora.adapters.norms import quiet_pair
 from mindlora.common.tables import columns, number
-from mindlora.numerics.pair_layouts import has_product
+from mindlora.numerics.dtypes import to_float32
+from mindlora.numerics.pair_layouts import Pair, factors, has_product
 
 # The shares of the energy that a report shows ranks for.
 SHARES = (0.9, 0.95, 0.99)
@@ -96,5 +99,30 @@ def _spectrum(adapter: Adapter, path: str) -> CellSpectrum:
         return CellSpectrum(path, adapter.rank(path), None, None)
     products = adapter.layout(path).products(a, b)
     values = [pair_svd(*product, adapter.scale(path))[1] for product in products]
-    ranks = tuple(max(rank_holding(own, share) for own in values) for share in SHARES)
+    ranks = tuple(max(map(rank_holding, values, itertools.repeat(share))) for share in SHARES)
     return CellSpectrum(path, adapter.rank(path), tuple(map(float, np.linalg.norm(values, axis=0))), ranks)
+
+
+def delta_norm(*parts: Tuple[float, np.ndarray, np.ndarray]) -> float:
+    """Returns the Frobenius norm of the sum of scale B A over ``parts``, each (scale, A [r, in], B [out, r]).
+
+    Pairs of experts are stacks of such matrices, and the norm is over all of them.
+    """
+    pairs = [(scale, factors(a, b)) for scale, a, b in parts]
+    left = np.concatenate([scale * b.astype(np.float64) for scale, (b, _) in pairs], axis=-1)
+    right = np.concatenate([a.astype(np.float64) for _, (_, a) in pairs], axis=-2)
+    squares = (right @ right.swapaxes(-1, -2)) * (left.swapaxes(-1, -2) @ left)
+    # If the terms cancel, rounding may leave a square just below zero.
+    return math.sqrt(max(0.0, float(squares.sum())))
+
+
+def finite_norm(array: np.ndarray) -> Optional[float]:
+    """Returns the Frobenius norm of ``array``, or None if it is not finite."""
+    norm = float(np.linalg.norm(array if array.dtype == np.float64 else to_float32(array).astype(np.float64)))
+    return norm if math.isfinite(norm) else None
+
+
+def quiet_pair(adapter: Adapter, path: str) -> Pair:
+    """Returns ``adapter.pair(path)`` without NumPy's warnings; what is not finite shows in its norm."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return adapter.pair(path)

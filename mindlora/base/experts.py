@@ -7,7 +7,7 @@ gate_up_proj [experts, 2 inner, hidden] and down_proj [experts, hidden, inner] o
 
 import functools
 import re
-from typing import Dict, List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional
 
 import numpy as np
 
@@ -121,9 +121,9 @@ def to_hugging_face(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[
 
 def _parts(base: BaseCheckpoint, own: ExpertTensor) -> List[List[str]]:
     """Returns for each expert the names of the tensors that are stacked with the first one."""
-    found: Dict[int, None] = {}
-    for name in base.tensors:
-        single = _SINGLE.match(name)
-        if single and single[1] == own.holder:
-            found[int(single[2])] = None
-    return [[f"{own.holder}.{expert}.{part}.weight" for part in own.stack.parts] for expert in range(1 + max(found))]
+    singles = filter(None, map(_SINGLE.match, base.tensors))
+    experts = 1 + max(int(single[2]) for single in singles if single[1] == own.holder)
+    parts = []
+    for expert in range(experts):
+        parts.append([f"{own.holder}.{expert}.{part}.weight" for part in own.stack.parts])
+    return parts

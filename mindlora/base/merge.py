@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from mindlora.adapters import expert_pairs, initial_pairs, joined_pairs, tied_em
 from mindlora.adapters import files as adapter_files
 from mindlora.adapters.adapter import Adapter, is_finite
 from mindlora.adapters.dialects.peft_config import Extras
-from mindlora.base.merge_checks import check_not_transposed, check_pair, check_shape, grown_tables
 from mindlora.base.reader import WORLDS, BaseCheckpoint
 from mindlora.base.writer import OutputTensor, Shard, check_checkpoint_output, write
 from mindlora.common.text import examples
@@ -20,7 +19,7 @@ from mindlora.models import names
 from mindlora.models.architecture import LEGACY, MCORE
 from mindlora.numerics.dtypes import FLOATS, dtype_name, from_float32, to_float32
 from mindlora.numerics.folding import fold_and_probe, worst_of
-from mindlora.numerics.pair_layouts import factors
+from mindlora.numerics.pair_layouts import EMBEDDING, Shape, factors
 
 # What the table of an embedding can be called.
 _TABLES = ("embedding_weight", "embedding_table")
@@ -122,7 +121,7 @@ def merge_checkpoint(
     with BaseCheckpoint(base) as source:
         merging = _Merging(source, content, str(adapter), kv_heads)
         shards = [
-            Shard([merging.tensor(name) for name in found], source.files[file].metadata)
+            Shard(list(map(merging.tensor, found)), source.files[file].metadata)
             for file, found in source.names_by_file.items()
         ]
         config = {**source.config, **merging.changed_config} if merging.changed_config and source.config else None
@@ -175,9 +174,9 @@ class _Merging:
         }
         self._check_dtypes()
         shapes = {name: base.tensors[own].shape for name, own in self._own.items()}
-        self._grown = {self._own[name]: shape for name, shape in grown_tables(adapter, shapes, source).items()}
+        self._grown = {self._own[name]: shape for name, shape in _grown_tables(adapter, shapes, source).items()}
         for name, path in self._pairs.items():
-            check_not_transposed(path, name, shapes)
+            _check_not_transposed(path, name, shapes)
         for name, path in self._pairs.items():
             self._check_pair(name, path)
         for name, (path, (indices, rows)) in self._rows.items():
@@ -329,11 +328,22 @@ class _Merging:
         return self.base.config.get("tie_word_embeddings") is True or self._head not in self._own
 
     def _check_pair(self, name, path):
-        self.adapter.scale(path)
-        self.adapter.narrow(path, self.base.tensors[name].shape[-1])
-        check_pair(self.adapter, path, name, self.source)
-        check_shape(name, self._shape_of(name), self.adapter.weight_shape(path), self.source)
-        factors(self.adapter.tensors[path, "A"], self.adapter.tensors[path, "B"])
+        adapter = self.adapter
+        adapter.scale(path)
+        adapter.narrow(path, self.base.tensors[name].shape[-1])
+        if adapter.layout(path) is EMBEDDING and adapter.row_norms(path) is not None:
+            raise MergeError(
+                f"{self.source} is a DoRA adapter of {path}, an embedding, whose magnitude is of the columns of "
+                f"{name}, and only that of rows can be merged. Merge it with PEFT (merge_and_unload)."
+            )
+        shape = tuple(self._shape_of(name))
+        needed = tuple(adapter.weight_shape(path))
+        if shape != needed:
+            raise ShapeMismatchError(
+                f"{name} is {list(shape)} in the base, and the adapter {self.source} is for {list(needed)}. It belongs "
+                "to another model: give the base that it was trained on."
+            )
+        factors(adapter.tensors[path, "A"], adapter.tensors[path, "B"])
 
     def _shape_of(self, name):
         """Returns the shape that a tensor of the base will have."""
@@ -389,3 +399,50 @@ def _need_heads(path, kv_heads):
             f"{path} orders its rows by key-value head, and the number of heads is not known. Give "
             "--kv-heads: n_kv_heads of the model."
         )
+
+
+def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) -> Dict[str, Shape]:
+    """Returns the saved embedding and head that replace the base's at another number of tokens, name -> new shape.
+
+    Args:
+        adapter (Adapter): The adapter.
+        shapes (mapping): The base's parameters -> shape, under MindFormers' names.
+        source (str): The adapter, for messages.
+
+    Raises:
+        ShapeMismatchError: Only one of the two is in the file, or they differ in size.
+    """
+    saved = {name: array.shape for name, array in adapter.saved_modules.items()}
+    grown = {
+        name: shape
+        for name, shape in saved.items()
+        if tied_embeddings.is_of_vocabulary(name) and shape[:1] != shapes[name][:1] and shape[1:] == shapes[name][1:]
+    }
+    tables = [name for name in shapes if tied_embeddings.is_of_vocabulary(name) and len(shapes[name]) == 2]
+    if grown and {saved.get(name, shapes[name])[0] for name in tables} != {next(iter(grown.values()))[0]}:
+        name = next(iter(grown))
+        tied_embeddings.check_vocabulary(name, saved[name], shapes[name], source)
+    return grown
+
+
+def _check_not_transposed(path: str, name: str, shapes: Mapping[str, Shape]) -> None:
+    """Raises MergeError if the base stores its linear weights [in, out], as GPT-2's Conv1D does.
+
+    A bias has one element for each output, which tells wherever a weight is not square.
+
+    Args:
+        path (str): Path of the cell.
+        name (str): The base's name of its weight.
+        shapes (mapping): The base's parameters -> shape, under MindFormers' names.
+    """
+    if f"{path}.bias" in shapes and any(_is_transposed(other, shapes) for other in shapes):
+        raise MergeError(
+            f"{name} is stored transposed, [in, out], as GPT-2's Conv1D has it (fan_in_fan_out), and only weights "
+            "[out, in] can be merged into. Merge with PEFT (merge_and_unload)."
+        )
+
+
+def _is_transposed(name: str, shapes: Mapping[str, Shape]) -> bool:
+    path, _, leaf = name.rpartition(".")
+    shape, bias = shapes[name], shapes.get(f"{path}.bias")
+    return leaf == "weight" and len(shape) == 2 and shape[0] != shape[1] and bias == (shape[1],)

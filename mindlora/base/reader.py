@@ -116,7 +116,10 @@ class BaseCheckpoint:
     @property
     def names_by_file(self) -> Dict[str, List[str]]:
         """Name of a file -> names of its tensors."""
-        return {file: [name for name in found.tensors if name in self._file_of] for file, found in self.files.items()}
+        by_file: Dict[str, List[str]] = {file: [] for file in self.files}
+        for name, file in self._file_of.items():
+            by_file[file].append(name)
+        return by_file
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row."""

@@ -1,6 +1,7 @@
 """What convert_base writes for each tensor of a checkpoint: the same under another name, or joined or split ones."""
 
 import functools
+import itertools
 from typing import Dict, List, Optional
 
 from mindlora.base import experts
@@ -48,13 +49,10 @@ class Plan:
                 self._own[legacy] = name
         self._legacy = {name: legacy for legacy, name in self._own.items()}
         self._check_known()
-        self.shards = [
-            Shard(
-                [made for name in found if name not in self.skipped for made in self._made_of(name)],
-                base.files[file].metadata,
-            )
-            for file, found in base.names_by_file.items()
-        ]
+        self.shards = []
+        for file, tensor_names in base.names_by_file.items():
+            made = [self._made_of(name) for name in tensor_names if name not in self.skipped]
+            self.shards.append(Shard(list(itertools.chain.from_iterable(made)), base.files[file].metadata))
 
     def _renamed(self, name: str, source: str, target: str) -> Optional[str]:
         """Returns a name in another world, by the record of the checkpoint first."""

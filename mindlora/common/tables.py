@@ -25,10 +25,11 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     room = WIDTH - sum(2 + max(map(len, column)) for column in list(zip(titles, *rows))[1:])
     table = [[_ending(row[0], room), *row[1:]] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*table)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
-        for row in table
-    )
+    lines = []
+    for first, *rest in table:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:])]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)
 
 
 def number(value: Optional[float]) -> str:

@@ -7,7 +7,7 @@ one of them all, in which the number of the stage stands before each name ("1-mo
 
 import os
 import re
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 from mindlora.common.json_files import parse_object, write_json
 from mindlora.errors import AdapterFormatError, TruncatedAdapterError
@@ -116,8 +116,9 @@ def write(path: str, stage: int, layouts: Mapping[str, Layout]) -> None:
         stage (int): The pipeline stage.
         layouts (mapping): Parameter -> Layout, with even slices.
     """
-    items = {
-        name: {
+    items = {}
+    for name, layout in layouts.items():
+        items[name] = {
             "dev_matrix": list(layout.dev_matrix),
             "tensor_map": [list(axes) if len(axes) > 1 else (*axes, -1)[0] for axes in layout.tensor_map],
             "param_split_shape": [],
@@ -126,8 +127,6 @@ def write(path: str, stage: int, layouts: Mapping[str, Layout]) -> None:
             "opt_weight_shard_step": layout.opt_shard_step,
             "opt_weight_shard_size": layout.opt_shard_size,
         }
-        for name, layout in layouts.items()
-    }
     # MindSpore's own tools take the number of the stage from the first operator.
     operators = {"LoRA": {"stage": stage, "parallel_strategy": []}}
     write_json(path, {"current_stage": 1, "parallel_strategy_item": operators, "parallel_layout_item": items})
@@ -153,7 +152,8 @@ def _from_protobuf(content: bytes, path: str) -> Tuple[int, List[Tuple[str, Layo
 
 
 def _parsed(message: memoryview) -> Layout:
-    matrices, maps = ([_dims(part) for part in _messages(message, number)] for number in (_DEV_MATRIX, _TENSOR_MAP))
+    matrices = list(map(_dims, _messages(message, _DEV_MATRIX)))
+    maps = list(map(_dims, _messages(message, _TENSOR_MAP)))
     # Several messages: one for each axis of the tensor. One: a number for each axis.
     tensor_map = [_axes(dims) for dims in maps if dims] if len(maps) > 1 else [_axes([dim]) for dim in maps[0]]
     uneven = any(map(_dims, _messages(message, _SPLIT_SHAPE))) or _number(message, _FIELD) != 0
@@ -199,13 +199,8 @@ def _number(message: memoryview, number: int) -> int:
 
 
 def _dims(message: memoryview) -> List[int]:
-    return list(_each_dim(message))
-
-
-def _each_dim(message: memoryview) -> Iterator[int]:
-    for field in protobuf.fields(message):
-        if field.field == _DIM and field.wire_type == protobuf.NUMBER:
-            yield _signed(field.value)
+    dims = [field for field in protobuf.fields(message) if field.field == _DIM and field.wire_type == protobuf.NUMBER]
+    return [_signed(field.value) for field in dims]
 
 
 def _signed(value: int) -> int:

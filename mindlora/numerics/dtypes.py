@@ -24,6 +24,11 @@ def from_float32(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rounded(array, dtype)[0] if dtype == BFLOAT16 else array.astype(dtype, copy=False)
 
 
+def scaled(array: np.ndarray, factor: float) -> np.ndarray:
+    """Returns ``array`` times a factor, rounded once to its dtype; the same array if the factor is 1."""
+    return array if factor == 1 else from_float32(to_float32(array) * np.float32(factor), array.dtype)
+
+
 def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:
     """Returns ``array`` rounded to ``dtype``, to the nearest, ties to even; and the same values as float32.
 

@@ -11,7 +11,7 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.compare import compare_adapters
 from mindlora.adapters.files import read_adapters
 from mindlora.adapters.inspect import inspect_adapter
-from mindlora.adapters.norms import delta_norm
+from mindlora.adapters.spectrum import delta_norm
 from mindlora.common.tables import WIDTH, columns, number
 from mindlora.errors import AdapterFormatError, ScaleMismatchError
 from mindlora.numerics.dtypes import BFLOAT16, from_float32, to_float32

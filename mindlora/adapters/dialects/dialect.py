@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import math
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
@@ -146,8 +145,7 @@ class Dialect(abc.ABC):
                 f"{file.source}: the configuration declares rank {config.rank} and the tensors have {rank}."
             )
         for path in adapter.paths:
-            growth = adapter.rank(path) / config.rank
-            adapter.alphas[path] = config.alpha * (math.sqrt(growth) if config.use_rslora else growth)
+            adapter.alphas[path] = config.alpha * adapter.alpha_growth(adapter.rank(path) / config.rank)
 
     def read(self, file: File) -> Adapter:
         """Returns the adapter in a file, with complete pairs of the declared ranks.

@@ -15,7 +15,7 @@ from mindlora.adapters.dialects.mindformers import MCORE, MindFormers, tensor_ke
 from mindlora.common.text import listed
 from mindlora.errors import AdapterError
 from mindlora.models import architecture, names, registry
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.dtypes import scaled, to_float32
 
 
 class Mcore(MindFormers):
@@ -85,10 +85,8 @@ def one_rank(adapter: Adapter) -> Adapter:
     for path in adapter.paths:
         a = adapter.tensors[path, "A"]
         b = adapter.tensors[path, "B"]
-        factor = adapter.scale(path) / scale
+        b = scaled(b, adapter.scale(path) / scale)
         missing = rank - adapter.rank(path)
-        if factor != 1:
-            b = from_float32(to_float32(b) * np.float32(factor), b.dtype)
         tensors[path, "A"] = np.pad(a, ((0, missing), (0, 0)))
         tensors[path, "B"] = np.pad(b, ((0, 0), (0, missing)))
     alphas = dict.fromkeys(adapter.paths, scale * rank)

@@ -87,7 +87,7 @@ def module_paths(paths: List[str]) -> Dict[str, str]:
     for path in paths:
         module, _, parameter = names.to_hugging_face(path).rpartition(".")
         by_module.setdefault(module, {})[parameter] = path
-    found = {}
+    wrapped = {}
     for module, parameters in by_module.items():
         unknown = [f"{module}.{parameter}" for parameter in parameters if parameter not in STACKED]
         if unknown and len(parameters) > 1:
@@ -98,8 +98,8 @@ def module_paths(paths: List[str]) -> Dict[str, str]:
             )
         ordered = [name for name in STACKED if name in parameters] or list(parameters)
         for depth, parameter in enumerate(reversed(ordered)):
-            found[parameters[parameter]] = module + _WRAPPED * depth
-    return found
+            wrapped[parameters[parameter]] = module + _WRAPPED * depth
+    return wrapped
 
 
 def _parameters_of(module: str, targets: List[str]) -> Optional[List[str]]:
@@ -109,16 +109,17 @@ def _parameters_of(module: str, targets: List[str]) -> Optional[List[str]]:
     """
     leaves = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
     ordered = [leaf for leaf in STACKED if leaf in leaves] + [leaf for leaf in leaves if leaf not in STACKED]
-    found = [f"{module}.{leaf}" for leaf in ordered if leaf != "weight"]
+    parameters = [f"{module}.{leaf}" for leaf in ordered if leaf != "weight"]
     # A name by itself is of experts, or it would be of every module.
     named = [target for target in targets if "." in target or module.endswith("experts")]
-    return [path for path in found if any(("." + path).endswith("." + target) for target in named)] or None
+    ends = tuple(f".{target}" for target in named)
+    return [path for path in parameters if f".{path}".endswith(ends)] or None
 
 
 def _unflatten(adapter: Adapter, path: str, stacked: str, rank: int, source: str) -> None:
     """Makes a stacked pair at ``stacked`` of the matrices at ``path``."""
-    flat = [adapter.tensors.pop((path, half), None) for half in "AB"]
-    for half, array in zip("AB", flat):
+    flat = {half: adapter.tensors.pop((path, half), None) for half in "AB"}
+    for half, array in flat.items():
         if array is None:
             continue
         stack = unflatten_experts(half, array, rank)

@@ -14,7 +14,7 @@ from mindlora.common.text import listed
 from mindlora.errors import AdapterError
 from mindlora.formats import ckpt_file
 from mindlora.models import architecture
-from mindlora.numerics.dtypes import from_float32, to_float32
+from mindlora.numerics.dtypes import scaled
 from mindlora.numerics.pair_layouts import LAYOUTS
 
 WEIGHTS_FILE = "adapter_model.ckpt"
@@ -68,9 +68,7 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     scale = _scale(adapter)
     for path in adapter.paths:
         parts = adapter.parts(path)
-        factor = adapter.scale(path) / scale
-        if factor != 1:
-            parts["B"] = from_float32(to_float32(parts["B"]) * np.float32(factor), parts["B"].dtype)
+        parts["B"] = scaled(parts["B"], adapter.scale(path) / scale)
         for part, array in parts.items():
             written[tensor_key(path, part, SLORA)] = array
     return written

@@ -15,8 +15,7 @@ from mindlora.adapters.matching import rename
 from mindlora.adapters.sharding import rank_files
 from mindlora.adapters.sharding.rank_files import Content, RankFile
 from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
-from mindlora.adapters.sharding.slices import Piece, join
-from mindlora.adapters.sharding.strategy import Strategy, read_strategy
+from mindlora.adapters.sharding.strategy import Piece, Strategy, join, read_strategy
 from mindlora.common.text import listed
 from mindlora.errors import AdapterFormatError, MissingTensorsError
 from mindlora.models import names

@@ -13,8 +13,7 @@ from mindlora.adapters.convert import Heads, check_free
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.matching import CellShape, arrange
 from mindlora.adapters.sharding.run_settings import NOTHING_KNOWN, RunSettings
-from mindlora.adapters.sharding.slices import cut
-from mindlora.adapters.sharding.strategy import Strategy, read_strategy
+from mindlora.adapters.sharding.strategy import Strategy, cut, read_strategy
 from mindlora.common import atomic
 from mindlora.common.text import listed
 from mindlora.config.variants.variant import PartKey

@@ -1,13 +1,49 @@
-"""Strategy: which rank of a run holds which part of which parameter."""
+"""Strategy: which rank of a run holds which part of which parameter; cutting tensors so, and joining the parts."""
 
 import math
-from typing import Dict, List
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
-from mindlora.adapters.sharding.slices import Shape, Slice, slice_of
+import numpy as np
+
 from mindlora.common.text import listed
-from mindlora.errors import AdapterFormatError, UnexpectedTensorsError
+from mindlora.errors import AdapterFormatError, MissingTensorsError, ShapeMismatchError, UnexpectedTensorsError
 from mindlora.formats import strategy_file
 from mindlora.formats.strategy_file import Layout, Stages
+
+Shape = Tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        whole (tuple of int): Shape of the whole tensor.
+        begin (tuple of int): Index of the part's first element.
+        shape (tuple of int): Shape of the part.
+    """
+
+    whole: Shape
+    begin: Shape
+    shape: Shape
+
+    @property
+    def where(self) -> Tuple[slice, ...]:
+        """What selects the part in an array of the whole."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.shape))
+
+
+class Piece(NamedTuple):
+    """What one rank holds of a tensor.
+
+    Attributes:
+        source (str): The file or the rank, for messages.
+        part (Slice): Which part it is.
+        array (numpy.ndarray): Its elements.
+    """
+
+    source: str
+    part: Slice
+    array: np.ndarray
 
 
 class Strategy:
@@ -80,3 +116,173 @@ def read_strategy(path: str) -> Strategy:
         AdapterFormatError, TruncatedAdapterError: It cannot be read, or lacks a pipeline stage.
     """
     return Strategy(strategy_file.read_all(path), path)
+
+
+def parts_of(layout: Layout, rank: int, name: str) -> Tuple[Shape, Shape]:
+    """Returns along each axis into how many parts a tensor is cut, and which of them a rank holds.
+
+    Along an axis that several axes of the device matrix cut, the first of them cuts most coarsely. What optimizer
+    parallelism cuts is the first axis of the slice that remains, among the ranks that share it.
+
+    Args:
+        layout (Layout): How it is cut.
+        rank (int): The rank within its pipeline stage.
+        name (str): The tensor, for messages.
+
+    Returns:
+        (counts, indices), tuples of int with one element for each axis of the tensor.
+
+    Raises:
+        AdapterFormatError: The layout contradicts itself, or is one of uneven slices.
+    """
+    matrix = layout.dev_matrix
+    if layout.uneven:
+        raise AdapterFormatError(
+            f"The strategy cuts {name} into uneven slices (field slices), which mindlora cannot join. Shard it evenly."
+        )
+    used = [axis for axes in layout.tensor_map for axis in axes]
+    if len(set(used)) < len(used) or any(not 0 <= axis < len(matrix) for axis in used) or min(matrix, default=1) < 1:
+        raise AdapterFormatError(
+            f"The strategy of {name} is damaged: its tensor map {list(layout.tensor_map)} does not belong to a device "
+            f"matrix {list(matrix)}. Copy or save the strategy file again."
+        )
+    place = np.unravel_index(rank, matrix) if matrix else ()
+    counts, indices = [], []
+    for axes in layout.tensor_map:
+        sizes = [(matrix[-1 - axis], int(place[-1 - axis])) for axis in axes]
+        count, index = math.prod(size for size, _ in sizes), 0
+        for size, own in sizes:
+            index = index * size + own
+        counts.append(count)
+        indices.append(index)
+    size = layout.opt_shard_size
+    if size > 1 and counts:
+        own = _opt_index(layout, used, [int(at) for at in place], name)
+        counts[0], indices[0] = counts[0] * size, indices[0] * size + own
+    return tuple(counts), tuple(indices)
+
+
+def slice_of(layout: Layout, rank: int, shape: Shape, name: str) -> Slice:
+    """Returns which part of a tensor a rank holds.
+
+    Args:
+        layout (Layout): How the tensor is cut; one without a tensor map is not cut.
+        rank (int): The rank within its pipeline stage.
+        shape (tuple of int): The shape of what the rank holds.
+        name (str): The tensor, for messages.
+
+    Raises:
+        AdapterFormatError: As in ``parts_of``.
+        ShapeMismatchError: The tensor has another number of axes than the layout.
+    """
+    if not layout.tensor_map:
+        return Slice(shape, (0,) * len(shape), shape)
+    counts, indices = parts_of(layout, rank, name)
+    if len(counts) != len(shape):
+        raise ShapeMismatchError(
+            f"{name} is {list(shape)}, and the strategy cuts a tensor of {len(counts)} axes: it is the strategy of "
+            "another run. Give the one that this run saved."
+        )
+    return Slice(
+        tuple(size * count for size, count in zip(shape, counts)),
+        tuple(size * index for size, index in zip(shape, indices)),
+        tuple(shape),
+    )
+
+
+def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
+    """Returns what a rank holds of a whole tensor, as a copy.
+
+    Args:
+        array (numpy.ndarray): The whole.
+        layout (Layout): How it is cut.
+        rank (int): The rank within its pipeline stage.
+        name (str): The tensor, for messages.
+
+    Raises:
+        AdapterFormatError: As in ``parts_of``.
+        ShapeMismatchError: The tensor cannot be cut into equal parts.
+    """
+    axes = len(array.shape)
+    counts, indices = parts_of(layout, rank, name) if layout.tensor_map else ((1,) * axes, (0,) * axes)
+    if len(counts) != axes or any(size % count for size, count in zip(array.shape, counts)):
+        raise ShapeMismatchError(
+            f"{name} is {list(array.shape)}, which the strategy's {list(counts)} parts do not divide: it is the "
+            "strategy of another network. Give the one of the run that is to start from this adapter."
+        )
+    sizes = [size // count for size, count in zip(array.shape, counts)]
+    part = Slice(array.shape, tuple(size * index for size, index in zip(sizes, indices)), tuple(sizes))
+    return np.array(array[part.where])
+
+
+def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
+    """Returns the whole tensor that pieces make up: each element comes from one slice, and copies of it are equal.
+
+    Args:
+        name (str): The tensor, for messages.
+        pieces (sequence of Piece): What the ranks hold of it, replicas included.
+
+    Raises:
+        ShapeMismatchError: The pieces are of wholes of different shapes or dtypes, or overlap.
+        AdapterFormatError: Two pieces of the same part differ.
+        MissingTensorsError: A part of the whole is in none of them.
+    """
+    first = pieces[0]
+    for piece in pieces:
+        if (piece.part.whole, piece.array.dtype) != (first.part.whole, first.array.dtype):
+            raise ShapeMismatchError(
+                f"{name} is a slice {list(first.array.shape)} of {list(first.part.whole)} {first.array.dtype} in "
+                f"{first.source}, and {list(piece.array.shape)} of {list(piece.part.whole)} {piece.array.dtype} in "
+                f"{piece.source}. The files are of two runs, or the strategy is another run's."
+            )
+    whole = np.empty(first.part.whole, first.array.dtype)
+    distinct: List[Piece] = []
+    covered = np.zeros(first.part.whole, bool)
+    for piece in pieces:
+        twin = next((other for other in distinct if other.part == piece.part), None)
+        if twin is not None:
+            _check_equal(name, twin, piece)
+            continue
+        if covered[piece.part.where].any():
+            raise ShapeMismatchError(
+                f"{name} has overlapping slices: {piece.source} holds elements that another rank holds as part of a "
+                "different slice. The strategy is another run's."
+            )
+        distinct.append(piece)
+        covered[piece.part.where] = True
+        whole[piece.part.where] = piece.array
+    if not covered.all():
+        raise MissingTensorsError(
+            f"{name} is incomplete: {np.count_nonzero(~covered):,} of its {covered.size:,} elements are in no rank's "
+            "file. Copy the files of all ranks."
+        )
+    return whole
+
+
+def _check_equal(name: str, one: Piece, other: Piece) -> None:
+    if one.array.tobytes() != other.array.tobytes():
+        raise AdapterFormatError(
+            f"{name} differs between {one.source} and {other.source}, which hold copies of the same slice. They are "
+            "of different steps or runs, or the strategy is another run's."
+        )
+
+
+def _opt_index(layout: Layout, used: Sequence[int], place: List[int], name: str) -> int:
+    """Returns which part of a slice, cut by optimizer parallelism, the rank at a place of the device matrix holds."""
+    matrix, left = layout.dev_matrix, layout.opt_shard_size
+    index, weight = 0, 1
+    # The ranks that share a slice differ along the axes that cut nothing; the last of these runs fastest.
+    for axis in reversed(range(len(matrix))):
+        if len(matrix) - 1 - axis in used or matrix[axis] == 1 or left == 1:
+            continue
+        size = math.gcd(matrix[axis], left)
+        if size != min(matrix[axis], left):
+            break
+        index += weight * (place[axis] % size)
+        weight, left = weight * size, left // size
+    if left > 1:
+        raise AdapterFormatError(
+            f"The strategy of {name} is damaged: optimizer parallelism cannot cut a slice into "
+            f"{layout.opt_shard_size} parts on a device matrix {list(matrix)}. Copy or save the strategy file again."
+        )
+    return index

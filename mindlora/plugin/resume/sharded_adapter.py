@@ -14,7 +14,7 @@ from mindspore import Parameter, nn
 from mindspore.communication import get_group_size, get_process_group_ranks, get_rank
 
 from mindlora.adapters import metadata as adapter_metadata
-from mindlora.adapters.sharding.slices import Piece, Slice, join, slice_of
+from mindlora.adapters.sharding.strategy import Piece, Slice, join, slice_of
 from mindlora.common import atomic
 from mindlora.common.text import listed
 from mindlora.errors import BackendError, LoraError

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from mindlora.adapters.convert import Heads
-from mindlora.adapters.sharding import slices
+from mindlora.adapters.sharding import strategy
 from mindlora.adapters.sharding.gather import gather_adapter
 from mindlora.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
-from mindlora.adapters.sharding.slices import Piece, Slice
-from mindlora.adapters.sharding.strategy import Strategy
+from mindlora.adapters.sharding.strategy import Piece, Slice, Strategy
 from mindlora.config import LoraConfig
 from mindlora.errors import (
     AdapterError,
@@ -152,7 +151,7 @@ def test_overlapping_slices():
         return Piece(source, Slice((4, 2), (begin, 0), (2, 2)), np.ones((2, 2)))
 
     message = "w has overlapping slices: the second holds elements"
-    refused(ShapeMismatchError, part(message), slices.join, "w", [piece("the first", 0), piece("the second", 1)])
+    refused(ShapeMismatchError, part(message), strategy.join, "w", [piece("the first", 0), piece("the second", 1)])
 
 
 def test_a_layout_that_contradicts_itself(tmp_path):
@@ -163,7 +162,7 @@ def test_a_layout_that_contradicts_itself(tmp_path):
         (Layout((2, 2), ((0,), (1,)), 1, 2), "optimizer parallelism cannot cut"),
         (Layout((2, 2), ((0,), ()), uneven=True), "uneven slices"),
     ):
-        refused(AdapterFormatError, part(message), slices.slice_of, layout, 0, (4, 4), "w")
+        refused(AdapterFormatError, part(message), strategy.slice_of, layout, 0, (4, 4), "w")
     stages = {0: {"v": Layout((2,), ((),)), "w": Layout((4,), ((),))}}
     refused(AdapterFormatError, part("spreads v over 2 devices and w over 4"), Strategy, stages, "it")
 

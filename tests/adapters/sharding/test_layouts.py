@@ -13,7 +13,7 @@ from mindlora.adapters.files import read, write
 from mindlora.adapters.sharding.gather import gather_adapter
 from mindlora.adapters.sharding.run_settings import RunSettings
 from mindlora.adapters.sharding.scatter import scatter_adapter
-from mindlora.adapters.sharding.slices import Piece, cut, join, slice_of
+from mindlora.adapters.sharding.strategy import Piece, cut, join, slice_of
 from mindlora.errors import AdapterError
 from mindlora.formats import ckpt_file, strategy_file
 from mindlora.formats.strategy_file import Layout

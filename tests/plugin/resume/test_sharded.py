@@ -13,7 +13,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base, load_lora
 from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.sharding.scatter import scatter_adapter
-from mindlora.adapters.sharding.slices import cut
+from mindlora.adapters.sharding.strategy import cut
 from mindlora.checks.sharded import check_sharded, is_scattered
 from mindlora.errors import (
     BackendError,
