@@ -34,11 +34,15 @@ def test_rounding_is_within_the_bound(dtype, size):
 def test_a_network_s_weight_and_a_file_s_rows_are_folded_to_the_same_bytes(monkeypatch, dtype, dora):
     weight, b, a = normal(9, 20).astype(dtype), normal(9, 3, seed=1), normal(3, 20, seed=2)
     magnitude = np.abs(normal(9, seed=3)) if dora else None
-    rows, *_ = fold_and_probe(weight.astype(np.float32), np.float32(1.5) * b, a, weight.dtype, magnitude)
-    # Three rows to a block, and the last one smaller.
+    # Four rows to a block, and the last one smaller. In blocks of other heights, a BLAS may sum in another order.
     monkeypatch.setattr(folding, "_BLOCK_ELEMENTS", 80)
     merged, gains = fold_weight(weight, b, a, 1.5, magnitude)
-    assert merged.dtype == weight.dtype and merged.tobytes() == rows.tobytes()
+    assert merged.dtype == weight.dtype
+    for begin in range(0, 9, 4):
+        part = slice(begin, begin + 4)
+        sizes = None if magnitude is None else magnitude[part]
+        rows, *_ = fold_and_probe(weight[part].astype(np.float32), np.float32(1.5) * b[part], a, weight.dtype, sizes)
+        assert merged[part].tobytes() == rows.tobytes()
     sums = weight.astype(np.float64) + 1.5 * b.astype(np.float64) @ a
     expected = magnitude / np.linalg.norm(sums, axis=1) if dora else np.ones(9)
     np.testing.assert_allclose(gains[:, 0], expected, rtol=1e-5)
