@@ -118,4 +118,5 @@ GLM2 = Architecture(
     },
     cache_blocks=128,
     caches_in_training=True,
+    takes_shifted_labels=True,
 )

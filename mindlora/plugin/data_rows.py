@@ -10,6 +10,7 @@ from mindformers.tools.register import MindFormerConfig
 from mindlora.checks.mcore import is_mcore
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import value_at
+from mindlora.models import registry
 from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows, row_count
 
 # Rows of a file that are looked at: a file of millions would take minutes.
@@ -34,10 +35,10 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
     if training:
         yield from _mistakes("train_dataset", data_of(config.train_dataset), model, lengths)
         yield from _batch_mistakes(config, data_of(config.train_dataset))
-        if _is_shifted_before(config):
+        if _takes_shifted_labels(config):
             yield from _unshifted(data_of(config.train_dataset))
     if config.run_mode == "eval" or (training and config.do_eval):
-        evaluated = lengths if _is_shifted_before(config) else (length, length + 1)
+        evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
         yield from _mistakes("eval_dataset", data_of(config.eval_dataset), model, evaluated)
     for number, callback in enumerate(config.callbacks or []) if training else ():
         if callback.get("type") == "HeldOutLoss" and callback.get("dataset_dir"):
@@ -50,7 +51,7 @@ def data_mistakes(config: MindFormerConfig) -> Iterator[str]:
 
 def _lengths(config: MindFormerConfig, length: int) -> Sequence[int]:
     """Returns how many tokens the rows that a model of this seq_length trains on may have."""
-    if _is_shifted_before(config):
+    if _takes_shifted_labels(config):
         # Those of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
     # The other legacy models predict each token of a row of N + 1 from those before it.
@@ -58,9 +59,9 @@ def _lengths(config: MindFormerConfig, length: int) -> Sequence[int]:
     return (length, length + 1) if sliced else (length + 1,)
 
 
-def _is_shifted_before(config: MindFormerConfig) -> bool:
-    """Tells whether the model takes each label for the token at its own place: the rows hold them shifted."""
-    return str(value_at(config, "model.arch.type")).startswith("ChatGLM")
+def _takes_shifted_labels(config: MindFormerConfig) -> bool:
+    architecture = registry.by_model_type(value_at(config, "model.arch.type"))
+    return architecture is not None and architecture.takes_shifted_labels
 
 
 def _unshifted(data: Optional[Data]) -> Iterator[str]:
