@@ -11,7 +11,7 @@ from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import LoRACell, carry_settings, refuse_unsupported
 from mindlora.nn.initial_values import initial_values
-from mindlora.nn.linear_form import channels_of, is_sharded, linear_form
+from mindlora.nn.linear_form import adopt_form, channels_of, is_sharded, linear_form
 from mindlora.nn.low_rank import pick_low_rank
 
 
@@ -154,11 +154,8 @@ class LoRADense(LoRACell):
     def _adopt(self, cell, config):
         """Takes over what the forward of ``cell`` uses, and adds A and B."""
         self._describe(cell, config)
-        form = linear_form(cell)
-        self.in_channels, self.out_channels = form.in_channels, form.out_channels
+        form = adopt_form(self, cell)
         self.weight, self.bias, self.matmul = cell.weight, cell.bias, form.matmul
-        self.has_bias, self.bias_add = form.bias_add is not None, form.bias_add
-        self.activation, self.activation_flag = form.activation, form.activation is not None
         self.dtype = getattr(mstype, config.compute_dtype) if config.compute_dtype else form.dtype
 
         self._add_adapter(config)

@@ -74,3 +74,15 @@ def linear_form(cell: nn.Cell) -> LinearForm:
     # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
     dtype = getattr(cell, "dtype", cell.weight.dtype)
     return LinearForm(cell.in_channels, cell.out_channels, dtype, cell.matmul, bias_add, activation)
+
+
+def adopt_form(target: nn.Cell, cell: nn.Cell) -> LinearForm:
+    """Gives ``target`` the sizes, the bias operator and the activation of a linear cell; returns all of its form."""
+    form = linear_form(cell)
+    target.in_channels = form.in_channels
+    target.out_channels = form.out_channels
+    target.has_bias = form.bias_add is not None
+    target.bias_add = form.bias_add
+    target.activation_flag = form.activation is not None
+    target.activation = form.activation
+    return form

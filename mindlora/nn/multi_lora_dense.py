@@ -8,7 +8,7 @@ from mindspore.common.initializer import initializer
 
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import plain_linear_types
-from mindlora.nn.linear_form import linear_form
+from mindlora.nn.linear_form import adopt_form
 from mindlora.nn.nf4 import NF4Dense
 from mindlora.numerics.nf4 import TENSOR_NAMES
 from mindlora.ops.multi_lora_delta import MultiLoraDelta
@@ -82,11 +82,9 @@ class MultiLoRADense(nn.Cell):
         return (*plain_linear_types(), NF4Dense)
 
     def _adopt(self, cell):
-        form = linear_form(cell)
-        self.in_channels, self.out_channels, self.dtype = form.in_channels, form.out_channels, form.dtype
+        form = adopt_form(self, cell)
+        self.dtype = form.dtype
         self.weight, self.bias, self.matmul = cell.weight, cell.bias, form.matmul
-        self.has_bias, self.bias_add = form.bias_add is not None, form.bias_add
-        self.activation, self.activation_flag = form.activation, form.activation is not None
         self.quantization = getattr(cell, "quantization", None)
         if self.quantization:
             for name in TENSOR_NAMES.values():

@@ -12,7 +12,7 @@ from mindlora.config.description import NOT_QUANTIZED_SHARDED
 from mindlora.errors import UnsupportedCellError
 from mindlora.nn.cell import carry_settings
 from mindlora.nn.dense import LoRADense
-from mindlora.nn.linear_form import is_sharded, linear_form
+from mindlora.nn.linear_form import adopt_form, is_sharded
 from mindlora.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
 from mindlora.ops.nf4_linear import Nf4Linear
 
@@ -83,14 +83,11 @@ class NF4Dense(nn.Cell):
         LoRADense.check(cell, None)
 
     def _adopt(self, cell, prefix, array):
-        form = linear_form(cell)
-        self.in_channels, self.out_channels = form.in_channels, form.out_channels
+        form = adopt_form(self, cell)
         self.weight_dtype, self.dtype = cell.weight.dtype, form.dtype
         for name, parameter in packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array).items():
             setattr(self, name, parameter)
         self.bias, self.matmul = cell.bias, Nf4Linear()
-        self.has_bias, self.bias_add = form.bias_add is not None, form.bias_add
-        self.activation, self.activation_flag = form.activation, form.activation is not None
         self.cast, self.reshape = ops.Cast(), ops.Reshape()
         carry_settings(cell, self)
         # The tuple hides it from MindSpore. It must lose its weight, which would otherwise stay in memory.

@@ -54,11 +54,13 @@ class RoutedExperts(nn.Cell):
     def _shard(self):
         layout = sys.modules[FFN_MODULE].layout
         tokens = layout("dp_cp", "None", "None")
-        # W is [experts * in, out]; A and B have an axis of experts.
-        own = {True: layout("ep", "None", "None"), False: layout("ep", "None")}
-        operands = [
-            own[half and isinstance(self._cells[leaf], LoRACell)] for leaf in _LEAVES for half in (False, True, True)
-        ]
+        # W is [experts * in, out]; A and B have an axis of experts. Without an adapter, W stands in for A and B.
+        of_weight = layout("ep", "None")
+        of_pair = layout("ep", "None", "None")
+        operands = []
+        for leaf in _LEAVES:
+            half = of_pair if isinstance(self._cells[leaf], LoRACell) else of_weight
+            operands += [of_weight, half, half]
         self.morphed_forward.shard(
             in_strategy=(tokens, tokens, tokens, *operands, layout("None")), out_strategy=(tokens,)
         )
@@ -135,16 +137,17 @@ def holders_with(network: nn.Cell, replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) 
         if isinstance(base, ExpertWeight) and id(base) not in present:
             holders[id(base.holder)] = base.holder
             weights.setdefault(id(base.holder), {})[base.leaf] = cell
-    return {
-        key: RoutedExperts(holder, {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in _LEAVES})
-        for key, holder in holders.items()
-    }
+    replacements: Dict[int, nn.Cell] = {}
+    for key, holder in holders.items():
+        cells = {leaf: weights[key].get(leaf) or ExpertWeight(holder, leaf) for leaf in _LEAVES}
+        replacements[key] = RoutedExperts(holder, cells)
+    return replacements
 
 
 def plain_holders(network: nn.Cell) -> Dict[int, nn.Cell]:
     """Returns id of each RoutedExperts without a 4-bit weight -> the FFNGroupedGEMM that it replaced."""
-    return {
-        id(cell): cell.plain_cell()
-        for _, cell in network.cells_and_names()
-        if isinstance(cell, RoutedExperts) and not any(getattr(one, "quantization", None) for one in cell.cells())
-    }
+    holders: Dict[int, nn.Cell] = {}
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, RoutedExperts) and not any(getattr(one, "quantization", None) for one in cell.cells()):
+            holders[id(cell)] = cell.plain_cell()
+    return holders
