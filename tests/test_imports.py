@@ -46,7 +46,7 @@ WITHOUT_MINDSPORE = (
     "plan",
 )
 # MindFormers takes seconds to import: only the plug-in imports it, and these modules in a function.
-IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.launcher_check", "mindlora.serving.network")
+IN_A_FUNCTION = ("mindlora.data.tokenizers", "mindlora.doctor.examination", "mindlora.serving.network")
 MAX_LINES = 600
 
 FILES_ALONE = """

@@ -2,10 +2,13 @@
 
 from typing import Any, Iterator, Mapping, Sequence
 
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.mcore import is_mcore
+from mindlora.checks.training import train_step
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import value_at
-from mindlora.errors import ConfigError
 
+_KEY = "context.device_target"
 # What MindFormers' Llama needs on a CPU: key -> (value, reason).
 _MODEL = {
     "use_flash_attention": (False, "flash attention has no CPU kernel"),
@@ -27,33 +30,35 @@ _LLAMA_DEFAULTS = {
 }
 
 
-def check_cpu(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError with everything that must be set differently, unless the YAML can run on a CPU."""
-    wrong = [*_check_model(value_at(config, "model.model_config")), *_check_prediction(config), *_check_run(config)]
-    if wrong:
-        raise ConfigError("context.device_target is CPU, where this YAML cannot run. Set: " + "; ".join(wrong) + ".")
+def check_cpu(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error with everything that must be set differently, unless a YAML for a CPU can run there."""
+    if value_at(config, _KEY) != "CPU" or is_mcore(config):
+        return
+    model_config = value_at(config, "model.model_config")
+    changes = [*_model_changes(model_config), *_prediction_changes(config), *_run_changes(config)]
+    if changes:
+        yield error(_KEY, f"{_KEY} is CPU, where this YAML cannot run.", f"Set: {'; '.join(changes)}.")
 
 
-def check_cpu_serving(model_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError with everything that must be set differently, unless the model can be served on a CPU."""
-    wrong = list(_check_model(model_config, ("fused_rms_norm",)))
-    if wrong:
-        raise ConfigError(
-            "context.device_target is CPU, where this model cannot be served. Set: " + "; ".join(wrong) + "."
-        )
+def check_cpu_serving(model_config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error with everything that must be set differently, unless the model can be served on a CPU."""
+    changes = list(_model_changes(model_config, ("fused_rms_norm",)))
+    if changes:
+        yield error(_KEY, f"{_KEY} is CPU, where this model cannot be served.", f"Set: {'; '.join(changes)}.")
 
 
-def _check_model(model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL)) -> Iterator[str]:
-    for key, (needed, reason) in ((key, _MODEL[key]) for key in keys):
+def _model_changes(model_config: Mapping[str, Any], keys: Sequence[str] = tuple(_MODEL)) -> Iterator[str]:
+    for key in keys:
+        needed, reason = _MODEL[key]
         if bool(model_config.get(key, _LLAMA_DEFAULTS[key])) != needed:
             yield f"model.model_config.{key}: {needed} ({reason})"
     for key in _DTYPES:
-        found = model_config.get(key, _LLAMA_DEFAULTS[key])
-        if found not in ("float32", "fp32"):
-            yield f"model.model_config.{key}: float32 (found {found})"
+        dtype = model_config.get(key, _LLAMA_DEFAULTS[key])
+        if dtype not in ("float32", "fp32"):
+            yield f"model.model_config.{key}: float32 (found {dtype})"
 
 
-def _check_prediction(config) -> Iterator[str]:
+def _prediction_changes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("run_mode") != "predict":
         return
     # MindSpore chooses the next token with ArgMaxExt or TopkExt, which have no CPU kernel.
@@ -66,14 +71,13 @@ def _check_prediction(config) -> Iterator[str]:
         yield "postprocess_use_numpy: True (sampling without NumPy has no CPU kernel either)"
 
 
-def _check_run(config) -> Iterator[str]:
+def _run_changes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("use_parallel") and config.get("load_checkpoint"):
         yield (
             "use_parallel: False (with several devices and load_checkpoint, MindFormers waits at a Barrier, which has "
             "no CPU kernel)"
         )
-    wrapper = value_at(config, "runner_wrapper.type")
-    if config.get("run_mode") in TRAINING_MODES and wrapper == "MFTrainOneStepCell":
+    if config.get("run_mode") in TRAINING_MODES and train_step(config) == "MFTrainOneStepCell":
         yield (
             "runner_wrapper.type: LoraTrainOneStepCell (MFTrainOneStepCell checks overflow with kernels that only "
             "Ascend has)"

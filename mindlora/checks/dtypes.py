@@ -1,6 +1,6 @@
 """Checks of the dtypes in which base and adapter are stored and computed."""
 
-from typing import Iterator, Tuple
+from typing import Any, Iterator, Mapping, Tuple
 
 from mindlora.checks.finding import Finding
 from mindlora.checks.mcore import is_mcore
@@ -14,7 +14,7 @@ _PRECISION = {"float16": 11, "bfloat16": 8}
 _MODEL = "model.model_config"
 
 
-def check_dtypes(config: dict, lora: LoraConfig) -> Iterator[Finding]:
+def check_dtypes(config: Mapping[str, Any], lora: LoraConfig) -> Iterator[Finding]:
     """Yields a finding for what rounding, underflow or overflow would cost in the dtypes that the YAML names."""
     dtypes = []
     keys = _base_dtype_keys(config)
@@ -79,7 +79,7 @@ def _scales_loss(config) -> bool:
     return isinstance(scale, dict) or isinstance(scale, (int, float)) and scale > 1
 
 
-def _base_dtype_keys(config: dict) -> Tuple[Tuple[str, str], Tuple[str, str]]:
+def _base_dtype_keys(config: Mapping[str, Any]) -> Tuple[Tuple[str, str], Tuple[str, str]]:
     """Returns (key, default) of the dtypes in which the base is stored and computed."""
     if not is_mcore(config):
         return ("param_init_type", "float16"), ("compute_dtype", "float16")

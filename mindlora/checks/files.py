@@ -1,49 +1,152 @@
-"""Checks that the files that a YAML names exist: base, data, adapter, tokenizer."""
+"""Do the files that a YAML names exist, and are they of the right form: base, adapter, data, tokenizer."""
 
 import os
-from typing import Iterator, Optional
+from typing import Any, Iterator, List, Mapping, Optional, Tuple
 
-from mindlora.checks.finding import Finding
+from mindlora.base import quantize
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.pet_config import quantizes_base
+from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
-from mindlora.config import LoraConfig
+from mindlora.errors import CheckpointError, ConfigError
+from mindlora.formats.mindrecord_files import mindrecord_files
+from mindlora.formats.safetensors_file import TensorFile
 
-# MindFormers takes the weights from the first of these that is set.
-_BASES = ("checkpoint.load_path", "load_checkpoint", "pretrained_model_dir")
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
 
 
-def check_files(config: dict, lora: Optional[LoraConfig]) -> Iterator[Finding]:
-    """Yields a finding for each file that this run will read and that is missing or not named."""
-    effect = "the base under the adapter has random weights" if lora else ""
-    base = next((key for key in _BASES if value_at(config, key)), "load_checkpoint")
-    yield from _check_path(config, base, f"--{base}", effect)
+def base_of(config: Mapping[str, Any]) -> Tuple[str, Optional[str]]:
+    """Returns the key that names the base, and its path: the one from which MindFormers' Trainer takes the weights.
+
+    MindFormers 1.9 prefers checkpoint.load_path, and takes pretrained_model_dir where nothing else is named and that
+    folder has weights.
+    """
+    folder = config.get("pretrained_model_dir")
+    if value_at(config, "checkpoint.load_path"):
+        return "checkpoint.load_path", value_at(config, "checkpoint.load_path")
+    if config.get("load_checkpoint") or not folder:
+        return "load_checkpoint", config.get("load_checkpoint")
+    has_weights = os.path.isdir(folder) and any(name.endswith(".safetensors") for name in os.listdir(folder))
+    return ("pretrained_model_dir", folder) if has_weights or not os.path.isdir(folder) else ("load_checkpoint", None)
+
+
+def check_files(config: Mapping[str, Any], complete: bool = False) -> Iterator[Finding]:
+    """Yields a finding for each file that the run will read and that is missing, not named or of the wrong form.
+
+    Args:
+        config (mapping): The content of the YAML.
+        complete (bool): Whether the command line is in ``config``, so that a file which nothing names is missing.
+            Default: False.
+    """
+    yield from _check_base(config, complete)
     if config.get("run_mode") in TRAINING_MODES:
-        yield from _check_data(config, "train")
+        yield from _check_data(config, "train", complete)
     if config.get("run_mode") == "eval" or config.get("do_eval"):
-        yield from _check_data(config, "eval")
+        yield from _check_data(config, "eval", complete)
     yield from _check_path(config, f"{PET}.adapter_path")
     for name in _TOKENIZER_FILES:
         yield from _check_path(config, f"processor.tokenizer.{name}")
 
 
-def _check_data(config, kind) -> Iterator[Finding]:
+def _check_base(config: Mapping[str, Any], complete: bool) -> Iterator[Finding]:
+    key, path = base_of(config)
+    if not path:
+        if value_at(config, PET) and not config.get("pretrained_model_dir"):
+            found = "No path is set: the base under the adapter has random weights."
+            yield Finding("warning" if complete else "note", key, found, f"Set it, or pass --{key}.")
+        return
+    missing = list(_check_path(config, key, f"--{key}"))
+    yield from missing or _check_form(config, path)
+
+
+def _check_form(config: Mapping[str, Any], path: str) -> Iterator[Finding]:
+    """Yields what is wrong with a base that exists: it is no checkpoint, or not in the form that the run reads."""
+    try:
+        refuse_pointer(path, ConfigError)
+    except ConfigError as pointer:
+        yield error("load_checkpoint", str(pointer))
+        return
+    endings = {os.path.splitext(path)[1]}
+    for _, _, names in os.walk(path):
+        endings |= {os.path.splitext(name)[1] for name in names}
+    formats = [form for form in ("ckpt", "safetensors") if f".{form}" in endings]
+    if not formats:
+        holds = "a folder without one" if os.path.isdir(path) else "not one"
+        yield error(
+            "load_checkpoint",
+            f"load_checkpoint must be a .ckpt or .safetensors file, or a folder of them, and {path} is {holds} "
+            "(--load_checkpoint).",
+        )
+        return
+    # Of its newer format, MindFormers reads .safetensors files alone; a quantized base has no other.
+    newer = config.get("checkpoint") or config.get("use_legacy_format") is False
+    quantized = quantizes_base(config)
+    read = "safetensors" if newer or quantized else config.get("load_ckpt_format") or "ckpt"
+    if read not in formats and not quantized:
+        yield error(
+            "load_checkpoint",
+            f"load_checkpoint: {path} is {' and '.join(formats)}, and load_ckpt_format is {read!r}.",
+            f"Set load_ckpt_format: {' or '.join(formats)} (--load_ckpt_format).",
+        )
+
+
+def check_quantized_base(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error unless load_checkpoint is quantized if and only if quantize_base is set."""
+    path = base_of(config)[1]
+    if not path or not os.path.exists(path):
+        return
+    is_safetensors = path.endswith(".safetensors") and os.path.isfile(path)
+    if quantizes_base(config) and not is_safetensors:
+        yield error(
+            "load_checkpoint",
+            f"load_checkpoint: {path} is not a .safetensors file, but pet_config has quantize_base.",
+            f"Write a quantized base once: mindlora quantize-base {path} base-nf4.safetensors",
+        )
+    elif quantizes_base(config):
+        try:
+            quantize.check_quantized_base(path, value_at(config, f"{PET}.quantize_exclude"))
+        except CheckpointError as refusal:
+            yield error("load_checkpoint", str(refusal))
+    elif is_safetensors:
+        with TensorFile(path) as file:
+            quantized = quantize.quantized_paths(file.tensors)
+        if quantized:
+            yield error(
+                "load_checkpoint",
+                f"load_checkpoint: {path} is quantized, but pet_config has no quantize_base.",
+                "Set quantize_base: nf4, or name a base that is not quantized.",
+            )
+
+
+def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterator[Finding]:
     key = f"{kind}_dataset.data_loader"
     loader = value_at(config, key)
     if not loader:
-        yield Finding("error", key, "The node is missing, so the run has no data.", "Name the data in it.")
-    elif value_at(config, f"{key}.type") == "MindDataset" and not value_at(config, f"{key}.dataset_files"):
-        yield from _check_path(config, f"{key}.dataset_dir", f"--{kind}_dataset_dir", "the run has no data")
+        yield error(key, "The node is missing, so the run has no data.", "Name the data in it.")
+        return
+    if loader.get("type") != "MindDataset" or loader.get("dataset_files"):
+        return
+    key, path, flag = f"{key}.dataset_dir", loader.get("dataset_dir"), f"--{kind}_dataset_dir"
+    if not path and complete:
+        yield error(key, f"{key} is empty.", f"Name a MindRecord, or a folder of them, with {flag}.")
+        return
+    missing = list(_check_path(config, key, flag, "the run has no data"))
+    yield from missing
+    if not missing and not mindrecord_files(path):
+        yield error(
+            key, f"{key}: {path} has no file in it that ends in .mindrecord.", f"Correct the path, or pass {flag}."
+        )
 
 
-def _check_path(config, key, flag="", effect="") -> Iterator[Finding]:
-    """Yields a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
+def _check_path(config: Mapping[str, Any], key: str, flag: str = "", effect: str = "") -> List[Finding]:
+    """Returns a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
     path = value_at(config, key)
     if not path:
-        if effect:
-            yield Finding("note", key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")
-    elif not isinstance(path, str):
-        yield Finding("error", key, f"The value is {path!r}, which is not a path.", "Write a path.")
-    elif not os.path.exists(path):
-        advice = f"Correct the path{f', or pass {flag}' if flag else ''}."
-        yield Finding("error", key, f"{path} does not exist (the current folder is {os.getcwd()}).", advice)
+        return [Finding("note", key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")] if effect else []
+    if not isinstance(path, str):
+        return [error(key, f"The value is {path!r}, which is not a path.", "Write a path.")]
+    if os.path.exists(path):
+        return []
+    advice = f"Correct the path{f', or pass {flag}' if flag else ''}."
+    return [error(key, f"{path} does not exist (the current folder is {os.getcwd()}).", advice)]

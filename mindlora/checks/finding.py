@@ -1,13 +1,16 @@
-"""What the doctor reports: one Finding for each thing it noticed."""
+"""Finding: one thing that is wrong in a YAML or good to know, and what to do about it."""
 
 import dataclasses
+from typing import Iterable, List
+
+from mindlora.errors import ConfigMistakes
 
 SEVERITIES = ("error", "warning", "note")
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that the doctor noticed.
+    """One thing that a check noticed.
 
     Attributes:
         severity (str): ``error``: the run will fail or not do what it should; ``warning``: that is likely; ``note``:
@@ -21,3 +24,30 @@ class Finding:
     key: str
     found: str
     advice: str = ""
+
+    def __str__(self) -> str:
+        """Returns the finding in one line, as an error or a log has it."""
+        where = "" if self.key.rpartition(".")[2] in self.found else f"{self.key}: "
+        return f"{where}{self.found} {self.advice}".rstrip()
+
+
+def error(key: str, found: str, advice: str = "") -> Finding:
+    """Returns a finding that ends the run."""
+    return Finding("error", key, found, advice)
+
+
+def errors(findings: Iterable[Finding]) -> List[Finding]:
+    """Returns those findings that end the run."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def worst_first(findings: Iterable[Finding]) -> List[Finding]:
+    """Returns the findings in the order of their severities."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raises ConfigMistakes with all errors among the findings, if there are any."""
+    mistakes = [str(finding) for finding in errors(findings)]
+    if mistakes:
+        raise ConfigMistakes(mistakes)

@@ -1,85 +1,183 @@
-"""Numbers of a YAML that MindFormers reads only after it has read the data or built the network. Imports neither."""
+"""The keys of a MindFormers YAML that mindlora reads: one table of what each may hold, and what a YAML has instead."""
 
-import math
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Tuple
+import re
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
-from mindlora.common.text import shown
-from mindlora.common.yaml_file import value_at
-
-
-class _Kind(NamedTuple):
-    """What a number must be."""
-
-    types: Tuple[type, ...]
-    suits: Callable[[Any], bool]
-    words: str
-
-
-_COUNT = _Kind((int,), lambda value: value >= 1, "a whole number of at least 1")
-_INDEX = _Kind((int,), lambda value: value >= 0, "a whole number of at least 0")
-_NOT_NEGATIVE = _Kind((int, float), lambda value: 0 <= value < math.inf, "a number of at least 0")
-_POSITIVE = _Kind((int, float), lambda value: 0 < value < math.inf, "a number above 0")
-_SHARE = _Kind((int, float), lambda value: 0 <= value <= 1, "a number from 0 to 1")
+from mindlora.checks.finding import Finding, error
+from mindlora.common.fields import COUNT, INDEX, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from mindlora.common.overrides import CLOSED_NODES
+from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
+from mindlora.common.text import shown, suggestion
+from mindlora.common.yaml_file import PET, value_at
 
 _MODEL = "model.model_config"
-# Counts that no model can do without, each with all its names; and what no training can.
-_SIZES = (
-    ("seq_length",),
-    ("hidden_size",),
-    ("vocab_size",),
-    ("num_layers", "num_hidden_layers"),
-    ("num_heads", "num_attention_heads"),
+_NODE = Range("a node with keys below it, each as 'key: value'", lambda node: True, (Mapping,))
+_PATH = Range("a path", lambda path: True, (str,))
+_SHAPES = (_NODE, _PATH)
+_SCALE = Range(
+    "a number above 0",
+    lambda scale: "type" in scale if isinstance(scale, Mapping) else scale in POSITIVE,
+    (int, float, Mapping),
 )
-_RUN = "runner_config"
-_COUNTS_OF_TRAINING = (("epochs",), ("batch_size",))
-_OPTIONAL_SIZES = ("n_kv_heads", "num_key_value_heads", "intermediate_size", "ffn_hidden_size")
-# Read in each run, and the others when it trains.
-_ALWAYS = {"seed": _INDEX, **{f"{_MODEL}.{name}": _COUNT for name in _OPTIONAL_SIZES}}
-_TRAINING = {
-    "lr_schedule.learning_rate": _NOT_NEGATIVE,
-    "lr_schedule.warmup_ratio": _SHARE,
-    "optimizer.learning_rate": _NOT_NEGATIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "runner_wrapper.max_grad_norm": _POSITIVE,
-    "runner_wrapper.scale_sense": _POSITIVE,
-    "train_dataset.num_parallel_workers": _COUNT,
+_DEVICE = Range("Ascend or CPU", lambda target: target in ("Ascend", "CPU"), (str,))
+_MODE = Range(
+    "0 for graph mode or 1 for PyNative mode", lambda mode: mode in (0, 1, "GRAPH_MODE", "PYNATIVE_MODE"), (int, str)
+)
+
+
+class Key(NamedTuple):
+    """What a key of a YAML may hold.
+
+    Attributes:
+        range (Range): Its values; None if MindFormers alone judges them.
+        default: What MindFormers takes where the YAML has no such key. Default: None.
+        training (bool): Whether a run reads it only when it trains. Default: False.
+        other_name (str): The last part of another name of the same key. Default: "".
+        required (bool): Whether it must have a value where it is named. Default: False.
+    """
+
+    range: Optional[Range]
+    default: Any = None
+    training: bool = False
+    other_name: str = ""
+    required: bool = False
+
+
+_NODES = (
+    *("trainer", "runner_config", "optimizer", "lr_schedule", "runner_wrapper", "context", "parallel"),
+    *("parallel_config", "recompute_config", "swap_config", "moe_config", "checkpoint", "train_dataset_task"),
+    *("train_dataset", "train_dataset.data_loader", "eval_dataset", "eval_dataset.data_loader", "eval_dataset_task"),
+    *("processor", "processor.tokenizer", "model", "model.arch", _MODEL, PET),
+)
+_PATHS = (
+    *("load_checkpoint", "checkpoint.load_path", "pretrained_model_dir", "output_dir", f"{PET}.adapter_path"),
+    *("train_dataset.data_loader.dataset_dir", "eval_dataset.data_loader.dataset_dir"),
+)
+# Nodes that MindFormers reads in training alone.
+_TRAINING_NODES = (
+    *("recompute_config", "swap_config", "runner_wrapper", "optimizer", "lr_schedule"),
+    "train_dataset_task",
+)
+_TYPED_NODES = ("trainer", "runner_wrapper", "optimizer", "lr_schedule", "train_dataset_task")
+KEYS: Dict[str, Key] = {
+    **{name: Key(_NODE) for name in _NODES},
+    **{name: Key(_PATH) for name in _PATHS},
+    "seed": Key(INDEX, 1),
+    "micro_batch_interleave_num": Key(COUNT, 1),
+    "context.device_target": Key(_DEVICE, "Ascend"),
+    "context.mode": Key(_MODE, 0),
+    "parallel.parallel_mode": Key(None, 1),
+    "parallel_config.data_parallel": Key(COUNT, 1),
+    "parallel_config.model_parallel": Key(COUNT, 1),
+    "parallel_config.pipeline_stage": Key(COUNT, 1),
+    "parallel_config.context_parallel": Key(COUNT, 1),
+    "parallel_config.expert_parallel": Key(COUNT, 1),
+    "parallel_config.micro_batch_num": Key(COUNT, 1),
+    "moe_config.expert_num": Key(COUNT, 1),
+    f"{_MODEL}.moe_config.expert_num": Key(COUNT, 1),
+    # No model can do without these.
+    f"{_MODEL}.seq_length": Key(COUNT, required=True),
+    f"{_MODEL}.hidden_size": Key(COUNT, required=True),
+    f"{_MODEL}.vocab_size": Key(COUNT, required=True),
+    f"{_MODEL}.num_layers": Key(COUNT, other_name="num_hidden_layers", required=True),
+    f"{_MODEL}.num_heads": Key(COUNT, other_name="num_attention_heads", required=True),
+    f"{_MODEL}.n_kv_heads": Key(COUNT, other_name="num_key_value_heads"),
+    f"{_MODEL}.intermediate_size": Key(COUNT, other_name="ffn_hidden_size"),
+    f"{_MODEL}.num_blocks": Key(COUNT),
+    f"{_MODEL}.block_size": Key(COUNT),
+    f"{_MODEL}.num_experts_per_tok": Key(COUNT, other_name="moe_router_topk"),
+    "runner_config.epochs": Key(COUNT, 1, training=True, required=True),
+    "runner_config.batch_size": Key(COUNT, 1, training=True, required=True),
+    "runner_config.gradient_accumulation_steps": Key(COUNT, 1, training=True),
+    "runner_config.sink_mode": Key(None, True, training=True),
+    "runner_config.sink_size": Key(None, 1, training=True),
+    "lr_schedule.learning_rate": Key(NOT_NEGATIVE, training=True),
+    "lr_schedule.warmup_ratio": Key(SHARE, training=True),
+    "optimizer.learning_rate": Key(NOT_NEGATIVE, training=True),
+    "optimizer.weight_decay": Key(NOT_NEGATIVE, training=True),
+    "runner_wrapper.max_grad_norm": Key(POSITIVE, training=True),
+    "runner_wrapper.scale_sense": Key(_SCALE, training=True),
+    "train_dataset.num_parallel_workers": Key(COUNT, training=True),
 }
+# Arguments of callbacks that are paths.
+_CALLBACK_PATHS = ("dataset_dir", "directory")
+# YAML 1.1 wants a decimal point and a signed exponent in such a number.
+_NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+_NUMBERS_REQUIRED = ("lr_schedule.", "optimizer.", "runner_wrapper.")
 
 
-def number_mistakes(config: Mapping[str, Any], training: bool) -> Iterator[str]:
-    """Yields a sentence for each number that is none, or that is out of range.
+def setting(config: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a key in the table; where the YAML has none, the one that MindFormers takes."""
+    value = value_at(config, key)
+    return KEYS[key].default if value is None else value
+
+
+def check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each node, list or path that is of another kind.
 
     Args:
-        config (mapping): The content of the YAML. Keys that it does not have are MindFormers' to fill in.
-        training (bool): Whether the run trains.
+        config (mapping): The content of the YAML.
     """
-    for key, kind in {**_ALWAYS, **(_TRAINING if training else {})}.items():
-        yield from _mistake(key, value_at(config, key), kind)
-    for node, counts in ((_MODEL, _SIZES), (_RUN, _COUNTS_OF_TRAINING if training else ())):
-        for names in counts:
-            yield from _count_mistakes(node, value_at(config, node) or {}, names)
+    for key, rule in KEYS.items():
+        if rule.range is not None and rule.range in _SHAPES:
+            yield from _check_value(key, value_at(config, key), rule.range)
+    for key in ("callbacks", "eval_callbacks"):
+        yield from _check_list(key, config.get(key))
 
 
-def _count_mistakes(key: str, node: Mapping[str, Any], names: Tuple[str, ...]) -> Iterator[str]:
-    """Yields what is wrong in a count that must have a value if it is there, under one of its names."""
-    found = {name: node[name] for name in names if name in node}
-    given = {name: value for name, value in found.items() if value is not None}
-    if found and not given:
-        yield f"{key}.{next(iter(found))} has no value, but it must be {_COUNT.words}."
-    for name, value in given.items():
-        yield from _mistake(f"{key}.{name}", value, _COUNT)
+def check_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields a finding for each value that is of another type or out of range. The YAML must have the right shape.
+
+    Args:
+        config (mapping): The content of the YAML.
+    """
+    texts = list(_check_texts(config))
+    yield from texts
+    told = {finding.key for finding in texts}
+    training = config.get("run_mode") in TRAINING_MODES
+    for key, rule in KEYS.items():
+        if rule.range is None or rule.range in _SHAPES or rule.training and not training:
+            continue
+        names = [key] + ([f"{key.rpartition('.')[0]}.{rule.other_name}"] if rule.other_name else [])
+        if rule.required:
+            yield from _check_empty(config, names, rule.range)
+        for name in names:
+            if name not in told:
+                yield from _check_value(name, value_at(config, name), rule.range)
 
 
-def _mistake(key: str, value: Any, kind: _Kind) -> Iterator[str]:
-    # scale_sense may be a node.
-    if value is None or (isinstance(value, Mapping) and "type" in value):
-        return
-    if isinstance(value, bool) or not isinstance(value, kind.types) or not kind.suits(value):
-        yield f"{key} is {shown(value)}, but it must be {kind.words}.{_advice(value)}"
+def check_run_mode(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error unless MindFormers knows run_mode."""
+    run_mode = config.get("run_mode")
+    if not isinstance(run_mode, str) or run_mode not in RUN_MODES:
+        known = suggestion(str(run_mode), list(RUN_MODES))
+        yield error("run_mode", f"run_mode is {run_mode!r}, which is not known.{known}")
 
 
-def _advice(value: Any) -> str:
-    return f" Write it without quotes: {number}." if (number := _as_number(value)) is not None else ""
+def check_names(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each key that MindFormers refuses in a node all keys of which it knows, and for each node
+    that lacks the type of what is built.
+
+    Args:
+        config (mapping): The content of a YAML that MindFormers has not read; its nodes must be of the right kind.
+    """
+    unread = set() if config.get("run_mode") in TRAINING_MODES else set(_TRAINING_NODES)
+    unread |= {"moe_config"} if config.get("use_legacy") is False else set()
+    for node, known in CLOSED_NODES.items():
+        names = (value_at(config, node) or {}) if node and node not in unread else ()
+        for name in names:
+            if name not in known:
+                yield error(f"{node}.{name}", f"{name!r} is not a key of {node}.{suggestion(str(name), list(known))}")
+    for node in _TYPED_NODES:
+        if node not in unread and value_at(config, node) and not value_at(config, f"{node}.type"):
+            yield error(node, f"{node} has no type, so MindFormers does not know what to build.")
+
+
+def _check_value(key: str, value: Any, range_: Range) -> Iterator[Finding]:
+    if value is not None and value not in range_:
+        number = _as_number(value) if int in range_.types else None
+        advice = f"Write it without quotes: {number}." if number is not None else ""
+        yield error(key, f"{key} is {shown(value)}, but it must be {range_.words}.", advice)
 
 
 def _as_number(value: Any) -> Optional[str]:
@@ -88,3 +186,43 @@ def _as_number(value: Any) -> Optional[str]:
         return str(float(value) if set(value) & set(".eE") else int(value)) if isinstance(value, str) else None
     except ValueError:
         return None
+
+
+def _check_empty(config: Mapping[str, Any], names: List[str], range_: Range) -> Iterator[Finding]:
+    """Yields an error for a key that is there, under one of its names, and has no value under any."""
+    node = value_at(config, names[0].rpartition(".")[0]) or {}
+    named = [name for name in names if name.rpartition(".")[2] in node]
+    if named and all(value_at(config, name) is None for name in named):
+        yield error(named[0], f"{named[0]} has no value, but it must be {range_.words}.")
+
+
+def _check_list(key: str, items: Any) -> Iterator[Finding]:
+    if items is None:
+        return
+    if not isinstance(items, list):
+        yield error(key, f"{key} is {shown(items)}, but it must be a list: a line '- type: ...' for each item.")
+        return
+    for number, item in enumerate(items):
+        where = f"{key}.{number}"
+        if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
+            yield error(
+                where, f"{where} is {shown(item)}, which has no type: write '- type: ...' and its settings below it."
+            )
+            continue
+        for name in _CALLBACK_PATHS:
+            yield from _check_value(f"{where} ({item['type']}): {name}", item.get(name), _PATH)
+
+
+def _check_texts(node: Any, key: str = "") -> Iterator[Finding]:
+    """Yields the numbers that YAML reads as text."""
+    if isinstance(node, (dict, list)):
+        for part, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _check_texts(value, f"{key}.{part}".lstrip("."))
+    elif isinstance(node, str) and _NUMBER_AS_TEXT.fullmatch(node):
+        mantissa, exponent = re.split("[eE]", node)
+        yield Finding(
+            "error" if key.startswith(_NUMBERS_REQUIRED) else "warning",
+            key,
+            f"YAML reads {node} as text, because it lacks a decimal point or a sign in its exponent.",
+            f"Write {float(mantissa)}e{int(exponent):+d}.",
+        )

@@ -3,12 +3,15 @@
 import os
 from typing import Any, Iterator, List, Mapping, Optional
 
-from mindlora.checks.finding import Finding
+from mindlora.checks.files import base_of
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.keys import setting
 from mindlora.common.json_files import parse_object
-from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.errors import ConfigError
 from mindlora.models import names, registry
+from mindlora.models.architecture import Architecture
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
 _HELP = "docs/mcore.md says which mcore models train with adapters."
@@ -19,71 +22,72 @@ def is_mcore(config: Mapping) -> bool:
     return config.get("use_legacy", True) is False
 
 
-def check_mcore_model(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error if a YAML of an mcore model has a pet_config and cannot run."""
-    if not is_mcore(config) or not value_at(config, PET):
-        return
-    try:
-        check_mcore(config)
-    except ConfigError as error:
-        yield Finding("error", "use_legacy", str(error))
-
-
-def check_mcore(config: Mapping) -> None:
-    """Raises ConfigError, with the first reason, if a YAML of an mcore model with pet_config cannot run.
+def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each reason why a YAML of an mcore model with pet_config cannot run.
 
     Args:
-        config (mapping): The whole YAML.
+        config (mapping): The content of the YAML.
     """
+    if not is_mcore(config) or not value_at(config, PET):
+        return
     family, mode = family_of(config), config.get("run_mode")
     trained = registry.trained_mcore_classes().values()
     architecture = registry.by_model_type(family)
     if architecture is None or family not in trained:
-        raise ConfigError(
+        yield error(
+            "use_legacy",
             f"use_legacy is False and the model is {family or 'not named'}: of MindFormers' mcore models, mindlora "
-            f"trains adapters on {', '.join(trained)}. Remove pet_config, or name one of these in "
-            f"model.model_config.architectures. {_HELP}"
+            f"trains adapters on {', '.join(trained)}.",
+            f"Remove pet_config, or name one of these in model.model_config.architectures. {_HELP}",
         )
-    if mode not in TRAINING_MODES:
-        raise ConfigError(
+        return
+    if mode in RUN_MODES and mode not in TRAINING_MODES:
+        yield error(
+            "run_mode",
             f"run_mode is {mode!r} and use_legacy is False: MindFormers builds another network to predict and to "
-            "evaluate, without cells that take adapters. Merge the adapter into the base (mindlora merge) and run "
-            "that without pet_config, or measure HeldOutLoss in training."
+            "evaluate, without cells that take adapters.",
+            "Merge the adapter into the base (mindlora merge) and run that without pet_config, or measure HeldOutLoss "
+            "in training.",
         )
-    context = config.get("context") or {}
-    if context.get("mode", 0) not in (0, "GRAPH_MODE"):
-        raise ConfigError(
-            f"context.mode is {context['mode']!r} and use_legacy is False: the linear cells of mcore models run in "
-            "graph mode alone (Morph). Set context.mode: 0."
+    if setting(config, "context.mode") not in (0, "GRAPH_MODE"):
+        yield error(
+            "context.mode",
+            f"context.mode is {value_at(config, 'context.mode')!r} and use_legacy is False: the linear cells of mcore "
+            "models run in graph mode alone (Morph).",
+            "Set context.mode: 0.",
         )
-    check_device(context.get("device_target"))
-    _check_base(config)
-    _check_balance(config, architecture)
+    yield from check_device(value_at(config, "context.device_target"))
+    yield from _check_base(config)
+    yield from _check_balance(config, architecture)
     reason = architecture.unsupported(model_config_of(config))
     if reason:
-        raise ConfigError(reason)
+        yield error("model.model_config", reason)
 
 
-def check_device(target: Optional[str]) -> None:
-    """Raises ConfigError if mcore models cannot run on ``target``, a device_target."""
+def check_device(target: Optional[str]) -> Iterator[Finding]:
+    """Yields an error if mcore models cannot run on ``target``, a device_target."""
     if target == "CPU":
-        raise ConfigError(
+        yield error(
+            "context.device_target",
             "context.device_target is CPU and use_legacy is False: mcore models need operators that a CPU lacks "
-            "(RmsNorm, FlashAttentionScore and others). Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml."
+            "(RmsNorm, FlashAttentionScore and others).",
+            "Run on Ascend, or try configs/tiny/lora_llama_tiny_cpu.yaml.",
         )
 
 
-def _check_base(config):
-    path = config.get("load_checkpoint")
+def _check_base(config: Mapping[str, Any]) -> Iterator[Finding]:
+    path = base_of(config)[1]
     if path and os.path.isfile(os.path.join(path, "config.json")) and not config.get("use_parallel"):
-        raise ConfigError(
+        yield error(
+            "load_checkpoint",
             f"load_checkpoint: {path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
-            f"on one device. Convert it once: mindlora convert-base {path} base.safetensors --to mcore"
+            "on one device.",
+            f"Convert it once: mindlora convert-base {path} base.safetensors --to mcore",
         )
 
 
-def _check_balance(config, architecture):
-    callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, dict)]
+def _check_balance(config: Mapping[str, Any], architecture: Architecture) -> Iterator[Finding]:
+    callbacks = [one.get("type") for one in config.get("callbacks") or () if isinstance(one, Mapping)]
     model_config = model_config_of(config)
     asked = [model_config.get(key) for key in ("moe_router_enable_expert_bias", "balance_via_topk_bias")]
     if not next((value for value in asked if value is not None), architecture.expert_bias):
@@ -91,10 +95,11 @@ def _check_balance(config, architecture):
     pet_config = model_config.get("pet_config") or {}
     saved = any(names.belongs_to(_ROUTER, str(module)) for module in pet_config.get("modules_to_save") or ())
     if "TopkBiasBalanceCallback" in callbacks and not saved:
-        raise ConfigError(
+        yield error(
+            "callbacks",
             "callbacks has TopkBiasBalanceCallback, which changes expert_bias of the base in every step, and no "
-            "adapter holds it: the result would be for a base that is gone. Leave the callback out, or add router to "
-            "pet_config.modules_to_save."
+            "adapter holds it: the result would be for a base that is gone.",
+            "Leave the callback out, or add router to pet_config.modules_to_save.",
         )
 
 
@@ -110,7 +115,7 @@ def family_of(config: Mapping) -> Optional[str]:
     sources = [model, _read(os.path.join(folder, "config.json"))] if folder else [model]
     classes = registry.trained_mcore_classes()
     for source in sources:
-        named = _first(source.get("architectures")) or classes.get(str(source.get("model_type")))
+        named = first_class(source) or classes.get(str(source.get("model_type")))
         if named:
             return named
     return model.get("model_type")
@@ -130,6 +135,8 @@ def _read(path: str) -> dict:
         return parse_object(file.read(), path, ConfigError)
 
 
-def _first(names: Any) -> Optional[str]:
+def first_class(model_config: Mapping[str, Any]) -> Optional[str]:
+    """Returns the first of ``architectures``, or None."""
+    names = model_config.get("architectures")
     listed: List[str] = [names] if isinstance(names, str) else list(names or ())
     return listed[0] if listed else None

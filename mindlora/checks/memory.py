@@ -3,7 +3,7 @@
 What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.0).
 """
 
-from typing import Iterator
+from typing import Any, Iterator, Mapping
 
 from mindlora.checks.finding import Finding
 from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES
@@ -14,11 +14,11 @@ _RECOMPUTE, _SWAP = "recompute_config", "swap_config"
 _HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation": False, "mp_comm_recompute": True}
 
 
-def check_memory_options(config: dict) -> Iterator[Finding]:
+def check_memory_options(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields a finding for each option of recomputation, swapping or offloading that does not do what it says.
 
     Args:
-        config (dict): The content of the YAML.
+        config (mapping): The content of the YAML.
 
     Returns:
         Findings; none for a run that does not train.

@@ -1,21 +1,21 @@
-"""The pet_config node of a MindFormers YAML: its pet types and its keys.
-
-Imports no MindFormers, so that ``mindlora doctor`` can use the same checks where MindFormers is not installed.
-"""
+"""The pet_config node of a MindFormers YAML: its pet types, its keys and their values."""
 
 import dataclasses
-from typing import ClassVar, Mapping, Optional
+import re
+import warnings
+from typing import Any, ClassVar, List, Mapping, Optional, Tuple, cast
 
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
+from mindlora.checks.finding import Finding, error, refuse
 from mindlora.common.fields import POSITIVE, check_number, numbers
 from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import PET_TYPES, LoraConfig
-from mindlora.errors import ConfigError
+from mindlora.errors import ConfigError, LoraError
 
 PET_TYPE = "lora"
 # MindFormers builds these itself, and mindlora leaves them alone.
 MINDFORMERS_PET_TYPES = ("prefixtuning", "ptuning2", "slora")
-KNOWN_PET_TYPES = (*PET_TYPES, *MINDFORMERS_PET_TYPES)
 
 
 @dataclasses.dataclass
@@ -71,18 +71,57 @@ class PetLoraConfig(LoraConfig):
         return self.as_saved() if self.adapter_path else self
 
 
-def check_pet_config(pet_config: Mapping) -> None:
-    """Raises ConfigError unless MindFormers or mindlora can build ``pet_config``."""
-    pet_type = pet_config.get("pet_type")
-    if pet_type == PET_TYPE:
-        PetLoraConfig.from_pet_config(pet_config)
-    elif pet_type == "qlora":
+def check_pet_config(config: Mapping[str, Any]) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
+    """Returns the configuration that pet_config describes, or None if it is not a valid one, and the findings.
+
+    Args:
+        config (mapping): The content of a YAML.
+    """
+    pet_config = value_at(config, PET)
+    if not pet_config:
+        return None, [Finding("note", PET, "There is no pet_config: the whole network is trained, without LoRA.")]
+    finding = _check_pet_type(pet_config.get("pet_type"))
+    if finding is not None:
+        return None, [finding]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            lora = cast(PetLoraConfig, PetLoraConfig.from_pet_config(pet_config))
+        except LoraError as refusal:
+            return None, [error(_key_of(str(refusal), pet_config), str(refusal))]
+    messages = [str(warning.message) for warning in caught]
+    return lora, [Finding("warning", _key_of(message, pet_config), message) for message in messages]
+
+
+def _check_pet_type(pet_type: object) -> Optional[Finding]:
+    if pet_type in PET_TYPES:
+        return None
+    if pet_type in MINDFORMERS_PET_TYPES:
+        return Finding("note", f"{PET}.pet_type", f"pet_type {pet_type} is MindFormers' own and was not checked.")
+    known = suggestion(str(pet_type), [*PET_TYPES, *MINDFORMERS_PET_TYPES])
+    return error(
+        f"{PET}.pet_type",
+        f"pet_type is {pet_type!r}, which is not known: MindFormers would train the whole network.{known}",
+    )
+
+
+def _key_of(message: str, pet_config: Mapping[str, Any]) -> str:
+    """Returns the full path of the key that a message starts with or calls unknown."""
+    named = re.search("unknown key '(.*?)'", message) or re.match(r"(\w+)", message)
+    keys = {*pet_config, *(field.name for field in dataclasses.fields(PetLoraConfig))}
+    return f"{PET}.{named[1]}" if named and named[1] in keys else PET
+
+
+def quantizes_base(config: Mapping[str, Any]) -> bool:
+    """Tells whether pet_config asks for a base in 4 bits."""
+    return bool(value_at(config, f"{PET}.quantize_base")) or value_at(config, f"{PET}.pet_type") == "qlora"
+
+
+def refuse_pet_config(pet_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless MindFormers, under its own launcher, can build ``pet_config``."""
+    if pet_config.get("pet_type") == "qlora":
         refuse_qlora()
-    elif pet_type not in MINDFORMERS_PET_TYPES:
-        raise ConfigError(
-            f"model.model_config.pet_config: pet_type is {pet_type!r}, which is not known. MindFormers "
-            f"would train the whole network.{suggestion(str(pet_type), list(KNOWN_PET_TYPES))}"
-        )
+    refuse(check_pet_config({"model": {"model_config": {"pet_config": pet_config}}})[1])
 
 
 def refuse_qlora(**_: object) -> None:

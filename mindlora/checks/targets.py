@@ -2,33 +2,33 @@
 
 import contextlib
 import logging
-from typing import Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Mapping
 
 from mindlora.checks.finding import Finding
-from mindlora.checks.mcore import family_of, is_mcore, model_config_of
+from mindlora.checks.mcore import model_config_of
+from mindlora.checks.model import architecture_of, legacy_experts, model_name
 from mindlora.common.text import listed
-from mindlora.common.yaml_file import PET, value_at
+from mindlora.common.yaml_file import PET
 from mindlora.config import LoraConfig
 from mindlora.config.description import AdaptableCell, describe_model
 from mindlora.config.selection import Selection, select
 from mindlora.config.weights import weights_of
 from mindlora.errors import ConfigError, LoraError
-from mindlora.models import registry, targets
-from mindlora.models.architecture import Architecture
+from mindlora.models import targets
 from mindlora.models.targets import pattern_value
 
 
-def check_targets(config: dict, lora: LoraConfig) -> List[Finding]:
+def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
     """Checks target_modules and what depends on it, if mindlora.models knows the model's cells.
 
     Args:
-        config (dict): The YAML.
+        config (mapping): The content of the YAML.
         lora (LoraConfig): What apply_lora gets.
 
     Returns:
         list of Finding: which cells get an adapter, and what is wrong with the selection.
     """
-    architecture = _architecture(config)
+    architecture = architecture_of(config)
     if architecture is None:
         return [_unknown_model(config)]
     try:
@@ -61,26 +61,11 @@ def _first_word(error: LoraError) -> str:
     return str(error).split(" ")[0]
 
 
-def _model_type(config) -> Tuple[Optional[str], bool]:
-    """Returns the type of the model, and whether it is a legacy one with experts."""
-    if is_mcore(config):
-        return family_of(config), False
-    model_config = config["model"]["model_config"]
-    experts = max(value_at(node, "moe_config.expert_num") or 1 for node in (config, model_config))
-    return value_at(config, "model.arch.type") or model_config.get("type"), experts > 1
-
-
-def _architecture(config) -> Optional[Architecture]:
-    """Returns the record of the model's cells, or None where they are not known."""
-    kind, has_experts = _model_type(config)
-    return None if has_experts else registry.by_model_type(kind)
-
-
-def _unknown_model(config) -> Finding:
-    kind, has_experts = _model_type(config)
+def _unknown_model(config: Mapping[str, Any]) -> Finding:
+    experts = " with experts" if legacy_experts(config) > 1 else ""
     found = (
-        f"The model is {kind}{' with experts' * has_experts}: the doctor does not know its cells, so targets and "
-        "ranks were not checked."
+        f"The model is {model_name(config)}{experts}: the doctor does not know its cells, so targets and ranks were "
+        "not checked."
     )
     return Finding("note", f"{PET}.target_modules", found)
 

@@ -312,8 +312,8 @@ def _run_settings(arguments: argparse.Namespace) -> "RunSettings":
     heads = _heads(arguments)
     if not arguments.config:
         return RunSettings(lora_alpha=arguments.alpha, heads=heads)
-    from mindlora.checks.language_model import language_model
     from mindlora.checks.mcore import model_config_of
+    from mindlora.checks.model import language_model
     from mindlora.checks.pet_config import PetLoraConfig
     from mindlora.common.yaml_file import read_yaml
 

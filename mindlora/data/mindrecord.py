@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-import re
 import tempfile
-from typing import Dict, Iterable, Iterator, List
+from typing import Dict, Iterable, Iterator
 
 import numpy as np
 
@@ -87,17 +86,6 @@ def replace_mindrecord(path: str) -> Iterator[str]:
             os.unlink(path)
         os.replace(written + ".db", path + ".db")
         os.replace(written, path)
-
-
-def mindrecord_files(path: str) -> List[str]:
-    """Returns the files that MindFormers reads where a YAML names ``path``: itself, or every MindRecord in this folder
-    and below."""
-    if not os.path.isdir(path):
-        return [path]
-    files = []
-    for folder, _, names in os.walk(path):
-        files += [os.path.join(folder, name) for name in names if re.search(r"mindrecord\d*$", name)]
-    return sorted(files)
 
 
 def check_mindrecord_output(path: str, overwrite: bool) -> None:

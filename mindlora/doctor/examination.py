@@ -1,11 +1,21 @@
-"""The doctor's examination: this machine first, then each YAML."""
+"""The doctor's examination: this machine first, then each YAML, none of which needs its network."""
 
-from typing import Sequence
+import contextlib
+import importlib.util
+import io
+import os
+import tempfile
+from typing import Any, Dict, Iterator, List, Sequence
 
+from mindlora.checks.examine import check_contents, check_run
+from mindlora.checks.files import check_files
+from mindlora.checks.finding import Finding, error, errors, worst_first
+from mindlora.checks.keys import check_names, check_shape
+from mindlora.common.yaml_file import read_yaml
 from mindlora.doctor.machine import examine_machine, is_installed
 from mindlora.doctor.operators import examine_operators
 from mindlora.doctor.report import DoctorReport, YamlReport
-from mindlora.doctor.yaml_checks import check_yaml
+from mindlora.errors import ConfigError, LoraError
 
 
 def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
@@ -21,3 +31,60 @@ def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
     operators, problems = examine_operators() if is_installed("MindSpore") else ([], [])
     yamls = tuple(YamlReport(path, tuple(check_yaml(path))) for path in yaml_paths)
     return DoctorReport((*items, *operators), (*findings, *problems), yamls)
+
+
+def check_yaml(path: str) -> List[Finding]:
+    """Returns what is wrong in a YAML, or good to know, errors first.
+
+    Args:
+        path (str): A complete MindFormers YAML.
+    """
+    try:
+        config = read_yaml(path)
+    except ConfigError as refusal:
+        return [error("", str(refusal))]
+    findings = check_run(config)
+    if not list(check_shape(config)):
+        findings += check_files(config)
+        findings += find_further(path, config, right=not errors(findings))
+    return worst_first(findings)
+
+
+def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding]:
+    """Returns what MindFormers' registry and the content of base and data tell, as far as there is a MindFormers.
+
+    Args:
+        path (str): The YAML.
+        config (dict): Its content; the nodes must be of the right kind.
+        right (bool): Whether no error was found in it yet.
+    """
+    if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")):
+        return [*check_names(config), *check_contents(config)]
+    findings: List[Finding] = []
+    with _quietly():
+        try:
+            from mindformers.tools.register import MindFormerConfig
+
+            from mindlora.plugin.launching import preflight
+
+            read = MindFormerConfig(path)
+            findings = preflight.find_by_mindformers(read)
+            if right and not errors(findings):
+                preflight.fill(read)
+            return findings
+        except LoraError as refusal:
+            return [*findings, error("", str(refusal))]
+        except Exception as failure:
+            # MindFormers' readers raise exceptions of many kinds, and mindlora-run would fail with the same one.
+            found = f"mindlora-run would fail on this YAML: {type(failure).__name__}: {failure}"
+            return list(check_names(config)) or [error("", found)]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps MindFormers' log, which says nothing about the YAML, from the screen and from the working folder."""
+    # Some warnings of MindSpore bypass Python's streams.
+    os.environ.setdefault("GLOG_v", "3")
+    with tempfile.TemporaryDirectory(prefix="mindlora-doctor-") as folder, contextlib.redirect_stdout(io.StringIO()):
+        os.environ.setdefault("LOG_MF_PATH", folder)
+        yield

@@ -5,11 +5,12 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 import yaml
 
+from mindlora.checks.training import WRAPPER, train_step
 from mindlora.common.yaml_file import merged, value_at
 from mindlora.errors import LoraError
 from mindlora.plan.division import Division
 from mindlora.plan.memory import memory_of
-from mindlora.plan.run import TRAIN_STEP, Run, read_run
+from mindlora.plan.run import Run, read_run
 
 # The part of a device's memory that is left for what is not counted: work space, communication, fragments.
 RESERVE = 0.1
@@ -175,8 +176,8 @@ def _batches(run: Run) -> List[_Change]:
         keys: Keys = {"runner_config": {"batch_size": size // factor, "gradient_accumulation_steps": steps}}
         if not run.division.sharded:
             # What accumulates alone and in data parallel is mindlora's train step.
-            if value_at(run.config, "runner_wrapper.type") != TRAIN_STEP:
-                keys["runner_wrapper"] = {"type": TRAIN_STEP}
+            if train_step(run.config) != WRAPPER:
+                keys["runner_wrapper"] = {"type": WRAPPER}
             if value_at(run.config, "train_dataset.drop_remainder") is not True:
                 keys["train_dataset"] = {"drop_remainder": True}
         found.append(_Change(words, keys))

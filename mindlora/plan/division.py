@@ -1,12 +1,11 @@
 """Division: how parameters, layers and rows are divided among devices."""
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
-from mindlora.common.fields import COUNT, check_number
-from mindlora.common.run_modes import SHARDING_MODES
+from mindlora.checks.keys import setting
+from mindlora.checks.parallel import PARALLEL, is_sharded, stage_offset, undivided_by_devices
 from mindlora.common.yaml_file import value_at
-from mindlora.errors import ConfigError
 
 # MindSpore's optimizer parallelism leaves smaller parameters as they are (parallel_optimizer_threshold).
 _SMALLEST_SHARD = 64 * 1024
@@ -48,33 +47,28 @@ class Division:
 
     @classmethod
     def of_yaml(cls, config: Dict[str, Any]) -> "Division":
-        """Returns the division that a YAML describes.
-
-        Raises:
-            ConfigError: A number in parallel_config is not one of at least 1.
-        """
+        """Returns the division that a YAML describes, the keys of which are as mindlora.checks wants them."""
         if not config.get("use_parallel"):
             return cls()
-        sharded = value_at(config, "parallel.parallel_mode") in SHARDING_MODES
-        if not sharded:
-            return cls(data=_number(config, "data_parallel"))
-        recompute = bool(value_at(config, "recompute_config.recompute"))
-        offset = value_at(config, "model.model_config.offset")
+        data = setting(config, "parallel_config.data_parallel")
+        if not is_sharded(config):
+            return cls(data)
         whole = value_at(config, "parallel_config.vocab_emb_dp")
+        recompute = value_at(config, "recompute_config") or {}
         return cls(
-            _number(config, "data_parallel"),
-            _number(config, "model_parallel"),
-            _number(config, "pipeline_stage"),
-            _number(config, "context_parallel"),
-            _number(config, "micro_batch_num"),
-            True,
-            bool(value_at(config, "parallel.enable_parallel_optimizer")),
-            recompute and bool(value_at(config, "recompute_config.parallel_optimizer_comm_recompute")),
-            bool(value_at(config, "parallel_config.use_seq_parallel")),
+            data,
+            model=setting(config, "parallel_config.model_parallel"),
+            pipeline=setting(config, "parallel_config.pipeline_stage"),
+            context=setting(config, "parallel_config.context_parallel"),
+            micro_batches=setting(config, "parallel_config.micro_batch_num"),
+            sharded=True,
+            optimizer=bool(value_at(config, "parallel.enable_parallel_optimizer")),
+            gathers_again=bool(recompute.get("recompute") and recompute.get("parallel_optimizer_comm_recompute")),
+            sequence=bool(value_at(config, "parallel_config.use_seq_parallel")),
             # MindFormers' mcore models do not know it.
-            config.get("use_legacy") is not False and (whole is None or bool(whole)),
-            _number(config, "expert_parallel"),
-            tuple(offset) if isinstance(offset, list) and all(isinstance(part, int) for part in offset) else (),
+            whole_vocabulary=config.get("use_legacy") is not False and (whole is None or bool(whole)),
+            experts=setting(config, "parallel_config.expert_parallel"),
+            offset=stage_offset(config),
         )
 
     @property
@@ -87,39 +81,15 @@ class Division:
         """How many devices there are in all."""
         return self.data * self.model * self.pipeline * self.context
 
-    def check(self, model: Dict[str, Any]) -> None:
-        """Raises ConfigError, as MindFormers would, if the sizes of a model cannot be divided in this way."""
-        problem = self.problem(model)
-        if problem:
-            raise ConfigError(f"The sizes of the model cannot be divided: {problem}.")
-
     def problem(self, model: Dict[str, Any]) -> Optional[str]:
-        """Returns in words which size of a model cannot be divided in this way, or None.
+        """Returns in words why a model cannot be divided in this way, or None.
 
         Args:
             model (dict): The node model_config.
         """
-        hidden, heads = (_first(model, keys) for keys in (("hidden_size",), ("num_heads", "num_attention_heads")))
-        key_values = _first(model, ("n_kv_heads", "num_key_value_heads")) or heads
-        head_size = model.get("head_dim")
-        divided: List[Tuple[str, Any, str, int]] = [
-            ("num_heads", heads, "n_kv_heads", key_values),
-            ("hidden_size", None if head_size else hidden, "num_heads", heads or 1),
-            ("num_heads", heads, "model_parallel", self.model),
-            ("n_kv_heads", key_values, "model_parallel", self.model),
-            ("hidden_size", hidden, "model_parallel", self.model),
-            ("intermediate_size", model.get("intermediate_size"), "model_parallel", self.model),
-            ("seq_length", model.get("seq_length"), "context_parallel", self.context),
-            ("data_parallel x model_parallel", self.data * self.model, "expert_parallel", self.experts),
-            ("num_experts", model.get("num_experts"), "expert_parallel", self.experts),
-        ]
-        for name, size, by, parts in divided:
-            if isinstance(size, int) and isinstance(parts, int) and parts and size % parts:
-                return f"{name} {size} by {by} {parts}"
-        layers = _first(model, ("num_layers", "num_hidden_layers"))
-        if layers and sum(self.offset) != layers % self.pipeline:
-            return f"num_layers {layers} by pipeline_stage {self.pipeline}, without an offset that takes the rest"
-        return None
+        numbers = (self.data, self.model, self.context, self.experts, self.pipeline)
+        problems = undivided_by_devices(model, dict(zip(PARALLEL, numbers)), self.offset)
+        return problems[0] if problems else None
 
     def layers(self, count: int, stage: int) -> range:
         """Returns the numbers of the layers that a stage of the pipeline has, of ``count`` layers in all."""
@@ -167,14 +137,3 @@ _BY_ROWS = ("wq", "wk", "wv", "w_qkv", "wq_up", "wkv_up", "w1", "w3", "w_gate_hi
 _BY_COLUMNS = ("wo", "w2")
 # The cell of the base's stacked weights, and those of their adapters.
 _EXPERTS = ("experts", "weight1", "weight2")
-
-
-def _number(config: Dict[str, Any], key: str) -> int:
-    value = value_at(config, f"parallel_config.{key}")
-    value = 1 if value is None else value
-    check_number(value, f"parallel_config.{key}", COUNT)
-    return int(value)
-
-
-def _first(model: Dict[str, Any], keys: Tuple[str, ...]) -> Any:
-    return next((model[key] for key in keys if model.get(key) is not None), None)

@@ -4,9 +4,14 @@ import dataclasses
 import functools
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from mindlora.checks.pet_config import PetLoraConfig
-from mindlora.common.fields import COUNT, check_number, dtype_name
-from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
+from mindlora.checks.examine import check_settings
+from mindlora.checks.finding import refuse
+from mindlora.checks.keys import check_names, check_shape, setting
+from mindlora.checks.model import architecture_of, legacy_experts, model_name
+from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.training import WRAPPER, train_step
+from mindlora.common.fields import dtype_name
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
@@ -20,8 +25,6 @@ from mindlora.models.architecture import Architecture, ParameterSize
 from mindlora.models.attention import Attention
 from mindlora.numerics.pair_layouts import EXPERTS, LINEAR
 from mindlora.plan.division import Division
-
-TRAIN_STEP = "LoraTrainOneStepCell"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +168,11 @@ class Run:
     @property
     def steps_by_mindlora(self) -> bool:
         """Whether mindlora's train step makes the gradients, and not MindFormers'."""
-        return value_at(self.config, "runner_wrapper.type") == TRAIN_STEP and not self.division.sharded
+        return train_step(self.config) == WRAPPER and not self.division.sharded
 
     def number(self, key: str, default: int) -> int:
         """Returns a whole number above 0 of model_config."""
-        return _number(self.model.get(key), default, f"model.model_config.{key}")
+        return self.model.get(key) or default
 
     def dtype(self, key: str, default: str) -> str:
         """Returns a dtype of model_config."""
@@ -197,9 +200,9 @@ def read_run(config: Dict[str, Any]) -> Run:
     """
     if not isinstance(value_at(config, "model.model_config"), dict):
         raise ConfigError("The YAML, with the values of the command line, has no keys below model.model_config.")
-    mode = config.get("run_mode")
-    if mode not in RUN_MODES:
-        raise ConfigError(f"run_mode is {mode!r}, which is not known.{suggestion(str(mode), list(RUN_MODES))}")
+    refuse(check_shape(config))
+    refuse([*check_names(config), *check_settings(config)])
+    mode = config["run_mode"]
     architecture = _architecture(config)
     if mode in TRAINING_MODES and not architecture.trains:
         raise ConfigError(
@@ -212,49 +215,27 @@ def read_run(config: Dict[str, Any]) -> Run:
         _network(architecture, config["model"]["model_config"]),
         _adapter(config),
         mode,
-        _setting(config, "runner_config.batch_size") * _setting(config, "micro_batch_interleave_num"),
-        _setting(config, "runner_config.gradient_accumulation_steps"),
-        _setting(config, "runner_config.epochs"),
+        setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num"),
+        setting(config, "runner_config.gradient_accumulation_steps"),
+        setting(config, "runner_config.epochs"),
         Division.of_yaml(config),
     )
-    run.division.check(run.model)
     return run
 
 
-def _setting(config: Dict[str, Any], key: str) -> int:
-    node = value_at(config, key.rpartition(".")[0]) if "." in key else None
-    if node and not isinstance(node, dict):
-        raise ConfigError(f"{key.rpartition('.')[0]} is {node!r}, which is not a node with keys. Write them below it.")
-    return _number(value_at(config, key), 1, key)
-
-
-def _number(value: Any, default: int, field: str) -> int:
-    value = default if value is None else value
-    check_number(value, field, COUNT)
-    return int(value)
-
-
 def _architecture(config: Dict[str, Any]) -> Architecture:
-    model = config["model"]["model_config"]
-    experts = max(
-        _number(value_at(node, "moe_config.expert_num") or 1, 1, "moe_config.expert_num") for node in (config, model)
-    )
-    named = model.get("architectures")
-    named = [named] if isinstance(named, str) else named or ()
-    given = [value_at(config, "model.arch.type"), model.get("type"), *named]
-    kinds = [str(kind) for kind in (*given, model.get("model_type")) if kind]
-    found = next((record for record in map(registry.by_model_type, kinds) if record), None)
-    found = found or next((record for record in map(registry.by_hugging_face_type, kinds) if record), None)
-    if found is None:
-        known = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
-        kind = kinds[0] if kinds else None
-        raise ConfigError(f"The model is {kind!r}, whose sizes are not known.{suggestion(str(kind), known)}")
-    if experts > 1 and not found.experts:
+    architecture = architecture_of(config)
+    if architecture is not None:
+        return architecture
+    name = model_name(config)
+    experts = legacy_experts(config)
+    if experts > 1:
         raise ConfigError(
-            f"moe_config.expert_num is {experts}: the sizes of the experts of {found.title} are not known, so its run "
-            "cannot be planned."
+            f"moe_config.expert_num is {experts}: the sizes of the experts of {name} are not known, so its run cannot "
+            "be planned."
         )
-    return found
+    known = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
+    raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), known)}")
 
 
 def _network(architecture: Architecture, model: Dict[str, Any]) -> Description:
@@ -271,9 +252,10 @@ def _network(architecture: Architecture, model: Dict[str, Any]) -> Description:
 
 
 def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:
-    pet = value_at(config, PET)
-    if not pet:
-        return None
-    if not isinstance(pet, dict):
-        raise ConfigError(f"{PET} is {pet!r}, which is not a node with keys. Write pet_type and the rest below it.")
-    return PetLoraConfig.from_pet_config(pet).for_network()
+    lora = check_pet_config(config)[0]
+    if lora is None and value_at(config, PET):
+        pet_type = value_at(config, f"{PET}.pet_type")
+        raise ConfigError(
+            f"pet_type is {pet_type!r}, which is MindFormers' own: only a run with pet_type lora is planned."
+        )
+    return None if lora is None else lora.for_network()

@@ -1,12 +1,11 @@
 """Steps and tokens of a run, from its batch and the number of rows in its data."""
 
-import contextlib
 import dataclasses
 import os
-import sqlite3
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 from mindlora.common.yaml_file import value_at
+from mindlora.formats.mindrecord_files import mindrecord_files, row_count
 from mindlora.plan.run import Run
 
 
@@ -48,49 +47,18 @@ def schedule_of(run: Run) -> Schedule:
 
 
 def count_rows(run: Run) -> Tuple[Optional[int], str]:
-    """Returns the number of rows of the training data, or None, and where they were counted or why not.
-
-    MindSpore writes an SQLite index beside each MindRecord, which holds a line for each row.
-    """
+    """Returns the number of rows of the training data, or None, and where they were counted or why not."""
     keys = ("dataset_files", "dataset_dir")
     given = next(filter(None, (value_at(run.config, f"train_dataset.data_loader.{key}") for key in keys)), None)
     if not given:
         return None, "the YAML names no data: pass --train_dataset_dir"
-    files = _records(given)
+    files = list(filter(os.path.isfile, mindrecord_files(given)))
     if not files:
         return None, f"{given} holds no MindRecord"
     total = 0
     for path in files:
-        rows = _rows_of(path)
+        rows = row_count(path)
         if rows is None:
             return None, f"{path} has no readable index (.db) beside it, so its rows cannot be counted"
         total += rows
     return total, f"{len(files)} MindRecord{'s' * (len(files) > 1)}"
-
-
-def _records(given: object) -> List[str]:
-    paths = [str(path) for path in given] if isinstance(given, (list, tuple)) else [str(given)]
-    found: List[str] = []
-    for path in paths:
-        if os.path.isdir(path):
-            found += [
-                os.path.join(folder, name)
-                for folder, _, names in sorted(os.walk(path))
-                for name in sorted(names)
-                if "mindrecord" in name and not name.endswith(".db")
-            ]
-        elif os.path.isfile(path):
-            found.append(path)
-    return found
-
-
-def _rows_of(path: str) -> Optional[int]:
-    index = f"{path}.db"
-    if not os.path.isfile(index):
-        return None
-    try:
-        # Read-only: what is only looked at must not change.
-        with contextlib.closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
-            return int(database.execute("SELECT COUNT(*) FROM INDEXES").fetchone()[0])
-    except (sqlite3.Error, TypeError):
-        return None

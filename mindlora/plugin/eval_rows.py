@@ -5,8 +5,10 @@ from typing import Any, List, Optional
 import mindspore as ms
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
+from mindlora.checks.data_rows import data_of
+from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.plugin.log import logger
-from mindlora.plugin.mindrecords import data_of, files_of, first_rows
+from mindlora.plugin.mindrecords import first_rows
 
 CUT_ROWS = "RowsForEvaluation"
 
@@ -20,7 +22,7 @@ def cut_rows_for_eval(config: MindFormerConfig) -> None:
     length, data = config.model.model_config.get("seq_length"), data_of(config.eval_dataset)
     if not data or (config.run_mode != "eval" and not config.do_eval):
         return
-    files = files_of(data)
+    files = mindrecord_files(data)
     row = next(first_rows(files[0], 1), None) if files else None
     if row is not None and "input_ids" in row and len(row["input_ids"]) == (length or 0) + 1:
         config.eval_dataset.data_loader.type = CUT_ROWS
@@ -57,7 +59,7 @@ def rows_for_evaluation(
         Dataset.
     """
     rows = ms.dataset.MindDataset(
-        files_of(dataset_dir or dataset_files or []),
+        mindrecord_files(dataset_dir or dataset_files or []),
         columns_list=column_names,
         num_shards=num_shards,
         shard_id=shard_id,

@@ -17,12 +17,13 @@ if sys.stdout.isatty() and "--verbose" not in sys.argv:
 
 import yaml
 
-from mindlora.checks.shape import refuse_wrong_shape, shape_mistakes
+from mindlora.checks.finding import refuse
+from mindlora.checks.keys import check_names, check_run_mode, check_shape
 from mindlora.common.interrupts import Interrupts
 from mindlora.common.overrides import FLAGS, set_dotted_keys, set_key
-from mindlora.common.run_modes import RUN_MODES, TRAINING_MODES
+from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
-from mindlora.errors import ConfigError, ConfigMistakes, LoraError, RunStopped
+from mindlora.errors import ConfigError, LoraError, RunStopped
 from mindlora.plugin.launching.command_line import parse
 
 # MindFormers takes seconds to import, and --help does not need it: the functions below import it.
@@ -68,7 +69,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def run(config: "MindFormerConfig") -> None:
     """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
-    from mindlora.plugin.launch_checks import check_launch
+    from mindlora.plugin.launching.launch_checks import check_launch
 
     random_base = config.pop("random_base", False)
     check_launch(config, random_base)
@@ -81,7 +82,7 @@ def run(config: "MindFormerConfig") -> None:
     from mindlora.plugin.launching import preflight
 
     preflight.prepare(config)
-    preflight.check_files(config)
+    preflight.refuse_missing_files(config)
     build_context(config)
     trainer = Trainer(config)
     if config.run_mode in TRAINING_MODES:
@@ -122,9 +123,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
             sys.path.append(register_path)
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
-    refuse_wrong_shape(config)
-    if not isinstance(config.run_mode, str) or config.run_mode not in RUN_MODES:
-        raise ConfigError(f"run_mode is {config.run_mode!r}, but it must be one of {', '.join(RUN_MODES)}.")
+    refuse([*check_shape(config), *check_run_mode(config)])
     if config.run_mode == "predict":
         config.input_data = _predict_input(args.predict_data, args.modal_type)
         config.adapter_id = args.adapter_id
@@ -209,19 +208,18 @@ def _read_yaml(path, run_mode):
     try:
         return MindFormerConfig(path, **({"run_mode": run_mode} if run_mode else {}))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
-        # MindFormers does not say which node is wrong.
-        misshapen = _misshapen(path)
-        if misshapen:
-            raise ConfigMistakes(misshapen) from error
-        reason = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
-        raise ConfigError(f"--config {path} cannot be read: {reason}") from error
+        raise ConfigError(f"--config {path} cannot be read: {_reason(path, run_mode, error)}") from error
 
 
-def _misshapen(path):
+def _reason(path, run_mode, error):
+    """Returns why MindFormers cannot read a YAML, of which it names neither the node nor the key that was meant."""
     try:
-        return list(shape_mistakes(read_merged(path)))
+        config = {**read_merged(path), **({"run_mode": run_mode} if run_mode else {})}
     except ConfigError:
-        return []
+        config = {}
+    refuse(check_shape(config))
+    named = " ".join(map(str, check_names(config)))
+    return named or " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
 
 
 def _strategy_file(path):

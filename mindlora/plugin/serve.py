@@ -7,12 +7,14 @@ from mindformers.core.context import build_context
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.checks.cpu import check_cpu_serving
-from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.files import check_quantized_base
+from mindlora.checks.finding import refuse
+from mindlora.checks.pet_config import refuse_pet_config
 from mindlora.config import expand_pet_type
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.errors import ConfigError
 from mindlora.plugin.launcher import build_config
-from mindlora.plugin.launching.preflight import check_quantized_base
+from mindlora.plugin.launching.preflight import set_base_format
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import make_engine
 from mindlora.serving.engine import Engine
@@ -51,15 +53,16 @@ def build_engine(
     pet_config = model.model_config.pet_config or {}
     if pet_config:
         expand_pet_type(pet_config)
-        check_pet_config(pet_config)
+        refuse_pet_config(pet_config)
     if yaml.context.device_target == "CPU":
-        check_cpu_serving(model.model_config)
+        refuse(check_cpu_serving(model.model_config))
     if yaml.use_parallel:
         raise ConfigError(
             "use_parallel is True: mindlora serves on one device. Set use_parallel: False (--use_parallel False)."
         )
     settings = EngineSettings(**{"seq_length": model.model_config.seq_length, **(sizes or {})})
-    check_quantized_base(yaml)
+    refuse(check_quantized_base(yaml))
+    set_base_format(yaml)
     # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":

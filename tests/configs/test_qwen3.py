@@ -44,9 +44,9 @@ def shrunk(path):
     config = load(path)
     model = config.model.model_config
     model.update({key: value for key, value in SMALL.items() if key in model})
-    preflight.prepare(config)
     one_device = {"data_parallel": 1, "model_parallel": 1, "expert_parallel": 1, "use_seq_parallel": False}
     config.parallel_config.update({key: one for key, one in one_device.items() if key in config.parallel_config})
+    preflight.prepare(config)
     return config
 
 

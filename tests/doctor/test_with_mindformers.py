@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mindlora.doctor.yaml_checks import check_yaml
+from mindlora.doctor.examination import check_yaml
 from mindlora.models.llama import linear_sizes
 from tests.conftest import ROOT
 from tests.support.doctor_findings import DATA
@@ -64,12 +64,12 @@ def test_what_mindlora_run_refuses_is_found(mindformers, tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(text.replace("use_past: False", "use_past: True"), encoding="utf-8")
     (finding,) = (finding for finding in check_yaml(str(path)) if finding.severity == "error")
-    assert finding.found.startswith(
+    assert str(finding).startswith(
         "context.device_target is CPU, where this YAML cannot run. Set: model.model_config.use_past: False"
     )
     path.write_text(text.replace("runner_config:", "runner_config:\n  epoch: 3"), encoding="utf-8")
     (finding,) = (finding for finding in check_yaml(str(path)) if finding.severity == "error")
-    assert finding.found.startswith("mindlora-run would fail on this YAML: ")
+    assert str(finding).startswith("'epoch' is not a key of runner_config. Did you mean 'epochs'?")
 
 
 @pytest.mark.parametrize("keys", [{"use_dora": True}, {"target_modules": ["embed_tokens", "wq"]}])

@@ -47,10 +47,13 @@ def test_the_first_change_that_fits_is_taken(keys, rows, share, words):
 
 
 def test_a_larger_step_is_never_made_of_a_smaller_batch():
-    config = yaml_of(MODEL, runner_config={**ROWS, "gradient_accumulation_steps": 3})
+    dataset = {"drop_remainder": True}
+    config = yaml_of(MODEL, runner_config={**ROWS, "gradient_accumulation_steps": 3}, train_dataset=dataset)
     found = fit(read_run(config), int(0.25 * memory_of(read_run(config)).total), [1])
     changed = merged(config, yaml.safe_load(found.lines))["runner_config"]
     assert changed["batch_size"] * changed["gradient_accumulation_steps"] == 8 * 3
+    config = yaml_of(MODEL, runner_config=ROWS)
+    found = fit(read_run(config), int(0.25 * memory_of(read_run(config)).total), [1])
     assert yaml.safe_load(found.lines)["train_dataset"] == {"drop_remainder": True}
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from mindlora import LoraConfig, apply_lora, freeze_base
+from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.targets import check_targets
-from mindlora.doctor.pet_config_checks import check_pet_config
 from mindlora.errors import LoraError
 from mindlora.nn.nf4 import parameter_count
 from mindlora.nn.tree import lora_cells
@@ -64,7 +64,8 @@ def test_a_run_is_refused_and_counted_as_its_network_is(name, build):
 
 def plan(kind, keys, pet):
     """Returns what mindlora plan knows of a run: the error's text, or its parameters and their count."""
-    config = {"run_mode": "finetune", "model": {"model_config": {**keys, "type": kind, "pet_config": pet}}}
+    model, step = {"model_config": {**keys, "type": kind, "pet_config": pet}}, {"type": "LoraTrainOneStepCell"}
+    config = {"run_mode": "finetune", "model": model, "runner_wrapper": step}
     try:
         weights = read_run(config).weights
     except LoraError as error:

@@ -153,7 +153,7 @@ def test_layers_that_predict_further_tokens_are_on_the_last_stage_and_said_to_be
 
 
 def test_adapters_of_experts_are_divided_with_them():
-    config = yaml_of("Qwen3MoeConfig", moe_networks.QWEN3_MOE, EXPERTS)
+    config = yaml_of("Qwen3MoeConfig", {**moe_networks.QWEN3_MOE, "architectures": "Qwen3MoeForCausalLM"}, EXPERTS)
     nodes = {"use_parallel": True, "parallel": {"parallel_mode": 1}, "use_legacy": False}
     nodes["parallel_config"] = {"data_parallel": 2, "expert_parallel": 2}
     whole, half = (

@@ -39,7 +39,7 @@ def test_the_last_batch_counts_where_it_is_not_dropped(record):
 def test_a_step_has_the_rows_of_all_micro_batches_and_devices(record):
     nodes = {"use_parallel": True, "parallel": {"parallel_mode": 0}, "parallel_config": {"data_parallel": 2}}
     runner = {"batch_size": 2, "epochs": 2, "gradient_accumulation_steps": 3}
-    found = schedule_of(run_of(runner_config=runner, **nodes, **data(record)))
+    found = schedule_of(run_of(runner_config=runner, **nodes, **data(record, drop_remainder=True)))
     assert (found.rows_per_step, found.tokens_per_step, found.steps) == (12, 192, 2)
 
 

@@ -10,7 +10,7 @@ from tests.support import mcore_cpu
 def main() -> int:
     """Runs the command line that mindlora-run would."""
     mcore_cpu.install()
-    mcore.check_device = lambda target: None
+    mcore.check_device = lambda target: []
     return launcher.main()
 
 

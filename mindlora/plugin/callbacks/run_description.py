@@ -16,7 +16,7 @@ from mindformers.tools.utils import get_real_group_size
 
 from mindlora import __version__
 from mindlora.checks.pet_config import PetLoraConfig
-from mindlora.data.mindrecord import mindrecord_files
+from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.resume.training_state import total_steps
 from mindlora.plugin.run_configuration import plain, run_configuration

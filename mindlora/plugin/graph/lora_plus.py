@@ -5,7 +5,6 @@ from typing import Any
 from mindformers.core.lr import build_lr
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
-from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
 from mindlora.training.lora_plus import FASTER
 from mindlora.training.rate_factor import ScaledSchedule
@@ -33,12 +32,7 @@ def set_groups(config: MindFormerConfig, ratio: float) -> None:
     Args:
         config (MindFormerConfig): The whole YAML; changed in place.
         ratio (float): loraplus_lr_ratio.
-
-    Raises:
-        ConfigError: The YAML has a grouped_lr_schedule already.
     """
-    if config.grouped_lr_schedule:
-        raise ConfigError("The YAML has both pet_config.loraplus_lr_ratio and grouped_lr_schedule: keep one of them.")
     # If the YAML has no lr_schedule, MindFormers has filled one in.
     keys = dict(config.lr_schedule)
     group = {**keys, "params": list(FASTER), "type": LoraPlusLR.__name__, "schedule": keys["type"], "ratio": ratio}

@@ -6,11 +6,13 @@ from mindformers.models.llama.llama import LlamaModel
 from mindformers.tools.register import MindFormerConfig
 from mindspore import nn
 
+from mindlora.checks.data_rows import BOUNDARY, Data, data_of
+from mindlora.checks.training import WRAPPER
 from mindlora.errors import ConfigError
+from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.plugin.graph.network import base_of
-from mindlora.plugin.graph.train_step_settings import WRAPPER
 from mindlora.plugin.log import logger
-from mindlora.plugin.mindrecords import BOUNDARY, Data, data_of, files_of, first_rows
+from mindlora.plugin.mindrecords import first_rows
 from mindlora.training.segment_mask import SegmentMask
 
 ENDS = "actual_seq_len"
@@ -28,7 +30,7 @@ def boundary_of(data: Data) -> Optional[int]:
     Raises:
         ConfigError: A file cannot be read, or one is packed differently from another.
     """
-    first, *others = files_of(data) or [None]
+    first, *others = mindrecord_files(data) or [None]
     boundary = _boundary_of_file(first) if first else None
     for path in others:
         other = _boundary_of_file(path)
@@ -115,7 +117,7 @@ def set_boundary(config: MindFormerConfig) -> None:
             "Remove the key: mindlora-run sets it."
         )
     pad = config.model.model_config.pad_token_id
-    if boundary != pad and boundary != _first_row(files_of(data)[0])["input_ids"][0]:
+    if boundary != pad and boundary != _first_row(mindrecord_files(data)[0])["input_ids"][0]:
         raise ConfigError(
             f"model.model_config.pad_token_id is {pad}, and the padding in train_dataset is {boundary}. Set it to that."
         )

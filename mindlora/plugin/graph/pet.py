@@ -10,8 +10,8 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.apply import apply_lora, freeze_base, trainable_summary
+from mindlora.checks.parallel import is_scattered
 from mindlora.checks.pet_config import PET_TYPE, PetLoraConfig, refuse_qlora
-from mindlora.checks.sharded import is_scattered
 from mindlora.errors import ConfigError
 from mindlora.nn.noisy_embedding import add_embedding_noise
 from mindlora.nn.tree import lora_cells, saved_module_parameters

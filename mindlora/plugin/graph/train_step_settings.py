@@ -2,23 +2,14 @@
 
 from mindformers.tools.register import MindFormerConfig
 
-from mindlora.common.fields import COUNT, check_number
+from mindlora.checks.training import DATA_PARALLEL, WRAPPER, accumulates_here, callbacks_of, train_step
 from mindlora.config.variants.adalora import ADALORA
 from mindlora.errors import ConfigError
 from mindlora.plugin.log import logger
 from mindlora.training.exchange import exchange_settings
 
-WRAPPER = "LoraTrainOneStepCell"
-DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
-# Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
-_MODES = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone", None)
 # Where one of these is above 1, no rank holds the whole adapter.
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
-
-
-def accumulates_here(config: MindFormerConfig) -> bool:
-    """Returns whether a run is alone or data parallel, where mindlora's train step accumulates gradients."""
-    return not config.use_parallel or (config.parallel or {}).get("parallel_mode") in _MODES
 
 
 def set_micro_batches(config: MindFormerConfig) -> None:
@@ -27,34 +18,13 @@ def set_micro_batches(config: MindFormerConfig) -> None:
     So one step of MindSpore is one step of the optimizer, of the learning rate and of every callback.
 
     Args:
-        config (MindFormerConfig): The whole YAML; changed in place.
-
-    Raises:
-        ConfigError: K is no whole number of at least 1; the train step is not mindlora's; or the last batch of the
-            data may be smaller.
+        config (MindFormerConfig): The whole YAML, without mistakes; changed in place.
     """
     steps = config.runner_config.gradient_accumulation_steps
-    if steps is None or not accumulates_here(config):
+    if steps in (None, 1) or not accumulates_here(config):
         return
-    key = "runner_config.gradient_accumulation_steps"
-    check_number(steps, key, COUNT)
-    if steps == 1:
-        return
-    wrapper = config.runner_wrapper
-    if not wrapper or wrapper.type != WRAPPER:
-        raise ConfigError(
-            f"{key} is {steps}, and runner_wrapper.type is {wrapper.type if wrapper else None}, which accumulates "
-            f"nothing alone and in data parallel. Set runner_wrapper.type: {WRAPPER}."
-        )
-    if wrapper.get("micro_batches"):
-        raise ConfigError(f"The YAML has both {key} and runner_wrapper.micro_batches: keep the first.")
-    if not config.train_dataset.drop_remainder:
-        raise ConfigError(
-            f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
-            "split into micro-batches. Set it to True."
-        )
     rows = config.runner_config.batch_size
-    wrapper.micro_batches = steps
+    config.runner_wrapper.micro_batches = steps
     config.runner_config.batch_size = rows * steps
     config.runner_config.gradient_accumulation_steps = 1
     logger.info("Each step has %d rows on each device: %d micro-batches of %d.", rows * steps, steps, rows)
@@ -64,10 +34,7 @@ def prepare_budget(config: MindFormerConfig) -> None:
     """Adds the callback RankBudget and the train step's part to a training run of AdaLoRA.
 
     Args:
-        config (MindFormerConfig): The whole YAML; changed in place.
-
-    Raises:
-        ConfigError: The train step, the parallel mode or data sinking cannot allocate ranks.
+        config (MindFormerConfig): The whole YAML, without mistakes; changed in place.
     """
     pet_config = config.model.model_config.pet_config or {}
     if not pet_config.get(ADALORA.field):
@@ -79,19 +46,7 @@ def prepare_budget(config: MindFormerConfig) -> None:
             ADALORA.field,
         )
         return
-    wrapper = config.runner_wrapper or {}
-    if wrapper.get("type") != WRAPPER or not accumulates_here(config):
-        raise ConfigError(
-            f"pet_config.{ADALORA.field} is True, and ranks are allocated by mindlora's train step, alone or in data "
-            f"parallel. Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove {ADALORA.field}."
-        )
-    runner = config.runner_config
-    if runner.sink_mode and runner.sink_size not in (None, 1):
-        raise ConfigError(
-            f"pet_config.{ADALORA.field} is True and runner_config.sink_size is {runner.sink_size}: ranks are planned "
-            "for each step, and data sinking does several at once. Set runner_config.sink_mode: False."
-        )
-    wrapper.rank_budget = True
+    config.runner_wrapper.rank_budget = True
     callbacks = list(config.callbacks or [])
     if not any(callback.get("type") == "RankBudget" for callback in callbacks):
         config.callbacks = [*callbacks, MindFormerConfig(type="RankBudget")]
@@ -138,7 +93,6 @@ def record_gradient_norms(config: MindFormerConfig) -> None:
     Args:
         config (MindFormerConfig): The whole YAML; changed in place.
     """
-    wrapper = config.runner_wrapper or {}
-    listed = [callback.get("type") for callback in config.callbacks or []]
-    if "AdapterHealth" in listed and wrapper.get("type") == WRAPPER and accumulates_here(config):
-        wrapper.setdefault("record_gradient_norms", True)
+    reports = any(callbacks_of(config, "AdapterHealth"))
+    if reports and train_step(config) == WRAPPER and accumulates_here(config):
+        config.runner_wrapper.setdefault("record_gradient_norms", True)

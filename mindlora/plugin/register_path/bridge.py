@@ -8,7 +8,7 @@ from typing import Mapping, Optional
 
 from mindformers.models.llama import LlamaConfig as MindFormersLlamaConfig
 
-from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.pet_config import refuse_pet_config
 from mindlora.plugin import hooks  # noqa: F401  importing it registers pet type, train step and callbacks
 
 
@@ -17,5 +17,5 @@ class LlamaConfig(MindFormersLlamaConfig):
 
     def __init__(self, *args, pet_config: Optional[Mapping] = None, **kwargs):
         if pet_config:
-            check_pet_config(pet_config)
+            refuse_pet_config(pet_config)
         super().__init__(*args, pet_config=pet_config, **kwargs)

@@ -9,6 +9,9 @@ from mindformers.tools.register import MindFormerConfig
 from mindspore import Tensor
 
 from mindlora import LoraConfig, apply_lora, freeze_base
+from mindlora.checks.finding import refuse
+from mindlora.checks.keys import check_keys
+from mindlora.checks.training import check_training
 from mindlora.errors import ConfigError
 from mindlora.plugin.graph.train_step import LoraTrainOneStepCell
 from mindlora.plugin.graph.train_step_settings import set_micro_batches
@@ -77,6 +80,7 @@ def config(**changes):
     """A YAML with gradient_accumulation_steps 4 and batches of 3 rows."""
     return MindFormerConfig(
         **{
+            "run_mode": "finetune",
             "runner_config": {"gradient_accumulation_steps": 4, "batch_size": 3},
             "runner_wrapper": {"type": "LoraTrainOneStepCell"},
             "train_dataset": {"drop_remainder": True},
@@ -116,14 +120,14 @@ def test_a_yaml_is_left_alone_where_there_is_nothing_to_do(changes):
     [
         (
             {"runner_config": {"gradient_accumulation_steps": 2.5, "batch_size": 3}},
-            "runner_config.gradient_accumulation_steps is 2.5: it must be a whole number of at least 1",
+            "runner_config.gradient_accumulation_steps is 2.5, but it must be a whole number of at least 1",
         ),
         (
             {"runner_wrapper": {"type": "MFTrainOneStepCell"}},
             "runner_wrapper.type is MFTrainOneStepCell, which accumulates nothing alone and in data parallel. Set "
             "runner_wrapper.type: LoraTrainOneStepCell",
         ),
-        ({"runner_wrapper": None}, "runner_wrapper.type is None, which accumulates nothing"),
+        ({"runner_wrapper": None}, "runner_wrapper.type is MFTrainOneStepCell, which accumulates nothing"),
         (
             {"runner_wrapper": {"type": "LoraTrainOneStepCell", "micro_batches": 2}},
             "both runner_config.gradient_accumulation_steps and runner_wrapper.micro_batches",
@@ -133,5 +137,5 @@ def test_a_yaml_is_left_alone_where_there_is_nothing_to_do(changes):
 )
 def test_what_cannot_accumulate_is_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
-        set_micro_batches(config(**changes))
+        refuse([*check_keys(config(**changes)), *check_training(config(**changes))])
     assert message in str(caught.value)

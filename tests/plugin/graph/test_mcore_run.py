@@ -5,6 +5,7 @@ import json
 import pytest
 from safetensors.numpy import load_file
 
+from mindlora.checks.finding import refuse
 from mindlora.checks.mcore import check_mcore, family_of
 from mindlora.errors import ConfigError
 from mindlora.models import registry
@@ -76,13 +77,13 @@ def yaml_of(**changes):
 
 def message(config):
     with pytest.raises(ConfigError) as error:
-        check_mcore(config)
+        refuse(check_mcore(config))
     return str(error.value)
 
 
 @pytest.mark.parametrize("family", registry.trained_mcore_classes().values())
 def test_the_families_that_train_pass(family):
-    check_mcore(yaml_of(model={"architectures": [family]}))
+    assert not list(check_mcore(yaml_of(model={"architectures": [family]})))
 
 
 def test_another_family_is_refused_in_one_sentence_that_names_those_that_train():
@@ -107,7 +108,7 @@ def test_a_folder_of_hugging_faces_is_no_base_on_one_device(tmp_path):
         f"load_checkpoint: {tmp_path} is a folder of Hugging Face's, which MindFormers cannot load into an mcore model "
         f"on one device. Convert it once: mindlora convert-base {tmp_path} base.safetensors --to mcore"
     )
-    check_mcore(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True))
+    assert not list(check_mcore(yaml_of(load_checkpoint=str(tmp_path), use_parallel=True)))
 
 
 def test_the_model_is_found_in_a_folder_of_hugging_faces(tmp_path):
@@ -121,7 +122,8 @@ def test_the_model_is_found_in_a_folder_of_hugging_faces(tmp_path):
 def test_mindlora_run_says_it_in_its_first_line(mindformers, tmp_path, capsys, monkeypatch):
     import yaml
 
-    from mindlora.plugin import launch_checks, launcher
+    from mindlora.plugin import launcher
+    from mindlora.plugin.launching import launch_checks
 
     monkeypatch.setattr(launch_checks, "_check_device", lambda config: None)
     path = tmp_path / "glm4.yaml"

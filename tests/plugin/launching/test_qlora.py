@@ -48,7 +48,7 @@ def test_qlora_is_expanded_before_anything_else(files):
 
 
 def test_where_nobody_writes_it_out_it_is_refused_at_once():
-    from mindlora.checks.pet_config import check_pet_config
+    from mindlora.checks.pet_config import refuse_pet_config
 
     with pytest.raises(ConfigError, match="^pet_type is 'qlora', which only mindlora-run understands"):
-        check_pet_config({"pet_type": "qlora", "target_modules": "all-linear"})
+        refuse_pet_config({"pet_type": "qlora", "target_modules": "all-linear"})

@@ -14,10 +14,11 @@ from mindlora.adapters import files
 from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.sharding.scatter import scatter_adapter
 from mindlora.adapters.sharding.strategy import cut
-from mindlora.checks.sharded import check_sharded, is_scattered
+from mindlora.checks.finding import refuse
+from mindlora.checks.parallel import check_sharded, is_scattered
 from mindlora.errors import (
     BackendError,
-    ConfigError,
+    ConfigMistakes,
     MissingTensorsError,
     ScaleMismatchError,
     ShapeMismatchError,
@@ -77,7 +78,8 @@ CUTS = {
 
 def config_of(cut, checkpoint=None, **pet_config):
     callbacks = [{"type": "LoraCheckpoint", **(checkpoint or {})}]
-    return {"use_parallel": True, "model": {"model_config": {"pet_config": pet_config}}, "callbacks": callbacks, **cut}
+    model = {"model_config": {"pet_config": pet_config}}
+    return {"run_mode": "finetune", "use_parallel": True, "model": model, "callbacks": callbacks, **cut}
 
 
 @pytest.mark.parametrize("found", CUTS)
@@ -87,17 +89,18 @@ def config_of(cut, checkpoint=None, **pet_config):
 def test_adapters_that_need_whole_weights_are_refused_by_name(found, field, value):
     name = field if value is True else f"{field} {value}"
     config = config_of(CUTS[found], **{field: value})
-    refused(ConfigError, part(f"pet_config has {name} and {found}: each device"), check_sharded, config)
-    check_sharded({**config, "use_parallel": False})
-    check_sharded(config_of({"parallel": {"enable_parallel_optimizer": True, "parallel_mode": 0}}, **{field: value}))
+    refused(ConfigMistakes, part(f"pet_config has {name} and {found}: each device"), refuse, check_sharded(config))
+    assert not list(check_sharded({**config, "use_parallel": False}))
+    data_parallel = {"parallel": {"enable_parallel_optimizer": True, "parallel_mode": 0}}
+    assert not list(check_sharded(config_of(data_parallel, **{field: value})))
 
 
 @pytest.mark.parametrize("found", CUTS)
 def test_lora_checkpoint_saves_in_a_sharded_run_but_does_not_resume_one(found):
-    check_sharded(config_of(CUTS[found], lora_init="kaiming"))
-    check_sharded(config_of(CUTS[found], lora_init="pissa", adapter_path="adapter"))
+    assert not list(check_sharded(config_of(CUTS[found], lora_init="kaiming")))
+    assert not list(check_sharded(config_of(CUTS[found], lora_init="pissa", adapter_path="adapter")))
     message = f"LoraCheckpoint has resume: True and {found}: LoraCheckpoint joins"
-    refused(ConfigError, part(message), check_sharded, config_of(CUTS[found], {"resume": True}))
+    refused(ConfigMistakes, part(message), refuse, check_sharded(config_of(CUTS[found], {"resume": True})))
 
 
 def test_a_folder_of_slices_in_adapter_path_brings_the_callback_that_loads_them(mindformers, scattered, adapter):
@@ -114,7 +117,8 @@ def test_a_folder_of_slices_in_adapter_path_brings_the_callback_that_loads_them(
     assert is_scattered(scattered) and not is_scattered(adapter) and not is_scattered(None)
     assert prepared(scattered, True) == ["AdapterSlices", "LoraCheckpoint"]
     assert prepared(adapter, False) == ["LoraCheckpoint"]
-    refused(ConfigError, part(f"adapter_path: {scattered} holds slices"), prepared, scattered, False)
+    alone = {**config_of({}, adapter_path=scattered), "use_parallel": False}
+    refused(ConfigMistakes, part(f"adapter_path: {scattered} holds slices"), refuse, check_sharded(alone))
 
 
 # Starting from an adapter

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mindlora.checks.base import base_mistakes
+from mindlora.checks.base_weights import check_base_weights
 from mindlora.formats import ckpt_file
 from mindlora.models.llama import linear_sizes
 from mindlora.plugin import launcher
@@ -27,9 +27,8 @@ def base(tmp_path_factory):
 
 
 def mistakes(path, *words):
-    return list(
-        base_mistakes(launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--load_checkpoint", path, *words]))
-    )
+    config = launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, "--load_checkpoint", path, *words])
+    return [str(finding) for finding in check_base_weights(config)]
 
 
 @pytest.mark.parametrize("name", ["base.ckpt", "base.safetensors"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindlora.doctor.yaml_checks import check_yaml
+from mindlora.doctor.examination import check_yaml
 
 RECOMPUTE, SWAP = "recompute_config.recompute", "swap_config.swap"
 LAYERS = [{"backward_prefetch": 1, "layers": [0]}]

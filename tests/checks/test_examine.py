@@ -2,12 +2,15 @@
 
 import pytest
 
+from mindlora.checks.data_rows import check_rows
+from mindlora.checks.finding import errors
 from mindlora.common.yaml_file import merged
-from mindlora.doctor.launcher_check import check_with_launcher
+from mindlora.doctor.examination import check_yaml
 from mindlora.errors import ConfigError, ConfigMistakes
 from mindlora.plugin import launcher
-from mindlora.plugin.data_rows import data_mistakes
 from mindlora.plugin.launching import preflight
+from mindlora.plugin.mindrecords import first_rows
+from mindlora.plugin.run_configuration import plain
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
 
 
@@ -23,9 +26,13 @@ def data(tmp_path_factory):
     return folder
 
 
-def prepare(data, *words):
+def build_config(data, *words):
     train = ["--train_dataset_dir", str(data / "train.mindrecord"), "--batch_size", "4"]
-    preflight.prepare(launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, *train, *words]))
+    return launcher.build_config(["--config", LORA_YAML, *SIZE_FLAGS, *train, *words])
+
+
+def prepare(data, *words):
+    preflight.prepare(build_config(data, *words))
 
 
 def test_a_yaml_without_mistakes_passes(data):
@@ -34,10 +41,10 @@ def test_a_yaml_without_mistakes_passes(data):
 
 
 MODEL = "--model.model_config."
-HELD_OUT = '[{"type": "HeldOutLoss", "dataset_dir": "%s"}]'
+HELD_OUT = '[{"type": "MFLossMonitor"}, {"type": "HeldOutLoss", "dataset_dir": "%s"}]'
 MISTAKES = {
-    "heads": ([f"{MODEL}num_heads", "5", f"{MODEL}n_kv_heads", "5"], "hidden_size is 32, which num_heads 5 does not"),
-    "groups": ([f"{MODEL}num_heads", "4", f"{MODEL}n_kv_heads", "3"], "num_heads is 4, which n_kv_heads 3 does not"),
+    "heads": ([f"{MODEL}num_heads", "5", f"{MODEL}n_kv_heads", "5"], "divided: hidden_size 32 by num_heads 5. Corr"),
+    "groups": ([f"{MODEL}num_heads", "4", f"{MODEL}n_kv_heads", "3"], "divided: num_heads 4 by n_kv_heads 3. Correc"),
     "callback": (["--callbacks.LoraCheckpoint.type", "LoraChekpoint"], "not registered. Did you mean 'LoraCheckpoint'"),
     "argument": (["--callbacks.LoraCheckpoint.save_step", "5"], "no argument 'save_step'. Did you mean 'save_steps'"),
     "optimizer": (["--optimizer.type", "AdmW"], "optimizer.type is 'AdmW', which is not registered. Did you mean"),
@@ -60,7 +67,10 @@ MISTAKES = {
         ["--callbacks.LoraCheckpoint.save_steps", "0"],
         "(LoraCheckpoint): save_steps is 0: it must",
     ),
-    "missing argument": (["--callbacks", '[{"type": "HeldOutLoss"}]'], "is HeldOutLoss, which needs dataset_dir"),
+    "missing argument": (
+        ["--callbacks", '[{"type": "MFLossMonitor"}, {"type": "HeldOutLoss"}]'],
+        "is HeldOutLoss, which needs dataset_dir",
+    ),
     "argument of a schedule": (
         ["--lr_schedule", '{"type": "CosineWithWarmUpLR", "learning_rate": 0.1, "warmup_ration": 0.1}'],
         "lr_schedule has 'warmup_ration', which CosineWithWarmUpLR does not know. Did you mean 'warmup_ratio'",
@@ -81,11 +91,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_each_is_named_with_what_to_change(data, name):
+def test_each_is_named_with_what_to_change_by_mindlora_run_and_by_doctor(data, name, tmp_path):
     words, message = MISTAKES[name]
+    config = build_config(data, *(word.replace("{data}", str(data)) for word in words))
+    path = write_yaml(tmp_path, plain(config))
     with pytest.raises(ConfigMistakes) as raised:
-        prepare(data, *(word.replace("{data}", str(data)) for word in words))
+        preflight.prepare(config)
     assert message in str(raised.value) and len(raised.value.mistakes) == 1
+    assert [str(finding) for finding in errors(check_yaml(path))] == list(raised.value.mistakes)
 
 
 def test_all_of_them_are_named_at_once_and_doctor_shows_each(data, tmp_path):
@@ -99,9 +112,10 @@ def test_all_of_them_are_named_at_once_and_doctor_shows_each(data, tmp_path):
     path = write_yaml(tmp_path, config)
     with pytest.raises(ConfigError) as raised:
         preflight.prepare(launcher.build_config(["--config", str(path)]))
-    assert str(raised.value).startswith("4 settings are wrong:\n  - model_config.hidden_size is 33")
-    found = [finding.found for finding in check_with_launcher(str(path))]
-    assert found == list(raised.value.mistakes)
+    assert str(raised.value).startswith(
+        "4 settings are wrong:\n  - The sizes in model_config cannot be divided: hidden_size 33"
+    )
+    assert [str(finding) for finding in errors(check_yaml(path))] == list(raised.value.mistakes)
 
 
 # Not what was meant, but what MindFormers' own YAMLs do too: they have num_block and max_position_embeddings.
@@ -125,8 +139,8 @@ def test_what_is_hardly_meant_is_a_warning(data, tmp_path, name):
     config["model"]["model_config"].update(SIZES)
     config["runner_config"]["batch_size"] = 4
     config["train_dataset"]["data_loader"]["dataset_dir"] = str(data / "padded.mindrecord")
-    found = check_with_launcher(write_yaml(tmp_path, config))
-    assert [each.found for each in found if each.severity == "warning"] == [message.replace("{data}", str(data))]
+    found = check_yaml(write_yaml(tmp_path, config))
+    assert [str(each) for each in found if each.severity == "warning"] == [message.replace("{data}", str(data))]
 
 
 def test_what_a_run_does_not_build_may_be_of_an_older_mindformers(data):
@@ -141,14 +155,16 @@ def test_a_chatglm_takes_rows_as_long_as_its_sequence(data):
     config.train_dataset.data_loader.dataset_dir = str(data / "shifted.mindrecord")
     for length in (17, 18):
         config.model.model_config.seq_length = length
-        assert list(data_mistakes(config)) == []
+        assert list(check_rows(config, first_rows)) == []
     config.model.model_config.seq_length = 16
-    (found,) = data_mistakes(config)
-    assert found.endswith("the rows have 17 tokens, and model_config.seq_length 16 needs 15 or 16. Set seq_length: 17.")
+    (found,) = check_rows(config, first_rows)
+    assert str(found).endswith(
+        "the rows have 17 tokens, and model_config.seq_length 16 needs 15 or 16. Set seq_length: 17."
+    )
     config.model.model_config.seq_length = 17
     config.train_dataset.data_loader.dataset_dir = str(data / "train.mindrecord")
-    (found,) = data_mistakes(config)
-    assert "each label is the token at its own place, and a ChatGLM learns the labels as they are" in found
+    (found,) = check_rows(config, first_rows)
+    assert "each label is the token at its own place, and a ChatGLM learns the labels as they are" in str(found)
 
 
 def test_a_class_of_the_users_own_is_left_to_mindformers(data):

@@ -2,10 +2,12 @@
 
 import pytest
 
+from mindlora.checks.examine import check_settings
+from mindlora.checks.finding import refuse
 from mindlora.errors import ConfigError
 from mindlora.plugin import launcher
-from mindlora.plugin.launch_checks import check_launch
-from mindlora.plugin.launching.preflight import check_files
+from mindlora.plugin.launching.launch_checks import check_launch
+from mindlora.plugin.launching.preflight import refuse_missing_files
 from tests.support.runs import LORA_YAML, read_yaml, write_yaml
 
 TOKENIZER = "--processor.tokenizer.tokenizer_file"
@@ -14,6 +16,7 @@ TOKENIZER = "--processor.tokenizer.tokenizer_file"
 def check(*words):
     config = launcher.build_config(["--config", LORA_YAML, *words])
     check_launch(config, config.pop("random_base", False))
+    refuse(check_settings(config))
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +47,18 @@ def test_a_run_that_can_start_passes(tmp_path):
             ["--run_mode", "predict", "--random_base", "--predict_data", "one"],
             "an empty tokenizer_file and vocab_file.*--processor.tokenizer.tokenizer_file tokenizer.json",
         ),
-        (
-            ["--run_mode", "predict", "--random_base", "--predict_data", "one", TOKENIZER, "nowhere.json"],
-            "names nowhere.json as its tokenizer_file, which does not exist",
-        ),
     ],
 )
 def test_a_run_that_cannot_start_is_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         check(*words)
+
+
+def test_a_tokenizer_that_is_not_there_is_named():
+    words = ["--run_mode", "predict", "--random_base", "--predict_data", "one", TOKENIZER, "nowhere.json"]
+    check(*words)
+    with pytest.raises(ConfigError, match="processor.tokenizer.tokenizer_file: nowhere.json does not exist"):
+        refuse_missing_files(launcher.build_config(["--config", LORA_YAML, *words]))
 
 
 def test_the_folder_of_the_model_is_the_base_where_load_checkpoint_is_empty(tmp_path):
@@ -78,13 +84,13 @@ def test_the_base_may_be_named_in_the_node_checkpoint(tmp_path):
     check_launch(config)
     assert config.load_checkpoint == str(base)
     with pytest.raises(ConfigError, match="dataset_dir is empty"):
-        check_files(config)
+        refuse_missing_files(config)
     config.checkpoint = None
     with pytest.raises(ConfigError, match="is safetensors, and load_ckpt_format is 'ckpt'"):
-        check_files(config)
+        refuse_missing_files(config)
     config.use_legacy_format = False
     with pytest.raises(ConfigError, match="dataset_dir is empty"):
-        check_files(config)
+        refuse_missing_files(config)
 
 
 def test_under_msrun_several_processes_are_at_hand(monkeypatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindlora.common.yaml_file import PET
-from mindlora.doctor.yaml_checks import check_yaml
+from mindlora.doctor.examination import check_yaml
 
 SIZES = {
     "hidden_size": 64,

@@ -6,6 +6,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
 
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
+from mindlora.checks.finding import Finding, error
 from mindlora.checks.mcore import is_mcore
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
@@ -34,8 +35,11 @@ _READ_BY_TRAINER = {"lr_schedule": ("warmup_epochs",)}
 _NEAR = 0.85
 
 
-def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
-    """Yields a sentence for each class that the YAML names and that does not exist, or lacks an argument it is given.
+def check_classes(config: MindFormerConfig) -> Iterator[Finding]:
+    """Yields a finding for each class that the YAML names and that does not exist, or lacks an argument it is given.
+
+    Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
+    ``max_position_embeddings``.
 
     Args:
         config (MindFormerConfig): The whole YAML.
@@ -47,29 +51,15 @@ def registry_mistakes(config: MindFormerConfig) -> Iterator[str]:
     for key, kind in {**_KINDS, **(_TRAINING_KINDS if training else {}), **needed}.items():
         nodes = _nodes(value_at(config, key))
         if not any(node.get("type") for node in nodes) and (nodes or key in needed):
-            yield f"{key} has no type, so MindFormers does not know what to build."
+            yield error(key, f"{key} has no type, so MindFormers does not know what to build.")
         for node in nodes:
             yield from _unknown(key, kind, node)
-            if key not in _LEGACY_KINDS:
-                yield from _misspelt(key, kind, node)
+            yield from _misspelt(key, kind, node)
     yield from _missing_rate(config)
     for number, callback in enumerate((config.callbacks or []) if training else ()):
         where = f"callbacks.{number}"
         yield from _unknown(where, MindFormerModuleType.CALLBACK, callback)
         yield from _wrong_arguments(where, callback) or _wrong_values(where, callback)
-
-
-def ignored_settings(config: MindFormerConfig) -> Iterator[str]:
-    """Yields a sentence for each key of the model that nothing reads and that is nearly one of its settings.
-
-    They are no mistakes that end a run: YAMLs of MindFormers' own have ``num_block`` and ``max_position_embeddings``.
-
-    Args:
-        config (MindFormerConfig): The whole YAML.
-    """
-    for key, kind in () if is_mcore(config) else _LEGACY_KINDS.items():
-        for node in _nodes(value_at(config, key)):
-            yield from _misspelt(key, kind, node)
 
 
 def _nodes(node: Any) -> List[dict]:
@@ -83,64 +73,65 @@ def _class_of(kind: str, node: dict) -> Optional[type]:
     return MindFormerRegister.get_cls(kind, name) if known else None
 
 
-def _unknown(where: str, kind: str, node: dict) -> Iterator[str]:
+def _unknown(where: str, kind: str, node: dict) -> Iterator[Finding]:
     name = node.get("type")
     # A class of the user's own is registered when MindFormers imports the module that auto_register names.
     if name is None or node.get("auto_register") or MindFormerRegister.is_exist(kind, name):
         return
-    yield f"{where}.type is {name!r}, which is not registered.{suggestion(str(name), sorted(_names(kind)))}"
+    known = suggestion(str(name), sorted(_names(kind)))
+    yield error(f"{where}.type", f"{where}.type is {name!r}, which is not registered.{known}")
 
 
 def _names(kind: str) -> List[str]:
     return [name for name in MindFormerRegister.registry.get(kind, {}) if not name.startswith("_")]
 
 
-def _missing_rate(config: MindFormerConfig) -> Iterator[str]:
+def _missing_rate(config: MindFormerConfig) -> Iterator[Finding]:
     node, preset = config.lr_schedule or {}, (config.model.model_config.pet_config or {}).get("preset")
-    found = _class_of(MindFormerModuleType.LR, node)
-    if found is None or node.get("learning_rate") is not None or preset or config.run_mode not in TRAINING_MODES:
+    schedule = _class_of(MindFormerModuleType.LR, node)
+    if schedule is None or node.get("learning_rate") is not None or preset or config.run_mode not in TRAINING_MODES:
         return
-    if "learning_rate" in _required(found):
-        yield f"lr_schedule has no learning_rate, which {node['type']} needs. Set it, or a preset in pet_config."
+    if "learning_rate" in _required(schedule):
+        found = f"lr_schedule has no learning_rate, which {node['type']} needs."
+        yield error("lr_schedule", found, "Set it, or a preset in pet_config.")
 
 
-def _misspelt(where: str, kind: str, node: dict) -> Iterator[str]:
-    found, name = _class_of(kind, node), node.get("type")
-    if found is None:
+def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
+    named, name = _class_of(kind, node), node.get("type")
+    if named is None:
         return
-    known = _settings(found)
+    known = _settings(named)
     for argument in node:
         if argument not in ("type", *known, *_READ_BY_TRAINER.get(where, ())):
             near = difflib.get_close_matches(argument, sorted(set(known) - set(node)), n=1, cutoff=_NEAR)
             if near:
-                yield f"{where} has {argument!r}, which {name} does not know. Did you mean {near[0]!r}?"
+                found = f"{where} has {argument!r}, which {name} does not know. Did you mean {near[0]!r}?"
+                yield Finding("warning" if where in _LEGACY_KINDS else "error", f"{where}.{argument}", found)
 
 
-def _wrong_arguments(where: str, node: dict) -> List[str]:
-    found, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
-    if found is None:
-        return []
-    known, takes_any = _parameters(found)
+def _wrong_arguments(where: str, node: dict) -> List[Finding]:
+    callback, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
+    known, takes_any = _parameters(callback) if callback else ([], True)
+    unknown = [] if takes_any else [argument for argument in node if argument not in ("type", *known)]
     return [
-        f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, known)}"
-        for argument in (() if takes_any else node)
-        if argument not in ("type", *known)
+        error(where, f"{where} is {name}, which has no argument {argument!r}.{suggestion(argument, known)}")
+        for argument in unknown
     ]
 
 
-def _wrong_values(where: str, node: dict) -> List[str]:
+def _wrong_values(where: str, node: dict) -> List[Finding]:
     """Builds a callback of mindlora's, which checks its settings and does nothing else."""
     callback, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
     if callback is None or not callback.__module__.startswith("mindlora."):
         return []
     missing = [argument for argument in _required(callback) if argument not in node]
     if missing:
-        return [f"{where} is {name}, which needs {' and '.join(missing)}."]
+        return [error(where, f"{where} is {name}, which needs {' and '.join(missing)}.")]
     try:
         if len(node) > 1:
             callback(**{argument: value for argument, value in node.items() if argument != "type"})
-    except (LoraError, TypeError) as error:
-        return [f"{where} ({name}): {error}"]
+    except (LoraError, TypeError) as refusal:
+        return [error(where, f"{where} ({name}): {refusal}")]
     return []
 
 

@@ -5,7 +5,7 @@ import yaml
 
 from mindlora import doctor
 from mindlora.common.yaml_file import PET
-from mindlora.doctor.yaml_checks import check_yaml
+from mindlora.doctor.examination import check_yaml
 from mindlora.models import targets
 from tests.support.doctor_findings import DATA, finding_at, severities_and_keys
 

@@ -1,0 +1,114 @@
+"""Is load_checkpoint the base of the model that the YAML describes? MindFormers leaves random what it does not find."""
+
+import os
+import re
+from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
+
+from mindlora.base import quantize
+from mindlora.checks.files import base_of
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.mcore import is_mcore
+from mindlora.checks.model import architecture_of
+from mindlora.checks.pet_config import quantizes_base
+from mindlora.common.git_lfs import refuse_pointer
+from mindlora.common.text import examples
+from mindlora.common.yaml_file import value_at
+from mindlora.errors import ConfigError
+from mindlora.formats import ckpt_file
+from mindlora.formats.safetensors_file import TensorFile
+
+_KEY = "load_checkpoint"
+
+
+def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields how the linear weights of load_checkpoint differ from the model's: layers and shapes.
+
+    Args:
+        config (mapping): The content of the YAML. Of a folder, only whose names it has is looked at. Nothing is
+            said of a quantized base, a model whose cells are not known, or a run in parallel, whose checkpoint may be
+            divided.
+    """
+    path, format_ = base_of(config)[1], config.get("load_ckpt_format")
+    expected = {} if config.get("use_parallel") else _linear_shapes(config)
+    file = _file_of(path, format_) if path and expected else None
+    if file is None:
+        return
+    refuse_pointer(file, ConfigError)
+    stored = _stored_shapes(file)
+    if any(".self_attn." in name for name in stored):
+        # MindFormers converts a folder of them itself, if it is told to read it.
+        if file == path or format_ != "safetensors":
+            yield error(
+                _KEY,
+                f"load_checkpoint: {path} has Hugging Face's names.",
+                "Name its folder, with load_ckpt_format: safetensors, or convert it: "
+                f"mindlora convert-base {path} base.safetensors --to mindformers",
+            )
+    # Of a quantized base check_quantized_base says what to do.
+    elif file == path and not quantize.quantized_paths(stored):
+        yield from _compare(path, stored, expected)
+
+
+def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping[str, Tuple[int, ...]]):
+    missing = [name for name in expected if name not in stored]
+    kinds = {_kind(name) for name in expected}
+    unexpected = [name for name in stored if _kind(name) in kinds and name not in expected]
+    different = [name for name in expected if name in stored and tuple(stored[name]) != expected[name]]
+    if missing:
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} lacks {examples(missing)}, which would stay random.",
+            "Correct the sizes in model_config, or name the base of this model.",
+        )
+    if unexpected:
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} has {examples(unexpected)}, which the model of the YAML has not.",
+            "Correct num_layers, or name the base of this model.",
+        )
+    if different:
+        name = different[0]
+        yield error(
+            _KEY,
+            f"load_checkpoint: {path} has {name} of shape {tuple(stored[name])}, and the model of the YAML has it of "
+            f"{expected[name]} (shapes of {len(different)} weights differ).",
+            "Correct the sizes in model_config.",
+        )
+
+
+def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
+    """Returns a checkpoint, or the first .safetensors file of a folder; None if there is none, or .ckpt is wanted."""
+    if os.path.isdir(path):
+        names = sorted(os.listdir(path))
+        if format_ != "safetensors" and any(name.endswith(".ckpt") for name in names):
+            return None
+        return next((os.path.join(path, name) for name in names if name.endswith(".safetensors")), None)
+    return path if os.path.isfile(path) and path.endswith((".ckpt", ".safetensors")) else None
+
+
+def _linear_shapes(config: Mapping[str, Any]) -> Dict[str, Tuple[int, int]]:
+    """Returns the shapes that the weights of the model's linear cells have by their names; none if not known."""
+    architecture = None if is_mcore(config) else architecture_of(config)
+    if architecture is None or quantizes_base(config):
+        return {}
+    try:
+        sizes = architecture.linear_sizes(value_at(config, "model.model_config"))
+    except (TypeError, ValueError, ZeroDivisionError):
+        # check_keys names what is wrong.
+        return {}
+    # A model whose head is its embedding has no weight for it.
+    head = architecture.output_head.mindformers
+    return {f"{path}.weight": shape for path, shape in sizes.items() if path != head}
+
+
+def _stored_shapes(path: str) -> Dict[str, Tuple[int, ...]]:
+    if path.endswith(".ckpt"):
+        return ckpt_file.shapes(path)
+    with TensorFile(path) as file:
+        return {name: tensor.shape for name, tensor in file.tensors.items()}
+
+
+def _kind(name: str) -> Optional[str]:
+    """Returns a name without the number of its layer, or None if it has none."""
+    found, count = re.subn(r"\.\d+\.", ".N.", name)
+    return found if count else None

@@ -1,0 +1,239 @@
+"""Do the rows of the data suit the model: their length, their tokens, their padding."""
+
+import math
+import os
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Union
+
+import numpy as np
+
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.keys import setting
+from mindlora.checks.mcore import is_mcore
+from mindlora.checks.model import architecture_of
+from mindlora.checks.training import callbacks_of
+from mindlora.common.fields import COUNT
+from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.yaml_file import value_at
+from mindlora.formats.mindrecord_files import mindrecord_files, row_count
+
+Data = Union[str, Sequence[str]]
+Row = Dict[str, np.ndarray]
+# Returns the first rows of a MindRecord, at most so many. Only MindSpore can read them.
+FirstRows = Callable[[str, int], Iterator[Row]]
+# The column in which packed rows say which token begins an example.
+BOUNDARY = "boundary"
+# So many rows of a file are looked at: a file of millions would take minutes.
+_ROWS = 200
+# A row that ends in fewer equal tokens which do not count may be none that was padded.
+_PADDED = 4
+_IGNORED = -100
+
+
+class _Set(NamedTuple):
+    """Data that a run reads.
+
+    Attributes:
+        where (str): Where the YAML names it.
+        rows (list of dict): Its first rows.
+        lengths (sequence of int): How many tokens a row may have.
+    """
+
+    where: str
+    rows: List[Row]
+    lengths: Sequence[int]
+
+
+def data_of(dataset: Optional[Mapping[str, Any]]) -> Optional[Data]:
+    """Returns the MindRecords that a dataset node names, or None if they cannot be read yet."""
+    loader = (dataset or {}).get("data_loader") or {}
+    data = loader.get("dataset_dir") or loader.get("dataset_files")
+    if loader.get("type") != "MindDataset" or not data:
+        return None
+    return data if all(map(os.path.exists, [data] if isinstance(data, str) else data)) else None
+
+
+def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
+    """Yields a finding for each way in which the rows of the run's data do not suit its model.
+
+    Args:
+        config (mapping): The content of the YAML. Data that is not there is passed over (check_files names it), and
+            so is data that is no MindRecord.
+        first_rows (callable): Reads the first rows of a MindRecord.
+    """
+    model = value_at(config, "model.model_config")
+    if model.get("seq_length") not in COUNT:
+        return
+    train = data_of(config.get("train_dataset"))
+    if config.get("run_mode") in TRAINING_MODES:
+        yield from _check_batch(config, train, first_rows)
+        yield from _check_labels(config, train, first_rows)
+        for where, callback in callbacks_of(config, "HeldOutLoss"):
+            folder = callback.get("dataset_dir")
+            if folder and os.path.isdir(folder) and not mindrecord_files(folder):
+                yield error(
+                    where,
+                    f"{where} (HeldOutLoss): dataset_dir is {folder}, a folder with no file in it that ends in "
+                    ".mindrecord.",
+                )
+    for data in _sets(config, first_rows):
+        if data.rows:
+            yield from _check_set(data, model)
+
+
+def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[_Set]:
+    """Yields the data that the run reads."""
+    training = config.get("run_mode") in TRAINING_MODES
+    lengths = _lengths(config)
+    if training:
+        yield _Set("train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths)
+    if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
+        length = value_at(config, "model.model_config.seq_length")
+        evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
+        yield _Set("eval_dataset", _rows_of(data_of(config.get("eval_dataset")), first_rows), evaluated)
+    for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
+        held_out = callback.get("dataset_dir")
+        if held_out and os.path.exists(held_out):
+            yield _Set(f"{where} (HeldOutLoss)", _rows_of(held_out, first_rows), lengths)
+
+
+def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
+    """Returns how many tokens the rows that the model trains on may have."""
+    length = value_at(config, "model.model_config.seq_length")
+    if _takes_shifted_labels(config):
+        # Those of MindFormers' glm4_preprocess.py lack one.
+        return length - 1, length
+    # The other legacy models predict each token of a row of N + 1 from those before it.
+    sliced = value_at(config, "model.model_config.input_sliced_sig") or is_mcore(config)
+    return (length, length + 1) if sliced else (length + 1,)
+
+
+def _takes_shifted_labels(config: Mapping[str, Any]) -> bool:
+    architecture = architecture_of(config)
+    return architecture is not None and architecture.takes_shifted_labels
+
+
+def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List[Row]:
+    """Returns the first rows of the data that have these columns besides the tokens."""
+    files = mindrecord_files(data) if data else []
+    if not files:
+        return []
+    return [row for row in first_rows(files[0], _ROWS) if row.keys() >= {"input_ids", *columns}]
+
+
+def _check_set(data: _Set, model: Mapping[str, Any]) -> Iterator[Finding]:
+    key, length = data.where.split(" ")[0], model["seq_length"]
+    found = len(data.rows[0]["input_ids"])
+    if found not in data.lengths:
+        more = data.lengths[-1] - length
+        convert = f", or convert the data with --seq-length {length}" if more else ""
+        yield error(
+            key,
+            f"{data.where}: the rows have {found} tokens, and model_config.seq_length {length} needs "
+            f"{' or '.join(map(str, data.lengths))}.",
+            f"Set seq_length: {found - more}{convert}.",
+        )
+    largest, vocabulary = max(int(row["input_ids"].max()) for row in data.rows), model.get("vocab_size")
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        yield error(
+            key,
+            f"{data.where}: the rows hold token {largest}, and model_config.vocab_size is {vocabulary}: the data was "
+            "converted with the tokenizer of another model, or vocab_size is not this model's.",
+        )
+    padding = _padding(data.rows, model.get("ignore_token_id", _IGNORED))
+    declared = model.get("pad_token_id")
+    if isinstance(declared, int) and padding not in (None, declared):
+        yield error(
+            key,
+            f"{data.where}: the rows are padded with token {padding}, and model_config.pad_token_id is {declared}.",
+            f"Set it to {padding}.",
+        )
+
+
+def _check_labels(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
+    """Yields what is wrong with the labels of training data: they are not shifted where they must be, or not read."""
+    rows = _rows_of(data, first_rows, "labels")
+    columns = value_at(config, "train_dataset.input_columns")
+    left_out = columns and "labels" not in ([columns] if isinstance(columns, str) else columns)
+    if data and left_out and any(_IGNORED in row["labels"] for row in rows):
+        yield Finding(
+            "warning",
+            "train_dataset.input_columns",
+            f"train_dataset.input_columns leaves out labels, by which {mindrecord_files(data)[0]} says which tokens "
+            "count in the loss: now all do, prompts too.",
+            "Write input_columns: ['input_ids', 'labels'].",
+        )
+    if _takes_shifted_labels(config) and _are_unshifted(rows):
+        yield error(
+            "train_dataset",
+            "train_dataset: each label is the token at its own place, and a ChatGLM learns the labels as they are: it "
+            "would learn to repeat its input.",
+            "Shift the labels by one, as MindFormers' glm4_preprocess.py does; mindlora data writes rows for the other "
+            "models.",
+        )
+
+
+def _are_unshifted(rows: List[Row]) -> bool:
+    """Tells whether each label that counts is the token at its own place."""
+    counted = 0
+    for row in rows:
+        if len(row["labels"]) == len(row["input_ids"]):
+            mask = row["labels"] != _IGNORED
+            if not np.array_equal(row["labels"][mask], row["input_ids"][mask]):
+                return False
+            counted += int(mask.sum())
+    return counted > 0
+
+
+def _check_batch(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
+    """Yields why the files make no batch: columns that they do not have, or too few rows for one."""
+    dataset, files = config.get("train_dataset") or {}, mindrecord_files(data) if data else []
+    row = next(first_rows(files[0], 1), None) if files else None
+    if row is None:
+        return
+    columns = dataset.get("input_columns") or []
+    missing = [name for name in ([columns] if isinstance(columns, str) else columns) if name not in row]
+    if missing:
+        yield error(
+            "train_dataset.input_columns",
+            f"train_dataset.input_columns names {' and '.join(map(str, missing))}, and {files[0]} has: "
+            f"{', '.join(sorted(row))}.",
+            "Name columns that it has.",
+        )
+    batch = setting(config, "runner_config.batch_size")
+    steps = setting(config, "runner_config.gradient_accumulation_steps")
+    if batch not in COUNT or steps not in COUNT or not dataset.get("drop_remainder", True):
+        return
+    found = min(_rows_up_to(batch * steps, files), dataset["data_loader"].get("num_samples") or math.inf)
+    if found < batch * steps:
+        yield error(
+            "train_dataset",
+            f"train_dataset has {found} rows, and a step needs {batch * steps} (runner_config.batch_size {batch}, "
+            f"gradient_accumulation_steps {steps}).",
+            "Lower batch_size, or give more data.",
+        )
+
+
+def _rows_up_to(enough: int, files: Sequence[str]) -> float:
+    """Returns how many rows the files have; once there are enough, the other files, perhaps thousands, stay closed."""
+    found = 0
+    for file in files:
+        rows = row_count(file)
+        if rows is None:
+            return math.inf
+        found += rows
+        if found >= enough:
+            break
+    return found
+
+
+def _padding(rows: List[Row], ignored: int) -> Optional[int]:
+    """Returns the token that rows end in where nothing counts, or None if no row is padded."""
+    for row in rows:
+        tokens, labels = row["input_ids"], row.get("labels")
+        # set_boundary looks at packed rows, where another padding may do no harm.
+        if labels is None or len(labels) != len(tokens) or BOUNDARY in row:
+            return None
+        end = tokens[-_PADDED:]
+        if (end == end[0]).all() and (labels[-_PADDED:] == ignored).all():
+            return int(end[0])
+    return None

@@ -1,0 +1,73 @@
+"""All checks of a YAML, as doctor, mindlora-run and plan make them: of its settings, and of the files that it names."""
+
+from typing import Any, Iterator, List, Mapping, Optional
+
+from mindlora.checks.base_weights import check_base_weights
+from mindlora.checks.cpu import check_cpu
+from mindlora.checks.data_rows import FirstRows, check_rows
+from mindlora.checks.dtypes import check_dtypes
+from mindlora.checks.files import check_quantized_base
+from mindlora.checks.finding import Finding, error, errors
+from mindlora.checks.keys import check_keys, check_run_mode, check_shape
+from mindlora.checks.mcore import check_mcore
+from mindlora.checks.memory import check_memory_options
+from mindlora.checks.model import at, language_model
+from mindlora.checks.parallel import check_sharded, check_sizes
+from mindlora.checks.pet_config import check_pet_config
+from mindlora.checks.targets import check_targets
+from mindlora.checks.training import check_training
+from mindlora.errors import ConfigError, LoraError
+
+
+def check_settings(config: Mapping[str, Any]) -> List[Finding]:
+    """Returns what is wrong in the settings of a YAML, wherever it runs; no file is read but a config.json.
+
+    Args:
+        config (mapping): The content of the YAML; keys that MindFormers fills in may be missing.
+    """
+    misshapen = list(check_shape(config))
+    if misshapen:
+        return misshapen
+    model, key = language_model(config)
+    findings = [*check_mcore(model), *check_keys(config)]
+    if not errors(findings):
+        findings += [*check_sizes(config), *check_training(config), *check_sharded(config)]
+    return [*findings, *check_run_mode(config), *at(key, check_pet_config(model)[1])]
+
+
+def check_run(config: Mapping[str, Any]) -> List[Finding]:
+    """Returns what check_settings does, and what the device, the cells of the model and dtypes tell.
+
+    Args:
+        config (mapping): As of check_settings.
+    """
+    try:
+        findings = check_settings(config)
+        if list(check_shape(config)):
+            return findings
+        model, key = language_model(config)
+        lora = check_pet_config(model)[0]
+        if lora is not None and not errors([*check_mcore(model), *check_keys(config)]):
+            findings += at(key, [*check_targets(model, lora.for_network()), *check_dtypes(model, lora)])
+        return [*findings, *check_cpu(config), *check_memory_options(config)]
+    except ConfigError as refusal:
+        return [error("pretrained_model_dir", str(refusal))]
+
+
+def check_contents(config: Mapping[str, Any], first_rows: Optional[FirstRows] = None) -> List[Finding]:
+    """Returns what is wrong in the base and in the data, as far as they are there.
+
+    Args:
+        config (mapping): The content of a YAML whose settings are right.
+        first_rows (callable): Reads the first rows of a MindRecord. Default: None, the data is not looked at.
+    """
+    findings: List[Finding] = []
+    checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config)]
+    if first_rows is not None:
+        checks.append(check_rows(config, first_rows))
+    for check in checks:
+        try:
+            findings += check
+        except LoraError as refusal:
+            findings.append(error("", str(refusal)))
+    return findings

@@ -1,0 +1,59 @@
+"""Which model a YAML describes, and where: in model, or in its llm_model if the model is multi-modal."""
+
+import dataclasses
+from typing import Any, Iterable, Iterator, Mapping, Optional, Tuple
+
+from mindlora.checks.finding import Finding
+from mindlora.checks.mcore import family_of, first_class, is_mcore
+from mindlora.common.fields import COUNT
+from mindlora.common.yaml_file import PET, value_at
+from mindlora.models import registry
+from mindlora.models.architecture import Architecture
+
+_MODEL = "model.model_config"
+_NESTED = f"{_MODEL}.llm_model.model_config"
+
+
+def language_model(config: Mapping[str, Any]) -> Tuple[Mapping[str, Any], str]:
+    """Returns the YAML with the language model as its model, and the key at which that model's configuration is.
+
+    Args:
+        config (mapping): The YAML. MindFormers' multi-modal models have a pet_config in model_config.llm_model.
+    """
+    nested = value_at(config, f"{_MODEL}.llm_model")
+    if value_at(config, PET) or not value_at(config, f"{_NESTED}.pet_config"):
+        return config, _MODEL
+    return {**config, "model": nested}, _NESTED
+
+
+def at(key: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yields findings about a language model, the configuration of which is at ``key``, with the YAML's own keys."""
+    for finding in findings:
+        if finding.key.startswith(_MODEL):
+            finding = dataclasses.replace(finding, key=key + finding.key[len(_MODEL) :])
+        yield finding
+
+
+def model_name(config: Mapping[str, Any]) -> Optional[str]:
+    """Returns what a YAML calls its model: the class that MindFormers builds, its configuration's, or model_type."""
+    if is_mcore(config) and family_of(config):
+        return family_of(config)
+    model = value_at(config, _MODEL) or {}
+    named = (value_at(config, "model.arch.type"), model.get("type"), first_class(model), model.get("model_type"))
+    return next((str(name) for name in named if name), None)
+
+
+def legacy_experts(config: Mapping[str, Any]) -> int:
+    """Returns how many routed experts a layer of a legacy model has; 1 in a dense model."""
+    if is_mcore(config):
+        return 1
+    counts = [value_at(config, key) for key in ("moe_config.expert_num", f"{_MODEL}.moe_config.expert_num")]
+    return max([1, *(count for count in counts if count in COUNT)])
+
+
+def architecture_of(config: Mapping[str, Any]) -> Optional[Architecture]:
+    """Returns the record of the model's cells, or None where they are not known."""
+    name = model_name(config)
+    architecture = registry.by_model_type(name) or registry.by_hugging_face_type(str(name))
+    unknown_experts = architecture is not None and legacy_experts(config) > 1 and not architecture.experts
+    return None if unknown_experts else architecture

@@ -1,0 +1,149 @@
+"""What the train step and the callbacks of a run need from the rest of its YAML."""
+
+from typing import Any, Iterator, List, Mapping, Optional
+
+from mindlora.checks.finding import Finding, error
+from mindlora.checks.keys import setting
+from mindlora.common.fields import COUNT
+from mindlora.common.run_modes import TRAINING_MODES
+from mindlora.common.text import suggestion
+from mindlora.common.yaml_file import PET, value_at
+from mindlora.config.variants.adalora import ADALORA
+
+WRAPPER = "LoraTrainOneStepCell"
+DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
+# Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
+_ALONE = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone")
+_METRICS = ["held_out_loss", "loss"]
+
+
+def train_step(config: Mapping[str, Any]) -> Optional[str]:
+    """Returns the class of the train step."""
+    return value_at(config, "runner_wrapper.type") or "MFTrainOneStepCell"
+
+
+def accumulates_here(config: Mapping[str, Any]) -> bool:
+    """Returns whether a run is alone or data parallel, where mindlora's train step accumulates gradients."""
+    return not config.get("use_parallel") or setting(config, "parallel.parallel_mode") in _ALONE
+
+
+def callbacks_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple]:
+    """Yields (where it is in the YAML, the node) of each callback of one type."""
+    for number, callback in enumerate(config.get("callbacks") or []):
+        if callback.get("type") == kind:
+            yield f"callbacks.{number}", callback
+
+
+def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields an error for each setting of a training run that another one makes impossible; nothing for other runs.
+
+    Args:
+        config (mapping): The content of the YAML.
+    """
+    if config.get("run_mode") not in TRAINING_MODES:
+        return
+    yield from _check_accumulation(config)
+    yield from _check_adalora(config)
+    if value_at(config, f"{PET}.loraplus_lr_ratio") is not None and config.get("grouped_lr_schedule"):
+        yield error(
+            f"{PET}.loraplus_lr_ratio",
+            "The YAML has both pet_config.loraplus_lr_ratio and grouped_lr_schedule.",
+            "Keep one of them.",
+        )
+    yield from _check_saving(config)
+    yield from _check_metrics(config)
+
+
+def _check_accumulation(config: Mapping[str, Any]) -> Iterator[Finding]:
+    key = "runner_config.gradient_accumulation_steps"
+    steps = setting(config, key)
+    if steps == 1 or not accumulates_here(config):
+        return
+    if train_step(config) != WRAPPER:
+        yield error(
+            key,
+            f"{key} is {steps}, and runner_wrapper.type is {train_step(config)}, which accumulates nothing alone and "
+            "in data parallel.",
+            f"Set runner_wrapper.type: {WRAPPER}.",
+        )
+    if value_at(config, "runner_wrapper.micro_batches"):
+        yield error(key, f"The YAML has both {key} and runner_wrapper.micro_batches.", "Keep the first.")
+    if not value_at(config, "train_dataset.drop_remainder"):
+        yield error(
+            key,
+            f"{key} is {steps}, and train_dataset.drop_remainder is not True: the last batch of the data could not be "
+            "split into micro-batches.",
+            "Set it to True.",
+        )
+
+
+def _check_adalora(config: Mapping[str, Any]) -> Iterator[Finding]:
+    key = f"{PET}.{ADALORA.field}"
+    if not value_at(config, key) or value_at(config, f"{PET}.adapter_path"):
+        return
+    if train_step(config) != WRAPPER or not accumulates_here(config):
+        yield error(
+            key,
+            f"pet_config.{ADALORA.field} is True, and ranks are allocated by mindlora's train step, alone or in data "
+            "parallel.",
+            f"Set runner_wrapper.type: {WRAPPER} and parallel.parallel_mode: 0, or remove {ADALORA.field}.",
+        )
+    sink_size = setting(config, "runner_config.sink_size")
+    if setting(config, "runner_config.sink_mode") and sink_size != 1:
+        yield error(
+            key,
+            f"pet_config.{ADALORA.field} is True and runner_config.sink_size is {sink_size}: ranks are planned for "
+            "each step, and data sinking does several at once.",
+            "Set runner_config.sink_mode: False.",
+        )
+
+
+def _check_saving(config: Mapping[str, Any]) -> Iterator[Finding]:
+    saving = list(callbacks_of(config, "LoraCheckpoint"))
+    if saving and config.get("resume_training") and not list(callbacks_of(config, "CheckpointMonitor")):
+        yield error(
+            "resume_training",
+            f"resume_training is {config['resume_training']}, which resumes from complete checkpoints of "
+            "CheckpointMonitor, and this run saves with LoraCheckpoint.",
+            "Use --resume, and set resume_training: False.",
+        )
+    for where, _ in saving:
+        if not value_at(config, PET):
+            yield error(
+                where,
+                f"{where} is LoraCheckpoint, which saves adapters, and model_config has no pet_config.",
+                "Add pet_config, or save with CheckpointMonitor.",
+            )
+
+
+def _check_metrics(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields what keeps LoraCheckpoint from choosing the best adapter."""
+    # Evaluation and callbacks of the user's own may report metrics of their own.
+    others = config.get("do_eval") or any(callback.get("auto_register") for callback in config.get("callbacks") or [])
+    for where, callback in callbacks_of(config, "LoraCheckpoint"):
+        metric = callback.get("best_metric", "loss")
+        if metric == "held_out_loss":
+            yield from _check_held_out(config, where, callback)
+        elif metric not in _METRICS and not others:
+            known = suggestion(str(metric), _METRICS)
+            yield error(where, f"{where} (LoraCheckpoint): best_metric is {metric!r}, which nothing reports.{known}")
+
+
+def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str, Any]) -> Iterator[Finding]:
+    measuring: List[Mapping[str, Any]] = [node for _, node in callbacks_of(config, "HeldOutLoss")]
+    if not measuring:
+        yield error(
+            where,
+            f"{where} (LoraCheckpoint): best_metric is held_out_loss, and callbacks has no HeldOutLoss, which measures "
+            "it.",
+            "Add it.",
+        )
+        return
+    saved, measured = callback.get("save_steps", 100), measuring[0].get("every_steps", 100)
+    if saved in COUNT and measured in COUNT and saved % measured:
+        yield error(
+            where,
+            f"{where} (LoraCheckpoint): save_steps is {saved}, and HeldOutLoss measures every {measured} steps, so at "
+            "some saves there is no held_out_loss.",
+            f"Set save_steps to a multiple of every_steps, such as {measured}.",
+        )
