@@ -77,13 +77,14 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     saved = [parameter for parameter in network.get_parameters() if parameter.name in selection.saved]
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
     if config.quantize_base:
-        initial_parts = quantize_with_adapters(network, config, list(paths))
+        quantized = {path: cells[path] for path in selection.quantized}
+        initial_parts = quantize_with_adapters(network, config, quantized, paths)
         cells = dict(cells_and_weights(network))
     put_lora(network, {prefix: cells[path] for path, prefix in paths.items()}, config.for_cell)
     adapted = dict(lora_cells(network))
-    for path, parts in initial_parts.items():
+    for prefix, parts in initial_parts.items():
         for part, array in parts.items():
-            adapted[paths[path]].load_part(part, array)
+            adapted[prefix].load_part(part, array)
     for parameter in saved:
         mark_saved_module(parameter)
     return LoraReport(tuple(paths), selection.trainable, parameter_count(network))

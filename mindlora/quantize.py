@@ -1,7 +1,7 @@
 """quantize_base: turns the linear cells and routed experts of a network into 4-bit NormalFloat, in place."""
 
 import logging
-from typing import Callable, Dict, List, Optional, Tuple, Union
+from typing import Callable, Dict, Optional, Tuple
 
 import numpy as np
 from mindspore import nn
@@ -25,7 +25,6 @@ from mindlora.numerics.nf4 import Nf4Array, dequantize, quantize
 
 logger = logging.getLogger("mindlora")
 
-Quantized = Union[NF4Dense, NF4ExpertWeight]
 _NF4_TYPES = (NF4Dense, NF4ExpertWeight)
 _OTHER_TYPES = (LoRACell, NF4Dense, ExpertWeight)
 
@@ -53,61 +52,36 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
-    return tuple(quantize_cells(network, cells_to_quantize(network, exclude)))
-
-
-def cells_to_quantize(network: nn.Cell, exclude: Patterns = None) -> Dict[str, nn.Cell]:
-    """Returns the linear cells and the stacked weights of experts that quantize_base would replace.
-
-    Args:
-        network (nn.Cell): The network; not changed.
-        exclude (str or list of str): As in quantize_base. Default: None.
-
-    Returns:
-        dict, path -> cell.
-
-    Raises:
-        TargetError, UnsupportedCellError, QuantizationError: As in quantize_base.
-    """
-    linear = {
-        path: cell
-        for path, cell in cells_and_weights(network)
-        if path and isinstance(cell, (*plain_linear_types(), *parallel_linear_types(), *_OTHER_TYPES))
-    }
-    cells = {
-        path: linear[path]
-        for path in select_quantized(list(linear), exclude)
-        if not isinstance(linear[path], _NF4_TYPES)
-    }
+    linear = {}
+    for path, cell in cells_and_weights(network):
+        if path and isinstance(cell, (*plain_linear_types(), *parallel_linear_types(), *_OTHER_TYPES)):
+            linear[path] = cell
+    selected = select_quantized(list(linear), exclude)
+    cells = {path: linear[path] for path in selected if not isinstance(linear[path], _NF4_TYPES)}
     refused = refusals(cells, lambda _, cell: nf4_type_of(cell).check(cell))
     if refused:
         raise UnsupportedCellError(
             f"{len(refused)} of the linear cells cannot be quantized; leave them out with "
             f"quantize_exclude. {'; '.join(refused)}"
         )
+    _check_finite(cells)
+    _replace(network, cells)
+    return tuple(cells)
+
+
+def _check_finite(cells: Dict[str, nn.Cell]) -> None:
     # Before the first weight is discarded.
     bad = [path for path, cell in cells.items() if not cell.weight.has_init and not is_finite(as_float32(cell.weight))]
     if bad:
         raise QuantizationError(
             f"The weights of {listed(bad)} hold NaN or infinity: the base cannot be quantized. Load it again."
         )
-    return cells
 
 
-def quantize_cells(
-    network: nn.Cell, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Nf4Array]] = None
-) -> Dict[str, Quantized]:
-    """Replaces the cells that cells_to_quantize returned.
-
-    Args:
-        network (nn.Cell): The network.
-        cells (dict): Path -> cell.
-        array_of (callable): Takes path and cell and returns the cell's quantized weight, or None for quantize(weight).
-            Default: None.
-
-    Returns:
-        dict, path -> NF4Dense or NF4ExpertWeight.
-    """
+def _replace(
+    network: nn.Cell, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Optional[Nf4Array]]] = None
+) -> None:
+    """Replaces cells by quantized ones; ``array_of`` returns a cell's weight, or None for what quantize makes of it."""
     quantized = {
         path: nf4_type_of(cell).from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
         for path, cell in cells.items()
@@ -116,33 +90,32 @@ def quantize_cells(
     replacements.update(holders_with(network, ((cell, quantized[path]) for path, cell in cells.items())))
     replace_children(network, replacements)
     logger.info("Quantized to NF4: %d cells, %s.", len(cells), listed(cells))
-    return quantized
 
 
 def quantize_with_adapters(
-    network: nn.Cell, config: LoraConfig, selected: List[str]
+    network: nn.Cell, config: LoraConfig, cells: Dict[str, nn.Cell], adapted: Dict[str, str]
 ) -> Dict[str, Dict[str, np.ndarray]]:
-    """Quantizes the base as ``config`` says, before apply_lora puts adapters on it.
+    """Quantizes the base before apply_lora puts adapters on it.
 
     Args:
         network (nn.Cell): The network.
         config (LoraConfig): A configuration with quantize_base.
-        selected (list of str): Paths of the cells that get adapters.
+        cells (dict): Path -> cell, of the cells that it quantizes.
+        adapted (dict): Path -> prefix, of the cells that get adapters.
 
     Returns:
-        dict, path -> part -> initial value; empty unless lora_init is LoftQ.
+        dict, prefix -> part -> initial value; empty unless lora_init is LoftQ.
 
     Raises:
-        TargetError, UnsupportedCellError, QuantizationError: As in quantize_base. After any error the network is
-            unchanged.
-        LoraError, ConfigError: loftq cannot be carried out.
+        QuantizationError: A weight holds NaN or infinity. After any error the network is unchanged.
+        LoraError: LoftQ has no weights to start from.
     """
-    cells, initial_parts = cells_to_quantize(network, config.quantize_exclude), {}
+    initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
+    _check_finite(cells)
     if not initializers.is_loftq(config.lora_init):
-        quantize_cells(network, cells)
+        _replace(network, cells)
         return initial_parts
-    adapted = [path for path in selected if path in cells]
-    empty = [path for path in adapted if cells[path].weight.has_init]
+    empty = [path for path in adapted if path in cells and cells[path].weight.has_init]
     if empty:
         raise LoraError(
             f"lora_init {config.lora_init!r} is computed from the base's weights in float, which have no "
@@ -153,10 +126,10 @@ def quantize_with_adapters(
     def array_of(path: str, cell: nn.Cell) -> Optional[Nf4Array]:
         if path not in adapted:
             return None
-        array, initial_parts[path] = _loftq(cell, config.for_cell(path))
+        array, initial_parts[adapted[path]] = _loftq(cell, config.for_cell(adapted[path]))
         return array
 
-    quantize_cells(network, cells, array_of)
+    _replace(network, cells, array_of)
     return initial_parts
 
 

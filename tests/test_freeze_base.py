@@ -99,6 +99,14 @@ def test_freezing_everything_is_an_error():
     assert str(error.value) == "freeze_include ['*'] freezes everything: nothing is left to train. Narrow it."
 
 
+def test_a_module_that_is_saved_under_both_of_its_names_counts_once():
+    network = TinyModel()
+    modules = ["w1", "gate_proj"]
+    report = apply_lora(network, LoraConfig(lora_rank=2, target_modules=["wq"], modules_to_save=modules))
+    freeze_base(network)
+    assert report.trainable == sum(p.size for p in network.trainable_params())
+
+
 def test_without_adapters_there_is_nothing_to_train():
     network = TinyModel()
     with pytest.raises(LoraError) as error:

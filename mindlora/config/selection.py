@@ -174,7 +174,8 @@ def _saved_parameters(network: Description, config: LoraConfig, adapted: Mapping
         # What a router counts from step to step belongs to no module.
         saved += [name for name in matched if not names.is_computed(name)]
     pipeline_parts.check_parts(saved, list(network.parameters), config.modules_to_save, "modules_to_save")
-    return saved
+    # Two of the modules may be one, by its names in two worlds.
+    return list(dict.fromkeys(saved))
 
 
 def _check_not_joined(module: str, parameters: List[str]) -> None:
