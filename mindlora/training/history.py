@@ -25,6 +25,7 @@ from mindlora.common.json_files import parse_object
 from mindlora.errors import DataError
 
 FILE_NAME, EARLIER_NAME = "metrics.jsonl", "metrics_earlier.jsonl"
+# In the order of History's fields.
 KINDS = ("run", "loss", "held_out_loss", "event", "health", "answers")
 # Of a step: seconds since 1970, the step's loss and so on; bytes that this rank sent; bytes of memory in use.
 STEP_FIELDS = (
@@ -120,21 +121,13 @@ def read_history(directory: str) -> History:
             f"{directory} has no {FILE_NAME}: name the output folder of a training run, or the folder that its "
             "callback RunReport writes to."
         )
-    found: Dict[str, List[dict]] = {kind: [] for kind in KINDS}
+    records: Dict[str, List[dict]] = {kind: [] for kind in KINDS}
     for number, line in enumerate(_complete_lines(path), 1):
         kind, record = _record(line, f"{path} line {number}")
-        found[kind].append(record)
-    if not any(found.values()):
+        records[kind].append(record)
+    if not any(records.values()):
         raise DataError(f"{path} holds no complete record: the run has not begun, or was killed before its first step.")
-    return History(
-        directory,
-        found["run"],
-        found["loss"],
-        found["held_out_loss"],
-        found["event"],
-        found["health"],
-        found["answers"],
-    )
+    return History(directory, *(records[kind] for kind in KINDS))
 
 
 def _set_aside(path: str, step: float) -> int:

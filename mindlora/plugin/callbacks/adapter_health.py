@@ -1,12 +1,13 @@
 """AdapterHealth: norms, updates and effective ranks of the adapters while they train, and what is wrong with them."""
 
 import itertools
-from typing import TYPE_CHECKING, Dict, Optional
+from typing import Dict, Optional
 
 import numpy as np
 from mindformers.tools.utils import get_real_rank
 from mindspore import nn
 from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.errors import ConfigError
 from mindlora.nn.cell import LoRACell
@@ -17,9 +18,6 @@ from mindlora.plugin.log import logger
 from mindlora.training.health import event_message, summary, table
 from mindlora.training.health_measures import cell_values, float_parts, measure, weight_norm
 from mindlora.training.health_rules import HealthRules
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 
 @register
@@ -78,7 +76,7 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
             self._measure(params)
         self.step_before, self.kept = params.cur_step_num, {}
 
-    def is_due(self, params: "InternalCallbackParam") -> bool:
+    def is_due(self, params: InternalCallbackParam) -> bool:
         """Tells whether rank 0 measures at this step."""
         return get_real_rank() == 0 and super().is_due(params)
 
@@ -102,7 +100,7 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
             logger.info("The adapters with new findings:\n%s", table(report, new))
 
 
-def _recording_step(params: "InternalCallbackParam") -> Optional[nn.Cell]:
+def _recording_step(params: InternalCallbackParam) -> Optional[nn.Cell]:
     """Returns the train step if it records norms of gradients, or else None."""
     step = train_step_of(params.train_network)
     return step if step is not None and step.records_norms and not step.is_mindformers_step else None

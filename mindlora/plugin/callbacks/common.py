@@ -1,12 +1,13 @@
 """What the callbacks share: registration, what a step measured, events, rules that go on after a resume, rates."""
 
 import collections
-from typing import TYPE_CHECKING, Any, Dict, Tuple
+from typing import Any, Dict, Tuple
 
 from mindformers.core.callback.callback import _get_loss_output
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Callback, nn
 from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.common.fields import COUNT, check_number
 from mindlora.errors import ConfigError
@@ -15,29 +16,26 @@ from mindlora.plugin.graph.train_step import StepRecord
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume.training_state import passed, total_steps
 
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
-
 register = MindFormerRegister.register(MindFormerModuleType.CALLBACK, legacy=True)
 
 
-def loss_of(params: "InternalCallbackParam") -> float:
+def loss_of(params: InternalCallbackParam) -> float:
     """Returns the training loss of the step that MindSpore's callback parameters describe."""
     return float(_get_loss_output(params.net_outputs)[0])
 
 
-def step_record(params: "InternalCallbackParam") -> StepRecord:
+def step_record(params: InternalCallbackParam) -> StepRecord:
     """Returns what the step that has just ended measured; from a train step that is not mindlora's, the loss alone."""
     step = train_step_of(params.train_network)
     return step.last_record() if step is not None and not step.is_mindformers_step else StepRecord(loss_of(params))
 
 
-def reported_metrics(params: "InternalCallbackParam") -> Dict[str, Any]:
+def reported_metrics(params: InternalCallbackParam) -> Dict[str, Any]:
     """Returns {metric: value} that callbacks have reported for this step."""
     return dict(params.get("eval_results") or {})
 
 
-def report_event(params: "InternalCallbackParam", kind: str, message: str) -> None:
+def report_event(params: InternalCallbackParam, kind: str, message: str) -> None:
     """Logs what happened to a run, and keeps it for the run's report.
 
     Args:
@@ -56,14 +54,14 @@ def check_mode(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}, but it must be 'min' or 'max'.")
 
 
-def check_is_measured(params: "InternalCallbackParam", name: str, metric: str) -> None:
+def check_is_measured(params: InternalCallbackParam, name: str, metric: str) -> None:
     """Raises ConfigError if a callback waits for held_out_loss, and no HeldOutLoss measures it."""
     listed = {type(callback).__name__ for callback in params.list_callback}
     if metric == "held_out_loss" and "HeldOutLoss" not in listed:
         raise ConfigError(f"{name} needs held_out_loss, which nothing measures: add HeldOutLoss to callbacks.")
 
 
-def controlled_step(params: "InternalCallbackParam", name: str) -> nn.Cell:
+def controlled_step(params: InternalCallbackParam, name: str) -> nn.Cell:
     """Returns the train step of a run, which must be one that obeys rate factors, limits and requests to stop.
 
     Args:
@@ -134,7 +132,7 @@ class RateCallback(Callback):
         self.update(params)
         self._set(params)
 
-    def update(self, params: "InternalCallbackParam") -> None:
+    def update(self, params: InternalCallbackParam) -> None:
         """Changes ``factor`` after a step, and reports it."""
         raise NotImplementedError
 
@@ -166,7 +164,7 @@ class PeriodicCallback(Callback):
         # Not when training begins: a resumed run may not know its step by then.
         self.step_before = run_context.original_args().cur_step_num
 
-    def is_due(self, params: "InternalCallbackParam") -> bool:
+    def is_due(self, params: InternalCallbackParam) -> bool:
         """Tells whether it is time, or the run ends with this step; a subclass sets step_before after each step."""
         step = params.cur_step_num
         return step >= total_steps(params) or passed(self.every, self.step_before, step)

@@ -2,15 +2,13 @@
 
 import collections
 import math
-from typing import TYPE_CHECKING, Any, Deque
+from typing import Any, Deque
 
 import numpy as np
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.common.fields import COUNT, FACTOR, FRACTION, NOT_NEGATIVE, Range, check_number, numbers, whole_numbers
 from mindlora.plugin.callbacks.common import RateCallback, Rule, RuleCallback, register, report_event, step_record
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 _MESSAGES = {
     "cut": "GradientNormRate: the gradient norm {norm:.4g} is a spike; the factor of the learning rate falls",
@@ -40,7 +38,7 @@ class GradientNormRate(RuleCallback, RateCallback):
         """The factor of the learning rate for the next step."""
         return self.rule.factor
 
-    def update(self, params: "InternalCallbackParam") -> None:
+    def update(self, params: InternalCallbackParam) -> None:
         """Looks at the gradient norm of the step, and reports a cut and the end of a recovery or of the growth."""
         record = step_record(params)
         happened = self.rule.step(record.gradient_norm)

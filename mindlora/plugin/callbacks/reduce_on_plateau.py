@@ -1,9 +1,10 @@
 """ReduceOnPlateau: cuts the learning rate when a metric has stopped improving."""
 
 import math
-from typing import TYPE_CHECKING, Any, Dict
+from typing import Any, Dict
 
 from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.common.fields import COUNT, FRACTION, INDEX, NOT_NEGATIVE, check_number
 from mindlora.errors import ConfigError
@@ -17,9 +18,6 @@ from mindlora.plugin.callbacks.common import (
     reported_metrics,
     step_record,
 )
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 
 @register
@@ -51,7 +49,7 @@ class ReduceOnPlateau(RateCallback):
         """Checks that the metric is measured."""
         check_is_measured(run_context.original_args(), "ReduceOnPlateau", self.metric)
 
-    def update(self, params: "InternalCallbackParam") -> None:
+    def update(self, params: InternalCallbackParam) -> None:
         """Cuts the factor if the metric has been measured and it is time."""
         record = step_record(params)
         value = self._measured(params, record)

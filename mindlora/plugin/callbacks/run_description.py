@@ -6,13 +6,14 @@ import inspect
 import os
 import platform
 import time
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping
 
 import mindspore as ms
 import numpy as np
 import psutil
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister, template
 from mindformers.tools.utils import get_real_group_size
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora import __version__
 from mindlora.checks.pet_config import PetLoraConfig
@@ -20,9 +21,6 @@ from mindlora.formats.mindrecord_files import mindrecord_files
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.resume.training_state import total_steps
 from mindlora.plugin.run_configuration import plain, run_configuration
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 # Node of the YAML -> where MindFormers keeps the class that its "type" names.
 _NODES = {
@@ -35,7 +33,7 @@ _NODES = {
 _ROWS = 256
 
 
-def describe(params: "InternalCallbackParam") -> Dict[str, Any]:
+def describe(params: InternalCallbackParam) -> Dict[str, Any]:
     """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run.
 
     Args:

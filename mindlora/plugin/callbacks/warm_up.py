@@ -1,14 +1,10 @@
 """WarmUp: the learning rate rises during the first steps, whatever its schedule."""
 
-from typing import TYPE_CHECKING
-
 from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.common.fields import COUNT, Range, check_number
 from mindlora.plugin.callbacks.common import RateCallback, register, report_event, step_record
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 
 @register
@@ -36,7 +32,7 @@ class WarmUp(RateCallback):
         self._choose(run_context.original_args())
         super().on_train_epoch_begin(run_context)
 
-    def update(self, params: "InternalCallbackParam") -> None:
+    def update(self, params: InternalCallbackParam) -> None:
         """Chooses the factor for the next step, and reports the first rate and the end of the warm-up."""
         step, used = params.cur_step_num, self.factor
         self._choose(params)
@@ -52,13 +48,7 @@ class WarmUp(RateCallback):
 def warm_up_factor(step: int, steps: int, start: float) -> float:
     """Returns the factor of the learning rate at a step: start + (1 - start) min((step - 1) / steps, 1).
 
-    Args:
-        step (int): The step, counted from 1.
-        steps (int): Steps until the factor is 1; at least 1.
-        start (float): The factor at the first step.
-
-    Returns:
-        float, as torch.optim.lr_scheduler.LinearLR multiplies the rate by at its epoch step - 1.
+    Steps count from 1. torch.optim.lr_scheduler.LinearLR multiplies the rate by the same at its epoch step - 1.
     """
     done = step - 1
     return 1.0 if done >= steps else start + (1.0 - start) * done / steps

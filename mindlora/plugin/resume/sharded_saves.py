@@ -3,18 +3,16 @@
 import contextlib
 import os
 import shutil
-from typing import TYPE_CHECKING, Dict, Optional
+from typing import Dict, Optional
 
 import numpy as np
 from mindformers.tools.utils import get_real_rank
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.errors import BackendError
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
 from mindlora.plugin.resume import collectives, sharded_adapter, training_state
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 
 class ShardedSaves:
@@ -28,7 +26,7 @@ class ShardedSaves:
     def __init__(self, directory: str, keep_last: int):
         self.folder, self.keep_last = os.path.join(directory, training_state.SLICES), keep_last
 
-    def applies_to(self, params: "InternalCallbackParam") -> bool:
+    def applies_to(self, params: InternalCallbackParam) -> bool:
         """Tells whether the run is sharded."""
         return sharded_adapter.is_sharded(base_of(params.train_network), params.train_network.parameter_layout_dict)
 
@@ -50,7 +48,7 @@ class ShardedSaves:
         except BackendError:
             return False
 
-    def gather(self, params: "InternalCallbackParam") -> Optional[Dict[str, np.ndarray]]:
+    def gather(self, params: InternalCallbackParam) -> Optional[Dict[str, np.ndarray]]:
         """Returns the whole tensors of the adapter; or writes this rank's slices and returns None.
 
         All ranks must call this.

@@ -3,11 +3,12 @@
 import json
 import os
 import re
-from typing import TYPE_CHECKING, List, Mapping, Optional, Union
+from typing import List, Mapping, Optional, Union
 
 import numpy as np
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Parameter, Tensor, nn
+from mindspore.train.callback._callback import InternalCallbackParam
 from safetensors.numpy import load_file, save_file
 
 from mindlora.common import atomic
@@ -20,9 +21,6 @@ from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
 from mindlora.save_load import check_base, load_lora, save_lora
 from mindlora.training.rate_factor import TRANSIENT
-
-if TYPE_CHECKING:
-    from mindspore.train.callback._callback import InternalCallbackParam
 
 STEP_PREFIX = "step_"
 # Where the slices of a sharded run are that could not be joined: in it step_N, in that rank_R.
@@ -37,7 +35,7 @@ def checkpoint_directory(directory: Optional[str]) -> str:
     return os.path.abspath(directory or os.path.join(get_output_root_path(), "lora_checkpoint"))
 
 
-def total_steps(params: "InternalCallbackParam") -> int:
+def total_steps(params: InternalCallbackParam) -> int:
     """Returns the number of steps of the whole run, from MindSpore's callback parameters."""
     return params.epoch_num * params.batch_num
 
@@ -122,7 +120,7 @@ def read_metadata(folder: str) -> dict:
     return _read_json(os.path.join(folder, _STATE_METADATA))
 
 
-def save(folder: str, params: "InternalCallbackParam", values: Optional[Mapping[str, np.ndarray]] = None) -> None:
+def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]] = None) -> None:
     """Writes a step folder: adapter, optimizer moments, loss scale, step, trained base parameters, callbacks' state.
 
     Args:
@@ -156,7 +154,7 @@ def _save_adapter(params, folder, values=None):
 
 def save_best(
     folder: str,
-    params: "InternalCallbackParam",
+    params: InternalCallbackParam,
     metric: str,
     value: float,
     values: Optional[Mapping[str, np.ndarray]] = None,
@@ -180,7 +178,7 @@ def best_value(folder: str, metric: str) -> Optional[float]:
     return (_read_json(os.path.join(folder, _BEST_METADATA)) or {}).get(metric)
 
 
-def restore(folder: str, params: "InternalCallbackParam") -> None:
+def restore(folder: str, params: InternalCallbackParam) -> None:
     """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
 
     Args:
