@@ -32,6 +32,8 @@ FLOORS = (
     ("cli",),
 )
 FLOOR = {package: number for number, packages in enumerate(FLOORS) for package in packages}
+# The rooms of plugin/, lowest first.
+ROOMS = ("graph", "resume", "callbacks", "launching")
 # They work only on files.
 WITHOUT_MINDSPORE = (
     "errors",
@@ -86,6 +88,31 @@ def test_imports_go_down():
     modules = imports(ROOT)
     assert len(modules) > 80  # The check did look at the right folder.
     assert not broken_rules(modules)
+
+
+@pytest.mark.parametrize(
+    "imported, broken",
+    [("graph.network", []), ("resume.collectives", ["plugin.graph.a imports plugin.resume.collectives"])],
+)
+def test_rooms_of_the_plug_in_import_one_way(imported, broken):
+    modules = {**imports(ROOT), "mindlora.plugin.graph.a": [(f"mindlora.plugin.{imported}", False)]}
+    assert wrong_rooms(modules) == broken
+
+
+def wrong_rooms(modules):
+    """Returns a sentence for each import of one of the plug-in's rooms from a room that comes later in ROOMS."""
+    wrong = []
+    for module, imported in modules.items():
+        for target, _ in imported:
+            rooms = [ROOMS.index(name.split(".")[2]) for name in (module, target) if _room(name) in ROOMS]
+            if len(rooms) == 2 and rooms[0] < rooms[1]:
+                wrong.append(f"{module[len('mindlora.') :]} imports {target[len('mindlora.') :]}")
+    return wrong
+
+
+def _room(module):
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[1] == "plugin" else None
 
 
 def test_no_file_is_too_long():
