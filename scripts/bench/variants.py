@@ -27,10 +27,13 @@ VARIANTS = {
     "LoRA-FA": {"freeze_lora_a": True},
     "DoRA": {"use_dora": True},
     "VeRA": {"use_vera": True},
+    "MiSS": {"use_miss": True},
 }
-IN_PEFT = ("LoRA", "DoRA", "VeRA")
+IN_PEFT = ("LoRA", "DoRA", "VeRA", "MiSS")
+# Those without lora_alpha and without a B of their own.
+WITHOUT_PAIR = ("use_vera", "use_miss")
 # What the arithmetic allows; where a variant adds none to LoRA's, the difference that two equal sides can have.
-GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02}
+GOALS = {"rsLoRA": 1.02, "LoRA-FA": 1.02, "DoRA": 1.25, "VeRA": 1.02, "MiSS": 1.02}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +93,7 @@ def mindlora_steps(args: argparse.Namespace) -> Steps:
 
     def step_of(keys):
         network = nn.SequentialCell(nn.Dense(args.width, args.width, has_bias=False))
-        if "use_vera" not in keys:
+        if not any(field in keys for field in WITHOUT_PAIR):
             keys = {"lora_alpha": 2 * args.rank, "lora_b_init": "normal", **keys}
         apply_lora(network, LoraConfig(target_modules=".*", lora_rank=args.rank, lora_dropout=args.dropout, **keys))
         freeze_base(network)
@@ -114,18 +117,19 @@ def sum_of_squares(network: Any) -> Callable:
 def peft_steps(args: argparse.Namespace) -> Steps:
     """Returns variant -> a timed step of PEFT's layer."""
     import torch
-    from peft import LoraConfig, VeraConfig, get_peft_model
+    from peft import LoraConfig, MissConfig, VeraConfig, get_peft_model
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     x = torch.randn(args.tokens, args.width, requires_grad=True)
 
     def step_of(variant):
-        config = (
-            VeraConfig(vera_dropout=args.dropout)
-            if variant == "VeRA"
-            else LoraConfig(lora_alpha=2 * args.rank, lora_dropout=args.dropout, use_dora=variant == "DoRA")
-        )
+        if variant == "VeRA":
+            config = VeraConfig(vera_dropout=args.dropout)
+        elif variant == "MiSS":
+            config = MissConfig(miss_dropout=args.dropout)
+        else:
+            config = LoraConfig(lora_alpha=2 * args.rank, lora_dropout=args.dropout, use_dora=variant == "DoRA")
         config.target_modules = {"0"}
         config.r = args.rank
         model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(args.width, args.width, bias=False)), config)
