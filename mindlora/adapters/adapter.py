@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import numpy as np
 
+from mindlora.common.fields import Range
 from mindlora.common.text import collapse_numbers, listed
 from mindlora.config.variants import registry
 from mindlora.config.variants.registry import PARTS, SHARED, STORED
@@ -22,6 +23,9 @@ from mindlora.errors import (
 from mindlora.numerics import pair_layouts
 from mindlora.numerics.dtypes import to_float32
 from mindlora.numerics.pair_layouts import Pair, PairLayout, Problem
+
+# What lora_alpha can be; a whole number may be too large for a float.
+ALPHA = Range("a number above 0", lambda value: 0 < value <= sys.float_info.max)
 
 
 @dataclasses.dataclass
@@ -187,7 +191,8 @@ class Adapter:
                     f"{source}: {by_row} of {path} has {rows} elements, and the shared B is "
                     f"{list(found['B'].shape)}: it has too few rows."
                 )
-            self.tensors[path, "A"], self.tensors[path, "B"] = found["A"], found["B"][:rows]
+            self.tensors[path, "A"] = found["A"]
+            self.tensors[path, "B"] = found["B"][:rows]
             self.alphas[path] = float(len(found["A"]))
 
     def delta(self, path: str) -> np.ndarray:
@@ -210,7 +215,7 @@ class Adapter:
         Raises:
             ScaleMismatchError: The adapter has a lora_alpha, or ``alpha`` is not a number above 0.
         """
-        if not is_alpha(alpha):
+        if alpha not in ALPHA:
             raise ScaleMismatchError(f"lora_alpha is {alpha!r}; it must be a number above 0.")
         if self.alphas:
             raise ScaleMismatchError(
@@ -249,7 +254,8 @@ class Adapter:
 
     def _check_variant(self, source: str) -> None:
         """Checks that all cells have the parts of one variant."""
-        paths, found = self.paths, {part for _, part in self.tensors}
+        paths = self.paths
+        found = {part for _, part in self.tensors}
         variants = [variant for variant in STORED if variant.has_any(found)]
         for part in [part.name for variant in variants for part in variant.parts]:
             lacking = [(path, "") for path in paths if (path, part) not in self.tensors]
@@ -280,11 +286,6 @@ class Adapter:
         bad += [f"rows of {path}" for path, (_, rows) in self.token_rows.items() if not is_finite(rows)]
         if bad:
             raise NotFiniteError(f"{source} holds tensors with NaN or infinity: {listed(bad)}.")
-
-
-def is_alpha(value: Any) -> bool:
-    """Tells whether ``value`` can be a lora_alpha: a finite number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def is_finite(array: np.ndarray) -> bool:

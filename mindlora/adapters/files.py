@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import parts
-from mindlora.adapters.adapter import Adapter, is_alpha
+from mindlora.adapters.adapter import ALPHA, Adapter
 from mindlora.adapters.dialects import diffusers, foreign, mindformers, mlx, peft, peft_config
 from mindlora.adapters.dialects.dialect import File
 from mindlora.adapters.dialects.peft_config import NO_EXTRAS, Extras
@@ -248,6 +248,6 @@ def _opened(path: str, allow_pickle: bool) -> Iterator[File]:
 def _manifest_alpha(path: str) -> float:
     lora_config = peft_config.json_object(path).get("lora_config")
     alpha: Any = lora_config.get("lora_alpha") if isinstance(lora_config, dict) else None
-    if not is_alpha(alpha):
+    if alpha not in ALPHA:
         raise AdapterFormatError(f"{path}: lora_config.lora_alpha is {shown(alpha)}; it must be a number above 0.")
     return float(alpha)

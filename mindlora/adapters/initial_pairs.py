@@ -82,7 +82,8 @@ def complete(adapter: Adapter, base: Base) -> None:
                 f"{name!r} cannot be computed from it. Take another copy of the base."
             )
         append(adapter, path, *initializers.of_base(name, weight, adapter.rank(path), adapter.scale(path)))
-    adapter.initializer, adapter.initialization = None, name
+    adapter.initializer = None
+    adapter.initialization = name
 
 
 def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -> Optional[np.ndarray]:

@@ -36,7 +36,8 @@ def join_pairs(
             the magnitude that the others have; or pairs of this kind cannot be joined.
     """
     _check_can_be_joined(adapter, path)
-    layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
+    layout = layout or names.joined_cell(path).layout
+    members = names.joined_parts(path)
     present = [member for member in members if (member, "A") in adapter.tensors]
     rows = _member_rows(adapter, path, layout, present, out_channels)
     groups = _groups(path, layout, list(rows.values()), kv_heads)
@@ -93,8 +94,10 @@ def split_pairs(
             kind cannot be split.
     """
     _check_can_be_joined(adapter, path)
-    layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
-    a, b = adapter.tensors[path, "A"], adapter.tensors[path, "B"]
+    layout = layout or names.joined_cell(path).layout
+    members = names.joined_parts(path)
+    a = adapter.tensors[path, "A"]
+    b = adapter.tensors[path, "B"]
     group = layout.sizes(len(b), HeadSizes(heads, kv_heads, head_dim, first))
     if group is None and layout.needs_first:
         raise AdapterError(
@@ -141,7 +144,8 @@ def member_weights(
     Raises:
         ShapeMismatchError, AdapterError: As for join_pairs.
     """
-    layout, members = layout or names.joined_cell(path).layout, names.joined_parts(path)
+    layout = layout or names.joined_cell(path).layout
+    members = names.joined_parts(path)
     present = [member for member in members if (member, "A") in adapter.tensors]
     rows = _member_rows(adapter, path, layout, present, len(weight))
     groups = _groups(path, layout, list(rows.values()), kv_heads)
@@ -227,7 +231,8 @@ def _columns(adapter: Adapter, present: List[str], blocks_a: List[np.ndarray], s
 
 def _own_columns(blocks: Dict[str, np.ndarray]) -> Dict[str, slice]:
     """Returns the columns of B that each member has to itself, or {} if members share columns or leave some out."""
-    own, begin = {}, 0
+    own = {}
+    begin = 0
     for member, block in blocks.items():
         used = np.flatnonzero((to_float32(block) != 0).any(axis=0))
         if used.size:

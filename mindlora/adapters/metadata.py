@@ -4,7 +4,7 @@ import json
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Mapping, Tuple
 
-from mindlora.adapters.adapter import Adapter, is_alpha
+from mindlora.adapters.adapter import ALPHA, Adapter
 from mindlora.adapters.dialects import peft_config
 from mindlora.common.text import listed, shown
 from mindlora.config.variants.dora import DORA
@@ -123,7 +123,8 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
     for variant in STORED:
         if metadata.get(variant.field) and adapter.variant is not variant:
             raise MissingTensorsError(f"{path} lacks the {variant.tensors} that mindlora's metadata in it names.")
-    pairs, modules = set(adapter.paths), set(adapter.saved_modules)
+    pairs = set(adapter.paths)
+    modules = set(adapter.saved_modules)
     lost = sorted((set(adapter.alphas) - pairs) | (set(metadata.get("whole", ())) - modules))
     if lost:
         raise MissingTensorsError(
@@ -134,10 +135,6 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
             f"mindlora's metadata in {path} is damaged: it has no lora_alpha for "
             f"{listed(sorted(pairs - set(adapter.alphas)))}."
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_flag(value: Any) -> bool:
@@ -170,11 +167,11 @@ def _is_allocation(value: Any) -> bool:
 
 # Field -> (whether a value is valid, what it must be in words).
 _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
-    "alphas": (_is_table_of(is_alpha), "numbers above 0 by path"),
+    "alphas": (_is_table_of(ALPHA.__contains__), "numbers above 0 by path"),
     "use_rslora": (_is_flag, "true or false"),
     **{variant.field: (_is_flag, "true or false") for variant in STORED},
     "projection_key": (lambda value: type(value) is int and 0 <= value < 2**64, "a whole number from 0 to 2^64 - 1"),
-    "dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "dropout": (peft_config.DROPOUT.__contains__, peft_config.DROPOUT.words),
     "selection": (lambda value: isinstance(value, dict), "an object"),
     "base_model": (_is_text, "a string"),
     "whole": (_is_list_of_texts, "a list of strings"),

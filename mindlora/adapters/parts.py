@@ -170,7 +170,8 @@ def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
     Raises:
         AdapterError: Some path is of no known part.
     """
-    found, unknown = [], []
+    found = []
+    unknown = []
     for path in adapter.paths:
         # A text encoder's q_proj may have been renamed like a Llama's.
         part, rest = split(names.to_hugging_face(path))

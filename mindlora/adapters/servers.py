@@ -181,7 +181,8 @@ def _scale_problems(adapter: Adapter, config: dict) -> Iterator[str]:
     if not adapter.alphas:
         yield "It does not state lora_alpha. Give it with --alpha, and convert the adapter with it."
         return
-    declared, alpha = config.get("r", ranks[-1]), config.get("lora_alpha")
+    declared = config.get("r", ranks[-1])
+    alpha = config.get("lora_alpha")
     scales = sorted({adapter.scale(path) for path in adapter.paths})
     used = scales[0]
     if alpha is not None and declared:

@@ -84,7 +84,8 @@ def spectrum_table(found: Iterable[CellSpectrum]) -> str:
     """Returns spectra as a table: a line for each cell, with the largest singular values."""
     rows = []
     for cell in found:
-        values, ranks = cell.singular_values, cell.ranks
+        values = cell.singular_values
+        ranks = cell.ranks
         largest = "-" if values is None else " ".join(map(number, values[:_SHOWN]))
         if values and len(values) > _SHOWN:
             largest += " ..."

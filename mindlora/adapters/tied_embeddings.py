@@ -62,7 +62,8 @@ def settle(
 
 def _is_table(own: np.ndarray, table: np.ndarray) -> bool:
     """Tells whether a weight is the table, as far as rounding lets it be; matching sees to the shapes."""
-    own, table = to_float32(own), to_float32(table)
+    own = to_float32(own)
+    table = to_float32(table)
     return own.shape != table.shape or bool(np.abs(own - table).max() <= _ROUNDED * np.abs(table).max())
 
 

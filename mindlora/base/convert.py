@@ -114,7 +114,8 @@ def convert_base(
         plan = Plan(base, written, concat, heads, kv_heads)
         notes = [*base.left_out, *_settle_head(base, plan, written, tied)]
         tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
-        companions, config = [], None
+        companions = []
+        config = None
         if to == "hf" and not is_file_name(output):
             companions = base.companions()
             if not base.config and model_config is not None:
@@ -171,7 +172,8 @@ def _world_of(base: BaseCheckpoint, to: str) -> str:
 
 def _settle_head(base, plan, to, tied) -> List[str]:
     """Adds or removes the output head's weight where the embeddings are tied; returns notes for the report."""
-    head, written_head = base.architecture.head_weight(base.world), base.architecture.head_weight(to)
+    head = base.architecture.head_weight(base.world)
+    written_head = base.architecture.head_weight(to)
     if head in base.tensors:
         if not tied:
             return []
@@ -198,7 +200,8 @@ def _settle_head(base, plan, to, tied) -> List[str]:
 
 def _check_tied(base, head):
     embedding = base.architecture.embedding_table(base.world)
-    first, second = base.tensors.get(embedding), base.tensors[head]
+    first = base.tensors.get(embedding)
+    second = base.tensors[head]
     step = max(2**21 // max(second.size // second.shape[0], 1), 1)
     blocks = [(begin, min(begin + step, second.shape[0])) for begin in range(0, second.shape[0], step)]
     # Compared as bytes, so that NaN equals itself.

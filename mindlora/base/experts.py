@@ -70,7 +70,8 @@ def to_mcore(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputT
             f"{examples(missing or wrong)}, which are stacked with it. Copy the model again."
         )
     rows, columns = info.shape[-2:]
-    width, experts = rows * len(parts[0]), len(parts) if own.expert is not None else info.shape[0]
+    width = rows * len(parts[0])
+    experts = len(parts) if own.expert is not None else info.shape[0]
     target = base.architecture.in_layers(f"{own.holder}.{own.stack.names.leaves.mcore}", HF, MCORE)
 
     def stacked(begin: int, end: int) -> np.ndarray:
@@ -92,14 +93,16 @@ def to_hugging_face(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[
     Raises:
         CheckpointError: The number of experts, which the router's weight tells, does not divide its rows.
     """
-    info, router = base.tensors[name], f"{own.holder.rpartition('.')[0]}.router.weight"
+    info = base.tensors[name]
+    router = f"{own.holder.rpartition('.')[0]}.router.weight"
     experts = base.tensors[router].shape[0] if router in base.tensors else 0
     if not experts or info.shape[0] % experts or info.shape[1] % len(own.stack.parts):
         raise CheckpointError(
             f"{name} is {list(info.shape)}, and {router} of {base.path} says that there are {experts} experts. Copy "
             "the model again."
         )
-    columns, rows = info.shape[0] // experts, info.shape[1] // len(own.stack.parts)
+    columns = info.shape[0] // experts
+    rows = info.shape[1] // len(own.stack.parts)
     holder = base.architecture.in_layers(own.holder, MCORE, HF)
 
     def matrix(expert: int, first: int, begin: int, end: int) -> np.ndarray:

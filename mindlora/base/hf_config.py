@@ -82,7 +82,8 @@ def _compare(found: Mapping, model_config: Mapping) -> None:
 
 
 def _check_heads(config: Mapping, shapes: Mapping) -> None:
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"]
     q, k = (shapes[f"model.layers.0.self_attn.{part}_proj.weight"][0] for part in "qk")
     if q * groups != k * heads:
         raise CheckpointError(

@@ -60,7 +60,8 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
     unit = sum(sizes)
 
     def rows(begin: int, end: int) -> np.ndarray:
-        begin, end = begin // unit, end // unit
+        begin //= unit
+        end //= unit
         read = [tensor.rows(begin * size, end * size) for tensor, size in zip(tensors, sizes)]
         return join_rows(read, end - begin)
 
@@ -85,7 +86,8 @@ def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], mode
     groups = info.shape[0] // sum(sizes)
 
     def read(part: int, begin: int, end: int) -> np.ndarray:
-        begin, end = begin // sizes[part], end // sizes[part]
+        begin //= sizes[part]
+        end //= sizes[part]
         return split_rows(base.read_rows(name, begin * sum(sizes), end * sum(sizes)), sizes)[part]
 
     return [

@@ -45,7 +45,8 @@ class LoftqInitializer:
                 f"lora_init is {config.lora_init!r}, which quantize_checkpoint does not support. "
                 "Set lora_init to 'loftq' or 'loftq_iter_N'."
             )
-        self._weights, self._config = weights, config
+        self._weights = weights
+        self._config = config
         self._selected = select_targets(
             list(weights), config.target_modules, config.exclude_modules, layers=config.layers_to_transform
         )
@@ -66,7 +67,8 @@ class LoftqInitializer:
 
     def quantize(self, path: str, name: str) -> Nf4Array:
         """Returns the 4-bit weight of the cell at ``path`` and stores its A and B; errors call the weight ``name``."""
-        own, weight = self._config.for_cell(path), _in_float(self._weights[path])
+        own = self._config.for_cell(path)
+        weight = _in_float(self._weights[path])
         array, a, b = initializers.loftq(
             weight,
             own.lora_rank,
@@ -83,7 +85,8 @@ class LoftqInitializer:
         rng = np.random.default_rng(0)
         for path in self._selected:
             if path not in self.paths:
-                rank, (rows, columns) = self._config.for_cell(path).lora_rank, self._weights[path].shape
+                rank = self._config.for_cell(path).lora_rank
+                rows, columns = self._weights[path].shape
                 a = rng.uniform(-1, 1, (rank, columns)).astype(np.float32) / np.float32(np.sqrt(columns))
                 weight = _in_float(self._weights[path]) if path in self._sampled else None
                 self._keep(path, a, np.zeros((rows, rank), np.float32), weight)

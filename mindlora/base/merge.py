@@ -153,7 +153,9 @@ class _Merging:
     """Which tensor of the base gets which pair of the adapter, and the differences found on the probes so far."""
 
     def __init__(self, base: BaseCheckpoint, adapter: Adapter, source: str, kv_heads: Optional[int]):
-        self.base, self.adapter, self.source = base, adapter, source
+        self.base = base
+        self.adapter = adapter
+        self.source = source
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
         adapter.saved_modules = {names.parameter_in_adapters(own): each for own, each in adapter.saved_modules.items()}
@@ -233,12 +235,16 @@ class _Merging:
         return left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:])
 
     def _merged(self, name, own_rows, begin, end):
-        path, dtype = self._pairs[name], self.base.tensors[name].dtype
+        path = self._pairs[name]
+        dtype = self.base.tensors[name].dtype
         left, right = self._factors(path)
-        magnitude, weight = self.adapter.row_norms(path), to_float32(own_rows(begin, end))
-        parts, height = [], left.shape[1]
+        magnitude = self.adapter.row_norms(path)
+        weight = to_float32(own_rows(begin, end))
+        parts = []
+        height = left.shape[1]
         for index in range(begin // height, -(-end // height)):
-            first, last = max(begin, index * height), min(end, (index + 1) * height)
+            first = max(begin, index * height)
+            last = min(end, (index + 1) * height)
             norms = None if magnitude is None else to_float32(magnitude[first:last])
             block = weight[first - begin : last - begin].reshape(last - first, -1)
             own = left[index, first - index * height : last - index * height]
@@ -257,7 +263,8 @@ class _Merging:
         return rows
 
     def _replaced(self, name, begin, end):
-        array, dtype = self._saved_modules[name], self.base.tensors[name].dtype
+        array = self._saved_modules[name]
+        dtype = self.base.tensors[name].dtype
         # A copy, because a pair is added to it in place.
         part = array[begin:end].copy() if array.shape else array
         with np.errstate(over="ignore"):
@@ -271,7 +278,8 @@ class _Merging:
 
     def _with_rows(self, name, begin, end):
         """Returns rows of an embedding, some of them the adapter's (PEFT's trainable_token_indices)."""
-        table, (_, (indices, rows)) = self.base.read_rows(name, begin, end), self._rows[name]
+        table = self.base.read_rows(name, begin, end)
+        _, (indices, rows) = self._rows[name]
         inside = (indices >= begin) & (indices < end)
         table[indices[inside] - begin] = from_float32(to_float32(rows[inside]), table.dtype)
         return table
@@ -444,5 +452,6 @@ def _check_not_transposed(path: str, name: str, shapes: Mapping[str, Shape]) -> 
 
 def _is_transposed(name: str, shapes: Mapping[str, Shape]) -> bool:
     path, _, leaf = name.rpartition(".")
-    shape, bias = shapes[name], shapes.get(f"{path}.bias")
+    shape = shapes[name]
+    bias = shapes.get(f"{path}.bias")
     return leaf == "weight" and len(shape) == 2 and shape[0] != shape[1] and bias == (shape[1],)

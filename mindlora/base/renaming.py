@@ -34,7 +34,8 @@ class Plan:
     """
 
     def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):
-        self.base, self._to = base, to
+        self.base = base
+        self._to = to
         heads = heads or base.config.get("num_attention_heads")
         kv_heads = kv_heads or base.config.get("num_key_value_heads") or heads
         self._sizes = HeadSizes(heads, kv_heads, first=_latent_rows(base))
@@ -83,7 +84,9 @@ class Plan:
 
     def _made_of(self, name: str) -> List[OutputTensor]:
         """Returns the tensors that are written in place of ``name``."""
-        expert, joined, parts = self._expert(name), self._joined_of(name), self._parts_of(name)
+        expert = self._expert(name)
+        joined = self._joined_of(name)
+        parts = self._parts_of(name)
         if expert:
             make = experts.to_mcore if self._to == MCORE else experts.to_hugging_face
             return make(self.base, name, expert)

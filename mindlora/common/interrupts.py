@@ -28,7 +28,8 @@ class Interrupts:
     """
 
     def __init__(self, program: str = "mindlora", clean_up: Optional[Callable[[], Any]] = None):
-        self._program, self._clean_up = program, clean_up
+        self._program = program
+        self._clean_up = clean_up
         self._receive: Callable[[], Any] = self.leave
         self._raising, self._over = False, False
         self._before: Any = None

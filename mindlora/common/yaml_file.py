@@ -61,7 +61,9 @@ def read_merged(path: str, above: Tuple[str, ...] = ()) -> Dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} has no keys: it is not a MindFormers YAML.")
-    bases, content, above = config.pop("base_config", None) or [], {}, (*above, os.path.realpath(path))
+    bases = config.pop("base_config", None) or []
+    content = {}
+    above = (*above, os.path.realpath(path))
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(

@@ -70,7 +70,8 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
         AdapterFormatError: A tensor is there twice, or has a dtype that is not known.
     """
     records = _records(path, wanted)
-    begun, metadata = records.pop(_FIRST, None), records.pop(_METADATA, None)
+    begun = records.pop(_FIRST, None)
+    metadata = records.pop(_METADATA, None)
     if begun and not metadata:
         raise TruncatedAdapterError(f"{path} is truncated: its last record is missing. Copy or save it again.")
     return {key: _array(key, tensors, path) for key, tensors in records.items()}, _text(metadata, path)
@@ -178,7 +179,8 @@ def _records(path: str, wanted: Callable[[str], bool]) -> Dict[str, List[_Tensor
 def _parsed(value: memoryview) -> Tuple[str, _Tensor]:
     """Returns the name and the tensor of one Checkpoint.Value."""
     parts = {part.field: part.content for part in protobuf.fields(value) if part.wire_type == protobuf.CONTENT}
-    dims, found = [], {}
+    dims = []
+    found = {}
     for part in protobuf.fields(parts.get(_TENSOR, memoryview(b""))):
         if part.field == _DIMS and part.wire_type == protobuf.NUMBER:
             # An int64: the upper half of the range is negative.
@@ -191,7 +193,8 @@ def _parsed(value: memoryview) -> Tuple[str, _Tensor]:
 
 
 def _array(key: str, tensors: List[_Tensor], path: str) -> np.ndarray:
-    name, shape = tensors[-1].dtype, tensors[-1].dims
+    name = tensors[-1].dtype
+    shape = tensors[-1].dims
     if name not in _DTYPES:
         raise AdapterFormatError(
             f"{path}: {key} is stored as {name}, which is not supported. Known: {', '.join(_DTYPES)}."

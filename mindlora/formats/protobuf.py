@@ -36,7 +36,8 @@ def fields(message: memoryview) -> Iterator[Field]:
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
-        field, wire_type = key >> 3, key & 7
+        field = key >> 3
+        wire_type = key & 7
         if wire_type == NUMBER:
             value, at = _varint(message, at)
             yield Field(field, wire_type, value, message[at:at])

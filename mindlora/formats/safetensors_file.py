@@ -33,7 +33,9 @@ _DTYPES: Dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_MAX_AXES, _MAX_ELEMENTS = 32, 2**59  # NumPy's limits.
+# NumPy's limits.
+_MAX_AXES = 32
+_MAX_ELEMENTS = 2**59
 # Parts of the library's messages about missing bytes.
 _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 

@@ -142,7 +142,8 @@ def _from_protobuf(content: bytes, path: str) -> Tuple[int, List[Tuple[str, Layo
                 strategys = _messages(field.content, _CONTENT)
                 stage = _number(strategys[0], _STAGE) if strategys else 0
             elif field.field == _LAYOUT_ITEM:
-                names, parts = _messages(field.content, _NAME), _messages(field.content, _CONTENT)
+                names = _messages(field.content, _NAME)
+                parts = _messages(field.content, _CONTENT)
                 layouts.append((str(names[0], "utf-8"), _parsed(parts[0])))
     except (ValueError, IndexError) as error:
         raise TruncatedAdapterError(

@@ -68,7 +68,8 @@ class _Machine:
             raise AdapterFormatError(
                 f"{path} is a zip archive that does not hold one data.pkl, as torch.save writes it."
             )
-        self._archive, self._path = archive, path
+        self._archive = archive
+        self._path = path
         self._folder = entries[0].filename[: -len("data.pkl")]
         self._program = self._stored(entries[0].filename)
         if self._folder + "byteorder" in archive.namelist() and self._stored(self._folder + "byteorder") != b"little":

@@ -58,7 +58,8 @@ def fold_and_probe(
         expected = weight @ signs + b @ (a @ signs)
         rows, stored, gains = _fold(weight, b, a, dtype, magnitude)
         if gains is not None:
-            expected, b = expected * gains[:, 0], b * gains
+            expected = expected * gains[:, 0]
+            b = b * gains
         difference = np.abs(stored @ signs - expected).astype(np.float64)
         # The elements of x are 1 or -1, so |x| drops out of the sums |x| |W'| and |x| |A|.
         size = (np.abs(stored) @ np.abs(signs)).astype(np.float64)
@@ -79,8 +80,10 @@ def fold_weight(
         scale (float): The factor on B A.
         magnitude (array): DoRA's magnitudes, a float [rows]. Default: None.
     """
-    merged, gains = np.empty_like(weight), np.ones((len(weight), 1), np.float32)
-    a, b = a.astype(np.float32), np.float32(scale) * b.astype(np.float32)
+    merged = np.empty_like(weight)
+    gains = np.ones((len(weight), 1), np.float32)
+    a = a.astype(np.float32)
+    b = np.float32(scale) * b.astype(np.float32)
     for rows in _blocks(weight):
         sizes = None if magnitude is None else magnitude[rows].astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -110,10 +113,14 @@ def probe_weight(
         |difference| and its bound, each float64 [rows of x, rows of W].
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        a, b = a.astype(np.float64), b.astype(np.float64) * gains
+        a = a.astype(np.float64)
+        b = b.astype(np.float64) * gains
         x = _rows_that_answer(a)
-        x_size, low_rank, low_rank_size = np.abs(x), scale * (x @ a.T), scale * (np.abs(x) @ np.abs(a).T)
-        (unit, smallest), (unit32, _) = _rounding(weight.dtype), ROUNDING["float32"]
+        x_size = np.abs(x)
+        low_rank = scale * (x @ a.T)
+        low_rank_size = scale * (np.abs(x) @ np.abs(a).T)
+        unit, smallest = _rounding(weight.dtype)
+        unit32, _ = ROUNDING["float32"]
         difference, bound = np.empty((2, len(x), len(weight)))
         for rows in _blocks(weight):
             block = weight[rows].astype(np.float64) * gains[rows]
@@ -155,7 +162,8 @@ def _rows_that_answer(a) -> np.ndarray:
     # For most x, an update far smaller than W is lost in the rounding of x W^T. Linear combinations of the rows of A
     # respond to it most, and so show whether it is there.
     rng = np.random.default_rng(0)
-    anywhere, within = rng.normal(size=(2, a.shape[1])), rng.normal(size=(2, len(a))) @ a
+    anywhere = rng.normal(size=(2, a.shape[1]))
+    within = rng.normal(size=(2, len(a))) @ a
     return np.concatenate([anywhere, within / max(np.sqrt(np.mean(np.square(within))), 1e-30)])
 
 

@@ -96,7 +96,8 @@ def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
             "or float64 that is not empty."
         )
     rows, columns = weight.shape
-    blocks, step = -(-columns // BLOCK), max(1, _AT_ONCE // columns)
+    blocks = -(-columns // BLOCK)
+    step = max(1, _AT_ONCE // columns)
     exact = np.empty((rows, blocks), np.float32)
     for start in range(0, rows, step):
         exact[start : start + step] = _absmax(weight[start : start + step], blocks)

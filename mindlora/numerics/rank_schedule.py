@@ -79,7 +79,8 @@ class BudgetSchedule:
                 f"{total} steps for allocating ranks. Lower one of them, or train longer."
             )
         self.settings = settings
-        self.first, self.target = settings.init_r * cells, settings.target_r * cells
+        self.first = settings.init_r * cells
+        self.target = settings.target_r * cells
         self.last_allocation = total - settings.tfinal
 
     def budget(self, step: int) -> int:

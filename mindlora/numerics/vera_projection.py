@@ -30,6 +30,7 @@ def _uniform(generator: np.random.RandomState, shape: Tuple[int, int], fan_in: i
     # PyTorch takes the lower 24 bits of each word of the Mersenne Twister.
     words = generator.randint(0, 2**32, size=shape, dtype=np.uint32) & np.uint32(2**24 - 1)
     bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(fan_in))
-    low, high = np.float32(-bound), np.float32(bound)
+    low = np.float32(-bound)
+    high = np.float32(bound)
     # One rounding for product and sum, as in PyTorch: the product is exact in float64.
     return (words * (2.0**-24 * np.float64(high - low)) + np.float64(low)).astype(np.float32)

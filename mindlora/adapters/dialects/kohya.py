@@ -14,7 +14,7 @@ import numpy as np
 
 from mindlora.adapters import metadata as adapter_metadata
 from mindlora.adapters import parts
-from mindlora.adapters.adapter import Adapter, is_alpha
+from mindlora.adapters.adapter import ALPHA, Adapter
 from mindlora.adapters.dialects import foreign
 from mindlora.adapters.dialects.dialect import Dialect, File, Keys, unknown_tensors, write_file
 from mindlora.adapters.dialects.diffusers import refuse_others
@@ -33,8 +33,8 @@ _PREFIXES = {
     "lora_te2_": "text_encoder_2",
 }
 # The name of an alpha among the parts of a pair; it may be of any dtype.
-ALPHA = "alpha"
-_ENDINGS = {".lora_down.weight": "A", ".lora_up.weight": "B", ".lora_mid.weight": "mid", ".alpha": ALPHA}
+_ALPHA = "alpha"
+_ENDINGS = {".lora_down.weight": "A", ".lora_up.weight": "B", ".lora_mid.weight": "mid", ".alpha": _ALPHA}
 _KEY = re.compile("^(" + "|".join(_PREFIXES) + r")([^.]+)(\.lora_(?:down|up|mid)\.weight|\.alpha)$")
 
 
@@ -43,7 +43,7 @@ class Kohya(Dialect):
 
     name = form = "kohya"
     ending = ".safetensors"
-    number_parts = (ALPHA,)
+    number_parts = (_ALPHA,)
 
     def matches(self, file: File) -> bool:
         return any(map(_KEY.match, file.keys))
@@ -89,7 +89,7 @@ class Kohya(Dialect):
             ShapeMismatchError: A middle matrix does not belong between its pair.
         """
         for path in adapter.paths:
-            alpha = adapter.tensors.pop((path, ALPHA), None)
+            alpha = adapter.tensors.pop((path, _ALPHA), None)
             mid = adapter.tensors.pop((path, "mid"), None)
             if mid is not None:
                 _put_in(mid, adapter, path, file.path)
@@ -101,7 +101,7 @@ class Kohya(Dialect):
             # check_pairs names a pair without A, or with one that has no rank.
             rank = halves["A"].shape[0] if "A" in halves and halves["A"].shape else 1
             value = float(rank) if alpha is None else _number(alpha)
-            if alpha is not None and not is_alpha(value):
+            if alpha is not None and value not in ALPHA:
                 raise AdapterFormatError(
                     f"{file.path}: alpha of {path} is {shown(value)}; it must be one number above 0."
                 )

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any, Dict, Optional, Tuple
 
-from mindlora.adapters.adapter import Adapter, is_alpha
+from mindlora.adapters.adapter import ALPHA, Adapter
 from mindlora.adapters.dialects import mindformers
 from mindlora.adapters.dialects.dialect import Dialect, File, Keys
 from mindlora.adapters.dialects.peft_config import is_of_mlx
@@ -181,7 +181,7 @@ def _parameters(content: Dict[str, Any], source: str) -> Tuple[int, float, float
     dropout = settings.get("dropout", 0.0)
     numbers = {field: settings.get(field, settings.get("rank") if field == "alpha" else None) for field in _NUMBERS}
     for field, value in numbers.items():
-        if not is_alpha(value):
+        if value not in ALPHA:
             raise AdapterFormatError(
                 f"{source}: lora_parameters.{field} of mlx-lm's configuration is {shown(value)}; it must be a number "
                 "above 0."

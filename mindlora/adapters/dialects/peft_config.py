@@ -4,10 +4,11 @@ import dataclasses
 import logging
 import os
 import re
-import sys
 from typing import Any, Dict, List, Optional
 
+from mindlora.adapters.adapter import ALPHA
 from mindlora.adapters.dialects import peft_tuners
+from mindlora.common.fields import Range
 from mindlora.common.json_files import parse_object
 from mindlora.common.text import shown
 from mindlora.config.variants.variant import Variant
@@ -106,8 +107,11 @@ _KEPT = (
 # Fields of mlx-lm's configuration.
 _MLX = ("fine_tune_type", "lora_parameters", "num_layers", "lora_layers")
 _BIASES = ("none", "all", "lora_only")
-# PEFT's own defaults.
-_RANK = _ALPHA = 8
+# PEFT's default of r and of lora_alpha.
+_DEFAULT_RANK = 8
+# JSON of other programs has 8.0 for 8.
+_RANK = Range("a whole number of at least 1", lambda value: value == value // 1 and value >= 1)
+DROPOUT = Range("a number in [0, 1)", lambda value: 0 <= value < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,29 +187,23 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
             f"{path} is mlx-lm's configuration, not PEFT's. Give its folder, with adapters.safetensors in it."
         )
     _flag(content, "use_dora", path)
-    variant, projection_key = peft_tuners.variant_of(content), peft_tuners.projection_key(content)
+    variant = peft_tuners.variant_of(content)
+    projection_key = peft_tuners.projection_key(content)
     content = peft_tuners.as_lora(content, path)
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
         logger.warning("%s has fields that mindlora does not know and ignores: %s.", path, ", ".join(unknown))
     _refuse_unsupported(content, path, extras)
-    rank_pattern = {
-        key: _integer(value, f"rank_pattern[{shown(key)}]", path)
-        for key, value in _pattern(content, "rank_pattern", path).items()
-    }
-    alpha_pattern = {
-        key: _positive(value, f"alpha_pattern[{shown(key)}]", path)
-        for key, value in _pattern(content, "alpha_pattern", path).items()
-    }
+    dropout = content.get("lora_dropout")
     return PeftConfig(
-        rank=_integer(content.get("r", _RANK), "r", path),
-        alpha=_positive(content.get("lora_alpha", _ALPHA), "lora_alpha", path),
-        dropout=_dropout(content.get("lora_dropout"), path),
+        rank=int(_number(content.get("r", _DEFAULT_RANK), _RANK, "r", path)),
+        alpha=float(_number(content.get("lora_alpha", _DEFAULT_RANK), ALPHA, "lora_alpha", path)),
+        dropout=float(_number(0 if dropout is None else dropout, DROPOUT, "lora_dropout", path)),
         use_rslora=_flag(content, "use_rslora", path),
         variant=variant,
         projection_key=projection_key,
-        rank_pattern=rank_pattern,
-        alpha_pattern=alpha_pattern,
+        rank_pattern=_pattern(content, "rank_pattern", _RANK, int, path),
+        alpha_pattern=_pattern(content, "alpha_pattern", ALPHA, float, path),
         modules_to_save=tuple(_names(content.get("modules_to_save") or [], "modules_to_save", path)),
         selection=selection(content, path),
         base_model=_text(content.get("base_model_name_or_path"), path),
@@ -296,23 +294,11 @@ def _token_rows(value: Any, path: str) -> Dict[str, List[int]]:
     return tables
 
 
-def _integer(value: Any, field: str, path: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or value < 1:
-        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be a whole number of at least 1.")
-    return int(value)
-
-
-def _positive(value: Any, field: str, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be a number above 0.")
-    return float(value)
-
-
-def _dropout(value: Any, path: str) -> float:
-    value = 0 if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise AdapterFormatError(f"{path}: lora_dropout is {shown(value)}; it must be a number in [0, 1).")
-    return float(value)
+def _number(value: Any, range_: Range, field: str, path: str) -> Any:
+    """Returns a number that must be in a range."""
+    if value not in range_:
+        raise AdapterFormatError(f"{path}: {field} is {shown(value)}; it must be {range_.words}.")
+    return value
 
 
 def _flag(content: dict, field: str, path: str) -> bool:
@@ -323,14 +309,15 @@ def _flag(content: dict, field: str, path: str) -> bool:
     return bool(value)
 
 
-def _pattern(content: dict, field: str, path: str) -> dict:
+def _pattern(content: dict, field: str, range_: Range, kind: type, path: str) -> dict:
+    """Returns regular expression -> number, of which each must be in a range."""
     pattern = content.get(field) or {}
     if not isinstance(pattern, dict):
         raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}; it must map regular expressions to numbers.")
     for expression in pattern:
         # Compiled as pattern_value uses it.
         _check_regex(expression, rf"(.*\.)?({expression})$", field, path)
-    return pattern
+    return {key: kind(_number(value, range_, f"{field}[{shown(key)}]", path)) for key, value in pattern.items()}
 
 
 def _check_regex(expression: str, used: str, field: str, path: str) -> None:

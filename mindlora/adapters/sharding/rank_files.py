@@ -117,7 +117,8 @@ def read(file: RankFile, wanted: Callable[[str], bool]) -> Content:
     else:
         with TensorFile(file.path) as opened:
             names = [name for name in opened.tensors if name == "step_num" or wanted(name)]
-            tensors, text = {name: opened.read(name) for name in names}, opened.metadata.get(adapter_metadata.KEY, "")
+            tensors = {name: opened.read(name) for name in names}
+            text = opened.metadata.get(adapter_metadata.KEY, "")
     steps = tensors.pop("step_num", None)
     return Content(file.path, tensors, text, None if steps is None else int(steps.reshape(-1)[0]))
 

@@ -71,7 +71,8 @@ class RunSettings:
                     "the YAML of another run."
                 )
             adapter.alphas[path] = float(cell.lora_alpha)
-        adapter.use_rslora, adapter.dropout = self.config.use_rslora, float(self.config.lora_dropout)
+        adapter.use_rslora = self.config.use_rslora
+        adapter.dropout = float(self.config.lora_dropout)
 
 
 NOTHING_KNOWN = RunSettings()

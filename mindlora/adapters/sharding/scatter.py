@@ -121,7 +121,8 @@ def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSetti
     known_paths = names.canonical({path for path, _ in keys.values()} - {""}, among=strategy.cells())
     _take_form(adapter, known_paths, settings.heads)
     stored = adapter.stored_tensors()
-    lost, extra = set(keys.values()) - set(stored), set(stored) - set(keys.values())
+    lost = set(keys.values()) - set(stored)
+    extra = set(stored) - set(keys.values())
     if lost:
         raise MissingTensorsError(
             f"{source} lacks {listed(sorted({path for path, _ in lost}))}, which the strategy in {strategy.source} "

@@ -63,7 +63,8 @@ class Strategy:
     """
 
     def __init__(self, stages: Stages, source: str):
-        self.stages, self.source = stages, source
+        self.stages = stages
+        self.source = source
         if sorted(stages) != list(range(len(stages))):
             raise AdapterFormatError(
                 f"{source} has the strategies of pipeline stages {', '.join(map(str, sorted(stages)))}: the others are "
@@ -147,10 +148,12 @@ def parts_of(layout: Layout, rank: int, name: str) -> Tuple[Shape, Shape]:
             f"matrix {list(matrix)}. Copy or save the strategy file again."
         )
     place = np.unravel_index(rank, matrix) if matrix else ()
-    counts, indices = [], []
+    counts = []
+    indices = []
     for axes in layout.tensor_map:
         sizes = [(matrix[-1 - axis], int(place[-1 - axis])) for axis in axes]
-        count, index = math.prod(size for size, _ in sizes), 0
+        count = math.prod(size for size, _ in sizes)
+        index = 0
         for size, own in sizes:
             index = index * size + own
         counts.append(count)
@@ -269,7 +272,8 @@ def _check_equal(name: str, one: Piece, other: Piece) -> None:
 
 def _opt_index(layout: Layout, used: Sequence[int], place: List[int], name: str) -> int:
     """Returns which part of a slice, cut by optimizer parallelism, the rank at a place of the device matrix holds."""
-    matrix, left = layout.dev_matrix, layout.opt_shard_size
+    matrix = layout.dev_matrix
+    left = layout.opt_shard_size
     index, weight = 0, 1
     # The ranks that share a slice differ along the axes that cut nothing; the last of these runs fastest.
     for axis in reversed(range(len(matrix))):
@@ -279,7 +283,8 @@ def _opt_index(layout: Layout, used: Sequence[int], place: List[int], name: str)
         if size != min(matrix[axis], left):
             break
         index += weight * (place[axis] % size)
-        weight, left = weight * size, left // size
+        weight *= size
+        left //= size
     if left > 1:
         raise AdapterFormatError(
             f"The strategy of {name} is damaged: optimizer parallelism cannot cut a slice into "
