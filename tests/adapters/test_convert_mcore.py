@@ -9,8 +9,8 @@ from mindlora.adapters.adapter import Adapter
 from mindlora.adapters.convert import Heads, convert_adapter
 from mindlora.adapters.files import read, write
 from mindlora.cli import main
-from mindlora.errors import AdapterError
-from mindlora.formats.safetensors_file import TensorFile
+from mindlora.errors import AdapterError, MissingTensorsError
+from mindlora.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.numerics.dtypes import BFLOAT16, from_float32
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, RANK = 4, 2, 3, 10, 7, 2
@@ -155,6 +155,15 @@ def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path):
     folder = peft_folder(tmp_path / "peft", adapter_of(CELLS))
     with pytest.raises(AdapterError, match="architecture is 'qwen_3', which is not known.*qwen3"):
         convert_adapter(folder, str(tmp_path / "a.ckpt"), "ckpt", architecture="qwen_3")
+
+
+@pytest.mark.parametrize("half", "AB")
+def test_a_file_with_half_of_a_pair_is_refused(tmp_path, half):
+    path = str(tmp_path / "a.safetensors")
+    key = f"decoder.layers.0.self_attention.linear_proj.lora_{half}.weight"
+    write_arrays(path, {key: np.ones((2, 2), np.float32)}, {"format": "np"})
+    with pytest.raises(MissingTensorsError, match=f"attention.wo {half} without its other half"):
+        read(path)
 
 
 def test_what_mindformers_cannot_read_is_refused(tmp_path):
