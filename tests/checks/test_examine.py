@@ -8,8 +8,8 @@ from mindlora.common.yaml_file import merged
 from mindlora.doctor.examination import check_yaml
 from mindlora.errors import ConfigError, ConfigMistakes
 from mindlora.plugin import launcher
+from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.launching import preflight
-from mindlora.plugin.mindrecords import first_rows
 from mindlora.plugin.run_configuration import plain
 from tests.support.runs import LORA_YAML, SIZE_FLAGS, SIZES, VOCABULARY, read_yaml, write_rows, write_yaml
 

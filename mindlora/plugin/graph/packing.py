@@ -10,9 +10,9 @@ from mindlora.checks.data_rows import BOUNDARY, Data, data_of
 from mindlora.checks.training import WRAPPER
 from mindlora.errors import ConfigError
 from mindlora.formats.mindrecord_files import mindrecord_files
+from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.graph.network import base_of
 from mindlora.plugin.log import logger
-from mindlora.plugin.mindrecords import first_rows
 from mindlora.training.segment_mask import SegmentMask
 
 ENDS = "actual_seq_len"

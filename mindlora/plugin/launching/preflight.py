@@ -15,12 +15,12 @@ from mindlora.config import PRESETS, expand_pet_type
 from mindlora.errors import ConfigError
 from mindlora.numerics import initializers
 from mindlora.plugin.callbacks.order import arrange_callbacks
-from mindlora.plugin.eval_rows import cut_rows_for_eval
 from mindlora.plugin.graph import lora_plus, packing, train_step_settings
+from mindlora.plugin.graph.eval_rows import cut_rows_for_eval
+from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.launching.launch_checks import fill_base
 from mindlora.plugin.launching.registry_checks import check_classes
 from mindlora.plugin.log import logger
-from mindlora.plugin.mindrecords import first_rows
 from mindlora.plugin.resume import training_state
 from mindlora.plugin.run_configuration import remember_configuration
 

@@ -7,8 +7,8 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 
 from mindlora.checks.data_rows import data_of
 from mindlora.formats.mindrecord_files import mindrecord_files
+from mindlora.plugin.graph.mindrecords import first_rows
 from mindlora.plugin.log import logger
-from mindlora.plugin.mindrecords import first_rows
 
 CUT_ROWS = "RowsForEvaluation"
 
