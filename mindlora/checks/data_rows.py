@@ -2,11 +2,11 @@
 
 import math
 import os
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from mindlora.checks.finding import Finding, error
+from mindlora.checks.finding import Finding, error, warning
 from mindlora.checks.keys import setting
 from mindlora.checks.mcore import is_mcore
 from mindlora.checks.model import architecture_of
@@ -27,20 +27,6 @@ _ROWS = 200
 # A row that ends in fewer equal tokens which do not count may be none that was padded.
 _PADDED = 4
 _IGNORED = -100
-
-
-class _Set(NamedTuple):
-    """Data that a run reads.
-
-    Attributes:
-        where (str): Where the YAML names it.
-        rows (list of dict): Its first rows.
-        lengths (sequence of int): How many tokens a row may have.
-    """
-
-    where: str
-    rows: List[Row]
-    lengths: Sequence[int]
 
 
 def data_of(dataset: Optional[Mapping[str, Any]]) -> Optional[Data]:
@@ -75,25 +61,25 @@ def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Fin
                     f"{where} (HeldOutLoss): dataset_dir is {folder}, a folder with no file in it that ends in "
                     ".mindrecord.",
                 )
-    for data in _sets(config, first_rows):
-        if data.rows:
-            yield from _check_set(data, model)
+    for where, rows, lengths in _sets(config, first_rows):
+        if rows:
+            yield from _check_set(where, rows, lengths, model)
 
 
-def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[_Set]:
-    """Yields the data that the run reads."""
+def _sets(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Tuple[str, List[Row], Sequence[int]]]:
+    """Yields where the YAML names data that the run reads, its first rows, and how many tokens a row may have."""
     training = config.get("run_mode") in TRAINING_MODES
     lengths = _lengths(config)
     if training:
-        yield _Set("train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths)
+        yield "train_dataset", _rows_of(data_of(config.get("train_dataset")), first_rows), lengths
     if config.get("run_mode") == "eval" or (training and config.get("do_eval")):
         length = value_at(config, "model.model_config.seq_length")
         evaluated = lengths if _takes_shifted_labels(config) else (length, length + 1)
-        yield _Set("eval_dataset", _rows_of(data_of(config.get("eval_dataset")), first_rows), evaluated)
+        yield "eval_dataset", _rows_of(data_of(config.get("eval_dataset")), first_rows), evaluated
     for where, callback in callbacks_of(config, "HeldOutLoss") if training else ():
         held_out = callback.get("dataset_dir")
         if held_out and os.path.exists(held_out):
-            yield _Set(f"{where} (HeldOutLoss)", _rows_of(held_out, first_rows), lengths)
+            yield f"{where} (HeldOutLoss)", _rows_of(held_out, first_rows), lengths
 
 
 def _lengths(config: Mapping[str, Any]) -> Sequence[int]:
@@ -120,31 +106,31 @@ def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List
     return [row for row in first_rows(files[0], _ROWS) if row.keys() >= {"input_ids", *columns}]
 
 
-def _check_set(data: _Set, model: Mapping[str, Any]) -> Iterator[Finding]:
-    key, length = data.where.split(" ")[0], model["seq_length"]
-    found = len(data.rows[0]["input_ids"])
-    if found not in data.lengths:
-        more = data.lengths[-1] - length
+def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mapping[str, Any]) -> Iterator[Finding]:
+    key, length = where.split(" ")[0], model["seq_length"]
+    found = len(rows[0]["input_ids"])
+    if found not in lengths:
+        more = lengths[-1] - length
         convert = f", or convert the data with --seq-length {length}" if more else ""
         yield error(
             key,
-            f"{data.where}: the rows have {found} tokens, and model_config.seq_length {length} needs "
-            f"{' or '.join(map(str, data.lengths))}.",
+            f"{where}: the rows have {found} tokens, and model_config.seq_length {length} needs "
+            f"{' or '.join(map(str, lengths))}.",
             f"Set seq_length: {found - more}{convert}.",
         )
-    largest, vocabulary = max(int(row["input_ids"].max()) for row in data.rows), model.get("vocab_size")
+    largest, vocabulary = max(int(row["input_ids"].max()) for row in rows), model.get("vocab_size")
     if isinstance(vocabulary, int) and largest >= vocabulary:
         yield error(
             key,
-            f"{data.where}: the rows hold token {largest}, and model_config.vocab_size is {vocabulary}: the data was "
+            f"{where}: the rows hold token {largest}, and model_config.vocab_size is {vocabulary}: the data was "
             "converted with the tokenizer of another model, or vocab_size is not this model's.",
         )
-    padding = _padding(data.rows, model.get("ignore_token_id", _IGNORED))
+    padding = _padding(rows, model.get("ignore_token_id", _IGNORED))
     declared = model.get("pad_token_id")
     if isinstance(declared, int) and padding not in (None, declared):
         yield error(
             key,
-            f"{data.where}: the rows are padded with token {padding}, and model_config.pad_token_id is {declared}.",
+            f"{where}: the rows are padded with token {padding}, and model_config.pad_token_id is {declared}.",
             f"Set it to {padding}.",
         )
 
@@ -155,8 +141,7 @@ def _check_labels(config: Mapping[str, Any], data: Optional[Data], first_rows: F
     columns = value_at(config, "train_dataset.input_columns")
     left_out = columns and "labels" not in ([columns] if isinstance(columns, str) else columns)
     if data and left_out and any(_IGNORED in row["labels"] for row in rows):
-        yield Finding(
-            "warning",
+        yield warning(
             "train_dataset.input_columns",
             f"train_dataset.input_columns leaves out labels, by which {mindrecord_files(data)[0]} says which tokens "
             "count in the loss: now all do, prompts too.",

@@ -2,7 +2,7 @@
 
 from typing import Any, Iterator, Mapping, Tuple
 
-from mindlora.checks.finding import Finding
+from mindlora.checks.finding import Finding, error, note, warning
 from mindlora.checks.mcore import is_mcore
 from mindlora.common.fields import dtype_name
 from mindlora.common.run_modes import TRAINING_MODES
@@ -21,16 +21,15 @@ def check_dtypes(config: Mapping[str, Any], lora: LoraConfig) -> Iterator[Findin
     for key, default in keys:
         try:
             dtypes.append(dtype_name(value_at(config, f"{_MODEL}.{key}") or default, key))
-        except ConfigError as error:
-            yield Finding("error", f"{_MODEL}.{key}", str(error))
+        except ConfigError as refusal:
+            yield error(f"{_MODEL}.{key}", str(refusal))
             return
     stored, computed = dtypes
     if config.get("run_mode") in TRAINING_MODES:
         yield from _check_training(config, lora, computed)
     yield from _check_base(stored, computed, keys[0][0])
     if lora.compute_dtype == "float16" != computed:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{PET}.compute_dtype",
             f"LoRA computes in float16 on activations in {computed}: values above 65504 become infinite.",
             f"Remove compute_dtype: LoRA then computes in {computed}.",
@@ -40,16 +39,14 @@ def check_dtypes(config: Mapping[str, Any], lora: LoraConfig) -> Iterator[Findin
 def _check_training(config, lora, computed) -> Iterator[Finding]:
     if lora.param_init_type != "float32":
         bits = _PRECISION[lora.param_init_type]
-        yield Finding(
-            "warning",
+        yield warning(
             f"{PET}.param_init_type",
             f"A and B are stored in {lora.param_init_type}, with a precision of {bits} bits: an optimizer step below "
             f"1/{2**bits} of a weight is rounded away.",
             "Use float32: A and B are small.",
         )
     if "float16" in (computed, lora.compute_dtype, lora.param_init_type) and not _scales_loss(config):
-        yield Finding(
-            "warning",
+        yield warning(
             "runner_wrapper.scale_sense",
             "Gradients are computed in float16 and the loss is not scaled: small gradients become zero.",
             "Set scale_sense to type: DynamicLossScaleUpdateCell, or compute in bfloat16.",
@@ -58,16 +55,14 @@ def _check_training(config, lora, computed) -> Iterator[Finding]:
 
 def _check_base(stored, computed, stored_key) -> Iterator[Finding]:
     if (stored, computed) == ("bfloat16", "float16"):
-        yield Finding(
-            "warning",
+        yield warning(
             f"{_MODEL}.compute_dtype",
             "The base is stored in bfloat16 and computed in float16: values above 65504, which bfloat16 can hold, "
             "become infinite.",
             "Compute in bfloat16.",
         )
     if (stored, computed) == ("float16", "bfloat16"):
-        yield Finding(
-            "note",
+        yield note(
             f"{_MODEL}.{stored_key}",
             "The base is stored in float16, and every product rounds it to bfloat16.",
             "Store it in bfloat16: the products are the same, without the cast.",

@@ -4,7 +4,7 @@ import os
 from typing import Any, Iterator, List, Mapping, Optional, Tuple
 
 from mindlora.base import quantize
-from mindlora.checks.finding import Finding, error
+from mindlora.checks.finding import Finding, error, note
 from mindlora.checks.pet_config import quantizes_base
 from mindlora.common.git_lfs import refuse_pointer
 from mindlora.common.run_modes import TRAINING_MODES
@@ -143,7 +143,7 @@ def _check_path(config: Mapping[str, Any], key: str, flag: str = "", effect: str
     """Returns a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
     path = value_at(config, key)
     if not path:
-        return [Finding("note", key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")] if effect else []
+        return [note(key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")] if effect else []
     if not isinstance(path, str):
         return [error(key, f"The value is {path!r}, which is not a path.", "Write a path.")]
     if os.path.exists(path):

@@ -36,6 +36,16 @@ def error(key: str, found: str, advice: str = "") -> Finding:
     return Finding("error", key, found, advice)
 
 
+def warning(key: str, found: str, advice: str = "") -> Finding:
+    """Returns a finding that is likely to be a mistake."""
+    return Finding("warning", key, found, advice)
+
+
+def note(key: str, found: str, advice: str = "") -> Finding:
+    """Returns a finding that is good to know."""
+    return Finding("note", key, found, advice)
+
+
 def errors(findings: Iterable[Finding]) -> List[Finding]:
     """Returns those findings that end the run."""
     return [finding for finding in findings if finding.severity == "error"]

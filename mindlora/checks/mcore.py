@@ -61,7 +61,7 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _check_balance(config, architecture)
     reason = architecture.unsupported(model_config_of(config))
     if reason:
-        yield error("model.model_config", reason)
+        yield error(f"model.model_config.{reason.split(' ')[0]}", reason)
 
 
 def check_device(target: Optional[str]) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ What is said of MindFormers and MindSpore was read in their code (1.9.0 and 2.9.
 
 from typing import Any, Iterator, Mapping
 
-from mindlora.checks.finding import Finding
+from mindlora.checks.finding import Finding, note, warning
 from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import value_at
 
@@ -36,15 +36,13 @@ def _check_recomputation(config) -> Iterator[Finding]:
         if value is None or value == off:
             continue
         if not recomputes:
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{_RECOMPUTE}.{key}",
                 f"{key} has no effect without recompute.",
                 f"Set recompute: True, or remove {key}.",
             )
         elif not _shards(config):
-            yield Finding(
-                "note",
+            yield note(
                 f"{_RECOMPUTE}.{key}",
                 f"{key} has an effect only with use_parallel: True and parallel.parallel_mode 1 or 2.",
             )
@@ -55,14 +53,13 @@ def _check_swapping(config) -> Iterator[Finding]:
     named = [name for name in ("layer_swap", "op_swap") if node.get(name)]
     if not node.get("swap"):
         if named:
-            yield Finding("warning", key, f"swap is off, so {' and '.join(named)} have no effect.", "Set swap: True.")
+            yield warning(key, f"swap is off, so {' and '.join(named)} have no effect.", "Set swap: True.")
     elif not named:
-        yield Finding("warning", key, "swap is on, and neither layer_swap nor op_swap says what to swap.")
+        yield warning(key, "swap is on, and neither layer_swap nor op_swap says what to swap.")
     elif value_at(config, "context.device_target") == "CPU":
-        yield Finding("warning", key, "swap moves activations from an NPU to the host: it has no effect on a CPU.")
+        yield warning(key, "swap moves activations from an NPU to the host: it has no effect on a CPU.")
     elif value_at(config, f"{_RECOMPUTE}.recompute") is True:
-        yield Finding(
-            "warning",
+        yield warning(
             key,
             "swap has no effect on layers that are recomputed, and recompute is True for all of them.",
             "Give recompute a list of the other layers.",
@@ -79,7 +76,7 @@ def _check_optimizer(config) -> Iterator[Finding]:
             "optimizer.swap moves the optimizer's state to the host. With LoRA that is eight bytes for each element of "
             "A and B, so it saves little and slows each step."
         )
-    yield Finding("note", "optimizer.swap", found)
+    yield note("optimizer.swap", found)
 
 
 def _shards(config) -> bool:

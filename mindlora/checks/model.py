@@ -1,12 +1,14 @@
 """Which model a YAML describes, and where: in model, or in its llm_model if the model is multi-modal."""
 
 import dataclasses
-from typing import Any, Iterable, Iterator, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, Mapping, Optional, Tuple
 
 from mindlora.checks.finding import Finding
 from mindlora.checks.mcore import family_of, first_class, is_mcore
 from mindlora.common.fields import COUNT
 from mindlora.common.yaml_file import PET, value_at
+from mindlora.config.description import Description, describe_model
+from mindlora.errors import ConfigError
 from mindlora.models import registry
 from mindlora.models.architecture import Architecture
 
@@ -57,3 +59,24 @@ def architecture_of(config: Mapping[str, Any]) -> Optional[Architecture]:
     architecture = registry.by_model_type(name) or registry.by_hugging_face_type(str(name))
     unknown_experts = architecture is not None and legacy_experts(config) > 1 and not architecture.experts
     return None if unknown_experts else architecture
+
+
+def network_of(architecture: Architecture, model_config: Dict[str, Any]) -> Description:
+    """Returns the description of the network that MindFormers builds of a model.
+
+    Raises:
+        ConfigError: The sizes cannot be worked out, or one is no whole number.
+    """
+    try:
+        network = describe_model(architecture, model_config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as failure:
+        raise ConfigError(
+            f"The sizes in model_config cannot be worked out: {failure}. hidden_size, num_layers, num_heads, "
+            "n_kv_heads, vocab_size and intermediate_size must be whole numbers."
+        ) from failure
+    for parameter in network.parameters.values():
+        if not all(size in COUNT for size in parameter.shape):
+            raise ConfigError("The sizes in model_config must be whole numbers of at least 1.")
+    return network

@@ -6,7 +6,7 @@ import warnings
 from typing import Any, ClassVar, List, Mapping, Optional, Tuple, cast
 
 from mindlora.adapters.fingerprint import ON_BASE_MISMATCH
-from mindlora.checks.finding import Finding, error, refuse
+from mindlora.checks.finding import Finding, error, note, refuse, warning
 from mindlora.common.fields import POSITIVE, check_number, numbers
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
@@ -79,7 +79,7 @@ def check_pet_config(config: Mapping[str, Any]) -> Tuple[Optional[PetLoraConfig]
     """
     pet_config = value_at(config, PET)
     if not pet_config:
-        return None, [Finding("note", PET, "There is no pet_config: the whole network is trained, without LoRA.")]
+        return None, [note(PET, "There is no pet_config: the whole network is trained, without LoRA.")]
     finding = _check_pet_type(pet_config.get("pet_type"))
     if finding is not None:
         return None, [finding]
@@ -89,15 +89,15 @@ def check_pet_config(config: Mapping[str, Any]) -> Tuple[Optional[PetLoraConfig]
             lora = cast(PetLoraConfig, PetLoraConfig.from_pet_config(pet_config))
         except LoraError as refusal:
             return None, [error(_key_of(str(refusal), pet_config), str(refusal))]
-    messages = [str(warning.message) for warning in caught]
-    return lora, [Finding("warning", _key_of(message, pet_config), message) for message in messages]
+    messages = [str(each.message) for each in caught]
+    return lora, [warning(_key_of(message, pet_config), message) for message in messages]
 
 
 def _check_pet_type(pet_type: object) -> Optional[Finding]:
     if pet_type in PET_TYPES:
         return None
     if pet_type in MINDFORMERS_PET_TYPES:
-        return Finding("note", f"{PET}.pet_type", f"pet_type {pet_type} is MindFormers' own and was not checked.")
+        return note(f"{PET}.pet_type", f"pet_type {pet_type} is MindFormers' own and was not checked.")
     known = suggestion(str(pet_type), [*PET_TYPES, *MINDFORMERS_PET_TYPES])
     return error(
         f"{PET}.pet_type",

@@ -4,13 +4,13 @@ import contextlib
 import logging
 from typing import Any, Iterator, List, Mapping
 
-from mindlora.checks.finding import Finding
+from mindlora.checks.finding import Finding, error, note, warning
 from mindlora.checks.mcore import model_config_of
-from mindlora.checks.model import architecture_of, legacy_experts, model_name
+from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
 from mindlora.common.text import listed
 from mindlora.common.yaml_file import PET
 from mindlora.config import LoraConfig
-from mindlora.config.description import AdaptableCell, describe_model
+from mindlora.config.description import AdaptableCell
 from mindlora.config.selection import Selection, select
 from mindlora.config.weights import weights_of
 from mindlora.errors import ConfigError, LoraError
@@ -32,33 +32,23 @@ def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
     if architecture is None:
         return [_unknown_model(config)]
     try:
-        network = describe_model(architecture, model_config_of(config))
-    except ConfigError as error:
-        return [Finding("error", f"model.model_config.{_first_word(error)}", str(error))]
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        found = f"The sizes of the model cannot be worked out: {error}."
-        advice = (
-            "hidden_size, num_layers, num_heads, n_kv_heads, vocab_size and intermediate_size must be whole numbers."
-        )
-        return [Finding("error", "model.model_config", found, advice)]
+        network = network_of(architecture, model_config_of(config))
+    except ConfigError as refusal:
+        return [error("model.model_config", str(refusal))]
     with _warnings_of(targets.logger) as messages:
         try:
             selection = select(network, lora)
             lora.variant.check_paths(list(selection.parts))
             weights_of(network, lora, selection)
-        except LoraError as error:
-            field = _first_word(error)
-            return [Finding("error", f"{PET}.{field if hasattr(lora, field) else 'target_modules'}", str(error))]
+        except LoraError as refusal:
+            field = str(refusal).split(" ")[0]
+            return [error(f"{PET}.{field if hasattr(lora, field) else 'target_modules'}", str(refusal))]
     return [
-        *(Finding("warning", f"{PET}.target_modules", message) for message in messages),
+        *(warning(f"{PET}.target_modules", message) for message in messages),
         _count_parameters(selection),
         *_check_ranks(list(selection.cells.values()), lora),
         *_check_patterns(list(selection.parts), lora),
     ]
-
-
-def _first_word(error: LoraError) -> str:
-    return str(error).split(" ")[0]
 
 
 def _unknown_model(config: Mapping[str, Any]) -> Finding:
@@ -67,7 +57,7 @@ def _unknown_model(config: Mapping[str, Any]) -> Finding:
         f"The model is {model_name(config)}{experts}: the doctor does not know its cells, so targets and ranks were "
         "not checked."
     )
-    return Finding("note", f"{PET}.target_modules", found)
+    return note(f"{PET}.target_modules", found)
 
 
 def _count_parameters(selection: Selection) -> Finding:
@@ -75,7 +65,7 @@ def _count_parameters(selection: Selection) -> Finding:
     found = (
         f"LoRA on {len(selection.parts)} cells, {selection.trainable:,} parameters{saved}: {listed(selection.parts)}."
     )
-    return Finding("note", f"{PET}.target_modules", found)
+    return note(f"{PET}.target_modules", found)
 
 
 def _check_ranks(cells: List[AdaptableCell], lora: LoraConfig) -> Iterator[Finding]:
@@ -85,8 +75,7 @@ def _check_ranks(cells: List[AdaptableCell], lora: LoraConfig) -> Iterator[Findi
         if lora.variant.bounded_rank and lora.for_cell(cell.prefix).lora_rank > side:
             smaller[cell.prefix] = side
     if smaller:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{PET}.lora_rank",
             f"The rank exceeds the smaller dimension of {len(smaller)} weights (at least {min(smaller.values())}): "
             f"{listed(smaller)}.",
@@ -99,8 +88,7 @@ def _check_patterns(selected, lora) -> Iterator[Finding]:
     for field in ("rank_pattern", "alpha_pattern"):
         for expression in getattr(lora, field) or {}:
             if not any(pattern_value({expression: True}, path, False) for path in selected):
-                yield Finding(
-                    "warning",
+                yield warning(
                     f"{PET}.{field}",
                     f"{expression!r} matches none of the cells that target_modules selects.",
                     f"target_modules selects: {listed(selected)}.",

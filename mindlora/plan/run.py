@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from mindlora.checks.examine import check_settings
 from mindlora.checks.finding import refuse
 from mindlora.checks.keys import check_names, check_shape, setting
-from mindlora.checks.model import architecture_of, legacy_experts, model_name
+from mindlora.checks.model import architecture_of, legacy_experts, model_name, network_of
 from mindlora.checks.pet_config import check_pet_config
 from mindlora.checks.training import WRAPPER, train_step
 from mindlora.common.fields import dtype_name
@@ -15,7 +15,7 @@ from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.text import suggestion
 from mindlora.common.yaml_file import PET, value_at
 from mindlora.config import LoraConfig
-from mindlora.config.description import Description, describe_model
+from mindlora.config.description import Description
 from mindlora.config.selection import Selection, select
 from mindlora.config.variants.variant import CUT, SHARDED
 from mindlora.config.weights import Weight, weights_of
@@ -212,7 +212,7 @@ def read_run(config: Dict[str, Any]) -> Run:
     run = Run(
         config,
         architecture,
-        _network(architecture, config["model"]["model_config"]),
+        network_of(architecture, config["model"]["model_config"]),
         _adapter(config),
         mode,
         setting(config, "runner_config.batch_size") * setting(config, "micro_batch_interleave_num"),
@@ -236,19 +236,6 @@ def _architecture(config: Dict[str, Any]) -> Architecture:
         )
     known = sorted({kind for record in registry.ARCHITECTURES for kind in record.model_types})
     raise ConfigError(f"The model is {name!r}, whose sizes are not known.{suggestion(str(name), known)}")
-
-
-def _network(architecture: Architecture, model: Dict[str, Any]) -> Description:
-    try:
-        network = describe_model(architecture, model)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ConfigError(f"model.model_config: the sizes of the model cannot be worked out: {error}.") from error
-    for parameter in network.parameters.values():
-        if not all(isinstance(size, int) and size >= 1 for size in parameter.shape):
-            raise ConfigError("model.model_config: the sizes of the model must be whole numbers of at least 1.")
-    return network
 
 
 def _adapter(config: Dict[str, Any]) -> Optional[LoraConfig]:

@@ -8,6 +8,7 @@ import yaml
 
 from mindlora.base.convert import convert_base
 from mindlora.base.reader import BaseCheckpoint
+from mindlora.checks.finding import refuse
 from mindlora.checks.mcore import check_mcore
 from mindlora.checks.targets import check_targets
 from mindlora.cli import main
@@ -120,14 +121,14 @@ def test_names_are_converted_both_ways():
 
 
 def test_a_yaml_of_it_is_let_through_and_what_its_record_refuses_is_refused(write_yaml):
-    check_mcore(content(write_yaml()))
-    check_mcore(content(write_yaml(model_type="", architectures=["AcornForCausalLM"])))
+    assert not list(check_mcore(content(write_yaml())))
+    assert not list(check_mcore(content(write_yaml(model_type="", architectures=["AcornForCausalLM"]))))
     with pytest.raises(ConfigError, match="^rings is odd. Set rings: 2.$"):
-        check_mcore(content(write_yaml(rings=1)))
+        refuse(check_mcore(content(write_yaml(rings=1))))
     with pytest.raises(ConfigError, match="^callbacks has TopkBiasBalanceCallback"):
-        check_mcore(content(write_yaml(callbacks=[{"type": "TopkBiasBalanceCallback"}])))
+        refuse(check_mcore(content(write_yaml(callbacks=[{"type": "TopkBiasBalanceCallback"}]))))
     with pytest.raises(ConfigError, match="trains adapters on .*, AcornForCausalLM[.]"):
-        check_mcore(content(write_yaml(model_type="oak")))
+        refuse(check_mcore(content(write_yaml(model_type="oak"))))
 
 
 def test_the_doctor_knows_its_cells(write_yaml):
