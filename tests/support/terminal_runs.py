@@ -89,6 +89,8 @@ def greedy(adapter):
 
 def main():
     """Runs everything."""
+    # As on a terminal: in the background of a shell, Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with open("prompts.json", "w", encoding="utf-8") as file:
         json.dump(PROMPTS, file)
     asked = ["--base", "--prompts-file", "prompts.json", "--template", "none", "--max-tokens", str(TOKENS), "--json"]
