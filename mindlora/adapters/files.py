@@ -100,7 +100,6 @@ def adapter_of_tensors(tensors: Mapping[str, np.ndarray], metadata: Dict[str, An
     Args:
         tensors (mapping): Name in one of MindFormers' forms, or in PEFT's -> array.
         metadata (dict): As adapters.metadata.parse returns it; "whole" names the parameters of saved modules.
-        source (str): Where they come from, for messages.
 
     Raises:
         AdapterError: They are no adapter, as in ``read``.
@@ -141,7 +140,6 @@ def write_folder(adapter: Adapter, path: str) -> None:
 
     Args:
         adapter (Adapter): The adapter. PEFT's form holds one network, diffusers' those of a pipeline.
-        path (str): The folder.
 
     Raises:
         LoraError, ScaleMismatchError, NotFiniteError: As in write.

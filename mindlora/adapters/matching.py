@@ -94,7 +94,6 @@ def match(
     Args:
         adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
         cells (Cells): The network's cells.
-        source (str): Where the adapter comes from, for messages.
         strict (bool): With False, missing and unexpected tensors only give a warning, and pairs without a cell are
             dropped. Default: True.
         weight_of (callable): As for ``arrange``. Default: None.
@@ -279,7 +278,6 @@ def check_base(
 
     Args:
         adapter (Adapter): With the pairs that it was trained with, neither joined nor split.
-        source (str): Where the adapter comes from, for messages.
         fingerprint (callable): Returns the fingerprint of the weights under the adapter, or None if they have no
             values yet; called only if the adapter has one.
         on_base_mismatch (str): One of ON_BASE_MISMATCH.

@@ -113,7 +113,6 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
     Args:
         adapter (Adapter): Changed in place.
         metadata (dict): As parse returns it.
-        path (str): The file, for messages.
 
     Raises:
         MissingTensorsError: The metadata names tensors that the file at ``path`` lacks.

@@ -99,9 +99,6 @@ def check_for_server(
         alpha (float): lora_alpha, if the file does not state it. Default: None.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
 
-    Returns:
-        ServerReport.
-
     Raises:
         ConfigError: The server is not known.
         AdapterError: There is no usable adapter at ``path``.

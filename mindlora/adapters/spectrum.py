@@ -51,7 +51,6 @@ def pair_svd(a: np.ndarray, b: np.ndarray, scale: float) -> Tuple[np.ndarray, np
     Args:
         a (array): A [r, in], any float dtype of NumPy.
         b (array): B [out, r].
-        scale (float): The adapter's scale.
     """
     basis_b, small_b = np.linalg.qr(b.astype(np.float64))
     basis_a, small_a = np.linalg.qr(a.astype(np.float64).T)

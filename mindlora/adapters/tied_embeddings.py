@@ -27,9 +27,7 @@ def settle(
 
     Args:
         adapter (Adapter): Changed in place.
-        source (str): The adapter, for messages.
         base (str): What has one table, for messages.
-        error (type): What to raise.
         table (callable): Returns the base's table, where it is known; called only if it decides. Default: None.
 
     Raises:
@@ -73,7 +71,6 @@ def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
     Args:
         name (str): The parameter, under MindFormers' names.
         saved, base (tuple of int): Its shapes in the adapter and in the base.
-        source (str): The adapter, for messages.
     """
     if is_of_vocabulary(name) and saved[1:] == base[1:]:
         raise ShapeMismatchError(

@@ -30,9 +30,6 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
         tensors (list): (name, dtype, shape) of each, under Hugging Face's names.
         model_config (dict): model.model_config of a MindFormers YAML.
 
-    Returns:
-        dict.
-
     Raises:
         CheckpointError: The model is not one of these, its rotary embedding is extended, or YAML and tensors disagree.
     """

@@ -413,9 +413,7 @@ def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) ->
     """Returns the saved embedding and head that replace the base's at another number of tokens, name -> new shape.
 
     Args:
-        adapter (Adapter): The adapter.
         shapes (mapping): The base's parameters -> shape, under MindFormers' names.
-        source (str): The adapter, for messages.
 
     Raises:
         ShapeMismatchError: Only one of the two is in the file, or they differ in size.

@@ -157,9 +157,6 @@ class BaseCheckpoint:
 class CkptFile:
     """A MindSpore .ckpt in memory, with the interface of TensorFile.
 
-    Args:
-        path (str): The file.
-
     Attributes:
         tensors (dict): Name -> TensorInfo.
         metadata (dict): Empty: a .ckpt has no header.
@@ -198,7 +195,6 @@ def detect_world(path: str, tensor_names: Iterable[str], architecture: Architect
     """Returns "hf", "mindformers" or "mcore": whose names these are.
 
     Args:
-        path (str): The checkpoint, for messages.
         tensor_names (iterable of str): The names of its tensors.
         architecture (Architecture): The record that knows them.
 

@@ -27,9 +27,7 @@ class OutputTensor(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-        name (str): Its name.
         dtype (numpy.dtype): The dtype of its elements.
-        shape (tuple of int): Its shape.
         rows (callable): (begin, end) -> array of those rows in ``dtype``; several threads call it at once.
         unit (int): ``rows`` is called for multiples of this many rows. Default: 1.
     """

@@ -9,12 +9,7 @@ _BEGIN = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: str, error: Type[LoraError]) -> None:
-    """Raises ``error`` if a file is a pointer of Git LFS; does nothing where there is no file.
-
-    Args:
-        path (str): The file.
-        error (type): The class of the error.
-    """
+    """Raises ``error`` if a file is a pointer of Git LFS; does nothing where there is no file."""
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:

@@ -13,19 +13,7 @@ def write_json(path: str, content: Any) -> None:
 
 
 def parse_object(text: Union[str, bytes], source: str, error: Type[LoraError]) -> dict:
-    """Parses ``text``, which must be a JSON object.
-
-    Args:
-        text (str or bytes): The JSON; bytes must be UTF-8.
-        source (str): What error messages call it.
-        error (type): The class of the errors.
-
-    Returns:
-        dict.
-
-    Raises:
-        error: The text is not JSON, is not an object, or has an object with the same key twice.
-    """
+    """Parses a JSON object; bytes must be UTF-8. Raises ``error`` for anything else and for a repeated key."""
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         content = json.loads(decoded, object_pairs_hook=refuse_duplicates(source, error))

@@ -156,11 +156,7 @@ def set_dotted_keys(config: Dict[str, Any], words: Sequence[str]) -> None:
 
 
 def split_pairs(words: Sequence[str]) -> Iterator[Tuple[str, str]]:
-    """Yields (dotted key or flag, text) from ``--a.b.c VALUE`` and ``--a.b.c=VALUE``.
-
-    Raises:
-        ConfigError: The words are not such pairs.
-    """
+    """Yields (dotted key or flag, text) from ``--a.b.c VALUE`` and ``--a.b.c=VALUE``."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -224,8 +220,6 @@ def set_key(config: Dict[str, Any], key: str, value: Any, source: str, create: b
         config (dict): The whole YAML; changed in place.
         key (str): For instance runner_config.epochs; an item of a list is named by its number, counted from 0, or by
             its ``type``.
-        value: The value.
-        source (str): What error messages begin with.
         create (bool): Whether a key that MindFormers does not know may be made. Default: False.
 
     Raises:

@@ -46,7 +46,6 @@ def read_merged(path: str, above: Tuple[str, ...] = ()) -> Dict[str, Any]:
     """Returns the content of a YAML, merged over its base_config files as MindFormers merges them.
 
     Args:
-        path (str): The file.
         above (tuple of str): The files whose base_config led here. Default: none.
 
     Raises:

@@ -78,14 +78,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
 
 
 def shapes(path: str) -> Dict[str, Tuple[int, ...]]:
-    """Returns the shapes of the tensors of a .ckpt by their names, without reading the tensors.
-
-    Args:
-        path (str): The file.
-
-    Raises:
-        TruncatedAdapterError: The file ends before its content does, or is not a MindSpore checkpoint.
-    """
+    """Returns the shapes of the tensors by name, without reading the tensors; a damaged file ends as in ``read``."""
     try:
         content = memoryview(np.memmap(path, np.uint8, "r"))
         return _shapes(content[:-17] if content[-17:-10] == _CHECKSUM else content)
@@ -106,13 +99,7 @@ def _shapes(content: memoryview) -> Dict[str, Tuple[int, ...]]:
 
 
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
-    """Writes a .ckpt in one atomic step.
-
-    Args:
-        path (str): The file; an existing one is replaced.
-        tensors (dict): Name -> array.
-        metadata (str): Text to store with them, which read returns.
-    """
+    """Writes a .ckpt in one atomic step; ``read`` returns ``metadata`` as it was."""
     with atomic.replace_file(path) as written, open(written, "wb") as file:
         _write_arrays(file, [(_FIRST, np.array(1, "<i4")), *tensors.items()])
         _write_record(file, _METADATA, "str", (0,), np.array(metadata))

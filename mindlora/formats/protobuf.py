@@ -28,11 +28,7 @@ class Field(NamedTuple):
 
 
 def fields(message: memoryview) -> Iterator[Field]:
-    """Yields the NUMBER and CONTENT fields of a message, in order.
-
-    Raises:
-        ValueError: The message ends inside a field, or is not protobuf.
-    """
+    """Yields the NUMBER and CONTENT fields in order; a damaged message ends in ValueError."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

@@ -44,10 +44,7 @@ class TensorInfo(NamedTuple):
     """Where a tensor is in a file.
 
     Attributes:
-        dtype (numpy.dtype): The dtype of the stored elements.
-        shape (tuple of int): Its shape.
         offset (int): Bytes from the beginning of the file to the tensor.
-        size (int): Size in bytes.
     """
 
     dtype: np.dtype
@@ -58,9 +55,6 @@ class TensorInfo(NamedTuple):
 
 class TensorFile:
     """A safetensors file that is open for reading; use it in a ``with`` statement. Several threads may read at once.
-
-    Args:
-        path (str): The file.
 
     Attributes:
         tensors (dict): Key -> TensorInfo, in the order of the bytes.
@@ -83,22 +77,14 @@ class TensorFile:
         self._file.close()
 
     def read(self, key: str) -> np.ndarray:
-        """Returns one tensor in its stored dtype.
-
-        Raises:
-            TruncatedAdapterError: The file became shorter after it was opened.
-        """
+        """Returns one tensor in its stored dtype; TruncatedAdapterError if the file became shorter meanwhile."""
         info = self.tensors[key]
         array = np.empty(info.shape, info.dtype)
         self._fill(memoryview(array.reshape(-1).view(np.uint8)), info.offset)
         return array
 
     def read_rows(self, key: str, begin: int, end: int) -> np.ndarray:
-        """Returns rows [begin, end) of a tensor along its first axis; a scalar counts as one row.
-
-        Raises:
-            TruncatedAdapterError: The file became shorter after it was opened.
-        """
+        """Returns rows [begin, end) of a tensor along its first axis, as ``read`` does; a scalar counts as one row."""
         info = self.tensors[key]
         if not info.shape:
             return self.read(key)

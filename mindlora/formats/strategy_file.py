@@ -109,13 +109,7 @@ def read_all(path: str) -> Stages:
 
 
 def write(path: str, stage: int, layouts: Mapping[str, Layout]) -> None:
-    """Writes the layouts of one pipeline stage in the JSON form.
-
-    Args:
-        path (str): A file that ends in .json.
-        stage (int): The pipeline stage.
-        layouts (mapping): Parameter -> Layout, with even slices.
-    """
+    """Writes the layouts of one pipeline stage, with even slices, to a file that ends in .json."""
     items = {}
     for name, layout in layouts.items():
         items[name] = {

@@ -46,7 +46,6 @@ def fold_and_probe(
         weight (array): Rows of W, float32 [rows, in]; overwritten.
         b (array): The same rows of B times the scale, float32 [rows, r].
         a (array): A, float32 [r, in].
-        dtype (dtype): The dtype to round to.
         magnitude (array): DoRA's magnitudes of the same rows, float32 [rows]. Default: None, which makes g 1.
 
     Returns:

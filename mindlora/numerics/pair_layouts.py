@@ -19,7 +19,6 @@ class PairLayout:
     """A and B of a linear cell, and the base class of the other layouts: A [r, in], B [out, r], W [out, in].
 
     Attributes:
-        cells (str): What such cells are, for messages.
         dims (int): Number of dimensions of A and of B.
         rank_axes (tuple of int): The axis of A and the axis of B whose size is the rank.
         peft (dict): "A" and "B" -> the ending of the key in PEFT's files.

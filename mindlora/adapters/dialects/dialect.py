@@ -28,7 +28,6 @@ class File:
     """A file of tensors that is open for reading, and what else is known before they are read.
 
     Attributes:
-        path (str): The file.
         keys (list of str): The keys of its tensors.
         fetch (callable): Takes a key; returns the array.
         metadata (dict): mindlora's metadata in it, as adapters.metadata.parse returns it.

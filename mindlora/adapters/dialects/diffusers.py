@@ -89,7 +89,6 @@ def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> N
     Args:
         adapter (Adapter): Changed in place.
         header (dict): The strings in the file's header.
-        source (str): The file, for messages.
 
     Raises:
         AdapterFormatError: The settings are not JSON, or one of them has an invalid value.
@@ -162,7 +161,6 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
     """Raises AdapterError if an adapter holds what a form of Stable Diffusion has no place for.
 
     Args:
-        adapter (Adapter): The adapter.
         form (str): The form.
         dora (bool): Whether it takes DoRA. Default: False.
     """

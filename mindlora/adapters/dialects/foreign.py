@@ -103,7 +103,6 @@ def refuse_folder(folder: str, names: List[str], weights: Tuple[str, ...]) -> No
     """Raises AdapterFormatError for a folder without an adapter: what it is, or where below it there is one.
 
     Args:
-        folder (str): The folder.
         names (list of str): What is in it.
         weights (tuple of str): Names of files with an adapter's tensors.
     """

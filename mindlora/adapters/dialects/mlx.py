@@ -88,7 +88,6 @@ def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
     Args:
         adapter (Adapter): Changed in place.
         content (dict): The configuration.
-        source (str): The folder, for messages.
 
     Raises:
         AdapterFormatError: A setting is missing or invalid, or the layers are stacks of experts.

@@ -216,9 +216,6 @@ def adapter_config(adapter: Adapter) -> Dict:
         adapter (Adapter): Its most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern
             and alpha_pattern under the modules' full paths. If it has no selection, target_modules holds the full path
             of each adapted module.
-
-    Returns:
-        dict.
     """
     modules = {path: names.to_hugging_face(path) for path in adapter.paths}
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}

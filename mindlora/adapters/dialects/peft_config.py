@@ -166,7 +166,6 @@ def read(path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     Unknown fields are ignored with a warning.
 
     Args:
-        path (str): The file.
         extras (Extras): What the caller can take besides plain pairs. Default: nothing.
 
     Raises:

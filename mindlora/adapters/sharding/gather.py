@@ -83,9 +83,6 @@ def gather_adapter(
         at (str): Epoch and step in it, such as "2_100". Default: None, the newest.
         overwrite (bool): Whether ``output`` may be replaced. Default: False.
 
-    Returns:
-        GatherReport.
-
     Raises:
         MissingTensorsError: A rank, a slice or a tensor is missing.
         AdapterFormatError: The files are of different steps, copies of a slice differ, or the strategy is damaged.

@@ -26,7 +26,6 @@ class RankFile(NamedTuple):
     """The checkpoint of one rank.
 
     Attributes:
-        path (str): The file.
         start (int): How often the run had been started before, under the same name.
         epoch, step (int): Epoch, and step in it, from the name of the file.
         trainable (bool): Whether it holds only what was trained.
@@ -48,8 +47,6 @@ class Content(NamedTuple):
     """What was read from the file of one rank.
 
     Attributes:
-        path (str): The file.
-        tensors (dict): Name -> array.
         text (str): mindlora's metadata in it, or "".
         steps (int or None): Steps of the run so far, if the file says so.
     """
@@ -107,11 +104,7 @@ def check_ranks(found: Dict[int, RankFile], expected: int, folder: str, source: 
 
 
 def read(file: RankFile, wanted: Callable[[str], bool]) -> Content:
-    """Returns the ``wanted`` tensors of one rank's file.
-
-    Raises:
-        TruncatedAdapterError, AdapterFormatError: It cannot be read.
-    """
+    """Returns the ``wanted`` tensors of one rank's file."""
     if file.path.endswith(".ckpt"):
         tensors, text = ckpt_file.read(file.path, lambda name: name == "step_num" or wanted(name))
     else:
@@ -137,17 +130,7 @@ def check_steps(contents: Dict[int, Content]) -> None:
 
 
 def file_of(folder: str, rank: int, at: Optional[str] = None) -> RankFile:
-    """Returns the file of one rank.
-
-    Args:
-        folder (str): The folder of this rank.
-        rank (int): The rank.
-        at (str): As for ``find``. Default: None, the newest.
-
-    Raises:
-        MissingTensorsError: There is none.
-        AdapterFormatError: There are two of the same step.
-    """
+    """Returns the file of one rank from its folder; ``at`` and the errors are as in ``find``."""
     files: Dict[Tuple[int, int, int], List[RankFile]] = {}
     for name in sorted(os.listdir(folder)):
         match = _FILE.fullmatch(name)

@@ -21,7 +21,6 @@ class RunSettings:
         config (LoraConfig): Its pet_config, or None.
         lora_alpha (float): lora_alpha of all cells, if there is no pet_config; or None.
         heads (Heads): Sizes of the model's attention.
-        source (str): Where the pet_config comes from, for messages.
     """
 
     config: Optional[LoraConfig] = None
@@ -100,11 +99,7 @@ def heads_of(model_config: Mapping[str, Any], given: Heads) -> Heads:
 
 
 def pet_config_of(model_config: Mapping[str, Any], source: str) -> Dict[str, Any]:
-    """Returns the pet_config in a model_config of MindFormers.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Returns the pet_config in a model_config of MindFormers; ConfigError if it has none."""
     pet_config = model_config.get("pet_config")
     if not isinstance(pet_config, dict):
         raise ConfigError(f"{source} has no pet_config in model.model_config: it is not the YAML of a LoRA run.")

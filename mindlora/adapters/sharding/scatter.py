@@ -75,9 +75,6 @@ def scatter_adapter(
         allow_pickle (bool): Whether a .bin may be read. Default: False.
         overwrite (bool): Whether ``output`` may be replaced. Default: False.
 
-    Returns:
-        ScatterReport.
-
     Raises:
         LoraError: ``output`` exists, or ``form`` is unknown.
         MissingTensorsError, UnexpectedTensorsError: The strategy has other adapter parameters than the adapter.

@@ -36,9 +36,7 @@ class Piece(NamedTuple):
     """What one rank holds of a tensor.
 
     Attributes:
-        source (str): The file or the rank, for messages.
         part (Slice): Which part it is.
-        array (numpy.ndarray): Its elements.
     """
 
     source: str
@@ -51,10 +49,8 @@ class Strategy:
 
     Args:
         stages (dict): Pipeline stage -> parameter -> Layout.
-        source (str): Where they come from, for messages.
 
     Attributes:
-        stages, source: As above.
         devices (int): Ranks of one stage.
         ranks (int): Ranks of the run.
 
@@ -108,14 +104,7 @@ class Strategy:
 
 
 def read_strategy(path: str) -> Strategy:
-    """Returns the strategy in a file or a folder.
-
-    Args:
-        path (str): As in strategy_file.read_all.
-
-    Raises:
-        AdapterFormatError, TruncatedAdapterError: It cannot be read, or lacks a pipeline stage.
-    """
+    """Returns the strategy in a file or a folder, which strategy_file.read_all reads."""
     return Strategy(strategy_file.read_all(path), path)
 
 
@@ -126,9 +115,7 @@ def parts_of(layout: Layout, rank: int, name: str) -> Tuple[Shape, Shape]:
     parallelism cuts is the first axis of the slice that remains, among the ranks that share it.
 
     Args:
-        layout (Layout): How it is cut.
         rank (int): The rank within its pipeline stage.
-        name (str): The tensor, for messages.
 
     Returns:
         (counts, indices), tuples of int with one element for each axis of the tensor.
@@ -172,7 +159,6 @@ def slice_of(layout: Layout, rank: int, shape: Shape, name: str) -> Slice:
         layout (Layout): How the tensor is cut; one without a tensor map is not cut.
         rank (int): The rank within its pipeline stage.
         shape (tuple of int): The shape of what the rank holds.
-        name (str): The tensor, for messages.
 
     Raises:
         AdapterFormatError: As in ``parts_of``.
@@ -197,10 +183,7 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
     """Returns what a rank holds of a whole tensor, as a copy.
 
     Args:
-        array (numpy.ndarray): The whole.
-        layout (Layout): How it is cut.
         rank (int): The rank within its pipeline stage.
-        name (str): The tensor, for messages.
 
     Raises:
         AdapterFormatError: As in ``parts_of``.
@@ -222,7 +205,6 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
     """Returns the whole tensor that pieces make up: each element comes from one slice, and copies of it are equal.
 
     Args:
-        name (str): The tensor, for messages.
         pieces (sequence of Piece): What the ranks hold of it, replicas included.
 
     Raises:
