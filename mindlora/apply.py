@@ -94,7 +94,6 @@ def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[s
     """Replaces cells by LoRADense.
 
     Args:
-        network (nn.Cell): The network that holds the cells.
         cells (dict): Adapter path -> cell.
         config_of (callable): Takes an adapter path and returns the configuration of the cell there.
 

@@ -84,11 +84,9 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 
 
 def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
-    """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the original base.
+    """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the original base, in place.
 
-    Args:
-        adapter (Adapter): Changed in place: A becomes [A; A0] and B [B, -B0], at the same scale.
-        cells (dict): Path -> cell, for each pair of ``adapter``.
+    For the pairs of the cells, by path, A becomes [A; A0] and B [B, -B0], at the same scale.
 
     Raises:
         LoraError: An initialization has not been carried out.
@@ -109,13 +107,8 @@ def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
 def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Callable[[str], np.ndarray]:
     """Returns a function that returns the base's weight [out, in] of a cell, float32, from its path.
 
-    Args:
-        adapter (Adapter): One that PEFT saved as PiSSA or OLoRA trained it; for any other, nobody calls the function.
-        cells (dict): Path -> cell of the network.
-        source (str): Where the adapter comes from, for messages.
-
-    Returns:
-        callable. It raises LoraError if the weight is not the one that the initial pairs were computed from.
+    The adapter is one that PEFT saved as PiSSA or OLoRA trained it; for any other, nobody calls the function. It raises
+    LoraError if the weight is not the one that the initial pairs were computed from.
     """
 
     def weight_of(path: str) -> np.ndarray:
@@ -150,13 +143,8 @@ def _unusable(cell) -> str:
 def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict[str, InitialPair]:
     """Undoes append_initial_pairs for the cells of ``network`` whose lora_init changes the base.
 
-    Args:
-        adapter (Adapter): Matched to the network; its pairs become those that were trained.
-        network (nn.Cell): A network with LoRADense cells; not changed.
-        source (str): Where the adapter comes from, for messages.
-
-    Returns:
-        dict, path -> initial pair, for each cell from whose weight it has yet to be subtracted.
+    The pairs of ``adapter``, which is matched to the network, become those that were trained. Returns path -> initial
+    pair, for each cell from whose weight it has yet to be subtracted; the network is not changed.
 
     Raises:
         RankMismatchError: The adapter holds initial pairs, and the network was built with its lora_rank but without
@@ -188,13 +176,7 @@ def split_initial_pairs(adapter: Adapter, network: nn.Cell, source: str) -> Dict
 
 
 def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, pairs: Dict[str, InitialPair]) -> None:
-    """Subtracts a loaded adapter's initial pairs from the base; in cells without one, lora_init no longer applies.
-
-    Args:
-        network (nn.Cell): A network with LoRADense cells.
-        adapter (Adapter): What was loaded into it.
-        pairs (dict): What split_initial_pairs returned.
-    """
+    """Subtracts split_initial_pairs' result from the base; in cells without a pair, lora_init no longer applies."""
     fingerprint = base_fingerprint(network) if pairs else None
     plain, paths = [], set(adapter.paths)
     for path, cell in lora_cells(network):

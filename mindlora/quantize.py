@@ -98,9 +98,7 @@ def quantize_with_adapters(
     """Quantizes the base before apply_lora puts adapters on it.
 
     Args:
-        network (nn.Cell): The network.
-        config (LoraConfig): A configuration with quantize_base.
-        cells (dict): Path -> cell, of the cells that it quantizes.
+        cells (dict): Path -> cell, of the cells that quantize_base of ``config`` quantizes.
         adapted (dict): Path -> prefix, of the cells that get adapters.
 
     Returns:

@@ -23,10 +23,8 @@ _KEY = "load_checkpoint"
 def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields how the linear weights of load_checkpoint differ from the model's: layers and shapes.
 
-    Args:
-        config (mapping): The content of the YAML. Of a folder, only whose names it has is looked at. Nothing is
-            said of a quantized base, a model whose cells are not known, or a run in parallel, whose checkpoint may be
-            divided.
+    Of a folder, only whose names it has is looked at. Nothing is said of a quantized base, a model whose cells are not
+    known, or a run in parallel, whose checkpoint may be divided.
     """
     path, format_ = base_of(config)[1], config.get("load_ckpt_format")
     expected = {} if config.get("use_parallel") else _linear_shapes(config)

@@ -41,10 +41,8 @@ def data_of(dataset: Optional[Mapping[str, Any]]) -> Optional[Data]:
 def check_rows(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
     """Yields a finding for each way in which the rows of the run's data do not suit its model.
 
-    Args:
-        config (mapping): The content of the YAML. Data that is not there is passed over (check_files names it), and
-            so is data that is no MindRecord.
-        first_rows (callable): Reads the first rows of a MindRecord.
+    Data that is not there is passed over (check_files names it), and so is data that is no MindRecord. ``first_rows``
+    reads the first rows of a MindRecord.
     """
     model = value_at(config, "model.model_config")
     if model.get("seq_length") not in COUNT:

@@ -22,8 +22,7 @@ from mindlora.errors import ConfigError, LoraError
 def check_settings(config: Mapping[str, Any]) -> List[Finding]:
     """Returns what is wrong in the settings of a YAML, wherever it runs; no file is read but a config.json.
 
-    Args:
-        config (mapping): The content of the YAML; keys that MindFormers fills in may be missing.
+    Keys that MindFormers fills in may be missing.
     """
     misshapen = list(check_shape(config))
     if misshapen:
@@ -36,11 +35,7 @@ def check_settings(config: Mapping[str, Any]) -> List[Finding]:
 
 
 def check_run(config: Mapping[str, Any]) -> List[Finding]:
-    """Returns what check_settings does, and what the device, the cells of the model and dtypes tell.
-
-    Args:
-        config (mapping): As of check_settings.
-    """
+    """Returns what check_settings does, and what the device, the cells of the model and dtypes tell."""
     try:
         findings = check_settings(config)
         if list(check_shape(config)):
@@ -55,11 +50,9 @@ def check_run(config: Mapping[str, Any]) -> List[Finding]:
 
 
 def check_contents(config: Mapping[str, Any], first_rows: Optional[FirstRows] = None) -> List[Finding]:
-    """Returns what is wrong in the base and in the data, as far as they are there.
+    """Returns what is wrong in the base and in the data, as far as they are there, of a YAML whose settings are right.
 
-    Args:
-        config (mapping): The content of a YAML whose settings are right.
-        first_rows (callable): Reads the first rows of a MindRecord. Default: None, the data is not looked at.
+    ``first_rows`` reads the first rows of a MindRecord; without it, the data is not looked at.
     """
     findings: List[Finding] = []
     checks: List[Iterator[Finding]] = [check_quantized_base(config), check_base_weights(config)]

@@ -34,10 +34,7 @@ def base_of(config: Mapping[str, Any]) -> Tuple[str, Optional[str]]:
 def check_files(config: Mapping[str, Any], complete: bool = False) -> Iterator[Finding]:
     """Yields a finding for each file that the run will read and that is missing, not named or of the wrong form.
 
-    Args:
-        config (mapping): The content of the YAML.
-        complete (bool): Whether the command line is in ``config``, so that a file which nothing names is missing.
-            Default: False.
+    ``complete`` says that the command line is in ``config``, so that a file which nothing names is missing.
     """
     yield from _check_base(config, complete)
     if config.get("run_mode") in TRAINING_MODES:

@@ -10,13 +10,11 @@ SEVERITIES = ("error", "warning", "note")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a check noticed.
+    """One thing that a check noticed, at the full path of a key in the YAML, or at "".
 
     Attributes:
         severity (str): ``error``: the run will fail or not do what it should; ``warning``: that is likely; ``note``:
             good to know.
-        key (str): Full path of the key in the YAML, or "".
-        found (str): What was found.
         advice (str): What to do, or "" if ``found`` says it.
     """
 

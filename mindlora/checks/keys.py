@@ -30,10 +30,10 @@ class Key(NamedTuple):
 
     Attributes:
         range (Range): Its values; None if MindFormers alone judges them.
-        default: What MindFormers takes where the YAML has no such key. Default: None.
-        training (bool): Whether a run reads it only when it trains. Default: False.
-        other_name (str): The last part of another name of the same key. Default: "".
-        required (bool): Whether it must have a value where it is named. Default: False.
+        default: What MindFormers takes where the YAML has no such key.
+        training (bool): Whether a run reads it only when it trains.
+        other_name (str): The last part of another name of the same key.
+        required (bool): Whether it must have a value where it is named.
     """
 
     range: Optional[Range]
@@ -113,11 +113,7 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
 
 
 def check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for each node, list or path that is of another kind.
-
-    Args:
-        config (mapping): The content of the YAML.
-    """
+    """Yields an error for each node, list or path that is of another kind."""
     for key, rule in KEYS.items():
         if rule.range is not None and rule.range in _SHAPES:
             yield from _check_value(key, value_at(config, key), rule.range)
@@ -126,11 +122,7 @@ def check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields a finding for each value that is of another type or out of range. The YAML must have the right shape.
-
-    Args:
-        config (mapping): The content of the YAML.
-    """
+    """Yields a finding for each value that is of another type or out of range. The YAML must have the right shape."""
     texts = list(_check_texts(config))
     yield from texts
     told = {finding.key for finding in texts}
@@ -156,10 +148,7 @@ def check_run_mode(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def check_names(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each key that MindFormers refuses in a node all keys of which it knows, and for each node
-    that lacks the type of what is built.
-
-    Args:
-        config (mapping): The content of a YAML that MindFormers has not read; its nodes must be of the right kind.
+    that lacks the type of what is built. MindFormers has not read the YAML; its nodes must be of the right kind.
     """
     unread = set() if config.get("run_mode") in TRAINING_MODES else set(_TRAINING_NODES)
     unread |= {"moe_config"} if config.get("use_legacy") is False else set()

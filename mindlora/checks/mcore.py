@@ -23,11 +23,7 @@ def is_mcore(config: Mapping) -> bool:
 
 
 def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for each reason why a YAML of an mcore model with pet_config cannot run.
-
-    Args:
-        config (mapping): The content of the YAML.
-    """
+    """Yields an error for each reason why a YAML of an mcore model with pet_config cannot run."""
     if not is_mcore(config) or not value_at(config, PET):
         return
     family, mode = family_of(config), config.get("run_mode")
@@ -106,9 +102,7 @@ def _check_balance(config: Mapping[str, Any], architecture: Architecture) -> Ite
 def family_of(config: Mapping) -> Optional[str]:
     """Returns the class of the model that an mcore YAML builds, or None if the YAML does not say.
 
-    Args:
-        config (mapping): The whole YAML. The folder pretrained_model_dir is read if model_config does not name the
-            model.
+    The folder pretrained_model_dir is read if model_config does not name the model.
     """
     model = (config.get("model") or {}).get("model_config") or {}
     folder = config.get("pretrained_model_dir")

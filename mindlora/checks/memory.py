@@ -17,11 +17,7 @@ _HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation"
 def check_memory_options(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields a finding for each option of recomputation, swapping or offloading that does not do what it says.
 
-    Args:
-        config (mapping): The content of the YAML.
-
-    Returns:
-        Findings; none for a run that does not train.
+    There are none for a run that does not train.
     """
     if config.get("run_mode") in TRAINING_MODES:
         yield from _check_recomputation(config)

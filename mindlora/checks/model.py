@@ -19,8 +19,7 @@ _NESTED = f"{_MODEL}.llm_model.model_config"
 def language_model(config: Mapping[str, Any]) -> Tuple[Mapping[str, Any], str]:
     """Returns the YAML with the language model as its model, and the key at which that model's configuration is.
 
-    Args:
-        config (mapping): The YAML. MindFormers' multi-modal models have a pet_config in model_config.llm_model.
+    MindFormers' multi-modal models have a pet_config in model_config.llm_model.
     """
     nested = value_at(config, f"{_MODEL}.llm_model")
     if value_at(config, PET) or not value_at(config, f"{_NESTED}.pet_config"):

@@ -30,11 +30,7 @@ def is_scattered(path: Optional[str]) -> bool:
 
 
 def check_sizes(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for each size of the model that the number of its heads, or of devices, does not divide.
-
-    Args:
-        config (mapping): The content of the YAML.
-    """
+    """Yields an error for each size of the model that the number of its heads, or of devices, does not divide."""
     model = value_at(config, "model.model_config")
     problems = undivided_heads(model)
     if is_sharded(config):
@@ -45,11 +41,7 @@ def check_sizes(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def undivided_heads(model: Mapping[str, Any]) -> List[str]:
-    """Returns in words which sizes of a model the number of its heads does not divide.
-
-    Args:
-        model (mapping): The node model_config.
-    """
+    """Returns in words which sizes of a model the number of its heads does not divide."""
     heads = _first(model, "num_heads", "num_attention_heads")
     # Where the size of a head is set, it need not be hidden_size / num_heads.
     head_size = _first(model, "head_dim", "kv_channels", "qk_head_dim")
@@ -68,10 +60,7 @@ def stage_offset(config: Mapping[str, Any]) -> Tuple[int, ...]:
 def undivided_by_devices(model: Mapping[str, Any], parallel: Mapping[str, int], offset: Sequence[int]) -> List[str]:
     """Returns in words which sizes of a model cannot be divided among devices.
 
-    Args:
-        model (mapping): The node model_config.
-        parallel (mapping): The numbers of parallel_config that PARALLEL names.
-        offset (sequence of int): As stage_offset returns it.
+    ``parallel`` holds the numbers of parallel_config that PARALLEL names, ``offset`` is what stage_offset returns.
     """
     heads = _first(model, "num_heads", "num_attention_heads")
     devices, experts, stages = (parallel[name] for name in ("model_parallel", "expert_parallel", "pipeline_stage"))
@@ -105,9 +94,6 @@ def _first(model: Mapping[str, Any], *keys: str) -> Any:
 def check_sharded(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each thing that a sharded training run cannot have: an adapter that needs whole weights, and
     LoraCheckpoint's resume.
-
-    Args:
-        config (mapping): The content of the YAML.
     """
     pet_config = value_at(config, PET) or {}
     if is_scattered(pet_config.get("adapter_path")) and not config.get("use_parallel"):

@@ -72,11 +72,7 @@ class PetLoraConfig(LoraConfig):
 
 
 def check_pet_config(config: Mapping[str, Any]) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
-    """Returns the configuration that pet_config describes, or None if it is not a valid one, and the findings.
-
-    Args:
-        config (mapping): The content of a YAML.
-    """
+    """Returns the configuration that pet_config describes, or None if it is not a valid one, and the findings."""
     pet_config = value_at(config, PET)
     if not pet_config:
         return None, [note(PET, "There is no pet_config: the whole network is trained, without LoRA.")]

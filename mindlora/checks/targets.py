@@ -19,14 +19,9 @@ from mindlora.models.targets import pattern_value
 
 
 def check_targets(config: Mapping[str, Any], lora: LoraConfig) -> List[Finding]:
-    """Checks target_modules and what depends on it, if mindlora.models knows the model's cells.
+    """Returns which cells get an adapter and what is wrong with the selection, if mindlora.models knows the cells.
 
-    Args:
-        config (mapping): The content of the YAML.
-        lora (LoraConfig): What apply_lora gets.
-
-    Returns:
-        list of Finding: which cells get an adapter, and what is wrong with the selection.
+    ``lora`` is what apply_lora gets.
     """
     architecture = architecture_of(config)
     if architecture is None:

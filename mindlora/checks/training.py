@@ -35,11 +35,7 @@ def callbacks_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple]:
 
 
 def check_training(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for each setting of a training run that another one makes impossible; nothing for other runs.
-
-    Args:
-        config (mapping): The content of the YAML.
-    """
+    """Yields an error for each setting of a training run that another one makes impossible; nothing for other runs."""
     if config.get("run_mode") not in TRAINING_MODES:
         return
     yield from _check_accumulation(config)

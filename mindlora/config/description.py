@@ -29,11 +29,11 @@ class AdaptableCell(NamedTuple):
         shape (tuple of int): The shape of its weight, as layout.pair_shapes takes it.
         prefix (str): What the names of its parameters begin with, before the last dot; of stacked experts, the name of
             their weight.
-        groups (int): Groups of a convolution. Default: 1.
-        bases (tuple of str): What else it is that an adapter may not support, such as SHARDED. Default: none.
+        groups (int): Groups of a convolution.
+        bases (tuple of str): What else it is that an adapter may not support, such as SHARDED.
         refusal (str): Why it carries no adapter, whatever the configuration, or none of the configuration that the
-            network was described for. Default: "", it does.
-        quantization_refusal (str): Why its weight cannot be quantized. Default: "", it can.
+            network was described for; "" if it does.
+        quantization_refusal (str): Why its weight cannot be quantized; "" if it can.
     """
 
     layout: PairLayout
@@ -52,8 +52,7 @@ class AdaptableCell(NamedTuple):
     def sharded(self, *bases: str) -> "AdaptableCell":
         """Returns the cell as it is where MindSpore divides it.
 
-        Args:
-            *bases (str): SHARDED, and CUT if its weight is divided, too.
+        ``bases`` are SHARDED and, if its weight is divided too, CUT.
         """
         if self.layout is EMBEDDING:
             return self._replace(refusal=SHARDED_EMBEDDING)
@@ -66,12 +65,12 @@ class AdaptableCell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A network.
+    """A network: its cells in order, and all its parameters.
 
     Attributes:
-        cells (dict): Path -> AdaptableCell, in the network's order.
-        parameters (dict): Name -> ParameterSize of all parameters.
-        classes (dict): Path -> name of the class of every cell that is not linear, for messages. Default: none.
+        cells (dict): Path -> AdaptableCell.
+        parameters (dict): Name -> ParameterSize.
+        classes (dict): Path -> name of the class of every cell that is not linear, for messages.
     """
 
     cells: Mapping[str, AdaptableCell]

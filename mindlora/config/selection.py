@@ -39,12 +39,9 @@ class Selection:
 
 
 def select(network: Description, config: LoraConfig, warn: bool = True) -> Selection:
-    """Returns what ``config`` selects of a network.
+    """Returns what ``config`` selects of a network without adapters.
 
-    Args:
-        network (Description): The network, without adapters.
-        config (LoraConfig): The configuration.
-        warn (bool): Whether to warn of alternatives of a regex that match nothing. Default: True.
+    With ``warn``, alternatives of a regex that match nothing give a warning.
 
     Raises:
         TargetError: A field selects nothing, names something that is not there, or something that the configuration
@@ -76,15 +73,12 @@ def freeze(
 ) -> Dict[str, bool]:
     """Carries out freeze_include and freeze_exclude, and returns which parameters train in the end.
 
+    A parameter that matches both is treated as if it matched neither. What a router counts never trains; the bias by
+    which it balances its experts does if freeze_exclude names it.
+
     Args:
         trained (dict): Name of each parameter -> whether it is an adapter's or a saved module's, and trains.
         quantized (collection of str): Those of them that hold 4-bit values.
-        config (LoraConfig): Its freeze_include and freeze_exclude; a parameter that matches both is treated as if it
-            matched neither. Default: None.
-
-    Returns:
-        dict, name -> whether the parameter trains. What a router counts never does; the bias by which it balances its
-        experts does if freeze_exclude names it.
 
     Raises:
         TargetError: A pattern matches no parameter, freeze_exclude one of a part that stays as it is, nothing is left

@@ -23,7 +23,6 @@ class Weight:
     Attributes:
         path (str): Path of its cell; empty for VeRA's shared projection.
         part (str): "weight", "bias", "A", "B", ...
-        shape (tuple of int): Its shape.
         dtype (str): "float32", "float16", "bfloat16" or "uint8".
         count (int): How many elements it counts as: the codes of a 4-bit weight count as that weight, their scales as
             nothing.
@@ -62,12 +61,7 @@ class Weight:
 
 
 def weights_of(network: Description, config: Optional[LoraConfig], selection: Optional[Selection]) -> List[Weight]:
-    """Returns all parameters of a network in training, the adapter's included.
-
-    Args:
-        network (Description): The network, without adapters.
-        config (LoraConfig): The adapter's configuration, or None if the whole network trains.
-        selection (Selection): What it selects.
+    """Returns all parameters of a network in training, the adapter's included; without ``config``, all of it trains.
 
     Raises:
         TargetError: A pattern of the configuration matches no parameter, or the wrong ones.

@@ -44,12 +44,7 @@ class Recomputation(NamedTuple):
 
 
 def read_recomputation(config: Dict[str, Any], division: Division, count: int) -> Recomputation:
-    """Returns what a YAML's recompute_config asks for.
-
-    Args:
-        config (dict): The YAML.
-        division (Division): How its layers are divided.
-        count (int): Number of layers.
+    """Returns what a YAML's recompute_config asks for a model of ``count`` layers.
 
     Raises:
         ConfigError: A value is neither True, False nor a list that suits the stages of the pipeline.
@@ -182,12 +177,7 @@ def _expert_width(run: Run) -> int:
 
 
 class Activations:
-    """What each layer of a run keeps.
-
-    Args:
-        run (Run): The run.
-        weights (list of Weight): Its parameters.
-    """
+    """What each layer of a run keeps."""
 
     def __init__(self, run: Run, weights: List[Weight]):
         self.run, self.sizes = run, Sizes.of(run)

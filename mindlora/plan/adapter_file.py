@@ -27,9 +27,6 @@ def adapter_file_size(run: Run) -> Optional[int]:
 
     A run without an adapter saves none, AdaLoRA saves the ranks that training leaves, and the parts of a ChatGLM's
     joined cells are saved as one, of a rank that depends on their values.
-
-    Args:
-        run (Run): The run.
     """
     if run.lora is None or run.selection is None or not run.lora.variant.in_files or _joins_parts(run):
         return None

@@ -77,13 +77,7 @@ def _layout(run: Run, count: int) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One change, or several together.
-
-    Attributes:
-        change (str): What is changed, in words.
-        needed (int): Bytes that the run then needs on a device.
-        fits (bool): Whether it fits.
-    """
+    """One change in words, or several together, with the bytes that the run then needs on a device."""
 
     change: str
     needed: int
@@ -97,7 +91,6 @@ class Fit:
     Attributes:
         memory (int): Bytes of a device.
         usable (int): What of it the plan fills.
-        fits (bool): Whether the run fits as it is.
         tried (tuple of Trial): The changes in the order in which they were tried; the last one fits, if any does.
         lines (str): What to change in the YAML so that the last one is made; empty if nothing is to change or none
             fits.
@@ -116,12 +109,9 @@ class _Change(NamedTuple):
 
 
 def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
-    """Returns whether a run fits a device, and the first change with which it would.
+    """Returns whether a run fits a device of ``memory`` bytes, and the first change with which it would.
 
-    Args:
-        run (Run): The run.
-        memory (int): Bytes of a device.
-        devices (list of int): On how many devices the run may be divided.
+    ``devices`` says on how many devices the run may be divided.
     """
     usable = int(memory * (1 - RESERVE))
     needed = memory_of(run).total

@@ -82,11 +82,7 @@ class Division:
         return self.data * self.model * self.pipeline * self.context
 
     def problem(self, model: Dict[str, Any]) -> Optional[str]:
-        """Returns in words why a model cannot be divided in this way, or None.
-
-        Args:
-            model (dict): The node model_config.
-        """
+        """Returns in words why a model, as model_config describes it, cannot be divided in this way, or None."""
         numbers = (self.data, self.model, self.context, self.experts, self.pipeline)
         problems = undivided_by_devices(model, dict(zip(PARALLEL, numbers)), self.offset)
         return problems[0] if problems else None
@@ -120,10 +116,7 @@ class Division:
     def shards_of(self, leaf: str, size: int, rows: int) -> int:
         """Returns into how many parts optimizer parallelism divides a parameter.
 
-        Args:
-            leaf (str): As in part_of.
-            size (int): Its bytes on a device.
-            rows (int): Its rows on a device.
+        Bytes and rows are those on a device; ``leaf`` is as in part_of.
         """
         # MindFormers takes the embedding out of it, and experts that are divided already have no replica left.
         if leaf in _EXPERTS and self.experts > 1:

@@ -29,13 +29,7 @@ OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One part of the memory of a device.
-
-    Attributes:
-        name (str): What it is.
-        size (int): Its bytes.
-        basis (str): "exact", "model, 15 %" or "arithmetic".
-    """
+    """One part of the memory of a device, in bytes; its basis is "exact", "model, 15 %" or "arithmetic"."""
 
     name: str
     size: int
@@ -76,11 +70,7 @@ class Tensors:
 
 
 def memory_of(run: Run) -> DeviceMemory:
-    """Returns what a run needs on the device that needs most.
-
-    Raises:
-        LoraError: A setting of the YAML is wrong.
-    """
+    """Returns what a run needs on the device that needs most; raises LoraError if a setting of the YAML is wrong."""
     stages = [_stage(run, run.weights, stage) for stage in range(run.division.pipeline)]
     return max(stages, key=lambda memory: memory.total)
 

@@ -43,9 +43,8 @@ class PlanReport:
     """What a run will take.
 
     Attributes:
-        yaml (str): The YAML.
         model (str): The kind of model.
-        mode (str): Its run_mode.
+        mode (str): The YAML's run_mode.
         parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
         trained (int): Elements of those that are trained.
         adapted (tuple of str): Paths of the cells with an adapter.
@@ -103,10 +102,9 @@ class PlanReport:
 def make_plan(
     path: str, overrides: Sequence[str] = (), memory: Optional[int] = None, devices: Sequence[int] = DEVICES
 ) -> PlanReport:
-    """Returns what the run of a YAML will take.
+    """Returns what the run of a complete MindFormers YAML will take.
 
     Args:
-        path (str): A complete MindFormers YAML.
         overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
         memory (int): Bytes of a device, to be compared with what is needed. Default: None.
         devices (list of int): Numbers of devices to plan for besides the YAML's.

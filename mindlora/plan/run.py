@@ -32,15 +32,10 @@ class Run:
     """A run as its YAML describes it.
 
     Attributes:
-        config (dict): The YAML.
-        architecture (Architecture): The model's record.
-        network (Description): The network of the base.
         lora (LoraConfig): The adapter, or None if the whole network is trained.
         mode (str): "train", "finetune", "eval" or "predict".
         rows (int): Rows in a batch on each device; with gradient accumulation, in a micro-batch.
         accumulation (int): Micro-batches in a step.
-        epochs (int): Passes over the data.
-        division (Division): How the work is divided among devices.
     """
 
     config: Dict[str, Any]
@@ -80,11 +75,7 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Optional[Selection]:
-        """What pet_config selects of the network, or None without one.
-
-        Raises:
-            TargetError, UnsupportedCellError, ConfigError: The run would be refused.
-        """
+        """What pet_config selects of the network, or None without one; raises what ``select`` does."""
         if self.lora is None:
             return None
         network = self.network
@@ -96,11 +87,7 @@ class Run:
 
     @functools.cached_property
     def weights(self) -> List[Weight]:
-        """All parameters of the network, the adapter's included.
-
-        Raises:
-            TargetError, UnsupportedCellError, ConfigError: The run would be refused.
-        """
+        """All parameters of the network, the adapter's included; raises what ``select`` does."""
         weights = weights_of(self.network, self.lora, self.selection)
         return weights if self.trains else [dataclasses.replace(weight, trained=False) for weight in weights]
 
@@ -191,9 +178,6 @@ def layer_of(path: str) -> Optional[int]:
 
 def read_run(config: Dict[str, Any]) -> Run:
     """Returns the run that a YAML describes.
-
-    Args:
-        config (dict): The content of the YAML.
 
     Raises:
         ConfigError: The model is not known, a size or a setting is wrong, or sizes cannot be divided as the YAML says.

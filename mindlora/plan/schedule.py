@@ -16,10 +16,8 @@ class Schedule:
     Attributes:
         rows_per_step (int): Rows in a step of the optimizer, on all devices together.
         tokens_per_step (int): Their tokens, padding included.
-        epochs (int): Passes over the data.
-        rows (int): Rows in the data, or None if they could not be counted.
-        steps (int): Steps of the run, or None.
-        tokens (int): Its tokens, padding included, or None.
+        rows (int): Rows in the data, or None if they could not be counted; then steps and tokens are None too.
+        tokens (int): Tokens of the run, padding included.
         data (str): Where the rows were counted, or why not.
     """
 

@@ -13,11 +13,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def parse_memory(text: str) -> int:
-    """Returns the bytes that a text such as 32GB (1000^3) or 29.8GiB (1024^3) means.
-
-    Raises:
-        ConfigError: There is no number above 0, or no unit.
-    """
+    """Returns the bytes that a text such as 32GB (1000^3) or 29.8GiB (1024^3) means; another one raises ConfigError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     if not found or found[2].lower() not in units or not float(found[1]):
