@@ -83,6 +83,7 @@ def test_defaults_are_those_of_the_documentation():
         "use_rslora": False,
         "use_dora": False,
         "use_vera": False,
+        "use_miss": False,
         "d_initial": None,
         "projection_prng_key": None,
         "use_adalora": False,
