@@ -89,11 +89,7 @@ LAYOUT = Layout(FIELDS, defaults={"input": ""}, expand=instances, expands=("inst
 
 
 class AlpacaExamples(Examples):
-    """Records of instruction, input and output.
-
-    Args:
-        template (PromptTemplate): Makes the prompt.
-    """
+    """Records of instruction, input and output; ``template`` makes the prompt."""
 
     layout = LAYOUT
 

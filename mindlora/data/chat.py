@@ -40,11 +40,7 @@ def convert_chat(
 
 
 class ChatExamples(Examples):
-    """Conversations.
-
-    Args:
-        chat_template (str, optional): A chat template. Default: None, the tokenizer's own.
-    """
+    """Conversations; without ``chat_template`` the tokenizer's own is used."""
 
     layout = LAYOUT
 

@@ -39,13 +39,7 @@ class Row(NamedTuple):
 
 
 class File(NamedTuple):
-    """What a file holds.
-
-    Attributes:
-        path (str): Where it is.
-        columns (list of str): The names that the file itself lists, in its order; none in JSON.
-        rows (list of Row): What was read.
-    """
+    """What a file holds; ``columns`` are the names that the file itself lists, in its order: none in JSON."""
 
     path: str
     columns: List[str]
@@ -129,9 +123,7 @@ def read_text(path: str) -> str:
 def pieces(text: str, size: int = CHARACTERS_PER_CALL) -> Iterator[str]:
     """Cuts a long text at line ends, so that no call of a tokenizer gets all of it.
 
-    Args:
-        text (str): The text.
-        size (int): Characters of a piece at least, but the last. Default: about a million.
+    Each piece but the last has at least ``size`` characters.
     """
     start = 0
     while start < len(text):

@@ -174,18 +174,14 @@ class Architecture:
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
         """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known.
 
-        Args:
-            path (str): Path of a cell, or an end of one.
-            source, target (str): "hf", "mindformers" or "mcore".
+        A world is "hf", "mindformers" or "mcore"; ``path`` may be the end of one.
         """
         return self._renamed(path, "cells", source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
         """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known.
 
-        Args:
-            name (str): Name of a parameter, or an end of one.
-            source, target (str): "hf", "mindformers" or "mcore".
+        Worlds are those of rename_path; ``name`` may be the end of one.
         """
         renamed = self._renamed(name, "parameters", source, target)
         if renamed is not None:

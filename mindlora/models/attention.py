@@ -26,9 +26,7 @@ class Attention(NamedTuple):
 def attention_by_heads(model_config: Mapping[str, Any], cells: Mapping[str, Tuple[int, int]]) -> Attention:
     """Returns the attention of a model whose heads have keys and values of their own, or share them in groups.
 
-    Args:
-        model_config (dict): The node of a MindFormers YAML.
-        cells (dict): Role (Architecture.roles) -> (out, in) of the cells in a layer.
+    ``cells`` is role (Architecture.roles) -> (out, in) of the cells in a layer.
     """
     output = cells["wo"][1]
     keys = cells["wk"][0] if "wk" in cells else (cells["w_qkv"][0] - output) // 2

@@ -10,15 +10,7 @@ import numpy as np
 
 
 def join_rows(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
-    """Returns the joined rows of ``parts``.
-
-    Args:
-        parts (list of array): Each of shape [groups * the part's rows in a group, ...].
-        groups (int): Number of groups.
-
-    Returns:
-        array of shape [sum of the parts' rows, ...].
-    """
+    """Returns the joined rows of ``parts``, each of shape [groups * the part's rows in a group, ...]."""
     by_group = [part.reshape((groups, len(part) // groups) + part.shape[1:]) for part in parts]
     return np.concatenate(by_group, axis=1).reshape((-1,) + parts[0].shape[1:])
 
@@ -26,9 +18,7 @@ def join_rows(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
 def split_rows(joined: np.ndarray, sizes: Sequence[int]) -> Tuple[np.ndarray, ...]:
     """Returns the rows of each part: the reverse of join_rows.
 
-    Args:
-        joined (array): Shape [groups * sum(sizes), ...].
-        sizes (list of int): Rows of each part in a group.
+    ``sizes`` are the rows of each part in a group, so ``joined`` is of shape [groups * sum(sizes), ...].
     """
     by_group = joined.reshape((-1, sum(sizes)) + joined.shape[1:])
     ends = np.cumsum(sizes)
@@ -67,41 +57,26 @@ class RowLayout:
     needs_first = False
 
     def groups(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        """Returns the number of groups in the joined weight, or None if the parts cannot be joined.
-
-        Args:
-            rows (list of int): Rows of each part.
-            kv_heads (int): Number of key-value heads, or None.
-        """
+        """Returns the number of groups in the weight that joins parts of ``rows``, or None if they cannot be joined."""
         raise NotImplementedError
 
     def sizes(self, total: int, model: HeadSizes = NO_SIZES) -> Optional[Tuple[int, ...]]:
-        """Returns the rows of each part in one group of a joined weight, or None if it cannot be divided into groups.
-
-        Args:
-            total (int): Rows of the joined weight.
-            model (HeadSizes): The model's sizes. Default: none is model.
-        """
+        """Returns the rows of each part in a group of a weight of ``total`` rows, or None if it cannot be divided."""
         raise NotImplementedError
 
     def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
         """Returns the rows of all parts of a joined weight with ``total`` rows, or None if there is no such weight.
 
-        Args:
-            rows (list of int): Rows of each part, None for those to be found; at least one is known.
-            total (int): Rows of the joined weight.
+        In ``rows``, None stands for those to be found; at least one is known.
         """
         raise NotImplementedError
 
     def total(
         self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
     ) -> Optional[int]:
-        """Returns the rows of the joined weight, or None if those of a part are not model.
+        """Returns the rows of the joined weight, or None if those of a part are not known.
 
-        Args:
-            rows (list of int): Rows of each part, None if not known; at least one is known.
-            heads, kv_heads, head_dim (int): The model's numbers of attention and of key-value heads, and the rows of
-                one head; None if not model.
+        Each size may be None, and so may items of ``rows``, if not known; at least one item is known.
         """
         raise NotImplementedError
 
@@ -111,11 +86,7 @@ class RowLayout:
 
 
 class EqualParts(RowLayout):
-    """All parts have equal numbers of rows.
-
-    Args:
-        parts (int): How many parts there are. Default: 2.
-    """
+    """All parts, of which there are ``parts``, have equal numbers of rows."""
 
     def __init__(self, parts: int = 2):
         self._parts = parts

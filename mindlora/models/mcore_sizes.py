@@ -37,9 +37,7 @@ _KEYS: Dict[str, Tuple[str, ...]] = {
 class ModelConfig:
     """The model_config of an mcore model, read under each of the names that MindFormers' config converters accept.
 
-    Args:
-        model_config (dict): The node of a MindFormers YAML.
-        defaults (dict): The value of each size where the YAML says nothing, under the names of ``_KEYS``.
+    ``defaults`` holds the value of each size where the YAML says nothing, under the names of ``_KEYS``.
     """
 
     def __init__(self, model_config: dict, defaults: Mapping[str, Any]):
@@ -113,13 +111,7 @@ def feed_forward_sizes(holder: str, inner: int, config: ModelConfig) -> Sizes:
 
 
 def expert_sizes(holder: str, config: ModelConfig, dtype: str) -> Dict[str, ParameterSize]:
-    """Returns name -> ParameterSize of a layer's router and stacked experts.
-
-    Args:
-        holder (str): Path of the cell that holds them.
-        config (ModelConfig): The model's configuration.
-        dtype (str): Their dtype.
-    """
+    """Returns name -> ParameterSize of the router and the stacked experts that the cell at path ``holder`` holds."""
     hidden, experts, inner = config["hidden"], config["experts"], config["expert_inner"]
     shapes = {"router.weight": (experts, hidden)}
     shapes |= {"experts.weight1": (experts * hidden, 2 * inner), "experts.weight2": (experts * inner, hidden)}
@@ -165,12 +157,9 @@ def parameter_sizes_of(
 
 
 def biases_of(model_config: dict, linear: Mapping[str, Tuple[int, int]], default: bool) -> Dict[str, ParameterSize]:
-    """Returns name -> ParameterSize of the biases of linear cells.
+    """Returns name -> ParameterSize of the biases of linear cells, of which ``linear`` is path -> (out, in).
 
-    Args:
-        model_config (dict): The node of a MindFormers YAML.
-        linear (dict): Path -> (out, in) of the model's linear cells.
-        default (bool): Whether q, k and v have biases where the YAML says nothing.
+    ``default`` tells whether q, k and v have biases where the YAML says nothing.
     """
     every_cell = model_config.get("add_bias_linear")
     stated = (model_config[key] for key in ("attention_bias", "add_qkv_bias") if key in model_config)

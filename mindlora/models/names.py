@@ -64,10 +64,7 @@ def canonical(paths: Iterable[str], among: Iterable[str] = ()) -> Dict[str, str]
     """Returns path -> to_mindformers(path) for cells of one network.
 
     Cells of two mcore models can have the same name, such as linear_qkv: together, the paths tell which model it is.
-
-    Args:
-        paths (iterable of str): The cells' paths.
-        among (iterable of str): Paths of more cells of the network, which help to tell the model. Default: none.
+    Those in ``among``, of more cells of the network, only help with that.
     """
     cells = list(paths)
     architecture = _knowing_most(lambda record, path: record.rename_path(path, MCORE, LEGACY), [*cells, *among])
@@ -101,12 +98,7 @@ def is_mcore(path: str) -> bool:
 
 
 def belongs_to(name: str, module: str) -> bool:
-    """Tells whether a parameter is of ``module``, under either world's names.
-
-    Args:
-        name (str): Name of the parameter.
-        module (str): Path of a module, or its end after a dot.
-    """
+    """Tells whether a parameter is of ``module``, a path or its end after a dot, under either world's names."""
     return any(ends_in(alias.rpartition(".")[0], module) for alias in (name, parameter_to_hugging_face(name) or name))
 
 

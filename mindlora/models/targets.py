@@ -279,10 +279,7 @@ def _candidates(linear_paths: Sequence[str]) -> str:
 def pattern_value(pattern: Optional[Mapping[str, Value]], path: str, default: Value) -> Value:
     """Returns the value of the first regular expression in ``pattern`` that matches ``path`` or its end after a dot.
 
-    Args:
-        pattern (dict): Regular expression -> value, or None.
-        path (str): Full path of a cell; its Hugging Face name is tried too.
-        default: The value if nothing matches.
+    The Hugging Face name of ``path`` is tried too.
     """
     for expression, value in (pattern or {}).items():
         if any(re.match(rf"(.*\.)?({expression})$", name) for name in names.aliases(path)):
