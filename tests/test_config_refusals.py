@@ -32,11 +32,12 @@ from mindlora.errors import ConfigError
         (
             {"target_modules": "(wq"},
             "target_modules is '(wq', which is not a regular expression: missing ), "
-            "unterminated subpattern at position 0.",
+            "unterminated subpattern at position 0. Write, for example, .*wq.",
         ),
         (
             {"target_modules": "*wq"},
-            "target_modules is '*wq', which is not a regular expression: nothing to repeat at position 0.",
+            "target_modules is '*wq', which is not a regular expression: nothing to repeat at position 0. Write, "
+            "for example, .*wq.",
         ),
         ({"target_modules": []}, "target_modules is []: it must be a non-empty list of names."),
         ({"target_modules": 7}, "target_modules is 7: it must be a non-empty list of names."),
@@ -46,7 +47,8 @@ from mindlora.errors import ConfigError
         ({"exclude_modules": ""}, "exclude_modules is an empty string: name at least one linear cell."),
         (
             {"exclude_modules": "["},
-            "exclude_modules is '[', which is not a regular expression: unterminated character set at position 0.",
+            "exclude_modules is '[', which is not a regular expression: unterminated character set at position 0. "
+            "Write, for example, .*wq.",
         ),
         ({"exclude_modules": []}, "exclude_modules is []: it must be a non-empty list of names."),
         ({"exclude_modules": [None]}, "exclude_modules holds None: each item must be a name."),

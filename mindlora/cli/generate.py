@@ -198,7 +198,7 @@ def _json_list(path, text):
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}.") from error
+        raise DataError(f"{path} is not JSON: {error}. Write a list of texts, one for each prompt.") from error
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise DataError(f"{path} must hold a JSON list of texts, one for each prompt.")
     return entries

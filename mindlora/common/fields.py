@@ -96,7 +96,9 @@ def check_patterns(value: Any, field: str) -> None:
     try:
         re.compile(value)
     except re.error as error:
-        raise ConfigError(f"{field} is {value!r}, which is not a regular expression: {error}.") from error
+        raise ConfigError(
+            f"{field} is {value!r}, which is not a regular expression: {error}. Write, for example, .*wq."
+        ) from error
 
 
 def check_values_by_pattern(value: Any, field: str, check_value: Callable[[Any, str], None]) -> None:
@@ -109,7 +111,9 @@ def check_values_by_pattern(value: Any, field: str, check_value: Callable[[Any, 
         try:
             re.compile(expression)
         except (re.error, TypeError) as error:
-            raise ConfigError(f"{field} holds {expression!r}, which is not a regular expression: {error}.") from error
+            raise ConfigError(
+                f"{field} holds {expression!r}, which is not a regular expression: {error}. Correct the expression."
+            ) from error
         check_value(item, f"{field}[{expression!r}]")
 
 

@@ -20,9 +20,12 @@ def parse_object(text: Union[str, bytes], source: str, error: Type[LoraError]) -
     except error:
         raise
     except (ValueError, RecursionError) as problem:
-        raise error(f"{source} is not JSON: {problem}.") from problem
+        raise error(f"{source} is not JSON: {problem}. Correct it, or copy the file again.") from problem
     if not isinstance(content, dict):
-        raise error(f"{source} holds a {type(content).__name__} instead of a JSON object.")
+        raise error(
+            f"{source} holds a {type(content).__name__} instead of a JSON object. Check that it is the right file, "
+            "and copy it again."
+        )
     return content
 
 

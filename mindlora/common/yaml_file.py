@@ -55,9 +55,9 @@ def read_merged(path: str, above: Tuple[str, ...] = ()) -> Dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             config = yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Correct the path or its permissions.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Correct that line.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} has no keys: it is not a MindFormers YAML.")
     bases = config.pop("base_config", None) or []

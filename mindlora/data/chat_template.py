@@ -72,7 +72,9 @@ class ChatTemplate:
         try:
             self.render(Conversation([{"role": "user", "content": "x"}], None))
         except TemplateSyntaxError as error:
-            raise TokenizerError(f"The chat template is not valid at line {error.lineno}: {error.message}.") from error
+            raise TokenizerError(
+                f"The chat template is not valid at line {error.lineno}: {error.message}. Correct that line."
+            ) from error
         except Exception:  # it may well refuse this conversation, and each row will tell
             return
 

@@ -84,7 +84,7 @@ def read_bytes(path: str) -> bytes:
         DataError: There is no file, or it is damaged.
     """
     if not os.path.isfile(path):
-        raise DataError(f"There is no file {path}{': it is a folder' * os.path.isdir(path)}.")
+        raise DataError(f"There is no file {path}{': it is a folder' * os.path.isdir(path)}. Correct the path.")
     refuse_pointer(path, DataError)
     try:
         if path.endswith(".gz"):
@@ -117,7 +117,9 @@ def read_text(path: str) -> str:
     try:
         return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: byte {error.start} cannot be read ({error.reason}).") from error
+        raise DataError(
+            f"{path} is not UTF-8: byte {error.start} cannot be read ({error.reason}). Convert the file to UTF-8."
+        ) from error
 
 
 def pieces(text: str, size: int = CHARACTERS_PER_CALL) -> Iterator[str]:
@@ -144,7 +146,9 @@ def _read_json_list(path: str, text: str) -> List[Row]:
     """Returns the rows of a .json file; a location names the line on which the row starts."""
     records = _parse(path, text)
     if not isinstance(records, list):
-        raise DataError(f"{path} holds a JSON {type(records).__name__}, not a list of rows.")
+        raise DataError(
+            f"{path} holds a JSON {type(records).__name__}, not a list of rows. Put the rows into [...], or use .jsonl."
+        )
     # The text is known to be a JSON list, so a second pass over it only has to find where each record starts.
     scan = json.JSONDecoder().raw_decode
     rows = []
@@ -166,12 +170,12 @@ def _parse(path: str, text: str, first_line: int = 1) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         # Some write one object per line and still name the file .json.
-        lines = " If each line holds one object, name it .jsonl." if error.msg == "Extra data" else ""
+        advice = "If each line holds one object, name it .jsonl." if error.msg == "Extra data" else "Correct that line."
         raise DataError(
-            f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}.{lines}"
+            f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}. {advice}"
         ) from error
     except RecursionError as error:
-        raise DataError(f"{path} is nested too deeply at line {first_line}.") from error
+        raise DataError(f"{path} is nested too deeply at line {first_line}. Correct that row.") from error
 
 
 def _read_csv(path: str, text: str) -> File:
@@ -195,7 +199,9 @@ def _read_csv(path: str, text: str) -> File:
                 rows.append(Row(f"line {start}", dict(zip(columns, cells))))
             start = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"{path} is not valid CSV in the row that starts at line {start}: {error}.") from error
+        raise DataError(
+            f"{path} is not valid CSV in the row that starts at line {start}: {error}. Correct the quotes of that row."
+        ) from error
     return File(path, columns, rows)
 
 
@@ -215,7 +221,9 @@ def _read_parquet(path: str, content: bytes, columns: Collection[str]) -> File:
         names = file.schema_arrow.names
         return File(path, names, _rows_of(file.read(columns=[name for name in names if name in columns])))
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as Parquet. Copy or write it again. The reader says: {error}"
+        ) from error
 
 
 def is_saved_dataset(folder: str) -> bool:

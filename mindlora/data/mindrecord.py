@@ -63,12 +63,14 @@ def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
                 writer.write_raw_data(batch)
                 batch = []
         if not count:
-            raise DataError("There is no row to write.")
+            raise DataError("There is no row to write: write_mindrecord must get at least one.")
         if batch:
             writer.write_raw_data(batch)
         writer.commit()
     except (MindRecordException, RuntimeError) as error:
-        raise DataError(f"MindRecord cannot be written: {error}") from error
+        raise DataError(
+            f"MindRecord cannot be written. Check the room on the disk and your permissions. The writer says: {error}"
+        ) from error
     return count
 
 
@@ -93,6 +95,8 @@ def check_mindrecord_output(path: str, overwrite: bool) -> None:
     if not path.endswith(".mindrecord"):
         raise DataError(f"The output {path} must end in .mindrecord: MindFormers finds it by that ending.")
     if os.path.isdir(path):
-        raise DataError(f"The output {path} is a folder.")
+        raise DataError(
+            f"The output {path} is a folder. Name a file in it, such as {os.path.join(path, 'data.mindrecord')}."
+        )
     if os.path.exists(path) and not overwrite:
         raise DataError(f"The output {path} exists already: ask to overwrite it (--overwrite), or give another name.")

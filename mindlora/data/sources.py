@@ -129,12 +129,14 @@ def read_inputs(
 
 def _check_inputs(paths, layout, columns):
     if not paths:
-        raise DataError("There is no input: name at least one.")
+        raise DataError("There is no input (--input): name at least one file or folder.")
     seen = set()
     for path in paths:
         real = os.path.realpath(path)
         if real in seen:
-            raise DataError(f"The input {path} is given twice: its rows would be both trained on and held out.")
+            raise DataError(
+                f"The input {path} is given twice: its rows would be both trained on and held out. Give it once."
+            )
         seen.add(real)
     if len(columns) not in (0, 1, len(paths)):
         raise DataError(
@@ -163,7 +165,7 @@ def _read_file(path, layout, split, named, several):
     used = {*layout.fields, *named.values(), *layout.aliases.values(), *layout.expands}
     file = read_rows(path, split, used)
     if not file.rows:
-        raise DataError(f"{path} holds no rows.")
+        raise DataError(f"{path} holds no rows. Remove it from the inputs, or give another file.")
     rows: List[Row] = []
     for row in file.rows:
         rows += layout.expand(row)

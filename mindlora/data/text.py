@@ -49,7 +49,7 @@ def convert_text(
     vocabulary.check(overwrite)
     text = read_text(input_path)
     if not text.strip():
-        raise DataError(f"{input_path} holds no text.")
+        raise DataError(f"{input_path} holds no text. Give another file.")
     loaded, notes = vocabulary.load(pieces(text))
     documents = [text]
     if paragraphs:

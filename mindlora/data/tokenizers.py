@@ -81,8 +81,8 @@ def _load_hugging_face(path):
         return PreTrainedTokenizerFast.from_pretrained(os.path.dirname(os.path.abspath(path)), local_files_only=True)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
         raise TokenizerError(
-            f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the "
-            f"tokenizer_config.json beside it: {_brief(error)}"
+            f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the tokenizer_config.json beside it. "
+            f"Copy both again, or update tokenizers and transformers. The reason: {_brief(error)}"
         ) from error
 
 
@@ -162,11 +162,11 @@ def fit_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizer
     if vocab_size < SMALLEST_VOCABULARY:
         raise TokenizerError(
             f"A vocabulary of {vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 "
-            f"bytes make {SMALLEST_VOCABULARY}."
+            f"bytes make {SMALLEST_VOCABULARY}. Give at least {SMALLEST_VOCABULARY}."
         )
     texts = [text for text in texts if text]
     if not texts:
-        raise TokenizerError("There is no text to train a tokenizer on.")
+        raise TokenizerError("There is no text to train a tokenizer on: train_tokenizer needs one that is not empty.")
     unk, bos, eos, pad = SPECIAL_TOKENS
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -98,7 +98,9 @@ class TensorFile:
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
             if not count:
-                raise TruncatedAdapterError(f"{self.path} became shorter while it was read.")
+                raise TruncatedAdapterError(
+                    f"{self.path} became shorter while it was read. Try again when nothing writes to it any more."
+                )
             done += count
 
 
@@ -171,7 +173,7 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
                 f"{path} is truncated or damaged: its {size} bytes are not what its header "
                 f"declares ({error}). Copy or save it again."
             ) from error
-        raise AdapterFormatError(f"{path} is not a safetensors file: {error}.") from error
+        raise AdapterFormatError(f"{path} is not a safetensors file: {error}. Copy or save it again.") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length), object_pairs_hook=refuse_duplicates(path, AdapterFormatError))
@@ -190,7 +192,9 @@ def _read_header(path) -> Tuple[Dict[str, TensorInfo], Dict[str, str]]:
             )
         if len(entry["shape"]) > _MAX_AXES or math.prod(size or 1 for size in entry["shape"]) > _MAX_ELEMENTS:
             # An empty tensor can declare any size along its other axes.
-            raise AdapterFormatError(f"{path}: {key} is {entry['shape']}, which is not a valid array shape.")
+            raise AdapterFormatError(
+                f"{path}: {key} is {entry['shape']}, which is not a valid array shape. Copy or save the file again."
+            )
         begin, end = entry["data_offsets"]
         tensors[key] = TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors, metadata

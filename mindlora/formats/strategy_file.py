@@ -94,7 +94,10 @@ def read_all(path: str) -> Stages:
         [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(_ENDINGS)] if folder else [path]
     )
     if not files:
-        raise AdapterFormatError(f"{path} holds no strategy file: none of its files ends in .ckpt or .json.")
+        raise AdapterFormatError(
+            f"{path} holds no strategy file: none of its files ends in .ckpt or .json. Give the folder that the run "
+            "wrote its strategies to."
+        )
     stages: Stages = {}
     first: Dict[int, str] = {}
     for file in files:

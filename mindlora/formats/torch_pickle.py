@@ -53,9 +53,13 @@ def read(path: str) -> Dict[str, np.ndarray]:
     except Exception as error:
         if not opened:
             raise
-        raise AdapterFormatError(f"{path} holds no dict of tensors: {type(error).__name__}: {error}.") from error
+        raise AdapterFormatError(
+            f"{path} holds no dict of tensors: {type(error).__name__}: {error}. Save the adapter as safetensors."
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(value, np.ndarray) for value in content.values()):
-        raise AdapterFormatError(f"{path} holds no dict of tensors by name, but a {type(content).__name__}.")
+        raise AdapterFormatError(
+            f"{path} holds no dict of tensors by name, but a {type(content).__name__}. Give the file of the adapter."
+        )
     return content
 
 
@@ -66,7 +70,8 @@ class _Machine:
         entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
         if len(entries) != 1:
             raise AdapterFormatError(
-                f"{path} is a zip archive that does not hold one data.pkl, as torch.save writes it."
+                f"{path} is a zip archive that does not hold one data.pkl, as torch.save writes it. "
+                "Give the file of the adapter."
             )
         self._archive = archive
         self._path = path

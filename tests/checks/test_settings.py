@@ -283,4 +283,5 @@ def test_a_yaml_overrides_its_base_config(write, tmp_path):
     assert severities_and_keys(str(path)) == [("warning", f"{PET}.lora_rank")]
     path.write_text("base_config: [base.yaml, none.yaml]", encoding="utf-8")
     (finding,) = check_yaml(str(path))
-    assert finding.found == f"{tmp_path / 'none.yaml'} cannot be read: No such file or directory."
+    refusal = "cannot be read: No such file or directory. Correct the path or its permissions."
+    assert finding.found == f"{tmp_path / 'none.yaml'} {refusal}"

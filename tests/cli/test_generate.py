@@ -124,8 +124,12 @@ def test_a_prompt_without_an_answer_says_why_and_ends_in_1(run):
         (["--prompt", " "], "There is no prompt: give --prompt or --prompts-file, or pipe a text in."),
         ([], "There is no prompt: give --prompt or --prompts-file, or pipe a text in."),
         (["--prompts-file", "bad.json"], "bad.json must hold a JSON list of texts, one for each prompt."),
-        (["--prompts-file", "no.json"], "no.json is not JSON: Expecting value: line 1 column 1 (char 0)."),
-        (["--prompts-file", "missing"], "There is no file missing."),
+        (
+            ["--prompts-file", "no.json"],
+            "no.json is not JSON: Expecting value: line 1 column 1 (char 0). Write a list of texts, "
+            "one for each prompt.",
+        ),
+        (["--prompts-file", "missing"], "There is no file missing. Correct the path."),
         (["--prompt", "x", "--max-tokens", "0"], "--max-tokens is 0: ask for at least one token."),
         (["--prompt", "x", "--stop", ""], "--stop is empty: leave it out, or name a text."),
         (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0: it must be a number of at least 0."),

@@ -186,4 +186,6 @@ def test_a_file_that_becomes_shorter_while_it_is_open(tmp_path):
         path.write_bytes(path.read_bytes()[:2000])
         with pytest.raises(TruncatedAdapterError) as error:
             file.read("x")
-    assert str(error.value) == f"{path} became shorter while it was read."
+    assert str(error.value) == (
+        f"{path} became shorter while it was read. Try again when nothing writes to it any more."
+    )

@@ -222,11 +222,14 @@ def test_the_base_model_must_be_a_text(tmp_path, value):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"", " is not JSON: Expecting value: line 1 column 1 (char 0)."),
-        (b'{"r": 8, "lora_alpha": 16', " is not JSON: Expecting ',' delimiter: line 1 column 26 (char 25)."),
-        (b"[8, 16]", " holds a list instead of a JSON object."),
-        (b"8", " holds a int instead of a JSON object."),
-        (b"null", " holds a NoneType instead of a JSON object."),
+        (b"", " is not JSON: Expecting value: line 1 column 1 (char 0). Correct it, or copy the file again."),
+        (
+            b'{"r": 8, "lora_alpha": 16',
+            " is not JSON: Expecting ',' delimiter: line 1 column 26 (char 25). Correct it, or copy the file again.",
+        ),
+        (b"[8, 16]", " holds a list instead of a JSON object. Check that it is the right file, and copy it again."),
+        (b"8", " holds a int instead of a JSON object. Check that it is the right file, and copy it again."),
+        (b"null", " holds a NoneType instead of a JSON object. Check that it is the right file, and copy it again."),
         (b'{"r": null}', ": r is None; it must be a whole number of at least 1."),
         (b'{"r": 8, "r": 4}', " has r twice, so it is unclear which one counts. Remove one."),
         (
