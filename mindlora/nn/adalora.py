@@ -74,10 +74,8 @@ class AdaLoRADense(LoRADense):
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns A and B of the plain LoRA of rank k that computes the same, whose scale is lora_alpha / k.
 
-        Lambda is multiplied into A, and triplets with a Lambda of zero are left out. Empty if none is left.
-
-        Args:
-            keep_zeros (bool): Whether to keep all triplets. Default: False.
+        Lambda is multiplied into A; without ``keep_zeros``, triplets with a Lambda of zero are left out. Empty if none
+        is left.
         """
         a, b, weights = self._arrays()
         # Also NaN, for what saves it to refuse.

@@ -31,14 +31,7 @@ def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optiona
 
 
 def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
-    """Returns the fingerprint of the weights of cells as they are now.
-
-    Args:
-        cells (dict): Path -> cell.
-
-    Returns:
-        dict or None, as from base_fingerprint.
-    """
+    """Returns the fingerprint of the weights of cells as they are now, in the form of base_fingerprint."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
     return _described(
@@ -49,12 +42,9 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
 
 
 def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Optional[dict]]:
-    """Returns a function that gives fingerprint_of for some of the cells, of their weights as they are now.
+    """Returns a function that gives fingerprint_of for some of the cells, whose weights have values, as they are now.
 
     It holds samples of all weights, so that it asks nothing of MindSpore: any thread may call it.
-
-    Args:
-        cells (dict): Path -> cell; their weights have values.
     """
     shapes = {path: weight_shape(cell) for path, cell in cells.items()}
     samples = {path: sampled_elements(to_array(weight_of(cell))) for path, cell in cells.items()}

@@ -97,14 +97,9 @@ class LoRACell(nn.Cell):
 
     @classmethod
     def part_shapes(cls, cell: nn.Cell, rank: int) -> Dict[str, Tuple[int, ...]]:
-        """Returns the shape of each part of an adapter of this kind.
+        """Returns part -> shape of an adapter of rank r on ``cell``: {"A": (r, in_channels), "B": (out_channels, r)}.
 
-        Args:
-            cell (nn.Cell): The cell to put it on, or one that has it already.
-            rank (int): Rank r.
-
-        Returns:
-            dict, part -> shape, such as {"A": (r, in_channels), "B": (out_channels, r)}.
+        The cell may have the adapter already.
         """
         return cls.variant.tensor_shapes(cls.layout, cls.weight_shape(cell), rank, cls.groups_of(cell))
 
@@ -152,8 +147,7 @@ class LoRACell(nn.Cell):
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
 
-        Args:
-            keep_zeros (bool): Whether to keep what adds nothing, where a cell would leave it out. Default: False.
+        With ``keep_zeros``, what adds nothing is kept where a cell would leave it out.
         """
         return {part: to_array(parameter) for part, parameter in self.parts().items()}
 
@@ -180,12 +174,7 @@ class LoRACell(nn.Cell):
         return initializers.changes_base(self.lora_init) and self.initial_pair is None
 
     def load_part(self, part: str, array: np.ndarray) -> None:
-        """Sets one part of the adapter to values from a file.
-
-        Args:
-            part (str): One of PARAMETERS.
-            array (numpy.ndarray): Its values, in the shape that part_shapes gives; cast to the parameter's dtype.
-        """
+        """Sets one of PARAMETERS to values from a file, of the shape that part_shapes gives, cast to its dtype."""
         parameter = self.parts()[part]
         parameter.set_data(Tensor(np.ascontiguousarray(array), parameter.dtype))
 

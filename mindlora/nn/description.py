@@ -14,12 +14,9 @@ from mindlora.numerics.pair_layouts import EXPERTS, LINEAR
 
 
 def describe(network: nn.Cell, cells: Mapping[str, nn.Cell], config: LoraConfig) -> Description:
-    """Returns the description of a network for a configuration.
+    """Returns the description of a network without adapters, whose cells may refuse what ``config`` asks for.
 
-    Args:
-        network (nn.Cell): The network, without adapters.
-        cells (mapping): Path -> cell, from cells_and_weights(network).
-        config (LoraConfig): What its cells may refuse.
+    ``cells`` is what cells_and_weights(network) returns.
     """
     adaptable = {}
     # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.

@@ -162,17 +162,7 @@ class DoRADense(LoRADense):
 
 
 def row_norms(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Returns ||W + scale B A|| of each row.
-
-    Args:
-        weight (numpy.ndarray): W, float32 [out, in].
-        a (numpy.ndarray): A, float32 [r, in].
-        b (numpy.ndarray): B, float32 [out, r].
-        scale (float): The adapter's scale.
-
-    Returns:
-        numpy.ndarray, float32 [out].
-    """
+    """Returns ||W + scale B A|| of each row, float32 [out], from W [out, in], A [r, in] and B [out, r], all float32."""
     norms = np.empty(len(weight), np.float32)
     for begin in range(0, len(weight), 256):
         rows = slice(begin, begin + 256)

@@ -45,9 +45,7 @@ def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -
     """Returns the initial value of A or B, which stays unallocated while MindSpore delays initialization.
 
     Args:
-        init (str, Initializer, Tensor, number or None): The initializer; None is kaiming_uniform for A, zeros for B.
-        shape (list of int): The shape of A or B.
-        dtype (mindspore.dtype): The dtype of A and B.
+        init (str, Initializer, Tensor, number or None): None is kaiming_uniform for A, zeros for B.
         field (str): lora_a_init or lora_b_init.
 
     Raises:

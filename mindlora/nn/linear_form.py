@@ -19,7 +19,7 @@ class LinearForm(NamedTuple):
         dtype (mindspore.dtype): The dtype of the products.
         matmul (Primitive): x W^T.
         bias_add (Primitive or None): Adds the bias; None if the cell adds none.
-        activation (Cell or None): The activation; None if the cell has none.
+        activation (Cell or None): None if the cell has none.
     """
 
     in_channels: int
@@ -59,8 +59,7 @@ def is_sharded(cell: nn.Cell) -> bool:
 def linear_form(cell: nn.Cell) -> LinearForm:
     """Returns what a linear cell computes.
 
-    Args:
-        cell (nn.Cell): nn.Dense, mint.nn.Linear, MindFormers' Linear, a linear cell of its mcore models, or NF4Dense.
+    It is nn.Dense, mint.nn.Linear, MindFormers' Linear, a linear cell of its mcore models, or NF4Dense.
     """
     if isinstance(cell, mint.nn.Linear):
         bias_add = ops.Add() if cell.has_bias else None

@@ -55,17 +55,9 @@ class ComposedLowRank(nn.Cell):
         self.sum.shard(((tokens, out_parts), (tokens, out_parts)))
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """y + ((dropout(x) A^T) * scale) B^T.
+        """y + ((dropout(x) A^T) * scale) B^T, with x [tokens, in], A [r, in], B [out, r] and scale one number or [r].
 
-        Args:
-            y (Tensor): The base's product, shape [tokens, out].
-            x (Tensor): Shape [tokens, in], dtype of y.
-            a (Tensor): Shape [r, in], dtype of y.
-            b (Tensor): Shape [out, r], dtype of y.
-            scale (float or Tensor): One number, or shape [r].
-
-        Returns:
-            Tensor [tokens, out] of the dtype of y.
+        y [tokens, out] is the base's product; all have its dtype, and so has the result, of its shape.
         """
         return self.add_without_dropout(y, self.drop(x), a, b, scale)
 
@@ -80,11 +72,7 @@ class ComposedLowRank(nn.Cell):
 
 
 class FusedLowRank(nn.Cell):
-    """y + ((dropout(x) A^T) * scale) B^T by the operator lora_delta.
-
-    Args:
-        dropout_rate (float): Probability of dropping an element of x in training, by nn.Dropout. Default: 0.0.
-    """
+    """y + ((dropout(x) A^T) * scale) B^T by the operator lora_delta; dropout in training is nn.Dropout's."""
 
     def __init__(self, dropout_rate: float = 0.0):
         super().__init__()
@@ -104,9 +92,6 @@ class SeededDropoutLowRank(nn.Cell):
     """y + ((dropout(x) A^T) * scale) B^T in training; the backward recomputes the mask from a four-byte seed.
 
     Neither the mask nor the dropped x is kept for the backward.
-
-    Args:
-        dropout_rate (float): Probability of dropping an element of x.
     """
 
     def __init__(self, dropout_rate: float):
@@ -151,18 +136,10 @@ class OnePass(nn.Cell):
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.most_tokens
 
     def linear(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """x W^T + bias + ((x A^T) * scale) B^T.
+        """x W^T + bias + ((x A^T) * scale) B^T as [tokens, out].
 
-        Args:
-            x (Tensor): Shape [tokens, in].
-            weight (Tensor): W, shape [out, in], dtype of x.
-            bias (Tensor or None): Shape [out], dtype of x; None if the cell has no bias.
-            a (Tensor): Shape [r, in], dtype of x.
-            b (Tensor): Shape [out, r], dtype of x.
-            scale (float or Tensor): One number.
-
-        Returns:
-            Tensor [tokens, out] of the dtype of x.
+        x is [tokens, in], W [out, in], A [r, in], B [out, r] and bias [out], all of one dtype; scale is one number. No
+        bias is None.
         """
         scale = self.cast(scale, mstype.float32)
         if self.has_bias:
@@ -190,17 +167,8 @@ def pick_low_rank(
 ) -> LowRankPicks:
     """Picks the operators of a cell's low-rank path, from the device, the mode, and what was built.
 
-    A fused operator is picked where it is faster: in training on a CPU it never is, except for dropout.
-
-    Args:
-        rank (int): Rank of the adapter.
-        dtype (mindspore.dtype): The dtype in which the cell computes.
-        dropout_rate (float): Probability of dropping an element of x in training.
-        has_bias (bool): Whether the base adds a bias.
-        strategy (tuple or None): ((tokens, in), (out, in)), how the base's product is sharded.
-
-    Returns:
-        LowRankPicks.
+    A fused operator is picked where it is faster: in training on a CPU it never is, except for dropout. ``dtype`` is
+    that of the cell's products, ``strategy`` is ((tokens, in), (out, in)), or None if the base's product is whole.
 
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.

@@ -44,14 +44,9 @@ _SCALE_TOLERANCE = 1e-12
 
 
 class NetworkCells(matching.Cells):
-    """Cells of a network; those with an adapter must all have a pair, and of the same variant.
+    """Cells of a network, by its own adapter path: either all of them have an adapter, or none has.
 
-    Args:
-        network (nn.Cell): The network.
-        cells (dict): The network's own adapter path -> a cell: either all of them have an adapter, or none has.
-
-    Attributes:
-        cells: As above.
+    Those with an adapter must all have a pair, and of the same variant.
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, nn.Cell]):
@@ -115,15 +110,7 @@ def check_rank_and_scale(adapter: Adapter, cells: Dict[str, LoRACell], source: s
 
 
 def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellShape]:
-    """Returns what matching needs to know about cells of a network.
-
-    Args:
-        network (nn.Cell): The network.
-        cells (dict): Adapter path -> a cell that has an adapter or can take one.
-
-    Returns:
-        dict, adapter path -> CellShape.
-    """
+    """Returns what matching needs to know about cells that have an adapter or can take one, by adapter path."""
     rows, linear, own = _rows(network), adaptable_linear_types(), _own_names(network, cells)
     return {
         path: CellShape(
@@ -140,10 +127,7 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
 def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> None:
     """Gives the pairs Hugging Face's cells: those of joined cells that it lacks are split, by the network's head sizes.
 
-    Args:
-        adapter (Adapter): The adapter of ``network``; changed in place.
-        network (nn.Cell): The network.
-        cells (dict): Adapter path -> cell.
+    ``adapter`` is changed in place; ``cells`` is adapter path -> cell.
     """
     rows, own = _rows(network), _own_names(network, cells)
     rename(adapter, own)
@@ -160,12 +144,8 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
 def selection_of(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, List[str]]:
     """Returns what PEFT calls target_modules, and target_parameters if weights of experts are adapted.
 
-    Each holds leaf names, or full paths if cells of the same leaf are not adapted.
-
-    Args:
-        adapter (Adapter): The adapter of ``network``, after split_joined.
-        network (nn.Cell): The network.
-        cells (dict): Adapter path -> cell with an adapter.
+    Each holds leaf names, or full paths if cells of the same leaf are not adapted. ``adapter`` has gone through
+    split_joined; ``cells`` is adapter path -> cell with an adapter.
     """
     plain = {
         path.rpartition(".")[2] for path, cell in cells_and_weights(network) if isinstance(cell, adaptable_types())

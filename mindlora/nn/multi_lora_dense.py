@@ -95,15 +95,9 @@ class MultiLoRADense(nn.Cell):
         return self.with_slots(x, self.slots_of_tokens, self.few)
 
     def with_slots(self, x: Tensor, slots: Tensor, few: bool) -> Tensor:
-        """The cell's output with slots other than those of the step's tokens.
+        """The cell's output with slots, int32 [at least tokens], other than those of the step's tokens.
 
-        Args:
-            x (Tensor): Shape [..., in_channels].
-            slots (Tensor): Shape [at least tokens], int32.
-            few (bool): Whether x has only a few tokens.
-
-        Returns:
-            Tensor of shape [..., out_channels] and of the dtype of x.
+        ``few`` says whether x [..., in_channels] has only a few tokens. The result is [..., out_channels], dtype of x.
         """
         input_dtype = x.dtype
         x = self.cast(x, self.dtype)

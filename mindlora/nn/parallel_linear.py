@@ -62,17 +62,9 @@ class ParallelLowRank(nn.Cell):
         self.sum.shard((layout(scattered, "dp", out), layout(scattered, "dp", out)))
 
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
-        """y + ((dropout(x) A^T) * scale) B^T.
+        """y + ((dropout(x) A^T) * scale) B^T, for x [sequence, batch, in], A [r, in], B [out, r] and a number as scale.
 
-        Args:
-            y (Tensor): The base's product, shape [sequence, batch, out].
-            x (Tensor): Shape [sequence, batch, in], dtype of y.
-            a (Tensor): Shape [r, in], dtype of y.
-            b (Tensor): Shape [out, r], dtype of y.
-            scale (float): One number.
-
-        Returns:
-            Tensor [sequence, batch, out] of the dtype of y.
+        y [sequence, batch, out] is the base's product; all have its dtype, and so has the result, of its shape.
         """
         if self.drops and self.training:
             x = self.dropout(x)

@@ -31,15 +31,7 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
 
 
 def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -> List[str]:
-    """Returns why cells are refused.
-
-    Args:
-        cells (dict): Path -> cell.
-        check (callable): Takes path and cell, and raises UnsupportedCellError for a cell that it refuses.
-
-    Returns:
-        list of str, "path: reason" for each refused cell.
-    """
+    """Returns "path: reason" for each cell, by path, for which ``check`` raises UnsupportedCellError."""
     found = []
     for path, cell in cells.items():
         try:
@@ -52,9 +44,7 @@ def refusals(cells: Dict[str, nn.Cell], check: Callable[[str, nn.Cell], None]) -
 def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None:
     """Replaces cells of ``network`` wherever they are in it.
 
-    Args:
-        network (nn.Cell): The network, changed in place.
-        replacements (dict): id of the cell to replace -> its replacement.
+    ``replacements`` is id of the cell to replace -> its replacement.
     """
     # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
     for _, parent in list(network.cells_and_names()):

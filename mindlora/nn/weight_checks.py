@@ -14,9 +14,7 @@ def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[Lora
     """Raises ``error`` if a step would change a weight without values, in an unsupported dtype, or of another cell too.
 
     Args:
-        network (nn.Cell): The network that holds ``cells``.
         cells (dict): Path -> cell whose weight the step changes.
-        error (type): The class of the error to raise.
         step (str): What is about to change the weights, for messages.
         untie (str): What to do about a weight that another cell shares, as a sentence.
     """
