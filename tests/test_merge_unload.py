@@ -95,7 +95,8 @@ def test_a_llama_is_merged_unmerged_and_unloaded(mode, make_llama):
     apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=8, target_modules="all-linear"))
     randomize([cell.mindpet_delta_lora_b for _, cell in lora_cells(network)])
     network.set_train(False)
-    tokens, before = Tensor(np.arange(16, dtype=np.int32)[None]), snapshot(network)
+    # Without token 0, the padding: its row of attention scores is masked whole, and rounding alone decides there.
+    tokens, before = Tensor(np.arange(1, 17, dtype=np.int32)[None]), snapshot(network)
     logits = network(tokens)[0].asnumpy()
     report = merge_lora(network, tokens)
     assert len(report.merged) == 14 and report.output_difference <= report.output_bound

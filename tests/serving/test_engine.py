@@ -44,7 +44,8 @@ def prompt(length, seed=0):
 
 
 def test_each_of_a_hundred_mixed_requests_is_answered_as_if_alone(served):
-    verdict = served.judge(served.jobs(100, seed=0, seconds=1.0))
+    # Fast enough that requests wait for blocks, whatever the machine.
+    verdict = served.judge(served.jobs(100, seed=0, seconds=0.4))
     assert verdict.defects == []
     assert all(verdict.provoked.values()), verdict.provoked
     # Most tokens were compared with the merged model's.
