@@ -29,11 +29,7 @@ Stamp = Tuple[str, Tuple[Tuple[str, int, int, int], ...]]
 
 
 def stamp_of(path: str) -> Optional[Stamp]:
-    """Returns what changes when files of the adapter at ``path`` are replaced or written to; None if there are none.
-
-    Args:
-        path (str): A folder or a file, which is looked at and not opened.
-    """
+    """Returns what changes when files of the adapter at ``path`` are replaced or written to; None if there are none."""
     try:
         return path, tuple(sorted(_folder(path) if os.path.isdir(path) else _file(path)))
     except OSError:
@@ -65,7 +61,6 @@ class Counts:
         hits, misses (int): How often the tier had the adapter, and how often it had to be brought there.
         loads (int): Adapters brought there: read from disk, or copied into a slot.
         evictions (int): Adapters that had to make room for others.
-        failures (int): Adapters that could not be read.
         seconds (float): Spent on loads and failures.
     """
 
@@ -78,11 +73,7 @@ class Counts:
 
 
 class Tally:
-    """Counts in all and by adapter. Its owner sees to it that one thread uses it at a time.
-
-    Args:
-        registry (AdapterRegistry): Now and then the counts of adapters that are not in it are dropped.
-    """
+    """Counts in all and by registered adapter. Its owner sees to it that one thread uses it at a time."""
 
     def __init__(self, registry: AdapterRegistry):
         self._registry = registry
@@ -105,12 +96,7 @@ class Tally:
 
 
 class Loaded(NamedTuple):
-    """An adapter in memory.
-
-    Attributes:
-        version (int): A number that is new each time files are read.
-        packed (Any): What ``prepare`` returned, a PackedAdapter.
-    """
+    """What ``prepare`` returned for an adapter, and a version that is new each time files are read."""
 
     version: int
     packed: Any
@@ -118,14 +104,7 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:
-    """The state of the tier.
-
-    Attributes:
-        resident (int): Adapters in memory.
-        nbytes, max_bytes (int): Bytes that they take, and may take.
-        counts (Counts): Hits and misses when requests arrived, reads of files, evictions.
-        adapters (dict): Name -> Counts of that adapter.
-    """
+    """The state of the tier: adapters in memory, the bytes that they take and may take, and counts by adapter."""
 
     resident: int
     nbytes: int
@@ -161,9 +140,7 @@ class _Entry:
         stamp (Stamp or None): That of the files that were read.
         version (int): 0 while the files have not been read as they are now.
         packed (Any): What ``prepare`` made of them; None if it is not in memory.
-        error (LoraError or None): Why they cannot be used.
         fresh (bool): In memory and not yet asked for by take().
-        load (Load): Where a read has come to.
         seen (Stamp or None): What a request saw on the disk meanwhile; None if no request has come.
     """
 
@@ -188,12 +165,11 @@ class AdapterMemory:
     at the disk, and never wait. Any thread may call any method.
 
     Args:
-        registry (AdapterRegistry): Names and paths.
         prepare (callable): Takes a path; returns an object with ``nbytes``, or raises LoraError. Runs in the thread.
         max_bytes (int): Room for what ``prepare`` returns; what is being read comes on top.
-        threads (int): How many adapters are read at once. Default: 1.
+        threads (int): How many adapters are read at once.
         on_ready (callable or None): Called in the thread, with the name, when an adapter has been read or has failed.
-            May be set later. Default: None.
+            May be set later.
     """
 
     def __init__(
@@ -225,14 +201,9 @@ class AdapterMemory:
             thread.start()
 
     def prefetch(self, name: str, held: Optional[int] = None) -> None:
-        """Looks whether the adapter's files are known as they are now, and has them read if not. A request has come.
+        """Has the adapter's files read unless they are known as they are now, or a slot has that version (``held``).
 
-        Args:
-            name (str): Name of the adapter.
-            held (int or None): The version that a slot holds, which need not be in memory too. Default: None.
-
-        Raises:
-            AdapterNotFoundError: It is not registered.
+        A request has come. Raises AdapterNotFoundError if the adapter is not registered.
         """
         self.registry.refresh()
         stamp = stamp_of(self.registry.path(name))
@@ -266,8 +237,7 @@ class AdapterMemory:
     def take(self, name: str) -> Optional[Loaded]:
         """Returns the adapter for a slot that waits for it; if it is not in memory, has it read next and returns None.
 
-        Raises:
-            LoraError: Its files cannot be used.
+        Raises LoraError if its files cannot be used.
         """
         with self._changed:
             entry = self._entry(name)
@@ -280,12 +250,7 @@ class AdapterMemory:
             return None
 
     def load(self, name: str) -> None:
-        """Reads the adapter if need be, and waits until that is done.
-
-        Raises:
-            AdapterNotFoundError: It is not registered.
-            LoraError: Its files cannot be used.
-        """
+        """Reads the adapter if need be, and waits until that is done; raises LoraError if it cannot be used."""
         self.prefetch(name)
         with self._changed:
             entry = self._entry(name)

@@ -25,11 +25,6 @@ class AdapterRegistry:
     (half-written adapters) or cannot be printed are left out. A name given one by one goes before a subfolder. Any
     thread may call any method.
 
-    Args:
-        folder (str or None): Its subfolders are adapters.
-        paths (mapping or None): Name -> path of further adapters.
-        clock (callable): Seconds that only grow. Default: time.monotonic.
-
     Raises:
         ConfigError: ``folder`` is no folder or is itself an adapter, there is nothing at one of ``paths``, or a name is
             empty or holds control characters.
@@ -75,11 +70,7 @@ class AdapterRegistry:
             return list(self._in_order()[0])
 
     def path(self, name: str) -> str:
-        """Returns the path of the adapter called ``name``, in constant time.
-
-        Raises:
-            AdapterNotFoundError: There is none of that name.
-        """
+        """Returns an adapter's path, in constant time; raises AdapterNotFoundError if there is none of that name."""
         path = self._paths.get(name)
         if path is None:
             raise AdapterNotFoundError(f"There is no adapter {shown(name)}.{self._hint(name)}")
@@ -97,16 +88,12 @@ class AdapterRegistry:
                 self._list(self.folder)
 
     def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> Optional[str]:
-        """Adds an adapter while the server runs.
+        """Adds an adapter while the server runs, and returns the path that had the name before.
 
         Args:
-            name (str): Its name.
             path (str): A folder or file; relative to the registry's folder if there is one.
-            restricted (bool): Whether the path must be in the registry's folder, links followed. Default: True.
-            replace (bool): Whether the name may be taken. Default: False.
-
-        Returns:
-            str or None: The path that had the name before.
+            restricted (bool): Whether the path must be in the registry's folder, links followed.
+            replace (bool): Whether the name may be taken.
 
         Raises:
             RequestError: The name is taken, empty or holds control characters, or the path is not allowed or holds
@@ -128,8 +115,7 @@ class AdapterRegistry:
     def unregister(self, name: str) -> None:
         """Removes a name; a subfolder of that name stays hidden until the name is registered again.
 
-        Raises:
-            AdapterNotFoundError: There is none of that name.
+        Raises AdapterNotFoundError if there is none of that name.
         """
         self.path(name)
         with self._lock:

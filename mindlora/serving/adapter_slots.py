@@ -19,9 +19,7 @@ class AdapterStats:
         registered (int): Adapters on disk.
         memory (MemoryStats): The tier in host memory.
         slots, used, leased (int): Slots in all, those with an adapter, and those of them that requests use.
-        pinned (list of str): Adapters that stay in their slots.
         counts (Counts): A hit is a lease of an adapter that had a slot, a miss one for which a slot was written.
-        adapters (dict): Name -> Counts of that adapter.
     """
 
     registered: int
@@ -47,13 +45,8 @@ class _Slot:
 class AdapterSlots:
     """The adapter cache as the scheduler and the server see it; the least recently used adapter makes room.
 
-    The thread of the engine calls begin_step, acquire and release; any thread may call the other methods.
-
-    Args:
-        memory (AdapterMemory): The tier below.
-        slots (int): Slots of the pools.
-        write (callable): Takes a slot and what memory's ``prepare`` returned, and copies it into the pools. Runs in the
-            thread that calls acquire.
+    The thread of the engine calls begin_step, acquire and release; any thread may call the other methods. ``write``
+    takes a slot and what memory's ``prepare`` returned, copies it into the pools, and runs in acquire's thread.
     """
 
     def __init__(self, memory: AdapterMemory, slots: int, write: Callable[[int, Any], None]):
@@ -76,12 +69,9 @@ class AdapterSlots:
     def acquire(self, name: str) -> Optional[Lease]:
         """Returns a lease of a slot that holds the adapter; the adapter stays there until it is released.
 
-        Returns:
-            Lease, or None if the adapter is being read, no slot is free, or this step has written one already.
+        None if the adapter is being read, no slot is free, or this step has written one already.
 
-        Raises:
-            AdapterNotFoundError: It is not registered (any more).
-            LoraError: Its files cannot be used.
+        Raises LoraError if the adapter is not registered (any more) or its files cannot be used.
         """
         self.registry.path(name)
         version = self.memory.version(name)
@@ -132,8 +122,7 @@ class AdapterSlots:
     def prefetch(self, name: str) -> None:
         """Looks at the adapter's files and has them read, if need be, before a slot asks for them. A request has come.
 
-        Raises:
-            AdapterNotFoundError: It is not registered.
+        Raises AdapterNotFoundError if it is not registered.
         """
         with self._lock:
             slot = self._current.get(name)
@@ -160,15 +149,10 @@ class AdapterSlots:
                 self._idle.pop(slot.number, None)
 
     def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> None:
-        """Adds an adapter and waits until it has been read and checked; if it cannot be used, all is as it was.
+        """Adds an adapter and waits until it has been read and checked; if LoraError is raised, all is as it was.
 
-        If it replaces another, new requests get the new adapter, and those that run keep the old one.
-
-        Args:
-            name, path, restricted, replace: As for AdapterRegistry.register.
-
-        Raises:
-            LoraError: It cannot be registered or used.
+        If it replaces another, new requests get the new adapter, and those that run keep the old one. The arguments are
+        those of AdapterRegistry.register.
         """
         before = self.registry.register(name, path, restricted, replace)
         try:
@@ -183,8 +167,7 @@ class AdapterSlots:
     def unregister(self, name: str) -> None:
         """Removes an adapter: it takes no more requests, and its slot is free once those that run with it have ended.
 
-        Raises:
-            AdapterNotFoundError: There is none of that name.
+        Raises AdapterNotFoundError if there is none of that name.
         """
         self.registry.unregister(name)
         self.memory.forget(name)

@@ -33,15 +33,7 @@ Listener = Callable[[Piece], None]
 
 
 class Stream:
-    """The pieces of one answer: iterate over them in another thread than the engine's, or add a listener.
-
-    Args:
-        request (Request): The request.
-        cancel (callable): Takes the request and ends it.
-
-    Attributes:
-        request (Request): The request.
-    """
+    """The pieces of one answer: iterate over them in another thread than the engine's, or add a listener."""
 
     def __init__(self, request: Request, cancel: Callable[[Request], None]):
         self.request = request
@@ -100,9 +92,7 @@ class Answer:
     """The answer to one request.
 
     Attributes:
-        prompt (str): What was asked.
         adapter (str or None): Who answered; None for the base.
-        text (str): The answer.
         finish_reason (str): "stop", "length", "cancelled" or "error".
         error (str or None): Why it failed, with "error".
         prompt_tokens, cached_tokens, tokens (int): Tokens of the prompt, those of them whose keys and values were in
@@ -128,7 +118,6 @@ class Figures:
     """What several answers took together.
 
     Attributes:
-        answers (int): How many.
         prompt_tokens, tokens (int): Tokens of prompts and of answers.
         seconds (float): From the first request to the end of the last answer.
         first_token_seconds (float or None): Median of the times to the first token.
@@ -159,14 +148,7 @@ class Figures:
 def await_answer(
     stream: Stream, prompt: str, tokenizer: Any, write: Optional[Callable[[str], object]] = None
 ) -> Answer:
-    """Waits for an answer, and returns it also if the request failed.
-
-    Args:
-        stream (Stream): Where it comes.
-        prompt (str): What was asked.
-        tokenizer: Of the engine, for the texts of logprobs.
-        write (callable, optional): Takes each piece of text as it comes.
-    """
+    """Waits for an answer and returns it, also if the request failed; ``write`` takes each piece of its text."""
     texts: List[str] = []
     logprobs: Optional[List[Dict[str, Any]]] = None if stream.request.sampling.logprobs is None else []
     reason = "error"

@@ -22,10 +22,6 @@ class BlockPool:
 
     The pool is not locked: calls must not overlap.
 
-    Args:
-        num_blocks (int): Blocks of the cache.
-        block_size (int): Tokens of a block.
-
     Attributes:
         hits (int): Blocks that share() gave and that did not have to be computed.
         evictions (int): Contents that were given up because a block was needed.
@@ -68,14 +64,7 @@ class BlockPool:
         return self._users[block]
 
     def allocate(self, count: int = 1) -> List[int]:
-        """Returns blocks to write to, which nobody else uses.
-
-        Args:
-            count (int): How many, at most blocks_available.
-
-        Raises:
-            IndexError: There are not so many.
-        """
+        """Returns ``count`` blocks to write to, at most blocks_available, which nobody else uses."""
         if count > self.blocks_available:
             raise IndexError(f"{count} blocks were asked for, and {self.blocks_available} are available.")
         while len(self._free) < count:
@@ -119,18 +108,10 @@ class BlockPool:
         self.hits += len(blocks)
 
     def fill(self, block: int, before: Optional[int], salt: Hashable, tokens: Sequence[int]) -> int:
-        """Says what a block holds, now that it is full, so that it can be found.
+        """Says what a block of one user holds, now that it is full; returns the block to use from now on.
 
         If another block holds the same already, the given one becomes free and the other is shared in its place.
-
-        Args:
-            block (int): A block with one user.
-            before (int or None): The block before it, which is full too; None at the start of a text.
-            salt (hashable): Of whom it will be found.
-            tokens (sequence of int): Its tokens, block_size of them.
-
-        Returns:
-            int: The block to use from now on.
+        ``before``, the block before it, is full too; None at the start of a text. Only this ``salt`` will find it.
         """
         content = (salt, 0 if before is None else self._number_of[before], tuple(tokens))
         other = self._block_of.get(content)

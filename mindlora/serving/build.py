@@ -49,16 +49,11 @@ def make_engine(
 
     Args:
         model (mapping): The node ``model`` of a YAML.
-        checkpoint (str): The base's weights: see mindlora.serving.build.load_base.
+        checkpoint (str): The base's weights: see load_base.
         tokenizer: As mindlora.data.tokenizers.load_tokenizer returns it.
-        registry (AdapterRegistry): The adapters.
-        settings (EngineSettings): Sizes.
-        quantize (bool): Whether the checkpoint is quantized (quantize_base: nf4). Default: False.
-        quantize_exclude (str or list of str): As it was when it was quantized. Default: None.
-        model_name (str): What callers name the base. Default: "base".
-
-    Returns:
-        Engine.
+        quantize (bool): Whether the checkpoint is quantized (quantize_base: nf4).
+        quantize_exclude (str or list of str): As it was when it was quantized.
+        model_name (str): What callers name the base.
 
     Raises:
         ConfigError, CheckpointError: The model cannot be built or its weights cannot be loaded.

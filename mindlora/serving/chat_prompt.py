@@ -15,11 +15,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class ChatPrompt(Protocol):
-    """Makes prompts of messages.
-
-    Attributes:
-        ends (frozenset of int): Tokens that end the assistant's turn, beside those of mindlora.serving.detokenizer.
-    """
+    """Makes prompts of messages. ``ends`` are tokens that end the assistant's turn, beside those of end_tokens()."""
 
     ends: FrozenSet[int]
 
@@ -39,10 +35,9 @@ def make_chat_prompt(tokenizer: Any, template_file: Optional[str] = None, form: 
     """Returns what makes prompts of messages.
 
     Args:
-        tokenizer: As load_tokenizer returns it.
         template_file (str, optional): File with a chat template. Default: None, the tokenizer's own.
         form (str, optional): Instead of a chat template, the prompt that instruction data was converted with: see
-            mindlora.data.templates.prompt_template. Default: None.
+            mindlora.data.templates.prompt_template.
 
     Raises:
         DataError: The file holds no chat template, or ``form`` is no prompt template.
@@ -117,8 +112,7 @@ class InstructionPrompt:
 def read_messages(messages: Sequence[Any]) -> List[Dict[str, Any]]:
     """Returns messages as chat templates take them: their text as one string, and fields that are null left out.
 
-    Raises:
-        RequestError: There are no messages, or one holds something that is not text.
+    Raises RequestError if there are no messages, or one holds something that is not text.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages is not a list with entries: send at least one message.")
@@ -165,7 +159,6 @@ class PromptForm:
     """How prompts are made.
 
     Attributes:
-        prompt (ChatPrompt): Makes tokens of messages.
         title (str): What it is, in words for the user.
         takes_conversations (bool): Whether it takes a system message and earlier turns, or one message alone.
     """
@@ -177,8 +170,7 @@ class PromptForm:
     def tokens(self, text: str, history: Sequence[Dict[str, str]] = (), system: Optional[str] = None) -> List[int]:
         """Returns the tokens of a user's text after the messages of ``history`` and a system message.
 
-        Raises:
-            RequestError: The form takes one message alone, and there are others, or the text cannot be used.
+        Raises RequestError if the text cannot be used, or the form takes one message alone and there are others.
         """
         if system and not self.takes_conversations:
             raise RequestError(
@@ -219,12 +211,11 @@ def choose_prompt_form(
     r"""Returns the form of prompts that a user asked for, or the one that the tokenizer suggests.
 
     Args:
-        tokenizer: As load_tokenizer returns it.
         template (str, optional): "chat" for a chat template, "none" for the text itself, or the prompt of instruction
             data: "alpaca", "plain" or a text with {instruction}, in which \n is a new line. Default: None, the
             tokenizer's chat template if it has one, else the text itself.
         chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
-        chat (bool): Without a chat template, refuse, rather than take the text itself. Default: False.
+        chat (bool): Without a chat template, refuse, rather than take the text itself.
 
     Raises:
         DataError: The file holds no chat template, or ``template`` is no prompt template.

@@ -52,11 +52,7 @@ class Detokenizer:
 
     Only the tokens since the last whole character are decoded. Where a tokenizer falls back to bytes one by one, bytes
     that are not UTF-8 make all of the run that they are in unreadable when it is decoded at once; here, the characters
-    before them have been given.
-
-    Args:
-        decoder (TextDecoder): Of the tokenizer.
-        prompt (sequence of int): Tokens before the answer, up to the end of a character.
+    before them have been given. The prompt must end with a whole character.
     """
 
     def __init__(self, decoder: TextDecoder, prompt: Sequence[int]):
@@ -100,12 +96,10 @@ class Detokenizer:
 
 
 def end_tokens(tokenizer: Any, configured: Union[int, Sequence[int], None] = None) -> FrozenSet[int]:
-    """Returns the tokens that end an answer: the tokenizer's eos, and those of the model's configuration.
+    """Returns the tokens that end an answer: the tokenizer's eos, and eos_token_id of the model's configuration.
 
-    Args:
-        tokenizer: As load_tokenizer returns it.
-        configured (int, sequence of int or None): eos_token_id of the configuration. An id that is an ordinary token of
-            this tokenizer is left out with a warning: MindFormers' default, 2, is a character in many vocabularies.
+    An id of the configuration that is an ordinary token of this tokenizer is left out with a warning: MindFormers'
+    default, 2, is a character in many vocabularies.
     """
     configured = [configured] if isinstance(configured, int) else list(configured or [])
     special = special_tokens(tokenizer)
@@ -126,16 +120,9 @@ class Stopping:
 
     An answer ends with an end token or the first stop string that is complete ("stop"), or with max_tokens or the
     model's window ("length"). Neither end tokens nor stop strings are part of the text. What could be the beginning of
-    a stop string is held back until that is decided.
+    a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the prompt.
 
-    Args:
-        sampling (Sampling): Its max_tokens, stop, stop_tokens and ignore_eos count here.
-        detokenizer (Detokenizer): Of this answer.
-        ends (frozenset of int): See end_tokens.
-        room (int): Tokens that the window has behind the prompt.
-
-    Raises:
-        RequestError: A stop string is empty.
+    Raises RequestError if a stop string is empty.
     """
 
     def __init__(self, sampling: Sampling, detokenizer: Detokenizer, ends: FrozenSet[int], room: int):
@@ -165,11 +152,7 @@ class Stopping:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in pieces; the answer does not depend on how it is cut into pieces.
-
-    Args:
-        stops (iterable of str): None of them empty.
-    """
+    """Finds stop strings, none of them empty, in a text in pieces; how it is cut into pieces makes no difference."""
 
     def __init__(self, stops: Iterable[str]):
         self._stops: List[str] = list(stops)

@@ -14,11 +14,10 @@ class Dialogue:
     """What was said, kept within the model's window.
 
     Args:
-        engine (Engine): Answers. It must have been started before the first question.
+        engine (Engine): It must have been started before the first question.
         form (PromptForm): How prompts are made. If it takes one message alone, each question stands for itself.
         sampling (Sampling): How answers are chosen. A seed is that of the first answer; each later one adds 1.
         adapter (str, optional): Who answers. Default: None, the base.
-        system (str, optional): The system message. Default: None.
         max_tokens (int, optional): Tokens of an answer. Default: None, as many as the window has room for.
 
     Attributes:
@@ -87,11 +86,7 @@ class Dialogue:
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def take_back(self) -> str:
-        """Removes the last turn from the history and returns its question.
-
-        Raises:
-            RequestError: Nothing has been asked.
-        """
+        """Removes the last turn from the history and returns its question; raises RequestError if there is none."""
         if not self.history:
             raise RequestError("Nothing has been asked yet: there is no answer to give once more.")
         question = self.history[-2]["content"]

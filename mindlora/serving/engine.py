@@ -41,7 +41,6 @@ class EngineSnapshot:
         steps, preemptions (int): Steps, and requests that lost their blocks and were computed again.
         prompt_tokens, cached_tokens, generated_tokens (int): Tokens of prompts, those of them that were in the cache
             already, and tokens of answers.
-        adapters (AdapterStats): The adapter cache.
     """
 
     waiting: int
@@ -66,16 +65,13 @@ class Engine:
     network is never waited for.
 
     Args:
-        runner (ModelRunner): The network.
-        scheduler (Scheduler): Its requests.
-        adapters (AdapterSlots): The adapters, those of the scheduler.
+        adapters (AdapterSlots): Those of the scheduler.
         tokenizer: As mindlora.data.tokenizers.load_tokenizer returns it.
         ends (frozenset of int): Tokens that end an answer: see mindlora.serving.detokenizer.end_tokens.
         model_name (str): What callers name the base.
 
     Attributes:
         seq_length (int): Tokens of a prompt and its answer together, at most.
-        tokenizer, adapters, model_name: As given.
     """
 
     def __init__(
@@ -105,8 +101,7 @@ class Engine:
     def start(self) -> "Engine":
         """Begins to serve: compiles both graphs, and returns when the first request can be taken.
 
-        Raises:
-            ServingError: The network cannot compute a step.
+        Raises ServingError if the network cannot compute a step.
         """
         self._thread.start()
         while not self._ready.wait(0.1):
@@ -116,11 +111,7 @@ class Engine:
         return self
 
     def stop(self, grace: float = 0.0) -> None:
-        """Takes no more requests, and ends when those that it has are answered.
-
-        Args:
-            grace (float): Seconds to wait for that; then the rest are cancelled. Default: 0.0.
-        """
+        """Takes no more requests; ends when those that it has are answered, or cancelled after ``grace`` seconds."""
         with self._changed:
             self._open = False
             self._changed.wait_for(lambda: not self._answers, timeout=grace)
@@ -139,15 +130,7 @@ class Engine:
         return self._open and self._thread.is_alive()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, adapter: Optional[str] = None) -> Stream:
-        """Asks for an answer.
-
-        Args:
-            prompt (sequence of int): Token ids.
-            sampling (Sampling): How to continue.
-            adapter (str): Name of the adapter. Default: None, the base.
-
-        Returns:
-            Stream, to which the answer comes.
+        """Asks an adapter, or the base if it is None, for an answer to the tokens of a prompt.
 
         Raises:
             RequestError: The prompt or a number of ``sampling`` cannot be used.

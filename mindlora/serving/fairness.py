@@ -8,11 +8,9 @@ from mindlora.serving.request import Request
 
 
 class Line:
-    """The requests that wait for one adapter, first come first served.
+    """The requests, at least one, that wait for one adapter, or for the base if it is None; first come first served.
 
     Attributes:
-        adapter (str or None): Name of the adapter; None for the base.
-        requests (deque of Request): At least one.
         refused (bool): Its turn came while the adapter was not ready.
         overtaken (int): Requests of other adapters that were admitted while this line was the first that lacked nothing
             but a slot.
@@ -117,12 +115,7 @@ class FairQueue:
                 heapq.heappush(heap, self._place(line))
 
     def admit(self, line: Line, tokens: int) -> None:
-        """Takes out the first request of a line, which runs from now on.
-
-        Args:
-            line (Line): A line of turns().
-            tokens (int): Tokens of the request's prompt that are not in the cache.
-        """
+        """Takes out a line's first request, which runs from now on; ``tokens`` of its prompt are not in the cache."""
         if line.refused:
             self._raise(line.adapter)  # waiting for a slot earns a turn, but no more than that
         self._turn = max(self._turn, self._service[line.adapter])
@@ -135,9 +128,7 @@ class FairQueue:
     def refuse(self, line: Line, lacks_slot: bool) -> None:
         """Passes over a line, whose adapter is not ready.
 
-        Args:
-            line (Line): A line of turns().
-            lacks_slot (bool): Whether the adapter is ready but for a slot, all of which others use.
+        ``lacks_slot`` says that the adapter is ready but for a slot, all of which others use.
         """
         line.refused = True
         if lacks_slot and self._slotless is None:

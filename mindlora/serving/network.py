@@ -24,15 +24,8 @@ FEW_TOKENS = 64
 def build_network(model: Mapping[str, Any], settings: EngineSettings) -> nn.Cell:
     """Builds a MindFormers causal language model with a paged key-value cache, for single processes.
 
-    Args:
-        model (mapping): The node ``model`` of a YAML. pet_config is not looked at.
-        settings (EngineSettings): Sizes.
-
-    Returns:
-        nn.Cell, the model in evaluation mode, its weights not loaded.
-
-    Raises:
-        ConfigError: MindFormers cannot build the model, or its attention has no paged cache.
+    The model is in evaluation mode, its weights not loaded. pet_config in ``model``, that node of a YAML, is not looked
+    at. Raises ConfigError if MindFormers cannot build the model, or its attention has no paged cache.
     """
     from mindformers.models.build_model import build_network as build
     from mindformers.tools.register import MindFormerConfig
@@ -78,15 +71,9 @@ def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
 
 
 def add_pools(network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSettings) -> Dict[str, MultiLoRADense]:
-    """Puts a pool of adapters on linear cells, in place.
+    """Puts a pool of adapters on the cells that linear_cells returned, in place.
 
-    Args:
-        network (nn.Cell): A network of build_network, its weights loaded.
-        cells (mapping): What linear_cells returned.
-        settings (EngineSettings): slots, max_rank and max_tokens_per_step.
-
-    Returns:
-        dict, adapter path -> MultiLoRADense.
+    The network's weights must have been loaded. Returns adapter path -> MultiLoRADense.
     """
     slots_of_tokens = Parameter(
         initializer(-1, [settings.max_tokens_per_step], mstype.int32), name="slots_of_tokens", requires_grad=False
@@ -251,11 +238,7 @@ class CpuPagedAttention(nn.Cell):
 
 
 class CpuRmsNorm(nn.Cell):
-    """In place of the forward of MindFormers' LlamaRMSNorm: six operators in one.
-
-    Args:
-        norm (nn.Cell): The LlamaRMSNorm, whose weight it uses.
-    """
+    """In place of the forward of MindFormers' LlamaRMSNorm, whose weight it uses: six operators in one."""
 
     def __init__(self, norm: nn.Cell):
         super().__init__()
@@ -279,11 +262,7 @@ class CpuSplit(nn.Cell):
 
 
 def use_cpu_operators(network: nn.Cell) -> None:
-    """Replaces leaf cells of a MindFormers network that has a paged cache.
-
-    Args:
-        network (nn.Cell): The network, changed in place.
-    """
+    """Replaces leaf cells of a MindFormers network that has a paged cache, in place."""
     for _, cell in list(network.cells_and_names()):
         if hasattr(cell, "paged_attention_mgr"):
             cell.rotary_embedding = CpuRotaryEmbedding()

@@ -56,8 +56,6 @@ class PackedAdapter:
     Attributes:
         source (str): Where it was read.
         blocks (dict): Adapter path -> Block. A cell that is not in it gets rank 0.
-        nbytes (int): Bytes of all blocks.
-        rank_max (int): The largest rank.
         fingerprint (dict or None): That of the base that it was trained on, as the file has it.
     """
 
@@ -71,14 +69,7 @@ class PackedAdapter:
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     """Reads an adapter in any known form, checks it as load_lora does, and packs it for the pools of a network.
 
-    VeRA's vectors are multiplied into its projection. A pickle is never read.
-
-    Args:
-        source (str): A folder or file, as for adapters.files.read.
-        layout (ServedLayout): The network's cells.
-
-    Returns:
-        PackedAdapter.
+    VeRA's vectors are multiplied into its projection. A pickle is never read. ``source`` is as for adapters.files.read.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.

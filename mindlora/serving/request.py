@@ -53,13 +53,10 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """A slot that holds an adapter and keeps it while requests use it.
+    """A slot of the pools that holds an adapter and keeps it while requests use it.
 
-    Attributes:
-        name (str): The adapter.
-        slot (int): The slot of the pools.
-        version (int): A number that is new each time files are read, so that keys and values of an adapter that was
-            replaced on disk are never used with its successor.
+    ``version`` is new each time files are read, so that keys and values of an adapter that was replaced on disk are
+    never used with its successor.
     """
 
     name: str
@@ -73,7 +70,6 @@ class Request:
 
     Attributes:
         prompt (list of int): Token ids, at least one.
-        sampling (Sampling): How to continue.
         adapter (str or None): Name of the adapter; None for the base.
         number (int): Unique in the process, in the order of creation.
         tokens (list of int): The prompt and what was generated.
@@ -81,9 +77,7 @@ class Request:
         cached (int): Those of the prompt's tokens that were in the cache before the request came.
         blocks (list of int): The blocks of the cache that hold them, in order.
         lease (Lease or None): The adapter's slot, while the request runs; None for the base.
-        state (State): Where it is.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
-        error (Exception or None): Why it failed.
         preemptions (int): How often it lost its blocks and was computed again.
         arrived, admitted, first_token, finished (float): Times, in seconds of time.monotonic(); 0.0 until they come.
     """
@@ -122,13 +116,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one step computes for one request: tokens[start : start + count].
-
-    Attributes:
-        request (Request): The request.
-        start (int): Position of the first token; keys and values of all before it are in the cache.
-        count (int): How many tokens.
-    """
+    """What one step computes for one request: tokens[start : start + count]; those before it are in the cache."""
 
     request: Request
     start: int

@@ -67,12 +67,7 @@ def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> Step
 
 
 class SlotPools:
-    """Writes adapters into the slots of a network's pools; used by one thread, between two steps.
-
-    Args:
-        cells (mapping): Adapter path -> MultiLoRADense.
-        dtype (numpy.dtype): That of the pools.
-    """
+    """Writes adapters into the slots of a network's pools; used by one thread, between two steps."""
 
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
         self._paths = list(cells)
@@ -125,10 +120,6 @@ class ModelRunner:
         network (nn.Cell): A network of build_network after add_pools, its weights loaded.
         cells (dict): What add_pools returned.
         dtype (numpy.dtype): That of the pools.
-        settings (EngineSettings): Sizes.
-
-    Attributes:
-        vocab_size (int): Tokens that the network knows.
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], dtype: np.dtype, settings: EngineSettings):
@@ -152,8 +143,7 @@ class ModelRunner:
     def forward(self, parts: Sequence[Part]) -> np.ndarray:
         """Computes one step: writes the keys and values of its tokens to the cache.
 
-        Returns:
-            array, float32 [rows, vocabulary]: the logits after the last token of each part that samples, in order.
+        Returns float32 [rows, vocabulary], the logits after the last token of each part that samples, in order.
         """
         inputs = step_inputs(parts, self.settings.block_size, self.settings.blocks_per_request)
         return self._run(inputs, takes_few(inputs.query_lengths, inputs.last))

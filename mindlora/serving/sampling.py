@@ -26,9 +26,7 @@ LEAST = -9999.0
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """Returns the places, int64 ascending, of the ``count`` largest values and of all that equal the smallest of these.
 
-    Args:
-        values (numpy.ndarray): float [n], without NaN.
-        count (int): At least 1.
+    ``values`` are float [n] without NaN, ``count`` is at least 1.
     """
     size = len(values)
     if count >= size:
@@ -47,11 +45,8 @@ def nucleus(masses: np.ndarray, top_p: float) -> np.ndarray:
     """Returns the places of the fewest largest masses that make up top_p of their sum (Holtzman et al., 2020).
 
     The places are in ascending order. A mass is kept if those before it, from the largest on, make up less than top_p;
-    so one is always kept. Among equal ones, the first are kept.
-
-    Args:
-        masses (numpy.ndarray): float32 [n], not negative; the largest is 1.
-        top_p (float): From 0 to 1.
+    so one is always kept. Among equal ones, the first are kept. The masses are float32 [n], not negative; the largest
+    is 1.
     """
     needed = max(top_p * float(masses.sum(dtype=np.float64)), np.finfo(np.float64).tiny)
     places = largest(masses, _LIKELY)
@@ -102,9 +97,7 @@ def _border(masses, needed) -> Tuple[np.float32, int]:
 def draw(masses: np.ndarray, uniform: float) -> int:
     """Returns a place, drawn with probabilities proportional to the masses: the inverse of their running sum.
 
-    Args:
-        masses (numpy.ndarray): float32 [n], not negative, not all 0.
-        uniform (float): A random number from the interval [0, 1).
+    The masses are float32 [n], not negative and not all 0; ``uniform`` is a random number from [0, 1).
     """
     blocks = np.cumsum(np.add.reduceat(masses, np.arange(0, len(masses), _BLOCK), dtype=np.float64))
     # Above 0 and not above the sum, so that a mass of 0 is never drawn.
@@ -121,10 +114,6 @@ class Penalties:
     The repetition penalty r counts the prompt's tokens too: a logit above 0 becomes logit / r, another logit * r
     (Keskar et al., CTRL, 2019, as transformers and vLLM have it). From the logit of a token that was generated n >= 1
     times, presence + n * frequency is subtracted then (OpenAI).
-
-    Args:
-        sampling (Sampling): What the request asks for.
-        prompt (sequence of int): Its prompt.
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]):
@@ -170,18 +159,10 @@ class Sampler:
     """Chooses the tokens of one request.
 
     The order is that of transformers and vLLM: penalties, temperature, top_k, top_p. Each drawn token takes one number
-    of the request's own random stream, so that a seed gives the same text in any batch.
+    of the request's own random stream, so that a seed gives the same text in any batch; ``seed`` is drawn here if the
+    request has none. Errors name the adapter.
 
-    Args:
-        sampling (Sampling): How to choose.
-        prompt_tokens (sequence of int): The prompt, whose tokens the repetition penalty counts.
-        adapter (str, optional): Name of the request's adapter, for errors. Default: None, the base.
-
-    Attributes:
-        seed (int): Seed of the random stream, drawn here if the request has none.
-
-    Raises:
-        RequestError: A number of ``sampling`` is out of range.
+    Raises RequestError if a number of ``sampling`` is out of range.
     """
 
     def __init__(self, sampling: Sampling, prompt_tokens: Sequence[int], adapter: Optional[str] = None):
@@ -194,14 +175,9 @@ class Sampler:
         self._random = np.random.default_rng(self.seed % 2**64)
 
     def sample(self, logits: np.ndarray, generated: Sequence[int]) -> Sampled:
-        """Returns the next token.
+        """Returns the next token from logits, float32 [vocabulary], and the tokens that were generated so far.
 
-        Args:
-            logits (numpy.ndarray): float32 [vocabulary]; not changed.
-            generated (sequence of int): The tokens that were generated so far.
-
-        Raises:
-            ServingError: The logits hold NaN, or infinity where it would be chosen.
+        Raises ServingError if the logits hold NaN, or infinity where it would be chosen.
         """
         return self._sample(logits, generated, int(logits.argmax()))
 

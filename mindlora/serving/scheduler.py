@@ -96,18 +96,16 @@ class Scheduler:
     def plan(self) -> List[Part]:
         """Decides what the next step computes, admits requests and preempts others.
 
-        Returns:
-            list of Part: At most one for each running request, those with one next token first; at most
-            max_tokens_per_step tokens. Empty if nothing can be computed now: no requests, or adapters are not ready.
+        Returns at most one part for each running request, those with one next token first; at most max_tokens_per_step
+        tokens in all. Empty if nothing can be computed now: no requests, or adapters are not ready.
         """
         parts = self._next_tokens()
         return parts + self._chunks(self.max_tokens_per_step - len(parts))
 
     def advance(self, parts: Sequence[Part]) -> None:
-        """Takes note that a step was computed. The tokens that it gave are appended to the requests after this.
+        """Takes note that a step was computed, as plan() gave it; parts of requests that have finished are left out.
 
-        Args:
-            parts (sequence of Part): What plan() returned. Requests that have been finished since are left out.
+        The tokens that it gave are appended to the requests after this.
         """
         size = self.pool.block_size
         for part in parts:
@@ -126,13 +124,8 @@ class Scheduler:
     def finish(self, request: Request, reason: str, error: Optional[Exception] = None) -> bool:
         """Ends a request: its blocks and its adapter's slot are for others from now on.
 
-        Args:
-            request (Request): One that was added.
-            reason (str): The finish_reason: "stop", "length", "cancelled" or "error".
-            error (Exception or None): Why it failed.
-
-        Returns:
-            bool: False if it was finished before; then nothing changes.
+        The reason is "stop", "length", "cancelled" or "error". If it was finished before, nothing changes and False is
+        returned.
         """
         if request.state is State.FINISHED:
             return False

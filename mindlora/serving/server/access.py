@@ -19,9 +19,6 @@ _OPEN = ("/health", "/ready")
 class ApiKeys:
     """The keys in a file, one "name key" a line; empty lines and those that begin with # count for nothing.
 
-    Args:
-        path (str): The file.
-
     Raises:
         ConfigError: It cannot be read, holds no key, or a line is not a name and a key, or has one that was there.
     """
@@ -61,12 +58,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class KeyCheck:
-    """The part of the app that lets requests pass if they have a key, and notes whose it is.
-
-    Args:
-        app: The ASGI app behind it.
-        keys (ApiKeys or None): The keys; None lets everyone pass.
-    """
+    """The part of the app that lets requests pass if they have a key, and notes whose it is. No keys: all pass."""
 
     def __init__(self, app: Any, keys: Optional[ApiKeys]):
         self._app, self._keys = app, keys
@@ -89,9 +81,6 @@ class HostCheck:
 
     A web page of another site can have its own name resolve to 127.0.0.1 (DNS rebinding), and its requests then come
     from a browser on this machine. They name that site as their host.
-
-    Args:
-        app: The ASGI app behind it.
     """
 
     def __init__(self, app: Any):
@@ -131,10 +120,7 @@ def _bearer(scope: Mapping[str, Any]) -> bytes:
 class BodyLimit:
     """The part of the app that reads a request's body whole before anything else does.
 
-    Args:
-        app: The ASGI app behind it.
-        max_bytes (int): Bytes at most; more is answered with 413.
-        seconds (float): Time in which the body must be there; else 408 is answered.
+    More than max_bytes is answered with 413, a body that takes longer than ``seconds`` with 408.
     """
 
     def __init__(self, app: Any, max_bytes: int, seconds: float):
@@ -190,10 +176,8 @@ def client_gone() -> ApiError:
 class KeyLimits:
     """Counts requests by key. Without keys, all clients count as one.
 
-    Args:
-        at_once (int or None): Requests of a key that may run or wait at the same time.
-        per_minute (int or None): Requests that a key may send in a minute; unused ones may come at once (a bucket of
-            tokens).
+    ``at_once`` limits those that run or wait, ``per_minute`` those sent in a minute, of which unused ones may come at
+    once (a bucket of tokens). None sets no limit.
     """
 
     def __init__(self, at_once: Optional[int], per_minute: Optional[int]):
@@ -203,11 +187,7 @@ class KeyLimits:
 
     @contextlib.contextmanager
     def hold(self, key: Optional[str], now: Optional[float] = None) -> Iterator[None]:
-        """Counts one request of a key while the context lasts.
-
-        Raises:
-            ApiError: 429, the key has reached a limit.
-        """
+        """Counts one request of a key while the context lasts; raises ApiError, 429, if the key has reached a limit."""
         running = self._open.get(key, 0)
         if self._at_once is not None and running >= self._at_once:
             raise ApiError(

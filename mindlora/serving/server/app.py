@@ -23,14 +23,9 @@ _ERRORS: Any = {status: {"model": schemas.ErrorAnswer} for status in (400, 401, 
 
 
 def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
-    """Makes the ASGI app that serves an engine.
+    """Makes the ASGI app that serves an engine, which is started and stopped elsewhere.
 
-    Args:
-        engine (Engine): It generates, and is started and stopped elsewhere.
-        settings (ServerSettings): What the operator decided.
-
-    Raises:
-        ConfigError: The file of keys cannot be used.
+    Raises ConfigError if the file of keys cannot be used.
     """
     context = Context(engine, settings)
     app = FastAPI(title="mindlora", version=__version__, docs_url=None, redoc_url=None)

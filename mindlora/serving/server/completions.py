@@ -17,11 +17,7 @@ _MAX_TOKENS = 16
 
 
 class CompletionForm(Form):
-    """An answer as /v1/completions shows it.
-
-    Attributes:
-        echoes (list of str): What comes before each answer; empty for nothing.
-    """
+    """An answer as /v1/completions shows it; ``echoes`` come before each answer, and are empty for nothing."""
 
     prefix = "cmpl"
 

@@ -17,10 +17,6 @@ from mindlora.serving.server.settings import ServerSettings
 class Context:
     """An engine with what the server keeps beside it.
 
-    Args:
-        engine (Engine): It generates.
-        settings (ServerSettings): What the operator decided.
-
     Attributes:
         starting (bool): Whether the engine does not take requests yet.
         draining (bool): Whether the server is about to stop, and takes no more requests.

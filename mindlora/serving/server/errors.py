@@ -25,9 +25,9 @@ class ApiError(ServingError):
     Args:
         message (str): What was found, where, and what to do.
         status (int): HTTP's status.
-        code (str, optional): A word for programs, as OpenAI has them. Default: "invalid_value".
-        param (str, optional): The field of the request that is wrong. Default: None.
-        retry_after (int, optional): Seconds after which another try may succeed. Default: None.
+        code (str): A word for programs, as OpenAI has them.
+        param (str, optional): The field of the request that is wrong.
+        retry_after (int, optional): Seconds after which another try may succeed.
     """
 
     def __init__(

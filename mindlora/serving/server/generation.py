@@ -41,14 +41,7 @@ _SOON = 10
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request asks the engine for.
-
-    Attributes:
-        model (str): The base or an adapter.
-        prompts (list of list of int): Token ids.
-        samplings (list of Sampling): For each prompt.
-        n (int): Answers to each prompt.
-    """
+    """What a request asks the engine for: ``n`` answers to each prompt's token ids, which has a sampling of its own."""
 
     model: str
     prompts: Sequence[List[int]]
@@ -60,11 +53,7 @@ class Call:
     """Submits what is asked for, and hands out the pieces of all answers as they come.
 
     The second and further answers to a prompt are submitted when the first one has its first token, so that they find
-    the prompt's keys and values in the cache.
-
-    Args:
-        request (Request): The HTTP request; its body has been read.
-        asked (Asked): What it asks for.
+    the prompt's keys and values in the cache. The body of the HTTP request has been read.
     """
 
     def __init__(self, request: Request, asked: Asked):
@@ -104,8 +93,7 @@ class Call:
     async def pieces(self) -> AsyncIterator[Tuple[int, Any]]:
         """Yields (choice, piece) until all answers are complete.
 
-        Raises:
-            ApiError: An answer failed, the client is gone, or the time is over.
+        Raises ApiError if an answer failed, the client is gone, or the time is over.
         """
         waiting = set(range(0, self.count, self.asked.n)) if self.asked.n > 1 else set()
         while len(self._reasons) < self.count:
@@ -227,11 +215,7 @@ def _since(request: Optional[Any], moment: str) -> Optional[float]:
 
 
 def check_ready(context: Context) -> None:
-    """Checks that the server takes requests.
-
-    Raises:
-        ApiError: 503, it does not.
-    """
+    """Raises ApiError, 503, if the server does not take requests."""
     if context.draining:
         raise ApiError("The server is shutting down: ask again in a while.", 503, "shutting_down", retry_after=_SOON)
     if context.starting:
@@ -272,10 +256,7 @@ def _event(chunk: Any) -> bytes:
 class _EventStream(Response):
     """An answer that is sent while it is made. An error in the middle of it becomes an event.
 
-    Args:
-        call (Call): Closed when the answer has been sent, or cannot be.
-        first (bytes): The first event.
-        events (async generator): The others.
+    The call is closed when the answer has been sent, or cannot be.
     """
 
     media_type = "text/event-stream"
@@ -308,10 +289,6 @@ async def _send(send: Any, event: bytes) -> None:
 
 class Form:
     """How one of the APIs shows an answer.
-
-    Args:
-        model (str): As the request names it.
-        texts (TokenTexts): Texts of single tokens.
 
     Attributes:
         prefix (str): What the answer's id begins with.
@@ -357,14 +334,7 @@ def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
 def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Context:
     """Notes for the log what a request asks for, and checks what the schemas do not say.
 
-    Args:
-        request (Request): The HTTP request.
-        body (CompletionRequest or ChatRequest): What it holds.
-        prompts (int): How many prompts there are.
-        texts (list): The prompts, for the log.
-
-    Raises:
-        ApiError: 400, a field asks for what this server lacks, or two fields contradict each other.
+    Raises ApiError, 400, if a field asks for what this server lacks, or two fields contradict each other.
     """
     context = context_of(request)
     record = request.scope["state"]["record"]
@@ -388,15 +358,9 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
 async def answer(
     request: Request, body: Body, form: Form, prepare: Prepare, max_tokens: Optional[int], default: Optional[int]
 ) -> Response:
-    """Answers a request.
+    """Answers a request whose body has been checked; ``prepare`` makes the tokens of the prompts, in a thread.
 
-    Args:
-        request (Request): The HTTP request.
-        body (CompletionRequest or ChatRequest): What it holds, checked.
-        form (Form): How to show the answer.
-        prepare (callable): Makes the tokens of the prompts; called in a thread.
-        max_tokens (int or None): What the request asks for.
-        default (int or None): What it gets where it asks for nothing; None for all that there is room for.
+    Where the request gives no max_tokens, it gets ``default``: None for all that there is room for.
     """
     context = context_of(request)
 

@@ -53,14 +53,10 @@ _COUNTERS = {
 
 
 class Busiest:
-    """Gives the names that are used most a label each, and all others "other".
+    """Gives the ``count`` names that are used most a label each, and all others "other".
 
     A name takes another's place when it has clearly been used more. A counter's series then ends, and one begins at 0:
-    no series ever falls, which Prometheus would take for a restart.
-
-    Args:
-        count (int): Names with a label of their own.
-        forget (callable): Called with a name that has lost its label.
+    no series ever falls, which Prometheus would take for a restart. ``forget`` gets each name that has lost its label.
     """
 
     def __init__(self, count: int, forget: Callable[[str], None]):
@@ -89,12 +85,7 @@ class Busiest:
 
 
 class Metrics:
-    """Counts what happens, and asks the engine for the rest when it is looked at.
-
-    Args:
-        engine (Engine): Its snapshot() is shown.
-        labels (int): Adapters with labels of their own.
-    """
+    """Counts what happens, for ``labels`` adapters by name, and asks the engine for the rest when it is looked at."""
 
     def __init__(self, engine: Any, labels: int):
         self._engine = engine

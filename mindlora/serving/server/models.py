@@ -15,9 +15,7 @@ from mindlora.serving.server.errors import ApiError
 class ModelList:
     """The models that requests can name; the list is written anew only when it has changed.
 
-    Args:
-        engine (Engine): Has the base and the adapters.
-        created (int): Time to show for all of them, in seconds of the epoch.
+    ``created`` is the time to show for all of them, in seconds of the epoch.
     """
 
     def __init__(self, engine: Any, created: int):
@@ -30,10 +28,9 @@ class ModelList:
         return None if model == self._engine.model_name else model
 
     def check(self, model: str) -> None:
-        """Checks that a model can be named. Looks at the disk now and then, so it is called in a thread.
+        """Raises AdapterNotFoundError if a model is neither the base nor a registered adapter.
 
-        Raises:
-            AdapterNotFoundError: It is neither the base nor a registered adapter.
+        Looks at the disk now and then, so it is called in a thread.
         """
         adapter = self.adapter(model)
         if adapter is not None:
@@ -42,11 +39,7 @@ class ModelList:
             registry.path(adapter)
 
     def entry(self, model: str) -> schemas.Model:
-        """Returns what is said of a model.
-
-        Raises:
-            AdapterNotFoundError: There is no such model.
-        """
+        """Returns what is said of a model; raises AdapterNotFoundError if there is none of that name."""
         self.check(model)
         return self._entry(model)
 

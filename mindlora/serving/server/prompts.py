@@ -15,13 +15,7 @@ from mindlora.serving.server.settings import ServerSettings
 class Prompts:
     """Makes tokens of what requests hold. Slow for long texts: to be called in a thread.
 
-    Args:
-        engine (Engine): Has the tokenizer and seq_length.
-        decoder (TextDecoder): Of the tokenizer.
-        settings (ServerSettings): Limits, and the chat template.
-
-    Raises:
-        LoraError: The chat template of the settings cannot be used.
+    Raises LoraError if the chat template of the settings cannot be used.
     """
 
     def __init__(self, engine: Any, decoder: TextDecoder, settings: ServerSettings):
@@ -63,15 +57,11 @@ class Prompts:
         return self._chat.tokens([message.for_template() for message in messages])
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
-        """Returns how many tokens the answer to a prompt may have.
+        """Returns how many tokens the answer to a prompt may have, where the request gave ``asked`` as its max_tokens.
 
-        Args:
-            tokens (list of int): The prompt.
-            asked (int or None): max_tokens of the request.
-            default (int or None): The same where none was given; None for as many as there is room for.
+        Where it gave none, ``default`` counts; None for as many as there is room for.
 
-        Raises:
-            ApiError: 400, the prompt is empty, or prompt or answer are longer than allowed.
+        Raises ApiError, 400, if the prompt is empty, or prompt or answer are longer than allowed.
         """
         count, most, answer = len(tokens), self._settings.max_prompt_tokens, self._settings.max_output_tokens
         if not count:
@@ -94,12 +84,7 @@ def _too_long(message: str) -> ApiError:
 
 
 class TokenTexts:
-    """Texts of single tokens, their spaces included.
-
-    Args:
-        decoder (TextDecoder): Of the tokenizer.
-        tokenizer: Names the tokens that have no text: special ones.
-    """
+    """Texts of single tokens, their spaces included; the tokenizer names special ones, which have no text."""
 
     def __init__(self, decoder: TextDecoder, tokenizer: Any):
         def text(token: int) -> str:

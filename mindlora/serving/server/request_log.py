@@ -21,10 +21,8 @@ class RequestRecord:
     Attributes:
         time (str): When it came, ISO 8601, UTC.
         id (str): Also in the answer's header X-Request-Id.
-        method (str), path (str): What was asked for.
         key (str or None): Name of the key.
         model (str or None): The model that the request names.
-        stream (bool): Whether the answer is streamed.
         choices (int): Answers that were asked for.
         prompt_tokens, cached_tokens, generated_tokens (int): Tokens; those of a prompt count once.
         queue_seconds (float): From its arrival at the engine until its first part was computed.
@@ -63,11 +61,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Where the lines go.
-
-    Args:
-        path (str or None): File to append to; None for standard error.
-    """
+    """The file that lines are appended to, or standard error if the path is None."""
 
     def __init__(self, path: Optional[str]):
         # Line-buffered: each line is there as soon as its request has ended.
@@ -84,10 +78,7 @@ class RequestLog:
 class Recorder:
     """The outermost part of the app: makes a record of each request, writes it, and answers where all else failed.
 
-    Args:
-        app: The ASGI app behind it.
-        log (RequestLog): Gets the records of the API's paths.
-        count (callable): Called with every record.
+    The log gets the records of the API's paths, ``count`` every record.
     """
 
     def __init__(self, app: Any, log: RequestLog, count: Callable[[RequestRecord], None]):

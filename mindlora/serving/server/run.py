@@ -21,15 +21,10 @@ _LAST_SECONDS = 5
 
 
 def run(engine: Any, settings: ServerSettings, listening: Optional[Callable[[str], None]] = None) -> None:
-    """Serves an engine on HTTP. Returns after SIGTERM or SIGINT, when running requests have ended.
+    """Starts an engine and serves it on HTTP. Returns after SIGTERM or SIGINT, when running requests have ended.
 
     From the first signal on, new requests are answered with 503, and running ones get settings.grace seconds; a second
-    signal ends those too.
-
-    Args:
-        engine (Engine): Started here, and stopped.
-        settings (ServerSettings): What the operator decided.
-        listening (callable, optional): Called with the server's URL once it takes requests.
+    signal ends those too. ``listening`` is called with the server's URL once it takes requests.
 
     Raises:
         ConfigError: The address cannot be listened on, or the file of keys cannot be used.

@@ -42,11 +42,8 @@ class _Asked(BaseModel):
     def check_extra(self, where: str = "") -> None:
         """Checks the fields that the schema does not declare.
 
-        Args:
-            where (str): Path of this object in the request, with a dot behind it. Default: "", the request itself.
-
-        Raises:
-            ApiError: 400, a field asks for something, or is not known.
+        Raises ApiError, 400, if one asks for something or is not known.
+        ``where`` is this object's path in the request, with a dot behind it; "" for the request itself.
         """
         for name, value in (self.model_extra or {}).items():
             path = f"{where}{name}"
