@@ -105,11 +105,7 @@ def run(config: "MindFormerConfig") -> None:
 def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     """Returns the YAML of ``--config``, with every flag and ``--a.b.c value`` of the command line set in it.
 
-    Args:
-        argv (sequence of str): The arguments. Default: None, those of this process.
-
-    Raises:
-        ConfigError: The YAML cannot be read, a flag is wrong, or an override names a key that the YAML does not have.
+    Raises ConfigError if the YAML cannot be read, a flag is wrong, or an override names a key that the YAML lacks.
     """
     args, rest = parse(argv)
     if not os.path.isfile(args.config):

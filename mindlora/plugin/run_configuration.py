@@ -6,11 +6,7 @@ _configuration: Dict[str, Any] = {}
 
 
 def remember_configuration(config: Mapping[str, Any]) -> None:
-    """Keeps the configuration of the run.
-
-    Args:
-        config (mapping): The whole YAML with the command line's overrides and all that was filled in.
-    """
+    """Keeps the YAML of the run, with the command line's overrides and all that was filled in."""
     _configuration.clear()
     _configuration.update(plain(config))
 

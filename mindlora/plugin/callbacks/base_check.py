@@ -16,17 +16,9 @@ class BaseCheck(Callback):
     """
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Compares the two before the first step.
-
-        Raises:
-            BaseMismatchError: They differ, and on_base_mismatch of pet_config is "error".
-        """
+        """Compares the two before the first step; raises BaseMismatchError as on_base_mismatch of pet_config says."""
         check_loaded_base(run_context.original_args().train_network)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        """Compares the two before the first batch.
-
-        Raises:
-            BaseMismatchError: As on_train_begin.
-        """
+        """Compares the two before the first batch, as on_train_begin does."""
         check_loaded_base(run_context.original_args().network)

@@ -36,12 +36,9 @@ def reported_metrics(params: InternalCallbackParam) -> Dict[str, Any]:
 
 
 def report_event(params: InternalCallbackParam, kind: str, message: str) -> None:
-    """Logs what happened to a run, and keeps it for the run's report.
+    """Logs what happened to a run, and keeps it in ``training_events`` of MindSpore's parameters for the run's report.
 
-    Args:
-        params (InternalCallbackParam): MindSpore's callback parameters; ``training_events`` in them gets the event.
-        kind (str): One word for what it is, such as "rollback".
-        message (str): A sentence for the log and the report.
+    ``kind`` is one word, such as "rollback"; ``message`` is a sentence.
     """
     logger.info("step %d: %s", params.cur_step_num, message)
     events = params.get("training_events") or []
@@ -64,12 +61,7 @@ def check_is_measured(params: InternalCallbackParam, name: str, metric: str) -> 
 def controlled_step(params: InternalCallbackParam, name: str) -> nn.Cell:
     """Returns the train step of a run, which must be one that obeys rate factors, limits and requests to stop.
 
-    Args:
-        params (InternalCallbackParam): MindSpore's callback parameters.
-        name (str): The callback that needs it.
-
-    Raises:
-        ConfigError: The run has another train step.
+    Raises ConfigError, which names the callback that needs it, if the run has another train step.
     """
     step = train_step_of(params.train_network)
     if step is None or step.is_mindformers_step:
@@ -146,12 +138,7 @@ class RateCallback(Callback):
 class PeriodicCallback(Callback):
     """A callback that does something every ``every`` steps, and after the last one.
 
-    Args:
-        name (str): What the YAML calls ``every``.
-        every (int): Steps between two times.
-
-    Raises:
-        ConfigError: ``every`` is not a whole number of at least 1.
+    ``name`` is what the YAML calls ``every``; ConfigError is raised if that is not a whole number of at least 1.
     """
 
     def __init__(self, name: str, every: int):

@@ -107,11 +107,7 @@ class GradientNormFactor(Rule):
         self.norms: Deque[float] = collections.deque(maxlen=window)
 
     def step(self, norm: float) -> str:
-        """Looks at the gradient norm of a step; returns "cut", "recovered", "highest" or "" if none of these happened.
-
-        Args:
-            norm (float): The gradient norm before clipping.
-        """
+        """Looks at a gradient norm before clipping; returns "cut", "recovered", "highest" or "" if none happened."""
         if not math.isfinite(norm):
             return ""
         median = float(np.median(self.norms)) if len(self.norms) == self.norms.maxlen else 0.0

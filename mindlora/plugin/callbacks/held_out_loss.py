@@ -99,15 +99,10 @@ class HeldOutLossCell(nn.Cell):
 
 
 def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> float:
-    """Returns the mean cross entropy, in nats per label, over a MindRecord.
+    """Returns the mean cross entropy, in nats per label, over a MindRecord; 0 if no label counts.
 
-    Args:
-        cell (HeldOutLossCell): A cell with the model to evaluate.
-        dataset_dir (str): MindRecord with integer columns input_ids and labels, as HeldOutLossCell takes them.
-        batch_size (int): Rows at a time; the last batch may be smaller.
-
-    Returns:
-        float; 0 if no label counts.
+    The MindRecord has integer columns input_ids and labels, as HeldOutLossCell takes them; the last batch may be
+    smaller.
     """
     dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
     was_training = cell.network.training

@@ -68,13 +68,7 @@ def _write(path, content):
 
 
 def draw_loss(train: List[Tuple[int, float]], held_out: List[Tuple[int, float]], path: str) -> None:
-    """Plots the training loss, its mean over nine neighbouring steps, and the held-out loss.
-
-    Args:
-        train (list): (step, loss) of every step.
-        held_out (list): (step, loss) where it was measured; may be empty.
-        path (str): The PNG file to write.
-    """
+    """Plots (step, loss) of training, its mean over nine neighbouring steps, and the held-out loss, to a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -29,11 +29,7 @@ ADDED = ("GracefulStop", "RunReport")
 
 
 def arrange_callbacks(config: MindFormerConfig) -> None:
-    """Puts the callbacks of a training run in order, and adds those that every run gets.
-
-    Args:
-        config (MindFormerConfig): The whole YAML; ``callbacks`` in it is changed.
-    """
+    """Puts the callbacks of a training run in order in its YAML, and adds those that every run gets."""
     callbacks = list(config.callbacks or [])
     listed = {callback.get("type") for callback in callbacks}
     callbacks += [MindFormerConfig(type=name) for name in ADDED if name not in listed]

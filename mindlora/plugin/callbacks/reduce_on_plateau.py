@@ -140,12 +140,7 @@ class PlateauRate(Rule):
         self.bad = self.cooling = 0
 
     def step(self, metric: float, rate: float) -> float:
-        """Returns the rate to use after a measurement.
-
-        Args:
-            metric (float): The measurement.
-            rate (float): The learning rate now.
-        """
+        """Returns the rate to use after a measurement, from the rate now."""
         if self._improves(metric):
             self.best, self.bad = metric, 0
         else:

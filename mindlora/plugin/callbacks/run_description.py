@@ -34,11 +34,7 @@ _ROWS = 256
 
 
 def describe(params: InternalCallbackParam) -> Dict[str, Any]:
-    """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run.
-
-    Args:
-        params (InternalCallbackParam): MindSpore's callback parameters.
-    """
+    """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run."""
     configuration = run_configuration()
     return {
         "time": time.time(),

@@ -98,7 +98,7 @@ class _LastLogits(nn.Cell):
 def greedy_answers(
     network: nn.Cell, prompts: Sequence[Sequence[int]], seq_length: int, pad: int, eos: int, max_tokens: int
 ) -> List[List[int]]:
-    """Returns what a network continues each prompt with, choosing the likeliest token each time.
+    """Returns what a network continues each prompt with, without eos, choosing the likeliest token each time.
 
     The whole window runs for each token, since a network in training has no KV cache: this is for a few short answers.
 
@@ -106,13 +106,7 @@ def greedy_answers(
         network (nn.Cell): A MindFormers causal language model; called with tokens [rows, seq_length] in evaluation
             mode, it returns (logits [rows, seq_length, vocabulary], ...). It is left in the mode that it was in.
         prompts (list of list of int): Token ids, fewer than seq_length in each prompt.
-        seq_length (int): Length of the window, in tokens.
-        pad (int): Id of the padding.
-        eos (int): Id of the token that ends an answer.
-        max_tokens (int): Tokens in an answer at most.
-
-    Returns:
-        list of list of int: the new tokens for each prompt, without eos.
+        pad, eos (int): Ids of the padding, and of the token that ends an answer.
     """
     was_training = network.training
     cell = _LastLogits(network).set_train(False)

@@ -216,10 +216,7 @@ class RunGuard(Rule):
     def step(self, loss: float, norm: float, skipped: bool) -> Optional[str]:
         """Looks at a step; returns why the run should go back to an earlier state, or None if it should not.
 
-        Args:
-            loss (float): The loss of the step.
-            norm (float): Its gradient norm before clipping.
-            skipped (bool): Whether it was skipped.
+        ``norm`` is the gradient norm before clipping.
         """
         if math.isfinite(loss):
             self.losses.append(loss)
@@ -292,14 +289,8 @@ def _logarithms(values):
 class Snapshots:
     """The last good state of a run, on the host: copies of arrays, two at most.
 
-    A state is known to be good only some steps later, so the one before it is kept until then.
-
-    Args:
-        every (int): Steps between copies; at least 1.
-        proven_after (int): Steps after which a copy counts as good. Default: 16, for the smoothed loss of RunGuard.
-
-    Raises:
-        ConfigError: ``every`` is out of range.
+    A state is known to be good only some steps later, so the one before it is kept until then: by default 16 steps, for
+    the smoothed loss of RunGuard. Raises ConfigError if ``every``, the steps between copies, is less than 1.
     """
 
     def __init__(self, every: int, proven_after: int = SMOOTHED):

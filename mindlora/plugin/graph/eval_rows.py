@@ -16,8 +16,7 @@ CUT_ROWS = "RowsForEvaluation"
 def cut_rows_for_eval(config: MindFormerConfig) -> None:
     """Lets MindFormers evaluate rows of seq_length + 1 tokens, which its eval does not take: the last token is cut.
 
-    Args:
-        config (MindFormerConfig): The whole YAML; the ``type`` of eval_dataset's data_loader is changed where needed.
+    The ``type`` of eval_dataset's data_loader in the YAML is changed where needed.
     """
     length, data = config.model.model_config.get("seq_length"), data_of(config.eval_dataset)
     if not data or (config.run_mode != "eval" and not config.do_eval):

@@ -13,10 +13,7 @@ from mindlora.save_load import check_base
 class LoadedBase:
     """Compares, once the base is loaded, the base that an adapter was trained on with it.
 
-    Args:
-        network (nn.Cell): The network with the adapter, whose base has no values yet.
-        path (str): The adapter.
-        on_base_mismatch (str): "error", "warn" or "ignore".
+    The base of ``network`` has no values yet; on_base_mismatch is "error", "warn" or "ignore".
     """
 
     def __init__(self, network: nn.Cell, path: str, on_base_mismatch: str):
@@ -24,11 +21,7 @@ class LoadedBase:
         self.shapes = self._shapes()
 
     def check(self) -> None:
-        """Compares the two.
-
-        Raises:
-            BaseMismatchError: They differ, with on_base_mismatch "error".
-        """
+        """Compares the two; raises BaseMismatchError if they differ, with on_base_mismatch "error"."""
         if self._shapes() != self.shapes:
             logger.info("%s: each device has a part of the base, which was not compared.", self.path)
             return

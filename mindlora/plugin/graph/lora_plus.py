@@ -27,12 +27,7 @@ class LoraPlusLR(ScaledSchedule):
 
 
 def set_groups(config: MindFormerConfig, ratio: float) -> None:
-    """Sets grouped_lr_schedule from lr_schedule, with ratio times its rate for B (and DoRA's magnitudes).
-
-    Args:
-        config (MindFormerConfig): The whole YAML; changed in place.
-        ratio (float): loraplus_lr_ratio.
-    """
+    """Sets grouped_lr_schedule from a YAML's lr_schedule, with ratio times its rate for B (and DoRA's magnitudes)."""
     # If the YAML has no lr_schedule, MindFormers has filled one in.
     keys = dict(config.lr_schedule)
     group = {**keys, "params": list(FASTER), "type": LoraPlusLR.__name__, "schedule": keys["type"], "ratio": ratio}

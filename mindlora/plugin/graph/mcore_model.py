@@ -95,13 +95,9 @@ def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
 
 
 def count_tokens(model: nn.Cell) -> bool:
-    """Makes a GPTModel return sums of losses over tokens, where it can.
+    """Makes a GPTModel return sums of losses over tokens, in place, where it can; returns whether it does.
 
-    Args:
-        model (nn.Cell): The GPTModel; changed in place.
-
-    Returns:
-        bool, whether it does. With multi-token prediction it does not.
+    With multi-token prediction it does not.
     """
     if not model.mtp_process:
         model.calculate_per_token_loss = model.loss.calculate_per_token_loss = True

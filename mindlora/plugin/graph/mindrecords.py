@@ -10,11 +10,7 @@ from mindlora.errors import ConfigError
 
 
 def first_rows(path: str, count: int) -> Iterator[Dict[str, np.ndarray]]:
-    """Yields the columns of the first rows of a MindRecord, at most ``count``.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """Yields the columns of the first ``count`` rows of a MindRecord; raises ConfigError if it cannot be read."""
     from mindspore.mindrecord import FileReader
     from mindspore.mindrecord.common.exceptions import MindRecordException
 

@@ -11,12 +11,7 @@ from mindlora.plugin.graph.mcore_model import count_tokens, gpt_model_of
 def base_of(train_network: nn.Cell) -> nn.Cell:
     """Returns the MindFormers model (with its PET wrapper) inside a train step or a tool cell.
 
-    Args:
-        train_network (nn.Cell): The network that mindspore.Model trains, which may also hold cells for accumulation
-            or pipelining.
-
-    Raises:
-        TypeError: There is no MindFormers model inside.
+    Cells for accumulation or pipelining may be around it. Raises TypeError if there is no MindFormers model inside.
     """
     network = _innermost(train_network, lambda cell: hasattr(cell, "config"))
     if network is None:
@@ -32,11 +27,7 @@ def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
 def check_loaded_base(network: nn.Cell) -> None:
     """Compares the base that adapter_path was trained on with the one that has been loaded, if both are there.
 
-    Args:
-        network (nn.Cell): The network that mindspore.Model trains or evaluates.
-
-    Raises:
-        BaseMismatchError: They differ, and on_base_mismatch of pet_config is "error".
+    Raises BaseMismatchError if they differ, and on_base_mismatch of pet_config is "error".
     """
     model = _innermost(network, lambda cell: hasattr(cell, "check_loaded_base"))
     if model is not None:
@@ -46,11 +37,7 @@ def check_loaded_base(network: nn.Cell) -> None:
 def count_tokens_in_loss(train_network: nn.Cell) -> bool:
     """Makes a model of MindFormers return the sum of its losses and the number of counted tokens, not their quotient.
 
-    Args:
-        train_network (nn.Cell): The model, or cells around it; the loss of the model is changed in place.
-
-    Returns:
-        bool, False if there is no model inside whose loss counts tokens.
+    The loss of the model is changed in place. Returns False if there is no model inside whose loss counts tokens.
     """
     mcore = gpt_model_of(train_network)
     if mcore is not None:

@@ -23,12 +23,8 @@ _WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression",
 def boundary_of(data: Data) -> Optional[int]:
     """Returns the token at which the examples of packed rows begin, or None if the data is not packed.
 
-    Args:
-        data (str or sequence of str): A MindRecord, several, or a folder of them, as dataset_dir and dataset_files of
-            MindFormers' MindDataset.
-
-    Raises:
-        ConfigError: A file cannot be read, or one is packed differently from another.
+    The data is a MindRecord, several, or a folder of them. Raises ConfigError if a file cannot be read, or one is
+    packed differently from another.
     """
     first, *others = mindrecord_files(data) or [None]
     boundary = _boundary_of_file(first) if first else None
@@ -43,14 +39,9 @@ def boundary_of(data: Data) -> Optional[int]:
 
 
 def install_segment_mask(network: nn.Cell, boundary: int) -> None:
-    """Makes a Llama keep the examples of packed rows apart (see SegmentMask).
+    """Makes a Llama keep the examples of packed rows apart (see SegmentMask), in place; each begins with ``boundary``.
 
-    Args:
-        network (nn.Cell): MindFormers' LlamaForCausalLM, with or without an adapter; changed in place.
-        boundary (int): Token at which an example begins.
-
-    Raises:
-        ConfigError: The model is no legacy Llama, or has a setting under which it uses no mask made from its tokens.
+    Raises ConfigError if the model is no legacy Llama, or a setting keeps it from using a mask made from its tokens.
     """
     model = _llama(network)
     if model is None:
@@ -76,12 +67,7 @@ def installed_boundary(network: nn.Cell) -> Optional[int]:
 
 
 def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
-    """Raises ConfigError if data to evaluate on is packed and the network does not keep its examples apart.
-
-    Args:
-        train_network (nn.Cell): The network that mindspore.Model trains.
-        dataset_dir (str): MindRecord.
-    """
+    """Raises ConfigError if data to evaluate on is packed and the network does not keep its examples apart."""
     boundary = boundary_of(dataset_dir)
     if boundary is not None and boundary != installed_boundary(base_of(train_network)):
         raise ConfigError(
@@ -91,13 +77,9 @@ def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
 
 
 def set_boundary(config: MindFormerConfig) -> None:
-    """Sets runner_wrapper.packed_boundary if the training data is packed.
+    """Sets runner_wrapper.packed_boundary in the YAML if the training data is packed.
 
-    Args:
-        config (MindFormerConfig): The whole YAML of a run that trains; changed in place.
-
-    Raises:
-        ConfigError: The data is packed, and the train step is not mindlora's, or a setting does not go with the data.
+    Raises ConfigError if it is, and the train step is not mindlora's, or a setting does not go with the data.
     """
     data, wrapper = data_of(config.train_dataset), config.runner_wrapper
     boundary = boundary_of(data) if data else None
@@ -128,8 +110,7 @@ def set_boundary(config: MindFormerConfig) -> None:
 def check_eval_data(config: MindFormerConfig) -> None:
     """Raises ConfigError if MindFormers is to evaluate packed data with a network that would mix the examples of a row.
 
-    Args:
-        config (MindFormerConfig): The whole YAML, after set_boundary if the run trains.
+    If the run trains, set_boundary comes first.
     """
     if config.run_mode != "eval" and not config.do_eval:
         return

@@ -33,13 +33,7 @@ class MindloraModel(LoraModel):
         """Does nothing: PetLoraConfig has been validated already."""
 
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
-        """Puts LoRA on ``base_model``, freezes the rest, and loads adapter_path if there is one.
-
-        Args:
-            base_model (nn.Cell): The model, changed in place.
-
-        Returns:
-            nn.Cell, base_model.
+        """Puts LoRA on ``base_model``, in place, freezes the rest, and loads adapter_path if there is one.
 
         Raises:
             ConfigError: loraplus_lr_ratio is set, which only mindlora-run can carry out.
@@ -86,8 +80,7 @@ class MindloraModel(LoraModel):
     def check_loaded_base(self) -> None:
         """Compares the base that adapter_path was trained on with the one that has been loaded since, once.
 
-        Raises:
-            BaseMismatchError: They differ, and on_base_mismatch is "error".
+        Raises BaseMismatchError if they differ, and on_base_mismatch is "error".
         """
         if self.unchecked is not None:
             self.unchecked.check()

@@ -271,8 +271,7 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
     def gradient_norms(self) -> Dict[str, float]:
         """Returns the norm of each trainable parameter's gradient, before clipping, in the last step.
 
-        Raises:
-            ConfigError: The train step does not record them.
+        Raises ConfigError if the train step does not record them.
         """
         if self.norms is None:
             raise ConfigError(

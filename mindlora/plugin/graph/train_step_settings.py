@@ -15,10 +15,8 @@ _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_paral
 def set_micro_batches(config: MindFormerConfig) -> None:
     """Turns K = gradient_accumulation_steps into batches of K batch_size rows and K micro-batches in the train step.
 
-    So one step of MindSpore is one step of the optimizer, of the learning rate and of every callback.
-
-    Args:
-        config (MindFormerConfig): The whole YAML, without mistakes; changed in place.
+    So one step of MindSpore is one step of the optimizer, of the learning rate and of every callback. The YAML, which
+    must have no mistakes, is changed in place.
     """
     steps = config.runner_config.gradient_accumulation_steps
     if steps in (None, 1) or not accumulates_here(config):
@@ -31,11 +29,7 @@ def set_micro_batches(config: MindFormerConfig) -> None:
 
 
 def prepare_budget(config: MindFormerConfig) -> None:
-    """Adds the callback RankBudget and the train step's part to a training run of AdaLoRA.
-
-    Args:
-        config (MindFormerConfig): The whole YAML, without mistakes; changed in place.
-    """
+    """Adds the callback RankBudget and the train step's part to the YAML of a training run of AdaLoRA."""
     pet_config = config.model.model_config.pet_config or {}
     if not pet_config.get(ADALORA.field):
         return
@@ -55,11 +49,8 @@ def prepare_budget(config: MindFormerConfig) -> None:
 def prepare_exchange(config: MindFormerConfig) -> None:
     """Checks ``gradient_exchange`` of a training run, and has data-parallel ranks compare their adapters.
 
-    Args:
-        config (MindFormerConfig): The whole YAML; its callbacks get ExchangeCheck if it is due.
-
-    Raises:
-        ConfigError: A setting is wrong, or the parallel mode cannot have it.
+    The YAML's callbacks get ExchangeCheck if it is due. Raises ConfigError if a setting is wrong, or the parallel mode
+    cannot have it.
     """
     wrapper = config.get("runner_wrapper") or {}
     given = wrapper.get("gradient_exchange")
@@ -88,11 +79,7 @@ def prepare_exchange(config: MindFormerConfig) -> None:
 
 
 def record_gradient_norms(config: MindFormerConfig) -> None:
-    """Has the train step record the norms of gradients that AdapterHealth reports.
-
-    Args:
-        config (MindFormerConfig): The whole YAML; changed in place.
-    """
+    """Has the train step record the norms of gradients that AdapterHealth reports; the YAML is changed in place."""
     reports = any(callbacks_of(config, "AdapterHealth"))
     if reports and train_step(config) == WRAPPER and accumulates_here(config):
         config.runner_wrapper.setdefault("record_gradient_norms", True)

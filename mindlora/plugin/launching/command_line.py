@@ -10,13 +10,9 @@ from mindlora.errors import ConfigError
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> Tuple[argparse.Namespace, List[str]]:
-    """Returns the flags, and all other words: overrides such as ``--a.b.c value``.
+    """Returns the flags, and all other words: overrides such as ``--a.b.c value``; raises ConfigError for a wrong flag.
 
-    Args:
-        argv (sequence of str): The arguments. Default: None, those of this process.
-
-    Raises:
-        ConfigError: A flag is wrong.
+    None stands for this process's arguments.
     """
     args, rest = _parser().parse_known_args(argv)
     for pair in args.options or ():

@@ -14,9 +14,7 @@ _LONGEST = 400
 def described(error: Exception, config: Optional[MindFormerConfig]) -> str:
     """Returns one line that names an error, and writes its traceback to a file in the run's output folder.
 
-    Args:
-        error (Exception): What ended the run.
-        config (MindFormerConfig, optional): The whole YAML, or None if the error came before it was read.
+    The configuration is None if the error came before it was read.
     """
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     shortened = first if len(first) <= _LONGEST else f"{first[:_LONGEST]}..."

@@ -14,12 +14,7 @@ _LAUNCHERS = ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
-    """Raises ConfigError if the run cannot start on this machine, or would answer from random weights unasked.
-
-    Args:
-        config (MindFormerConfig): The whole YAML with the command line's overrides.
-        random_base (bool): Whether predicting on random weights is meant. Default: False.
-    """
+    """Raises ConfigError if the run cannot start on this machine, or would answer from random weights unasked."""
     fill_base(config)
     _check_device(config)
     _check_output(config)

@@ -31,11 +31,8 @@ _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization", "LoraStart")
 def prepare(config: MindFormerConfig) -> None:
     """Checks a run's configuration and fills in what follows from it: a preset's learning rate, resuming and so on.
 
-    Args:
-        config (MindFormerConfig): The whole YAML with the command line's overrides; changed in place.
-
-    Raises:
-        ConfigError: A setting is wrong; the message gives the key, its value, and what it must be.
+    The YAML, with the command line's overrides, is changed in place. Raises ConfigError if a setting is wrong; the
+    message gives the key, its value, and what it must be.
     """
     if not config.model or not config.model.model_config:
         refuse([error("model.model_config", "The YAML has no model.model_config: write a complete MindFormers YAML.")])
@@ -52,11 +49,7 @@ def refuse_and_log(findings: List[Finding]) -> None:
 
 
 def find_by_mindformers(config: MindFormerConfig) -> List[Finding]:
-    """Returns what is wrong in a YAML and what MindFormers' registry, or the content of files, tells.
-
-    Args:
-        config (MindFormerConfig): The whole YAML; its nodes must be of the right kind.
-    """
+    """Returns what is wrong in a YAML, whose nodes are of the right kind, as MindFormers' registry or files tell."""
     return [*check_classes(config), *check_contents(config, first_rows)]
 
 
@@ -66,13 +59,9 @@ def refuse_missing_files(config: MindFormerConfig) -> None:
 
 
 def fill(config: MindFormerConfig) -> None:
-    """Fills in what follows from a YAML without mistakes.
+    """Fills in what follows from a YAML without mistakes, in place.
 
-    Args:
-        config (MindFormerConfig): The whole YAML; changed in place.
-
-    Raises:
-        ConfigError: The exchange of gradients, packed data or the checkpoint to resume from does not suit the run.
+    Raises ConfigError if the exchange of gradients, packed data or the checkpoint to resume from does not suit the run.
     """
     fill_base(config)
     pet_config = config.model.model_config.pet_config or {}

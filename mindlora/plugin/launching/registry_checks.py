@@ -40,9 +40,6 @@ def check_classes(config: MindFormerConfig) -> Iterator[Finding]:
 
     Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
     ``max_position_embeddings``.
-
-    Args:
-        config (MindFormerConfig): The whole YAML.
     """
     training = config.run_mode in TRAINING_MODES
     data = "train" if training else config.run_mode

@@ -28,8 +28,7 @@ class _AboveBar(logging.Handler):
 def progress_only(config: MindFormerConfig) -> Iterator[None]:
     """Shows a run's progress bar and mindlora's messages; all else that is printed goes to log/screen.log.
 
-    Args:
-        config (MindFormerConfig): The whole YAML; ProgressBar is added to its callbacks if it is not there.
+    ProgressBar is added to the YAML's callbacks if it is not there.
     """
     callbacks = list(config.callbacks or [])
     if not any(callback.get("type") == "ProgressBar" for callback in callbacks):

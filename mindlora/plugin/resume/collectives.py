@@ -11,16 +11,9 @@ from mindlora.errors import BackendError
 
 
 def all_gather(content: np.ndarray) -> np.ndarray:
-    """Returns what every rank holds: by AllGather.
+    """Returns what every rank holds, uint8 [ranks, n], of uint8 [n] with the same n on all ranks: by AllGather.
 
-    Args:
-        content (numpy.ndarray): uint8 [n], with the same n on all ranks.
-
-    Returns:
-        numpy.ndarray, uint8 [ranks, n].
-
-    Raises:
-        BackendError: The device has no such operator.
+    Raises BackendError if the device has no such operator.
     """
     # As int32, which every backend gathers; bytes are gathered on none.
     words = np.frombuffer(content.tobytes() + bytes(-content.size % 4), np.int32)
@@ -31,14 +24,8 @@ def all_gather(content: np.ndarray) -> np.ndarray:
 def all_sum(content: np.ndarray) -> np.ndarray:
     """Returns the bytes of all ranks put together, where at each place only one rank has any: by AllReduce.
 
-    Args:
-        content (numpy.ndarray): uint8 [n], with the same n on all ranks, 0 where it is another rank's turn.
-
-    Returns:
-        numpy.ndarray, uint8 [n].
-
-    Raises:
-        BackendError: The device has no such operator.
+    Both are uint8 [n], with the same n on all ranks; ``content`` is 0 where it is another rank's turn. Raises
+    BackendError if the device has no such operator.
     """
     # Two bytes become a whole number in float32, whose sum with zeros is exact, also for NaN and -0.0.
     halves = np.frombuffer(content.tobytes() + bytes(content.size % 2), np.uint16).astype(np.float32)

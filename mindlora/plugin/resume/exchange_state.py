@@ -22,13 +22,8 @@ _FOLDER, _TENSOR = "unsent_gradients", "unsent"
 def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: int) -> None:
     """Writes what this rank has not sent, and returns when all ranks have: rank 0 writes its step folder afterwards.
 
-    So each step folder has these files, wherever a run is killed. Without such an exchange, nothing is done.
-
-    Args:
-        directory (str): Where the run saves; the file is unsent_gradients/step_N.rank_R.safetensors in it.
-        step (int): The step that has just ended.
-        train_network (Cell): The network that mindspore.Model trains.
-        keep_last (int): How many step folders there will be; one more of these files is kept.
+    So each step folder has these files, wherever a run is killed. Without such an exchange, nothing is done. The file
+    is unsent_gradients/step_N.rank_R.safetensors in ``directory``; one more of them is kept than of step folders.
     """
     exchange = _compressing(train_network)
     if exchange is None:
@@ -45,13 +40,7 @@ def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: in
 
 
 def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
-    """Restores what this rank had not sent; it starts at 0, with a warning, if there is no such file of this run's.
-
-    Args:
-        step_folder (str): The step folder that the run resumes from.
-        step (int): Its step.
-        train_network (Cell): The network that mindspore.Model trains.
-    """
+    """Restores what this rank had not sent; it starts at 0, with a warning, if there is no such file of this run's."""
     exchange = _compressing(train_network)
     if exchange is None:
         return

@@ -50,9 +50,7 @@ def adapter_parameters(network: nn.Cell) -> Dict[str, Parameter]:
 def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
     """Tells whether this rank holds only a part of the adapter: of its tensors, or of its cells.
 
-    Args:
-        network (nn.Cell): A network with adapters.
-        layouts (mapping): parameter_layout_dict of the network that trains; empty if nothing was recorded.
+    ``layouts`` is parameter_layout_dict of the network that trains; empty if nothing was recorded.
     """
     if ms.get_auto_parallel_context("pipeline_stages") > 1:
         return True
@@ -69,13 +67,7 @@ def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
 def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[str, np.ndarray]:
     """Returns the whole tensors of a sharded adapter, bit for bit, on every rank; all ranks must call this.
 
-    Args:
-        network (nn.Cell): The network with this rank's slices.
-        layouts (mapping): As in ``is_sharded``.
-        step (int): The step that has just ended, for a check that it is the same everywhere.
-
-    Returns:
-        dict, name of the parameter -> array.
+    ``step``, which has just ended, must be the same everywhere; ``layouts`` is as in ``is_sharded``.
 
     Raises:
         BackendError: It was not recorded how a parameter is cut, or the device has no collective operator.
@@ -97,11 +89,7 @@ def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[st
 def write_slices(folder: str, network: nn.Cell, layouts: Mapping[str, tuple], at: str) -> None:
     """Writes this rank's slices, and how they are cut if that is known, as ``mindlora gather`` reads them.
 
-    Args:
-        folder (str): It gets rank_R and strategy.
-        network (nn.Cell): The network with this rank's slices.
-        layouts (mapping): As in ``is_sharded``.
-        at (str): Epoch and step, such as "1_20".
+    The folder gets rank_R and strategy; ``at`` is epoch and step, such as "1_20".
     """
     rank, parameters = get_rank(), adapter_parameters(network)
     recorded = {name: _layout(layouts[name]) for name in parameters if name in layouts}

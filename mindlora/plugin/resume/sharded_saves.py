@@ -16,12 +16,7 @@ from mindlora.plugin.resume import collectives, sharded_adapter, training_state
 
 
 class ShardedSaves:
-    """Joins the slices of a sharded run's adapter, or writes them.
-
-    Args:
-        directory (str): Where the run saves.
-        keep_last (int): How many steps of slices to keep.
-    """
+    """Joins the slices of a sharded run's adapter, or writes them; slices of the last ``keep_last`` steps are kept."""
 
     def __init__(self, directory: str, keep_last: int):
         self.folder, self.keep_last = os.path.join(directory, training_state.SLICES), keep_last
@@ -51,10 +46,7 @@ class ShardedSaves:
     def gather(self, params: InternalCallbackParam) -> Optional[Dict[str, np.ndarray]]:
         """Returns the whole tensors of the adapter; or writes this rank's slices and returns None.
 
-        All ranks must call this.
-
-        Raises:
-            LoraError: The slices do not make up the tensors, or are of different steps.
+        All ranks must call this. Raises LoraError if the slices do not make up the tensors, or are of different steps.
         """
         network, layouts = base_of(params.train_network), params.train_network.parameter_layout_dict
         try:

@@ -61,12 +61,7 @@ def step_folders(directory: str) -> List[str]:
 def set_aside(directory: str, step: int) -> Optional[str]:
     """Moves what an earlier run saved after ``step`` into a folder of its own, so that two runs do not mix.
 
-    Args:
-        directory (str): Where this run will save.
-        step (int): The step at which this run starts; 0 for a new one.
-
-    Returns:
-        str, the folder that now holds it, or None if there was nothing to move.
+    This run starts at ``step``, 0 if it is new. Returns the folder, or None if there was nothing to move.
     """
     saved = [*step_folders(directory), *step_folders(os.path.join(directory, SLICES))]
     later = [folder for folder in saved if int(os.path.basename(folder)[len(STEP_PREFIX) :]) > step]
@@ -85,17 +80,9 @@ def set_aside(directory: str, step: int) -> Optional[str]:
 
 
 def resume_folder(directory: str, resume: Union[bool, str]) -> str:
-    """Returns the step folder to resume from.
+    """Returns the step folder to resume from: the one given, or with True the newest in ``directory``.
 
-    Args:
-        directory (str): Where the run saves.
-        resume (bool or str): A step folder, or True for the newest one in ``directory``.
-
-    Returns:
-        str, the path of the step folder.
-
-    Raises:
-        ConfigError: There is no such folder, or it holds no training state.
+    Raises ConfigError if there is no such folder, or it holds no training state.
     """
     folders = [resume] if isinstance(resume, str) else step_folders(directory)
     if not folders:
@@ -121,13 +108,10 @@ def read_metadata(folder: str) -> dict:
 
 
 def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]] = None) -> None:
-    """Writes a step folder: adapter, optimizer moments, loss scale, step, trained base parameters, callbacks' state.
+    """Writes a step folder, atomically: adapter, moments, loss scale, step, trained base parameters, callbacks' state.
 
-    Args:
-        folder (str): The folder to write, atomically.
-        params (InternalCallbackParam): MindSpore's callback parameters.
-        values (mapping): In a sharded run the whole tensors of the adapter (see mindlora.save_load.adapter_of). Only
-            the adapter is written then, as every rank has a state of its own. Default: None.
+    In a sharded run, ``values`` are the whole tensors of the adapter (see mindlora.save_load.adapter_of). Only the
+    adapter is written then, as every rank has a state of its own.
     """
     if values is not None:
         _save_adapter(params, folder, values)
@@ -159,15 +143,7 @@ def save_best(
     value: float,
     values: Optional[Mapping[str, np.ndarray]] = None,
 ) -> None:
-    """Writes the adapter that is the best so far, with its step and its metric.
-
-    Args:
-        folder (str): The folder to write, atomically.
-        params (InternalCallbackParam): MindSpore's callback parameters.
-        metric (str): The name of the metric.
-        value (float): The value of the metric.
-        values (mapping): As for ``save``. Default: None.
-    """
+    """Writes the best adapter so far, atomically, with its step and its metric; ``values`` are as for ``save``."""
     with atomic.replace_folder(folder) as new:
         _save_adapter(params, new, values)
         write_json(os.path.join(new, _BEST_METADATA), {"step": params.cur_step_num, metric: value})
@@ -180,10 +156,6 @@ def best_value(folder: str, metric: str) -> Optional[float]:
 
 def restore(folder: str, params: InternalCallbackParam) -> None:
     """Restores a run: adapter, moments, loss scale, optimizer step and MindSpore's step count.
-
-    Args:
-        folder (str): The step folder.
-        params (InternalCallbackParam): MindSpore's callback parameters; the step count in them is set.
 
     Raises:
         ConfigError: The run was complete; it had another number of steps per epoch, or another optimizer, loss scale or
