@@ -19,7 +19,7 @@ from mindlora.errors import (
 )
 from mindlora.models import names
 from mindlora.models.joined_rows import RowLayout
-from mindlora.models.targets import ALL_LINEAR, select_targets
+from mindlora.models.targets import select_targets
 from mindlora.numerics.pair_layouts import LINEAR, Shape
 
 logger = logging.getLogger("mindlora")
@@ -36,7 +36,7 @@ class CellShape(NamedTuple):
         first_rows (int or None): Rows of the first part of DeepSeek's linear_qkv, if it belongs to such an attention.
         layout (RowLayout or None): How a joined cell orders its rows, if not as its record says.
         name (str or None): The path that adapters have it under; None if to_mindformers gives that.
-        linear (bool): Whether "all-linear" selects it.
+        linear (bool): Whether it is a linear cell.
         experts (bool): Whether it is a stacked weight of experts.
     """
 
@@ -199,11 +199,11 @@ def selected(adapter: Adapter, shapes: Mapping[str, CellShape]) -> List[str]:
     stacked = _selected_experts(shapes, selection.get("target_parameters") or ())
     if not targets:
         return stacked
-    # As in apply_lora.
-    plain = [path for path, cell in shapes.items() if not cell.experts and (cell.linear or targets != ALL_LINEAR)]
+    plain = [path for path, cell in shapes.items() if not cell.experts]
+    not_linear = [path for path in plain if not shapes[path].linear]
     try:
         # The tensors tell what is missing, also of a regex that was written for several models.
-        chosen = select_targets(plain, targets, selection.get("exclude_modules"), warn=False)
+        chosen = select_targets(plain, targets, selection.get("exclude_modules"), warn=False, not_linear=not_linear)
     except TargetError:
         # PEFT accepts names that match nothing if others match, so here only the tensors can tell.
         return stacked

@@ -105,17 +105,16 @@ def freeze(
 
 
 def _adapted_cells(network: Description, config: LoraConfig, warn: bool) -> Dict[str, AdaptableCell]:
-    # PEFT's all-linear leaves embeddings, convolutions and experts out as well.
-    candidates = network.of_kind(LINEAR) if config.target_modules == targets.ALL_LINEAR else network.cells
     selected: List[str] = []
     if config.target_modules is not None or config.target_parameters is None:
         selected += targets.select_targets(
-            list(candidates),
+            list(network.cells),
             config.target_modules,
             config.exclude_modules,
-            {path: name for path, name in network.classes.items() if path not in candidates},
+            network.classes,
             config.layers_to_transform,
             warn,
+            network.cells.keys() - network.of_kind(LINEAR).keys(),
         )
     if config.target_parameters is not None:
         selected += targets.select_parameters(

@@ -24,17 +24,20 @@ def select_targets(
     other_cells: Optional[Mapping[str, str]] = None,
     layers: Optional[Union[int, Sequence[int]]] = None,
     warn: bool = True,
+    not_linear: Collection[str] = (),
 ) -> List[str]:
     """Returns the paths in ``linear_paths`` that get an adapter.
 
     Args:
-        linear_paths (Sequence[str]): Full paths of the linear cells of a network, in order.
+        linear_paths (Sequence[str]): Full paths of the cells of a network that can have an adapter, in order.
         target_modules (str or list): As in LoraConfig.
         exclude_modules (str or list): As in LoraConfig. Default: None.
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
             cell. Default: None.
         layers (int or list of int): layers_to_transform, as in LoraConfig. Default: None.
         warn (bool): Whether to warn of alternatives of a regex that match nothing. Default: True.
+        not_linear (collection of str): Those in ``linear_paths`` that are no linear cells: embeddings, convolutions and
+            experts, which "all-linear" leaves out, as PEFT's does. Default: (), none.
 
     Returns:
         list of str, in the order of ``linear_paths``.
@@ -48,6 +51,8 @@ def select_targets(
             "target_modules is missing: name the linear cells that get an adapter, "
             "for instance '.*wq|.*wk|.*wv|.*wo' or 'all-linear'." + _candidates(linear_paths)
         )
+    if target_modules == ALL_LINEAR:
+        linear_paths = [path for path in linear_paths if path not in not_linear]
     if not linear_paths:
         raise TargetError(
             "The network holds no linear cell (nn.Dense, mint.nn.Linear or MindFormers' Linear), so there is nothing "

@@ -47,9 +47,9 @@ def paths(*leaves, layers=range(3)):
     return [path for path in LAYERS if any(path.endswith(f"layers.{i}.{leaf}") for i in layers for leaf in leaves)]
 
 
-def refusal(*arguments):
+def refusal(*arguments, **options):
     with pytest.raises(TargetError) as error:
-        select_targets(*arguments)
+        select_targets(*arguments, **options)
     assert isinstance(error.value, LoraError)
     return str(error.value)
 
@@ -297,6 +297,13 @@ def test_all_linear_leaves_routers_out_and_a_name_takes_them(router):
     paths = [router, "decoder.layers.0.mlp.shared_experts.linear_fc1", "output_layer"]
     assert select_targets(paths, "all-linear") == paths[1:2]
     assert select_targets(paths, [router.rpartition(".")[2]]) == [router]
+
+
+def test_all_linear_leaves_out_what_is_not_linear_and_a_name_takes_it():
+    paths = ["tok_embeddings", "layers.0.attention.wq", "conv"]
+    assert select_targets(paths, "all-linear", not_linear=["tok_embeddings", "conv"]) == paths[1:2]
+    assert select_targets(paths, ["conv"], not_linear=["tok_embeddings", "conv"]) == ["conv"]
+    assert "The network holds no linear cell" in refusal(["conv"], "all-linear", not_linear=["conv"])
 
 
 @pytest.mark.parametrize("spec", [["q_proj", "k_proj", "v_proj"], ["linear_qkv"], ["wq", "wk", "wv"], ".*[qkv]_proj"])
