@@ -139,12 +139,7 @@ class Adapter:
         return parts.get(registry.of_parts(parts).row_norms)
 
     def narrow(self, path: str, in_channels: Optional[int]) -> None:
-        """Gives an A that is not the cell's own the columns of the cell at ``path``.
-
-        Args:
-            path (str): Path of the cell.
-            in_channels (int): Number of columns; None keeps those that there are.
-        """
+        """Gives an A that all cells share the columns of the cell at ``path``; None keeps those that there are."""
         variant = registry.of_parts(self.parts(path))
         if not variant.own_pair and in_channels is not None:
             self.tensors[path, "A"] = variant.columns_of(self.tensors[path, "A"], in_channels)
@@ -163,9 +158,7 @@ class Adapter:
     def complete_pairs(self, source: str) -> None:
         """Gives each cell the A and B that a file does not hold as its own: the reverse of stored_tensors.
 
-        Raises:
-            MissingTensorsError: The file holds VeRA's vectors, but not both A and B.
-            ShapeMismatchError: B has fewer rows than a cell has.
+        Raises MissingTensorsError if VeRA's vectors lack A or B, ShapeMismatchError if B lacks rows of a cell.
         """
         found = {half: self.tensors.pop(key) for half, key in SHARED.items() if key in self.tensors}
         variant = self.variant
@@ -210,11 +203,7 @@ class Adapter:
         return self.layout(path).weight_shape(*(self.tensors[path, half].shape for half in "AB"))
 
     def set_alpha(self, alpha: float) -> None:
-        """Sets lora_alpha for every pair, if the file did not state it.
-
-        Raises:
-            ScaleMismatchError: The adapter has a lora_alpha, or ``alpha`` is not a number above 0.
-        """
+        """Sets lora_alpha of every pair; raises ScaleMismatchError if the file states it, or if it is not above 0."""
         if alpha not in ALPHA:
             raise ScaleMismatchError(f"lora_alpha is {alpha!r}; it must be a number above 0.")
         if self.alphas:
@@ -225,11 +214,7 @@ class Adapter:
         self.alphas = {path: float(alpha) for path in self.paths}
 
     def check_pairs(self, source: str, declared: Optional[Dict[str, int]] = None) -> None:
-        """Checks that each A has its B and that their shapes agree with each other and with the declared ranks.
-
-        Args:
-            source (str): What messages call the adapter.
-            declared (dict): path -> rank that the adapter's configuration declares. Default: None.
+        """Checks that each A has its B and that their shapes agree with each other and with ``declared``, path -> rank.
 
         Raises:
             MissingTensorsError: Half of a pair is missing, or some cells have a magnitude and others do not.

@@ -170,10 +170,6 @@ def _rule(method: str, density: Optional[float], majority_sign: str, random: np.
 def keep_largest(tensor: np.ndarray, density: float) -> np.ndarray:
     """Returns ``tensor`` with all but its int(density * size) elements of the largest magnitude set to zero.
 
-    Args:
-        tensor (array): Any shape.
-        density (float): Share of the elements to keep, in (0, 1].
-
     Source: Yadav et al., TIES-Merging, 2023.
     """
     kept = int(density * tensor.size)
@@ -188,11 +184,6 @@ def keep_largest(tensor: np.ndarray, density: float) -> np.ndarray:
 
 def keep_random(tensor: np.ndarray, density: float, random: np.random.Generator) -> np.ndarray:
     """Returns ``tensor`` with each element kept with probability ``density`` and then divided by it, else zero.
-
-    Args:
-        tensor (array): float32, any shape.
-        density (float): Probability of keeping an element, in (0, 1].
-        random (numpy.random.Generator): Source of the random numbers.
 
     Source: Yu et al., Language Models are Super Mario, 2024.
     """

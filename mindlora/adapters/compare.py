@@ -22,7 +22,6 @@ class CellDifference:
     """How two adapters differ at a cell that both adapt.
 
     Attributes:
-        path (str): Under MindFormers' names.
         equal (bool): Whether A, B, the magnitude and the scale are the same, bit for bit.
         difference_a, difference_b (float): Frobenius norm of the difference; None if the shapes differ, or a tensor is
             not finite.
@@ -52,15 +51,13 @@ _COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class DiffReport:
-    """How two adapters differ.
+    """How two adapters, at the paths ``first`` and ``second``, differ.
 
     Attributes:
-        first, second (str): Their paths.
         equal (bool): Whether all tensors and scales are the same, bit for bit: both change a base in the same way.
         settings (dict): Settings that differ: name -> (of the first, of the second).
         only_in_first, only_in_second (tuple of str): Tensors, with layer numbers combined.
         saved_modules_changed (tuple of str): Parameters of modules_to_save that both hold, with different values.
-        cells (tuple of CellDifference): One for each cell that both adapt.
     """
 
     first: str

@@ -24,15 +24,10 @@ EXPERT_FORMS = ("stacked", "single")
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Sizes of the model's attention, which splitting and joining its cells need.
+    """Sizes of the model's attention, which splitting and joining its cells need; None for those that are not known.
 
-    Attributes:
-        heads (int): num_heads, or None.
-        kv_heads (int): n_kv_heads, or None.
-        head_dim (int): Size of a head, or None.
-        q_rank (int): q_lora_rank of DeepSeek-V3, or None.
-        layouts (mapping): Name of a joined cell, such as w_qkv -> how the model orders its rows, if not as its record
-            says.
+    ``q_rank`` is q_lora_rank of DeepSeek-V3. ``layouts`` says of a joined cell, such as w_qkv, how the model orders its
+    rows, if not as its record says.
     """
 
     heads: Optional[int] = None
@@ -44,18 +39,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertAdapterReport:
-    """What convert_adapter did.
-
-    Attributes:
-        source (str): The path that was read.
-        dialect (str): Its form.
-        output (str): The path that was written.
-        form (str): Its form.
-        pairs (int): Pairs of A and B that were written.
-        saved_modules (int): Parameters of modules_to_save that were written with them.
-        ranks (tuple of int): Their ranks.
-        alphas (tuple of float): Their lora_alpha.
-    """
+    """What convert_adapter read and wrote: paths and forms, the counts of what was written, and the pairs' settings."""
 
     source: str
     dialect: str
@@ -204,15 +188,7 @@ class _KnownBase(NamedTuple):
 
 
 def _known_base(adapter: Adapter, architecture: Optional[str] = None) -> _KnownBase:
-    """Returns what is known about the model under ``adapter``.
-
-    Args:
-        adapter (Adapter): Its paths are MindFormers'.
-        architecture (str): What the user says: Hugging Face's model_type, such as qwen3. Default: None.
-
-    Raises:
-        AdapterError: There is no record of ``architecture``.
-    """
+    """Returns what is known about the model under ``adapter``, or under the model_type that the user names."""
     config = _config_of(adapter.base_model)
     if architecture is not None:
         found = registry.by_hugging_face_type(architecture)

@@ -44,9 +44,6 @@ def stack_pairs(adapter: Adapter) -> None:
     If gate_proj and up_proj share one A in every expert, the stacked pair has their rank; otherwise it has the sum of
     their ranks, A = [A_gate; A_up], and B is block-diagonal. Where scales differ, B is rescaled and rounded.
 
-    Args:
-        adapter (Adapter): Changed in place.
-
     Raises:
         MissingTensorsError: A single expert lacks a pair that others of its layer have, or only one of gate_proj and
             up_proj has one.
@@ -84,9 +81,6 @@ def split_pairs(adapter: Adapter) -> None:
 
     If gate_proj and up_proj use one half of the rank each, in every expert, each gets its half; otherwise both have the
     whole A.
-
-    Args:
-        adapter (Adapter): Changed in place.
     """
     for path in stacked_paths(adapter):
         holder, _, weight = names.to_hugging_face(path).rpartition(".")

@@ -74,16 +74,7 @@ def read_adapters(
 ) -> List[Adapter]:
     """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not state lora_alpha.
 
-    Args:
-        paths (list of str): As for ``read``.
-        alpha (float): lora_alpha. Default: None.
-        allow_pickle (bool): As for ``read``. Default: False.
-        wanted (Wanted): As for ``read``. Default: all.
-        extras (Extras): As for ``read``. Default: nothing.
-
-    Raises:
-        AdapterError: There is no usable adapter at one of them.
-        ScaleMismatchError: ``alpha`` is given, but every file states lora_alpha.
+    The other arguments are those of ``read``. Raises ScaleMismatchError if ``alpha`` is given and every file states it.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
     adapters = [read(path, allow_pickle, wanted, extras) for path in progress]
@@ -95,14 +86,9 @@ def read_adapters(
 
 
 def adapter_of_tensors(tensors: Mapping[str, np.ndarray], metadata: Dict[str, Any], source: str) -> Adapter:
-    """Returns the adapter that named arrays make up.
+    """Returns the adapter that arrays under MindFormers' or PEFT's names make up; raises as ``read`` does.
 
-    Args:
-        tensors (mapping): Name in one of MindFormers' forms, or in PEFT's -> array.
-        metadata (dict): As adapters.metadata.parse returns it; "whole" names the parameters of saved modules.
-
-    Raises:
-        AdapterError: They are no adapter, as in ``read``.
+    ``metadata`` is as adapters.metadata.parse returns it; "whole" names the parameters of saved modules.
     """
     file = File(source, list(tensors), tensors.__getitem__, metadata)
     return dialect_of(file).read(file)
@@ -138,11 +124,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 def write_folder(adapter: Adapter, path: str) -> None:
     """Writes an adapter as a folder that the library of its models loads: PEFT's, or of Stable Diffusion diffusers'.
 
-    Args:
-        adapter (Adapter): The adapter. PEFT's form holds one network, diffusers' those of a pipeline.
-
-    Raises:
-        LoraError, ScaleMismatchError, NotFiniteError: As in write.
+    PEFT's form holds one network, diffusers' those of a pipeline. Raises as ``write`` does.
     """
     write(adapter, path, to="diffusers" if parts.found_in(adapter.paths) else "peft")
 

@@ -31,11 +31,7 @@ def sampled_elements(weight: np.ndarray) -> np.ndarray:
 
 
 def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.ndarray]) -> Dict[str, str]:
-    """Returns the fingerprint: a hash of all paths and shapes, and hashes of the sampled elements.
-
-    Args:
-        shapes (dict): path -> shape, of every adapted weight.
-        samples (dict): path -> sampled elements, of the sampled weights.
+    """Returns the fingerprint of the shapes of all adapted weights by path, and of the elements of sampled ones.
 
     Returns:
         dict of "shapes" and "values", each the first 16 digits of a SHA-256. If all samples are of one float dtype,
@@ -70,11 +66,8 @@ def _digits(value):
 def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
     """Returns how the two bases are quantized ("float": not at all) if their values cannot be compared, or None.
 
-    Args:
-        stored (dict): Fingerprint in an adapter.
-        found (dict): Fingerprint of the base at hand.
-
-    LoftQ changes the base itself, so an adapter trained on LoftQ's base suits no other base; then values are compared.
+    ``stored`` is the adapter's fingerprint and ``found`` that of the base at hand. LoftQ changes the base itself, so an
+    adapter trained on LoftQ's base suits no other base; then values are compared.
     """
     forms = stored.get("quantization", "float"), found.get("quantization", "float")
     return None if forms[0] == forms[1] or "loftq" in forms else forms
@@ -83,10 +76,7 @@ def forms_that_differ(stored: dict, found: dict) -> Optional[Tuple[str, str]]:
 def base_difference(stored: dict, found: dict, exact: bool = False) -> str:
     """Returns in words how two fingerprints differ, or "" if they agree.
 
-    Args:
-        stored (dict): Fingerprint in an adapter.
-        found (dict): Fingerprint of the base at hand.
-        exact (bool): Whether a copy in another dtype is another base. Default: False.
+    With ``exact``, a copy in another dtype is another base.
     """
     if stored.get("shapes") != found["shapes"]:
         return "the adapted weights have other paths or shapes"

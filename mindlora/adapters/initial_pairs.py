@@ -20,11 +20,10 @@ from mindlora.numerics.pair_layouts import LINEAR
 
 
 class Base(NamedTuple):
-    """The weights of the linear cells of a base, some of which may be joined (w_qkv).
+    """The weights of the linear cells of a base, some of which may be joined (w_qkv), under MindFormers' paths.
 
     Attributes:
-        paths (collection of str): The cells' paths, under MindFormers' names.
-        weight_of (callable): Takes one of them; returns its weight [out, in], float32.
+        weight_of (callable): Takes a path; returns its weight [out, in], float32.
         rows_of (callable): Takes the path of a joined cell or of a part of one; returns the number of key-value heads
             and how the joined cell orders its rows, or None for what is not known or as its record says.
     """
@@ -35,13 +34,7 @@ class Base(NamedTuple):
 
 
 def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
-    """Makes the pair at ``path``, for the changed base, one for the original base: [A; A0] and [B, -B0].
-
-    Args:
-        adapter (Adapter): Changed in place; the scale stays the same.
-        path (str): Path of the cell.
-        a, b (array): A0 [r, in] and B0 [out, r].
-    """
+    """Makes the pair at ``path``, for the changed base, one for the original base, [A; A0] and [B, -B0], in place."""
     arrays = [adapter.tensors[path, "A"], a, adapter.tensors[path, "B"], b]
     if arrays[0].dtype != a.dtype or arrays[2].dtype != b.dtype:
         arrays = list(map(to_float32, arrays))
@@ -55,11 +48,8 @@ def complete(adapter: Adapter, base: Base) -> None:
 
     As PEFT does when it loads one, the initial pairs are computed again from the base, in float32. Only linear cells
     have them, and none whose own weight is in the file (an adapted output head): that is the changed one. Pairs for
-    which the base has no weight, or one of another shape, stay as they are: matching refuses them.
-
-    Args:
-        adapter (Adapter): Changed in place; its pairs are not joined or split yet.
-        base (Base): The weights.
+    which the base has no weight, or one of another shape, stay as they are: matching refuses them. The adapter's pairs
+    are not joined or split yet.
 
     Raises:
         LoraError: A weight holds NaN or infinity, or is of a single expert and the base has those stacked.

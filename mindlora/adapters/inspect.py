@@ -28,9 +28,7 @@ class CellNorms:
     """One adapted cell.
 
     Attributes:
-        path (str): Under MindFormers' names.
         shape (tuple of int): [out, in] of its weight; for a convolution, in counts each element of the kernel.
-        rank (int): r of A [r, in] and B [out, r].
         alpha, scale (float): lora_alpha and the scale that follows from it; None if the file does not state it.
         norm_a, norm_b, norm_delta (float): Frobenius norms of A, B and scale B A; None if they are not finite, or the
             scale is not known. With VeRA, the norms are those of diag(lambda_d) A and diag(lambda_b) B, where A is as
@@ -52,24 +50,20 @@ class InspectReport:
     """What an adapter holds.
 
     Attributes:
-        path (str): Where it is.
         form (str): ``folder``, or the ending of the file.
         dialect (str): Whose form it is in.
         ranks, alphas, scales (tuple): The distinct values among the cells.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
         variant (str): "LoRA", "DoRA", "VeRA", ...; of DoRA, scale B A is not the whole change.
         use_dora, use_vera (bool): Whether that is "DoRA" or "VeRA".
-        dropout (float): lora_dropout.
         targets (tuple of str): Paths of the cells, with layer numbers combined.
         tensors, parameters (int): How many there are, saved modules included.
-        dtypes (tuple of str): The dtypes of the tensors.
         tensor_bytes, file_bytes (int): Size of the tensors, and of everything at the path.
         base_model (str): As the file names it, or None.
         fingerprint (dict): mindlora's fingerprint of the base, or None.
         saved_modules (tuple of str): Parameters of modules_to_save.
         warnings (tuple of str): What is likely wrong.
         allocation (dict): What AdaLoRA had allocated when it saved the adapter, or None (see Adapter).
-        cells (tuple of CellNorms): One for each adapted cell.
         parts (tuple of PartReport): What there is of each part of Stable Diffusion; empty for other models.
         spectra (tuple of CellSpectrum): The singular values of each cell's change; None if they were not asked for.
     """

@@ -26,9 +26,8 @@ def join_pairs(
     Args:
         adapter (Adapter): Changed in place; it holds a pair for at least one of the members.
         path (str): Path that ends in w_qkv or w_gate_hidden.
-        out_channels (int): Rows of the joined weight.
-        kv_heads (int): Number of key-value heads, for w_qkv. Default: None.
-        layout (RowLayout): How the cell orders its rows. Default: None, as its record says.
+        kv_heads (int): Number of key-value heads, for w_qkv.
+        layout (RowLayout): How the cell orders its rows; None if as its record says.
 
     Raises:
         ShapeMismatchError: The members do not make up ``out_channels`` rows, or take inputs of different sizes.
@@ -79,19 +78,11 @@ def split_pairs(
     """Replaces the pair of a joined cell in ``adapter`` by pairs of its members: the reverse of join_pairs.
 
     If each member has columns of B to itself, as after join_pairs, it gets those and their rows of A; otherwise all
-    members share the whole A.
+    members share the whole A. ``first`` is the rows of the first member, for DeepSeek's w_qkv_down (q_lora_rank);
+    ``heads`` is for w_qkv: with it the rows tell head_dim; the other arguments are those of join_pairs.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        path (str): Path that ends in w_qkv or w_gate_hidden, of a pair in ``adapter``.
-        kv_heads, head_dim (int): Number of key-value heads and their size, for w_qkv. Default: None.
-        first (int): Rows of the first member, for DeepSeek's w_qkv_down (q_lora_rank). Default: None.
-        layout (RowLayout): How the cell orders its rows. Default: None, as its record says.
-        heads (int): Number of attention heads, for w_qkv: with it the rows tell head_dim. Default: None.
-
-    Raises:
-        AdapterError: kv_heads, head_dim or first is needed and missing, or does not divide the rows; or a pair of this
-            kind cannot be split.
+    Raises AdapterError if kv_heads, head_dim or first is needed and missing, or does not divide the rows; or if a pair
+    of this kind cannot be split.
     """
     _check_can_be_joined(adapter, path)
     layout = layout or names.joined_cell(path).layout
@@ -130,19 +121,9 @@ def split_pairs(
 def member_weights(
     adapter: Adapter, path: str, weight: np.ndarray, kv_heads: Optional[int] = None, layout: Optional[RowLayout] = None
 ) -> Dict[str, np.ndarray]:
-    """Returns the rows [out, in] of each member in the weight of a joined cell.
+    """Returns the rows [out, in] of each member in the weight of a joined cell, by the member's path.
 
-    Args:
-        adapter (Adapter): It holds a pair for at least one of the members, which tell how many rows they have.
-        path (str): Path that ends in w_qkv or w_gate_hidden.
-        weight (array): The joined weight [sum of the rows, in].
-        kv_heads, layout: As for join_pairs.
-
-    Returns:
-        dict, path of a member -> array.
-
-    Raises:
-        ShapeMismatchError, AdapterError: As for join_pairs.
+    The pairs in ``adapter``, at least one, tell how many rows they have. The arguments and errors are join_pairs'.
     """
     layout = layout or names.joined_cell(path).layout
     members = names.joined_parts(path)
@@ -155,8 +136,7 @@ def member_weights(
 def joined_weight(path: str, weights: Sequence[np.ndarray], kv_heads: Optional[int] = None) -> np.ndarray:
     """Returns the weight of the joined cell at ``path``, of those of its members: the reverse of member_weights.
 
-    Raises:
-        AdapterError: kv_heads is needed and missing, or does not divide the rows.
+    Raises AdapterError if kv_heads is needed and missing, or does not divide the rows.
     """
     return join_rows(weights, _groups(path, names.joined_cell(path).layout, list(map(len, weights)), kv_heads))
 

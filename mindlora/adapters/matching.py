@@ -29,10 +29,8 @@ class CellShape(NamedTuple):
     """What matching needs to know about a cell that has an adapter or can take one.
 
     Attributes:
-        in_channels (int or None): Size of its input; None for an embedding.
-        out_channels (int or None): Size of its output; None for an embedding.
-        kv_heads (int or None): Number of key-value heads of the attention that it belongs to, if any.
-        head_dim (int or None): Their size.
+        in_channels, out_channels (int or None): Sizes of its input and output; None for an embedding.
+        kv_heads, head_dim (int or None): Key-value heads of the attention that it belongs to, if any, and their size.
         first_rows (int or None): Rows of the first part of DeepSeek's linear_qkv, if it belongs to such an attention.
         layout (RowLayout or None): How a joined cell orders its rows, if not as its record says.
         name (str or None): The path that adapters have it under; None if to_mindformers gives that.
@@ -52,14 +50,7 @@ class CellShape(NamedTuple):
 
 
 class Cells:
-    """The cells of a network that have an adapter or can take one.
-
-    Args:
-        shapes (mapping): The network's own adapter path -> CellShape.
-
-    Attributes:
-        shapes: As above.
-    """
+    """The cells of a network that have an adapter or can take one, by the network's own adapter paths."""
 
     def __init__(self, shapes: Mapping[str, CellShape]):
         self.shapes = shapes
@@ -93,10 +84,9 @@ def match(
 
     Args:
         adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
-        cells (Cells): The network's cells.
         strict (bool): With False, missing and unexpected tensors only give a warning, and pairs without a cell are
-            dropped. Default: True.
-        weight_of (callable): As for ``arrange``. Default: None.
+            dropped.
+        weight_of (callable): As for ``arrange``.
 
     Returns:
         bool, whether pairs were joined or split.
@@ -116,20 +106,15 @@ def match(
 def arrange(
     adapter: Adapter, shapes: Mapping[str, CellShape], weight_of: Optional[Callable[[str], np.ndarray]] = None
 ) -> bool:
-    """Gives an adapter the paths of a network's cells, with pairs joined or split like them.
+    """Gives an adapter the paths of a network's cells, with pairs joined or split like them; returns whether any were.
 
     Args:
         adapter (Adapter): Its paths are MindFormers' or the network's own; changed in place.
         shapes (mapping): The network's own adapter path -> CellShape.
         weight_of (callable): Takes one of these paths; returns the cell's weight [out, in], float32, from which raw
-            adapters of PiSSA and OLoRA get their initial pairs. Default: None, they get none.
+            adapters of PiSSA and OLoRA get their initial pairs; without it they get none.
 
-    Returns:
-        bool, whether pairs were joined or split.
-
-    Raises:
-        ShapeMismatchError, AdapterError, ScaleMismatchError: Pairs cannot be joined or split.
-        LoraError: Initial pairs cannot be computed.
+    Raises LoraError if pairs cannot be joined or split, or initial pairs cannot be computed.
     """
     # The path that adapters have a cell under -> the network's own.
     network_paths = {cell.name or names.to_mindformers(path): path for path, cell in shapes.items()}
@@ -187,12 +172,7 @@ def _arrange_experts(adapter: Adapter, shapes: Mapping[str, CellShape], network_
 
 
 def selected(adapter: Adapter, shapes: Mapping[str, CellShape]) -> List[str]:
-    """Returns the network's paths that the adapter's own configuration selects, so that a lost pair is noticed.
-
-    Args:
-        adapter (Adapter): With the network's paths.
-        shapes (mapping): The network's own adapter path -> CellShape.
-    """
+    """Returns the network's paths that the adapter's own configuration selects, so that a lost pair is noticed."""
     selection: Dict[str, Any] = adapter.selection
     targets = selection.get("target_modules")
     # As in PEFT, whatever layers_to_transform says.
@@ -280,11 +260,8 @@ def check_base(
         adapter (Adapter): With the pairs that it was trained with, neither joined nor split.
         fingerprint (callable): Returns the fingerprint of the weights under the adapter, or None if they have no
             values yet; called only if the adapter has one.
-        on_base_mismatch (str): One of ON_BASE_MISMATCH.
-        exact (bool): Whether a copy in another dtype is another base. Default: False.
-
-    Raises:
-        BaseMismatchError: The bases differ, with on_base_mismatch "error".
+        on_base_mismatch (str): One of ON_BASE_MISMATCH; "error" raises BaseMismatchError.
+        exact (bool): Whether a copy in another dtype is another base.
     """
     if adapter.fingerprint is None or on_base_mismatch == "ignore":
         return

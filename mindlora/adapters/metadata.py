@@ -46,12 +46,7 @@ def header(adapter: Adapter) -> Dict[str, str]:
 
 
 def peft_header(adapter: Adapter, settings: Mapping[str, str] = MappingProxyType({})) -> Dict[str, str]:
-    """Returns the header of a file that PEFT or diffusers load.
-
-    Args:
-        adapter (Adapter): What PEFT's configuration has no field for is noted here.
-        settings (mapping): What the form itself has in the header. Default: nothing.
-    """
+    """Returns the header of a file that PEFT or diffusers load: their ``settings``, and what has no field there."""
     # "format" tells transformers which framework to load for.
     return {"format": "pt", **settings, KEY: json.dumps(_peft_content(adapter))}
 
@@ -66,11 +61,7 @@ def _peft_content(adapter: Adapter) -> Dict[str, Any]:
 
 
 def parse(text: str, path: str) -> Dict[str, Any]:
-    """Returns the known fields of the metadata in the file at ``path``.
-
-    Raises:
-        AdapterFormatError: It is not a JSON object, or a field has an invalid value.
-    """
+    """Returns the known fields of the metadata in the file at ``path``; raises AdapterFormatError if one is invalid."""
     if not text:
         return {}
     source = f"mindlora's metadata in {path}"
@@ -110,13 +101,7 @@ def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
 def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
     """Puts lora_alpha into ``adapter``, which has its tensors by now, and checks that none of them is missing.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        metadata (dict): As parse returns it.
-
-    Raises:
-        MissingTensorsError: The metadata names tensors that the file at ``path`` lacks.
-        AdapterFormatError: The metadata has lora_alpha for some pairs and not for others.
+    Raises MissingTensorsError if it lacks one, and AdapterFormatError if only some pairs have lora_alpha.
     """
     adapter.alphas.update({path: float(alpha) for path, alpha in metadata.get("alphas", {}).items()})
     for variant in STORED:

@@ -19,8 +19,8 @@ class Wanted(NamedTuple):
 
     Attributes:
         part (str): "unet", "text_encoder" or "text_encoder_2"; None for all that there is.
-        paths (tuple of str): Paths of the network's cells, to which kohya's names belong. Default: none, then those
-            that mindlora knows.
+        paths (tuple of str): Paths of the network's cells, to which kohya's names belong; if none, those that mindlora
+            knows.
     """
 
     part: Optional[str] = None
@@ -32,14 +32,7 @@ ALL = Wanted()
 
 @dataclasses.dataclass(frozen=True)
 class PartReport:
-    """What an adapter holds of one part.
-
-    Attributes:
-        part (str): One of PARTS.
-        cells (int): How many cells it adapts.
-        convolutions (int): How many of them are convolutions.
-        ranks (tuple of int): Their distinct ranks.
-    """
+    """What an adapter holds of one part: how many cells, how many of them convolutions, and their distinct ranks."""
 
     part: str
     cells: int
@@ -87,11 +80,7 @@ def reports(adapter: Adapter) -> Tuple[PartReport, ...]:
 
 
 def read_paths(file: Optional[str]) -> Tuple[str, ...]:
-    """Returns the paths in a text file, one in a line; none if ``file`` is None.
-
-    Raises:
-        LoraError: The file is missing, is not text, or is empty.
-    """
+    """Returns the paths in a text file, one in a line; none if ``file`` is None. Raises LoraError if it holds none."""
     if file is None:
         return ()
     try:
@@ -105,15 +94,9 @@ def read_paths(file: Optional[str]) -> Tuple[str, ...]:
 
 
 def take(adapter: Adapter, part: Optional[str], source: str) -> None:
-    """Keeps one part of an adapter; if its paths have no parts, they are said to be this one's.
+    """Keeps ``part`` of an adapter, if it is not None; if its paths have no parts, they are said to be this one's.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        part (str): One of PARTS, or None to change nothing.
-        source (str): What messages call the adapter.
-
-    Raises:
-        AdapterError: The adapter has other parts only.
+    Raises AdapterError if the adapter has other parts only.
     """
     if part is None:
         return
@@ -128,11 +111,7 @@ def take(adapter: Adapter, part: Optional[str], source: str) -> None:
 
 
 def of_one_model(adapter: Adapter, source: str) -> None:
-    """Removes the part's name from the paths of an adapter, which then has the paths of a network by itself.
-
-    Raises:
-        AdapterError: The adapter has several parts.
-    """
+    """Takes the part's name off the paths of an adapter; raises AdapterError if it has several parts."""
     found = found_in(adapter.paths)
     if len(found) > 1:
         raise AdapterError(
@@ -145,13 +124,7 @@ def of_one_model(adapter: Adapter, source: str) -> None:
 def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
     """Gives an adapter the paths of a network: with the parts' names if the network has them, without otherwise.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        paths (iterable of str): Paths of the network's cells.
-        source (str): What messages call the adapter.
-
-    Raises:
-        AdapterError: The adapter has several parts, and the network is one of them.
+    Raises AdapterError if the adapter has several parts, and the network is one of them.
     """
     own = list(paths)
     found = found_in(adapter.paths)
@@ -165,11 +138,7 @@ def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
 
 
 def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
-    """Returns (path, part, path in the part) of each pair, for a form in which every path begins with its part.
-
-    Raises:
-        AdapterError: Some path is of no known part.
-    """
+    """Returns (path, part, path in the part) of each pair; raises AdapterError if some path is of no known part."""
     found = []
     unknown = []
     for path in adapter.paths:

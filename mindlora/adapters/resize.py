@@ -23,8 +23,6 @@ class ResizedCell:
     """What resizing did to one cell.
 
     Attributes:
-        path (str): Under MindFormers' names.
-        rank_before, rank (int): The rank before and after.
         norm (float): ||scale B A||, its Frobenius norm before; of stacked experts, that of all of them together.
         error (float): ||scale B A - the same after|| / ||scale B A||, Frobenius norms, with the rounding to the
             adapter's dtype; 0 if scale B A is zero.
@@ -42,10 +40,8 @@ class ResizeReport:
     """What resize_adapter wrote.
 
     Attributes:
-        source, output (str): The adapter that was read, and the folder that was written.
         parameters_before, parameters (int): Number of elements of all A and B.
         error (float): The error over all cells: the norm of all differences by the norm of all changes.
-        cells (tuple of ResizedCell): One for each cell.
     """
 
     source: str
@@ -117,9 +113,6 @@ def resize(
             hold, in every one of stacked experts: above 0, up to 1. Default: None, as much as ``rank`` allows. With
             both, ``rank`` limits it. kohya's resize script calls the same choice sv_fro, with the square root of this
             share.
-
-    Returns:
-        (Adapter, list of ResizedCell).
 
     Raises:
         ConfigError: Neither of rank and energy is given, or one is out of range.

@@ -26,13 +26,7 @@ _MERGE = "Merge it into the base (mindlora merge), and serve that."
 
 
 class Server(NamedTuple):
-    """A server whose rules are known.
-
-    Attributes:
-        rules (str): Where they were read.
-        experts (bool): Whether it takes adapters of routed experts.
-        notes (tuple of str): What else must hold.
-    """
+    """A server whose rules are known, and where they were read; ``notes`` say what else must hold."""
 
     rules: str
     experts: bool
@@ -56,8 +50,6 @@ class ServerReport:
     """Whether a server would take an adapter.
 
     Attributes:
-        path (str): The adapter.
-        server (str): One of SERVERS.
         rules (str): Where its rules were read. The server itself was not run.
         accepted (bool): Whether it would take the adapter as it is, and compute what was trained.
         problems (tuple of str): What it would refuse or compute wrongly, and what to do, a sentence or two each.

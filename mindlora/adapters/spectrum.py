@@ -46,12 +46,7 @@ class CellSpectrum:
 
 
 def pair_svd(a: np.ndarray, b: np.ndarray, scale: float) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns U [out, k], S [k] and V^T [k, in] of scale B A = U diag(S) V^T, in float64; k is min(r, in, out).
-
-    Args:
-        a (array): A [r, in], any float dtype of NumPy.
-        b (array): B [out, r].
-    """
+    """Returns U [out, k], S [k] and V^T [k, in] of scale B A = U diag(S) V^T, in float64; k is min(r, in, out)."""
     basis_b, small_b = np.linalg.qr(b.astype(np.float64))
     basis_a, small_a = np.linalg.qr(a.astype(np.float64).T)
     u, s, vh = np.linalg.svd(scale * (small_b @ small_a.T), full_matrices=False)
@@ -59,13 +54,9 @@ def pair_svd(a: np.ndarray, b: np.ndarray, scale: float) -> Tuple[np.ndarray, np
 
 
 def rank_holding(singular_values: Union[Sequence[float], np.ndarray], share: float) -> int:
-    """Returns the smallest k for which the first k singular values hold ``share`` of the energy.
+    """Returns the smallest k for which the first k singular values, largest first, hold ``share`` of the energy.
 
     The energy is the sum of their squares, the squared Frobenius norm. It is 0 only if all of them are zero.
-
-    Args:
-        singular_values (list or array of float): The largest first.
-        share (float): In (0, 1].
     """
     held = np.cumsum(np.square(np.asarray(singular_values, np.float64)))
     if not len(held) or held[-1] == 0:

@@ -25,13 +25,8 @@ def settle(
 ) -> None:
     """Takes the saved head off an adapter for a base with one table, where it equals the saved embedding.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        base (str): What has one table, for messages.
-        table (callable): Returns the base's table, where it is known; called only if it decides. Default: None.
-
-    Raises:
-        error: The adapter has an embedding that the head must not share, or is for a head with a weight of its own.
+    Raises ``error`` if the adapter has an embedding that the head must not share, or is for a head with a weight of its
+    own. Messages call what has one table ``base``; ``table`` returns it, and is called only if it decides.
     """
     embedding = _saved(adapter, names.embeddings())
     head = _saved(adapter, names.output_heads())
@@ -66,12 +61,7 @@ def _is_table(own: np.ndarray, table: np.ndarray) -> bool:
 
 
 def check_vocabulary(name: str, saved: Shape, base: Shape, source: str) -> None:
-    """Raises ShapeMismatchError if a saved embedding or head is of a larger or smaller vocabulary than the base's.
-
-    Args:
-        name (str): The parameter, under MindFormers' names.
-        saved, base (tuple of int): Its shapes in the adapter and in the base.
-    """
+    """Raises ShapeMismatchError if a saved embedding or head is of a larger or smaller vocabulary than the base's."""
     if is_of_vocabulary(name) and saved[1:] == base[1:]:
         raise ShapeMismatchError(
             f"{source}: {name} has {saved[0]} rows and the base {base[0]}: tokens were added to or taken from the "
@@ -88,10 +78,8 @@ def is_of_vocabulary(name: str) -> bool:
 def add_head(adapter: Adapter, embedding: str, head: str) -> None:
     """Gives an adapter of a network with tied embeddings the head too, so that PEFT does not untie them.
 
-    Args:
-        adapter (Adapter): Changed in place, if it has ``embedding`` among its saved modules and not with an adapter of
-            the embedding, where it is the base's.
-        embedding, head (str): The parameters, under MindFormers' names.
+    It does so if ``embedding`` is among the saved modules, and not with an adapter of the embedding, where it is the
+    base's.
     """
     if embedding in adapter.saved_modules and embedding.rpartition(".")[0] not in adapter.paths:
         adapter.saved_modules[head] = adapter.saved_modules[embedding].copy()

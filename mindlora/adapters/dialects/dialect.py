@@ -28,15 +28,13 @@ class File:
     """A file of tensors that is open for reading, and what else is known before they are read.
 
     Attributes:
-        keys (list of str): The keys of its tensors.
         fetch (callable): Takes a key; returns the array.
         metadata (dict): mindlora's metadata in it, as adapters.metadata.parse returns it.
         header (mapping): The strings in its header.
-        source (str): The adapter for messages: the file, or the folder that it is in. Default: "", the file.
-        wanted (Wanted): What is to be read of a Stable Diffusion adapter. Default: all.
-        extras (Extras): What of PEFT's the caller can take besides plain pairs. Default: nothing.
-        config (PeftConfig): The adapter_config.json beside it. Default: None.
-        lora_alpha (float): lora_alpha as another file beside it says. Default: None.
+        source (str): The adapter for messages: the file, or the folder that it is in.
+        extras (Extras): What of PEFT's the caller can take besides plain pairs.
+        config (PeftConfig): The adapter_config.json beside it.
+        lora_alpha (float): lora_alpha as another file beside it says.
     """
 
     path: str
@@ -55,13 +53,7 @@ class File:
 
 
 class Keys(NamedTuple):
-    """The keys of a file, sorted by what they are of.
-
-    Attributes:
-        part_keys (dict): Key -> PartKey, for LoRA's tensors.
-        saved_modules (mapping): Key -> parameter, for saved modules. Default: none.
-        token_rows (mapping): Key -> path of an embedding, for rows of its table. Default: none.
-    """
+    """The keys of a file by what they are of: LoRA's tensors, saved modules, rows of an embedding's table."""
 
     part_keys: Dict[str, PartKey]
     saved_modules: Mapping[str, str] = MappingProxyType({})
@@ -95,21 +87,12 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def sort(self, file: File) -> Keys:
-        """Returns what the keys of a file are of.
-
-        Raises:
-            AdapterError: It holds tensors that cannot be read.
-        """
+        """Returns what the keys of a file are of; raises AdapterError if it holds tensors that cannot be read."""
 
     def write(self, adapter: Adapter, path: str) -> None:
-        """Writes an adapter in one atomic step.
+        """Writes an adapter with complete, finite pairs and a known scale in one atomic step.
 
-        Args:
-            adapter (Adapter): With complete, finite pairs and a known scale.
-            path (str): A folder, or a file with this form's ending.
-
-        Raises:
-            AdapterError: The form has no place for some part of the adapter.
+        Raises AdapterError if the form has no place for some part of it.
         """
         raise NotImplementedError(f"{self.name} is only read.")
 
@@ -132,10 +115,7 @@ class Dialect(abc.ABC):
         """Gives an adapter its scales, and checks its ranks, by the adapter_config.json beside it.
 
         In any form but PEFT's it is the one that slora reads: lora_alpha / r is the one scale of all cells, whatever
-        their ranks, and r is the largest.
-
-        Raises:
-            RankMismatchError: r is not the largest rank of the tensors.
+        their ranks, and r is the largest; any other raises RankMismatchError.
         """
         adapter.check_pairs(file.source)
         rank = max(adapter.rank(path) for path in adapter.paths)
@@ -147,11 +127,7 @@ class Dialect(abc.ABC):
             adapter.alphas[path] = config.alpha * adapter.alpha_growth(adapter.rank(path) / config.rank)
 
     def read(self, file: File) -> Adapter:
-        """Returns the adapter in a file, with complete pairs of the declared ranks.
-
-        Raises:
-            AdapterError: As in adapters.files.read.
-        """
+        """Returns the adapter in a file, complete and of the declared ranks; raises as adapters.files.read does."""
         keys = self.sort(file)
         adapter = adapter_metadata.empty_adapter(file.metadata, self.name)
         for key, part_key in keys.part_keys.items():

@@ -84,16 +84,7 @@ def parse_key(key: str) -> Optional[PartKey]:
 
 
 def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> None:
-    """Gives an adapter that has its tensors the settings in the header of its file, and checks the ranks.
-
-    Args:
-        adapter (Adapter): Changed in place.
-        header (dict): The strings in the file's header.
-
-    Raises:
-        AdapterFormatError: The settings are not JSON, or one of them has an invalid value.
-        RankMismatchError: The tensors have another rank than the settings say.
-    """
+    """Gives an adapter its settings from its file's header; raises RankMismatchError if its tensors disagree."""
     adapter.check_pairs(source)
     content: Dict[str, Any] = {}
     if header.get(SETTINGS):
@@ -123,11 +114,7 @@ def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> N
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
-    """Returns the tensors under diffusers' keys.
-
-    Raises:
-        AdapterError: Some cell is of no known part, or the adapter holds what diffusers does not load.
-    """
+    """Returns the tensors under diffusers' keys; raises AdapterError for what diffusers does not load."""
     refuse_others(adapter, Diffusers.form, dora=True)
     return {
         f"{part}.{path}{PARTS[name].peft}": array
@@ -158,12 +145,7 @@ def header(adapter: Adapter) -> Dict[str, str]:
 
 
 def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
-    """Raises AdapterError if an adapter holds what a form of Stable Diffusion has no place for.
-
-    Args:
-        form (str): The form.
-        dora (bool): Whether it takes DoRA. Default: False.
-    """
+    """Raises AdapterError if an adapter holds what the form has no place for; with ``dora`` it takes DoRA."""
     if adapter.saved_modules:
         raise AdapterError(
             f"Format {form!r} holds no saved modules (modules_to_save): {', '.join(adapter.saved_modules)}. Write "

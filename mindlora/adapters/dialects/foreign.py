@@ -18,11 +18,9 @@ class Foreign(NamedTuple):
     """A form that is recognized and not read.
 
     Attributes:
-        name (str): What it is.
         way_out (str): What to do, as one sentence.
-        keys (str): Regular expression that some key of such a file matches. Default: "", none does.
-        files (str): Regular expression that the name of such a file matches, or of one in such a folder.
-            Default: "", none does.
+        keys (str): Regular expression that some key of such a file matches; "" if none does.
+        files (str): The same for its name, or for that of a file in such a folder.
     """
 
     name: str
@@ -100,12 +98,7 @@ def refuse_file(path: str) -> None:
 
 
 def refuse_folder(folder: str, names: List[str], weights: Tuple[str, ...]) -> NoReturn:
-    """Raises AdapterFormatError for a folder without an adapter: what it is, or where below it there is one.
-
-    Args:
-        names (list of str): What is in it.
-        weights (tuple of str): Names of files with an adapter's tensors.
-    """
+    """Raises AdapterFormatError for a folder without an adapter: what it is, or where below it there is one."""
     for form in FOREIGN:
         if form.files and any(re.search(form.files, name) for name in names):
             _refuse(form, folder)

@@ -51,10 +51,7 @@ class Kohya(Dialect):
     def sort(self, file: File) -> Keys:
         """Returns key -> (path that begins with its part, "A", "B", "mid" or "alpha").
 
-        Raises:
-            AdapterFormatError: A name is none of the known paths'.
-            AdapterError: There is nothing of the wanted part.
-            UnexpectedTensorsError: A name is that of two paths, or a key is not kohya's.
+        Raises AdapterError if a name is that of no known path or of two, or nothing is of the wanted part.
         """
         foreign.refuse_keys(file.keys, file.path)
         matches = {key: match for key in file.keys if (match := _KEY.match(key))}
@@ -83,10 +80,7 @@ class Kohya(Dialect):
     def complete(self, adapter: Adapter, file: File) -> None:
         """Takes alphas and middle matrices out of an adapter's tensors and puts them where they belong.
 
-        Raises:
-            AdapterFormatError: An alpha is not one number above 0.
-            MissingTensorsError: There is an alpha or a middle matrix without a pair.
-            ShapeMismatchError: A middle matrix does not belong between its pair.
+        Raises AdapterError if one of them has no pair, does not fit it, or is no number above 0.
         """
         for path in adapter.paths:
             alpha = adapter.tensors.pop((path, _ALPHA), None)
@@ -114,9 +108,7 @@ class Kohya(Dialect):
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     """Returns the tensors under kohya's keys, with alphas that give the scales of the pairs as alpha / r.
 
-    Raises:
-        AdapterError: Some cell is of no known part, or the adapter holds what this form has no place for.
-        UnexpectedTensorsError: Two cells have one name.
+    Raises AdapterError if the form has no place for something, or two cells have one name.
     """
     refuse_others(adapter, Kohya.form)
     cells = parts.with_parts(adapter, Kohya.form)

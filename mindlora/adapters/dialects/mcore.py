@@ -44,11 +44,7 @@ class Mcore(MindFormers):
 
 
 def _paths(adapter: Adapter) -> Dict[str, str]:
-    """Returns path -> path in mcore for the cells of ``adapter``.
-
-    Raises:
-        AdapterError: It has a cell or is of a kind that MindFormers' own LoRA does not know.
-    """
+    """Returns path -> path in mcore; raises AdapterError for what MindFormers' own LoRA does not know."""
     variant = adapter.variant
     if not variant.is_plain:
         raise AdapterError(

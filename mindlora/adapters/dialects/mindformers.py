@@ -25,10 +25,9 @@ class KeyNames(NamedTuple):
     """One form of key names.
 
     Attributes:
-        name (str): For messages.
         endings (dict): Ending of a key -> name of the part; the first ending of a part is the one that is written.
-        mcore (bool): Whether its paths are those of mcore models. Default: False, legacy models'.
-        only (str): Regular expression that at least one key of a file in this form matches. Default: "", any key.
+        mcore (bool): Whether its paths are those of mcore models, not legacy models'.
+        only (str): Regular expression that at least one key of a file in this form matches; "" for any key.
     """
 
     name: str
@@ -67,11 +66,7 @@ _EXPERTS = re.compile(r"^(.*\.experts)\.weight([12])_lora_([ab])$")
 
 
 class MindFormers(Dialect):
-    """A file with the keys of one table.
-
-    Args:
-        key_names (KeyNames): The table.
-    """
+    """A file with the keys of one table."""
 
     def __init__(self, key_names: KeyNames):
         self.key_names = key_names
@@ -111,12 +106,7 @@ class MindFormers(Dialect):
 
 
 class MindPet(MindFormers):
-    """MindFormers' own LoRA, under the names of a network.
-
-    Args:
-        form (str): "mindformers" or "ckpt".
-        ending (str): The ending of the file that is written.
-    """
+    """MindFormers' own LoRA, under the names of a network; ``form`` is "mindformers" or "ckpt"."""
 
     world = architecture.LEGACY
     stacks_experts = True
@@ -231,16 +221,10 @@ def parse_expert_key(key: str) -> Optional[PartKey]:
 def split_experts(key: str, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
     """Returns the single experts' matrices of a stacked tensor of MindFormers 2, or {} for any other key.
 
-    Args:
-        key (str): For instance decoder.layers.0.mlp.experts.weight1_lora_a.
-        array (array): A is [experts, in, r] and B [experts, r, out]: the transposes of a dense pair's.
+    A is [experts, in, r] and B [experts, r, out], the transposes of a dense pair's. In the result weight2 is
+    down_proj; weight1 has the rows of gate_proj before those of up_proj, and the two share A.
 
-    Returns:
-        dict of (path, part) -> matrix: weight2 is down_proj; weight1 has the rows of gate_proj before those of up_proj,
-        and the two share A.
-
-    Raises:
-        ShapeMismatchError: The tensor is not a stack of matrices, or B of weight1 has an odd number of outputs.
+    Raises ShapeMismatchError if the tensor is not a stack of matrices, or B of weight1 has an odd number of outputs.
     """
     match = _EXPERTS.match(key)
     if not match:

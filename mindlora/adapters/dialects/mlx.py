@@ -85,10 +85,6 @@ def parse_key(key: str) -> Optional[PartKey]:
 def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
     """Turns an adapter's matrices as Adapter has them, and gives it the settings of mlx-lm's configuration.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        content (dict): The configuration.
-
     Raises:
         AdapterFormatError: A setting is missing or invalid, or the layers are stacks of experts.
         RankMismatchError: The tensors have another rank than the configuration says.
@@ -117,11 +113,7 @@ def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
 
 
 def transpose(adapter: Adapter, source: str) -> None:
-    """Turns matrices in mlx-lm's orientation into A [r, in] and B [out, r].
-
-    Raises:
-        AdapterFormatError: Some are stacks of experts.
-    """
+    """Turns mlx-lm's matrices into A [r, in] and B [out, r]; raises AdapterFormatError for stacks of experts."""
     tensors = {}
     stacks = []
     for key, array in adapter.tensors.items():
@@ -141,10 +133,8 @@ def transpose(adapter: Adapter, source: str) -> None:
 def _is_transposed_slora(file: File) -> bool:
     """Tells whether a file of ``...lora_a`` is mlx-lm's, without its configuration, and not MindFormers' slora's.
 
-    The names decide. Names that both could have are mlx-lm's if only that can be, by the shapes of all pairs.
-
-    Raises:
-        AdapterFormatError: Both can be.
+    The names decide. Names that both could have are mlx-lm's if only that can be, by the shapes of all pairs; if both
+    can be, AdapterFormatError is raised.
     """
     if file.path.endswith(".ckpt"):
         return False

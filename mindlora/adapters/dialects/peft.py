@@ -177,12 +177,7 @@ def saved_key(key: str) -> str:
 
 
 def saved_module_key(name: str, adapted: Iterable[str]) -> str:
-    """Returns the key of a parameter of modules_to_save.
-
-    Args:
-        name (str): The parameter under MindFormers' names.
-        adapted (list of str): Paths of the adapted cells.
-    """
+    """Returns the key of a parameter of modules_to_save; ``adapted`` are the paths of the adapted cells."""
     name = names.parameter_to_hugging_face(name) or name
     path, _, leaf = name.rpartition(".")
     return f"{PREFIX}{path}{_BASE_LAYER if names.to_mindformers(path) in adapted else '.'}{leaf}"
@@ -212,10 +207,8 @@ def parse_saved_module_key(key: str) -> Optional[str]:
 def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
-    Args:
-        adapter (Adapter): Its most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern
-            and alpha_pattern under the modules' full paths. If it has no selection, target_modules holds the full path
-            of each adapted module.
+    The most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern and alpha_pattern under
+    the modules' full paths. Without a selection, target_modules holds the full path of each adapted module.
     """
     modules = {path: names.to_hugging_face(path) for path in adapter.paths}
     patterns = {path: _pattern(module, modules.values()) for path, module in modules.items()}
@@ -284,10 +277,7 @@ def reorder_megatron_rows(adapter: Adapter, path: str) -> None:
     """Gives the pair of Megatron's linear_fc1 the order of rows that MindFormers has; any other pair stays as it is.
 
     Megatron has all rows of gate before those of up, and MindFormers has them in turn. The rows of linear_qkv are the
-    same in both.
-
-    Raises:
-        ShapeMismatchError: The rows are not those of two parts.
+    same in both. Raises ShapeMismatchError if the rows are not those of two parts.
     """
     if not names.joined_parts(path) or not isinstance(names.joined_cell(path).layout, RowsInTurn):
         return

@@ -119,11 +119,6 @@ class PeftConfig:
     """The checked content of an adapter_config.json.
 
     Attributes:
-        rank (int): r.
-        alpha (float): lora_alpha.
-        dropout (float): lora_dropout.
-        use_rslora (bool): Scale by lora_alpha / sqrt(r).
-        variant (Variant): LoRA, DoRA, VeRA, ...
         projection_key (int): VeRA's projection_prng_key.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
         modules_to_save (tuple of str): Modules that were trained in full and are saved with the adapter.
@@ -161,26 +156,15 @@ class PeftConfig:
 
 
 def read(path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
-    """Reads an adapter_config.json.
+    """Reads an adapter_config.json; unknown fields are ignored with a warning.
 
-    Unknown fields are ignored with a warning.
-
-    Args:
-        extras (Extras): What the caller can take besides plain pairs. Default: nothing.
-
-    Raises:
-        AdapterFormatError: The file is missing or not a JSON object, or a field is invalid or changes the mathematics
-            in a way that is not supported.
+    Raises AdapterFormatError if there is none, or a field is invalid or changes the mathematics as nothing here does.
     """
     return parse(json_object(path), path, extras)
 
 
 def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
-    """Returns the checked content of an adapter_config.json, which errors call ``path``.
-
-    Raises:
-        AdapterFormatError: As for ``read``.
-    """
+    """Returns the checked content of an adapter_config.json, which errors call ``path``; raises as ``read`` does."""
     if is_of_mlx(content):
         raise AdapterFormatError(
             f"{path} is mlx-lm's configuration, not PEFT's. Give its folder, with adapters.safetensors in it."
@@ -219,11 +203,7 @@ def is_of_mlx(content: object) -> bool:
 
 
 def json_object(path: str) -> dict:
-    """Returns the content of a JSON file that describes an adapter.
-
-    Raises:
-        AdapterFormatError: The file is missing, is not a JSON object, or has a key twice.
-    """
+    """Returns what a JSON file says of an adapter; raises AdapterFormatError if it is no object or has a key twice."""
     if os.path.lexists(path) and not os.path.isfile(path):
         raise AdapterFormatError(f"{path} is not a file but a folder, a device, or a broken link.")
     try:
@@ -335,11 +315,7 @@ def _names(value: Any, field: str, path: str) -> List[str]:
 
 
 def selection(content: dict, path: str) -> dict:
-    """Returns the fields of ``content`` that select modules, as they are.
-
-    Raises:
-        AdapterFormatError: One of them has an invalid value.
-    """
+    """Returns the fields of ``content`` that select modules, as they are, once their values have been checked."""
     found = {field: content[field] for field in _SELECTING if content.get(field) is not None}
     for field in ("target_modules", "target_parameters", "exclude_modules", "layers_pattern"):
         value = found.get(field)

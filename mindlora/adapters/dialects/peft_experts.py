@@ -23,15 +23,7 @@ _WRAPPED = ".base_layer"
 
 
 def flattened(adapter: Adapter, tensors: Dict[PartKey, np.ndarray]) -> Dict[PartKey, np.ndarray]:
-    """Returns ``tensors`` with stacked pairs as PEFT has them: under the paths of their modules, and as matrices.
-
-    Args:
-        adapter (Adapter): The adapter that the tensors are of.
-        tensors (dict): (path, part) -> array.
-
-    Raises:
-        AdapterError: Several parameters of a module are adapted, and the order in which it declares them is not known.
-    """
+    """Returns ``tensors`` with stacked pairs as PEFT has them: under the paths of their modules, and as matrices."""
     modules = module_paths(stacked_paths(adapter))
     return {
         (modules.get(path, path), part): flatten_experts(part, array) if path in modules else array
@@ -42,14 +34,8 @@ def flattened(adapter: Adapter, tensors: Dict[PartKey, np.ndarray]) -> Dict[Part
 def restore(adapter: Adapter, config: PeftConfig, source: str) -> None:
     """Turns the pairs of an adapter that was read from PEFT's form into stacked ones, where config says that they are.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        config (PeftConfig): What was beside it.
-        source (str): What messages call the adapter.
-
-    Raises:
-        AdapterFormatError: A module's tensors are not those of the parameters that target_parameters names.
-        ShapeMismatchError: Tensors do not divide into experts of the configured rank.
+    Raises AdapterFormatError if a module's tensors are not those of the parameters that target_parameters names, and
+    ShapeMismatchError if they do not divide into experts of the configured rank.
     """
     targets = config.selection.get("target_parameters")
     if not isinstance(targets, list):
@@ -77,11 +63,7 @@ def restore(adapter: Adapter, config: PeftConfig, source: str) -> None:
 def module_paths(paths: List[str]) -> Dict[str, str]:
     """Returns path of a stacked pair -> path of PEFT's module around its weight, under Hugging Face's names.
 
-    Args:
-        paths (list of str): Paths of all stacked pairs of an adapter.
-
-    Raises:
-        AdapterError: Several parameters of a module are adapted, and the order in which it declares them is not known.
+    Raises AdapterError if a module has several adapted parameters whose order of declaration is not known.
     """
     by_module: Dict[str, Dict[str, str]] = {}
     for path in paths:

@@ -19,10 +19,9 @@ _COMMON = (
 
 
 class Tuner(NamedTuple):
-    """One peft_type.
+    """One peft_type and the variant that it is here.
 
     Attributes:
-        variant (Variant): The variant that it is here.
         fields (tuple of str): The fields that only it has.
         rank (int): PEFT's default of r.
         dropout (str): Its name of lora_dropout.
@@ -39,11 +38,7 @@ class Tuner(NamedTuple):
     written: Callable[[Dict, Adapter], Dict]
 
     def as_lora(self, content: Dict, path: str) -> Dict:
-        """Returns the content of such an adapter_config.json under LoRA's names, at a scale of 1.
-
-        Raises:
-            AdapterFormatError: It asks for what is not supported.
-        """
+        """Returns its adapter_config.json under LoRA's names, at a scale of 1, once ``check`` has passed it."""
         self.check(content, path)
         rank = content.get("r", self.rank)
         return {
@@ -127,11 +122,7 @@ def variant_of(content: Dict) -> Variant:
 
 
 def as_lora(content: Dict, path: str) -> Dict:
-    """Returns an adapter_config.json under LoRA's names, whatever its peft_type; an unknown one stays.
-
-    Raises:
-        AdapterFormatError: It asks for what is not supported.
-    """
+    """Returns an adapter_config.json under LoRA's names, whatever its peft_type; an unknown one stays."""
     tuner = _tuner_of(content)
     return tuner.as_lora(content, path) if tuner else content
 

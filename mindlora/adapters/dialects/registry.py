@@ -25,11 +25,7 @@ WEIGHTS: Tuple[str, ...] = tuple(name for dialect in DIALECTS for name in dialec
 
 
 def dialect_of(file: File) -> Dialect:
-    """Returns the form that a file is in.
-
-    Raises:
-        AdapterFormatError: It holds no LoRA tensor, is of a form that is recognized and not read, or can be of two.
-    """
+    """Returns the form that a file is in; raises AdapterFormatError if that is none of those that are read, or two."""
     for dialect in DIALECTS:
         if dialect.matches(file):
             return dialect

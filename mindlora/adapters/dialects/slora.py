@@ -38,14 +38,10 @@ class Slora(MindFormers):
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
-    """Returns the tensors under slora's keys.
+    """Returns the tensors under slora's keys; raises AdapterError for what slora cannot serve.
 
     slora multiplies every B by the configuration's single lora_alpha / r, whatever the rank of the pair. A pair whose
     scale differs from that gets the remaining factor multiplied into its B.
-
-    Raises:
-        AdapterError: There are saved modules, the adapter is not a plain LoRA, or some cells are not linear: slora
-            cannot serve these.
     """
     for layout in LAYOUTS:
         refused = [path for path in adapter.paths if adapter.layout(path) is layout and not layout.in_slora]
@@ -75,11 +71,7 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
 
 
 def config(adapter: Adapter) -> Dict:
-    """Returns the adapter_config.json that slora takes: module names without paths, an integer lora_alpha.
-
-    Raises:
-        AdapterError: lora_alpha is not an integer at the adapter's largest rank.
-    """
+    """Returns slora's adapter_config.json: module names without paths, and lora_alpha, which must be an integer."""
     rank = max(adapter.rank(path) for path in adapter.paths)
     alpha = _scale(adapter) * rank
     if abs(alpha - round(alpha)) > 1e-9 * alpha:

@@ -24,17 +24,12 @@ from mindlora.models.architecture import HF, MCORE
 
 @dataclasses.dataclass(frozen=True)
 class GatherReport:
-    """What gather_adapter did.
+    """What gather_adapter read and wrote.
 
     Attributes:
         checkpoint (str): The folder with the files of all ranks.
         step (str): Epoch and step in it.
-        ranks (int): How many ranks there were.
-        stages (int): In how many pipeline stages.
-        output (str): The path that was written.
-        form (str): Its form.
-        pairs (int): Pairs of A and B.
-        saved_modules (int): Parameters of modules_to_save.
+        ranks (int): How many ranks of the run there were, in ``stages`` pipeline stages.
         lora_ranks (tuple of int): The distinct ranks of the pairs.
         alphas (tuple of float): The distinct lora_alpha.
     """

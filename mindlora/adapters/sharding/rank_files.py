@@ -44,12 +44,7 @@ class RankFile(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What was read from the file of one rank.
-
-    Attributes:
-        text (str): mindlora's metadata in it, or "".
-        steps (int or None): Steps of the run so far, if the file says so.
-    """
+    """What was read from a rank's file: mindlora's metadata, or "", and the steps of the run, if the file says so."""
 
     path: str
     tensors: Dict[str, np.ndarray]
@@ -62,7 +57,7 @@ def find(folder: str, at: Optional[str] = None) -> Dict[int, RankFile]:
 
     Args:
         folder (str): It holds rank_0, rank_1, ..., with files as CheckpointMonitor of MindFormers names them.
-        at (str): Epoch and step in it as the files' names have them, such as "2_100". Default: None, the newest.
+        at (str): Epoch and step in it as the files' names have them, such as "2_100"; None for the newest.
 
     Raises:
         AdapterFormatError: There are no such folders or files; the ranks' newest files are of different steps; or a

@@ -15,13 +15,7 @@ from mindlora.numerics import initializers
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What is known about a run besides its files.
-
-    Attributes:
-        config (LoraConfig): Its pet_config, or None.
-        lora_alpha (float): lora_alpha of all cells, if there is no pet_config; or None.
-        heads (Heads): Sizes of the model's attention.
-    """
+    """What is known about a run besides its files; lora_alpha is that of all cells, if there is no pet_config."""
 
     config: Optional[LoraConfig] = None
     lora_alpha: Optional[float] = None
@@ -49,9 +43,8 @@ class RunSettings:
     def complete(self, adapter: Adapter, source: str) -> None:
         """Puts lora_alpha and the other settings into an adapter, unless its metadata has stated them.
 
-        Raises:
-            ScaleMismatchError: Nothing states lora_alpha, or two things do.
-            RankMismatchError: The pet_config has another lora_rank than the adapter.
+        Raises ScaleMismatchError if nothing states lora_alpha or two things do, and RankMismatchError if the pet_config
+        has another lora_rank than the adapter.
         """
         if self.lora_alpha is not None:
             adapter.set_alpha(self.lora_alpha)

@@ -27,16 +27,7 @@ FORMS = ("safetensors", "ckpt")
 
 @dataclasses.dataclass(frozen=True)
 class ScatterReport:
-    """What scatter_adapter did.
-
-    Attributes:
-        source (str): The adapter.
-        output (str): The folder with rank_0, rank_1, ...
-        ranks (int): How many ranks it is for.
-        stages (int): In how many pipeline stages.
-        parameters (int): Parameters that were cut.
-        bytes_by_rank (tuple of int): Bytes of the tensors of each rank.
-    """
+    """What scatter_adapter wrote: for how many ranks, in how many pipeline stages, parameters and each rank's bytes."""
 
     source: str
     output: str
@@ -158,10 +149,7 @@ def _keys(strategy: Strategy) -> Dict[str, PartKey]:
 def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads) -> None:
     """Gives ``adapter`` the paths and the joined cells that the run has, as load_lora does for a network.
 
-    Args:
-        adapter (Adapter): Changed in place.
-        known (mapping): The run's own path -> the path that adapters have the cell under.
-        heads (Heads): The sizes of its attention.
+    ``known`` is the run's own path -> the path that adapters have the cell under.
     """
     head_dim = heads.head_dim or _head_dim(adapter, heads)
     shapes = {

@@ -14,13 +14,7 @@ Shape = Tuple[int, ...]
 
 
 class Slice(NamedTuple):
-    """A part of a tensor.
-
-    Attributes:
-        whole (tuple of int): Shape of the whole tensor.
-        begin (tuple of int): Index of the part's first element.
-        shape (tuple of int): Shape of the part.
-    """
+    """A part of a tensor of shape ``whole``: the index of its first element, and its own shape."""
 
     whole: Shape
     begin: Shape
@@ -33,11 +27,7 @@ class Slice(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a tensor.
-
-    Attributes:
-        part (Slice): Which part it is.
-    """
+    """What one rank holds of a tensor, and which part that is."""
 
     source: str
     part: Slice
@@ -45,17 +35,13 @@ class Piece(NamedTuple):
 
 
 class Strategy:
-    """The strategies of all pipeline stages of one run.
-
-    Args:
-        stages (dict): Pipeline stage -> parameter -> Layout.
+    """The strategies of all pipeline stages of one run: stage -> parameter -> Layout.
 
     Attributes:
         devices (int): Ranks of one stage.
         ranks (int): Ranks of the run.
 
-    Raises:
-        AdapterFormatError: A stage is missing, or two parameters are spread over different numbers of devices.
+    Raises AdapterFormatError if a stage is missing, or two parameters are spread over different numbers of devices.
     """
 
     def __init__(self, stages: Stages, source: str):
@@ -109,19 +95,12 @@ def read_strategy(path: str) -> Strategy:
 
 
 def parts_of(layout: Layout, rank: int, name: str) -> Tuple[Shape, Shape]:
-    """Returns along each axis into how many parts a tensor is cut, and which of them a rank holds.
+    """Returns along each axis into how many parts a tensor is cut, and which of them a rank (of its stage) holds.
 
     Along an axis that several axes of the device matrix cut, the first of them cuts most coarsely. What optimizer
     parallelism cuts is the first axis of the slice that remains, among the ranks that share it.
 
-    Args:
-        rank (int): The rank within its pipeline stage.
-
-    Returns:
-        (counts, indices), tuples of int with one element for each axis of the tensor.
-
-    Raises:
-        AdapterFormatError: The layout contradicts itself, or is one of uneven slices.
+    Raises AdapterFormatError if the layout contradicts itself, or is one of uneven slices.
     """
     matrix = layout.dev_matrix
     if layout.uneven:
@@ -153,16 +132,10 @@ def parts_of(layout: Layout, rank: int, name: str) -> Tuple[Shape, Shape]:
 
 
 def slice_of(layout: Layout, rank: int, shape: Shape, name: str) -> Slice:
-    """Returns which part of a tensor a rank holds.
+    """Returns which part of a tensor a rank of its stage holds, where ``shape`` is the shape of that part.
 
-    Args:
-        layout (Layout): How the tensor is cut; one without a tensor map is not cut.
-        rank (int): The rank within its pipeline stage.
-        shape (tuple of int): The shape of what the rank holds.
-
-    Raises:
-        AdapterFormatError: As in ``parts_of``.
-        ShapeMismatchError: The tensor has another number of axes than the layout.
+    A layout without a tensor map is not cut. Raises AdapterFormatError as ``parts_of`` does, and ShapeMismatchError if
+    the tensor has another number of axes than the layout.
     """
     if not layout.tensor_map:
         return Slice(shape, (0,) * len(shape), shape)
@@ -180,14 +153,9 @@ def slice_of(layout: Layout, rank: int, shape: Shape, name: str) -> Slice:
 
 
 def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
-    """Returns what a rank holds of a whole tensor, as a copy.
+    """Returns what a rank of its stage holds of a whole tensor, as a copy.
 
-    Args:
-        rank (int): The rank within its pipeline stage.
-
-    Raises:
-        AdapterFormatError: As in ``parts_of``.
-        ShapeMismatchError: The tensor cannot be cut into equal parts.
+    Raises AdapterFormatError as ``parts_of`` does, and ShapeMismatchError if the parts would not be equal.
     """
     axes = len(array.shape)
     counts, indices = parts_of(layout, rank, name) if layout.tensor_map else ((1,) * axes, (0,) * axes)
@@ -203,9 +171,6 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
 
 def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
     """Returns the whole tensor that pieces make up: each element comes from one slice, and copies of it are equal.
-
-    Args:
-        pieces (sequence of Piece): What the ranks hold of it, replicas included.
 
     Raises:
         ShapeMismatchError: The pieces are of wholes of different shapes or dtypes, or overlap.
