@@ -138,11 +138,7 @@ def convert_base(
 
 
 def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List[str]]:
-    """Returns the tensors of ``base`` as convert_base would write them for MindFormers, and its notes.
-
-    Raises:
-        CheckpointError: A name is not known, or the output head is missing.
-    """
+    """Returns the tensors of ``base`` as convert_base would write them for MindFormers, and its notes."""
     if base.world != HF:
         return [tensor_of(base, name) for name in base.tensors], base.left_out
     to = _world_of(base, LEGACY)

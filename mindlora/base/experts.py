@@ -52,8 +52,7 @@ def expert_tensor(base: BaseCheckpoint, name: str) -> Optional[ExpertTensor]:
 def to_mcore(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputTensor]:
     """Returns what is written for Hugging Face's tensor ``name``: the stacked weight, in the place of its first part.
 
-    Raises:
-        CheckpointError: Some experts are missing, or their tensors differ in shape or dtype.
+    Raises CheckpointError if some experts are missing, or their tensors differ in shape or dtype.
     """
     if own.expert is None:
         parts = [[name]]
@@ -90,8 +89,7 @@ def to_mcore(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputT
 def to_hugging_face(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputTensor]:
     """Returns the tensors of single experts that are written for mcore's stacked weight ``name``.
 
-    Raises:
-        CheckpointError: The number of experts, which the router's weight tells, does not divide its rows.
+    Raises CheckpointError if the number of experts, which the router's weight tells, does not divide its rows.
     """
     info = base.tensors[name]
     router = f"{own.holder.rpartition('.')[0]}.router.weight"

@@ -21,17 +21,10 @@ _WORKS = f"only models of {LLAMA.title} are described from a YAML: copy config.j
 
 
 def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], model_config: Mapping) -> Dict[str, Any]:
-    """Returns the content of config.json for a checkpoint of Llama or Qwen2.
+    """Returns the content of config.json for a checkpoint of Llama or Qwen2, of (name, dtype, shape) of its tensors.
 
     Sizes that the tensors show are taken from them, and must not contradict the YAML; heads, positions and token ids
-    are the YAML's.
-
-    Args:
-        tensors (list): (name, dtype, shape) of each, under Hugging Face's names.
-        model_config (dict): model.model_config of a MindFormers YAML.
-
-    Raises:
-        CheckpointError: The model is not one of these, its rotary embedding is extended, or YAML and tensors disagree.
+    are the YAML's. Raises CheckpointError if they disagree, or the model is another or its rotary embedding extended.
     """
     shapes = {name: shape for name, _, shape in tensors}
     embedding, gate = "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"

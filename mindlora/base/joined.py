@@ -30,15 +30,9 @@ def joined_name(name: str) -> Optional[str]:
 
 
 def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> OutputTensor:
-    """Returns the tensor ``joined`` made of the tensors of its parts.
+    """Returns the tensor ``joined`` made of the tensors of its parts, in the order of their rows.
 
-    Args:
-        joined (str): Name of the joined tensor, under MindFormers' names.
-        tensors (list of OutputTensor): Its parts, in the order of their rows.
-        kv_heads (int): Number of key-value heads, for w_qkv; None if not known.
-
-    Raises:
-        CheckpointError: The parts cannot be joined, or the number of key-value heads is wrong or not known.
+    Raises CheckpointError if they cannot be joined, or kv_heads (for w_qkv) is wrong or not known.
     """
     parts = [tensor.name for tensor in tensors]
     if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
@@ -69,17 +63,10 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
 
 
 def split(base: BaseCheckpoint, name: str, joined: str, targets: List[str], model: HeadSizes) -> List[OutputTensor]:
-    """Returns the tensors ``targets`` that the tensor ``name`` of ``base`` is divided into.
+    """Returns the tensors ``targets``, in the order of their rows, that tensor ``name`` of ``base`` is divided into.
 
-    Args:
-        base (BaseCheckpoint): The checkpoint, open until the tensors are written.
-        name (str): Name of the joined tensor in ``base``.
-        joined (str): The same under MindFormers' names.
-        targets (list of str): Names of the new tensors, in the order of their rows.
-        model (HeadSizes): The model's sizes.
-
-    Raises:
-        CheckpointError: The rows do not match the numbers of heads, or these are needed but not known.
+    ``joined`` is ``name`` under MindFormers' names; ``base`` stays open until the tensors are written. Raises
+    CheckpointError if the rows do not match the numbers of heads, or these are needed but not known.
     """
     info = base.tensors[name]
     sizes = _group_sizes(name, _cell(joined), info.shape[0], model)

@@ -31,10 +31,7 @@ class LoftqInitializer:
     Attributes:
         paths (list of str): The cells whose pairs LoftQ initializes.
 
-    Raises:
-        ConfigError: lora_init is not one of LoftQ's, or lora_rank is larger than a side of a weight.
-        TargetError: target_modules or exclude_modules selects nothing.
-        CheckpointError: A selected cell is a joined one.
+    Raises LoraError if ``config`` is not one of LoftQ's, or selects nothing, a joined cell or too small a weight.
 
     Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
     """

@@ -30,7 +30,6 @@ class MergeCheckpointReport:
     """What merge_checkpoint did; str() gives it as text.
 
     Attributes:
-        base, adapter, output (str): The base, the adapter and the merged checkpoint.
         files (tuple of str): The written files that hold tensors.
         merged (int): Number of tensors that an adapter was added to.
         replaced (int): Number of tensors that saved modules (modules_to_save) replaced.
@@ -40,7 +39,6 @@ class MergeCheckpointReport:
         difference (float): That difference, in the largest element.
         bound (float): How much rounding can change that element.
         notes (tuple of str): What of the base was left out.
-        seconds (float): How long it took.
     """
 
     base: str
@@ -412,11 +410,8 @@ def _need_heads(path, kv_heads):
 def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) -> Dict[str, Shape]:
     """Returns the saved embedding and head that replace the base's at another number of tokens, name -> new shape.
 
-    Args:
-        shapes (mapping): The base's parameters -> shape, under MindFormers' names.
-
-    Raises:
-        ShapeMismatchError: Only one of the two is in the file, or they differ in size.
+    ``shapes`` are the base's, under MindFormers' names. Raises ShapeMismatchError if only one of the two is in the
+    file, or they differ in size.
     """
     saved = {name: array.shape for name, array in adapter.saved_modules.items()}
     grown = {
@@ -434,12 +429,8 @@ def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) ->
 def _check_not_transposed(path: str, name: str, shapes: Mapping[str, Shape]) -> None:
     """Raises MergeError if the base stores its linear weights [in, out], as GPT-2's Conv1D does.
 
-    A bias has one element for each output, which tells wherever a weight is not square.
-
-    Args:
-        path (str): Path of the cell.
-        name (str): The base's name of its weight.
-        shapes (mapping): The base's parameters -> shape, under MindFormers' names.
+    A bias has one element for each output, which tells wherever a weight is not square. ``name`` is the base's name of
+    the weight; ``shapes`` are under MindFormers' names.
     """
     if f"{path}.bias" in shapes and any(_is_transposed(other, shapes) for other in shapes):
         raise MergeError(

@@ -34,11 +34,9 @@ class QuantizeReport:
     """What quantize_checkpoint did; str() gives it as text.
 
     Attributes:
-        source, output (str): The two checkpoints.
         quantized (tuple of str): Paths of the cells whose weights are now 4-bit.
         bytes_before, bytes (int): Size of all tensors before and after.
         notes (tuple of str): What was left out, and what was decided about tied embeddings.
-        seconds (float): How long it took.
         adapter (str): Folder of LoftQ's adapter, or None.
         started (tuple of str): Paths of the cells whose pairs LoftQ initialized.
     """
@@ -151,11 +149,9 @@ def quantized_paths(tensor_names: Iterable[str]) -> List[str]:
 
 
 def check_quantized_base(path: str, exclude: Optional[Union[str, List[str]]]) -> None:
-    """Raises CheckpointError unless a run with quantize_base can load the .safetensors file at ``path``.
+    """Raises CheckpointError unless a run with quantize_base can load the .safetensors file under MindFormers' names.
 
-    Args:
-        path (str): A .safetensors file under MindFormers' names; only its header is read.
-        exclude (str or list of str): quantize_exclude of the run.
+    ``exclude`` is the run's quantize_exclude. Only the file's header is read.
     """
     with TensorFile(path) as file:
         found = quantized_paths(file.tensors)

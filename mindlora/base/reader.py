@@ -64,10 +64,7 @@ class BaseCheckpoint:
         training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
             MindFormers' CheckpointMonitor saves with the model. They are in no other attribute.
 
-    Raises:
-        CheckpointError: Nothing at ``path`` can be read, the index is wrong, or the names are not known.
-        TruncatedAdapterError: A file ends before its content does.
-        AdapterFormatError: A file is not a safetensors file, or holds a dtype that is not known.
+    Raises CheckpointError if nothing there can be read or the names are not known, AdapterError if a file is damaged.
     """
 
     def __init__(self, path: str):
@@ -155,15 +152,7 @@ class BaseCheckpoint:
 
 
 class CkptFile:
-    """A MindSpore .ckpt in memory, with the interface of TensorFile.
-
-    Attributes:
-        tensors (dict): Name -> TensorInfo.
-        metadata (dict): Empty: a .ckpt has no header.
-
-    Raises:
-        TruncatedAdapterError, AdapterFormatError: The file is damaged or is not a checkpoint.
-    """
+    """A MindSpore .ckpt in memory, with the interface of TensorFile; ``metadata`` is empty: there is no header."""
 
     metadata: Dict[str, str] = {}
 
@@ -192,14 +181,9 @@ def _is_training_state(name: str, present: Container[str]) -> bool:
 
 
 def detect_world(path: str, tensor_names: Iterable[str], architecture: Architecture) -> str:
-    """Returns "hf", "mindformers" or "mcore": whose names these are.
+    """Returns "hf", "mindformers" or "mcore": whose names these are, among those that the record knows.
 
-    Args:
-        tensor_names (iterable of str): The names of its tensors.
-        architecture (Architecture): The record that knows them.
-
-    Raises:
-        CheckpointError: They are of no world, or of several.
+    Raises CheckpointError if they are of no world, or of several.
     """
     kinds: Dict[str, List[str]] = {world: [] for world in WORLDS}
     for name in tensor_names:

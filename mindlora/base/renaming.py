@@ -26,11 +26,8 @@ class Plan:
 
     Attributes:
         skipped (list of str): Names of tensors that every model computes for itself.
-        shards (list of Shard): What to write.
 
-    Raises:
-        CheckpointError: A name is not known, parts of a joined tensor are missing, or numbers of heads are needed but
-            not known.
+    Raises CheckpointError if a name or a number of heads is not known, or parts of a joined tensor are missing.
     """
 
     def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):

@@ -27,9 +27,8 @@ class OutputTensor(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-        dtype (numpy.dtype): The dtype of its elements.
         rows (callable): (begin, end) -> array of those rows in ``dtype``; several threads call it at once.
-        unit (int): ``rows`` is called for multiples of this many rows. Default: 1.
+        unit (int): ``rows`` is called for multiples of this many rows.
     """
 
     name: str
@@ -50,12 +49,7 @@ class OutputTensor(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file to be written.
-
-    Attributes:
-        tensors (list of OutputTensor): What it holds.
-        metadata (dict): Strings for the file's header.
-    """
+    """A file to be written: its tensors, and the strings for its header."""
 
     tensors: List[OutputTensor]
     metadata: Dict[str, str]
@@ -95,9 +89,9 @@ def write(
         output (str): A folder, or a file that ends in .safetensors or .ckpt; a .ckpt is written tensor by tensor.
         shards (list of Shard): The content of each file in a folder; a single file holds all of them.
         world (str): "hf", "mindformers" or "mcore".
-        companions (list of str): Files to copy into a folder. Default: ().
-        config (dict): Content of config.json to write into a folder. Default: None.
-        progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
+        companions (list of str): Files to copy into a folder.
+        config (dict): Content of config.json to write into a folder.
+        progress (callable): Takes the size of each written block and the total size, in bytes.
 
     Returns:
         list of str, the written files that hold tensors.

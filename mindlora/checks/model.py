@@ -61,11 +61,7 @@ def architecture_of(config: Mapping[str, Any]) -> Optional[Architecture]:
 
 
 def network_of(architecture: Architecture, model_config: Dict[str, Any]) -> Description:
-    """Returns the description of the network that MindFormers builds of a model.
-
-    Raises:
-        ConfigError: The sizes cannot be worked out, or one is no whole number.
-    """
+    """Returns the description of the network that MindFormers builds of a model; raises ConfigError for wrong sizes."""
     try:
         network = describe_model(architecture, model_config)
     except ConfigError:

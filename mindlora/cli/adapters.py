@@ -29,15 +29,7 @@ class _Forms:
 
 @dataclasses.dataclass(frozen=True)
 class CombineReport:
-    """What mindlora combine wrote.
-
-    Attributes:
-        output (str): The folder.
-        method (str): The method of combining.
-        adapters (tuple): (path, weight) of each adapter.
-        ranks (tuple of int): The distinct ranks in the result.
-        cells (int): How many cells the result adapts.
-    """
+    """What mindlora combine wrote: (path, weight) of each adapter, the distinct ranks and how many cells there are."""
 
     output: str
     method: str

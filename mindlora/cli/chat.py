@@ -67,14 +67,7 @@ def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
 
 
 class _Chat:
-    """The loop: reads a line, answers it.
-
-    Args:
-        engine (Engine): Started.
-        dialogue (Dialogue): With it.
-        screen (file): Where answers are written.
-        interrupts (Interrupts): Ctrl-C.
-    """
+    """The loop: reads a line, answers it on ``screen``."""
 
     def __init__(self, engine: "Engine", dialogue: "Dialogue", screen: TextIO, interrupts: Interrupts):
         self._dialogue = dialogue
@@ -160,13 +153,7 @@ class _Command(NamedTuple):
 
 
 class _Commands:
-    """What a user can do in a chat besides talking.
-
-    Args:
-        dialogue (Dialogue): The chat.
-        engine (Engine): Its engine.
-        answer_again (callable): Has the last question answered once more.
-    """
+    """What a user can do in a chat besides talking; ``answer_again`` has the last question answered once more."""
 
     def __init__(self, dialogue: "Dialogue", engine: "Engine", answer_again: Callable[[], None]):
         self._dialogue = dialogue
@@ -189,9 +176,7 @@ class _Commands:
     def run(self, line: str) -> str:
         """Runs a line that begins with a slash and returns what the user is told; "" for nothing.
 
-        Raises:
-            _Leave: The chat is to end.
-            LoraError: There is no such command, or it cannot be done.
+        Raises _Leave if the chat is to end, and LoraError if there is no such command, or it cannot be done.
         """
         name, _, argument = line[1:].strip().partition(" ")
         command = self._table.get(name)

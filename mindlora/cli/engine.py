@@ -43,12 +43,7 @@ _LOG = "mindlora-log-"
 
 
 class Adapters(NamedTuple):
-    """The adapters that a command line names.
-
-    Attributes:
-        registry (AdapterRegistry): All of them.
-        chosen (list of str): The names of those that --adapter names, in order.
-    """
+    """The adapters that a command line names, and of them, in order, the names of those of --adapter."""
 
     registry: "AdapterRegistry"
     chosen: List[str]
@@ -57,9 +52,7 @@ class Adapters(NamedTuple):
 def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]) -> None:
     """Adds what picks base, adapters and sizes; overrides of the YAML are taken too.
 
-    Args:
-        parser (ArgumentParser): Of the verb.
-        defaults (dict): For the help: what slots, max-running and max-waiting are if they are not given.
+    ``defaults`` says for the help what slots, max-running and max-waiting are if they are not given.
     """
     parser.add_argument("--config", required=True, metavar="YAML", help="the YAML of your training run, or one like it")
     parser.add_argument(
@@ -89,11 +82,7 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
 def add_answer_options(parser: argparse.ArgumentParser, template: str, temperature: float, max_tokens: str) -> None:
     """Adds what says how a text becomes a prompt and how its answer is chosen.
 
-    Args:
-        parser (ArgumentParser): Of the verb.
-        template (str): What is done without --template, for the help.
-        temperature (float): The default.
-        max_tokens (str): The default of --max-tokens, for the help.
+    For the help, ``template`` says what is done without --template, and ``max_tokens`` what the default is.
     """
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
@@ -129,11 +118,7 @@ def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[
 
 
 def read_sampling(arguments: argparse.Namespace) -> "Sampling":
-    r"""Returns what the options say, checked; max_tokens is left to the caller. \n in --stop is a new line.
-
-    Raises:
-        RequestError: A value is out of range.
-    """
+    r"""Returns what the options say, checked; max_tokens is left to the caller. \n in --stop is a new line."""
     from mindlora.serving.request import Sampling
     from mindlora.serving.sampling import check_sampling
 
@@ -153,8 +138,7 @@ def read_sampling(arguments: argparse.Namespace) -> "Sampling":
 def read_adapters(arguments: argparse.Namespace) -> Adapters:
     """Returns the adapters of --adapter and --adapters; no file is read.
 
-    Raises:
-        ConfigError: There is nothing at a path, or a name is given twice.
+    Raises ConfigError if there is nothing at a path, or a name is given twice.
     """
     from mindlora.serving.adapter_registry import AdapterRegistry
 
@@ -210,14 +194,8 @@ def build(
 ) -> "Engine":
     """Returns the engine that a command line describes, not started.
 
-    Args:
-        arguments (Namespace): With the options of add_engine_options.
-        registry (AdapterRegistry): The adapters.
-        model_name (str, optional): What callers name the base. Default: None, the YAML's name.
-        defaults (dict, optional): Fields of EngineSettings where the command line gives none.
-
-    Raises:
-        LoraError: A setting is wrong, or a file cannot be read.
+    Callers name the base ``model_name``, or as the YAML does; ``defaults`` has fields of EngineSettings where the
+    command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     check_config(arguments)
     prepare_imports()
@@ -257,13 +235,7 @@ def remove_log() -> None:
 def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: Dict[str, int]) -> Iterator["Engine"]:
     """Builds the engine of a command line, its chosen adapters read and checked; stops it at the end.
 
-    Args:
-        arguments (Namespace): With the options of add_engine_options.
-        adapters (Adapters): See read_adapters.
-        defaults (dict): Fields of EngineSettings where the command line gives none.
-
-    Raises:
-        LoraError: A setting is wrong, or a file cannot be read.
+    ``defaults`` and errors are those of ``build``.
     """
     check_config(arguments)
     with log_elsewhere(arguments.verbose):

@@ -34,7 +34,6 @@ class GenerateReport:
     """The answers to all prompts.
 
     Attributes:
-        model (str): The base's name.
         template (str): What prompts became.
         answers (tuple of Answer): In the order of the prompts; for each prompt the base first, if it is asked, then the
             adapters as they were named.
@@ -168,16 +167,10 @@ def _answered(
 
 
 def read_prompts(texts: Sequence[str], path: Optional[str]) -> List[str]:
-    r"""Returns the prompts of --prompt and --prompts-file, or what standard input holds.
+    r"""Returns the prompts of --prompt, as they are, and --prompts-file, or what standard input holds.
 
-    Args:
-        texts (sequence of str): Texts, taken as they are.
-        path (str or None): A file with a prompt a line, or, if it ends in .json, a list of texts; "-" for lines from
-            standard input.
-
-    Raises:
-        DataError: The file holds something else.
-        ConfigError: There is no prompt.
+    A file has a prompt a line, or, if it ends in .json, a list of texts; "-" stands for lines from standard input.
+    Raises DataError if it holds something else, and ConfigError if there is no prompt.
     """
     from mindlora.data.files import read_text
 

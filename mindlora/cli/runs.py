@@ -23,12 +23,7 @@ _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Configurations:
-    """The configurations that there are.
-
-    Attributes:
-        folder (str): Where they are.
-        summaries (dict): Name, as ``mindlora configs NAME`` takes it -> the first line of its comment.
-    """
+    """The configurations in a folder: name, as ``mindlora configs NAME`` takes it -> the first line of its comment."""
 
     folder: str
     summaries: Dict[str, str]
@@ -39,12 +34,7 @@ class Configurations:
 
 @dataclasses.dataclass(frozen=True)
 class CopiedConfiguration:
-    """A configuration that was copied.
-
-    Attributes:
-        name (str): Its name.
-        output (str): The file that was written.
-    """
+    """A configuration that was copied, and the file that was written."""
 
     name: str
     output: str
@@ -157,12 +147,7 @@ def _plan(arguments: argparse.Namespace) -> "PlanReport":
 
 @dataclasses.dataclass(frozen=True)
 class PageReport:
-    """What mindlora report wrote.
-
-    Attributes:
-        output (str): The page.
-        runs (tuple of str): The folders of the runs on it.
-    """
+    """The page that mindlora report wrote, and the folders of the runs on it."""
 
     output: str
     runs: Tuple[str, ...]
@@ -216,11 +201,7 @@ def _suggest(arguments: argparse.Namespace) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PluginPath:
-    """What plugin-path prints.
-
-    Attributes:
-        path (str): The folder that holds bridge.py.
-    """
+    """What plugin-path prints: the folder that holds bridge.py."""
 
     path: str
 

@@ -25,13 +25,7 @@ _LIMITS: Tuple[Tuple[str, Any, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class ServeReport:
-    """What a server did until it was stopped.
-
-    Attributes:
-        model (str): The base's name.
-        prompt_tokens, cached_tokens, generated_tokens (int): Tokens of prompts, those of them that were in the cache,
-            and of answers.
-    """
+    """What a server did until it was stopped; ``cached_tokens`` are those of the prompts that were in the cache."""
 
     model: str
     prompt_tokens: int

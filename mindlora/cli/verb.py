@@ -5,12 +5,9 @@ from typing import Any, Callable, NamedTuple
 
 
 class Verb(NamedTuple):
-    """One command of ``mindlora``.
+    """One command of ``mindlora``, with one line for the help.
 
-    Attributes:
-        name (str): What the user types.
-        summary (str): One line for the help.
-        add_options (callable): Takes the verb's ArgumentParser, and calls add_command on it or on parsers below it.
+    ``add_options`` takes the verb's ArgumentParser, and calls add_command on it or on parsers below it.
     """
 
     name: str

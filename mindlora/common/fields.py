@@ -129,13 +129,7 @@ def check_indices(value: Any, field: str, expected: str) -> None:
 
 
 def settle_dependents(config: Any, flag: str, defaults: Mapping) -> None:
-    """Gives fields that only ``flag`` uses their defaults where they are None; without ``flag``, they must be None.
-
-    Args:
-        config (object): Holds the fields; changed in place.
-        flag (str): The field, True or False, that they belong to.
-        defaults (mapping): Field -> its default.
-    """
+    """Gives fields that only ``flag`` uses their defaults where they are None; without ``flag``, they must be None."""
     for field, default in defaults.items():
         value = getattr(config, field)
         if not getattr(config, flag) and value is not None:

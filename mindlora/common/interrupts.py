@@ -18,13 +18,9 @@ class Interrupts:
     SIGINT is blocked in all threads, which no handler can change, and one thread waits for it. Enter in the main
     thread, before anything is imported that starts threads.
 
-    Ctrl-C ends the process at once, with one line and exit code 130. After ``hand_to(receive)`` it calls ``receive``
-    instead, and within ``raising()`` it raises KeyboardInterrupt in the main thread. Where SIGINT is ignored, as in
-    the background of a shell, it stays so.
-
-    Args:
-        program (str): Begins the line.
-        clean_up (callable, optional): Called before the process is ended.
+    Ctrl-C calls ``clean_up`` and ends the process at once, with one line, which ``program`` begins, and exit code 130.
+    After ``hand_to(receive)`` it calls ``receive`` instead, and within ``raising()`` it raises KeyboardInterrupt in the
+    main thread. Where SIGINT is ignored, as in the background of a shell, it stays so.
     """
 
     def __init__(self, program: str = "mindlora", clean_up: Optional[Callable[[], Any]] = None):

@@ -21,13 +21,7 @@ def true_false_or_name(text: str) -> Union[bool, str]:
 
 
 class Flag(NamedTuple):
-    """A flag of mindlora-run that sets one key of the YAML.
-
-    Attributes:
-        kind (callable): Reads its value from the command line.
-        key (str): The dotted key.
-        help (str): What it means.
-    """
+    """A flag of mindlora-run that sets the key of the YAML at a dotted path; ``kind`` reads its value."""
 
     kind: Any
     key: str
@@ -214,16 +208,10 @@ def read_value(text: str) -> Any:
 
 
 def set_key(config: Dict[str, Any], key: str, value: Any, source: str, create: bool = False) -> None:
-    """Sets the value at a dotted key, whose parents must exist.
+    """Sets the value at a dotted key, whose parents must exist; raises ConfigError if there is no such key.
 
-    Args:
-        config (dict): The whole YAML; changed in place.
-        key (str): For instance runner_config.epochs; an item of a list is named by its number, counted from 0, or by
-            its ``type``.
-        create (bool): Whether a key that MindFormers does not know may be made. Default: False.
-
-    Raises:
-        ConfigError: There is no such key.
+    An item of a list is named by its number, counted from 0, or by its ``type``. With ``create``, a key that
+    MindFormers does not know may be made.
     """
     *parents, leaf = key.split(".")
     if parents and config.get(parents[0]) is None and parents[0] in _nodes_made(config):

@@ -14,8 +14,7 @@ PET = "model.model_config.pet_config"
 def read_yaml(path: str) -> dict:
     """Returns the content of a complete MindFormers YAML, merged over its base_config files.
 
-    Raises:
-        ConfigError: The file, or one that it names, cannot be read or is not YAML, or it has no model.model_config.
+    Raises ConfigError if a file cannot be read or is not YAML, or there is no model.model_config.
     """
     config = read_merged(path)
     if not isinstance(value_at(config, "model.model_config"), dict):
@@ -45,11 +44,8 @@ def merged(base: Dict[str, Any], config: Dict[str, Any]) -> Dict[str, Any]:
 def read_merged(path: str, above: Tuple[str, ...] = ()) -> Dict[str, Any]:
     """Returns the content of a YAML, merged over its base_config files as MindFormers merges them.
 
-    Args:
-        above (tuple of str): The files whose base_config led here. Default: none.
-
-    Raises:
-        ConfigError: The file, or one that it names, cannot be read or is not YAML, or it names itself.
+    ``above`` are the files whose base_config led here. Raises ConfigError if a file cannot be read, is not YAML, or
+    names itself.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -50,10 +50,7 @@ class AdaptableCell(NamedTuple):
         return self.prefix if self.layout is EXPERTS else f"{self.prefix}.weight"
 
     def sharded(self, *bases: str) -> "AdaptableCell":
-        """Returns the cell as it is where MindSpore divides it.
-
-        ``bases`` are SHARDED and, if its weight is divided too, CUT.
-        """
+        """Returns the cell as MindSpore divides it: ``bases`` are SHARDED and, if its weight is divided too, CUT."""
         if self.layout is EMBEDDING:
             return self._replace(refusal=SHARDED_EMBEDDING)
         return self._replace(bases=bases, quantization_refusal=NOT_QUANTIZED_SHARDED)
@@ -65,13 +62,7 @@ class AdaptableCell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A network: its cells in order, and all its parameters.
-
-    Attributes:
-        cells (dict): Path -> AdaptableCell.
-        parameters (dict): Name -> ParameterSize.
-        classes (dict): Path -> name of the class of every cell that is not linear, for messages.
-    """
+    """A network: its cells in order, all its parameters, and the class name of every cell that is not linear."""
 
     cells: Mapping[str, AdaptableCell]
     parameters: Mapping[str, ParameterSize]

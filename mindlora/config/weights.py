@@ -61,11 +61,7 @@ class Weight:
 
 
 def weights_of(network: Description, config: Optional[LoraConfig], selection: Optional[Selection]) -> List[Weight]:
-    """Returns all parameters of a network in training, the adapter's included; without ``config``, all of it trains.
-
-    Raises:
-        TargetError: A pattern of the configuration matches no parameter, or the wrong ones.
-    """
+    """Returns all parameters of a network in training, the adapter's included; without ``config``, all of it trains."""
     base = []
     for name, (shape, dtype) in network.parameters.items():
         path, _, part = name.rpartition(".")

@@ -23,11 +23,7 @@ _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def read_template(path: str) -> str:
-    """Returns the chat template in a file.
-
-    Raises:
-        DataError: There is no file, or it holds no chat template.
-    """
+    """Returns the chat template in a file; raises DataError if there is none."""
     text = read_text(path)
     if "messages" not in text or "{" not in text:
         raise DataError(f"{path} is not a chat template: it must be a Jinja template that goes through messages.")
@@ -35,14 +31,9 @@ def read_template(path: str) -> str:
 
 
 class ChatTemplate:
-    """A chat template, applied by a tokenizer.
+    """A chat template, ``source`` or the tokenizer's own, applied by a tokenizer.
 
-    Args:
-        tokenizer: As load_tokenizer returns it.
-        source (str, optional): The template. Default: None, the tokenizer's own.
-
-    Raises:
-        TokenizerError: The tokenizer has no chat template, it is not valid, or the tokenizer is not Hugging Face's.
+    Raises TokenizerError if there is none, it is not valid, or the tokenizer is not Hugging Face's.
     """
 
     def __init__(self, tokenizer: Any, source: Optional[str] = None):
@@ -92,8 +83,7 @@ class ChatTemplate:
     def spans(self, conversation: Conversation) -> Tuple[str, List[Span]]:
         """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
 
-        Raises:
-            UnusableRow: The template refuses the conversation, or does not tell where the assistant speaks.
+        Raises UnusableRow if the template refuses the conversation, or does not tell where the assistant speaks.
         """
         try:
             template = self.tokenizer.get_chat_template(self.source, conversation.tools)
@@ -165,8 +155,7 @@ class ChatTemplate:
 def left_out(conversation: Conversation, text: str) -> List[str]:
     """Returns what of a conversation the text of it does not show, or not all of.
 
-    Raises:
-        UnusableRow: It is a call of a tool, in whose place something else would be learned.
+    Raises UnusableRow for a call of a tool, in whose place something else would be learned.
     """
 
     def shown(content):
@@ -193,15 +182,10 @@ def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
     line of the prompt joined with one that the answer begins with, the text is tokenized in two parts there.
 
     Args:
-        tokenizer (transformers.PreTrainedTokenizerFast): Tells which characters a token stands for.
         text (str): With its special tokens written out.
         spans (sequence of (int, int)): Ranges of characters that do not overlap.
 
-    Returns:
-        Encoded.
-
-    Raises:
-        UnusableRow: The tokenizer cannot tokenize the text in parts.
+    Raises UnusableRow if the tokenizer cannot tokenize the text in parts.
     """
     tokens, starts, ends = _tokens_of(tokenizer, text)
     edges = sorted({edge for span in spans for edge in span})

@@ -33,14 +33,10 @@ class Conversation(NamedTuple):
 
 
 def read_conversation(record: Any) -> Conversation:
-    """Returns the conversation in a row.
+    """Returns the conversation in a row; raises UnusableRow if it holds none with an assistant.
 
-    Args:
-        record (dict): With "messages": a list of {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT), or the
-            same as a JSON string; and perhaps "system", a prompt, and "tools", a list of functions.
-
-    Raises:
-        UnusableRow: The row holds no conversation with an assistant.
+    The row has "messages": a list of {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT), or the same as a
+    JSON string; and perhaps "system", a prompt, and "tools", a list of functions.
     """
     if not isinstance(record, dict):
         raise UnusableRow("not an object")

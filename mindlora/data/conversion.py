@@ -32,17 +32,13 @@ class DataReport:
 
     Attributes:
         output (str): The MindRecord.
-        rows (int): Rows in it.
         tokens (int): Tokens in all rows, padding not counted.
         trained_tokens (int): Labels that count in the loss.
         longest (int): Tokens in the longest example.
         seq_length (int): seq_length of the model; a row has one token more.
         vocab_size (int): The smallest vocab_size that the model may have.
-        pad_token_id (int): Id of the padding.
-        ignore_token_id (int): Label that does not count in the loss.
         notes (list of str): What else the user should know.
         held_out (str or None): The MindRecord of the rows held out.
-        held_out_rows (int): Rows in it.
         skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
         truncated (list of str): Locations of the rows whose end was cut off.
         inputs (dict): Input -> [rows of it that were used, rows of it that could be used].
@@ -93,12 +89,7 @@ class DataReport:
 
 
 class Encoded(NamedTuple):
-    """One example as tokens.
-
-    Attributes:
-        tokens (numpy.ndarray): int32 [n].
-        learned (numpy.ndarray): bool [n], True where the token counts in the loss.
-    """
+    """One example: its tokens, int32 [n], and which of them count in the loss, bool [n]."""
 
     tokens: np.ndarray
     learned: np.ndarray
@@ -108,10 +99,7 @@ class Encoded(NamedTuple):
     ) -> Dict[str, np.ndarray]:
         """Returns input_ids and labels, int32 [seq_length + 1] each, padded at the end.
 
-        Args:
-            seq_length (int): seq_length of the model; the example must have at most one token more.
-            pad_token_id (int): Id of the padding in input_ids.
-            ignore_token_id (int): Label of the padding and of what is not learned. Default: -100.
+        The example has at most seq_length + 1 tokens. ``ignore_token_id`` labels the padding and what is not learned.
         """
         input_ids = np.full(seq_length + 1, pad_token_id, np.int32)
         labels = np.full(seq_length + 1, ignore_token_id, np.int32)
@@ -125,12 +113,7 @@ class UnusableRow(Exception):
 
 
 class Examples(abc.ABC):
-    """A kind of examples: what makes tokens of a row.
-
-    Attributes:
-        layout (Layout): Which columns it takes.
-        chat_template (str or None): Saved with a tokenizer that is trained on the examples.
-    """
+    """A kind of examples: what makes tokens of a row. ``chat_template`` is saved with a tokenizer that it trains."""
 
     layout: Layout
     chat_template: Optional[str] = None
@@ -160,13 +143,7 @@ class Examples(abc.ABC):
 
 
 class RowFormat(NamedTuple):
-    """What turns examples into rows of columns.
-
-    Attributes:
-        tokenizer: As load_tokenizer returns it.
-        seq_length (int): seq_length of the model.
-        ignore_token_id (int): Label that does not count in the loss.
-    """
+    """What turns examples into rows of columns."""
 
     tokenizer: Any
     seq_length: int

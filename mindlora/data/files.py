@@ -26,12 +26,10 @@ _BETWEEN_RECORDS = re.compile(r"[\s,]*")
 
 
 class Row(NamedTuple):
-    """One row of a file, and where it is.
+    """One row of a file: a dict, unless it is something else, and where it is.
 
-    Attributes:
-        location (str): Such as "line 12" in a .jsonl, "row 3 at line 12" in a .json, or "line 12 (instance 2)"; with
-            the file before it if several files are read.
-        record: A dict, unless the row is something else.
+    The location is such as "line 12" in a .jsonl, "row 3 at line 12" in a .json, or "line 12 (instance 2)"; with the
+    file before it if several files are read.
     """
 
     location: str
@@ -47,15 +45,9 @@ class File(NamedTuple):
 
 
 def read_rows(path: str, split: Optional[str], columns: Collection[str]) -> File:
-    """Reads a file of a kind in KINDS, or a saved dataset.
+    """Reads a file of a kind in KINDS, or a split of a saved dataset; of a table, ``columns`` as far as it has them.
 
-    Args:
-        path (str): The file, or the folder of the dataset.
-        split (str, optional): Which split of a saved dataset to read.
-        columns (collection of str): Columns to read of a table, if it has them.
-
-    Raises:
-        DataError: The file is missing, damaged, or of an unknown kind.
+    Raises DataError if the file is missing, damaged, or of an unknown kind.
     """
     bare = bare_name(path)
     if os.path.isdir(path):
@@ -78,11 +70,7 @@ def bare_name(path: str) -> str:
 
 
 def read_bytes(path: str) -> bytes:
-    """Returns what a file holds, decompressed if its name ends in .gz or .zst.
-
-    Raises:
-        DataError: There is no file, or it is damaged.
-    """
+    """Returns what a file holds, decompressed if its name ends in .gz or .zst; raises DataError if that fails."""
     if not os.path.isfile(path):
         raise DataError(f"There is no file {path}{': it is a folder' * os.path.isdir(path)}. Correct the path.")
     refuse_pointer(path, DataError)
@@ -111,8 +99,7 @@ def _read_zstd(path):
 def read_text(path: str) -> str:
     """Returns the text of a UTF-8 file; a byte order mark is dropped, and each line ends in a single newline.
 
-    Raises:
-        DataError: There is no file, or it is damaged or not UTF-8.
+    Raises DataError if there is no file, or it is damaged or not UTF-8.
     """
     try:
         return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read()
@@ -123,10 +110,7 @@ def read_text(path: str) -> str:
 
 
 def pieces(text: str, size: int = CHARACTERS_PER_CALL) -> Iterator[str]:
-    """Cuts a long text at line ends, so that no call of a tokenizer gets all of it.
-
-    Each piece but the last has at least ``size`` characters.
-    """
+    """Cuts a long text at line ends into pieces of at least ``size`` characters: a tokenizer gets one at a time."""
     start = 0
     while start < len(text):
         newline = text.find("\n", start + size)

@@ -14,18 +14,11 @@ _ROWS_PER_WRITE = 1000
 
 
 def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwrite: bool = False) -> int:
-    """Writes rows as one MindRecord file and its index (``path`` + ".db"): both complete, or neither.
+    """Writes rows as one MindRecord file and its index (``path`` + ".db"), both or neither; returns the number of rows.
 
-    Args:
-        rows (iterable of dict): Columns as int32 arrays; every row has the columns and shapes of the first.
-        path (str): Must end in .mindrecord.
-        overwrite (bool): Replace a file at ``path``. Default: False.
+    Every row has the columns, int32 arrays, and the shapes of the first. ``path`` must end in .mindrecord.
 
-    Returns:
-        int, the number of rows.
-
-    Raises:
-        DataError: There is no row, the rows differ, or ``path`` exists or cannot be written.
+    Raises DataError if there is no row, the rows differ, or ``path`` exists or cannot be written.
     """
     check_mindrecord_output(path, overwrite)
     with replace_mindrecord(path) as written:
@@ -33,11 +26,7 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
 
 
 def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
-    """Writes rows directly to ``path``, and returns their number; a failure leaves an incomplete file there.
-
-    Raises:
-        DataError: There is no row, the rows differ, or the file cannot be written.
-    """
+    """Writes rows directly to ``path``, and returns their number; DataError leaves an incomplete file there."""
     from mindspore.mindrecord import FileWriter
     from mindspore.mindrecord.common.exceptions import MindRecordException
 

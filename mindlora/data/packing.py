@@ -16,10 +16,8 @@ from mindlora.errors import DataError
 class Boundary(NamedTuple):
     """The token at which an example of a packed row begins.
 
-    Attributes:
-        token (int): Its id.
-        is_padding (bool): It is padding put before each example but the first of a row. Otherwise every example, also
-            the first, begins with it anyway.
+    With ``is_padding`` it is padding put before each example but the first of a row. Otherwise every example, also the
+    first, begins with it anyway.
     """
 
     token: int
@@ -37,13 +35,8 @@ class Boundary(NamedTuple):
 def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> Boundary:
     """Returns bos if every example begins with it and has it nowhere else, and otherwise padding.
 
-    Args:
-        examples (sequence of Encoded): All examples that are to be packed, in whatever files.
-        bos (int or None): Beginning-of-sequence token of the tokenizer.
-        pad (int): Padding token of the tokenizer.
-
-    Raises:
-        DataError: Padding is needed and an example has it before its last token, so it cannot mark a boundary.
+    Raises DataError if an example has padding before its last token, so that it cannot mark a boundary. ``examples``
+    are all that are to be packed, in whatever files.
     """
     if bos is not None and all(row.tokens[0] == bos and not (row.tokens[1:] == bos).any() for row in examples):
         return Boundary(bos, is_padding=False)
@@ -62,14 +55,7 @@ def best_fit(sizes: Sequence[int], capacity: int) -> List[List[int]]:
     """Puts items into as few bins as it can: best-fit decreasing, at most 11/9 of the fewest bins, plus 1.
 
     From the largest item to the smallest, each goes into the fullest bin that still has room for it (Johnson et al.,
-    1974).
-
-    Args:
-        sizes (sequence of int): Sizes, at least 1 and at most ``capacity``.
-        capacity (int): What the sizes in one bin may add up to.
-
-    Returns:
-        list of list of int, the positions in ``sizes`` of the items in each bin.
+    1974). Returns the positions in ``sizes``, each at most ``capacity``, of the items in each bin.
     """
     bins: List[List[int]] = []
     free: List[tuple] = []  # (room, bin) of each bin that is not full, sorted
@@ -86,15 +72,9 @@ def best_fit(sizes: Sequence[int], capacity: int) -> List[List[int]]:
 
 
 def pack(examples: Sequence[Encoded], boundary: Boundary, seq_length: int, seed: int = 0) -> List[Encoded]:
-    """Returns rows of at most seq_length + 1 tokens that hold all examples, none of them split.
+    """Returns rows of at most seq_length + 1 tokens that hold all examples, none split, in an order by ``seed``.
 
     Nothing learns the first token of an example, because the token before it belongs to another one.
-
-    Args:
-        examples (sequence of Encoded): Of at most seq_length + 1 tokens each.
-        boundary (Boundary): As find_boundary returns it.
-        seq_length (int): seq_length of the model.
-        seed (int): Of the order of the rows. Default: 0.
     """
     sizes = [boundary.size(len(row.tokens)) for row in examples]
     rows = best_fit(sizes, boundary.capacity(seq_length))
@@ -136,12 +116,9 @@ def packed_columns(
 ) -> Iterator[Dict[str, np.ndarray]]:
     """Yields the columns of packed rows with those that say how they are packed.
 
-    Args:
-        rows (sequence of Encoded): As pack returns them.
-        columns (iterable of dict): Their columns input_ids and labels.
-        boundary (Boundary): The column ``boundary``, int32 [1], is its token.
-        actual_seq_len (int, optional): seq_length of the model, to add the column ``actual_seq_len``: the ends of the
-            examples (see example_ends), of one length in all rows, filled up with seq_length. Default: None, no column.
+    The column ``boundary``, int32 [1], is the boundary's token. With ``actual_seq_len``, seq_length of the model, there
+    is a column of that name too: the ends of the examples (see example_ends), of one length in all rows, filled up with
+    seq_length.
     """
     ends = [] if actual_seq_len is None else [example_ends(row, boundary, actual_seq_len) for row in rows]
     longest = max(map(len, ends), default=0)

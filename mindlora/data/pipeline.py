@@ -101,10 +101,7 @@ def _held_out_name(output_path: str) -> str:
 def convert_examples(
     examples: Examples, inputs: Union[str, Sequence[str]], output_path: str, tokenizer: Any, settings: Settings
 ) -> DataReport:
-    """Writes the MindRecord of one kind of examples (see convert_alpaca).
-
-    Everything is checked before the first byte is written.
-    """
+    """Writes the MindRecord of one kind of examples (see convert_alpaca), once everything has been checked."""
     _check_arguments(output_path, tokenizer, settings)
     inputs = [inputs] if isinstance(inputs, str) else list(inputs)
     _check_weights(settings.weights, len(inputs))
@@ -226,23 +223,13 @@ def drawn_counts(sizes: Sequence[int], weights: Sequence[float]) -> List[int]:
     With w_i = weight_i / (sum of weights), input i contributes w_i N examples, rounded but at least 1, for the largest
     N at which no input needs more than it has: N = min_i(size_i / w_i). So one input is used completely, the others in
     part, and no example is repeated.
-
-    Args:
-        sizes (sequence of int): Examples in each input, at least 1.
-        weights (sequence of float): One for each, above 0.
     """
     least = min(size / weight for size, weight in zip(sizes, weights))
     return [min(max(round(least * weight), 1), size) for size, weight in zip(sizes, weights)]
 
 
 def mix(inputs: Sequence[List[Encoded]], weights: Union[Sequence[float], None], seed: int) -> List[List[Encoded]]:
-    """Returns the examples of each input that are used, in their first order.
-
-    Args:
-        inputs (sequence of list of Encoded): The usable examples of each input.
-        weights (sequence of float, optional): See drawn_counts. None: every example is used.
-        seed (int): Decides which examples are drawn.
-    """
+    """Returns the examples of each input that drawn_counts says, in their first order; without weights all."""
     if weights is None:
         return list(inputs)
     counts = drawn_counts([len(examples) for examples in inputs], weights)

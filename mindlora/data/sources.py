@@ -35,12 +35,7 @@ class Layout:
     def rows_of(self, file: File, named: Mapping[str, str]) -> List[Row]:
         """Returns the rows of a file with their fields under the names of ``fields``.
 
-        Args:
-            file (File): What was read.
-            named (dict): Field -> its column, as the user named it.
-
-        Raises:
-            DataError: A column that the user named, or one without a default, is in no row of the file.
+        Raises DataError if a column that the user named (field -> column), or one without a default, is in no row.
         """
         columns = {field: self._column(field, file, named) for field in self.fields}
         if all(field == column for field, column in columns.items()):
@@ -75,13 +70,7 @@ class Layout:
 
 
 class Source(NamedTuple):
-    """One input.
-
-    Attributes:
-        path (str): As the user gave it.
-        rows (list of Row): What it holds, one or more.
-        notes (list of str): What the user should know.
-    """
+    """One input: its path as the user gave it, its rows, one or more, and what the user should know."""
 
     path: str
     rows: List[Row]
@@ -94,16 +83,10 @@ def read_inputs(
     columns: Sequence[Mapping[str, str]] = (),
     split: Optional[str] = None,
 ) -> List[Source]:
-    """Reads all inputs.
+    """Reads all inputs, in their order: files, folders of files, folders of save_to_disk.
 
-    Args:
-        inputs (str or sequence of str): Files, folders of files, folders of save_to_disk.
-        layout (Layout): The fields that are looked for.
-        columns (sequence of dict): Field -> column; none, one for all inputs, or one for each. Default: none.
-        split (str, optional): Which split of a saved dataset to read.
-
-    Returns:
-        list of Source, in the order of the inputs. If there are several files, each location names its file.
+    If there are several files, each location names its file. ``columns`` has field -> column: none, one mapping for all
+    inputs, or one for each. ``split`` is which split of a saved dataset to read.
 
     Raises:
         DataError: An input is missing, empty, damaged or of an unknown kind; a column or a split is missing; or the

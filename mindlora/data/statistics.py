@@ -53,13 +53,7 @@ class LengthStatistics:
 
 
 def length_statistics(examples: Sequence[Encoded], seq_length: int, boundary: Optional[Boundary]) -> LengthStatistics:
-    """Returns the statistics of some examples.
-
-    Args:
-        examples (sequence of Encoded): At least one, of at most seq_length + 1 tokens each.
-        seq_length (int): seq_length of the model.
-        boundary (Boundary or None): As find_boundary returns it; None if the examples cannot be packed.
-    """
+    """Returns the statistics of one or more examples; ``boundary`` is None if they cannot be packed."""
     lengths = np.array([len(row.tokens) for row in examples])
     packed_rows = None
     if boundary is not None:
@@ -83,12 +77,7 @@ def check_histogram(path: str) -> None:
 
 
 def draw_lengths(statistics: LengthStatistics, path: str) -> None:
-    """Draws how many examples have which length, and beside it what the rows hold before and after packing.
-
-    Args:
-        statistics (LengthStatistics): As length_statistics returns it.
-        path (str): The PNG file to write.
-    """
+    """Draws as a PNG how many examples have which length, and what the rows hold before and after packing."""
     import matplotlib
 
     matplotlib.use("Agg")

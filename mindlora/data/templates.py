@@ -9,12 +9,7 @@ from mindlora.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class PromptTemplate:
-    """Makes a prompt from an instruction and an input.
-
-    Attributes:
-        with_input (str or None): Format string for rows with an input; None if the template cannot take one.
-        without_input (str): Format string for rows whose input is empty.
-    """
+    """Makes a prompt by a format string with an input (None if the template cannot take one), and one without."""
 
     with_input: Optional[str]
     without_input: str

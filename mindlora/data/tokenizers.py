@@ -109,8 +109,7 @@ def vocabulary_size(tokenizer: Any) -> int:
 def special_ids(tokenizer: Any) -> SpecialIds:
     """Returns the ids that begin, end and pad a row. Without a pad token, eos pads, and its labels there are ignored.
 
-    Raises:
-        TokenizerError: There is no end-of-sequence token, without which a model could not learn to stop.
+    Raises TokenizerError if there is no end-of-sequence token, without which a model could not learn to stop.
     """
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
@@ -218,16 +217,7 @@ def check_tokenizer_output(path: str, overwrite: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What a conversion is told of its tokenizer.
-
-    Attributes:
-        tokenizer (str or tokenizer): A path for load_tokenizer, or a tokenizer that it returned.
-        train_size (int, optional): Train a tokenizer of this size on what is converted (see train_tokenizer), to be
-            saved at ``tokenizer``, which must then be a path.
-        train_texts (sequence of str): Files of plain text to train it on as well.
-        base (str, optional): The base that is trained on the data: a folder, a .safetensors or a .ckpt file. Its
-            vocabulary is compared with the tokenizer's.
-    """
+    """What a conversion is told of its tokenizer: ``tokenizer``, ``train_size`` and the others are as in Settings."""
 
     tokenizer: Any
     train_size: Optional[int] = None
@@ -261,16 +251,7 @@ class Vocabulary:
         check_tokenizer_output(self.tokenizer, overwrite)
 
     def load(self, texts: Iterable[str], chat_template: Optional[str] = None) -> Tuple[Any, List[str]]:
-        """Returns the tokenizer, and what the user should know of it.
-
-        Args:
-            texts (iterable of str): What is converted, to train a tokenizer on.
-            chat_template (str, optional): For a tokenizer that is trained. Default: None.
-
-        Raises:
-            DataError, TokenizerError: A file cannot be read, or the tokenizer not be loaded or trained.
-            CheckpointError: The base cannot be read.
-        """
+        """Returns the tokenizer, trained on ``texts`` if that was asked for, and what the user should know of it."""
         if self.train_size is None:
             loaded = load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
             return loaded, self._of_the_base(loaded)

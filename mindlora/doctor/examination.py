@@ -19,13 +19,9 @@ from mindlora.errors import ConfigError, LoraError
 
 
 def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
-    """Examines this machine, and YAMLs, without building their networks.
+    """Examines this machine, and complete MindFormers YAMLs, without building their networks.
 
-    Args:
-        yaml_paths (sequence of str): Complete MindFormers YAMLs. Default: none.
-
-    Returns:
-        DoctorReport; its ``exit_code`` is 1 if the machine or a YAML has an error.
+    The report's ``exit_code`` is 1 if the machine or a YAML has an error.
     """
     items, findings = examine_machine()
     operators, problems = examine_operators() if is_installed("MindSpore") else ([], [])
@@ -34,11 +30,7 @@ def examine(yaml_paths: Sequence[str] = ()) -> DoctorReport:
 
 
 def check_yaml(path: str) -> List[Finding]:
-    """Returns what is wrong in a YAML, or good to know, errors first.
-
-    Args:
-        path (str): A complete MindFormers YAML.
-    """
+    """Returns what is wrong in a complete MindFormers YAML, or good to know, errors first."""
     try:
         config = read_yaml(path)
     except ConfigError as refusal:
@@ -53,10 +45,7 @@ def check_yaml(path: str) -> List[Finding]:
 def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding]:
     """Returns what MindFormers' registry and the content of base and data tell, as far as there is a MindFormers.
 
-    Args:
-        path (str): The YAML.
-        config (dict): Its content; the nodes must be of the right kind.
-        right (bool): Whether no error was found in it yet.
+    The nodes of ``config`` must be of the right kind; ``right``: no error was found in it yet.
     """
     if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")):
         return [*check_names(config), *check_contents(config)]

@@ -11,10 +11,8 @@ from mindlora.common.tables import wrapped
 class Item:
     """One thing that was looked for on this machine.
 
-    Attributes:
-        name (str): What it is.
-        value (str): Its version, "not installed" or "not found".
-        detail (str): Where it was found or looked for, or what follows from it.
+    ``value`` is its version, "not installed" or "not found"; ``detail`` says where it was found or looked for, or what
+    follows from it.
     """
 
     name: str
@@ -24,12 +22,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class YamlReport:
-    """The findings of one YAML.
-
-    Attributes:
-        path (str): The YAML.
-        findings (tuple of Finding): Errors first.
-    """
+    """The findings of one YAML, errors first."""
 
     path: str
     findings: Tuple[Finding, ...]
@@ -42,13 +35,7 @@ class YamlReport:
 
 @dataclasses.dataclass(frozen=True)
 class DoctorReport:
-    """What ``mindlora doctor`` found.
-
-    Attributes:
-        machine (tuple of Item): Versions, CANN, driver, devices, and which operators LoRA would use.
-        findings (tuple of Finding): Findings about the machine.
-        yamls (tuple of YamlReport): One for each YAML.
-    """
+    """What ``mindlora doctor`` found: the versions, CANN, devices, operators, ... of this machine, and the YAMLs."""
 
     machine: Tuple[Item, ...]
     findings: Tuple[Finding, ...]

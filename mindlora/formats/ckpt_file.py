@@ -56,14 +56,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
     """Returns the tensors whose names are ``wanted``, and the text that write stored with them, or "".
 
     mindspore.load_checkpoint is not used: if a record has more or fewer bytes than its shape needs, it writes past the
-    end of its memory or returns values that are not in the file.
-
-    Args:
-        path (str): The file; all of it is in memory while it is read.
-        wanted (callable): Name of a tensor -> whether to return it.
-
-    Returns:
-        (dict of name -> array in the stored dtype, str).
+    end of its memory or returns values that are not in the file. All of the file is in memory while it is read.
 
     Raises:
         TruncatedAdapterError: The file ends before its content does, or is not a MindSpore checkpoint.

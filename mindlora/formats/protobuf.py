@@ -12,14 +12,7 @@ _FIXED_SIZES = {1: 8, 5: 4}
 
 
 class Field(NamedTuple):
-    """One field of a message.
-
-    Attributes:
-        field (int): The number that the message's definition gives it.
-        wire_type (int): NUMBER or CONTENT.
-        value (int): The value of a NUMBER; 0 for a CONTENT.
-        content (memoryview): The bytes of a CONTENT; empty for a NUMBER.
-    """
+    """One field of a message: a NUMBER, whose ``content`` is empty, or a CONTENT, whose ``value`` is 0."""
 
     field: int
     wire_type: int

@@ -41,11 +41,7 @@ _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor is in a file.
-
-    Attributes:
-        offset (int): Bytes from the beginning of the file to the tensor.
-    """
+    """Where a tensor is in a file: ``offset`` bytes from its beginning."""
 
     dtype: np.dtype
     shape: Tuple[int, ...]
@@ -56,9 +52,7 @@ class TensorInfo(NamedTuple):
 class TensorFile:
     """A safetensors file that is open for reading; use it in a ``with`` statement. Several threads may read at once.
 
-    Attributes:
-        tensors (dict): Key -> TensorInfo, in the order of the bytes.
-        metadata (dict): The strings in the file's header.
+    Its tensors are in the order of the bytes; ``metadata`` are the strings in its header.
 
     Raises:
         TruncatedAdapterError: The file ends before its content does, or holds more than it declares.
@@ -109,9 +103,7 @@ def layout(
 ) -> Tuple[bytes, List[int], int]:
     """Returns a safetensors file's header, the offset of each tensor in the file, and the size of the file, in bytes.
 
-    Args:
-        entries (list): (key, dtype, shape) of each tensor.
-        metadata (dict): Strings to store with them. Default: None.
+    Each entry is (key, dtype, shape).
     """
     header: Dict[str, Any] = {}
     offset = 0
@@ -133,14 +125,9 @@ def write(
     contents: Iterable[np.ndarray],
     metadata: Optional[Dict[str, str]] = None,
 ) -> None:
-    """Writes a safetensors file piece by piece, with one piece in memory at a time.
+    """Writes a safetensors file piece by piece, with one piece in memory at a time; an existing one is overwritten.
 
-    Args:
-        path (str): The file; an existing one is overwritten.
-        entries (list): (key, dtype, shape) of each tensor.
-        contents (iterable of arrays): The tensors' elements in the order of ``entries``; a tensor may come in several
-            pieces.
-        metadata (dict): Strings to store with them. Default: None.
+    ``entries`` is as in ``layout``, and ``contents`` has the tensors' elements in that order; one may come in pieces.
     """
     text, _, end = layout(entries, metadata)
     with open(path, "wb") as file:

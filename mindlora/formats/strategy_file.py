@@ -48,14 +48,9 @@ Stages = Dict[int, Dict[str, Layout]]
 
 
 def read(path: str) -> Stages:
-    """Returns the layouts in one strategy file, of one pipeline stage or of several merged.
+    """Returns the layouts in one strategy file, .json or protobuf, of one pipeline stage or of several merged.
 
-    Args:
-        path (str): A file that ends in .json, or any other for the protobuf form.
-
-    Raises:
-        TruncatedAdapterError: The file is empty, or ends before its content does.
-        AdapterFormatError: It is not a strategy file, holds no layout, or has a parameter twice.
+    Raises AdapterError if it is not a strategy file, is cut off, holds no layout, or has a parameter twice.
     """
     with open(path, "rb") as file:
         content = file.read()
@@ -80,12 +75,8 @@ def read(path: str) -> Stages:
 def read_all(path: str) -> Stages:
     """Returns the layouts of all pipeline stages.
 
-    Args:
-        path (str): One strategy file, or a folder of them: one for each rank, one for each stage, or one merged.
-
-    Raises:
-        AdapterFormatError: There is no strategy file, or two of the same stage differ.
-        TruncatedAdapterError: A file ends before its content does.
+    ``path`` is one file, or a folder of them: one for each rank, one for each stage, or one merged. Raises
+    AdapterError as ``read`` does, and if there is no file or two of the same stage differ.
     """
     if not os.path.exists(path):
         raise AdapterFormatError(f"{path} does not exist: it must be the strategy file of a run, or a folder of them.")

@@ -20,11 +20,8 @@ _COMMON_WORD = "embedding"
 class Names(NamedTuple):
     """One thing under its names; "" where a world does not have it.
 
-    Attributes:
-        hf (str): Hugging Face's name.
-        mindformers (str): The name in MindFormers' legacy models. A cell always has one, since adapters are kept under
-            it: where no legacy model has the cell, the record makes one up.
-        mcore (str): The name in MindFormers' mcore models. Default: "".
+    A cell always has a name in MindFormers' legacy models, since adapters are kept under it: where no legacy model has
+    the cell, the record makes one up.
     """
 
     hf: str
@@ -46,12 +43,7 @@ class Names(NamedTuple):
 
 
 class ParameterSize(NamedTuple):
-    """What a parameter of a network takes.
-
-    Attributes:
-        shape (tuple of int): Its shape.
-        dtype (str): "float32", "float16" or "bfloat16".
-    """
+    """What a parameter of a network takes; the dtype is "float32", "float16" or "bfloat16"."""
 
     shape: Tuple[int, ...]
     dtype: str
@@ -68,8 +60,7 @@ class JoinedCell(NamedTuple):
     Attributes:
         name (str): The last part of its path, such as w_qkv.
         parts (tuple of str): The last parts of the paths of the cells that it replaces, in the order of their rows.
-        layout (RowLayout): How their rows are ordered in its weight.
-        mcore (str): The last part of its path in mcore, such as linear_qkv; "" if mcore has no such cell. Default: "".
+        mcore (str): The last part of its path in mcore, such as linear_qkv; "" if mcore has no such cell.
     """
 
     name: str
@@ -172,17 +163,11 @@ class Architecture:
     trains: bool = True
 
     def rename_path(self, path: str, source: str, target: str) -> Optional[str]:
-        """Returns the path in the world ``target`` of the cell at ``path`` in ``source``, or None if not known.
-
-        A world is "hf", "mindformers" or "mcore"; ``path`` may be the end of one.
-        """
+        """Returns the path in the world ``target`` of the cell at ``path`` (or an end of it) in ``source``, or None."""
         return self._renamed(path, "cells", source, target)
 
     def rename_parameter(self, name: str, source: str, target: str) -> Optional[str]:
-        """Returns the name in the world ``target`` of the parameter ``name`` of ``source``, or None if not known.
-
-        Worlds are those of rename_path; ``name`` may be the end of one.
-        """
+        """The same for the name of a parameter, or an end of it."""
         renamed = self._renamed(name, "parameters", source, target)
         if renamed is not None:
             return renamed

@@ -24,10 +24,7 @@ class Attention(NamedTuple):
 
 
 def attention_by_heads(model_config: Mapping[str, Any], cells: Mapping[str, Tuple[int, int]]) -> Attention:
-    """Returns the attention of a model whose heads have keys and values of their own, or share them in groups.
-
-    ``cells`` is role (Architecture.roles) -> (out, in) of the cells in a layer.
-    """
+    """Returns the attention of a model whose heads have keys and values of their own, or share them in groups."""
     output = cells["wo"][1]
     keys = cells["wk"][0] if "wk" in cells else (cells["w_qkv"][0] - output) // 2
     heads = int(model_config.get("num_heads") or model_config.get("num_attention_heads") or 32)

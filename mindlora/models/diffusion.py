@@ -34,7 +34,6 @@ class UNet(NamedTuple):
     """The structure of a UNet: two resnets in each block on the way down, three on the way up.
 
     Attributes:
-        channels (tuple of int): Channels of each block on the way down.
         depths (tuple of int): Transformer blocks in each of a block's attentions; 0 for a block without attention.
         middle (int): The same in the middle block.
         ends (tuple): The cells outside of all blocks.

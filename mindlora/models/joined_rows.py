@@ -29,11 +29,7 @@ def split_rows(joined: np.ndarray, sizes: Sequence[int]) -> Tuple[np.ndarray, ..
 class HeadSizes(NamedTuple):
     """A model's sizes that tell the rows of a joined weight's parts apart; None for what is not known.
 
-    Attributes:
-        heads (int): Number of attention heads, with which head_dim has to agree.
-        kv_heads (int): Number of key-value heads.
-        head_dim (int): Rows of one head.
-        first (int): Rows of the first part, for a layout that needs_first.
+    The number of heads has to agree with head_dim; ``first`` is the rows of the first part, if a layout needs_first.
     """
 
     heads: Optional[int] = None
@@ -46,12 +42,7 @@ NO_SIZES = HeadSizes()
 
 
 class RowLayout:
-    """What a group is in one kind of joined weight.
-
-    Attributes:
-        needs_heads (bool): Whether the rows can only be told apart with the model's numbers of heads.
-        needs_first (bool): Whether they can only be told apart with the number of rows of the first part.
-    """
+    """What a group is in one kind of joined weight, and which sizes of the model tell its rows apart."""
 
     needs_heads = False
     needs_first = False

@@ -60,11 +60,10 @@ class GroupedSizes:
         defaults (mapping): What MindFormers' configuration of the model has where a YAML says nothing, as for
             ModelConfig.
         norms (tuple of str): The ends of the paths of the norms of hidden states in a layer.
-        head_norms (tuple of str): Those of the norms of single heads. Default: none.
-        norm_dtype (str): The key of model_config that holds the dtype of norms. Default: "params_dtype".
-        has_bias (bool): Whether q, k and v have biases where a YAML says nothing. Default: False.
-        has_experts (bool): Whether each layer has routed experts in the place of a feed-forward network. Default:
-            False.
+        head_norms (tuple of str): Those of the norms of single heads.
+        norm_dtype (str): The key of model_config that holds the dtype of norms.
+        has_bias (bool): Whether q, k and v have biases where a YAML says nothing.
+        has_experts (bool): Whether each layer has routed experts in the place of a feed-forward network.
     """
 
     defaults: Mapping[str, Any]
@@ -136,11 +135,10 @@ def parameter_sizes_of(
     """Returns name -> ParameterSize of linear cells, norms, embedding and output head.
 
     Args:
-        model_config (dict): The node of a MindFormers YAML.
         linear (dict): Path -> (out, in) of the model's linear cells.
         norms (dict): End of a path -> size of each norm in a layer.
-        norm_dtype (str): The key of ``model_config`` that holds the dtype of norms. Default: "params_dtype".
-        ties (bool): Whether the model obeys tie_word_embeddings. Default: True.
+        norm_dtype (str): The key of ``model_config`` that holds the dtype of norms.
+        ties (bool): Whether the model obeys tie_word_embeddings.
     """
     dtype = dtype_of(model_config, "params_dtype")
     norm = dtype_of(model_config, norm_dtype)

@@ -16,10 +16,7 @@ def to_hugging_face(path: str) -> str:
 
 
 def to_mindformers(path: str) -> str:
-    """Returns ``path`` under the names that adapters are kept under: those of MindFormers' legacy models.
-
-    A path with none of Hugging Face's or mcore's names comes back unchanged.
-    """
+    """Returns ``path`` under the names that adapters are kept under, the legacy models'; an unknown one unchanged."""
     return _path(path, (HF, MCORE), LEGACY)
 
 
@@ -48,10 +45,7 @@ def parameter_to_mindformers(name: str) -> Optional[str]:
 
 
 def parameter_in_adapters(name: str) -> str:
-    """Returns the name that adapters keep a parameter under: Hugging Face's where the legacy models have none for it.
-
-    A name that is not known comes back unchanged.
-    """
+    """Returns the name that adapters keep a parameter under: Hugging Face's where legacy models have none for it."""
     return parameter_to_mindformers(name) or _parameter(name, (MCORE,), HF) or name
 
 
@@ -108,11 +102,7 @@ def layer_of(path: str) -> Optional[int]:
 
 
 def joined_cell(path: str) -> JoinedCell:
-    """Returns the record of the joined cell at ``path``.
-
-    Raises:
-        KeyError: The cell there is not a joined one, so joined_parts returns [].
-    """
+    """Returns the record of the joined cell at ``path``; raises KeyError where joined_parts returns []."""
     for architecture in registry.ARCHITECTURES:
         cell = architecture.joined_cell(path)
         if cell is not None:

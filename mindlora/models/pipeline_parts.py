@@ -22,11 +22,9 @@ def check_parts(paths: Sequence[str], all_paths: Sequence[str], patterns: object
     Args:
         paths (sequence of str): Full paths of the cells or parameters that would be adapted or trained.
         all_paths (sequence of str): Full paths of all cells or parameters of the network.
-        patterns (str or list of str): What selected ``paths``.
-        field (str): Where it was given, such as target_modules.
+        patterns (str or list of str): What selected ``paths``, in ``field``, such as target_modules.
 
-    Raises:
-        TargetError: A part would be changed that must not be.
+    Raises TargetError if a part would be changed that must not be.
     """
     asked = TEXT_ENCODER in str(patterns)
     touched: Dict[str, List[str]] = {}

@@ -26,21 +26,15 @@ def select_targets(
     warn: bool = True,
     not_linear: Collection[str] = (),
 ) -> List[str]:
-    """Returns the paths in ``linear_paths`` that get an adapter.
+    """Returns the paths in ``linear_paths`` that get an adapter, in their order.
 
     Args:
-        linear_paths (Sequence[str]): Full paths of the cells of a network that can have an adapter, in order.
-        target_modules (str or list): As in LoraConfig.
-        exclude_modules (str or list): As in LoraConfig. Default: None.
+        linear_paths (Sequence[str]): Full paths of the linear cells of a network, in order.
+        target_modules, exclude_modules (str or list): As in LoraConfig.
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
-            cell. Default: None.
-        layers (int or list of int): layers_to_transform, as in LoraConfig. Default: None.
-        warn (bool): Whether to warn of alternatives of a regex that match nothing. Default: True.
-        not_linear (collection of str): Those in ``linear_paths`` that are no linear cells: embeddings, convolutions and
-            experts, which "all-linear" leaves out, as PEFT's does. Default: (), none.
-
-    Returns:
-        list of str, in the order of ``linear_paths``.
+            cell.
+        layers (int or list of int): layers_to_transform, as in LoraConfig.
+        warn (bool): Whether to warn of alternatives of a regex that match nothing.
 
     Raises:
         TargetError: Nothing is selected, no cell of a given layer is selected, an item of a list selects nothing, or
@@ -77,18 +71,9 @@ def select_parameters(
     exclude_modules: Optional[Selector] = None,
     layers: Optional[Union[int, Sequence[int]]] = None,
 ) -> List[str]:
-    """Returns the paths of the stacked weights of experts that get an adapter.
+    """Returns those of the full paths of a network's stacked weights of experts that get an adapter, in their order.
 
-    Args:
-        paths (Sequence[str]): Full paths of the stacked weights of a network, in order.
-        target_parameters (list of str): As in LoraConfig.
-        exclude_modules, layers: As for select_targets.
-
-    Returns:
-        list of str, in the order of ``paths``.
-
-    Raises:
-        TargetError: A name matches no stacked weight, or nothing is left.
+    The other arguments are LoraConfig's. Raises TargetError if a name matches no stacked weight, or nothing is left.
     """
     matchers = {name: _suffix_matcher(name) for name in target_parameters}
     unmatched = [name for name, matches in matchers.items() if not any(map(matches, paths))]
@@ -111,15 +96,8 @@ def select_parameters(
 def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = None) -> List[str]:
     """Returns the paths of the weights that quantize_base makes 4-bit: all but output heads and ``exclude``.
 
-    Args:
-        linear_paths (Sequence[str]): Full paths of linear cells and of stacked weights of experts, in order.
-        exclude (str or list): quantize_exclude, in the same forms as target_modules. Default: None.
-
-    Returns:
-        list of str, in the order of ``linear_paths``.
-
-    Raises:
-        TargetError: An item of ``exclude`` matches nothing, or nothing is left.
+    ``linear_paths`` has those of stacked weights of experts too; ``exclude`` has the forms of target_modules. Raises
+    TargetError if an item of ``exclude`` matches nothing, or nothing is left.
     """
     left_out = set() if exclude is None else set(_matching(linear_paths, exclude, "quantize_exclude", {}))
     selected = [path for path in linear_paths if not names.is_output_head(path) and path not in left_out]

@@ -30,12 +30,7 @@ def scaled(array: np.ndarray, factor: float) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns ``array`` rounded to ``dtype``, to the nearest, ties to even; and the same values as float32.
-
-    Args:
-        array (array): float32.
-        dtype (dtype): One of FLOATS.
-    """
+    """Returns a float32 array rounded to ``dtype``, to nearest, ties to even; and the same values as float32."""
     if dtype != BFLOAT16:
         stored = array.astype(dtype, copy=False)
         return stored, to_float32(stored)

@@ -20,14 +20,7 @@ _SUM_SLACK = 16 * 2.0**-24
 
 
 def row_gains(weight: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
-    """Returns g = m / ||W|| for each row: the factor that gives the row the norm m, DoRA's magnitude.
-
-    Args:
-        weight (array): W, float32 [rows, in].
-        magnitude (array): m, float32 [rows].
-
-    Returns:
-        array, float32 [rows, 1].
+    """Returns g = m / ||W||, [rows, 1], of W [rows, in]: the factor that gives each row the norm m, DoRA's magnitude.
 
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024, section 4.1.
     """
@@ -46,7 +39,7 @@ def fold_and_probe(
         weight (array): Rows of W, float32 [rows, in]; overwritten.
         b (array): The same rows of B times the scale, float32 [rows, r].
         a (array): A, float32 [r, in].
-        magnitude (array): DoRA's magnitudes of the same rows, float32 [rows]. Default: None, which makes g 1.
+        magnitude (array): DoRA's magnitudes of the same rows, float32 [rows]; without them g is 1.
 
     Returns:
         tuple of the rows W' in ``dtype``; for each row |difference|, float64 [rows]; and its bound, float64 [rows].
@@ -72,12 +65,8 @@ def fold_weight(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Returns W' = round(g (W + scale B A)) in the dtype of W, and g, float32 [rows, 1], which is 1 without DoRA.
 
-    Args:
-        weight (array): W, float32, float16 or bfloat16 [rows, in]; it is not changed.
-        b (array): B, a float [rows, r].
-        a (array): A, a float [r, in].
-        scale (float): The factor on B A.
-        magnitude (array): DoRA's magnitudes, a float [rows]. Default: None.
+    W is float32, float16 or bfloat16 [rows, in] and not changed; B [rows, r], A [r, in] and the magnitudes [rows] are
+    floats.
     """
     merged = np.empty_like(weight)
     gains = np.ones((len(weight), 1), np.float32)
@@ -102,14 +91,8 @@ def probe_weight(
 
         |difference| <= (u + 2 u32) |x| |W|^T + (u + (r + 5) u32) scale |x| |A|^T |B|^T
 
-    Args:
-        weight (array): W before it was folded, float32, float16 or bfloat16 [rows, in].
-        merged (array): W', of the same shape and dtype.
-        b, a, scale: As for fold_weight.
-        gains (array): g as fold_weight returned it, float32 [rows, 1].
-
-    Returns:
-        |difference| and its bound, each float64 [rows of x, rows of W].
+    W' is ``merged``, and the gains g are as fold_weight returned them. Returns |difference| and its bound, each float64
+    [rows of x, rows of W].
     """
     with np.errstate(over="ignore", invalid="ignore"):
         a = a.astype(np.float64)
@@ -137,9 +120,6 @@ def worst_of(difference: np.ndarray, bound: np.ndarray) -> Tuple[Tuple[int, ...]
     """Returns the index of the worst difference, and whether rounding explains every one of them.
 
     A difference that rounding does not explain (above its bound, NaN or infinite) is worse than any that it does.
-
-    Args:
-        difference, bound (array): As fold_and_probe or probe_weight returns them, of the same shape.
     """
     explained = np.isfinite(difference) & (difference <= bound)
     index = np.unravel_index(np.argmax(np.where(explained, difference, np.inf)), difference.shape)

@@ -28,11 +28,9 @@ class Shaped(Protocol):
 
 
 class InitialPair(NamedTuple):
-    """The initial A and B of a cell whose initializer changed the base weight.
+    """The initial A0 [r, in] and B0 [out, r] of a cell whose initializer changed the base, in the parameters' dtypes.
 
-    Attributes:
-        a, b (array): A0 [r, in] and B0 [out, r], in the dtypes of the parameters.
-        fingerprint (dict): Fingerprint of the base before that change, or None.
+    ``fingerprint`` is that of the base before the change, or None.
     """
 
     a: np.ndarray
@@ -51,11 +49,7 @@ def is_loftq(name: Optional[str]) -> bool:
 
 
 def loftq_iterations(name: str) -> int:
-    """Returns N of "loftq_iter_N", and 1 for "loftq".
-
-    Raises:
-        ValueError: ``name`` is not one of LoftQ's initializers.
-    """
+    """Returns N of "loftq_iter_N", and 1 for "loftq"; raises ValueError for any other initializer."""
     match = _LOFTQ.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not one of LoftQ's initializers.")
@@ -77,18 +71,8 @@ def orthogonal(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Random A and B whose r-dimensional columns and rows are in orthogonal subspaces, so that B A = 0.
 
-    With Q a random orthogonal [r, r], A = Q_even^T X / 10 and B = Y Q_odd / 10, X and Y standard normal.
-
-    Args:
-        rank (int): r, even.
-        in_channels, out_channels (int): Sizes of the cell.
-        rng (numpy.random.Generator): Source of the random numbers.
-
-    Returns:
-        (A float32 [r, in_channels], B float32 [out_channels, r]).
-
-    Raises:
-        ConfigError: The rank is odd.
+    With Q a random orthogonal [r, r], A = Q_even^T X / 10 and B = Y Q_odd / 10, X and Y standard normal. Returns
+    (A float32 [r, in_channels], B float32 [out_channels, r]); raises ConfigError if r is odd.
 
     Source: PEFT's orthogonal (Datta, Rethinking LoRA initialisations, 2024).
     """
@@ -100,21 +84,7 @@ def orthogonal(
 
 
 def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns (A, B) of an initializer that changes the base, by its name: pissa, pissa_niter_N or olora.
-
-    Args:
-        name (str): One for which changes_base is True.
-        weight (array): W [out, in], float32.
-        rank (int): r, at most the smaller side of W.
-        scale (float): Factor on the low-rank path.
-
-    Returns:
-        (A float32 [r, in], B float32 [out, r]).
-
-    Raises:
-        ConfigError: The rank is larger than a side of W.
-        ValueError: ``name`` is not an initializer that changes the base.
-    """
+    """Returns (A, B), as ``pissa`` does, of an initializer that changes the base: pissa, pissa_niter_N or olora."""
     if name == "olora":
         return olora(weight, rank, scale)
     match = _PISSA.fullmatch(name)
@@ -155,18 +125,9 @@ def pissa(
 
 
 def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """A and B of the QR decomposition W = Q R: the first r rows of R and the first r columns of Q.
+    """A and B of the QR decomposition W = Q R: the first r rows of R and the first r columns of Q, at every scale.
 
-    Args:
-        weight (array): W [out, in], float32.
-        rank (int): r, at most the smaller side of W.
-        scale (float): Not used: the pair is the same at every scale.
-
-    Returns:
-        (A float32 [r, in], B float32 [out, r]).
-
-    Raises:
-        ConfigError: The rank is larger than a side of W.
+    Args, Returns and Raises are those of ``pissa``.
 
     Source: Buyukakyuz, OLoRA: Orthonormal Low-Rank Adaptation of Large Language Models, 2024.
     """
@@ -177,13 +138,7 @@ def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.n
 
 
 def residual(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Returns W' = W - scale B A, float32 [out, in].
-
-    Args:
-        weight (array): W [out, in], float32.
-        a, b (array): A [r, in] and B [out, r], float32.
-        scale (float): Factor on the low-rank path.
-    """
+    """Returns W' = W - scale B A, float32 [out, in]."""
     return weight - (b * np.float32(scale)) @ a
 
 

@@ -151,16 +151,7 @@ def tensor_name(weight: str, field: str) -> str:
 
 
 def dequantize_absmax(absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """absmax' = offset + scale * code, with the scale and offset of the block's group.
-
-    Args:
-        absmax (ndarray): uint8 [N, blocks].
-        scales (ndarray): float32 [groups].
-        offsets (ndarray): float32 [groups].
-
-    Returns:
-        ndarray, float32 [N, blocks].
-    """
+    """absmax' [N, blocks] = offset + scale * code, with the scale and offset, [groups], of the block's group."""
     group = (np.arange(absmax.size) // GROUP).reshape(absmax.shape)
     return offsets[group] + scales[group] * absmax
 

@@ -36,13 +36,10 @@ class PairLayout:
     in_slora = True
 
     def pair_shapes(self, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
-        """Returns the shapes of A and B, by "A" and "B".
+        """Returns the shapes of A and B, by "A" and "B", for a weight of this shape.
 
-        Args:
-            shape (tuple of int): The shape of the weight: [out, in]; of an embedding [vocabulary, dim], of a
-                convolution [out, in / groups, kh, kw], of stacked experts [experts, out, in].
-            rank (int): Rank r.
-            groups (int): Groups of a convolution. Default: 1.
+        That is [out, in]; of an embedding [vocabulary, dim], of a convolution [out, in / groups, kh, kw], of stacked
+        experts [experts, out, in].
         """
         rows, columns = shape
         return {"A": (rank, columns), "B": (rows, rank)}
@@ -60,12 +57,7 @@ class PairLayout:
         return self.rank(a) == b[self.rank_axes[1]]
 
     def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
-        """Returns what is wrong with the shapes of A and B for this rank, or None.
-
-        Args:
-            a, b (tuple of int): The shapes, with ``dims`` sizes above 0.
-            rank (int): The rank that they should have.
-        """
+        """Returns what is wrong with shapes of A and B, each with ``dims`` sizes above 0, for this rank, or None."""
         if a[0] == rank and b[1] == rank:
             return None
         if a[1] == rank and b[0] == rank:
@@ -98,11 +90,9 @@ class PairLayout:
         return [(a.reshape(len(a), -1), b.reshape(len(b), -1))]
 
     def stacked_again(self, pairs: List[Pair], a: Shape, b: Shape) -> Pair:
-        """Returns the A and B that ``products`` takes apart into these pairs, whose rank may be another one.
+        """Returns the A and B that ``products`` takes apart into these pairs, all of one rank.
 
-        Args:
-            pairs (list): (A, B), all of one rank.
-            a, b (tuple of int): The shapes of A and of B at any rank.
+        ``a`` and ``b`` are the shapes of A and of B at any rank.
         """
         rank = len(pairs[0][0])
         whole_a, whole_b = (np.stack(halves) for halves in zip(*pairs))
@@ -189,21 +179,14 @@ _BY_DIMS = {layout.dims: layout for layout in (LINEAR, CONVOLUTION, EXPERTS)}
 
 
 def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
-    """Returns the layout of a pair.
-
-    Args:
-        a (tuple of int): Shape of its A.
-        embeds (bool): Whether it is for an embedding, which the shapes do not tell. Default: False.
-    """
+    """Returns the layout of a pair by the shape of its A, which does not tell whether it is for an embedding."""
     return EMBEDDING if embeds else _BY_DIMS.get(len(a), LINEAR)
 
 
 def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optional[Problem]:
     """Returns what is wrong with the shapes of A and B, as the error class and in words, or None.
 
-    Args:
-        a, b (tuple of int): The shapes.
-        declared (int): The rank that a configuration declares. Default: None, that of A.
+    The rank is the declared one, or without one that of A.
     """
     layout = layout_of(a)
     if not layout.dims == len(a) == len(b):
@@ -221,13 +204,8 @@ def has_product(a: np.ndarray, b: np.ndarray) -> bool:
 def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
 
-    Args:
-        a (array): A [r, in]; of a convolution [r, in, kh, kw], of experts [experts, r, in].
-        b (array): B [out, r]; of a convolution [out, r / groups, 1, 1], of experts [experts, out, r].
-        embeds (bool): Whether W is a table [in, out]. Default: False.
-
-    Raises:
-        ShapeMismatchError: The convolution has groups.
+    A is [r, in], of a convolution [r, in, kh, kw], of experts [experts, r, in], and B accordingly; with ``embeds``, W
+    is a table [in, out]. Raises ShapeMismatchError for a convolution with groups.
     """
     if not has_product(a, b):
         raise ShapeMismatchError(
@@ -245,12 +223,7 @@ def unstack_experts(stack: np.ndarray) -> Optional[List[np.ndarray]]:
 
 
 def flatten_experts(half: str, stack: np.ndarray) -> np.ndarray:
-    """Returns A [experts, r, in] as [experts * r, in], or B [experts, out, r] as [out, r * experts], as PEFT has them.
-
-    Args:
-        half (str): "A" or "B".
-        stack (array): The stacked half of a pair.
-    """
+    """Returns A [experts, r, in] as PEFT's [experts * r, in], or B [experts, out, r] as [out, r * experts]."""
     if half == "A":
         return stack.reshape(-1, stack.shape[2])
     return np.ascontiguousarray(stack.transpose(1, 2, 0)).reshape(stack.shape[1], -1)
@@ -269,12 +242,8 @@ def unflatten_experts(half: str, flat: np.ndarray, rank: int) -> Optional[np.nda
 def through_middle(a: np.ndarray, mid: np.ndarray, b: np.ndarray) -> Optional[Pair]:
     """Returns the pair that does what three convolutions do, A being mid times a; None if their shapes do not agree.
 
-    The product is summed in float64 and rounded once to float32, in which B is then too.
-
-    Args:
-        a (array): [r, in, 1, 1].
-        mid (array): [r, r, kh, kw].
-        b (array): [out, r, 1, 1].
+    They are a [r, in, 1, 1], mid [r, r, kh, kw] and b [out, r, 1, 1]. The product is summed in float64 and rounded once
+    to float32, in which B is then too.
     """
     alike = a.ndim == mid.ndim == b.ndim == CONVOLUTION.dims and a.shape[2:] == b.shape[2:] == (1, 1)
     if not alike or not mid.shape[0] == mid.shape[1] == a.shape[0] == b.shape[1]:

@@ -61,13 +61,7 @@ class BudgetSchedule:
     where the floor is that of the number of triplets. Triplets are masked at the steps between tinit and T that deltaT
     divides, at T, and at every step after it. Steps count from 1.
 
-    Args:
-        settings (BudgetSettings): AdaLoRA's settings.
-        cells (int): n, the number of cells with an adapter.
-        total (int): Steps of the whole run.
-
-    Raises:
-        ConfigError: tinit and tfinal leave no step for allocation.
+    Raises ConfigError if tinit and tfinal leave no step for allocation.
 
     Source: Zhang et al., AdaLoRA: Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning, 2023, equation 12.
     """

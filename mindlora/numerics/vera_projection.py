@@ -7,18 +7,11 @@ import numpy as np
 
 
 def projection(key: int, rank: int, in_channels: int, out_channels: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns the frozen A and B that all cells of a VeRA network share, uniform in +-sqrt(6 / fan_in).
+    """Returns the frozen A and B that all cells of a VeRA network share, uniform in +-sqrt(6 / fan_in), float32.
 
-    They are the numbers that PyTorch's CPU generator draws for ``key``, A first, so they equal PEFT's bit for bit.
-
-    Args:
-        key (int): PEFT's projection_prng_key; PyTorch's generator uses its lower 32 bits.
-        rank (int): r.
-        in_channels, out_channels (int): The largest sizes among the adapted cells; a smaller cell takes the first
-            columns of A and the first rows of B.
-
-    Returns:
-        A [r, in_channels] with fan_in in_channels, B [out_channels, r] with fan_in r; float32.
+    They are the numbers that PyTorch's CPU generator draws for ``key``, A first, so they equal PEFT's bit for bit. The
+    generator uses the lower 32 bits of ``key``. A is [r, in_channels] with fan_in in_channels, B [out_channels, r] with
+    fan_in r; a smaller cell takes the first columns of A and the first rows of B.
 
     Source: Kopiczko et al., VeRA: Vector-based Random Matrix Adaptation, 2024, section 3.2.
     """

@@ -58,11 +58,7 @@ _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
 
 
 def problem(op_type: str) -> Optional[str]:
-    """Returns why the kernel of an operator cannot be called on this machine, or None.
-
-    Args:
-        op_type (str): The operator's name in SIGNATURES, which is also its name in CANN.
-    """
+    """Returns why the kernel of an operator (a name in SIGNATURES) cannot be called on this machine, or None."""
     soc = MSContext.get_instance().get_ascend_soc_version()
     if soc not in SOCS:
         return f"the NPU is {soc or 'unknown'}, and the kernels are built for {' and '.join(SOCS)}"
@@ -109,11 +105,7 @@ def _operators(package, soc):
 
 
 def registration(op_type: str) -> dict:
-    """Returns what MindSpore needs to know about a kernel: its inputs, its output and their dtypes.
-
-    Args:
-        op_type (str): The operator's name in SIGNATURES.
-    """
+    """Returns what MindSpore needs to know about a kernel: its inputs, its output and their dtypes."""
     inputs = SIGNATURES[op_type]
     info = CustomRegOp(op_type)
     for i, name in enumerate(inputs):
@@ -129,13 +121,8 @@ class AscendKernel(ops.Custom):
 
     MindSpore compiles the call with g++ when the primitive is created, and calls CANN's aclnn<op_type>. A graph holds
     the primitive; PyNative calls it as a function, and so takes the C++ module where there is one. That module knows
-    no gradients: cells whose result has one have a bprop.
-
-    Args:
-        op_type (str): The operator's name in SIGNATURES.
-        library (str): The CPU library, which infers shapes and types.
-        writes (bool): Whether the kernel writes into an input; MindSpore then does not reorder it with reads of that
-            input. Default: False.
+    no gradients: cells whose result has one have a bprop. The CPU library infers shapes and types. If the kernel
+    ``writes`` into an input, MindSpore does not reorder it with reads of that input.
     """
 
     def __init__(self, op_type: str, library: str, writes: bool = False):

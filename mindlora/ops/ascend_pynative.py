@@ -22,22 +22,13 @@ _MODULE_VERSION = 1
 
 
 def function(op_type: str, library: str) -> Optional[Callable]:
-    """Returns the module's function for a kernel, or None where there is no module that can be used.
-
-    Args:
-        op_type (str): The operator's name in mindlora.ops.ascend.SIGNATURES.
-        library (str): The CPU library, which infers shapes.
-    """
+    """Returns the module's function for a kernel, or None where there is no module that can be used."""
     module = _find(library)
     return None if isinstance(module, str) else getattr(module, op_type)
 
 
 def describe(library: str) -> str:
-    """Returns in words how graph mode and PyNative call the kernels, and why.
-
-    Args:
-        library (str): The CPU library.
-    """
+    """Returns in words how graph mode and PyNative call the kernels, and why."""
     found = _find(library)
     if isinstance(found, str):
         return f"called by ops.Custom, in PyNative too: {found}"

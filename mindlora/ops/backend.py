@@ -110,12 +110,6 @@ def backend_report() -> BackendReport:
 def choose(op: str) -> Choice:
     """Picks the path of an operator by MINDLORA_BACKEND, the device, the mode and whether the library was built.
 
-    Args:
-        op (str): One of OPS.
-
-    Returns:
-        Choice.
-
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout
             and multi_lora_linear on an NPU, and for those of CPU_ONLY).
@@ -150,17 +144,8 @@ def choose(op: str) -> Choice:
 def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Choice:
     """Picks the path of an operator for one cell: the composed one if no kernel supports the cell.
 
-    Args:
-        op (str): One of OPS.
-        rank (int): Rank of the cell's adapter.
-        dtype (mindspore.dtype): The dtype in which the cell computes.
-        sharded (bool): Whether the cell has a shard strategy.
-
-    Returns:
-        Choice.
-
-    Raises:
-        BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
+    Raises BackendError if MINDLORA_BACKEND names a path that is unknown or not available for this cell. ``dtype`` is
+    that in which the cell computes; with ``sharded`` it has a shard strategy.
     """
     choice, problem = choose(op), ""
     if sharded:

@@ -45,16 +45,9 @@ def is_current(library: str = LIBRARY) -> bool:
 
 
 def build(library: str = LIBRARY) -> str:
-    """Compiles the sources of the checkout into one shared library, which replaces the old one in one step.
+    """Compiles the sources of the checkout into one shared library, replaces the old one in one step, returns its path.
 
-    Args:
-        library (str): Where to put it. Default: inside the package.
-
-    Returns:
-        str, the path of the library.
-
-    Raises:
-        RuntimeError: There are no sources or no compiler, or the compiler fails; the message then quotes it.
+    Raises RuntimeError if there are no sources or no compiler, or the compiler fails; the message then quotes it.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if platform.system() != "Linux":

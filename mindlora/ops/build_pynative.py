@@ -16,10 +16,7 @@ SOURCE = os.path.join(SOURCES, "ascendc_common", "pynative.cc")
 
 
 def build() -> str:
-    """Compiles the module for the MindSpore of this Python; it replaces an older one in one step.
-
-    Returns:
-        str, the path of the module.
+    """Compiles the module for the MindSpore of this Python, replaces an older one in one step, and returns its path.
 
     Raises:
         RuntimeError: MindSpore is too old, the source or ninja is missing, or the compiler fails.

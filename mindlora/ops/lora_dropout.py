@@ -127,9 +127,5 @@ def _cell():
 
 
 def lora_dropout(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
-    r"""Returns what LoraDropout does, y[t, k] = x[t, k] / (1 - rate) where a hash of (seed, t, k) keeps the element.
-
-    Args:
-        x, seed, rate (Tensor): As the inputs of LoraDropout.
-    """
+    r"""Returns what LoraDropout does, x / (1 - rate) where a hash of (seed, t, k) keeps the element and else 0."""
     return _cell()(x, seed, rate)

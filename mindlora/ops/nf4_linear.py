@@ -72,17 +72,9 @@ class Nf4Linear(OperatorCell):
     def weight(
         self, like: Tensor, after: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor
     ) -> Tensor:
-        """W in the dtype of ``like``, with as many columns, decoded only once ``after`` is computed.
+        """W [N, K] in the dtype of ``like``, [_, K], decoded only once ``after`` is computed.
 
         Otherwise the compiler could decode the weights of all layers first, or keep W for the backward.
-
-        Args:
-            like (Tensor): Shape [_, K], in the dtype that W should have.
-            after (Tensor): A tensor of any shape.
-            codes, absmax, scales, offsets (Tensor): As in the inputs of this cell.
-
-        Returns:
-            Tensor [N, K].
         """
         codes = self.depend(codes, after)
         if self.path == "ascend":

@@ -43,14 +43,7 @@ class OperatorCell(nn.Cell):
 
 
 def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Optional[ops.Custom]:
-    """Returns the primitive of an operator on a path, or None on the composed one.
-
-    Args:
-        path (str): ascend, cpu or composed.
-        op (str): One of mindlora.ops.backend.OPS.
-        inputs (int): How many tensors it takes.
-        writes (bool): Whether it writes into an input. Default: False.
-    """
+    """Returns the primitive of an operator on a path, or None on the composed one."""
     if path == "composed":
         return None
     if path == "ascend":
@@ -61,13 +54,8 @@ def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Option
 class CpuKernel(ops.Custom):
     """A function of the CPU library, wrapped as a primitive with one output.
 
-    Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work.
-
-    Args:
-        name (str): The function.
-        inputs (int): How many tensors it takes.
-        writes (bool): Whether it writes into an input; MindSpore then does not reorder it with reads of that input.
-            Default: False.
+    Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work. If it
+    ``writes`` into an input, MindSpore does not reorder it with reads of that input.
     """
 
     def __init__(self, name: str, inputs: int, writes: bool = False):

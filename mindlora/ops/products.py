@@ -49,15 +49,7 @@ class Products(nn.Cell):
     ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of sum(dy * (((x A^T) * scale) B^T)) with respect to x, A, B and scale, in their dtypes.
 
-        Args:
-            dy (Tensor): Shape [tokens, N].
-            x (Tensor): Shape [tokens, K].
-            a (Tensor): Shape [r, K].
-            b (Tensor): Shape [N, r].
-            scale (Tensor): One number, float32.
-
-        Returns:
-            (dx, dA, dB, dscale), Tensors with the shapes and dtypes of x, A, B and scale.
+        dy is [tokens, N], x [tokens, K], a [r, K], b [N, r], and scale one float32 number.
         """
         low, d_low = self.times_transposed(x, a), self.times(dy, b)
         d_scaled = self.scaled(d_low, scale)

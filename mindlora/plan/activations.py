@@ -46,8 +46,7 @@ class Recomputation(NamedTuple):
 def read_recomputation(config: Dict[str, Any], division: Division, count: int) -> Recomputation:
     """Returns what a YAML's recompute_config asks for a model of ``count`` layers.
 
-    Raises:
-        ConfigError: A value is neither True, False nor a list that suits the stages of the pipeline.
+    Raises ConfigError if a value is neither True, False nor a list that suits the stages of the pipeline.
     """
     by_index = bool(value_at(config, "swap_config.swap"))
     layers = _layers(value_at(config, "recompute_config.recompute"), "recompute", division, count, by_index)
@@ -111,7 +110,7 @@ class Kept(NamedTuple):
     Attributes:
         path (str): The operator that makes it, below its layer.
         size (int): Its bytes on one device.
-        instead (int): Bytes of what is kept in its place if that operator is recomputed. Default: 0.
+        instead (int): Bytes of what is kept in its place if that operator is recomputed.
     """
 
     path: str

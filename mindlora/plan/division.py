@@ -100,10 +100,8 @@ class Division:
     def part_of(self, leaf: str, part: str, shape: Tuple[int, ...]) -> int:
         """Returns into how many parts model parallelism or expert parallelism divides a parameter.
 
-        Args:
-            leaf (str): The last part of the path of its cell, under the legacy model's names.
-            part (str): "weight", "bias", "A" or "B"; of routed experts, "weight1" or "weight2".
-            shape (tuple of int): Its shape.
+        ``leaf`` ends the path of its cell, under the legacy model's names; ``part`` is "weight", "bias", "A" or
+        "B", or of routed experts "weight1" or "weight2".
         """
         if leaf in ("lm_head", "tok_embeddings"):
             return 1 if self.whole_vocabulary or shape[0] % self.model or part in "AB" else self.model

@@ -43,7 +43,6 @@ class PlanReport:
     """What a run will take.
 
     Attributes:
-        model (str): The kind of model.
         mode (str): The YAML's run_mode.
         parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
         trained (int): Elements of those that are trained.
@@ -58,7 +57,6 @@ class PlanReport:
         device (DeviceMemory): What they are.
         kv_cache_per_token (int): Bytes of the keys and values of a token.
         kv_cache_basis (str): What that rests on.
-        seq_length (int): Tokens in a row.
         schedule (Schedule): Steps and tokens, or None if the run does not train.
         layouts (tuple of Layout): The same run on other numbers of devices.
         fit (Fit): Whether it fits the memory that was given, or None if none was.
@@ -102,15 +100,12 @@ class PlanReport:
 def make_plan(
     path: str, overrides: Sequence[str] = (), memory: Optional[int] = None, devices: Sequence[int] = DEVICES
 ) -> PlanReport:
-    """Returns what the run of a complete MindFormers YAML will take.
+    """Returns what the run of a complete MindFormers YAML will take; raises LoraError if a setting in it is wrong.
 
     Args:
         overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
-        memory (int): Bytes of a device, to be compared with what is needed. Default: None.
+        memory (int): Bytes of a device, to be compared with what is needed.
         devices (list of int): Numbers of devices to plan for besides the YAML's.
-
-    Raises:
-        LoraError: The YAML cannot be read, or a setting in it is wrong.
     """
     config = read_yaml(path)
     apply_overrides(config, overrides)

@@ -179,8 +179,7 @@ def layer_of(path: str) -> Optional[int]:
 def read_run(config: Dict[str, Any]) -> Run:
     """Returns the run that a YAML describes.
 
-    Raises:
-        ConfigError: The model is not known, a size or a setting is wrong, or sizes cannot be divided as the YAML says.
+    Raises ConfigError if the model or a setting is not known, or sizes are wrong or cannot be divided as it says.
     """
     if not isinstance(value_at(config, "model.model_config"), dict):
         raise ConfigError("The YAML, with the values of the command line, has no keys below model.model_config.")

@@ -29,11 +29,7 @@ SHARED: Dict[str, PartKey] = {
 
 
 def of_config(config: Settings) -> Variant:
-    """Returns the variant that a configuration asks for.
-
-    Raises:
-        ConfigError: It asks for two.
-    """
+    """Returns the variant that a configuration asks for; raises ConfigError if it asks for two."""
     chosen = [variant for variant in VARIANTS if getattr(config, variant.field)]
     if len(chosen) > 1:
         first, second = chosen[:2]

@@ -58,13 +58,7 @@ B = Part("B", "mindpet_delta_lora_b", LINEAR.peft["B"])
 
 
 class Unsupported(NamedTuple):
-    """A setting that a base does not support.
-
-    Attributes:
-        field (str): The field of LoraConfig.
-        setting (str): The field, with its value where that matters.
-        reason (str): Why the two do not go together.
-    """
+    """A setting that a base does not support: the field, that field with its value where it matters, and why."""
 
     field: str
     setting: str
@@ -126,11 +120,8 @@ class Variant:
     def settle(self, config: Settings) -> None:
         """Gives the fields that only this variant has their defaults, and checks what it excludes.
 
-        Args:
-            config (LoraConfig): Changed in place; it need not ask for this variant.
-
-        Raises:
-            ConfigError: A field has no effect without the variant, or cannot be combined with it.
+        ``config`` need not ask for this variant; ConfigError says which field has no effect without it, or cannot be
+        combined with it.
         """
         settle_dependents(config, self.field, self.defaults)
         if getattr(config, self.field):
@@ -145,11 +136,7 @@ class Variant:
         return dict(fields)
 
     def fix_scale(self, config: Settings, reason: str) -> None:
-        """Sets the scale to 1, for a variant that has none, and refuses a lora_alpha.
-
-        Raises:
-            ConfigError: lora_alpha is set; it says the ``reason``.
-        """
+        """Sets the scale to 1, for a variant without one; if lora_alpha is set, raises ConfigError with ``reason``."""
         if config.lora_alpha not in (type(config).lora_alpha, config.lora_rank):
             raise ConfigError(
                 f"{self.field} is True and lora_alpha is {config.lora_alpha!r}: {reason}. Leave lora_alpha out."
@@ -157,12 +144,7 @@ class Variant:
         config.lora_alpha = config.lora_rank
 
     def unsupported(self, config: Settings, base: str) -> Iterator[Unsupported]:
-        """Yields the settings of ``config`` that a base does not support.
-
-        Args:
-            config (LoraConfig): One that asks for this variant.
-            base (str): EMBEDDINGS, SHARDED, ...
-        """
+        """Yields the settings of ``config``, one for this variant, that a base such as EMBEDDINGS does not support."""
         if base in self.unsupported_on:
             yield Unsupported(self.field, self.field, self.unsupported_on[base])
         if base == EMBEDDINGS and config.freeze_lora_a:
@@ -187,9 +169,7 @@ class Variant:
     def refusal(self, config: Settings, *bases: str) -> Optional[str]:
         """Returns why a cell cannot carry the adapter of ``config``, and what to do; None if it can.
 
-        Args:
-            config (LoraConfig): One that asks for this variant.
-            *bases (str): All that the cell is: EMBEDDINGS, SHARDED, ...; nothing for a linear cell in float.
+        ``bases`` are all that the cell is: EMBEDDINGS, SHARDED, ...; nothing for a linear cell in float.
         """
         for base in bases:
             for field, setting, reason in self.unsupported(config, base):
@@ -200,11 +180,7 @@ class Variant:
     def check_paths(self, paths: List[str]) -> None:
         """Refuses cells whose adapter could not be saved.
 
-        Args:
-            paths (list of str): Full paths of the cells that get one.
-
-        Raises:
-            ConfigError: Some do the work of several cells of Hugging Face's, and the variant cannot be split.
+        Raises ConfigError if some do the work of several cells of Hugging Face's, and the variant cannot be split.
         """
         joined = [path for path in paths if names.joined_parts(path)]
         if self.cannot_join and joined:
@@ -218,11 +194,7 @@ class Variant:
     def part_shapes(self, layout: PairLayout, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
         """Returns part -> shape of what a cell has of its own, in the order of its parameters.
 
-        Args:
-            layout (PairLayout): The kind of cell.
-            shape (tuple of int): The shape of its weight; [experts, out, in] of stacked experts.
-            rank (int): Rank r.
-            groups (int): Groups of a convolution. Default: 1.
+        ``shape`` is that of its weight; [experts, out, in] of stacked experts.
         """
         tensors = self.tensor_shapes(layout, shape, rank, groups)
         return {part: size for part, size in tensors.items() if part in self.own_parts}
@@ -233,12 +205,7 @@ class Variant:
         return {**pair, **{part.name: part.shape(rank, shape[0]) for part in self.parts}}
 
     def shared_shapes(self, shapes: List[Shape], rank: int) -> Dict[str, Shape]:
-        """Returns part -> shape of what all cells share: nothing, but for VeRA the projection.
-
-        Args:
-            shapes (list of tuple): [out, in] of the weight of each cell.
-            rank (int): Rank r.
-        """
+        """Returns part -> shape of what cells with these weights share: nothing, but for VeRA the projection."""
         if not self.shared_parts or not shapes:
             return {}
         rows, columns = zip(*shapes)
@@ -265,11 +232,7 @@ class Variant:
         return tuple(part.name for part in self.parts if part.size.startswith("out"))
 
     def low_rank_pair(self, parts: Mapping[str, np.ndarray]) -> Pair:
-        """Returns the A and B whose product scale B A is added to the weight.
-
-        Args:
-            parts (mapping): Part -> array of one cell, shared ones among them.
-        """
+        """Returns the A and B whose product scale B A is added to the weight; ``parts`` has the shared ones too."""
         return parts["A"], parts["B"]
 
     def pair_of_parts(self, parts: Mapping[str, np.ndarray]) -> Pair:
@@ -281,9 +244,5 @@ class Variant:
         return a[:, :in_channels]
 
     def fields_for(self, adapter: Any) -> Dict[str, Any]:
-        """Returns the fields of LoraConfig that make cells of this variant.
-
-        Args:
-            adapter (Adapter): What is to be loaded into them.
-        """
+        """Returns the fields of LoraConfig that make cells of this variant, into which ``adapter`` can be loaded."""
         return {} if self.is_plain else {self.field: True}
