@@ -10,7 +10,8 @@ from setuptools.command.build_py import build_py
 ROOT = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "mindlora" / "__init__.py").read_text()).group(1)
 
-# Pairs of MindSpore and MindFormers that were run together: 2.9.0 + 1.9.0 (the default) and 2.7.2 + 1.8.0.
+# The pairs of MindSpore and MindFormers that were run together and that pip can resolve, the default first. It cannot
+# resolve MindFormers 2, whose requirements no registry has: docs/installation.md installs it without them.
 MINDFORMERS_BY_MINDSPORE = {"2.9.0": "1.9.0", "2.7.2": "1.8.0"}
 
 
@@ -61,6 +62,7 @@ setup(
     distclass=PlatformDistribution,
     python_requires=">=3.9,<3.13",
     install_requires=[
+        # What pip chooses from. Wider bounds have it download MindSpore 2.10 and ask for hyper-parallel, in vain.
         "mindspore>=2.7.2,<2.10,!=2.8.*",
         "mindformers>=1.8,<2",
         "numpy",

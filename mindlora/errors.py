@@ -24,6 +24,10 @@ class ConfigMistakes(ConfigError):
         self.mistakes = tuple(mistakes)
 
 
+class InstallationError(LoraError):
+    """A package that is needed is missing here, too old, or cannot be imported."""
+
+
 class TargetError(LoraError):
     """target_modules or exclude_modules does not select what it should."""
 

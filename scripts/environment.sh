@@ -2,7 +2,8 @@
 # Sourced by the other scripts: makes the project's virtual environment where it is missing and sets $PYTHON.
 #
 #   MINDLORA_VENV    where the environment stands         (default: .venv in the checkout)
-#   MINDLORA_STACK   ms29: MindSpore 2.9.0 + MindFormers 1.9.0 (default); ms27: 2.7.2 + 1.8.0
+#   MINDLORA_STACK   ms29: MindSpore 2.9.0 + MindFormers 1.9.0 (default); ms27: 2.7.2 + 1.8.0;
+#                    ms210: 2.10.0 + 2.1.0; ms210-mf20: 2.10.0 + 2.0.0
 #   MINDLORA_PYTHON  the Python to make it with           (default: the first of python3.11 ... python3 that fits)
 #
 # For tests/peers a second environment holds PyTorch and PEFT:
@@ -40,10 +41,18 @@ find_python() {
     return 1
 }
 
+# Prints the MindFormers of a stack that pip cannot resolve, because no registry has what it requires.
+mindformers_without_dependencies() {
+    case $STACK in
+        ms210) echo mindformers==2.1.0 ;;
+        ms210-mf20) echo mindformers==2.0.0 ;;
+    esac
+}
+
 # Installs the checkout, editable, with the extras that are named; does nothing where that was done before.
 make_environment() {
-    local extras="$STACK,$1" wanted python
-    wanted="$extras $(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" | cksum)"
+    local wanted python
+    wanted="$STACK,$1 $(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT"/scripts/ms210*-requirements.txt | cksum)"
     PYTHON=$VENV/bin/python
     if [ "$(cat "$VENV/mindlora-installed" 2>/dev/null)" = "$wanted" ]; then
         return
@@ -51,12 +60,28 @@ make_environment() {
     python=$(find_python) || return 1
     echo "Making the environment $VENV with $("$python" --version) (MindSpore is a download of about 1 GB) ..."
     "$python" -m venv "$VENV" || return 1
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel || return 1
-    # Without setuptools' word of caution about editable installations.
-    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable "${ROOT}[$extras]" \
-        || return 1
+    pip_install --upgrade pip setuptools wheel || return 1
+    if [ -n "$(mindformers_without_dependencies)" ]; then
+        install_without_dependencies "$1" || return 1
+    else
+        pip_install --editable "${ROOT}[$STACK,$1]" || return 1
+    fi
     echo "$wanted" > "$VENV/mindlora-installed"
     echo "Environment ready."
+}
+
+# Installs into the environment, without setuptools' word of caution about editable installations.
+pip_install() {
+    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# Installs the checkout beside a MindFormers that pip cannot resolve: the lines of docs/installation.md, and the extras.
+install_without_dependencies() {
+    local extras
+    pip_install --requirement "$ROOT/scripts/$STACK-requirements.txt" || return 1
+    pip_install --no-deps "$(mindformers_without_dependencies)" --editable "$ROOT" || return 1
+    extras=$("$PYTHON" "$ROOT/scripts/extra_requirements.py" "$1") || return 1
+    echo "$extras" | pip_install --requirement /dev/stdin
 }
 
 # Makes the environment of tests/peers and sets $MINDLORA_PEERS_PYTHON; does nothing where that was done before.

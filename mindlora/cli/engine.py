@@ -12,6 +12,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import shown
 from mindlora.errors import ConfigError, RequestError
 
@@ -198,6 +199,7 @@ def build(
     command line gives none. Raises LoraError if a setting is wrong, or a file cannot be read.
     """
     check_config(arguments)
+    require_mindformers()
     prepare_imports()
     # It takes seconds to import: what is wrong above is said before that.
     from mindlora.plugin.serve import build_engine

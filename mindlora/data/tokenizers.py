@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, NamedTuple, Opt
 from mindlora.base.reader import BaseCheckpoint
 from mindlora.common import atomic
 from mindlora.common.git_lfs import refuse_pointer
+from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.text import first_ten
 from mindlora.data.files import bare_name, pieces, read_text
 from mindlora.errors import DataError, TokenizerError
@@ -87,6 +88,7 @@ def _load_hugging_face(path):
 
 
 def _load_sentencepiece(path):
+    require_mindformers()
     # MindFormers is slow to import and writes a log folder, so only sentencepiece files import it.
     from mindformers.models.llama.llama_tokenizer import LlamaTokenizer
 

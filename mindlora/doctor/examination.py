@@ -12,7 +12,7 @@ from mindlora.checks.files import check_files
 from mindlora.checks.finding import Finding, error, errors, worst_first
 from mindlora.checks.keys import check_names, check_shape
 from mindlora.common.yaml_file import read_yaml
-from mindlora.doctor.machine import examine_machine, is_installed
+from mindlora.doctor.machine import check_import, examine_machine, is_installed
 from mindlora.doctor.operators import examine_operators
 from mindlora.doctor.report import DoctorReport, YamlReport
 from mindlora.errors import ConfigError, LoraError
@@ -47,7 +47,7 @@ def find_further(path: str, config: Dict[str, Any], right: bool) -> List[Finding
 
     The nodes of ``config`` must be of the right kind; ``right``: no error was found in it yet.
     """
-    if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")):
+    if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")) or list(check_import()):
         return [*check_names(config), *check_contents(config)]
     findings: List[Finding] = []
     with _quietly():

@@ -8,14 +8,17 @@ import platform
 import re
 import shutil
 import sys
-from typing import List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 from mindlora import __version__
 from mindlora.checks.finding import Finding
+from mindlora.common.mindformers_version import cannot_be_imported, release, require_mindformers
 from mindlora.doctor.report import Item
+from mindlora.errors import InstallationError
 
-# MindSpore version -> MindFormers version that it was tested with; setup.py installs the same pairs.
-TESTED_PAIRS = {"2.9.0": "1.9.0", "2.7.2": "1.8.0"}
+# Versions of MindSpore and MindFormers that were run together, the default first. setup.py installs those that pip
+# resolves, scripts/environment.sh the others.
+TESTED_PAIRS = (("2.9.0", "1.9.0"), ("2.7.2", "1.8.0"), ("2.10.0", "2.1.0"), ("2.10.0", "2.0.0"))
 
 _ASCEND = "/usr/local/Ascend"
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -33,28 +36,38 @@ NOT_FOUND, NOT_INSTALLED = "not found", "not installed"
 
 
 def examine_machine() -> Tuple[List[Item], List[Finding]]:
-    """Returns the items of this machine, and a finding if MindSpore and MindFormers are not a tested pair."""
+    """Returns the items of this machine, and what is wrong with its MindSpore and MindFormers."""
     mindspore, mindformers = _package("MindSpore"), _package("MindFormers")
-    finding = _check_pair(mindspore.value, mindformers.value)
-    if finding is None:
+    findings = [*_check_pair(mindspore.value, mindformers.value), *check_import()]
+    if (mindspore.value, mindformers.value) in TESTED_PAIRS:
         mindformers = Item("MindFormers", mindformers.value, f"tested together with MindSpore {mindspore.value}")
     items = [
         Item("Python", platform.python_version(), sys.executable),
         Item("mindlora", __version__, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
         mindspore,
         mindformers,
+        *_hyper_parallel(mindformers.value),
         _package("numpy"),
         _package("safetensors"),
         _cann(),
         _driver(),
         _npus(),
     ]
-    return items, [] if finding is None else [finding]
+    return items, findings
 
 
 def is_installed(name: str) -> bool:
     """Returns whether a package is installed, without importing it."""
     return _package(name).value != NOT_INSTALLED
+
+
+def check_import() -> Iterator[Finding]:
+    """Yields a finding if a MindFormers is installed that cannot be imported here."""
+    if is_installed("MindFormers"):
+        try:
+            require_mindformers()
+        except InstallationError as refusal:
+            yield Finding("error", "", str(refusal))
 
 
 def _package(name) -> Item:
@@ -68,19 +81,35 @@ def _package(name) -> Item:
     return Item(name, "unknown", f"at {os.path.dirname(spec.origin or '') or spec.name}, without version metadata")
 
 
-def _check_pair(mindspore, mindformers) -> Optional[Finding]:
-    """Returns a finding unless the two versions were tested together."""
-    pairs = " or ".join(f"MindSpore {first} with MindFormers {second}" for first, second in TESTED_PAIRS.items())
+def _check_pair(mindspore, mindformers) -> Iterator[Finding]:
+    """Yields a finding unless the two versions were tested together."""
+    pairs = " or ".join(f"MindSpore {first} with MindFormers {second}" for first, second in TESTED_PAIRS)
     found = {"MindSpore": mindspore, "MindFormers": mindformers}
     missing = [name for name, version in found.items() if version == NOT_INSTALLED]
     if missing:
         verb = "are" if len(missing) > 1 else "is"
         text = f"{' and '.join(missing)} {verb} not installed, so nothing can be trained here."
-        return Finding("warning", "", text, f"Install {pairs}.")
-    if TESTED_PAIRS.get(mindspore) == mindformers:
-        return None
-    text = f"MindSpore {mindspore} and MindFormers {mindformers} were not tested together."
-    return Finding("warning", "", text, f"Tested pairs: {pairs}.")
+        yield Finding("warning", "", text, f"Install {pairs}.")
+    elif (mindspore, mindformers) not in TESTED_PAIRS:
+        text = f"MindSpore {mindspore} and MindFormers {mindformers} were not tested together."
+        yield Finding("warning", "", text, f"Tested pairs: {pairs}.")
+
+
+def _hyper_parallel(mindformers) -> Iterator[Item]:
+    """Yields the package with which MindFormers 2 shards PyNative training, and what follows if it is missing."""
+    if not mindformers[:1].isdigit() or release(mindformers) < (2, 0):
+        return
+    item = _package("hyper_parallel")
+    if item.value != NOT_INSTALLED:
+        yield Item(item.name, item.value, item.detail or "MindFormers' PyNative Trainer shards with it")
+    elif cannot_be_imported(mindformers):
+        yield Item(item.name, item.value, f"MindFormers {mindformers} cannot be imported without it")
+    else:
+        detail = (
+            "training in graph mode does not need it, and MindFormers gives three warnings when it is imported; "
+            "MindFormers' PyNative Trainer needs it"
+        )
+        yield Item(item.name, item.value, detail)
 
 
 def _cann() -> Item:

@@ -20,6 +20,7 @@ import yaml
 from mindlora.checks.finding import refuse
 from mindlora.checks.keys import check_names, check_run_mode, check_shape
 from mindlora.common.interrupts import Interrupts
+from mindlora.common.mindformers_version import require_mindformers
 from mindlora.common.overrides import FLAGS, set_dotted_keys, set_key
 from mindlora.common.run_modes import TRAINING_MODES
 from mindlora.common.yaml_file import read_merged
@@ -105,7 +106,8 @@ def run(config: "MindFormerConfig") -> None:
 def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
     """Returns the YAML of ``--config``, with every flag and ``--a.b.c value`` of the command line set in it.
 
-    Raises ConfigError if the YAML cannot be read, a flag is wrong, or an override names a key that the YAML lacks.
+    Raises ConfigError if the YAML cannot be read, a flag is wrong, or an override names a key that the YAML lacks, and
+    InstallationError if MindFormers cannot be imported.
     """
     args, rest = parse(argv)
     if not os.path.isfile(args.config):
@@ -117,6 +119,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
         os.environ["REGISTER_PATH"] = register_path
         if register_path not in sys.path:
             sys.path.append(register_path)
+    require_mindformers()
     config = _read_yaml(args.config, args.run_mode)
     _override(config, args, rest)
     refuse([*check_shape(config), *check_run_mode(config)])

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
+import re
 
 import pytest
 
@@ -12,15 +13,31 @@ from mindlora.doctor import machine as doctor_machine
 from tests.conftest import ROOT
 
 
-def test_the_tested_pairs_are_those_of_setup():
-    with open(os.path.join(ROOT, "setup.py"), encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    (pairs,) = (
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding="utf-8") as file:
+        return file.read()
+
+
+def test_the_tested_pairs_are_those_that_can_be_installed():
+    """setup.py has those that pip resolves, scripts/environment.sh and its files of requirements the others."""
+    (by_pip,) = (
         ast.literal_eval(node.value)
-        for node in tree.body
+        for node in ast.parse(read("setup.py")).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "MINDFORMERS_BY_MINDSPORE"
     )
-    assert pairs == doctor_machine.TESTED_PAIRS
+    others = re.findall(r"(\S+)\) echo mindformers==(\S+) ;;", read("scripts", "environment.sh"))
+    mindspore = [
+        re.search(r"^mindspore==(\S+)$", read("scripts", f"{stack}-requirements.txt"), re.MULTILINE)[1]
+        for stack, _ in others
+    ]
+    without_dependencies = zip(mindspore, (mindformers for _, mindformers in others))
+    assert (*by_pip.items(), *without_dependencies) == doctor_machine.TESTED_PAIRS
+
+
+def test_the_requirements_name_the_mindformers_that_comes_after_them():
+    for stack, mindformers in re.findall(r"(\S+)\) echo (mindformers==\S+) ;;", read("scripts", "environment.sh")):
+        line = f"pip install --no-deps {mindformers} ."
+        assert line in read("scripts", f"{stack}-requirements.txt") and line in read("docs", "installation.md")
 
 
 def examine_with(monkeypatch, **versions):
@@ -41,6 +58,23 @@ def test_a_tested_pair(monkeypatch):
     items, report = examine_with(monkeypatch, mindspore="2.7.2", mindformers="1.8.0", numpy="1.26.4")
     assert items["MindFormers"] == doctor.Item("MindFormers", "1.8.0", "tested together with MindSpore 2.7.2")
     assert items["safetensors"].value == "not installed" and report.findings == () and report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "versions, value, detail, wrong",
+    [
+        ({"mindformers": "2.1.0"}, "not installed", "training in graph mode does not need it", False),
+        ({"mindformers": "2.0.0"}, "not installed", "MindFormers 2.0.0 cannot be imported without it", True),
+        ({"mindformers": "2.1.0", "hyper_parallel": "1.0.0"}, "1.0.0", "PyNative Trainer shards with it", False),
+        ({"mindformers": "1.9.0"}, None, None, False),
+    ],
+)
+def test_hyper_parallel(monkeypatch, versions, value, detail, wrong):
+    items, report = examine_with(monkeypatch, **versions)
+    item = items.get("hyper_parallel")
+    assert (item and item.value) == value and (item is None or detail in item.detail)
+    errors = [finding.found for finding in report.findings if finding.severity == "error"]
+    assert bool(errors) == wrong == report.exit_code and all("it needs hyper_parallel" in text for text in errors)
 
 
 @pytest.mark.parametrize(
