@@ -45,7 +45,8 @@ def test_between_the_quantized_and_the_float_base_only_paths_and_shapes_are_comp
         load_lora(target, str(tmp_path / name), on_base_mismatch="error")
         (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert record.getMessage() == (
-            f"{tmp_path / name} was trained on a base in {words}: only paths and shapes were compared."
+            f"{tmp_path / name} was trained on a base in {words}: only paths and shapes were compared. Check that both "
+            "are one model."
         )
     assert not recwarn.list
     other = TinyModel(3)

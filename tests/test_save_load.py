@@ -94,7 +94,8 @@ def test_a_network_whose_weights_have_no_values_yet(tmp_path, saved, semi_auto_p
     with caplog.at_level(logging.WARNING, "mindlora"):
         load_lora(target, saved)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{saved}: the base has no values yet, so it was not checked whether the adapter was trained on it."
+        f"{saved}: the base has no values yet, so it was not checked whether the adapter was trained on it. Load the "
+        "base first, or compare the two yourself."
     ]
     target.init_parameters_data()
     loaded = adapters(target)

@@ -66,7 +66,7 @@ def test_paths_that_hold_no_adapter(tmp_path):
     for name, message in [
         ("absent", "PATH does not exist."),
         ("absent.ckpt", "PATH does not exist."),
-        ("adapter.pth", "PATH is neither an adapter folder nor a .safetensors, .ckpt or .bin file."),
+        ("adapter.pth", "PATH must be an adapter folder or a .safetensors, .ckpt or .bin file."),
         ("adapter.bin", "PATH is a pickle, which can run programs."),
         ("empty", "PATH holds no adapter_model.safetensors. It holds: nothing."),
         ("other", "PATH holds no adapter_model.safetensors. It holds: a.txt, b.bin."),
@@ -84,7 +84,7 @@ def test_a_folder_without_a_config(saved):
         network(),
         saved,
         AdapterFormatError,
-        f"{os.path.join(saved, CONFIG)} is missing: an adapter folder holds it beside its weights.",
+        f"{os.path.join(saved, CONFIG)} is missing: copy it into the folder, beside the weights.",
     )
 
 

@@ -173,6 +173,8 @@ def rewritten(path, change=None, **fields):
     return str(path)
 
 
+ONE_SAVE = "Use the tensors and the configuration of one save."
+SAVE = "Save the adapter again with the program that trained it."
 QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
 
 
@@ -181,38 +183,44 @@ QK = "base_model.model.model.layers.0.self_attn.{}_proj.lora_magnitude_vector"
     [
         (
             UnexpectedTensorsError,
-            ": use_dora is False, but the adapter has DoRA magnitudes.",
+            ": use_dora is False, but the adapter has DoRA magnitudes. " + ONE_SAVE,
             None,
             {"use_dora": False},
         ),
-        (UnexpectedTensorsError, ": use_dora is False, but the adapter has DoRA magnitudes.", None, {"use_dora": None}),
+        (
+            UnexpectedTensorsError,
+            ": use_dora is False, but the adapter has DoRA magnitudes. " + ONE_SAVE,
+            None,
+            {"use_dora": None},
+        ),
         (
             MissingTensorsError,
-            ": use_dora is True, but the adapter has no DoRA magnitudes.",
+            ": use_dora is True, but the adapter has no DoRA magnitudes. " + ONE_SAVE,
             lambda tensors: [tensors.pop(QK.format(cell)) for cell in "qk"],
             {},
         ),
         (
             MissingTensorsError,
-            " has a magnitude at some cells but none at model.layers.0.attention.wq.",
+            " has a magnitude at some cells but none at model.layers.0.attention.wq. Copy or save the adapter again.",
             lambda tensors: tensors.pop(QK.format("q")),
             {},
         ),
         (
             MissingTensorsError,
-            " lacks half of 1 pairs: it holds model.layers.0.attention.wv magnitude without its other half.",
+            " lacks half of 1 pairs: it holds model.layers.0.attention.wv magnitude without its other half. Copy or "
+            "save the adapter again.",
             lambda tensors: tensors.update({QK.format("v"): np.ones(4, np.float32)}),
             {},
         ),
         (
             ShapeMismatchError,
-            ": the magnitude is [5] and must be [out], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
+            ": the magnitude is [5] and must be [out], at model.layers.0.attention.wq (A [2, 6], B [6, 2]). " + SAVE,
             lambda tensors: tensors.update({QK.format("q"): np.ones(5, np.float32)}),
             {},
         ),
         (
             ShapeMismatchError,
-            ": the magnitude is [6, 1] and must be [out], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
+            ": the magnitude is [6, 1] and must be [out], at model.layers.0.attention.wq (A [2, 6], B [6, 2]). " + SAVE,
             lambda tensors: tensors.update({QK.format("q"): np.ones((6, 1), np.float32)}),
             {},
         ),
@@ -234,7 +242,7 @@ def test_all_magnitudes_lost(tmp_path):
         save_file({key: file.get_tensor(key) for key in keys if "magnitude" not in key}, path, metadata)
     refused(
         MissingTensorsError,
-        f"{path} lacks the DoRA magnitudes that mindlora's metadata in it names.",
+        f"{path} lacks the DoRA magnitudes that mindlora's metadata in it names. Copy or save the file again.",
         adapter_files.read,
         path,
     )

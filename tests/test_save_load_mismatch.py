@@ -32,11 +32,12 @@ def test_missing_and_unexpected_tensors(tmp_path, form, name):
     k, v = (
         f"model.layers.{{0..1}}.attention.{leaf} A, model.layers.{{0..1}}.attention.{leaf} B" for leaf in ("wk", "wv")
     )
-    unexpected = "PATH holds {} LoRA tensors that the network has no place for: {}. Check target_modules."
-    missing = "PATH lacks {} LoRA tensors of the network: {}. Check target_modules."
-    load_refused(network(["wq", "wk", "wv"]), path, MissingTensorsError, missing.format(4, v))
-    load_refused(network(["wq"]), path, UnexpectedTensorsError, unexpected.format(4, k))
-    load_refused(network(["wq", "wv"]), path, MissingTensorsError, unexpected.format(4, k) + " " + missing.format(4, v))
+    unexpected = f"PATH holds 4 LoRA tensors that the network has no place for: {k}. "
+    missing = f"PATH lacks 4 LoRA tensors of the network: {v}. "
+    advice = "Check target_modules."
+    load_refused(network(["wq", "wk", "wv"]), path, MissingTensorsError, missing + advice)
+    load_refused(network(["wq"]), path, UnexpectedTensorsError, unexpected + advice)
+    load_refused(network(["wq", "wv"]), path, MissingTensorsError, unexpected + missing + advice)
     load_refused(
         network(["wv"]), path, MissingTensorsError, "PATH holds 8 LoRA tensors that the network has no place for"
     )

@@ -187,7 +187,7 @@ def test_conversion_and_back(tmp_path):
     [
         (
             UnexpectedTensorsError,
-            ": use_vera is False, but the adapter has VeRA vectors.",
+            ": use_vera is False, but the adapter has VeRA vectors. Use the tensors and the configuration of one save.",
             None,
             {"peft_type": "LORA", "lora_alpha": 2},
         ),
@@ -208,20 +208,21 @@ def test_conversion_and_back(tmp_path):
         ),
         (
             MissingTensorsError,
-            " has a lambda_d at some cells but none at model.layers.0.attention.wq.",
+            " has a lambda_d at some cells but none at model.layers.0.attention.wq. Copy or save the adapter again.",
             lambda tensors: tensors.pop(VECTOR.format(0, "d")),
             {},
         ),
         (
             ShapeMismatchError,
-            ": the lambda_d is [3] and must be [r], at model.layers.0.attention.wq (A [2, 6], B [6, 2]).",
+            ": the lambda_d is [3] and must be [r], at model.layers.0.attention.wq (A [2, 6], B [6, 2]). Save the "
+            "adapter again with the program that trained it.",
             lambda tensors: tensors.update({VECTOR.format(0, "d"): np.ones(3, np.float32)}),
             {},
         ),
         (
             ShapeMismatchError,
             "/adapter_model.safetensors: lambda_b of model.layers.0.attention.wq has 7 elements, and the "
-            "shared B is [6, 2]: it has too few rows.",
+            "shared B is [6, 2]: it has too few rows. Save the adapter again, with its own projection.",
             lambda tensors: tensors.update({VECTOR.format(0, "b"): np.ones(7, np.float32)}),
             {},
         ),

@@ -16,6 +16,7 @@ from mindlora.errors import (
     AdapterFormatError,
     MissingTensorsError,
     NotFiniteError,
+    RankMismatchError,
     ScaleMismatchError,
     ShapeMismatchError,
     UnexpectedTensorsError,
@@ -26,6 +27,12 @@ from mindlora.numerics.pair_layouts import Pair, PairLayout, Problem
 
 # What lora_alpha can be; a whole number may be too large for a float.
 ALPHA = Range("a number above 0", lambda value: 0 < value <= sys.float_info.max)
+# What to do about a problem of pairs, by the error that it raises.
+_ADVICE = {
+    AdapterFormatError: "Merge the adapter into its base with the program that trained it.",
+    RankMismatchError: "Use the configuration that was saved with the tensors.",
+    ShapeMismatchError: "Save the adapter again with the program that trained it.",
+}
 
 
 @dataclasses.dataclass
@@ -182,7 +189,7 @@ class Adapter:
             if rows > len(found["B"]):
                 raise ShapeMismatchError(
                     f"{source}: {by_row} of {path} has {rows} elements, and the shared B is "
-                    f"{list(found['B'].shape)}: it has too few rows."
+                    f"{list(found['B'].shape)}: it has too few rows. Save the adapter again, with its own projection."
                 )
             self.tensors[path, "A"] = found["A"]
             self.tensors[path, "B"] = found["B"][:rows]
@@ -225,7 +232,8 @@ class Adapter:
         lone = [(path, part) for path, part in self.tensors if not {(path, "A"), (path, "B")} <= self.tensors.keys()]
         if lone:
             raise MissingTensorsError(
-                f"{source} lacks half of {len(lone)} pairs: it holds {listed_parts(lone)} without its other half."
+                f"{source} lacks half of {len(lone)} pairs: it holds {listed_parts(lone)} without its other half. "
+                "Copy or save the adapter again."
             )
         self._check_variant(source)
         found: Dict[Problem, List[str]] = {}
@@ -235,7 +243,8 @@ class Adapter:
             if problem:
                 found.setdefault(problem, []).append(f"{path} (A {list(a)}, B {list(b)})")
         for (error, problem_text), cells in found.items():
-            raise error(f"{source}: {problem_text}, at {listed(cells)}.")
+            advice = _ADVICE[error]
+            raise error(f"{source}: {problem_text}, at {listed(cells)}. {advice}")
 
     def _check_variant(self, source: str) -> None:
         """Checks that all cells have the parts of one variant."""
@@ -245,7 +254,10 @@ class Adapter:
         for part in [part.name for variant in variants for part in variant.parts]:
             lacking = [(path, "") for path in paths if (path, part) not in self.tensors]
             if lacking:
-                raise MissingTensorsError(f"{source} has a {part} at some cells but none at {listed_parts(lacking)}.")
+                raise MissingTensorsError(
+                    f"{source} has a {part} at some cells but none at {listed_parts(lacking)}. Copy or save the "
+                    "adapter again."
+                )
         if len(variants) > 1:
             raise UnexpectedTensorsError(
                 f"{source} holds {' and '.join(variant.tensors for variant in variants)}: an adapter must be of one "
@@ -270,7 +282,10 @@ class Adapter:
         bad += [name for name, array in self.saved_modules.items() if not is_finite(array)]
         bad += [f"rows of {path}" for path, (_, rows) in self.token_rows.items() if not is_finite(rows)]
         if bad:
-            raise NotFiniteError(f"{source} holds tensors with NaN or infinity: {listed(bad)}.")
+            raise NotFiniteError(
+                f"{source} holds tensors with NaN or infinity: {listed(bad)}. Use a checkpoint from before training "
+                "diverged."
+            )
 
 
 def is_finite(array: np.ndarray) -> bool:

@@ -239,7 +239,7 @@ def _check_arguments(
     if method not in METHODS:
         raise ConfigError(f"method is {method!r}, which is not known.{suggestion(str(method), list(METHODS))}")
     if not adapters:
-        raise ConfigError("There is no adapter to combine: name at least one, with its weight.")
+        raise ConfigError("combine_adapters has no adapter to combine: name at least one, with its weight.")
     if len(adapters) != len(weights):
         raise ConfigError(f"{len(adapters)} adapters have {len(weights)} weights: give each adapter one weight.")
     for weight in weights:
@@ -273,7 +273,7 @@ def _check_adapters(adapters: List[Adapter]) -> None:
         if adapter.saved_modules:
             raise AdapterError(
                 f"{label} holds saved modules (modules_to_save), which cannot be combined: "
-                f"{listed(adapter.saved_modules)}."
+                f"{listed(adapter.saved_modules)}. Merge this adapter into the base first, or leave it out."
             )
         variant = adapter.variant
         if variant.cannot_combine:
@@ -284,7 +284,10 @@ def _check_adapters(adapters: List[Adapter]) -> None:
         for layout in LAYOUTS:
             refused = [path for path in adapter.paths if adapter.layout(path) is layout and not layout.can_combine]
             if refused:
-                raise AdapterError(f"{label} adapts {layout.cells}, which cannot be combined: {listed(refused)}.")
+                raise AdapterError(
+                    f"{label} adapts {layout.cells}, which cannot be combined: {listed(refused)}. Merge the adapters "
+                    "into the network one after the other instead (merge_and_unload)."
+                )
         adapter.check_pairs(label)
         adapter.check_finite(label)
         for path in adapter.paths:
@@ -296,13 +299,13 @@ def _check_adapters(adapters: List[Adapter]) -> None:
                 raise ShapeMismatchError(
                     f"{label} was trained on a different base from adapter {other}: the weight of {path} "
                     f"{'[experts, out, in]' if adapter.layout(path).stacked else '[out, in]'} is {size} in one and "
-                    f"{first_size} in the other."
+                    f"{first_size} in the other. Combine adapters of one base."
                 )
         others = {path for other in adapters if other is not adapter for path in other.paths}
         if others and not others & set(adapter.paths):
             raise AdapterError(
                 f"{label} has no path in common with any other adapter, so nothing would be combined. It "
-                f"adapts {listed_parts((path, '') for path in adapter.paths)}."
+                f"adapts {listed_parts((path, '') for path in adapter.paths)}. Combine adapters of the same cells."
             )
 
 

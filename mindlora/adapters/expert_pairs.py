@@ -114,7 +114,8 @@ def _stack(adapter: Adapter, path: str, paths: List[str], members: int) -> None:
         of_member = pairs[begin : begin + experts]
         if len({(a.shape, b.shape) for a, b in of_member}) > 1:
             raise ShapeMismatchError(
-                f"Single experts of one layer have pairs of different shapes: {listed(paths[begin : begin + experts])}."
+                "Single experts of one layer have pairs of different shapes: "
+                f"{listed(paths[begin : begin + experts])}. Load the adapter into the model it was trained on."
             )
         stacks.append((np.stack([a for a, _ in of_member]), np.stack([b for _, b in of_member])))
     a, b = _joined_rows(stacks, path)

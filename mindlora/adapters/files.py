@@ -51,10 +51,12 @@ def read(
     path = str(path)
     atomic.finish_interrupted_swap(path)
     if not os.path.exists(path):
-        raise AdapterFormatError(f"{path} does not exist.")
+        raise AdapterFormatError(f"{path} does not exist. Check the path.")
     weights = _weights_in(path) if os.path.isdir(path) else path
     if not os.path.isfile(weights):
-        raise AdapterFormatError(f"{weights} is not a file but a folder, a device, or a broken link.")
+        raise AdapterFormatError(
+            f"{weights} is not a file but a folder, a device, or a broken link. Copy the file itself there."
+        )
     foreign.refuse_file(weights)
     # Read before the weights: they are small, and may already rule these out.
     settings = _settings_beside(weights, path, extras)
@@ -114,7 +116,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     """
     check_adapter_output(path, to)
     if not adapter.tensors:
-        raise AdapterError("The adapter holds no pair, so there is nothing to write.")
+        raise AdapterError(f"The adapter for {path} holds no pair A and B: give one that adapts at least one cell.")
     adapter.check_finite("The adapter")
     for cell in adapter.paths:
         adapter.scale(cell)
@@ -208,7 +210,9 @@ def _opened(path: str, allow_pickle: bool) -> Iterator[File]:
     elif path.endswith(".ckpt"):
         arrays, text = ckpt_file.read(path, mindformers.is_adapter_key)
         if not arrays:
-            raise AdapterFormatError(f"{path} holds no LoRA tensor: no name in it belongs to an adapter.")
+            raise AdapterFormatError(
+                f"{path} holds no LoRA tensor: no name in it belongs to an adapter. Give a checkpoint of a LoRA run."
+            )
         metadata = adapter_metadata.parse(text, path)
         if metadata.get("whole"):
             arrays.update(ckpt_file.read(path, metadata["whole"].__contains__)[0])
@@ -222,7 +226,7 @@ def _opened(path: str, allow_pickle: bool) -> Iterator[File]:
         arrays = torch_pickle.read(path)
         yield File(path, list(arrays), arrays.__getitem__, {})
     else:
-        raise AdapterFormatError(f"{path} is neither an adapter folder nor a .safetensors, .ckpt or .bin file.")
+        raise AdapterFormatError(f"{path} must be an adapter folder or a .safetensors, .ckpt or .bin file.")
 
 
 def _manifest_alpha(path: str) -> float:

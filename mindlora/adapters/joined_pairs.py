@@ -44,7 +44,10 @@ def join_pairs(
     _use_one_dtype(adapter, present)
     blocks_a = [adapter.tensors[member, "A"] for member in present]
     if len({a.shape[1] for a in blocks_a}) > 1:
-        raise ShapeMismatchError(f"{', '.join(present)} take inputs of different sizes, so {path} cannot replace them.")
+        raise ShapeMismatchError(
+            f"{', '.join(present)} take inputs of different sizes, so {path} cannot replace them. Load the adapter "
+            "into the model it was trained on."
+        )
     columns = _columns(adapter, present, blocks_a, scale)
     rank = max(own.stop for own in columns.values())
     blocks = {part: _blocks_by_row(adapter, path, rows, part) for part in adapter.variant.row_parts}
@@ -160,7 +163,8 @@ def _member_rows(
     if complete is None:
         raise ShapeMismatchError(
             f"{path} has {out_channels} rows and cannot be made of the adapter's "
-            f"{', '.join(f'{member} with {rows[member]}' for member in present)}."
+            f"{', '.join(f'{member} with {rows[member]}' for member in present)}. Load the adapter into the model it "
+            "was trained on."
         )
     return dict(zip(members, complete))
 

@@ -215,24 +215,24 @@ def _check_names(adapter: Adapter, cells: Cells, source: str, strict: bool) -> N
     if unexpected:
         message = (
             f"{source} holds {len(unexpected)} LoRA tensors that the network has no place for: "
-            f"{listed_parts(unexpected)}. Check target_modules."
+            f"{listed_parts(unexpected)}."
         )
         problems.append(UnexpectedTensorsError(message))
     missing = [(path, half) for path in cells.expected(adapter) for half in "AB" if (path, half) not in tensors]
     if missing:
-        message = (
-            f"{source} lacks {len(missing)} LoRA tensors of the network: {listed_parts(missing)}. Check target_modules."
-        )
+        message = f"{source} lacks {len(missing)} LoRA tensors of the network: {listed_parts(missing)}."
         problems.append(MissingTensorsError(message))
     if strict and problems:
         # One error names both kinds, which are usually two sides of one mistake.
-        raise type(problems[-1])(" ".join(map(str, problems)))
+        raise type(problems[-1])(f"{' '.join(map(str, problems))} Check target_modules.")
     for problem in problems:
-        logger.warning("%s Loading the rest, as strict is False.", problem)
+        logger.warning("%s Check target_modules. Loading the rest, as strict is False.", problem)
     for key in unexpected:
         del tensors[key]
     if not tensors:
-        raise MissingTensorsError(f"{source} shares no LoRA tensor with the network. {problems[0]}")
+        raise MissingTensorsError(
+            f"{source} shares no LoRA tensor with the network. {problems[0]} Check target_modules."
+        )
 
 
 def _check_shapes(adapter: Adapter, cells: Cells, source: str) -> None:
@@ -268,14 +268,19 @@ def check_base(
     base = fingerprint()
     if base is None:
         logger.warning(
-            "%s: the base has no values yet, so it was not checked whether the adapter was trained on it.", source
+            "%s: the base has no values yet, so it was not checked whether the adapter was trained on it. Load the "
+            "base first, or compare the two yourself.",
+            source,
         )
         return
     difference = base_difference(adapter.fingerprint, base, exact)
     forms = forms_that_differ(adapter.fingerprint, base)
     if difference and forms and adapter.fingerprint.get("shapes") == base["shapes"]:
         logger.warning(
-            "%s was trained on a base in %s and this one is in %s: only paths and shapes were compared.", source, *forms
+            "%s was trained on a base in %s and this one is in %s: only paths and shapes were compared. Check that "
+            "both are one model.",
+            source,
+            *forms,
         )
     elif difference:
         message = f"{source} was trained on another base: {difference}. Load the base checkpoint it was trained on."

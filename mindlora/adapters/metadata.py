@@ -68,9 +68,11 @@ def parse(text: str, path: str) -> Dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AdapterFormatError(f"{source} is not JSON: {error}.") from error
+        raise AdapterFormatError(f"{source} is not JSON: {error}. Copy or save the file again.") from error
     if not isinstance(content, dict):
-        raise AdapterFormatError(f"{source} holds a {type(content).__name__} instead of a JSON object.")
+        raise AdapterFormatError(
+            f"{source} holds a {type(content).__name__} instead of a JSON object. Copy or save the file again."
+        )
     metadata = {field: value for field, value in content.items() if field in _FIELDS and value is not None}
     for field, value in metadata.items():
         is_valid, wanted = _FIELDS[field]
@@ -106,13 +108,16 @@ def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
     adapter.alphas.update({path: float(alpha) for path, alpha in metadata.get("alphas", {}).items()})
     for variant in STORED:
         if metadata.get(variant.field) and adapter.variant is not variant:
-            raise MissingTensorsError(f"{path} lacks the {variant.tensors} that mindlora's metadata in it names.")
+            raise MissingTensorsError(
+                f"{path} lacks the {variant.tensors} that mindlora's metadata in it names. Copy or save the file again."
+            )
     pairs = set(adapter.paths)
     modules = set(adapter.saved_modules)
     lost = sorted((set(adapter.alphas) - pairs) | (set(metadata.get("whole", ())) - modules))
     if lost:
         raise MissingTensorsError(
-            f"{path} lacks tensors that mindlora's metadata in it names: {', '.join(map(shown, lost))}."
+            f"{path} lacks tensors that mindlora's metadata in it names: {', '.join(map(shown, lost))}. Copy or save "
+            "the file again."
         )
     if adapter.alphas and pairs != set(adapter.alphas):
         raise AdapterFormatError(

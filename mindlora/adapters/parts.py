@@ -54,7 +54,10 @@ def check_part(part: Optional[str]) -> None:
 def check_holds(part: Optional[str], found: Iterable[str], source: str) -> None:
     """Raises AdapterError if ``part`` is not among the parts that were found in a file; None is always there."""
     if part is not None and part not in found:
-        raise AdapterError(f"{source} holds nothing of the part {part}: it holds {', '.join(sorted(found))}.")
+        raise AdapterError(
+            f"{source} holds nothing of the part {part}: it holds {', '.join(sorted(found))}. Choose a part that it "
+            "holds."
+        )
 
 
 def split(path: str) -> Tuple[Optional[str], str]:
@@ -87,7 +90,9 @@ def read_paths(file: Optional[str]) -> Tuple[str, ...]:
         with open(file, encoding="utf-8") as lines:
             paths = tuple(line.strip() for line in lines if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise LoraError(f"{file} cannot be read as a list of paths: {error}.") from error
+        raise LoraError(
+            f"{file} cannot be read as a list of paths: {error}. Give a text file in UTF-8 with a path in each line."
+        ) from error
     if not paths:
         raise LoraError(f"{file} is empty: it must hold the paths of the network's cells, one in a line.")
     return paths

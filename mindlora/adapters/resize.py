@@ -177,7 +177,9 @@ def _size(adapter: Adapter) -> int:
 
 def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> None:
     if rank is None and energy is None:
-        raise ConfigError("Say how small the adapter is to be: give rank, the share of the energy to keep, or both.")
+        raise ConfigError(
+            "resize_adapter needs a size: give rank (--rank), energy (--energy), the share to keep, or both."
+        )
     if rank is not None:
         check_number(rank, "rank", COUNT)
     if energy is not None:
@@ -195,5 +197,6 @@ def _check(adapter: Adapter, rank: Optional[int], energy: Optional[float]) -> No
     ]
     if grouped:
         raise AdapterError(
-            f"Convolutions with groups cannot be resized, as B A is not defined for them: {listed(grouped)}."
+            f"Convolutions with groups cannot be resized, as B A is not defined for them: {listed(grouped)}. Train the "
+            "adapter again at a smaller rank."
         )

@@ -54,7 +54,7 @@ def test_wrong_arguments(three, method, options, message):
 @pytest.mark.parametrize(
     "adapters, weights, message",
     [
-        (0, [], "There is no adapter to combine: name at least one, with its weight."),
+        (0, [], "combine_adapters has no adapter to combine: name at least one, with its weight."),
         (3, [1.0], "3 adapters have 1 weights: give each adapter one weight."),
         (3, [1.0, 1.0, float("nan")], "A weight is nan: it must be a finite number."),
     ],
@@ -85,12 +85,13 @@ def test_adapters_that_do_not_belong_together(three):
         combine_adapters(three, WEIGHTS, "cat")
     assert str(error.value) == (
         f"Adapter 2 was trained on a different base from adapter 1: the weight of {WQ} [out, in] "
-        "is [13, 10] in one and [12, 10] in the other."
+        "is [13, 10] in one and [12, 10] in the other. Combine adapters of one base."
     )
     with pytest.raises(AdapterError) as error:
         combine_adapters([make(0, {WQ: 3}), make(1, {W1: 3})], [1.0, 1.0], "cat")
     assert str(error.value) == (
-        f"Adapter 1 has no path in common with any other adapter, so nothing would be combined. It adapts {WQ}."
+        f"Adapter 1 has no path in common with any other adapter, so nothing would be combined. It adapts {WQ}. "
+        "Combine adapters of the same cells."
     )
 
 
@@ -99,7 +100,8 @@ def test_adapters_that_cannot_be_combined(three):
     with pytest.raises(AdapterError) as error:
         combine_adapters(three, WEIGHTS, "svd")
     assert str(error.value) == (
-        "Adapter 3 holds saved modules (modules_to_save), which cannot be combined: lm_head.weight."
+        "Adapter 3 holds saved modules (modules_to_save), which cannot be combined: lm_head.weight. Merge this adapter "
+        "into the base first, or leave it out."
     )
     three[2].saved_modules = {}
     three[1].tensors[WQ, "A"][0, 0] = np.nan

@@ -216,7 +216,10 @@ def test_a_folder_with_more_than_an_adapter_is_not_replaced(tmp_path, inside):
 
 def test_an_adapter_without_pairs_is_not_written(tmp_path):
     for form, name in NAMES.items():
+        path = str(tmp_path / name)
         with pytest.raises(AdapterError) as error:
-            adapter_files.write(Adapter({}), str(tmp_path / name), form)
-        assert str(error.value) == "The adapter holds no pair, so there is nothing to write."
+            adapter_files.write(Adapter({}), path, form)
+        assert str(error.value) == (
+            f"The adapter for {path} holds no pair A and B: give one that adapts at least one cell."
+        )
     assert not os.listdir(tmp_path)

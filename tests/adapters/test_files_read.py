@@ -166,14 +166,17 @@ def test_one_tensor_under_two_names_is_refused(tmp_path, first, second, message)
     path = folder(tmp_path / "a", tensors, modules_to_save=["lm_head"])
     with pytest.raises(AdapterFormatError) as error:
         adapter_files.read(path)
-    assert str(error.value) == f"{os.path.join(path, WEIGHTS)} {message}"
+    assert str(error.value) == f"{os.path.join(path, WEIGHTS)} {message} Remove one of the two."
 
 
 def test_modules_to_save_without_tensors(tmp_path):
     path = folder(tmp_path / "a", peft_tensors(make()), modules_to_save=["lm_head"])
     with pytest.raises(MissingTensorsError) as error:
         adapter_files.read(path)
-    assert str(error.value) == f"{path}: modules_to_save names 'lm_head', but the file holds no tensor of it."
+    assert str(error.value) == (
+        f"{path}: modules_to_save names 'lm_head', but the file holds no tensor of it. Copy or save the adapter again, "
+        "or remove the module from modules_to_save."
+    )
 
 
 def test_an_adapted_head_may_come_with_the_weight_of_its_base(tmp_path):

@@ -300,7 +300,10 @@ def test_rows_that_the_parts_do_not_make_up(present, rows):
     with pytest.raises(ShapeMismatchError) as error:
         joined_pairs.join_pairs(own, QKV, rows, KV_HEADS)
     found = ", ".join(f"{PARTS[i]} with {ROWS[PARTS[i]]}" for i in present)
-    assert str(error.value) == f"{QKV} has {rows} rows and cannot be made of the adapter's {found}."
+    assert str(error.value) == (
+        f"{QKV} has {rows} rows and cannot be made of the adapter's {found}. Load the adapter into the model it was "
+        "trained on."
+    )
 
 
 def test_parts_with_inputs_of_different_sizes():
@@ -308,7 +311,10 @@ def test_parts_with_inputs_of_different_sizes():
     own.tensors[PARTS[1], "A"] = np.zeros((2, IN + 1), np.float32)
     with pytest.raises(ShapeMismatchError) as error:
         joined_pairs.join_pairs(own, QKV, TOTAL, KV_HEADS)
-    assert str(error.value) == f"{', '.join(PARTS)} take inputs of different sizes, so {QKV} cannot replace them."
+    assert str(error.value) == (
+        f"{', '.join(PARTS)} take inputs of different sizes, so {QKV} cannot replace them. Load the adapter into the "
+        "model it was trained on."
+    )
 
 
 def test_a_join_needs_alpha():

@@ -15,7 +15,9 @@ def test_a_pair_that_the_metadata_names_and_the_file_lacks(tmp_path):
     (tmp_path / "a.ckpt").write_bytes(record(*records, ("mindlora", *text(json.dumps(metadata)))))
     with pytest.raises(MissingTensorsError) as error:
         adapter_files.read(str(tmp_path / "a.ckpt"))
-    assert str(error.value) == f"{tmp_path / 'a.ckpt'} lacks tensors that mindlora's metadata in it names: '{K}'."
+    assert str(error.value) == (
+        f"{tmp_path / 'a.ckpt'} lacks tensors that mindlora's metadata in it names: '{K}'. Copy or save the file again."
+    )
 
 
 def test_a_saved_module_that_the_metadata_names_and_the_file_lacks(tmp_path):

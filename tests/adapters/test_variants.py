@@ -107,7 +107,8 @@ def test_each_vector_has_the_size_in_the_table(variant):
             adapter.check_pairs("It")
         columns = list(adapter.tensors[K, "A"].shape)
         assert str(error.value) == (
-            f"It: the {part.name} is [13] and must be [{part.size}], at {K} (A {columns}, B [{ROWS[K]}, {RANK}])."
+            f"It: the {part.name} is [13] and must be [{part.size}], at {K} (A {columns}, B [{ROWS[K]}, {RANK}]). "
+            "Save the adapter again with the program that trained it."
         )
 
 
@@ -118,7 +119,9 @@ def test_a_vector_that_one_cell_lacks_is_missed(variant):
         del adapter.tensors[K, part.name]
         with pytest.raises(MissingTensorsError) as error:
             adapter.check_pairs("It")
-        assert str(error.value) == f"It has a {part.name} at some cells but none at {K}."
+        assert str(error.value) == (
+            f"It has a {part.name} at some cells but none at {K}. Copy or save the adapter again."
+        )
 
 
 def test_one_adapter_is_of_one_variant():

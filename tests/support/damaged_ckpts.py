@@ -65,7 +65,7 @@ add("ckpt: a huge shape", lying((2**40,)), TRUNCATED, "is Float32 [1099511627776
 add("ckpt: a negative shape", lying((-4, -2)), TRUNCATED, "is Float32 [-4, -2] in 32 bytes")
 add("ckpt: 40 axes", lying((1,) * 38 + (4, 2)), TRUNCATED, "in 32 bytes")
 add("ckpt: an unknown dtype", lying((4, 2), "Float33"), FORMAT, "is stored as Float33, which is not supported")
-add("ckpt: whole numbers", lying((4, 2), "Int32"), FORMAT, f"{K}.mindpet_delta_lora_b is int32, and LoRA's tensors are")
+add("ckpt: whole numbers", lying((4, 2), "Int32"), FORMAT, f"{K}.mindpet_delta_lora_b is int32; it must be float32")
 add(
     "ckpt: a tensor twice",
     ckpt(lambda: record(*ckpt_records(make()) * 2)),

@@ -107,4 +107,4 @@ add(
 add("a folder with two candidates", changed(two_candidates), FORMAT, "with 2 .safetensors files: a.safetensors, b.")
 add("nothing there", lambda path: str(path / "absent"), FORMAT, "absent does not exist.")
 add("a file in a path of folders", changed(lambda path: path / CONFIG / "adapter"), FORMAT, "adapter does not exist.")
-add("another kind of file", changed(lambda path: path / CONFIG), FORMAT, CONFIG, "is neither an adapter folder nor a")
+add("another kind of file", changed(lambda path: path / CONFIG), FORMAT, CONFIG, "must be an adapter folder or a")

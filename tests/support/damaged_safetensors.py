@@ -102,8 +102,8 @@ for name, change, words in (
     ("F64 of float32's bytes", {"dtype": "F64"}, "is not a safetensors file"),
     ("one that nobody knows", {"dtype": "F33"}, "is not a safetensors file"),
     ("one without a NumPy dtype", {"dtype": "F8_E4M3", "shape": [48]}, "is stored as F8_E4M3, which is not"),
-    ("whole numbers", {"dtype": "I32"}, f"{QB} is int32, and LoRA's tensors are float32, float16 or bfloat16"),
-    ("truth values", {"dtype": "BOOL", "shape": [48]}, f"{QB} is bool, and LoRA's tensors are"),
+    ("whole numbers", {"dtype": "I32"}, f"{QB} is int32; it must be float32, float16 or bfloat16"),
+    ("truth values", {"dtype": "BOOL", "shape": [48]}, f"{QB} is bool; it must be"),
 ):
     add(f"dtype: {name}", edited(change), FORMAT, WEIGHTS, words)
 for shape in ([2**40], [2**20, 2**20], [2**32, 2**32], [2**64], [-6, 2]):

@@ -21,6 +21,7 @@ from mindlora.models import names
 from mindlora.numerics.dtypes import FLOATS, dtype_name
 
 _MAX_NAME = 1000
+_ONE_SAVE = "Use the tensors and the configuration of one save."
 
 
 @dataclasses.dataclass
@@ -121,7 +122,8 @@ class Dialect(abc.ABC):
         rank = max(adapter.rank(path) for path in adapter.paths)
         if rank != config.rank:
             raise RankMismatchError(
-                f"{file.source}: the configuration declares rank {config.rank} and the tensors have {rank}."
+                f"{file.source}: the configuration declares rank {config.rank} and the tensors have {rank}. Use the "
+                "configuration that was saved with the tensors."
             )
         for path in adapter.paths:
             adapter.alphas[path] = config.alpha * adapter.alpha_growth(adapter.rank(path) / config.rank)
@@ -137,7 +139,9 @@ class Dialect(abc.ABC):
             array = file.fetch(key)
             _check_tensor(file, key, parameter, array)
             if parameter in adapter.saved_modules:
-                raise AdapterFormatError(f"{file.path} holds {parameter} twice, under two names.")
+                raise AdapterFormatError(
+                    f"{file.path} holds {parameter} twice, under two names. Remove one of the two."
+                )
             adapter.saved_modules[parameter] = array
         for key, path in keys.token_rows.items():
             rows = file.fetch(key)
@@ -157,7 +161,9 @@ class Dialect(abc.ABC):
         for (path, part), matrix in self.parts_of(key, part_key, array).items():
             _check_tensor(file, key, path, matrix, any_dtype=part in self.number_parts)
             if (path, part) in adapter.tensors:
-                raise AdapterFormatError(f"{file.path} holds the {part} of {path} twice, under two names.")
+                raise AdapterFormatError(
+                    f"{file.path} holds the {part} of {path} twice, under two names. Remove one of the two."
+                )
             adapter.tensors[path, part] = matrix
 
     def _settle(self, adapter: Adapter, file: File) -> None:
@@ -202,9 +208,13 @@ def _check_variant(adapter: Adapter, config: PeftConfig, source: str) -> None:
     for variant in STORED:
         declared = config.variant is variant
         if declared and adapter.variant is not variant:
-            raise MissingTensorsError(f"{source}: {variant.field} is True, but the adapter has no {variant.tensors}.")
+            raise MissingTensorsError(
+                f"{source}: {variant.field} is True, but the adapter has no {variant.tensors}. {_ONE_SAVE}"
+            )
         if not declared and adapter.variant is variant:
-            raise UnexpectedTensorsError(f"{source}: {variant.field} is False, but the adapter has {variant.tensors}.")
+            raise UnexpectedTensorsError(
+                f"{source}: {variant.field} is False, but the adapter has {variant.tensors}. {_ONE_SAVE}"
+            )
 
 
 def _check_tensor(file: File, key: str, name: str, array: np.ndarray, any_dtype: bool = False) -> None:
@@ -212,8 +222,10 @@ def _check_tensor(file: File, key: str, name: str, array: np.ndarray, any_dtype:
     # Each part of a path must look like a Python name, so that int() can read every part that str.isdigit accepts.
     is_path = all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
     if name and (len(name) > _MAX_NAME or not is_path):
-        raise AdapterFormatError(f"{file.path} holds a tensor named {shown(key)}, which is not the path of a cell.")
+        raise AdapterFormatError(
+            f"{file.path} holds a tensor named {shown(key)}, which is not the path of a cell. Rename or remove it."
+        )
     if not any_dtype and array.dtype not in FLOATS:
         raise AdapterFormatError(
-            f"{file.path}: {key} is {dtype_name(array.dtype)}, and LoRA's tensors are float32, float16 or bfloat16."
+            f"{file.path}: {key} is {dtype_name(array.dtype)}; it must be float32, float16 or bfloat16."
         )

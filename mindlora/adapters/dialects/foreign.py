@@ -18,13 +18,13 @@ class Foreign(NamedTuple):
     """A form that is recognized and not read.
 
     Attributes:
-        way_out (str): What to do, as one sentence.
+        advice (str): What to do, as one sentence.
         keys (str): Regular expression that some key of such a file matches; "" if none does.
         files (str): The same for its name, or for that of a file in such a folder.
     """
 
     name: str
-    way_out: str
+    advice: str
     keys: str = ""
     files: str = ""
 
@@ -112,7 +112,7 @@ def refuse_folder(folder: str, names: List[str], weights: Tuple[str, ...]) -> No
         )
     raise AdapterFormatError(
         f"{folder} holds no {weights[0]}. It holds: {', '.join(names[:9]) or 'nothing'}"
-        f"{', ...' if len(names) > 9 else ''}."
+        f"{', ...' if len(names) > 9 else ''}. Give the folder or the file of an adapter."
     )
 
 
@@ -125,11 +125,13 @@ def refuse_file_without_adapter(keys: List[str], path: str) -> NoReturn:
             f"{path} holds LoRA tensors under names that mindlora does not know: {listed_keys(alike)}. Save it in "
             "PEFT's form with the program that trained it."
         )
-    raise AdapterFormatError(f"{path} holds no LoRA tensor. It holds: {listed_keys(sorted(keys)) or 'nothing'}.")
+    raise AdapterFormatError(
+        f"{path} holds no LoRA tensor. It holds: {listed_keys(sorted(keys)) or 'nothing'}. Give the file of an adapter."
+    )
 
 
 def _refuse(form: Foreign, path: str) -> NoReturn:
-    raise AdapterFormatError(f"{path} is {form.name}, which mindlora cannot read. {form.way_out}")
+    raise AdapterFormatError(f"{path} is {form.name}, which mindlora cannot read. {form.advice}")
 
 
 def _adapters_below(folder: str, weights: Tuple[str, ...]) -> Iterator[str]:

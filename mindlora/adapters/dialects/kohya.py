@@ -90,7 +90,7 @@ class Kohya(Dialect):
             halves = adapter.parts(path)
             if not halves:
                 raise MissingTensorsError(
-                    f"{file.path} holds an alpha or a lora_mid of {path}, and no pair that it is of."
+                    f"{file.path} holds an alpha or a lora_mid of {path} without its pair. Copy or save the file again."
                 )
             # check_pairs names a pair without A, or with one that has no rank.
             rank = halves["A"].shape[0] if "A" in halves and halves["A"].shape else 1

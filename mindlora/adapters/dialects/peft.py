@@ -287,7 +287,9 @@ def reorder_megatron_rows(adapter: Adapter, path: str) -> None:
             continue
         sizes = PartAfterPart().sizes(len(rows))
         if not sizes:
-            raise ShapeMismatchError(f"{part} of {path} has {len(rows)} rows, which are not those of gate and up.")
+            raise ShapeMismatchError(
+                f"{part} of {path} has {len(rows)} rows; it must have an even number, those of gate and of up."
+            )
         adapter.tensors[path, part] = join_rows(split_rows(rows, sizes), len(rows) // 2)
 
 
@@ -336,8 +338,12 @@ def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> Non
     has_classifier = not present.isdisjoint(_CLASSIFIERS)
     for module in declared:
         if module not in present and not (has_classifier and module in _CLASSIFIERS):
-            raise MissingTensorsError(f"{path}: modules_to_save names {module!r}, but the file holds no tensor of it.")
+            raise MissingTensorsError(
+                f"{path}: modules_to_save names {module!r}, but the file holds no tensor of it. Copy or save the "
+                "adapter again, or remove the module from modules_to_save."
+            )
     if undeclared:
         raise UnexpectedTensorsError(
-            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(sorted(undeclared))}."
+            f"{path} holds tensors that are neither LoRA's nor of modules_to_save: {listed(sorted(undeclared))}. "
+            "Remove them, or name their modules in modules_to_save."
         )

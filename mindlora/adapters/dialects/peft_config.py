@@ -175,7 +175,11 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     content = peft_tuners.as_lora(content, path)
     unknown = sorted(set(content) - set(_SELECTING + _NEUTRAL + _USED) - set(_UNSUPPORTED))
     if unknown:
-        logger.warning("%s has fields that mindlora does not know and ignores: %s.", path, ", ".join(unknown))
+        logger.warning(
+            "%s has fields that mindlora does not know and ignores: %s. Check that the adapter does the same without.",
+            path,
+            ", ".join(unknown),
+        )
     _refuse_unsupported(content, path, extras)
     dropout = content.get("lora_dropout")
     return PeftConfig(
@@ -205,14 +209,19 @@ def is_of_mlx(content: object) -> bool:
 def json_object(path: str) -> dict:
     """Returns what a JSON file says of an adapter; raises AdapterFormatError if it is no object or has a key twice."""
     if os.path.lexists(path) and not os.path.isfile(path):
-        raise AdapterFormatError(f"{path} is not a file but a folder, a device, or a broken link.")
+        raise AdapterFormatError(
+            f"{path} is not a file but a folder, a device, or a broken link. Copy the file itself there."
+        )
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError as error:
-        raise AdapterFormatError(f"{path} is missing: an adapter folder holds it beside its weights.") from error
+        raise AdapterFormatError(f"{path} is missing: copy it into the folder, beside the weights.") from error
     if len(text) > _MAX_BYTES:
-        raise AdapterFormatError(f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is not a configuration.")
+        raise AdapterFormatError(
+            f"{path} is larger than {_MAX_BYTES // 1_000_000} MB, so it is not a configuration. Copy the adapter's own "
+            "there."
+        )
     return parse_object(text, path, AdapterFormatError)
 
 
@@ -304,7 +313,7 @@ def _check_regex(expression: str, used: str, field: str, path: str) -> None:
         re.compile(used)
     except (re.error, OverflowError, RecursionError) as error:
         raise AdapterFormatError(
-            f"{path}: {field} holds {shown(expression)}, which is not a regular expression: {error}."
+            f"{path}: {field} holds {shown(expression)}, which is not a regular expression: {error}. Correct it."
         ) from error
 
 

@@ -137,7 +137,10 @@ def file_of(folder: str, rank: int, at: Optional[str] = None) -> RankFile:
     if not keys:
         steps = ", ".join(f"{key[1]}_{key[2]}" for key in sorted(files)) or "none"
         wanted = f"of step {at}" if at else f"named PREFIX_rank_{rank}-EPOCH_STEP.ckpt or .safetensors"
-        raise MissingTensorsError(f"{folder} holds no checkpoint {wanted}; the steps in it are: {steps}.")
+        raise MissingTensorsError(
+            f"{folder} holds no checkpoint {wanted}; the steps in it are: {steps}. Choose one of them (--step), or "
+            "another folder."
+        )
     chosen = files[max(keys)]
     if len(chosen) > 1:
         raise AdapterFormatError(

@@ -32,7 +32,7 @@ class RunSettings:
             raise AdapterError(
                 f"{self.source} has lora_init {self.config.lora_init}, which changed the base of the run: its "
                 "checkpoint holds A and B for the changed base, and not the initial pair that makes a plain LoRA of "
-                "them. Only LoraCheckpoint of a run that is not sharded saves both."
+                "them. Train with LoraCheckpoint in a run that is not sharded: it alone saves both."
             )
 
     def is_saved_module(self, name: str) -> bool:
@@ -59,8 +59,8 @@ class RunSettings:
             cell = self.config.for_cell(path)
             if cell.lora_rank != adapter.rank(path):
                 raise RankMismatchError(
-                    f"{source} has rank {adapter.rank(path)} at {path}, but {self.source} says {cell.lora_rank}: it is "
-                    "the YAML of another run."
+                    f"{source} has rank {adapter.rank(path)} at {path}, but {self.source} says {cell.lora_rank}. Give "
+                    "the YAML of the adapter's run."
                 )
             adapter.alphas[path] = float(cell.lora_alpha)
         adapter.use_rslora = self.config.use_rslora
@@ -95,7 +95,7 @@ def pet_config_of(model_config: Mapping[str, Any], source: str) -> Dict[str, Any
     """Returns the pet_config in a model_config of MindFormers; ConfigError if it has none."""
     pet_config = model_config.get("pet_config")
     if not isinstance(pet_config, dict):
-        raise ConfigError(f"{source} has no pet_config in model.model_config: it is not the YAML of a LoRA run.")
+        raise ConfigError(f"{source} has no pet_config in model.model_config: give the YAML of a LoRA run.")
     return pet_config
 
 

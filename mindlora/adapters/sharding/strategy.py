@@ -12,6 +12,8 @@ from mindlora.formats.strategy_file import Layout, Stages
 
 Shape = Tuple[int, ...]
 
+_ONE_RUN = "Give the checkpoints of one step of one run, and the strategy of that run."
+
 
 class Slice(NamedTuple):
     """A part of a tensor of shape ``whole``: the index of its first element, and its own shape."""
@@ -183,7 +185,7 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
             raise ShapeMismatchError(
                 f"{name} is a slice {list(first.array.shape)} of {list(first.part.whole)} {first.array.dtype} in "
                 f"{first.source}, and {list(piece.array.shape)} of {list(piece.part.whole)} {piece.array.dtype} in "
-                f"{piece.source}. The files are of two runs, or the strategy is another run's."
+                f"{piece.source}. {_ONE_RUN}"
             )
     whole = np.empty(first.part.whole, first.array.dtype)
     distinct: List[Piece] = []
@@ -196,7 +198,7 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
         if covered[piece.part.where].any():
             raise ShapeMismatchError(
                 f"{name} has overlapping slices: {piece.source} holds elements that another rank holds as part of a "
-                "different slice. The strategy is another run's."
+                f"different slice. {_ONE_RUN}"
             )
         distinct.append(piece)
         covered[piece.part.where] = True
@@ -212,8 +214,7 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
 def _check_equal(name: str, one: Piece, other: Piece) -> None:
     if one.array.tobytes() != other.array.tobytes():
         raise AdapterFormatError(
-            f"{name} differs between {one.source} and {other.source}, which hold copies of the same slice. They are "
-            "of different steps or runs, or the strategy is another run's."
+            f"{name} differs between {one.source} and {other.source}, which hold copies of the same slice. {_ONE_RUN}"
         )
 
 

@@ -63,11 +63,11 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path):
     assert "is a GGUF file" in refused(tmp_path / "a.bin")
 
 
-def test_each_way_out_is_a_sentence_about_a_form_that_has_a_test():
+def test_each_advice_is_a_sentence_about_a_form_that_has_a_test():
     tested = {name.strip() for name in (*KEYS, *FILES)} | {"LyCORIS", "kohya", "textual inversion"}
     for form in FOREIGN:
         assert form.keys or form.files
-        assert form.way_out[0].isupper() and form.way_out.endswith("."), form.name
+        assert form.advice[0].isupper() and form.advice.endswith("."), form.name
         assert any(name in form.name for name in tested), form.name
 
 

@@ -71,7 +71,7 @@ def test_forms_of_alpha_and_none(tmp_path, alpha):
 
 def test_an_alpha_without_its_pair_is_refused(tmp_path):
     alone = {f"{FLAT.replace('to_q', 'to_k')}.alpha": np.array(2.0)}
-    with pytest.raises(MissingTensorsError, match=r"alpha or a lora_mid of unet\..*\.to_k, and no pair"):
+    with pytest.raises(MissingTensorsError, match=r"alpha or a lora_mid of unet\..*\.to_k without its pair"):
         adapter_files.read(saved(tmp_path / "a.safetensors", {**linear(FLAT), **alone}))
 
 

@@ -142,5 +142,6 @@ def test_unknown_fields_are_named_in_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mindlora"):
         assert peft_config.read(path).rank == 8
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has fields that mindlora does not know and ignores: lora_rank, zeta."
+        f"{path} has fields that mindlora does not know and ignores: lora_rank, zeta. Check that the adapter does the "
+        "same without."
     ]

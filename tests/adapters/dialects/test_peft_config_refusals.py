@@ -273,12 +273,13 @@ def test_the_deepest_nesting_that_json_reads_is_refused_too(tmp_path, depth):
 
 def test_a_config_that_is_missing_or_not_a_file(tmp_path):
     path = tmp_path / "adapter_config.json"
-    refused(str(path), " is missing: an adapter folder holds it beside its weights.")
+    refused(str(path), " is missing: copy it into the folder, beside the weights.")
+    no_file = " is not a file but a folder, a device, or a broken link. Copy the file itself there."
     path.mkdir()
-    refused(str(path), " is not a file but a folder, a device, or a broken link.")
+    refused(str(path), no_file)
     path.rmdir()
     path.symlink_to(path)
-    refused(str(path), " is not a file but a folder, a device, or a broken link.")
+    refused(str(path), no_file)
 
 
 def test_a_value_nested_too_deeply_to_show_is_described():

@@ -123,4 +123,7 @@ def test_a_rank_that_no_pair_has_is_refused(tmp_path, rank):
     (tmp_path / "c.json").write_text(json.dumps({"r": rank, "lora_alpha": 6}))
     with pytest.raises(RankMismatchError) as error:
         slora.Slora().configure(own, peft_config.read(str(tmp_path / "c.json")), FILE)
-    assert str(error.value) == f"folder: the configuration declares rank {rank} and the tensors have 4."
+    assert str(error.value) == (
+        f"folder: the configuration declares rank {rank} and the tensors have 4. Use the configuration that was saved "
+        "with the tensors."
+    )

@@ -140,10 +140,14 @@ def test_a_slice_that_no_rank_has(run):
 def test_slices_of_different_shapes_or_dtypes(run):
     ranks, _, refuse = run
     parameters = ms.load_checkpoint(file_of(ranks, 3))
-    for array in (np.ones((4, 8), np.float32), np.ones((8, 8), np.float16), np.ones(3, np.float32)):
+    for array, message in (
+        (np.ones((4, 8), np.float32), "of one step of one run"),
+        (np.ones((8, 8), np.float16), "of one step of one run"),
+        (np.ones(3, np.float32), "the strategy of another run"),
+    ):
         parameters[sharded_runs.cell(0, "wq", "b")] = ms.Parameter(ms.Tensor(array))
         ms.save_checkpoint([{"name": key, "data": p} for key, p in parameters.items()], file_of(ranks, 3))
-        refuse(ShapeMismatchError, "nother run")
+        refuse(ShapeMismatchError, message)
 
 
 def test_overlapping_slices():
