@@ -1,0 +1,64 @@
+"""What MindFormers' run_mindformer.py --mode 1 does, on a CPU with the stand-ins of pynative_cpu.
+
+It takes --config and --register_path. A YAML can name two callbacks more: FillWeights and RecordLosses.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from tests.support import pynative_cpu
+
+
+def register_callbacks():
+    """Makes the two callbacks known to MindFormers."""
+    import numpy as np
+    from mindformers.pynative.callback import TrainerCallback
+    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
+    from tests.support.mcore_networks import filled
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class FillWeights(TrainerCallback):
+        """Begins with random weights, A and B included, which depend on their names alone."""
+
+        def on_train_begin(self, args, state, model=None, **kwargs):
+            filled(model[0], seed=0)
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class RecordLosses(TrainerCallback):
+        """Writes the loss of each step, and all trainable values at the end."""
+
+        def __init__(self, directory):
+            self.directory, self.losses = directory, []
+
+        def on_step_end(self, args, state, loss=None, **kwargs):
+            self.losses.append(float(np.ravel(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)[0]))
+
+        def on_train_end(self, args, state, model=None, **kwargs):
+            os.makedirs(self.directory, exist_ok=True)
+            with open(os.path.join(self.directory, "losses.json"), "w", encoding="utf-8") as file:
+                json.dump(self.losses, file)
+            arrays = {parameter.name: parameter.asnumpy() for parameter in model[0].trainable_params()}
+            np.savez(os.path.join(self.directory, "trained.npz"), **arrays)
+
+
+def main(argv=None):
+    """Trains as the YAML says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--register_path")
+    args = parser.parse_args(argv)
+    pynative_cpu.install()
+    register_callbacks()
+    if args.register_path:
+        os.environ["REGISTER_PATH"] = args.register_path
+        sys.path.append(args.register_path)
+    from mindformers.pynative.trainer import Trainer
+
+    Trainer(args.config).train()
+
+
+if __name__ == "__main__":
+    main()

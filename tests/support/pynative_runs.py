@@ -1,0 +1,136 @@
+"""Tiny runs of MindFormers' PyNative Trainer, each in a process of its own with the stand-ins of pynative_cpu."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from mindlora.data.mindrecord import write_mindrecord
+from tests.conftest import ROOT
+from tests.support import tiny_runs
+from tests.support.mcore_networks import TINY
+
+# A CPU's GatherD takes no -100 in the labels, so the label that does not count is a token that no row has.
+IGNORED = 0
+
+QWEN3 = {
+    **TINY,
+    "model_type": "qwen3",
+    "architectures": "Qwen3ForCausalLM",
+    "num_hidden_layers": 2,
+    "pad_token_id": tiny_runs.PAD,
+    "ignore_token_id": IGNORED,
+    "input_layout": "BNSD",
+}
+
+# One layer with a dense MLP, one with experts; attention is multi-head latent attention in both.
+DEEPSEEK_V3 = {
+    **{key: value for key, value in QWEN3.items() if key != "head_dim"},
+    "model_type": "deepseek_v3",
+    "architectures": "DeepseekV3ForCausalLM",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_scaling": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 20,
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+    "moe_router_load_balancing_type": "none",
+    "num_nextn_predict_layers": 0,
+}
+
+MODELS = {"qwen3": QWEN3, "deepseek_v3": DEEPSEEK_V3}
+
+LORA = {"target_modules": r".*linear_qkv|.*linear_proj|.*mlp\.linear_fc1", "lora_rank": 4, "lora_alpha": 8}
+
+
+def has_pynative_trainer():
+    """Whether the MindFormers that is installed has the Trainer: from 2.0 on."""
+    return int(importlib.metadata.version("mindformers").partition(".")[0]) >= 2
+
+
+only_with_pynative_trainer = pytest.mark.skipif(
+    not has_pynative_trainer(), reason="MindFormers has no PyNative Trainer before 2.0."
+)
+
+
+def write_data(path, rows=24, seed=0):
+    """Writes rows that count up by threes as MindRecord: tokens, and the next ones as labels, some of them ignored."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, tiny_runs.VOCABULARY - 4, (rows, 1))
+    tokens = ((starts + 3 * np.arange(tiny_runs.SEQUENCE + 1)) % (tiny_runs.VOCABULARY - 4) + 4).astype(np.int32)
+    labels = np.where(rng.random(tokens.shape) < 0.3, IGNORED, tokens).astype(np.int32)
+    pairs = zip(tokens[:, :-1], labels[:, 1:])
+    write_mindrecord(({"input_ids": ids, "labels": row} for ids, row in pairs), str(path), overwrite=True)
+
+
+def tiny_config(model, data, steps, **changes):
+    """Returns the content of a YAML that trains MindFormers' LoRA on a small model, and saves nothing.
+
+    Args:
+        model (str): A key of MODELS.
+        data (Path): MindRecord, as write_data writes it.
+        steps (int): Steps of four rows.
+        **changes: Replaced top-level nodes.
+    """
+    loader = {"type": "MindDataset", "dataset_files": str(data), "column_names": ["input_ids", "labels"]}
+    config = {
+        "checkpoint": {"enable_save": False},
+        "training": {"steps": steps, "local_batch_size": 4, "global_batch_size": 4, "seed": 1},
+        "optimizer": {"type": "AdamW", "weight_decay": 0.0},
+        "lr_scheduler": {"type": "ConstantWarmUpLR", "learning_rate": 0.01, "warmup_steps": 0},
+        "train_dataset": {"dataloader": loader, "num_parallel_workers": 1},
+        "model": MODELS[model],
+        "context": {"device_target": "CPU"},
+        "lora_config": LORA,
+    }
+    config.update(changes)
+    return config
+
+
+def launch(config, output, *flags, module="tests.support.pynative_launcher"):
+    """Runs a configuration in a fresh process; returns the completed process, its output as text.
+
+    Args:
+        config (dict): The content of the YAML, to which a callback is added that ``losses`` and ``trained`` read.
+        output (Path): Folder of what is recorded; the YAML and the working folder are beside it.
+        *flags (str): More of the command line.
+        module (str): What is run.
+    """
+    os.makedirs(output.parent, exist_ok=True)
+    path = output.parent / f"{output.name}.yaml"
+    recorded = [*config.get("callbacks", []), {"type": "RecordLosses", "directory": str(output)}]
+    path.write_text(yaml.safe_dump({**config, "callbacks": recorded}, sort_keys=False), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", module, "--config", str(path), *flags],
+        cwd=output.parent,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def losses(output):
+    """Returns the losses of a run, in order."""
+    return json.loads((output / "losses.json").read_text(encoding="utf-8"))
+
+
+def trained(output):
+    """Returns the trainable parameters of a run at its end, by name."""
+    with np.load(output / "trained.npz") as arrays:
+        return dict(arrays)
