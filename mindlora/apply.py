@@ -91,14 +91,9 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
 
 
 def put_lora(network: nn.Cell, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> None:
-    """Replaces cells by LoRADense.
+    """Replaces cells, by adapter path, by LoRADense with the configuration that ``config_of`` returns for the path.
 
-    Args:
-        cells (dict): Adapter path -> cell.
-        config_of (callable): Takes an adapter path and returns the configuration of the cell there.
-
-    Raises:
-        UnsupportedCellError: Cells cannot carry LoRA; all of them are listed and nothing is replaced.
+    Raises UnsupportedCellError if cells cannot carry LoRA; all of them are listed and nothing is replaced.
     """
     _check_adaptable(cells, config_of)
     replacements, shared = {}, {}

@@ -86,10 +86,8 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
     """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the original base, in place.
 
-    For the pairs of the cells, by path, A becomes [A; A0] and B [B, -B0], at the same scale.
-
-    Raises:
-        LoraError: An initialization has not been carried out.
+    For the pairs of the cells, by path, A becomes [A; A0] and B [B, -B0], at the same scale. Raises LoraError if an
+    initialization has not been carried out.
     """
     waiting = [path for path, cell in cells.items() if cell.awaits_initialization]
     if waiting:

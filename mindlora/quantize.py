@@ -95,18 +95,11 @@ def _replace(
 def quantize_with_adapters(
     network: nn.Cell, config: LoraConfig, cells: Dict[str, nn.Cell], adapted: Dict[str, str]
 ) -> Dict[str, Dict[str, np.ndarray]]:
-    """Quantizes the base before apply_lora puts adapters on it.
+    """Quantizes the base before apply_lora puts adapters on it; returns LoftQ's prefix -> part -> initial value, or {}.
 
-    Args:
-        cells (dict): Path -> cell, of the cells that quantize_base of ``config`` quantizes.
-        adapted (dict): Path -> prefix, of the cells that get adapters.
-
-    Returns:
-        dict, prefix -> part -> initial value; empty unless lora_init is LoftQ.
-
-    Raises:
-        QuantizationError: A weight holds NaN or infinity. After any error the network is unchanged.
-        LoraError: LoftQ has no weights to start from.
+    ``cells`` is path -> cell of what quantize_base of ``config`` quantizes, ``adapted`` path -> prefix of what gets
+    adapters. Raises QuantizationError if a weight holds NaN or infinity, and LoraError if LoftQ has no weights to start
+    from; after any error the network is unchanged.
     """
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
     _check_finite(cells)

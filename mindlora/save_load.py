@@ -88,17 +88,11 @@ def save_lora(
 def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = None) -> Adapter:
     """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base that was loaded.
 
-    Args:
-        network (nn.Cell): A network with LoRADense cells.
-        values (mapping): In a sharded run, name -> whole array for each parameter of which the network has a slice.
-            The adapter then has no fingerprint of the base, of which there are only slices too. Default: None.
+    Its paths are the network's own. In a sharded run, ``values`` is name -> whole array for each parameter of which the
+    network has a slice; the adapter then has no fingerprint of the base, of which there are only slices too.
 
-    Returns:
-        Adapter, whose paths are the network's own.
-
-    Raises:
-        LoraError: The adapter is merged into the base, its initialization from the base has not been carried out, or
-            its cells differ in use_rslora.
+    Raises LoraError if the adapter is merged into the base, its initialization from the base has not been carried out,
+    or its cells differ in use_rslora.
     """
     cells = dict(lora_cells(network))
     _check_not_merged(network)
@@ -213,15 +207,10 @@ def _cell_paths(network) -> Tuple[str, ...]:
 def check_base(network: nn.Cell, path: str, on_base_mismatch: str = "error", exact: bool = False) -> None:
     """Compares the base of ``network`` with the one that an adapter was trained on, and loads nothing.
 
-    Args:
-        network (nn.Cell): A network with adapters: AdaLoRA's, which no file can be loaded into, or those of the file,
-            under which the base has been loaded since.
-        path (str): As for load_lora.
-        on_base_mismatch (str): As for load_lora. Default: "error".
-        exact (bool): Whether a copy of the base in another dtype is another base. Default: False.
+    The network has AdaLoRA's adapters, which no file can be loaded into, or those of the file, under which the base has
+    been loaded since. With ``exact``, a copy of the base in another dtype is another base.
 
-    Raises:
-        BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
+    Raises BaseMismatchError if the adapter was trained on another base, with on_base_mismatch "error".
     """
     adapter = _read(network, str(path))
     left_out = (adapter.allocation or {}).get("left_out", [])
