@@ -71,7 +71,7 @@ def check_checkpoint_output(output: str, sources: List[str], overwrite: bool) ->
         found, written = ("folder", "file") if os.path.isdir(path) else ("file", "folder")
         raise CheckpointError(f"{output} is a {found}, but the output must be a {written}. Give another output.")
     # Replacing a folder removes all files in it.
-    if os.path.isdir(path) and os.listdir(path) and not any(map(_is_safetensors, os.listdir(path))):
+    if os.path.isdir(path) and os.listdir(path) and not any(name.endswith(".safetensors") for name in os.listdir(path)):
         raise CheckpointError(f"{output} holds no checkpoint, so --overwrite does not replace it. Give another output.")
 
 
@@ -197,10 +197,6 @@ def _write_at(handle: int, content: memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
         done += os.pwrite(handle, content[done:], offset + done)
-
-
-def _is_safetensors(name: str) -> bool:
-    return name.endswith(".safetensors")
 
 
 def is_file_name(output: str) -> bool:

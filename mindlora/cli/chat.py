@@ -7,16 +7,7 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, TextIO
 
-from mindlora.cli.engine import (
-    add_answer_options,
-    add_engine_options,
-    loaded_engine,
-    read_adapters,
-    read_sampling,
-    remove_log,
-    say,
-    start,
-)
+from mindlora.cli.engine import add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
 from mindlora.cli.verb import Verb
 from mindlora.common.interrupts import Interrupts
 from mindlora.errors import AdapterNotFoundError, LoraError, RequestError
@@ -34,8 +25,8 @@ def _chat_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The first --adapter answers first; /help lists commands. docs/generate.md explains everything."
     )
-    add_answer_options(parser, "chat", 0.7, "as many as the window has room for")
-    add_engine_options(parser, {"slots": "2", "max-running": "2", "max-waiting": "1024"})
+    sizes = {"slots": "2", "max-running": "2", "max-waiting": "1024"}
+    add_answer_options(parser, "chat", 0.7, "as many as the window has room for", sizes)
     parser.set_defaults(run=chat)
 
 
@@ -46,12 +37,9 @@ def chat(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
-    from mindlora.serving.chat_prompt import check_prompt_options, choose_prompt_form
-
-    sampling = read_sampling(arguments)
-    check_prompt_options(arguments.template, arguments.chat_template)
-    adapters = read_adapters(arguments)
+    sampling, adapters = read_answer_options(arguments)
     with loaded_engine(arguments, adapters, {"slots": 2, "max_running": 2}) as engine:
+        from mindlora.serving.chat_prompt import choose_prompt_form
         from mindlora.serving.dialogue import Dialogue
 
         form = choose_prompt_form(engine.tokenizer, arguments.template, arguments.chat_template, chat=True)

@@ -80,8 +80,10 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
     parser.set_defaults(overrides=[])
 
 
-def add_answer_options(parser: argparse.ArgumentParser, template: str, temperature: float, max_tokens: str) -> None:
-    """Adds what says how a text becomes a prompt and how its answer is chosen.
+def add_answer_options(
+    parser: argparse.ArgumentParser, template: str, temperature: float, max_tokens: str, defaults: Dict[str, str]
+) -> None:
+    """Adds how a text becomes a prompt and how its answer is chosen, and then what add_engine_options does.
 
     For the help, ``template`` says what is done without --template, and ``max_tokens`` what the default is.
     """
@@ -110,6 +112,7 @@ def add_answer_options(parser: argparse.ArgumentParser, template: str, temperatu
     answers.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends an answer; may be given repeatedly"
     )
+    add_engine_options(parser, defaults)
 
 
 def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[str, Any]:
@@ -118,7 +121,16 @@ def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[
     return {field: getattr(arguments, field) for field in fields if getattr(arguments, field) is not None}
 
 
-def read_sampling(arguments: argparse.Namespace) -> "Sampling":
+def read_answer_options(arguments: argparse.Namespace) -> Tuple["Sampling", Adapters]:
+    """Returns how answers are chosen and who gives them; the options of prompts are checked too, no file is read."""
+    from mindlora.serving.chat_prompt import check_prompt_options
+
+    sampling = _read_sampling(arguments)
+    check_prompt_options(arguments.template, arguments.chat_template)
+    return sampling, read_adapters(arguments)
+
+
+def _read_sampling(arguments: argparse.Namespace) -> "Sampling":
     r"""Returns what the options say, checked; max_tokens is left to the caller. \n in --stop is a new line."""
     from mindlora.serving.request import Sampling
     from mindlora.serving.sampling import check_sampling
@@ -173,12 +185,8 @@ def unknown_adapter(name: str, registry: "AdapterRegistry") -> str:
     """Returns why there is no adapter of that name, and which names are like it."""
     names = registry.names()
     where = "there is no such file or folder" + (f", and no adapter of that name in {registry.folder}" if names else "")
-    near = difflib.get_close_matches(name, names, n=3)
-    return f"{where}.{f' Did you mean {_or(near)}?' if near else ''}"
-
-
-def _or(names: List[str]) -> str:
-    return " or ".join(map(shown, names))
+    near = " or ".join(map(shown, difflib.get_close_matches(name, names, n=3)))
+    return f"{where}.{f' Did you mean {near}?' if near else ''}"
 
 
 def check_config(arguments: argparse.Namespace) -> None:

@@ -6,16 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
-from mindlora.cli.engine import (
-    add_answer_options,
-    add_engine_options,
-    loaded_engine,
-    read_adapters,
-    read_sampling,
-    remove_log,
-    say,
-    start,
-)
+from mindlora.cli.engine import add_answer_options, loaded_engine, read_answer_options, remove_log, say, start
 from mindlora.cli.verb import Verb, add_command
 from mindlora.common.interrupts import Interrupts
 from mindlora.errors import ConfigError, DataError, RequestError
@@ -84,9 +75,8 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, of the N likeliest tokens too"
     )
     max_tokens = f"{MAX_TOKENS}, or as many as the window has room for"
-    add_answer_options(parser, "chat if the tokenizer has a chat template, else none", 0.0, max_tokens)
     sizes = {"slots": "the adapters named", "max-running": "all requests, at most 32", "max-waiting": "all requests"}
-    add_engine_options(parser, sizes)
+    add_answer_options(parser, "chat if the tokenizer has a chat template, else none", 0.0, max_tokens, sizes)
     add_command(parser, generate)
 
 
@@ -97,14 +87,13 @@ def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
 
 
 def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
-    from mindlora.serving.chat_prompt import check_prompt_options, choose_prompt_form
+    from mindlora.serving.chat_prompt import choose_prompt_form
 
     if arguments.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs is printed in JSON alone: add --json.")
-    sampling = dataclasses.replace(read_sampling(arguments), logprobs=arguments.logprobs)
-    check_prompt_options(arguments.template, arguments.chat_template)
+    sampling, adapters = read_answer_options(arguments)
+    sampling = dataclasses.replace(sampling, logprobs=arguments.logprobs)
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
-    adapters = read_adapters(arguments)
     asked: List[Optional[str]] = [None, *adapters.chosen] if arguments.base else [*adapters.chosen] or [None]
     count = len(prompts) * len(asked)
     defaults = {"slots": max(1, min(8, len(adapters.chosen))), "max_running": min(32, count), "max_waiting": count}

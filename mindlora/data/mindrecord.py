@@ -26,7 +26,7 @@ def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwr
 
 
 def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
-    """Writes rows directly to ``path``, and returns their number; DataError leaves an incomplete file there."""
+    """Writes rows directly to ``path``, and returns their number; after a DataError the file is incomplete."""
     from mindspore.mindrecord import FileWriter
     from mindspore.mindrecord.common.exceptions import MindRecordException
 

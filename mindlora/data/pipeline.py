@@ -229,7 +229,7 @@ def drawn_counts(sizes: Sequence[int], weights: Sequence[float]) -> List[int]:
 
 
 def mix(inputs: Sequence[List[Encoded]], weights: Union[Sequence[float], None], seed: int) -> List[List[Encoded]]:
-    """Returns the examples of each input that drawn_counts says, in their first order; without weights all."""
+    """Returns the examples of each input that are drawn, in their first order; without weights, all of them."""
     if weights is None:
         return list(inputs)
     counts = drawn_counts([len(examples) for examples in inputs], weights)

@@ -9,7 +9,10 @@ from mindlora.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class PromptTemplate:
-    """Makes a prompt by a format string with an input (None if the template cannot take one), and one without."""
+    """Makes a prompt from an instruction and an input, by one of two format strings.
+
+    ``with_input`` is None if the template cannot take an input; ``without_input`` is for rows whose input is empty.
+    """
 
     with_input: Optional[str]
     without_input: str

@@ -126,7 +126,8 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
                 continue
             trial = Trial(change.words, needed_then, needed_then <= usable)
             if trial.fits:
-                return Fit(memory, usable, False, (*tried, trial), _lines(change.keys))
+                lines = str(yaml.safe_dump(change.keys, sort_keys=False, default_flow_style=False)).rstrip()
+                return Fit(memory, usable, False, (*tried, trial), lines)
         # Of several variants that do not fit, the last one needs least.
         tried += [trial] if trial else []
     return Fit(memory, usable, False, tuple(tried), "")
@@ -222,7 +223,3 @@ def _needed_with(run: Run, keys: Dict[str, Any]) -> Optional[int]:
         return memory_of(read_run(merged(run.config, keys))).total
     except LoraError:
         return None
-
-
-def _lines(keys: Dict[str, Any]) -> str:
-    return str(yaml.safe_dump(keys, sort_keys=False, default_flow_style=False)).rstrip()

@@ -158,7 +158,7 @@ class PeftConfig:
 def read(path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     """Reads an adapter_config.json; unknown fields are ignored with a warning.
 
-    Raises AdapterFormatError if there is none, or a field is invalid or changes the mathematics as nothing here does.
+    Raises AdapterFormatError if there is none, or a field is invalid or changes the mathematics in an unsupported way.
     """
     return parse(json_object(path), path, extras)
 
