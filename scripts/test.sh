@@ -4,7 +4,7 @@
 #   bash scripts/test.sh tests/nn -x           one folder, stop at the first failure
 #   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
-#   MINDLORA_STACK=ms27 bash scripts/test.sh   with the older pair of MindSpore and MindFormers
+#   MINDLORA_STACK=ms27 bash scripts/test.sh   with an older pair of MindSpore and MindFormers; ms210: with a newer one
 set -eu
 # shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"

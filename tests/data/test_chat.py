@@ -72,7 +72,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, chatml):
 
 def test_truncate_cuts_at_the_end_of_a_turn(tmp_path, chatml):
     source = as_jsonl(tmp_path / "in.jsonl", [{"messages": DIALOGUE}])
-    whole = np.array(chatml.apply_chat_template(DIALOGUE))
+    whole = np.array(chatml.apply_chat_template(DIALOGUE, return_dict=False))
     ends = np.flatnonzero(whole == chatml.convert_tokens_to_ids("<|im_end|>")) + 1
     kept = {}
     for length in (ends[1] - 2, ends[1] - 1, ends[3] - 2, ends[3] - 1, len(whole) - 1):

@@ -48,7 +48,7 @@ def test_the_assistants_turns_are_learned(template, start, end, make):
     encoded, notes = encode(tokenizer, DIALOGUE)
     assert runs(encoded, tokenizer) == [start + DIALOGUE[1]["content"] + end, start + DIALOGUE[3]["content"] + end]
     # All of it is what transformers itself makes of the conversation, so bos is there once or not at all.
-    assert encoded.tokens.tolist() == tokenizer.apply_chat_template(DIALOGUE)
+    assert encoded.tokens.tolist() == tokenizer.apply_chat_template(DIALOGUE, return_dict=False)
     assert tokenizer.bos_token_id not in encoded.tokens[1:] and notes == []
     assert encoded.tokens.dtype == np.int32 and encoded.learned.dtype == bool
 
@@ -80,9 +80,9 @@ def test_text_that_a_token_would_join_with_the_prompt():
     assert runs(encoded, tokenizer) == [answer + "<|im_end|>", "None.<|im_end|>"]
     # The prompt has the tokens that it has at inference.
     first = int(encoded.learned.argmax())
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
     assert encoded.tokens[:first].tolist() == prompt
-    assert encoded.tokens.tolist() != tokenizer.apply_chat_template(messages)
+    assert encoded.tokens.tolist() != tokenizer.apply_chat_template(messages, return_dict=False)
     assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
     # A tokenizer of the sentencepiece kind cannot do that.
     spaced = word_tokenizer(MISTRAL.replace("{{- ' ' + ", "{{- ").replace("[/INST]'", "[/INST] '"), WORDS)

@@ -45,11 +45,14 @@ def _is_of_mindformers(module):
 
 
 def is_missing(module, name):
-    """Tells whether the MindFormers that is installed lacks a module, or a name in it."""
+    """Tells whether the MindFormers that is installed lacks a module, or a name in it.
+
+    A module that is there, and only lacks another package such as hyper_parallel, counts as having the name.
+    """
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError:
-        return True
+    except ModuleNotFoundError as error:
+        return _is_of_mindformers(error.name)
     if name is None or hasattr(found, name):
         return False
     return is_missing(f"{module}.{name}", None)

@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "How many cats?"}
 def test_a_prompt_is_what_transformers_makes_and_begins_what_training_saw(template):
     tokenizer = chat_tokenizer(template)
     tokens = make_chat_prompt(tokenizer).tokens(DIALOGUE[:3])
-    assert tokens == tokenizer.apply_chat_template(DIALOGUE[:3], add_generation_prompt=True)
+    assert tokens == tokenizer.apply_chat_template(DIALOGUE[:3], add_generation_prompt=True, return_dict=False)
     assert tokens.count(tokenizer.bos_token_id) == ("bos_token" in template)
     examples = ChatExamples()
     examples.prepare(tokenizer)

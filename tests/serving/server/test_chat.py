@@ -43,7 +43,7 @@ def test_the_prompt_is_what_the_chat_template_makes(app, engine):
         {"role": "assistant", "content": "ho"},
         {"role": "user", "content": "hi"},
     ]
-    expected = engine.tokenizer.apply_chat_template(rendered, add_generation_prompt=True)
+    expected = engine.tokenizer.apply_chat_template(rendered, add_generation_prompt=True, return_dict=False)
     assert content["usage"]["prompt_tokens"] == len(expected)
 
 
