@@ -38,7 +38,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     0, or with one line on stderr: 1 if the configuration is wrong or the run has failed, 130 or 143 if SIGINT (Ctrl-C)
     or SIGTERM has stopped it. However a training run ends before its last step, a line says how to go on with it.
     """
-    began, config = time.time(), None
+    began = time.time()
+    config = None
     try:
         with _interrupts(lambda: _say_how_to_go_on(config, began)):
             config = build_config(argv)

@@ -126,7 +126,8 @@ def summary(report: HealthReport) -> str:
 
 def event_message(findings: List[Finding]) -> str:
     """Returns new findings of one rule as one message: where, what was found at the first place, and the advice."""
-    first, paths = findings[0], [finding.path for finding in findings if finding.path]
+    first = findings[0]
+    paths = [finding.path for finding in findings if finding.path]
     where = f" at {examples(paths)}" if paths else ""
     at_first = f"At {first.path}: " if len(paths) > 1 else ""
     return f"{first.rule}{where}. {at_first}{first.message} {first.advice}"

@@ -56,11 +56,15 @@ def cell_values(
         before (mapping): Name of the part -> its values before the last step; empty if they are not known.
         gradient_norms (mapping): Name of a parameter -> norm of its gradient; empty if they are not known.
     """
-    parts, factors, rank = float_parts(cell), None, cell.lora_rank
+    parts = float_parts(cell)
+    factors = None
+    rank = cell.lora_rank
     if "lambda" in parts:
         # AdaLoRA's: what it has masked is no rank.
         kept = np.flatnonzero(parts["lambda"])
-        a, b, rank = parts["lambda"][kept, None] * parts["A"][kept], parts["B"][:, kept], len(kept)
+        a = parts["lambda"][kept, None] * parts["A"][kept]
+        b = parts["B"][:, kept]
+        rank = len(kept)
         factors = change_factors(a, b) if rank else None
     elif "A" in parts and has_product(parts["A"], parts["B"]) and not layout_of(parts["A"].shape).stacked:
         factors = change_factors(parts["A"], parts["B"], _initial_pair(cell))
@@ -98,7 +102,8 @@ def weight_norm(cell: LoRACell) -> Optional[float]:
         cell (LoRACell): A cell whose weight has values.
     """
     if cell.quantization:
-        rows, count = cell.sample(_SAMPLED_ROWS)[0], matrix_shape(cell)[0]
+        rows = cell.sample(_SAMPLED_ROWS)[0]
+        count = matrix_shape(cell)[0]
     else:
         weight = to_array(cell.weight)
         count = len(weight)

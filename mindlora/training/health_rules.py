@@ -21,14 +21,21 @@ _STEPS_BEFORE_RANK = 50
 # Adam's epsilon, to compare with the root mean square of a gradient's elements (Kingma and Ba, 2015).
 _ADAM_EPSILON = 1e-8
 # A gradient explodes if it is ten times the usual one of its cell, and above the usual limit of clipping.
-_EXPLOSION, _CLIPPING, _HISTORY, _LEAST_HISTORY = 10.0, 1.0, 10, 3
+_EXPLOSION = 10.0
+_CLIPPING = 1.0
+_HISTORY = 10
+_LEAST_HISTORY = 3
 # A tenth of the rule of thumb of 1e-3, as a noisy gradient lets Adam take steps of 0.2 of its rate; and at 0.2, five
 # steps replace A.
-_SLOW_UPDATE, _FAST_UPDATE = 1e-4, 0.2
+_SLOW_UPDATE = 1e-4
+_FAST_UPDATE = 0.2
 # A cell is saturated if its update is a hundredth of the typical one.
 _SATURATED = 0.01
-_UNUSED_RANK, _LEAST_UNUSED_RANK, _EXHAUSTED_RANK = 0.25, 8, 0.9
-_ONE_LAYER, _LEAST_LAYERS = 0.8, 3
+_UNUSED_RANK = 0.25
+_LEAST_UNUSED_RANK = 8
+_EXHAUSTED_RANK = 0.9
+_ONE_LAYER = 0.8
+_LEAST_LAYERS = 3
 # Of a cell, a layer or (with an empty path) the whole run: path, what is wrong with its figures, what to change.
 _Fault = Tuple[str, str, str]
 _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
@@ -70,7 +77,8 @@ class HealthRules:
         for path, cell in report.cells.items():
             if cell.gradient_norm is not None and math.isfinite(cell.gradient_norm):
                 self.gradients[path] = [*self.gradients.get(path, []), cell.gradient_norm][-_HISTORY:]
-        before, self.holding = self.holding, {(finding.rule, finding.path) for finding in findings}
+        before = self.holding
+        self.holding = {(finding.rule, finding.path) for finding in findings}
         new = [finding for finding in findings if (finding.rule, finding.path) not in before]
         return dataclasses.replace(report, findings=findings), new
 
@@ -80,7 +88,8 @@ class HealthRules:
 
     def restore(self, state: Dict[str, Any]) -> None:
         """Takes over what ``state`` returned."""
-        self.gradients, self.rates = dict(state["gradients"]), list(state["rates"])
+        self.gradients = dict(state["gradients"])
+        self.rates = list(state["rates"])
         self.holding = {(rule, path) for rule, path in state["holding"]}
 
     def _settled(self, step, rate) -> bool:
@@ -128,11 +137,11 @@ def still_zero(situation: Situation) -> Iterator[_Fault]:
 def vanishing_gradient(situation: Situation) -> Iterator[_Fault]:
     """The elements of a cell's gradient are smaller than what Adam adds to its denominator."""
     for path, cell in situation.report.cells.items():
-        norm, size = cell.gradient_norm, cell.gradient_size
-        if norm is not None and norm / math.sqrt(size) < _ADAM_EPSILON:
+        norm = cell.gradient_norm
+        if norm is not None and norm / math.sqrt(cell.gradient_size) < _ADAM_EPSILON:
             yield (
                 path,
-                f"The gradient has a norm of {norm:.1e} over {size} elements.",
+                f"The gradient has a norm of {norm:.1e} over {cell.gradient_size} elements.",
                 "Adam no longer makes up for gradients below 1e-8 per element. Check that the loss depends on this "
                 "cell and that labels count in it; with a float16 model, raise the loss scale (scale_sense).",
             )
@@ -141,7 +150,8 @@ def vanishing_gradient(situation: Situation) -> Iterator[_Fault]:
 def exploding_gradient(situation: Situation) -> Iterator[_Fault]:
     """A cell's gradient is many times what it usually is, and above the usual limit of clipping."""
     for path, cell in situation.report.cells.items():
-        earlier, norm = situation.gradients.get(path, []), cell.gradient_norm
+        earlier = situation.gradients.get(path, [])
+        norm = cell.gradient_norm
         if norm is None or len(earlier) < _LEAST_HISTORY:
             continue
         usual = statistics.median(earlier)

@@ -24,7 +24,8 @@ from mindlora.common import atomic
 from mindlora.common.json_files import parse_object
 from mindlora.errors import DataError
 
-FILE_NAME, EARLIER_NAME = "metrics.jsonl", "metrics_earlier.jsonl"
+FILE_NAME = "metrics.jsonl"
+EARLIER_NAME = "metrics_earlier.jsonl"
 # In the order of History's fields.
 KINDS = ("run", "loss", "held_out_loss", "event", "health", "answers")
 # Of a step: seconds since 1970, the step's loss and so on; bytes that this rank sent; bytes of memory in use.
@@ -102,7 +103,8 @@ class History:
         records = self.held_out if name == "held_out_loss" else self.steps
         known = [record for record in records if record.get(name) is not None]
         known.sort(key=lambda record: record["step"])
-        steps, values = [record["step"] for record in known], [record[name] for record in known]
+        steps = [record["step"] for record in known]
+        values = [record[name] for record in known]
         return np.array(steps, np.int64), np.array(values, np.float64)
 
 
@@ -132,7 +134,8 @@ def read_history(directory: str) -> History:
 
 def _set_aside(path: str, step: float) -> int:
     """Moves what an earlier run wrote after ``step`` (all of it, if this run is new); returns how many records."""
-    kept, later = [], []
+    kept = []
+    later = []
     if os.path.isfile(path):
         for number, line in enumerate(_complete_lines(path), 1):
             record_step = _record(line, f"{path} line {number}")[1]["step"]

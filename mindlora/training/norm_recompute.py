@@ -33,7 +33,8 @@ class NormActivation(nn.Cell):
 
     def __init__(self, norm: nn.Cell, activation: nn.Cell):
         super().__init__(auto_prefix=False)
-        self.norm, self.activation = norm, activation
+        self.norm = norm
+        self.activation = activation
         self.recompute()
 
     def construct(self, x: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
     """
     before = _output(network, probe) if probe else None
     pairs = list(_pairs(network))
-    found, replacements = [], {}
+    found = []
+    replacements = {}
     for path, norm, activation, after in pairs:
         found.append(path)
         replacements[id(norm)] = NormActivation(norm, activation)
@@ -119,7 +121,8 @@ def recompute_norm_activation(network: nn.Cell, *probe: Tensor) -> Tuple[str, ..
 def _pairs(network) -> Iterator[Tuple[str, nn.Cell, nn.Cell, Type[Activated]]]:
     """Yields (path of the norm, norm, activation, what takes its place) for each pair of one cell of the network."""
     for path, parent in network.cells_and_names():
-        children, after = parent._cells, _after(parent)
+        children = parent._cells
+        after = _after(parent)
         for norm, activation in _places(parent):
             if isinstance(children.get(norm), NORMS) and isinstance(children.get(activation), ACTIVATIONS):
                 yield f"{path}.{norm}".lstrip("."), children[norm], children[activation], after

@@ -63,7 +63,8 @@ class RankBudget(nn.Cell):
         # Whether the step counts in the importance, and how many triplets are masked after it; set before each step.
         self.plan = Parameter(Tensor([0, 0], mstype.float32), name=f"{TRANSIENT}rank_plan", requires_grad=False)
         self.distance = Parameter(Tensor(0, mstype.float32), name=f"{TRANSIENT}orthogonality", requires_grad=False)
-        self.matmul, self.none = ops.MatMul(), Tensor(-1, mstype.float32)
+        self.matmul = ops.MatMul()
+        self.none = Tensor(-1, mstype.float32)
 
     def schedule(self, total: int) -> BudgetSchedule:
         """Returns the budget of a run of ``total`` steps; raises ConfigError if it is too short for the settings."""
@@ -94,7 +95,8 @@ class RankBudget(nn.Cell):
         Returns:
             tuple of Tensor, likewise.
         """
-        found, total = (), self.none * 0
+        found = ()
+        total = self.none * 0
         count = 2 * len(self.triplets)
         for place in range(len(self.kinds)):
             gradient = gradients[place]
@@ -140,8 +142,10 @@ class RankBudget(nn.Cell):
     def _element_scores(self, number, gradient, learns):
         """Updates the importance of the elements of one part, and returns their scores."""
         place = self.triplets[number // 3][number % 3]
-        known, unknown = self.sensitivities[number], self.uncertainties[number]
-        beta1, beta2 = self.settings.beta1, self.settings.beta2
+        known = self.sensitivities[number]
+        unknown = self.uncertainties[number]
+        beta1 = self.settings.beta1
+        beta2 = self.settings.beta2
         importance = ops.abs(self.weights[place].astype(mstype.float32) * gradient.astype(mstype.float32))
         mean = beta1 * known + (1 - beta1) * importance
         spread = beta2 * unknown + (1 - beta2) * ops.abs(importance - mean)

@@ -16,7 +16,8 @@ LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Largest rank of a cell, in mean ranks: what its spectrum says of ranks that it does not have is a guess.
 _MOST = 4
 # How fast singular values are taken to fall behind the last one that is known, at the slowest, and if one alone is.
-_SLOWEST, _UNKNOWN = 0.95, 0.5
+_SLOWEST = 0.95
+_UNKNOWN = 0.5
 # |P| times the norm of its gradient bounds the sum over P g, which is the same for each of these parts.
 _PARTS = ("A", "B", "lambda")
 _LAYER = re.compile(r"^(?:.*\.)?([^.\d]+)\.(\d+)\.(.+)$")
@@ -48,7 +49,8 @@ class CellEvidence:
         if not values:
             return [0.0] * count
         fall = (values[-1] / values[0]) ** (1 / (len(values) - 1)) if len(values) > 1 else _UNKNOWN
-        fall, total = min(fall, _SLOWEST), sum(values)
+        fall = min(fall, _SLOWEST)
+        total = sum(values)
         while len(values) < count:
             values.append(values[-1] * fall)
         return [self.sensitivity * value / total for value in values[:count]]
@@ -165,7 +167,8 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
             "(mindlora-run does so) and run it again."
         )
     doubled = _has_initial_pairs(history.runs)
-    known, without = {}, []
+    known = {}
+    without = []
     for path, cell in records[-1].items():
         # AdaLoRA may have left a cell without a rank, and then without a spectrum.
         spectrum = [] if cell["rank"] == 0 else cell.get("singular_values")
@@ -209,11 +212,13 @@ def _has_initial_pairs(runs: List[dict]) -> bool:
 def _allocate(known: Mapping[str, CellEvidence], budget: int) -> Dict[str, int]:
     most = _MOST * max(budget / len(known), 1)
     scores = {path: cell.scores(LADDER[-1]) for path, cell in known.items()}
-    steps, left = dict.fromkeys(known, 0), budget - len(known)
+    steps = dict.fromkeys(known, 0)
+    left = budget - len(known)
     while True:
         worth = {}
         for path, step in steps.items():
-            now, then = LADDER[step], LADDER[min(step + 1, len(LADDER) - 1)]
+            now = LADDER[step]
+            then = LADDER[min(step + 1, len(LADDER) - 1)]
             if now < then <= most and then - now <= left:
                 worth[path] = sum(scores[path][now:then]) / (then - now)
         best = max(worth, key=lambda path: worth[path], default=None)

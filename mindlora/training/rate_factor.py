@@ -22,7 +22,8 @@ class ScaledSchedule(LearningRateSchedule):
 
     def __init__(self, schedule: nn.Cell, factor: Union[float, Parameter]):
         super().__init__()
-        self.schedule, self.factor = schedule, factor
+        self.schedule = schedule
+        self.factor = factor
 
     def construct(self, global_step: Tensor) -> Tensor:
         return self.schedule(global_step) * self.factor

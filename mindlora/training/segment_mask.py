@@ -27,7 +27,8 @@ class SegmentMask(nn.Cell):
 
     def __init__(self, causal_mask: nn.Cell, boundary: int):
         super().__init__(auto_prefix=False)
-        self.causal_mask, self.boundary = causal_mask, boundary
+        self.causal_mask = causal_mask
+        self.boundary = boundary
         self.count = ops.CumSum()  # mint's has no CPU kernel
 
     def construct(self, tokens: Tensor) -> Tensor:

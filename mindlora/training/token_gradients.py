@@ -55,7 +55,8 @@ class TokenGradients(nn.Cell):
         self.micro_batches = micro_batches
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.map = ops.HyperMap()
-        self.zero, self.one = Tensor(0, mstype.float32), Tensor(1, mstype.float32)
+        self.zero = Tensor(0, mstype.float32)
+        self.one = Tensor(1, mstype.float32)
         self.first = Tensor(0, mstype.int32)
 
     def construct(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
@@ -65,7 +66,9 @@ class TokenGradients(nn.Cell):
         for x in inputs:
             rows = _rows_of_micro_batch(x.shape[0], self.micro_batches)
             micro_batches += (x.reshape((self.micro_batches, rows) + x.shape[1:]),)
-        total, count, gradients = self.zero, self.zero, ()
+        total = self.zero
+        count = self.zero
+        gradients = ()
         for weight in self.weights:
             gradients += (ops.zeros(weight.shape, mstype.float32),)
         index = self.first
@@ -88,7 +91,8 @@ class TokenGradients(nn.Cell):
             total, count = outputs
             sens = (ops.ones_like(total) * scale.astype(total.dtype), ops.zeros_like(count))
         else:
-            total, count = outputs, self.one
+            total = outputs
+            count = self.one
             sens = ops.ones_like(total) * scale.astype(total.dtype)
         gradients = self.grad(self.network, self.weights)(*inputs, sens)
         return total.astype(mstype.float32).reshape(()), count.astype(mstype.float32).reshape(()), gradients

@@ -74,14 +74,17 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
         params.pop("adapter_health", None)
         if self.is_due(params):
             self._measure(params)
-        self.step_before, self.kept = params.cur_step_num, {}
+        self.step_before = params.cur_step_num
+        self.kept = {}
 
     def is_due(self, params: InternalCallbackParam) -> bool:
         """Tells whether rank 0 measures at this step."""
         return get_real_rank() == 0 and super().is_due(params)
 
     def _measure(self, params):
-        record, step, recording = step_record(params), params.cur_step_num, _recording_step(params)
+        record = step_record(params)
+        step = params.cur_step_num
+        recording = _recording_step(params)
         if not self.weight_norms:
             self.weight_norms = {path: weight_norm(cell) for path, cell in self.cells.items()}
         # A step that was skipped has changed nothing, and its gradients may have overflowed.

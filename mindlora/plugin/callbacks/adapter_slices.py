@@ -45,7 +45,8 @@ class AdapterSlices(Callback):
             ScaleMismatchError: The adapter was trained with another lora_alpha.
         """
         params = run_context.original_args()
-        network, layouts = base_of(params.train_network), params.train_network.parameter_layout_dict
+        network = base_of(params.train_network)
+        layouts = params.train_network.parameter_layout_dict
         parameters = sharded_adapter.adapter_parameters(network)
         rank = get_real_rank()
         file = rank_files.file_of(os.path.join(self.path, f"rank_{rank}"), rank)
@@ -62,7 +63,8 @@ class AdapterSlices(Callback):
 
 
 def _check_names(tensors: Dict[str, np.ndarray], own: Dict[str, Parameter], path: str) -> None:
-    lost, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
+    lost = sorted(set(own) - set(tensors))
+    extra = sorted(set(tensors) - set(own))
     if lost:
         raise MissingTensorsError(
             f"{path} lacks {listed(lost)}, which this rank has. Scatter the adapter again, with the strategy of this "

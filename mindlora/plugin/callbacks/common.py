@@ -88,7 +88,8 @@ class Rule:
     def restore(self, state: Dict[str, Any]) -> None:
         """Takes over what ``state`` returned."""
         for name in self.remembered:
-            value, before = state[name], getattr(self, name)
+            value = state[name]
+            before = getattr(self, name)
             if isinstance(before, collections.deque):
                 value = collections.deque(value, before.maxlen)
             setattr(self, name, value)
@@ -144,7 +145,8 @@ class PeriodicCallback(Callback):
     def __init__(self, name: str, every: int):
         super().__init__()
         check_number(every, name, COUNT)
-        self.every, self.step_before = every, 0
+        self.every = every
+        self.step_before = 0
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Records the last step before the epoch."""

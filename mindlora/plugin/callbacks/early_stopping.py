@@ -37,7 +37,8 @@ class EarlyStopping(RuleCallback):
 
     def __init__(self, patience: int = 3, min_delta: float = 0.0, metric: str = "held_out_loss", mode: str = "min"):
         super().__init__()
-        self.metric, self.rule = metric, EarlyStop(patience, min_delta, mode)
+        self.metric = metric
+        self.rule = EarlyStop(patience, min_delta, mode)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Checks that the metric is measured."""
@@ -77,7 +78,9 @@ class EarlyStop(Rule):
         check_number(patience, "patience", COUNT)
         check_number(min_delta, "min_delta", NOT_NEGATIVE)
         check_mode("mode", mode)
-        self.patience, self.min_delta, self.sign = patience, min_delta, 1 if mode == "min" else -1
+        self.patience = patience
+        self.min_delta = min_delta
+        self.sign = 1 if mode == "min" else -1
         self.best: Optional[float] = None
         self.best_step = self.waited = 0
 
@@ -85,7 +88,9 @@ class EarlyStop(Rule):
         """Counts the measurement of a training step; returns whether it is time to stop."""
         best = math.inf if self.best is None else self.sign * self.best
         if self.sign * metric < best - self.min_delta:
-            self.best, self.best_step, self.waited = metric, step, 0
+            self.best = metric
+            self.best_step = step
+            self.waited = 0
         else:
             self.waited += 1
         return self.waited >= self.patience

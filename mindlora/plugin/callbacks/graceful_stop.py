@@ -37,8 +37,9 @@ class GracefulStop(Callback):
 
     def __init__(self):
         super().__init__()
-        self.received, self.since, self.before, self.outcome = None, 0.0, {}, None
-        self.interrupts = None
+        self.received = self.outcome = self.interrupts = None
+        self.since = 0.0
+        self.before = {}
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Begins to handle the signals."""
@@ -64,7 +65,8 @@ class GracefulStop(Callback):
         params = run_context.original_args()
         if not (step_record(params).stop or (self.received is not None and rank_count() == 1)):
             return
-        step, last = params.cur_step_num, training_state.total_steps(params)
+        step = params.cur_step_num
+        last = training_state.total_steps(params)
         run_context.request_stop()
         if step < last:
             number = signal.Signals(self.received or signal.SIGTERM)
@@ -83,7 +85,8 @@ class GracefulStop(Callback):
     def _receive(self, number, _=None):
         now = time.monotonic()
         if self.received is None:
-            self.received, self.since = number, now
+            self.received = number
+            self.since = now
             # print() may not be called while it is running.
             os.write(
                 2, b"\nmindlora: the step is finished and saved, then the run ends. A second signal ends it now.\n"

@@ -1,6 +1,7 @@
 """GradientNormRate: the learning rate follows the gradient norm."""
 
 import collections
+import dataclasses
 import math
 from typing import Any, Deque
 
@@ -48,6 +49,7 @@ class GradientNormRate(RuleCallback, RateCallback):
             report_event(params, "learning_rate", f"{message} to {self.factor:.4g} ({rate}).")
 
 
+@dataclasses.dataclass(eq=False)
 class GradientNormFactor(Rule):
     """The factor f of the learning rate, from the gradient norm g of one step after another.
 
@@ -82,29 +84,28 @@ class GradientNormFactor(Rule):
 
     remembered = ("factor", "at_spike", "norms")
 
-    def __init__(
-        self,
-        window: int = 32,
-        spike: float = 4.0,
-        steady: float = 1.5,
-        cut: float = 0.5,
-        recovery_steps: int = 50,
-        growth: float = 0.001,
-        min_factor: float = 0.05,
-        max_factor: float = 2.0,
-    ):
-        check_number(window, "window", whole_numbers(4))
-        check_number(steady, "steady", numbers(1))
-        check_number(spike, "spike", Range(f"a number above steady, {steady}", lambda v: steady < v < math.inf))
-        check_number(cut, "cut", FRACTION)
-        check_number(recovery_steps, "recovery_steps", COUNT)
-        check_number(growth, "growth", NOT_NEGATIVE)
-        check_number(min_factor, "min_factor", FACTOR)
-        check_number(max_factor, "max_factor", numbers(1))
-        self.spike, self.steady, self.cut, self.recovery_steps = spike, steady, cut, recovery_steps
-        self.growth, self.min_factor, self.max_factor = growth, min_factor, max_factor
-        self.factor, self.at_spike = 1.0, 0.0
-        self.norms: Deque[float] = collections.deque(maxlen=window)
+    window: int = 32
+    spike: float = 4.0
+    steady: float = 1.5
+    cut: float = 0.5
+    recovery_steps: int = 50
+    growth: float = 0.001
+    min_factor: float = 0.05
+    max_factor: float = 2.0
+
+    def __post_init__(self):
+        check_number(self.window, "window", whole_numbers(4))
+        check_number(self.steady, "steady", numbers(1))
+        above_steady = Range(f"a number above steady, {self.steady}", lambda v: self.steady < v < math.inf)
+        check_number(self.spike, "spike", above_steady)
+        check_number(self.cut, "cut", FRACTION)
+        check_number(self.recovery_steps, "recovery_steps", COUNT)
+        check_number(self.growth, "growth", NOT_NEGATIVE)
+        check_number(self.min_factor, "min_factor", FACTOR)
+        check_number(self.max_factor, "max_factor", numbers(1))
+        self.factor = 1.0
+        self.at_spike = 0.0
+        self.norms: Deque[float] = collections.deque(maxlen=self.window)
 
     def step(self, norm: float) -> str:
         """Looks at a gradient norm before clipping; returns "cut", "recovered", "highest" or "" if none happened."""
@@ -116,7 +117,8 @@ class GradientNormFactor(Rule):
             return ""
         before = self.factor
         if norm > self.spike * median:
-            self.factor, self.at_spike = max(before * self.cut, self.min_factor), before
+            self.factor = max(before * self.cut, self.min_factor)
+            self.at_spike = before
             return "cut" if self.factor < before else ""
         if norm > self.steady * median:
             return ""

@@ -38,8 +38,10 @@ class HeldOutLoss(PeriodicCallback):
         check_number(batch_size, "batch_size", COUNT)
         if not os.path.exists(dataset_dir):
             raise ConfigError(f"dataset_dir is {dataset_dir}, which does not exist: name a MindRecord.")
-        self.dataset_dir, self.batch_size = dataset_dir, batch_size
-        self.cell, self.measured = None, []
+        self.dataset_dir = dataset_dir
+        self.batch_size = batch_size
+        self.cell = None
+        self.measured = []
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Checks that the network keeps the examples of packed rows apart."""
@@ -48,7 +50,8 @@ class HeldOutLoss(PeriodicCallback):
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Measures the loss if it is due."""
         params = run_context.original_args()
-        step, results = params.cur_step_num, reported_metrics(params)
+        step = params.cur_step_num
+        results = reported_metrics(params)
         results.pop("held_out_loss", None)
         if self.is_due(params):
             if self.cell is None:
@@ -107,7 +110,7 @@ def held_out_loss(cell: HeldOutLossCell, dataset_dir: str, batch_size: int) -> f
     dataset = ms.dataset.MindDataset(dataset_dir, columns_list=["input_ids", "labels"], shuffle=False)
     was_training = cell.network.training
     cell.set_train(False)
-    total, count = 0.0, 0.0
+    total = count = 0.0
     for input_ids, labels in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1):
         batch_total, batch_count = cell(input_ids.astype(mstype.int32), labels.astype(mstype.int32))
         total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())

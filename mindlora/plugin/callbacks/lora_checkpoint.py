@@ -67,10 +67,15 @@ class LoraCheckpoint(Callback):
         check_mode("best_mode", best_mode)
         if not isinstance(resume, (bool, str)):
             raise ConfigError(f"resume is {resume!r}, but it must be True, False or the path of a step folder.")
-        self.save_steps, self.keep_last = save_steps, keep_last
+        self.save_steps = save_steps
+        self.keep_last = keep_last
         self.directory = training_state.checkpoint_directory(directory)
-        self.best_metric, self.best_mode, self.resume = best_metric, best_mode, resume
-        self.losses, self.last_saved, self.measured = [], 0, (0, None)
+        self.best_metric = best_metric
+        self.best_mode = best_mode
+        self.resume = resume
+        self.losses = []
+        self.last_saved = 0
+        self.measured = (0, None)
         self.sharded = ShardedSaves(self.directory, keep_last)
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -142,11 +147,13 @@ class LoraCheckpoint(Callback):
     def _save(self, params, value):
         """Writes the step folder, and also best if ``value`` is the best so far; it is None if not measured."""
         step = params.cur_step_num
-        self.losses, self.last_saved = [], step
+        self.losses = []
+        self.last_saved = step
         exchange_state.save_unsent(self.directory, step, params.train_network, self.keep_last)
         values = None
         if self.sharded.applies_to(params):
-            value, values = self.sharded.metric(value), self.sharded.gather(params)
+            value = self.sharded.metric(value)
+            values = self.sharded.gather(params)
             if values is None:
                 return
         if get_real_rank() != 0:

@@ -19,7 +19,8 @@ class ProgressBar(Callback):
 
     def __init__(self, label: str = "training"):
         super().__init__()
-        self.label, self.bar, self.held_out_loss = label, None, None
+        self.label = label
+        self.bar = self.held_out_loss = None
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Opens the bar."""

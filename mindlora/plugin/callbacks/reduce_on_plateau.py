@@ -1,5 +1,6 @@
 """ReduceOnPlateau: cuts the learning rate when a metric has stopped improving."""
 
+import dataclasses
 import math
 from typing import Any, Dict
 
@@ -42,8 +43,11 @@ class ReduceOnPlateau(RateCallback):
     def __init__(self, metric: str = "held_out_loss", every_steps: int = 100, **settings: Any):
         super().__init__()
         check_number(every_steps, "every_steps", COUNT)
-        self.metric, self.every_steps, self.rule = metric, every_steps, PlateauRate(**settings)
-        self.losses, self.factor = [], 1.0
+        self.metric = metric
+        self.every_steps = every_steps
+        self.rule = PlateauRate(**settings)
+        self.losses = []
+        self.factor = 1.0
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Checks that the metric is measured."""
@@ -72,7 +76,8 @@ class ReduceOnPlateau(RateCallback):
     def restore_training_state(self, state: Dict[str, Any]) -> None:
         """Takes over what ``training_state`` returned."""
         self.rule.restore(state["rule"])
-        self.losses, self.factor = state["losses"], state["factor"]
+        self.losses = state["losses"]
+        self.factor = state["factor"]
 
     def _measured(self, params, record):
         """Returns the metric if it was measured at this step, or None."""
@@ -81,10 +86,12 @@ class ReduceOnPlateau(RateCallback):
         self.losses.append(record.loss)
         if len(self.losses) < self.every_steps:
             return None
-        losses, self.losses = self.losses, []
+        losses = self.losses
+        self.losses = []
         return sum(losses) / len(losses)
 
 
+@dataclasses.dataclass(eq=False)
 class PlateauRate(Rule):
     """Decides from one measurement after another whether to cut the rate.
 
@@ -115,41 +122,41 @@ class PlateauRate(Rule):
 
     remembered = ("best", "bad", "cooling")
 
-    def __init__(
-        self,
-        mode: str = "min",
-        factor: float = 0.1,
-        patience: int = 10,
-        threshold: float = 1e-4,
-        threshold_mode: str = "rel",
-        cooldown: int = 0,
-        min_lr: float = 0.0,
-        eps: float = 1e-8,
-    ):
-        check_mode("mode", mode)
-        if threshold_mode not in ("rel", "abs"):
-            raise ConfigError(f"threshold_mode is {threshold_mode!r}, but it must be 'rel' or 'abs'.")
-        check_number(factor, "factor", FRACTION)
-        for name, value in (("patience", patience), ("cooldown", cooldown)):
-            check_number(value, name, INDEX)
-        for name, value in (("threshold", threshold), ("min_lr", min_lr), ("eps", eps)):
-            check_number(value, name, NOT_NEGATIVE)
-        self.mode, self.factor, self.patience, self.cooldown = mode, factor, patience, cooldown
-        self.threshold, self.threshold_mode, self.min_lr, self.eps = threshold, threshold_mode, min_lr, eps
-        self.best = math.inf if mode == "min" else -math.inf
+    mode: str = "min"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: str = "rel"
+    cooldown: int = 0
+    min_lr: float = 0.0
+    eps: float = 1e-8
+
+    def __post_init__(self):
+        check_mode("mode", self.mode)
+        if self.threshold_mode not in ("rel", "abs"):
+            raise ConfigError(f"threshold_mode is {self.threshold_mode!r}, but it must be 'rel' or 'abs'.")
+        check_number(self.factor, "factor", FRACTION)
+        for name in ("patience", "cooldown"):
+            check_number(getattr(self, name), name, INDEX)
+        for name in ("threshold", "min_lr", "eps"):
+            check_number(getattr(self, name), name, NOT_NEGATIVE)
+        self.best = math.inf if self.mode == "min" else -math.inf
         self.bad = self.cooling = 0
 
     def step(self, metric: float, rate: float) -> float:
         """Returns the rate to use after a measurement, from the rate now."""
         if self._improves(metric):
-            self.best, self.bad = metric, 0
+            self.best = metric
+            self.bad = 0
         else:
             self.bad += 1
         if self.cooling > 0:
-            self.cooling, self.bad = self.cooling - 1, 0
+            self.cooling -= 1
+            self.bad = 0
         if self.bad <= self.patience:
             return rate
-        self.cooling, self.bad = self.cooldown, 0
+        self.cooling = self.cooldown
+        self.bad = 0
         cut = max(rate * self.factor, self.min_lr)
         return cut if rate - cut > self.eps else rate
 

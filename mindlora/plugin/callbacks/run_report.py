@@ -42,8 +42,9 @@ class RunReport(Callback):
     def __init__(self, directory: Optional[str] = None):
         super().__init__()
         self.directory = os.path.abspath(directory or get_output_root_path())
-        self.history, self.tensorboard = None, None
-        self.step_before, self.time_before = 0, 0.0
+        self.history = self.tensorboard = None
+        self.step_before = 0
+        self.time_before = 0.0
         self.events_written = self.answers_written = 0
         self.next_report = 0.0
         self.writes_page = get_real_rank() == 0 and importlib.util.find_spec("jinja2") is not None
@@ -59,7 +60,8 @@ class RunReport(Callback):
         if self.history is not None or get_real_rank() != 0:
             return
         params = run_context.original_args()
-        self.step_before, self.time_before = params.cur_step_num, time.time()
+        self.step_before = params.cur_step_num
+        self.time_before = time.time()
         self.history = HistoryWriter(self.directory, self.step_before)
         if self.history.moved:
             logger.warning(
@@ -77,7 +79,8 @@ class RunReport(Callback):
         if self.history is None:
             return
         params = run_context.original_args()
-        step, now = params.cur_step_num, time.time()
+        step = params.cur_step_num
+        now = time.time()
         self._record(step, **self._numbers(params, now))
         held_out_loss = reported_metrics(params).get("held_out_loss")
         if held_out_loss is not None:
@@ -86,7 +89,8 @@ class RunReport(Callback):
         if health is not None and health.step == step:
             self._record(step, health=health.to_json())
         self._record_rest(params)
-        self.step_before, self.time_before = step, now
+        self.step_before = step
+        self.time_before = now
         checkpoints = [callback for callback in params.list_callback if isinstance(callback, LoraCheckpoint)]
         if any(callback.last_saved == step for callback in checkpoints) and now >= self.next_report:
             self._write_page()
@@ -102,10 +106,12 @@ class RunReport(Callback):
 
     def _numbers(self, params, now):
         """Returns the fields of the step that has ended."""
-        record, step = step_record(params), train_step_of(params.train_network)
+        record = step_record(params)
+        step = train_step_of(params.train_network)
         exchange = getattr(step, "exchange", None)
         # With data sinking several steps are reported at once, of which the record knows the last.
-        steps, seconds = params.cur_step_num - self.step_before, now - self.time_before
+        steps = params.cur_step_num - self.step_before
+        seconds = now - self.time_before
         return {
             "time": now,
             "loss": record.loss,
@@ -126,12 +132,14 @@ class RunReport(Callback):
 
     def _record_rest(self, params):
         """Records the events and the answers that are new."""
-        events, answers = params.get("training_events") or [], params.get("training_answers") or []
+        events = params.get("training_events") or []
+        answers = params.get("training_answers") or []
         for event in events[self.events_written :]:
             self._record(event["step"], event=event["kind"], message=event["message"])
         for given in answers[self.answers_written :]:
             self._record(given["step"], answers=given["answers"])
-        self.events_written, self.answers_written = len(events), len(answers)
+        self.events_written = len(events)
+        self.answers_written = len(answers)
 
     def _write_page(self):
         if not self.writes_page:

@@ -38,10 +38,12 @@ class SampleAnswers(Callback):
         if not isinstance(prompts, list) or not prompts or not all(isinstance(text, str) for text in prompts):
             raise ConfigError(f"prompts is {prompts!r}, but it must be a list of texts.")
         check_number(max_tokens, "max_tokens", COUNT)
-        self.prompts, self.max_tokens = prompts, max_tokens
+        self.prompts = prompts
+        self.max_tokens = max_tokens
         self.tokenizer = tokenizers.load_tokenizer(tokenizer)
         self.special = tokenizers.special_ids(self.tokenizer)
-        self.template, self.answered = prompt_template(template), False
+        self.template = prompt_template(template)
+        self.answered = False
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Answers before the first step of a run that is not resumed."""

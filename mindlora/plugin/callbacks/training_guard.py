@@ -21,11 +21,13 @@ SMOOTHED = 16
 ENOUGH = 8
 # The spreads of log(loss) and log(norm) are taken to be at least this, so that a steady run is not stopped by small
 # changes. With LoRA the norm grows while B does.
-LEAST_SPREAD, LEAST_NORM_SPREAD = 0.1, 0.3
+LEAST_SPREAD = 0.1
+LEAST_NORM_SPREAD = 0.3
 # A loss that lies less than this above what is usual, in nats per token, is never a fault.
 MARGIN = 1.0
 # The smoothed loss may rise by NOISES times the noise of one step, which is taken as FIRST_NOISE at first.
-NOISES, FIRST_NOISE = 4.0, 0.25
+NOISES = 4.0
+FIRST_NOISE = 0.25
 # A normal distribution's standard deviation, divided by its median absolute deviation.
 _DEVIATION = 1.4826
 _TINY = 1e-12
@@ -69,9 +71,13 @@ class TrainingGuard(Callback):
         super().__init__()
         check_number(max_rollbacks, "max_rollbacks", COUNT)
         check_number(rate_cut, "rate_cut", FACTOR)
-        self.guard, self.snapshots = RunGuard(max_skipped=max_skipped, **settings), Snapshots(snapshot_steps)
-        self.max_rollbacks, self.rate_cut = max_rollbacks, rate_cut
-        self.rollbacks, self.factor, self.failure = 0, 1.0, None
+        self.guard = RunGuard(max_skipped=max_skipped, **settings)
+        self.snapshots = Snapshots(snapshot_steps)
+        self.max_rollbacks = max_rollbacks
+        self.rate_cut = rate_cut
+        self.rollbacks = 0
+        self.factor = 1.0
+        self.failure = None
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Copies the state at which the run begins, and sets the limits and the rate that a resumed run had."""
@@ -86,7 +92,8 @@ class TrainingGuard(Callback):
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Judges the step, goes back if it must, and sets the limits of the next step."""
         params = run_context.original_args()
-        step, record = controlled_step(params, _NAME), step_record(params)
+        step = controlled_step(params, _NAME)
+        record = step_record(params)
         if _is_left_to_loss_scale(step, params.net_outputs, record.loss):
             return
         if record.skipped:
@@ -117,7 +124,8 @@ class TrainingGuard(Callback):
     def restore_training_state(self, state: Dict[str, Any]) -> None:
         """Takes over what ``training_state`` returned."""
         self.guard.restore(state["guard"])
-        self.rollbacks, self.factor = state["rollbacks"], state["factor"]
+        self.rollbacks = state["rollbacks"]
+        self.factor = state["factor"]
 
     def _go_back(self, run_context, step, reason):
         """Puts the last good state back, and cuts the rate or ends the run."""
@@ -207,7 +215,9 @@ class RunGuard(Rule):
         check_number(climb, "climb", Range("a number above 1", lambda v: 1 < v < math.inf))
         check_number(max_skipped, "max_skipped", whole_numbers(2))
         check_number(window, "window", Range(f"a whole number above {SMOOTHED}", lambda v: v > SMOOTHED, (int,)))
-        self.spike, self.climb, self.max_skipped = spike, climb, max_skipped
+        self.spike = spike
+        self.climb = climb
+        self.max_skipped = max_skipped
         self.losses: Deque[float] = collections.deque(maxlen=window)
         self.norms: Deque[float] = collections.deque(maxlen=window)
         self.best = math.inf
@@ -239,7 +249,8 @@ class RunGuard(Rule):
     def limits(self) -> Tuple[float, float]:
         """The loss and the gradient norm above which the next step should be skipped; infinity while too little is
         known."""
-        loss, norm = _limit(self.losses, self.spike, LEAST_SPREAD), _limit(self.norms, self.spike, LEAST_NORM_SPREAD)
+        loss = _limit(self.losses, self.spike, LEAST_SPREAD)
+        norm = _limit(self.norms, self.spike, LEAST_NORM_SPREAD)
         return max(loss, float(np.median(self.losses or [0.0])) + MARGIN), norm
 
     @property
@@ -252,7 +263,8 @@ class RunGuard(Rule):
         """Starts anew, after a return to an earlier state or a change of the data."""
         self.losses.clear()
         self.norms.clear()
-        self.best, self.skipped = math.inf, 0
+        self.best = math.inf
+        self.skipped = 0
 
     def state(self) -> Dict[str, Any]:
         # JSON has no infinity.
@@ -295,7 +307,8 @@ class Snapshots:
 
     def __init__(self, every: int, proven_after: int = SMOOTHED):
         check_number(every, "snapshot_steps", COUNT)
-        self.every, self.proven_after = max(every, proven_after), proven_after
+        self.every = max(every, proven_after)
+        self.proven_after = proven_after
         self._kept: List[Tuple[int, Dict[str, np.ndarray]]] = []
 
     @property

@@ -25,7 +25,8 @@ class WarmUp(RateCallback):
         super().__init__()
         check_number(steps, "steps", COUNT)
         check_number(start_factor, "start_factor", Range("a number from 0 to below 1", lambda v: 0 <= v < 1))
-        self.steps, self.start_factor = steps, start_factor
+        self.steps = steps
+        self.start_factor = start_factor
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Sets the factor for the next step."""
@@ -34,7 +35,8 @@ class WarmUp(RateCallback):
 
     def update(self, params: InternalCallbackParam) -> None:
         """Chooses the factor for the next step, and reports the first rate and the end of the warm-up."""
-        step, used = params.cur_step_num, self.factor
+        step = params.cur_step_num
+        used = self.factor
         self._choose(params)
         if used < 1 and (step == 1 or self.factor == 1):
             until = f"rises until step {self.steps + 1}" if self.factor < 1 else "has risen to that of the schedule"

@@ -18,7 +18,8 @@ def cut_rows_for_eval(config: MindFormerConfig) -> None:
 
     The ``type`` of eval_dataset's data_loader in the YAML is changed where needed.
     """
-    length, data = config.model.model_config.get("seq_length"), data_of(config.eval_dataset)
+    length = config.model.model_config.get("seq_length")
+    data = data_of(config.eval_dataset)
     if not data or (config.run_mode != "eval" and not config.do_eval):
         return
     files = mindrecord_files(data)

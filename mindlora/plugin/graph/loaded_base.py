@@ -17,7 +17,9 @@ class LoadedBase:
     """
 
     def __init__(self, network: nn.Cell, path: str, on_base_mismatch: str):
-        self.network, self.path, self.on_base_mismatch = network, path, on_base_mismatch
+        self.network = network
+        self.path = path
+        self.on_base_mismatch = on_base_mismatch
         self.shapes = self._shapes()
 
     def check(self) -> None:
@@ -28,7 +30,8 @@ class LoadedBase:
         try:
             check_base(self.network, self.path, self.on_base_mismatch)
         except BaseMismatchError as error:
-            stored, found = error.stored or {}, error.found or {}
+            stored = error.stored or {}
+            found = error.found or {}
             checkpoint = run_configuration().get("load_checkpoint")
             differing = "shapes" if stored.get("shapes") != found.get("shapes") else "values"
             raise BaseMismatchError(

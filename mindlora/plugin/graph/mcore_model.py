@@ -73,7 +73,8 @@ class McoreLoss(nn.Cell):
 
     def __init__(self, network: nn.Cell, counts_tokens: bool):
         super().__init__(auto_prefix=False)
-        self.network, self.counts_tokens = network, counts_tokens
+        self.network = network
+        self.counts_tokens = counts_tokens
 
     def construct(self, *inputs: Tensor) -> Union[Tensor, Tuple[Tensor, Tensor]]:
         losses = self.network(*inputs)

@@ -81,7 +81,8 @@ def set_boundary(config: MindFormerConfig) -> None:
 
     Raises ConfigError if it is, and the train step is not mindlora's, or a setting does not go with the data.
     """
-    data, wrapper = data_of(config.train_dataset), config.runner_wrapper
+    data = data_of(config.train_dataset)
+    wrapper = config.runner_wrapper
     boundary = boundary_of(data) if data else None
     if boundary is None:
         return

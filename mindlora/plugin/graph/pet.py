@@ -39,7 +39,8 @@ class MindloraModel(LoraModel):
             ConfigError: loraplus_lr_ratio is set, which only mindlora-run can carry out.
             LoraError: As in apply_lora, freeze_base and load_lora.
         """
-        config, self.unchecked = self.config.pet_config, None
+        config = self.config.pet_config
+        self.unchecked = None
         # With load_checkpoint, MindFormers builds the network without values and loads the base after the adapter.
         self._base_comes_later = any(parameter.has_init for parameter in base_model.get_parameters())
         if config.loraplus_lr_ratio is not None:
@@ -121,7 +122,8 @@ class MindloraMcoreModel(MindloraModel):
         self.rows = McoreRows(
             base_model.config.seq_length, base_model.get_gpt_transformer_config().data_parallel_size or 1
         )
-        self.pad, self.ignored = base_model.config.pad_token_id, base_model.config.ignore_token_id
+        self.pad = base_model.config.pad_token_id
+        self.ignored = base_model.config.ignore_token_id
 
     def _leave_frozen(self, config):
         # MindFormers refuses two empty lists, and what matches both of them stays as freeze_base has left it.

@@ -112,7 +112,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         super().__init__(network, optimizer, **kwargs)
         # MFTrainOneStepCell has copied the schedules, and a copy would not see the factor change.
         self.learning_rate = optimizer.learning_rate
-        self.rate, self.rate_factor = rate, rate.parameter
+        self.rate = rate
+        self.rate_factor = rate.parameter
         self.checks_values = ms.get_context("device_target") != "Ascend"
         self.no_status = Tensor([0] * 8, mstype.int32)
         mode = ms.get_auto_parallel_context("parallel_mode")
@@ -137,7 +138,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         self.exchange = None
         if self.is_distributed_step and not self.is_mindformers_step:
             layout = FlatLayout(self.weights)
-            self.flatten, self.unflatten = layout.flatten, layout.unflatten
+            self.flatten = layout.flatten
+            self.unflatten = layout.unflatten
             self.exchange = _exchange(gradient_exchange, layout)
             self.sum_over_ranks = ops.AllReduce()
         # What callbacks set and read between two steps.
@@ -154,7 +156,8 @@ class LoraTrainOneStepCell(MFTrainOneStepCell):
         positions = self.positions(inputs)
         total, count, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
         status, scale = self.start_overflow_check(total, self.scale_sense)
-        stop, elsewhere = self.stop_request.reshape(()), None
+        stop = self.stop_request.reshape(())
+        elsewhere = None
         if self.exchange is not None:
             elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
             total, count, elsewhere, stop = self.sum_over_ranks(ops.stack((total, count, elsewhere, stop))).unbind()

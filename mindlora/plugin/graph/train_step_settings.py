@@ -62,7 +62,8 @@ def prepare_exchange(config: MindFormerConfig) -> None:
         )
     if not config.get("use_parallel"):
         return
-    parallel, split = config.get("parallel") or {}, config.get("parallel_config") or {}
+    parallel = config.get("parallel") or {}
+    split = config.get("parallel_config") or {}
     problems = [f"parallel_config.{key} is {split[key]}" for key in _SPLITS if (split.get(key) or 1) > 1]
     if parallel.get("enable_parallel_optimizer"):
         problems.append("parallel.enable_parallel_optimizer is True")

@@ -142,7 +142,8 @@ def _fill_resume(config):
         if callback.get("resume"):
             directory = training_state.checkpoint_directory(callback.get("directory"))
             folder = training_state.resume_folder(directory, callback["resume"])
-            metadata, epochs = training_state.read_metadata(folder), config.runner_config.epochs
+            metadata = training_state.read_metadata(folder)
+            epochs = config.runner_config.epochs
             if not config.runner_config.sink_mode and metadata["step"] >= metadata["steps_per_epoch"] * epochs:
                 raise ConfigError(
                     f"{folder} was saved at the last step of {epochs} epochs, so nothing is left to train. "

@@ -84,7 +84,8 @@ def _names(kind: str) -> List[str]:
 
 
 def _missing_rate(config: MindFormerConfig) -> Iterator[Finding]:
-    node, preset = config.lr_schedule or {}, (config.model.model_config.pet_config or {}).get("preset")
+    node = config.lr_schedule or {}
+    preset = (config.model.model_config.pet_config or {}).get("preset")
     schedule = _class_of(MindFormerModuleType.LR, node)
     if schedule is None or node.get("learning_rate") is not None or preset or config.run_mode not in TRAINING_MODES:
         return
@@ -94,7 +95,8 @@ def _missing_rate(config: MindFormerConfig) -> Iterator[Finding]:
 
 
 def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
-    named, name = _class_of(kind, node), node.get("type")
+    named = _class_of(kind, node)
+    name = node.get("type")
     if named is None:
         return
     known = _settings(named)
@@ -107,7 +109,8 @@ def _misspelt(where: str, kind: str, node: dict) -> Iterator[Finding]:
 
 
 def _wrong_arguments(where: str, node: dict) -> List[Finding]:
-    callback, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
+    callback = _class_of(MindFormerModuleType.CALLBACK, node)
+    name = node.get("type")
     known, takes_any = _parameters(callback) if callback else ([], True)
     unknown = [] if takes_any else [argument for argument in node if argument not in ("type", *known)]
     return [
@@ -118,7 +121,8 @@ def _wrong_arguments(where: str, node: dict) -> List[Finding]:
 
 def _wrong_values(where: str, node: dict) -> List[Finding]:
     """Builds a callback of mindlora's, which checks its settings and does nothing else."""
-    callback, name = _class_of(MindFormerModuleType.CALLBACK, node), node.get("type")
+    callback = _class_of(MindFormerModuleType.CALLBACK, node)
+    name = node.get("type")
     if callback is None or not callback.__module__.startswith("mindlora."):
         return []
     missing = [argument for argument in _required(callback) if argument not in node]

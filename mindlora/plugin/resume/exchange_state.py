@@ -16,7 +16,8 @@ from mindlora.plugin.log import logger
 from mindlora.plugin.resume.collectives import wait_for_all_ranks
 from mindlora.training.exchange import Exchange
 
-_FOLDER, _TENSOR = "unsent_gradients", "unsent"
+_FOLDER = "unsent_gradients"
+_TENSOR = "unsent"
 
 
 def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: int) -> None:
@@ -48,7 +49,8 @@ def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
     problem = f"{path} does not exist"
     if os.path.isfile(path):
         with safe_open(path, framework="np") as file:
-            found, expected = json.loads(file.metadata()["exchange"]), _identity(exchange)
+            found = json.loads(file.metadata()["exchange"])
+            expected = _identity(exchange)
             if found == expected:
                 exchange.unsent().set_data(Tensor(file.get_tensor(_TENSOR)))
                 return

@@ -91,7 +91,8 @@ def write_slices(folder: str, network: nn.Cell, layouts: Mapping[str, tuple], at
 
     The folder gets rank_R and strategy; ``at`` is epoch and step, such as "1_20".
     """
-    rank, parameters = get_rank(), adapter_parameters(network)
+    rank = get_rank()
+    parameters = adapter_parameters(network)
     recorded = {name: _layout(layouts[name]) for name in parameters if name in layouts}
     arrays = {name: to_array(parameter) for name, parameter in parameters.items() if name in recorded or not recorded}
     text = adapter_metadata.text_of(adapter_of(network, {}))
@@ -110,7 +111,8 @@ def _parts(parameters: Mapping[str, Parameter], layouts: Mapping[str, tuple]) ->
     parts = {}
     for name, parameter in parameters.items():
         if name in layouts:
-            layout, group = _layout(layouts[name]), layouts[name][5]
+            layout = _layout(layouts[name])
+            group = layouts[name][5]
             devices = int(np.prod(layout.dev_matrix, dtype=np.int64))
             # Which part the optimizer's group gave to this rank, the group itself knows.
             part = slice_of(layout._replace(opt_shard_size=0), get_rank() % devices, tuple(parameter.shape), name)
@@ -120,7 +122,8 @@ def _parts(parameters: Mapping[str, Parameter], layouts: Mapping[str, tuple]) ->
 
 def _cut_again(part: Slice, size: int, number: int) -> Slice:
     """Returns one of ``size`` parts along the first axis; ``part`` has its shape, and lies as if it were not cut."""
-    whole, begin = part.whole[0] * size, part.begin[0] * size + number * part.shape[0]
+    whole = part.whole[0] * size
+    begin = part.begin[0] * size + number * part.shape[0]
     return Slice((whole, *part.whole[1:]), (begin, *part.begin[1:]), part.shape)
 
 
@@ -130,10 +133,12 @@ def _layout(recorded: tuple) -> Layout:
     for axis in recorded[1]:
         device_axes = axis if isinstance(axis, (list, tuple)) else [axis]
         tensor_map.append(tuple(number for number in device_axes if number != -1))
-    group, step, size = recorded[5], 0, 0
+    group = recorded[5]
+    step = size = 0
     if group:
         ranks = get_process_group_ranks(group)
-        step, size = (ranks[1] - ranks[0] if len(ranks) > 1 else 1), len(ranks)
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        size = len(ranks)
     return Layout(tuple(recorded[0]), tuple(tensor_map), step, size, bool(recorded[3]) or not recorded[4])
 
 

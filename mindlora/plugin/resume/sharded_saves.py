@@ -19,7 +19,8 @@ class ShardedSaves:
     """Joins the slices of a sharded run's adapter, or writes them; slices of the last ``keep_last`` steps are kept."""
 
     def __init__(self, directory: str, keep_last: int):
-        self.folder, self.keep_last = os.path.join(directory, training_state.SLICES), keep_last
+        self.folder = os.path.join(directory, training_state.SLICES)
+        self.keep_last = keep_last
 
     def applies_to(self, params: InternalCallbackParam) -> bool:
         """Tells whether the run is sharded."""
@@ -48,7 +49,8 @@ class ShardedSaves:
 
         All ranks must call this. Raises LoraError if the slices do not make up the tensors, or are of different steps.
         """
-        network, layouts = base_of(params.train_network), params.train_network.parameter_layout_dict
+        network = base_of(params.train_network)
+        layouts = params.train_network.parameter_layout_dict
         try:
             return sharded_adapter.gather(network, layouts, params.cur_step_num)
         except BackendError as error:

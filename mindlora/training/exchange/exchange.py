@@ -113,7 +113,8 @@ class DenseExchange(Exchange):
 
     def __init__(self, size: int, ranks: Ranks):
         super().__init__()
-        self.size, self.ranks = size, ranks
+        self.size = size
+        self.ranks = ranks
         self.all_reduce = ranks.all_reduce()
 
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
@@ -139,8 +140,10 @@ class Float16Exchange(Exchange):
 
     def __init__(self, size: int, ranks: Ranks):
         super().__init__()
-        self.size, self.ranks = size, ranks
-        self.all_reduce, self.all_reduce_largest = ranks.all_reduce(), ranks.all_reduce()
+        self.size = size
+        self.ranks = ranks
+        self.all_reduce = ranks.all_reduce()
+        self.all_reduce_largest = ranks.all_reduce()
         self.smallest = Tensor(2.0**-100, mstype.float32)
 
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:

@@ -41,14 +41,17 @@ class QuantizedExchange(Exchange):
 
     def __init__(self, size: int, ranks: Ranks, bits: int = 6, feedback: bool = True):
         super().__init__()
-        self.size, self.ranks, self.feedback = size, ranks, feedback
+        self.size = size
+        self.ranks = ranks
+        self.feedback = feedback
         self.blocks = -(-size // BLOCK)
         self.padding = Tensor(np.zeros(self.blocks * BLOCK - size), mstype.float32)
         self.is_padded = self.blocks * BLOCK > size
         self.in_word = WORD_BITS // bits
         self.words = self.blocks * BLOCK // self.in_word
         self.levels = levels(bits, ranks.count)
-        self.sum_largest, self.sum_words = ranks.all_reduce(), ranks.all_reduce()
+        self.sum_largest = ranks.all_reduce()
+        self.sum_words = ranks.all_reduce()
         self.base = float(2**bits)
         powers = self.base ** np.arange(self.in_word)
         self.powers = Tensor(powers, mstype.float32)

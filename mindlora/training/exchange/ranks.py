@@ -10,7 +10,9 @@ from mindspore.common import dtype as mstype
 
 from mindlora.errors import LoraError
 
-FLOAT32, FLOAT16 = 4, 2  # bytes
+# Bytes of a number.
+FLOAT32 = 4
+FLOAT16 = 2
 # On CPUs the receiver of a message sends the whole of it back as its receipt, so a network device counts twice as much.
 CPU_RECEIPTS = 2
 

@@ -23,11 +23,14 @@ class TwoLevelExchange(Exchange):
 
     def __init__(self, size: int, within: Ranks, between: Exchange):
         super().__init__()
-        self.size, self.within, self.between = size, within, between
+        self.size = size
+        self.within = within
+        self.between = between
         self.part = part_size(size, within)
         self.start = within.rank * self.part
         self.padded = self.part * within.count
-        self.sum_machine, self.put_together = within.all_reduce(), within.all_reduce()
+        self.sum_machine = within.all_reduce()
+        self.put_together = within.all_reduce()
 
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
         machine = self.sum_machine(flat)

@@ -217,8 +217,10 @@ def _y(axis: Axis, values) -> np.ndarray:
 def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]:
     """Returns (color, style, path data) of a line, interrupted where a value is not finite, and of its dots."""
     with np.errstate(invalid="ignore"):
-        xs, ys = _x(x_axis, line.steps), _y(y_axis, np.where(np.isfinite(line.values), line.values, np.nan))
-    parts, dots = [], []
+        xs = _x(x_axis, line.steps)
+        ys = _y(y_axis, np.where(np.isfinite(line.values), line.values, np.nan))
+    parts = []
+    dots = []
     pen_down = False
     for x, y in zip(xs.tolist(), ys.tolist()):
         if math.isnan(y):

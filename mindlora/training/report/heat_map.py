@@ -6,7 +6,10 @@ import re
 from typing import Callable, Dict, List, Optional, Tuple
 
 # The picture, in the units of its viewBox.
-WIDTH, LEFT, TOP, ROW = 560, 132, 8, 22
+WIDTH = 560
+LEFT = 132
+TOP = 8
+ROW = 22
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -131,7 +134,8 @@ def _used_rank(cell: dict) -> Optional[float]:
     return None if cell["effective_rank"] is None else cell["effective_rank"] / cell["rank"]
 
 
-_CHANGE, _CHANGE_NORM = "Change of the weight, |D| / |W|", "Norm of the change, |D|"
+_CHANGE = "Change of the weight, |D| / |W|"
+_CHANGE_NORM = "Norm of the change, |D|"
 _QUANTITIES: Tuple[Tuple[str, Callable[[dict], Optional[float]]], ...] = (
     (_CHANGE, lambda cell: cell["change"]),
     (_CHANGE_NORM, lambda cell: cell["change_norm"]),

@@ -98,7 +98,8 @@ def run_names(directories: Sequence[str]) -> List[str]:
 
 
 def _run(history: History, name: str, color: int) -> Run:
-    run, health = _latest_run(history), history.health[-1] if history.health else None
+    run = _latest_run(history)
+    health = history.health[-1] if history.health else None
     return Run(
         name=name,
         color=color,
@@ -195,7 +196,8 @@ def _duration(history: History) -> Optional[str]:
         own = times[(steps > begin) & (steps <= end)]
         if len(own) and run["run"].get("time") is not None:
             seconds += own[-1] - run["run"]["time"]
-    minutes, hours = round(seconds) // 60, round(seconds) // 3600
+    minutes = round(seconds) // 60
+    hours = round(seconds) // 3600
     if hours:
         return f"{hours} h {minutes % 60} min"
     return f"{minutes} min {round(seconds) % 60} s" if minutes else f"{seconds:.1f} s"
