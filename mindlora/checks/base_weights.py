@@ -26,7 +26,8 @@ def check_base_weights(config: Mapping[str, Any]) -> Iterator[Finding]:
     Of a folder, only whose names it has is looked at. Nothing is said of a quantized base, a model whose cells are not
     known, or a run in parallel, whose checkpoint may be divided.
     """
-    path, format_ = base_of(config)[1], config.get("load_ckpt_format")
+    path = base_of(config)[1]
+    format_ = config.get("load_ckpt_format")
     expected = {} if config.get("use_parallel") else _linear_shapes(config)
     file = _file_of(path, format_) if path and expected else None
     if file is None:

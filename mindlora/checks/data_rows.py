@@ -105,7 +105,8 @@ def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List
 
 
 def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mapping[str, Any]) -> Iterator[Finding]:
-    key, length = where.split(" ")[0], model["seq_length"]
+    key = where.split(" ")[0]
+    length = model["seq_length"]
     found = len(rows[0]["input_ids"])
     if found not in lengths:
         more = lengths[-1] - length
@@ -116,7 +117,8 @@ def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mappi
             f"{' or '.join(map(str, lengths))}.",
             f"Set seq_length: {found - more}{convert}.",
         )
-    largest, vocabulary = max(int(row["input_ids"].max()) for row in rows), model.get("vocab_size")
+    largest = max(int(row["input_ids"].max()) for row in rows)
+    vocabulary = model.get("vocab_size")
     if isinstance(vocabulary, int) and largest >= vocabulary:
         yield error(
             key,
@@ -169,7 +171,8 @@ def _are_unshifted(rows: List[Row]) -> bool:
 
 def _check_batch(config: Mapping[str, Any], data: Optional[Data], first_rows: FirstRows) -> Iterator[Finding]:
     """Yields why the files make no batch: columns that they do not have, or too few rows for one."""
-    dataset, files = config.get("train_dataset") or {}, mindrecord_files(data) if data else []
+    dataset = config.get("train_dataset") or {}
+    files = mindrecord_files(data) if data else []
     row = next(first_rows(files[0], 1), None) if files else None
     if row is None:
         return
@@ -212,7 +215,8 @@ def _rows_up_to(enough: int, files: Sequence[str]) -> float:
 def _padding(rows: List[Row], ignored: int) -> Optional[int]:
     """Returns the token that rows end in where nothing counts, or None if no row is padded."""
     for row in rows:
-        tokens, labels = row["input_ids"], row.get("labels")
+        tokens = row["input_ids"]
+        labels = row.get("labels")
         # set_boundary looks at packed rows, where another padding may do no harm.
         if labels is None or len(labels) != len(tokens) or BOUNDARY in row:
             return None

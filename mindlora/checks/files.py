@@ -124,7 +124,9 @@ def _check_data(config: Mapping[str, Any], kind: str, complete: bool) -> Iterato
         return
     if loader.get("type") != "MindDataset" or loader.get("dataset_files"):
         return
-    key, path, flag = f"{key}.dataset_dir", loader.get("dataset_dir"), f"--{kind}_dataset_dir"
+    key = f"{key}.dataset_dir"
+    path = loader.get("dataset_dir")
+    flag = f"--{kind}_dataset_dir"
     if not path and complete:
         yield error(key, f"{key} is empty.", f"Name a MindRecord, or a folder of them, with {flag}.")
         return

@@ -26,7 +26,8 @@ def check_mcore(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each reason why a YAML of an mcore model with pet_config cannot run."""
     if not is_mcore(config) or not value_at(config, PET):
         return
-    family, mode = family_of(config), config.get("run_mode")
+    family = family_of(config)
+    mode = config.get("run_mode")
     trained = registry.trained_mcore_classes().values()
     architecture = registry.by_model_type(family)
     if architecture is None or family not in trained:

@@ -9,7 +9,8 @@ from mindlora.checks.finding import Finding, note, warning
 from mindlora.common.run_modes import SHARDING_MODES, TRAINING_MODES
 from mindlora.common.yaml_file import value_at
 
-_RECOMPUTE, _SWAP = "recompute_config", "swap_config"
+_RECOMPUTE = "recompute_config"
+_SWAP = "swap_config"
 # Keys that say how to recompute, with the value that leaves them off.
 _HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation": False, "mp_comm_recompute": True}
 
@@ -45,7 +46,8 @@ def _check_recomputation(config) -> Iterator[Finding]:
 
 
 def _check_swapping(config) -> Iterator[Finding]:
-    key, node = f"{_SWAP}.swap", value_at(config, _SWAP) or {}
+    key = f"{_SWAP}.swap"
+    node = value_at(config, _SWAP) or {}
     named = [name for name in ("layer_swap", "op_swap") if node.get(name)]
     if not node.get("swap"):
         if named:

@@ -106,7 +106,8 @@ def _warnings_of(logger):
     """Yields a list that collects the warnings of ``logger``, which are not shown meanwhile."""
     collector = _Collector(logging.WARNING)
     before = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [collector], False
+    logger.handlers = [collector]
+    logger.propagate = False
     try:
         yield collector.messages
     finally:

@@ -135,7 +135,8 @@ def _check_held_out(config: Mapping[str, Any], where: str, callback: Mapping[str
             "Add it.",
         )
         return
-    saved, measured = callback.get("save_steps", 100), measuring[0].get("every_steps", 100)
+    saved = callback.get("save_steps", 100)
+    measured = measuring[0].get("every_steps", 100)
     if saved in COUNT and measured in COUNT and saved % measured:
         yield error(
             where,

@@ -177,7 +177,8 @@ class Architecture:
 
     def in_layers(self, path: str, source: str, target: str) -> str:
         """Returns ``path`` of ``source`` with what ``target`` has before the number of a layer."""
-        here, there = self.layers.under(source), self.layers.under(target)
+        here = self.layers.under(source)
+        there = self.layers.under(target)
         path = within_mcore(path) if source == MCORE else path
         return there + path[len(here) :] if here and there and path.startswith(here + ".") else path
 
@@ -272,7 +273,8 @@ class Architecture:
     def _renamed(self, name: str, kind: str, source: str, target: str) -> Optional[str]:
         name = within_mcore(name) if source == MCORE else name
         for pair in self._by_leaf[kind, source].get(name.rpartition(".")[2], ()):
-            here, there = pair.under(source), pair.under(target)
+            here = pair.under(source)
+            there = pair.under(target)
             if there and ends_in(name, here) and not self._is_anothers(name, pair, source):
                 return self.in_layers(name[: len(name) - len(here)] + there, source, target)
         return None

@@ -110,7 +110,9 @@ def _norm_sizes(model_config: dict, config: ModelConfig) -> Dict[str, int]:
 
 
 def _attention_sizes(config: ModelConfig) -> Sizes:
-    hidden, heads, q_rank = config["hidden"], config["heads"], config["q_rank"]
+    hidden = config["hidden"]
+    heads = config["heads"]
+    q_rank = config["q_rank"]
     query = heads * (config["qk_head"] + config["rotary_head"])
     up = (heads * (config["qk_head"] + config["v_head"]), config["kv_rank"])
     down = config["kv_rank"] + config["rotary_head"]
@@ -127,7 +129,9 @@ def _attention_sizes(config: ModelConfig) -> Sizes:
 
 def _routed_layers(config: ModelConfig) -> List[Any]:
     """Returns for each layer whether it has experts."""
-    layers, dense, every = config["layers"], config["dense_layers"], config["expert_layers"]
+    layers = config["layers"]
+    dense = config["dense_layers"]
+    every = config["expert_layers"]
     if not config["experts"]:
         return [False] * layers
     if dense:

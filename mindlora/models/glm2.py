@@ -18,7 +18,8 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
     def get(key: str, default: Any) -> Any:
         return model_config.get(key, default)
 
-    hidden, inner = get("hidden_size", 4096), get("ffn_hidden_size", 13696)
+    hidden = get("hidden_size", 4096)
+    inner = get("ffn_hidden_size", 13696)
     query = get("kv_channels", 128) * get("num_attention_heads", 32)
     key_value = get("kv_channels", 128) * get("multi_query_group_num", 2)
     key_value = key_value if get("multi_query_attention", True) else query

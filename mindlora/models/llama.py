@@ -13,7 +13,8 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
         value = model_config.get(key)
         return default if value is None else value
 
-    hidden, heads = get("hidden_size", 4096), get("num_heads", 32)
+    hidden = get("hidden_size", 4096)
+    heads = get("num_heads", 32)
     key_value = get("n_kv_heads", heads) * (hidden // heads)
     inner = get("intermediate_size") or _inner_size(hidden, get("multiple_of", 256), get("ffn_dim_multiplier"))
     if get("qkv_concat", False):

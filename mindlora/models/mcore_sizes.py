@@ -76,7 +76,9 @@ class GroupedSizes:
     def linear(self, model_config: dict) -> Sizes:
         """Returns path -> (out, in) of the linear cells; routed experts are none."""
         config = ModelConfig(model_config, self.defaults)
-        hidden, heads, head_dim = config["hidden"], config["heads"], _head_dim(config)
+        hidden = config["hidden"]
+        heads = config["heads"]
+        head_dim = _head_dim(config)
         key_value = (config["kv_heads"] or heads) * head_dim
         layer = {
             "self_attention.linear_qkv": (heads * head_dim + 2 * key_value, hidden),
@@ -111,7 +113,9 @@ def feed_forward_sizes(holder: str, inner: int, config: ModelConfig) -> Sizes:
 
 def expert_sizes(holder: str, config: ModelConfig, dtype: str) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of the router and the stacked experts that the cell at path ``holder`` holds."""
-    hidden, experts, inner = config["hidden"], config["experts"], config["expert_inner"]
+    hidden = config["hidden"]
+    experts = config["experts"]
+    inner = config["expert_inner"]
     shapes = {"router.weight": (experts, hidden)}
     shapes |= {"experts.weight1": (experts * hidden, 2 * inner), "experts.weight2": (experts * inner, hidden)}
     return {f"{holder}.{end}": ParameterSize(shape, dtype) for end, shape in shapes.items()}

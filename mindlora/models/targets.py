@@ -219,7 +219,9 @@ def _suffix_matcher(suffix: str) -> _Matcher:
 def _split_alternatives(pattern: str) -> List[str]:
     """Splits a regex at each | outside brackets, unless one of the pieces would not be a regex by itself."""
     pieces: List[str] = []
-    depth, in_class, escaped, piece = 0, False, False, ""
+    depth = 0
+    in_class = escaped = False
+    piece = ""
     for char in pattern:
         if escaped:
             escaped = False

@@ -147,7 +147,8 @@ def choose_for_cell(op: str, rank: int, dtype: mstype.Type, sharded: bool) -> Ch
     Raises BackendError if MINDLORA_BACKEND names a path that is unknown or not available for this cell. ``dtype`` is
     that in which the cell computes; with ``sharded`` it has a shard strategy.
     """
-    choice, problem = choose(op), ""
+    choice = choose(op)
+    problem = ""
     if sharded:
         problem = "the cell has a shard strategy, which fused operators cannot follow"
     elif rank > MAX_RANK:

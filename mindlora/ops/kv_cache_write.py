@@ -32,7 +32,9 @@ class KvCacheWrite(OperatorCell):
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
     """
 
-    op, inputs, writes = "kv_cache_write", 5, True
+    op = "kv_cache_write"
+    inputs = 5
+    writes = True
 
     def construct(
         self, key: Tensor, value: Tensor, key_cache: Parameter, value_cache: Parameter, slot_mapping: Tensor

@@ -35,7 +35,8 @@ class LoraDelta(OperatorCell):
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
-    op, inputs = "lora_delta", 5
+    op = "lora_delta"
+    inputs = 5
 
     def __init__(self):
         super().__init__()

@@ -36,14 +36,20 @@ class LoraDropout(OperatorCell):
     Source: Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting, 2014.
     """
 
-    op, inputs = "lora_dropout", 3
+    op = "lora_dropout"
+    inputs = 3
 
     def __init__(self):
         super().__init__()
         # Primitives only: a function that the forward calls cannot be compiled again for the backward.
-        self.exclusive_or, self.both, self.shift = ops.BitwiseXor(), ops.BitwiseAnd(), ops.RightShift()
-        self.range, self.select, self.zeros = ops.Range(), ops.Select(), ops.ZerosLike()
-        self.by_15, self.by_16 = Tensor(15, ms.int32), Tensor(16, ms.int32)
+        self.exclusive_or = ops.BitwiseXor()
+        self.both = ops.BitwiseAnd()
+        self.shift = ops.RightShift()
+        self.range = ops.Range()
+        self.select = ops.Select()
+        self.zeros = ops.ZerosLike()
+        self.by_15 = Tensor(15, ms.int32)
+        self.by_16 = Tensor(16, ms.int32)
         self.low_16, self.low_17, self.low_31 = (Tensor(2**bits - 1, ms.int32) for bits in (16, 17, 31))
 
     def construct(self, x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
@@ -90,7 +96,9 @@ class LoraDeltaWithDropout(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.dropout, self.products, self.depend = LoraDropout(), Products(), ops.Depend()
+        self.dropout = LoraDropout()
+        self.products = Products()
+        self.depend = ops.Depend()
 
     def construct(
         self, y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, seed: Tensor, rate: Tensor

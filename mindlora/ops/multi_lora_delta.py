@@ -44,7 +44,8 @@ class MultiLoraDelta(OperatorCell):
     LoRA Adapters, 2023.
     """
 
-    op, inputs = "multi_lora_delta", 6
+    op = "multi_lora_delta"
+    inputs = 6
 
     def __init__(self):
         super().__init__()
@@ -63,14 +64,17 @@ class MultiLoraDelta(OperatorCell):
         self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor
     ) -> Tensor:
         """The same on the other paths. On the composed one y0 may have a wider dtype than x, and so has the result."""
-        shape, x = x.shape[:-1] + (y0.shape[-1],), ops.reshape(self.wide(x), (-1, x.shape[-1]))
+        shape = x.shape[:-1] + (y0.shape[-1],)
+        x = ops.reshape(self.wide(x), (-1, x.shape[-1]))
         indices = ops.slice(indices, (0,), (x.shape[0],))
         multiply = self.kernel if self.path == "ascend" else self.composed
         return ops.cast(ops.reshape(multiply(y0, x, pool, ranks, scales, indices), shape), y0.dtype)
 
     def composed(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
-        slots, max_rank, in_channels = pool.shape[0], pool.shape[1], x.shape[1]
+        slots = pool.shape[0]
+        max_rank = pool.shape[1]
+        in_channels = x.shape[1]
         slot = ops.clamp(indices, 0, slots - 1)
         # Unused elements are replaced rather than multiplied by zero, which would let NaN through.
         used = ops.expand_dims(ops.arange(0, max_rank, 1, dtype=mstype.int32), 0) < ops.expand_dims(ranks[slot], 1)

@@ -35,11 +35,13 @@ class MultiLoraLinear(OperatorCell):
     Source: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023.
     """
 
-    op, inputs = "multi_lora_linear", 6
+    op = "multi_lora_linear"
+    inputs = 6
 
     def __init__(self):
         super().__init__()
-        self.products, self.delta = Products(), MultiLoraDelta()
+        self.products = Products()
+        self.delta = MultiLoraDelta()
 
     def construct(self, x: Tensor, w: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         self.check((x.dtype, w.dtype, pool.dtype), (ranks.dtype, scales.dtype, indices.dtype))

@@ -48,7 +48,9 @@ class MultiLoraSlotWrite(OperatorCell):
     Source: Sheng et al., S-LoRA: Serving Thousands of Concurrent LoRA Adapters, 2023.
     """
 
-    op, inputs, writes = "multi_lora_slot_write", 6, True
+    op = "multi_lora_slot_write"
+    inputs = 6
+    writes = True
 
     def __init__(self):
         super().__init__()

@@ -44,15 +44,20 @@ class Nf4Linear(OperatorCell):
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
-    op, inputs = "nf4_linear", 5
+    op = "nf4_linear"
+    inputs = 5
 
     def __init__(self):
         super().__init__()
         self.products = Products()
         if self.path == "cpu":
-            self.grad_kernel, self.grad_like_kernel = CpuKernel("Nf4LinearGrad", 5), CpuKernel("Nf4LinearGradLike", 6)
+            self.grad_kernel = CpuKernel("Nf4LinearGrad", 5)
+            self.grad_like_kernel = CpuKernel("Nf4LinearGradLike", 6)
         # Primitives, because their functional forms cannot be called in a backward in graph mode.
-        self.gather, self.concat, self.tile, self.depend = ops.Gather(), ops.Concat(2), ops.Tile(), ops.Depend()
+        self.gather = ops.Gather()
+        self.concat = ops.Concat(2)
+        self.tile = ops.Tile()
+        self.depend = ops.Depend()
         self.vector = Tensor([0], mstype.float32)
         self.low_values, self.high_values = map(Tensor, BYTE_VALUES)
 
@@ -81,7 +86,8 @@ class Nf4Linear(OperatorCell):
             # The kernel reads only the dtype of a vector, so that x need not be kept for it.
             like = ops.cast(self.vector, like.dtype) if self.has_whole_blocks(like, absmax) else like
             return self.kernel(like, codes, absmax, scales, offsets)
-        at, halves = ops.cast(codes, mstype.int32), (-1, absmax.shape[1], codes.shape[1] // absmax.shape[1])
+        at = ops.cast(codes, mstype.int32)
+        halves = (-1, absmax.shape[1], codes.shape[1] // absmax.shape[1])
         low, high = self.gather(self.low_values, at, 0), self.gather(self.high_values, at, 0)
         values = self.concat((ops.reshape(low, halves), ops.reshape(high, halves)))
         block = ops.reshape(ops.cast(absmax, mstype.float32), (-1,))

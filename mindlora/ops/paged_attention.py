@@ -6,7 +6,8 @@ from mindspore import Parameter, Tensor
 from mindlora.ops.operator_cell import OperatorCell, check_dtypes, check_fixed_dtypes
 
 _NAMES = ("query", "key_cache", "value_cache")
-_INDEX_NAMES, _INDEX_DTYPES = ("block_tables", "context_lengths", "query_lengths"), (ms.int32, ms.int32, ms.int32)
+_INDEX_NAMES = ("block_tables", "context_lengths", "query_lengths")
+_INDEX_DTYPES = (ms.int32, ms.int32, ms.int32)
 
 
 class PagedAttention(OperatorCell):
@@ -42,7 +43,8 @@ class PagedAttention(OperatorCell):
     FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
     """
 
-    op, inputs = "paged_attention", 6
+    op = "paged_attention"
+    inputs = 6
 
     def construct(
         self,

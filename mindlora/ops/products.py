@@ -13,7 +13,8 @@ class Products(nn.Cell):
     def __init__(self):
         super().__init__()
         self.widen = ms.get_context("device_target") == "CPU"
-        self.nn, self.nt = ops.MatMul(), ops.MatMul(transpose_b=True)
+        self.nn = ops.MatMul()
+        self.nt = ops.MatMul(transpose_b=True)
         self.tn = ops.MatMul(transpose_a=True)
 
     def wide(self, x: Tensor) -> Tensor:
@@ -51,9 +52,11 @@ class Products(nn.Cell):
 
         dy is [tokens, N], x [tokens, K], a [r, K], b [N, r], and scale one float32 number.
         """
-        low, d_low = self.times_transposed(x, a), self.times(dy, b)
+        low = self.times_transposed(x, a)
+        d_low = self.times(dy, b)
         d_scaled = self.scaled(d_low, scale)
-        dx, da = self.times(d_scaled, a), self.transposed_times(d_scaled, x)
+        dx = self.times(d_scaled, a)
+        da = self.transposed_times(d_scaled, x)
         db = self.transposed_times(dy, self.scaled(low, scale))
         dscale = ops.reshape(ops.cast(low * d_low, mstype.float32).sum(), scale.shape)
         return ops.cast(dx, x.dtype), ops.cast(da, a.dtype), ops.cast(db, b.dtype), dscale

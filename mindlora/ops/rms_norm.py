@@ -26,7 +26,8 @@ class RmsNorm(OperatorCell):
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
 
-    op, inputs = "rms_norm", 3
+    op = "rms_norm"
+    inputs = 3
 
     def construct(self, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x", "weight"), (x.dtype, weight.dtype))

@@ -27,7 +27,8 @@ class RotaryEmbedding(OperatorCell):
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
 
-    op, inputs = "rotary_embedding", 3
+    op = "rotary_embedding"
+    inputs = 3
 
     def construct(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))

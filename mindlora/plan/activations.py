@@ -146,7 +146,8 @@ class Sizes:
     @classmethod
     def of(cls, run: Run) -> "Sizes":
         """Returns the sizes of a run's layers."""
-        parts, attention = run.division.model, run.attention
+        parts = run.division.model
+        attention = run.attention
         return cls(
             run.tokens,
             run.tokens // (parts if run.division.sequence else 1),
@@ -179,7 +180,8 @@ class Activations:
     """What each layer of a run keeps."""
 
     def __init__(self, run: Run, weights: List[Weight]):
-        self.run, self.sizes = run, Sizes.of(run)
+        self.run = run
+        self.sizes = Sizes.of(run)
         self.compute = bytes_of(run.compute_dtype)
         self.norm = bytes_of(run.dtype("layernorm_compute_type", "float32"))
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
@@ -240,7 +242,8 @@ class Activations:
 
     def loss(self) -> int:
         """Returns the bytes of the logits and the loss at their widest point."""
-        vocabulary, division = self.run.vocabulary, self.run.division
+        vocabulary = self.run.vocabulary
+        division = self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
         return LOSS_TENSORS * 4 * self.sizes.tokens * vocabulary // parts
 
@@ -274,15 +277,18 @@ class Activations:
 
     def _norm(self, path: str, needed: bool, trained: Set[str]) -> Iterator[Kept]:
         if needed or path in trained:
-            tokens, hidden = self.sizes.outside, self.sizes.hidden
+            tokens = self.sizes.outside
+            hidden = self.sizes.hidden
             kept = tokens * hidden * self.compute
             # The fused one casts again in the backward; the composed one keeps what it cast.
             yield Kept(f"{path}.cast", kept if self.fuses_norms else tokens * hidden * self.norm, kept)
             yield Kept(f"{path}.rsqrt", tokens * (4 if self.fuses_norms else self.norm))
 
     def _attention(self) -> Iterator[Kept]:
-        sizes, element = self.sizes, self.compute
-        tokens, length = sizes.tokens, self.run.seq_length
+        sizes = self.sizes
+        element = self.compute
+        tokens = sizes.tokens
+        length = self.run.seq_length
         repeated = sizes.queries if sizes.repeats and not self.fuses_attention else sizes.keys
         yield Kept("attention.apply_rotary_emb.add", element * tokens * sizes.queries)
         yield Kept("attention.keys", element * tokens * repeated)

@@ -30,7 +30,8 @@ def adapter_file_size(run: Run) -> Optional[int]:
     """
     if run.lora is None or run.selection is None or not run.lora.variant.in_files or _joins_parts(run):
         return None
-    saved, saved_modules = run.lora.as_saved(), set(run.selection.saved)
+    saved = run.lora.as_saved()
+    saved_modules = set(run.selection.saved)
     adapted = list(run.adapted)
     entries: List[_Entry] = []
     modules = peft_experts.module_paths([path for path in adapted if path in run.experts])
@@ -65,7 +66,8 @@ def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> 
 
 def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
     """Returns path -> (out, in) of the cells that PEFT knows in the place of the one at ``path``."""
-    joined, members = run.architecture.joined_cell(path), run.architecture.joined_parts(path)
+    joined = run.architecture.joined_cell(path)
+    members = run.architecture.joined_parts(path)
     if joined is None or run.architecture.in_hugging_face(path):
         return {path: shape}
     attention = run.attention

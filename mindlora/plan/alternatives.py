@@ -49,7 +49,8 @@ def layouts_of(run: Run, counts: Sequence[int]) -> List[Layout]:
 
 
 def _layout(run: Run, count: int) -> Layout:
-    own, several = run.division, count > 1
+    own = run.division
+    several = count > 1
     experts = count if own.experts > 1 else 1
     ways = {
         "data": Division(data=count),
@@ -135,7 +136,9 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
 
 def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
     """Yields the changes in order; of several variants in a step, the first that fits counts."""
-    recompute, batches, quantized = _recomputation(run), _batches(run), _quantization(run)
+    recompute = _recomputation(run)
+    batches = _batches(run)
+    quantized = _quantization(run)
     yield recompute
     yield batches
     yield _joined(recompute, batches)
@@ -160,7 +163,8 @@ def _recomputation(run: Run) -> List[_Change]:
 def _batches(run: Run) -> List[_Change]:
     """Returns smaller batches with as many more micro-batches, so that a step has as many rows as before."""
     size = value_at(run.config, "runner_config.batch_size") or 1
-    found, factor = [], 2
+    found = []
+    factor = 2
     while run.trains and isinstance(size, int) and size % factor == 0:
         steps = run.accumulation * factor
         words = f"batch_size {size // factor}, gradient_accumulation_steps {steps}"

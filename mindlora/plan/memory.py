@@ -10,7 +10,9 @@ from mindlora.plan.activations import Activations, Recomputation, read_recomputa
 from mindlora.plan.run import Run, layer_of
 from mindlora.plan.units import bytes_of
 
-EXACT, MODEL, ARITHMETIC = "exact", "model, 15 %", "arithmetic"
+EXACT = "exact"
+MODEL = "model, 15 %"
+ARITHMETIC = "arithmetic"
 # Optimizer -> (states of each trained parameter, whether they are float32 whatever the parameter is).
 OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
     "AdamW": (2, True),
@@ -142,7 +144,8 @@ def basis_of(run: Run) -> str:
 
 def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:
     """Returns the parameters of a stage: its layers', on the first one the embedding, on the last one what follows."""
-    layers, last = run.division.layers(run.layers, stage), run.division.pipeline - 1
+    layers = run.division.layers(run.layers, stage)
+    last = run.division.pipeline - 1
 
     def is_here(weight: Weight) -> bool:
         layer = layer_of(weight.path)

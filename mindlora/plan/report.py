@@ -118,7 +118,8 @@ def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: S
         raise ConfigError(f"devices is {list(devices)!r}: it must hold whole numbers of at least 1.")
     run = read_run(config)
     weights = run.weights
-    division, device = run.division, memory_of(run)
+    division = run.division
+    device = memory_of(run)
     return PlanReport(
         name,
         run.architecture.title,

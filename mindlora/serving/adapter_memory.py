@@ -154,7 +154,9 @@ class _Entry:
 
     def forget(self) -> None:
         """Forgets the files, not the read."""
-        self.stamp, self.version, self.packed, self.error, self.fresh = None, 0, None, None, False
+        self.stamp = self.packed = self.error = None
+        self.version = 0
+        self.fresh = False
 
 
 class AdapterMemory:
@@ -302,7 +304,8 @@ class AdapterMemory:
         if entry.packed is not None:
             del self._recent[name]
             self._nbytes -= entry.packed.nbytes
-            entry.packed, entry.fresh = None, False
+            entry.packed = None
+            entry.fresh = False
 
     def _hurry(self, name: str, entry: _Entry) -> None:
         """Has the adapter read before those that are only announced."""
@@ -376,7 +379,8 @@ class AdapterMemory:
             path = self.registry.path(name)
             for pause in _PAUSES:
                 time.sleep(pause)
-                packed, error, stamp = None, None, stamp_of(path)
+                packed = error = None
+                stamp = stamp_of(path)
                 try:
                     packed = self._prepare(path)
                     self._check_size(packed, path)

@@ -44,7 +44,8 @@ class AdapterRegistry:
         self._hidden: Set[str] = set()
         self._paths: Dict[str, str] = dict(self._named)
         self._sorted: Optional[Tuple[List[str], List[str]]] = None
-        self._mtime, self._looked = -1, clock()
+        self._mtime = -1
+        self._looked = clock()
         if self.folder is not None:
             if not os.path.isdir(self.folder):
                 raise ConfigError(f"{self.folder} is not a folder: name one whose subfolders are adapters.")

@@ -50,7 +50,8 @@ class AdapterSlots:
     """
 
     def __init__(self, memory: AdapterMemory, slots: int, write: Callable[[int, Any], None]):
-        self.memory, self.registry = memory, memory.registry
+        self.memory = memory
+        self.registry = memory.registry
         self._write = write
         self._tally = Tally(self.registry)
         self._lock = threading.Lock()
@@ -60,7 +61,7 @@ class AdapterSlots:
         # Numbers of the slots that nobody uses, the next to be written first: empty ones, then by their last use.
         self._idle: "collections.OrderedDict[int, None]" = collections.OrderedDict.fromkeys(range(slots))
         self._pinned: Set[str] = set()
-        self._writes, self._asked = 0, 0
+        self._writes = self._asked = 0
 
     def begin_step(self) -> None:
         """A step begins: from here to the next, one slot may be written."""

@@ -28,7 +28,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.hits = self.evictions = 0
         self._free = list(range(num_blocks))[::-1]
         self._users = [0] * num_blocks

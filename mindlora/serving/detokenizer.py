@@ -178,7 +178,8 @@ class StopMatcher:
 
     def finish(self) -> str:
         """Returns what was held back, at the end of the answer."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _open(self, text):

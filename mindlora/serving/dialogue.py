@@ -36,8 +36,12 @@ class Dialogue:
         system: Optional[str] = None,
         max_tokens: Optional[int] = None,
     ):
-        self._engine, self._form, self._max_tokens = engine, form, max_tokens
-        self.sampling, self.adapter, self.system = sampling, adapter, system
+        self._engine = engine
+        self._form = form
+        self._max_tokens = max_tokens
+        self.sampling = sampling
+        self.adapter = adapter
+        self.system = system
         self.history: List[Dict[str, str]] = []
         self.dropped = 0
         self._answers = 0
@@ -58,7 +62,8 @@ class Dialogue:
         self.dropped = 0
         prompt = self._form.tokens(text, history, self.system)
         while len(prompt) + self._least_room() > self._engine.seq_length and history:
-            history, self.dropped = history[2:], self.dropped + 1
+            history = history[2:]
+            self.dropped += 1
             prompt = self._form.tokens(text, history, self.system)
         room = self._engine.seq_length - len(prompt)
         if room < 1:

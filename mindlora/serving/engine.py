@@ -83,7 +83,9 @@ class Engine:
         ends: FrozenSet[int],
         model_name: str = "base",
     ):
-        self.runner, self.scheduler, self.adapters = runner, scheduler, adapters
+        self.runner = runner
+        self.scheduler = scheduler
+        self.adapters = adapters
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.seq_length = scheduler.seq_length

@@ -120,7 +120,8 @@ class FairQueue:
             self._raise(line.adapter)  # waiting for a slot earns a turn, but no more than that
         self._turn = max(self._turn, self._service[line.adapter])
         self.charge(line.adapter, tokens)
-        line.refused, line.overtaken = False, 0
+        line.refused = False
+        line.overtaken = 0
         self.remove(line.first)
         if line.adapter is not None and self._slotless:
             self._slotless.overtaken += 1

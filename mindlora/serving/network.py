@@ -112,7 +112,10 @@ class ServedStep(nn.Cell):
         self.decodes = decodes_alone(few)
         self.head_has_pool = isinstance(network.lm_head, MultiLoRADense)
         self.on_cpu = ms.get_context("device_target") == "CPU"
-        self.reshape, self.gather, self.assign, self.cast = ops.Reshape(), ops.Gather(), ops.Assign(), ops.Cast()
+        self.reshape = ops.Reshape()
+        self.gather = ops.Gather()
+        self.assign = ops.Assign()
+        self.cast = ops.Cast()
         # What is causal follows from the lengths on a CPU; the shape alone must be that of a mask.
         self.no_mask = Tensor([[0.0]], mstype.float32)
         self.set_train(False)
@@ -242,7 +245,9 @@ class CpuRmsNorm(nn.Cell):
 
     def __init__(self, norm: nn.Cell):
         super().__init__()
-        self.weight, self.norm, self.cast = norm.weight, RmsNorm(), ops.Cast()
+        self.weight = norm.weight
+        self.norm = RmsNorm()
+        self.cast = ops.Cast()
         self.eps = Tensor([norm.eps], mstype.float32)
 
     def construct(self, x: Tensor) -> Tensor:

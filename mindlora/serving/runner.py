@@ -123,7 +123,8 @@ class ModelRunner:
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, MultiLoRADense], dtype: np.dtype, settings: EngineSettings):
-        self.network, self.settings = network, settings
+        self.network = network
+        self.settings = settings
         self.pools = SlotPools(cells, dtype)
         shared = next(iter(cells.values())).slots_of_tokens
         self._steps = {few: ServedStep(network, shared, few) for few in (False, True)}

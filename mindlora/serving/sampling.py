@@ -74,9 +74,12 @@ def _border(masses, needed) -> Tuple[np.float32, int]:
     # Masses below this are less than what is not needed even if all are: the factor is for rounding.
     unneeded = float(masses.sum(dtype=np.float64)) - needed
     low = np.float32(0.999 * max(unneeded, 0.0) / len(masses))
-    high, before = masses.max(), 0.0
-    many, few = len(masses), 0
-    above, product = np.empty(len(masses), bool), np.empty_like(masses)
+    high = masses.max()
+    before = 0.0
+    many = len(masses)
+    few = 0
+    above = np.empty(len(masses), bool)
+    product = np.empty_like(masses)
     for _ in range(_HALVINGS):
         if many - few <= _FEW:
             break
@@ -85,9 +88,12 @@ def _border(masses, needed) -> Tuple[np.float32, int]:
         mass = float(np.multiply(masses, above, out=product).sum(dtype=np.float64))
         count = int(np.count_nonzero(above))
         if mass >= needed:
-            low, many = middle, count
+            low = middle
+            many = count
         else:
-            high, few, before = middle, count, mass
+            high = middle
+            few = count
+            before = mass
     between = np.sort(masses[(masses > low) & (masses <= high)])[::-1]
     last = int(np.searchsorted(before + np.cumsum(between, dtype=np.float64), needed))
     last = min(last, len(between) - 1)

@@ -56,9 +56,12 @@ class Scheduler:
         max_waiting: int,
         seq_length: int,
     ):
-        self.pool, self.adapters = pool, adapters
-        self.max_running, self.max_tokens_per_step = max_running, max_tokens_per_step
-        self.max_waiting, self.seq_length = max_waiting, seq_length
+        self.pool = pool
+        self.adapters = adapters
+        self.max_running = max_running
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_waiting = max_waiting
+        self.seq_length = seq_length
         self.running: List[Request] = []
         self.failed: List[Request] = []
         self.preemptions = 0
@@ -137,7 +140,9 @@ class Scheduler:
             self._queue.remove(request)
         self._drop_blocks(request)
         self._give_lease_back(request)
-        request.state, request.finish_reason, request.error = State.FINISHED, reason, error
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.error = error
         request.finished = time.monotonic()
         return True
 
@@ -146,7 +151,8 @@ class Scheduler:
         return self.finish(request, "cancelled")
 
     def _check(self, request: Request) -> None:
-        prompt, new = len(request.prompt), request.sampling.max_tokens
+        prompt = len(request.prompt)
+        new = request.sampling.max_tokens
         if prompt == 0:
             raise RequestError("The prompt has no tokens: give it at least one.")
         if new < 1:

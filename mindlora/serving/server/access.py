@@ -36,7 +36,8 @@ class ApiKeys:
                 continue
             if len(words) != 2:
                 raise ConfigError(f"--api-key-file {path}, line {number}: write a name, a space and its key.")
-            name, digest = words[0], _digest(words[1].encode())
+            name = words[0]
+            digest = _digest(words[1].encode())
             if name in self._digests or digest in self._digests.values():
                 raise ConfigError(f"--api-key-file {path}, line {number} repeats a name or a key that is above it.")
             self._digests[name] = digest
@@ -61,7 +62,8 @@ class KeyCheck:
     """The part of the app that lets requests pass if they have a key, and notes whose it is. No keys: all pass."""
 
     def __init__(self, app: Any, keys: Optional[ApiKeys]):
-        self._app, self._keys = app, keys
+        self._app = app
+        self._keys = keys
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if self._keys is not None and scope["type"] == "http" and scope["path"] not in _OPEN:
@@ -124,7 +126,9 @@ class BodyLimit:
     """
 
     def __init__(self, app: Any, max_bytes: int, seconds: float):
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._app = app
+        self._max_bytes = max_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
@@ -181,7 +185,8 @@ class KeyLimits:
     """
 
     def __init__(self, at_once: Optional[int], per_minute: Optional[int]):
-        self._at_once, self._per_minute = at_once, per_minute
+        self._at_once = at_once
+        self._per_minute = per_minute
         self._open: Dict[Optional[str], int] = {}
         self._buckets: Dict[Optional[str], _Bucket] = {}
 
@@ -221,7 +226,9 @@ class _Bucket:
     """Fills evenly up to ``size`` in a minute."""
 
     def __init__(self, size: int, now: float):
-        self._size, self._level, self._filled = size, float(size), now
+        self._size = size
+        self._level = float(size)
+        self._filled = now
 
     def take(self, now: float) -> float:
         """Takes one out, and returns 0; or returns the seconds until there is one."""

@@ -55,7 +55,9 @@ class CompletionForm(Form):
         return schemas.Completion(**self.head, choices=answers, usage=usage)
 
     def _logprobs(self, choice: int, sampled: List[Any]) -> schemas.CompletionLogprobs:
-        tokens, offsets, top = [], [], []
+        tokens = []
+        offsets = []
+        top = []
         for entry in sampled:
             tokens.append(self.texts.text(entry.token))
             offsets.append(self._offsets[choice])

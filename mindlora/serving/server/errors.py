@@ -39,7 +39,10 @@ class ApiError(ServingError):
         retry_after: Optional[int] = None,
     ):
         super().__init__(message)
-        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
 
     @property
     def content(self) -> Dict[str, Any]:

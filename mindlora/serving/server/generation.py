@@ -57,7 +57,8 @@ class Call:
     """
 
     def __init__(self, request: Request, asked: Asked):
-        self._request, self.asked = request, asked
+        self._request = request
+        self.asked = asked
         self._context: Context = context_of(request)
         self.count = len(asked.prompts) * asked.n
         self._streams: Dict[int, Any] = {}
@@ -200,7 +201,8 @@ class Call:
 
     def _fill(self, record):
         usage = self.usage()
-        record.prompt_tokens, record.generated_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.prompt_tokens = usage.prompt_tokens
+        record.generated_tokens = usage.completion_tokens
         record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if record.reason is None and self._reasons:
             record.reason = ",".join(sorted(set(self._reasons.values())))
@@ -264,7 +266,9 @@ class _EventStream(Response):
     def __init__(self, call: Call, first: bytes, events: AsyncGenerator[bytes, None]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._call, self._first, self._rest = call, first, events
+        self._call = call
+        self._first = first
+        self._rest = events
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         try:
@@ -338,7 +342,9 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
     """
     context = context_of(request)
     record = request.scope["state"]["record"]
-    record.model, record.stream, record.choices = body.model, bool(body.stream), prompts * (body.n or 1)
+    record.model = body.model
+    record.stream = bool(body.stream)
+    record.choices = prompts * (body.n or 1)
     if context.settings.log_prompts:
         record.prompt = texts
     body.check_extra()

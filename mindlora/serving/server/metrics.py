@@ -60,7 +60,8 @@ class Busiest:
     """
 
     def __init__(self, count: int, forget: Callable[[str], None]):
-        self._count, self._forget = count, forget
+        self._count = count
+        self._forget = forget
         self._used: Dict[str, int] = {}
         self._shown: Dict[str, None] = {}
 
@@ -144,7 +145,8 @@ class _EngineCollector:
     """What the engine counts itself."""
 
     def __init__(self, engine: Any, busiest: Busiest):
-        self._engine, self._busiest = engine, busiest
+        self._engine = engine
+        self._busiest = busiest
 
     def describe(self) -> Iterator[Metric]:
         """Names nothing, so that registering asks the engine nothing."""

@@ -19,7 +19,8 @@ class ModelList:
     """
 
     def __init__(self, engine: Any, created: int):
-        self._engine, self._created = engine, created
+        self._engine = engine
+        self._created = created
         # The names, and the answer in plain and compressed form: replaced together, as several threads look.
         self._rendered: Tuple[Optional[List[str]], bytes, bytes] = (None, b"", b"")
 

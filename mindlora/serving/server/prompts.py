@@ -19,8 +19,10 @@ class Prompts:
     """
 
     def __init__(self, engine: Any, decoder: TextDecoder, settings: ServerSettings):
-        self._tokenizer, self._seq_length = engine.tokenizer, engine.seq_length
-        self._decoder, self._settings = decoder, settings
+        self._tokenizer = engine.tokenizer
+        self._seq_length = engine.seq_length
+        self._decoder = decoder
+        self._settings = settings
         self._chat: Optional[ChatPrompt] = None
         form = None if settings.template == "chat" else settings.template
         try:
@@ -63,7 +65,9 @@ class Prompts:
 
         Raises ApiError, 400, if the prompt is empty, or prompt or answer are longer than allowed.
         """
-        count, most, answer = len(tokens), self._settings.max_prompt_tokens, self._settings.max_output_tokens
+        count = len(tokens)
+        most = self._settings.max_prompt_tokens
+        answer = self._settings.max_output_tokens
         if not count:
             raise ApiError("The prompt has no tokens.", param="prompt")
         if most is not None and count > most:

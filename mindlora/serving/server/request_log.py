@@ -82,7 +82,9 @@ class Recorder:
     """
 
     def __init__(self, app: Any, log: RequestLog, count: Callable[[RequestRecord], None]):
-        self._app, self._log, self._count = app, log, count
+        self._app = app
+        self._log = log
+        self._count = count
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":

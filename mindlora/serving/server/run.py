@@ -97,7 +97,8 @@ class _Signals:
 
     def __init__(self):
         loop = asyncio.get_running_loop()
-        self.first, self.second = loop.create_future(), loop.create_future()
+        self.first = loop.create_future()
+        self.second = loop.create_future()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._take)
 
