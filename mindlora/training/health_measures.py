@@ -19,17 +19,14 @@ _SAMPLED_ROWS = 256
 
 @dataclasses.dataclass(frozen=True)
 class CellValues:
-    """What the health of one cell's adapter is computed from.
+    """What the health of one cell's adapter is computed from; the dicts are by part, and arrays are float32.
 
     Attributes:
-        rank (int): Rank r.
-        parts (dict): Name of the part -> its values, float32.
         zero_part (str): The part that is zero until it trains.
         factors (tuple or None): What change_factors returned, or None if there is no such product.
-        scale (float): The adapter's scale.
         weight_norm (float or None): |W|.
-        before (dict): Name of the part -> its values before the last step, of the parts that train.
-        gradient_norms (dict): Name of the part -> norm of its gradient in the last step.
+        before (dict): Values before the last step, of the parts that train.
+        gradient_norms (dict): Norms of the gradients in the last step.
     """
 
     rank: int
@@ -50,11 +47,8 @@ def cell_values(
 ) -> CellValues:
     """Returns what is measured on a cell.
 
-    Args:
-        cell (LoRACell): The cell.
-        norm_of_weight (float or None): What weight_norm returned for it.
-        before (mapping): Name of the part -> its values before the last step; empty if they are not known.
-        gradient_norms (mapping): Name of a parameter -> norm of its gradient; empty if they are not known.
+    ``before`` has the values of its parts before the last step, and ``gradient_norms`` the norms by parameter name; both
+    are empty if they are not known.
     """
     parts = float_parts(cell)
     factors = None
@@ -82,12 +76,7 @@ def cell_values(
 
 
 def float_parts(cell: LoRACell, trained: bool = False) -> Dict[str, np.ndarray]:
-    """Returns the parts of a cell's adapter as float32 arrays, which may share memory with the parameters.
-
-    Args:
-        cell (LoRACell): The cell.
-        trained (bool): Whether to return only those that train. Default: False.
-    """
+    """Returns the parts, or those that train, as float32 arrays, which may share memory with the parameters."""
     return {
         name: to_float32(to_array(parameter))
         for name, parameter in cell.parts().items()
@@ -96,11 +85,7 @@ def float_parts(cell: LoRACell, trained: bool = False) -> Dict[str, np.ndarray]:
 
 
 def weight_norm(cell: LoRACell) -> Optional[float]:
-    """Returns |W| of the base, estimated from at most 256 rows of W: the first ones of a quantized W, or evenly spread.
-
-    Args:
-        cell (LoRACell): A cell whose weight has values.
-    """
+    """Returns |W| of the base, estimated from at most 256 rows: the first ones of a quantized W, or evenly spread."""
     if cell.quantization:
         rows = cell.sample(_SAMPLED_ROWS)[0]
         count = matrix_shape(cell)[0]
@@ -123,12 +108,7 @@ def _initial_pair(cell):
 
 
 def measure(step: int, cells: Dict[str, CellValues]) -> HealthReport:
-    """Returns the health of all cells after a step, without findings.
-
-    Args:
-        step (int): The step.
-        cells (dict): Path -> CellValues.
-    """
+    """Returns the health of all cells, by path, after a step, without findings."""
     values = _all_singular_values({path: cell.factors for path, cell in cells.items() if cell.factors is not None})
     return HealthReport(step, {path: _cell_health(cell, values.get(path)) for path, cell in cells.items()})
 
@@ -136,17 +116,10 @@ def measure(step: int, cells: Dict[str, CellValues]) -> HealthReport:
 def change_factors(
     a: np.ndarray, b: np.ndarray, initial: Optional[Tuple[np.ndarray, np.ndarray]] = None
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns two matrices whose product is B A, or B A - B0 A0.
+    """Returns two matrices, [out, r] and [r, in], whose product is B A, or B A - B0 A0 if ``initial`` is (A0, B0).
 
-    The second is formed as [B - B0, B] [A0; A - A0], where nothing cancels however little A and B have moved.
-
-    Args:
-        a (numpy.ndarray): A, float32 [r, in], or of a convolution [r, in, kh, kw].
-        b (numpy.ndarray): B, float32 [out, r], or of a convolution [out, r, 1, 1].
-        initial (tuple): A0 and B0, of the same shapes. Default: None.
-
-    Returns:
-        tuple of numpy.ndarray, [out, r] and [r, in]; with ``initial``, of rank 2 r.
+    The second is formed as [B - B0, B] [A0; A - A0], of rank 2 r, where nothing cancels however little A and B have moved.
+    A is float32 [r, in] and B [out, r]; of a convolution they are [r, in, kh, kw] and [out, r, 1, 1].
     """
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
     if initial is None:
@@ -158,9 +131,6 @@ def change_factors(
 def effective_rank(singular_values: np.ndarray) -> Optional[float]:
     """Returns exp(-sum p_i log p_i) with p_i the i-th singular value over their sum; None if all are zero.
 
-    Args:
-        singular_values (numpy.ndarray): float64 [r], none negative.
-
     Source: Roy and Vetterli, The effective rank: A measure of effective dimensionality, 2007.
     """
     total = singular_values.sum()
@@ -171,17 +141,11 @@ def effective_rank(singular_values: np.ndarray) -> Optional[float]:
 
 
 def singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Returns the singular values of products from the Gram matrices of their factors, without forming a product.
+    """Returns the singular values, the largest first, of products from the Gram matrices of their factors alone.
 
-    The matrices G = L^T L and H = R R^T have roots with G = P^T P and H = Q^T Q, and L R has the singular values of
-    P Q^T. Values below about 1e-7 of the largest are lost; the rounding of float32 factors has changed them already.
-
-    Args:
-        left (numpy.ndarray): G of each product, float64 [cells, r, r].
-        right (numpy.ndarray): H of each product, float64 [cells, r, r].
-
-    Returns:
-        numpy.ndarray, float64 [cells, r], the largest first.
+    ``left`` and ``right`` are G = L^T L and H = R R^T of each product L R, float64 [cells, r, r]. They have roots with
+    G = P^T P and H = Q^T Q, and L R has the singular values of P Q^T: float64 [cells, r]. Values below about 1e-7 of
+    the largest are lost; the rounding of float32 factors has changed them already.
     """
     # Rows of R of very different sizes (A0 and A - A0) would cost digits: each gets the norm 1, and L the rest.
     norms = np.sqrt(np.einsum("cii->ci", right))

@@ -46,7 +46,6 @@ class Situation:
     """A report and what the rules need to know from before it.
 
     Attributes:
-        report (HealthReport): The report to judge.
         gradients (dict): Path -> gradient norms of the cell at the last measurements, oldest first.
         rate_settled (bool): Whether the learning rate has stopped rising and is at least half of its highest value, so
             that small updates are not those of a warm-up or of a schedule that ends.
@@ -68,9 +67,7 @@ class HealthRules:
     def judge(self, report: HealthReport, learning_rate: Optional[float] = None) -> Tuple[HealthReport, List[Finding]]:
         """Returns the report with all findings, and those of them that did not hold at the report before.
 
-        Args:
-            report (HealthReport): What was measured.
-            learning_rate (float): Of the step of the report. Default: None, if it is not known.
+        ``learning_rate`` is that of the report's step, None if it is not known.
         """
         situation = Situation(report, self.gradients, self._settled(report.step, learning_rate))
         findings = [Finding(rule.__name__, *fault) for rule in RULES for fault in rule(situation)]

@@ -16,17 +16,9 @@ PAIRS = (("norm1", "nonlinearity"), ("norm2", "nonlinearity"), ("conv_norm_out",
 
 
 class NormActivation(nn.Cell):
-    """y = SiLU(GroupNorm(x)), recomputed in the backward: x is kept, and GroupNorm(x) is not.
+    """y = SiLU(GroupNorm(x)), recomputed in the backward: x [N, channels, ...] is kept, and GroupNorm(x) is not.
 
-    Args:
-        norm (nn.Cell): The GroupNorm; its parameters keep their names.
-        activation (nn.Cell): The SiLU.
-
-    Inputs:
-        - **x** (Tensor) - Shape [N, channels, ...].
-
-    Outputs:
-        Tensor of the shape and dtype of x.
+    The norm's parameters keep their names.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
@@ -42,11 +34,7 @@ class NormActivation(nn.Cell):
 
 
 class Activated(nn.Cell):
-    """What stands behind a NormActivation in a SequentialCell: it returns what is activated already as it is.
-
-    Args:
-        activation (nn.Cell): The SiLU in whose place it is.
-    """
+    """What stands in the SiLU's place behind a NormActivation in a SequentialCell: it returns what is activated."""
 
     def __init__(self, activation: nn.Cell):
         super().__init__()
@@ -59,8 +47,7 @@ class Activated(nn.Cell):
 class AfterNorm(Activated):
     """The same in a block, which also activates the embedding of the time: that has two axes, feature maps have four.
 
-    Raises:
-        ValueError: The input has another number of axes, as in blocks for videos.
+    Raises ValueError if the input has another number of axes, as in blocks for videos.
     """
 
     def construct(self, x: Tensor) -> Tensor:

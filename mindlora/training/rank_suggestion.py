@@ -28,7 +28,6 @@ class CellEvidence:
     """What a run says of one cell.
 
     Attributes:
-        rank (int): Its rank.
         sensitivity (float): Mean over the run of min over its parts P of |P| |gradient of P|: a bound of how much the
             loss changes, in first order, with the size of what the adapter adds.
         spectrum (tuple of float): Singular values of what the adapter has changed, the largest first.
@@ -58,14 +57,7 @@ class CellEvidence:
 
 @dataclasses.dataclass(frozen=True)
 class RankGroup:
-    """Cells of one kind that get the same rank.
-
-    Attributes:
-        pattern (str): Regular expression for rank_pattern that matches these cells and no other.
-        paths (tuple of str): Their paths.
-        rank (int): The rank that is suggested.
-        reason (str): Why, in a sentence.
-    """
+    """Cells of one kind that get the same rank; ``pattern``, for rank_pattern, matches these cells and no other."""
 
     pattern: str
     paths: Tuple[str, ...]
@@ -79,9 +71,7 @@ class RankSuggestion:
 
     Attributes:
         run (str): Folder of the run.
-        budget (int): The sum of ranks that was to be spent.
-        before (int): The sum of ranks of the run.
-        spent (int): The sum of ranks that is suggested.
+        budget, before, spent (int): The sum of ranks that was to be spent, that of the run, and that of the suggestion.
         lora_rank (int): The rank of cells that no pattern matches.
         groups (tuple of RankGroup): All cells, the most sensitive group first.
         without (tuple of str): Cells of which too little is known; they keep their rank, outside of the budget.
@@ -114,15 +104,11 @@ class RankSuggestion:
 
 
 def suggest_ranks(history: History, budget: Optional[int] = None) -> RankSuggestion:
-    """Returns the ranks that the gradients and spectra of a run ask for.
+    """Returns the ranks that the gradients and spectra of a run with AdapterHealth ask for.
 
     A rank is worth the sensitivity of its direction (CellEvidence.scores), AdaLoRA's measure in the singular vectors of
     what was learned. Every cell gets rank 1; then the cell whose next ranks are worth most on average gets them, in the
-    steps of LADDER, as long as the budget lasts.
-
-    Args:
-        history (History): Of a run with AdapterHealth, whose train step recorded the norms of gradients.
-        budget (int): Sum of the ranks. Default: None, that of the run.
+    steps of LADDER, as long as the budget lasts: by default the sum of ranks of the run.
 
     Raises:
         DataError: The run recorded no gradients, or no singular values.

@@ -15,9 +15,7 @@ _NAME = f"{TRANSIENT}learning_rate_factor"
 class ScaledSchedule(LearningRateSchedule):
     """A schedule times a factor: rate(step) = factor schedule(step).
 
-    Args:
-        schedule (Cell): The schedule.
-        factor (float or Parameter): The factor; a parameter, float32 [], can change without compiling again.
+    A factor that is a parameter, float32 [], can change without compiling again.
     """
 
     def __init__(self, schedule: nn.Cell, factor: Union[float, Parameter]):
@@ -32,8 +30,7 @@ class ScaledSchedule(LearningRateSchedule):
 class RateFactor:
     """Multiplies all learning rates of an optimizer by one factor: the product of what several sources ask for.
 
-    Args:
-        optimizer (Optimizer): Any optimizer of MindSpore or MindFormers; its schedules are replaced by factored ones.
+    The schedules of the optimizer, MindSpore's or MindFormers', are replaced by factored ones.
     """
 
     def __init__(self, optimizer: nn.Optimizer):
@@ -58,12 +55,7 @@ class RateFactor:
         return self._parameter
 
     def set(self, source: str, value: float) -> None:
-        """Sets the factor that ``source`` asks for; all rates become schedule(step) times the product of all factors.
-
-        Args:
-            source (str): Who asks.
-            value (float): At least 0.
-        """
+        """Sets the factor, at least 0, that ``source`` asks for; rates become schedule(step) times all factors."""
         self.factors[source] = float(value)
         product = 1.0
         for factor in self.factors.values():

@@ -7,22 +7,14 @@ from mindspore.common import dtype as mstype
 class SegmentMask(nn.Cell):
     """Adds to a causal mask that tokens of different examples do not see each other.
 
-    Every boundary token begins an example, so the number of an example within its row is the count of boundary tokens
-    up to a position, ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``, and position i sees position j only if the
-    causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions need not
-    be counted anew in each example where only their difference matters, as with rotary embeddings.
+    Every ``boundary`` token begins an example, so the number of an example within its row is the count of boundary
+    tokens up to a position, ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``, and position i sees position j only
+    if the causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions
+    need not be counted anew in each example where only their difference matters, as with rotary embeddings.
 
-    Args:
-        causal_mask (nn.Cell): MindFormers' LowerTriangularMaskWithDynamic, or any cell that makes a mask
-            [batch, 1, N, N] from tokens [batch, N]. In uint8, 1 masks and 0 does not (flash attention); in any other
-            dtype the mask is added to the scores, and -10000 masks.
-        boundary (int): Token that begins an example.
-
-    Inputs:
-        - **tokens** (Tensor) - int32 [batch, N].
-
-    Outputs:
-        Tensor [batch, 1, N, N] of the causal mask's dtype.
+    ``causal_mask`` is MindFormers' LowerTriangularMaskWithDynamic, or any cell that makes a mask [batch, 1, N, N] from
+    tokens, int32 [batch, N]. In uint8, 1 masks and 0 does not (flash attention); in any other dtype the mask is added
+    to the scores, and -10000 masks. The result has its shape and dtype.
     """
 
     def __init__(self, causal_mask: nn.Cell, boundary: int):

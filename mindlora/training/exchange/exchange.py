@@ -17,18 +17,10 @@ _LARGEST_EXPONENT = 14
 
 
 class FlatLayout:
-    """Where each parameter's gradient lies in the flat vector: one after the other, in the parameters' order.
+    """Where each parameter's gradient lies in the flat vector: one after the other, in the order of ``parameters``.
 
-    Args:
-        parameters (Sequence[Parameter]): The trained parameters, in the order in which their gradients come.
-
-    Attributes:
-        names (list of str): The parameters' names.
-        sizes (list of int): How many elements each has.
-        offsets (list of int): Where each begins in the flat vector.
-        size (int): How many elements there are in all.
-        flatten (Cell): A tuple of gradients -> the flat vector, float32 [size].
-        unflatten (Cell): The flat vector -> a tuple of float32 gradients in the shapes of the parameters.
+    ``flatten`` makes the vector, float32 [size], of a tuple of gradients; ``unflatten`` makes of it float32 gradients in
+    the shapes of the parameters. ``offsets`` says where each begins in it.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -74,13 +66,9 @@ class Exchange(nn.Cell):
         self.nothing = Tensor([0.0], mstype.float32)
 
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns the sum over the ranks, and the residual for keep; it changes nothing.
+        """Sums this rank's gradients, float32 [size], over the ranks, with the same bits on each; it changes nothing.
 
-        Args:
-            flat (Tensor): This rank's gradients, float32 [size].
-
-        Returns:
-            tuple of Tensor: the sum, float32 [size], the same bits on every rank; and what this rank has not sent.
+        Returns the sum, and what this rank has not sent of its gradients, for keep.
         """
         raise NotImplementedError
 
@@ -104,12 +92,7 @@ class Exchange(nn.Cell):
 
 
 class DenseExchange(Exchange):
-    """Sums the whole vector in one AllReduce, and not each parameter in one of its own.
-
-    Args:
-        size (int): Elements of the flat vector.
-        ranks (Ranks): The group of this rank.
-    """
+    """Sums the whole vector of ``size`` elements in one AllReduce, and not each parameter in one of its own."""
 
     def __init__(self, size: int, ranks: Ranks):
         super().__init__()
@@ -126,16 +109,12 @@ class DenseExchange(Exchange):
 
 
 class Float16Exchange(Exchange):
-    """Sums the vector in float16: sum = AllReduce(float16(s flat)) / s.
+    """Sums the vector of ``size`` elements in float16: sum = AllReduce(float16(s flat)) / s.
 
     s is a power of two, the same on all ranks. It follows from m, the sum over the ranks of their largest absolute
     values, which is a first AllReduce of one number: s m is in [2 ** 14, 2 ** 15). No partial sum of any element
     exceeds m, so neither the cast nor the sum can overflow, and small gradients do not vanish. Where the gradient of a
     rank is not finite, the sum is not finite on any rank.
-
-    Args:
-        size (int): Elements of the flat vector.
-        ranks (Ranks): The group of this rank.
     """
 
     def __init__(self, size: int, ranks: Ranks):

@@ -19,24 +19,18 @@ def levels(bits: int, ranks: int) -> float:
 
 
 class QuantizedExchange(Exchange):
-    """Sums the vector in whole numbers of ``bits`` bits.
+    """Sums the vector in whole numbers of ``bits`` bits: 4, 6 or 8.
 
     With c = gradient + residual, in blocks of 240 elements, S = sum over the ranks of max |c| (a first AllReduce of
-    one number for each block), and u = S / L:
+    one number for each block), and u = S / L, where L must be at least 1:
 
         q = round(c / u) on each rank,  sum = u AllReduce(q),  residual = c - u q
 
     |q| is at most max |c| / u + 1/2 on each rank, so the sum of q is at most L + ranks / 2 = 2 ** (bits - 1) - 1, and
     24 / bits such sums fit into one float32, which adds them up without losing a bit. All elements arrive in every
     step, so that an optimizer such as Adam sees no gaps. What rounding took away is in the residual (error
-    feedback; Seide et al., 1-Bit Stochastic Gradient Descent, 2014). Where the gradient of a rank is not finite, the
-    sum is not finite on any rank.
-
-    Args:
-        size (int): Elements of the flat vector.
-        ranks (Ranks): The group of this rank.
-        bits (int): 4, 6 or 8; L must be at least 1. Default: 6.
-        feedback (bool): Whether what was not sent is kept; only a comparison switches it off. Default: True.
+    feedback; Seide et al., 1-Bit Stochastic Gradient Descent, 2014), which only a comparison switches off. Where the
+    gradient of a rank is not finite, the sum is not finite on any rank.
     """
 
     def __init__(self, size: int, ranks: Ranks, bits: int = 6, feedback: bool = True):

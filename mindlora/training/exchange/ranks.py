@@ -19,13 +19,7 @@ CPU_RECEIPTS = 2
 
 @dataclass(frozen=True)
 class Ranks:
-    """A group of ranks, as one of them sees it.
-
-    Args:
-        rank (int): This rank's number in the group, from 0.
-        count (int): How many ranks the group has.
-        group (str): The name of a communication group; None for all ranks. Default: None.
-    """
+    """A communication group as one of its ranks sees it; ``group`` is its name, or None for all ranks."""
 
     rank: int
     count: int
@@ -62,14 +56,9 @@ def digest(parameters: Sequence[Parameter]) -> np.ndarray:
 
 
 def check_agreement(parameters: Sequence[Parameter], step: int) -> None:
-    """Compares the parameters of all ranks, each of which must call this.
+    """Compares parameters, in the same order on all ranks, each of which must call this after a step.
 
-    Args:
-        parameters (Sequence[Parameter]): What must be the same on every rank, in the same order.
-        step (int): The step that has just ended, for the message.
-
-    Raises:
-        LoraError: They differ; every rank raises it, and it names the ranks that differ from rank 0.
+    Raises LoraError on every rank if they differ; it names the ranks that differ from rank 0.
     """
     gathered = _Gather()(Tensor(digest(parameters), mstype.int32)).asnumpy().reshape(-1, 8)
     differing = [rank for rank in range(len(gathered)) if (gathered[rank] != gathered[0]).any()]

@@ -45,13 +45,9 @@ class ExchangeSettings:
 
 
 def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSettings:
-    """Returns the settings of a YAML's ``gradient_exchange``.
+    """Returns the settings of a YAML's ``gradient_exchange``: a type, or a node with the fields of ExchangeSettings.
 
-    Args:
-        setting (str or dict): A type, or a node with the fields of ExchangeSettings.
-
-    Raises:
-        ConfigError: It is neither, a key is unknown or belongs to another type, or a value is out of range.
+    Raises ConfigError if it is neither, a key is unknown or belongs to another type, or a value is out of range.
     """
     if isinstance(setting, str):
         return ExchangeSettings(setting)
@@ -73,14 +69,7 @@ def exchange_settings(setting: Union[str, Mapping[str, Any]]) -> ExchangeSetting
 def make_exchange(settings: ExchangeSettings, layout: FlatLayout, ranks: Ranks, on_this_machine: int) -> Exchange:
     """Returns the exchange of one of several ranks; every rank must call it, since it may make groups.
 
-    Args:
-        settings (ExchangeSettings): What to build.
-        layout (FlatLayout): The layout of the gradients.
-        ranks (Ranks): All ranks.
-        on_this_machine (int): How many of them run on this machine.
-
-    Raises:
-        ConfigError: local_size does not divide the ranks into machines.
+    ``ranks`` are all of them. Raises ConfigError if local_size does not divide them into machines.
     """
     local_size = settings.local_size or (on_this_machine if on_this_machine < ranks.count else 1)
     if ranks.count % local_size or local_size == ranks.count:

@@ -13,12 +13,8 @@ class TwoLevelExchange(Exchange):
     """Sums over the ranks of a machine, then over the machines.
 
     Every rank of a machine sums one part of the vector, as many as the machine has ranks, with the ranks of the same
-    number on the other machines; then the machine's ranks put the parts together.
-
-    Args:
-        size (int): Elements of the flat vector.
-        within (Ranks): The ranks of this machine.
-        between (Exchange): The exchange of this rank's part, of part_size(size, within) elements, with other machines.
+    number on the other machines; then the machine's ranks put the parts together. ``between`` exchanges this rank's
+    part, of part_size(size, within) elements.
     """
 
     def __init__(self, size: int, within: Ranks, between: Exchange):
@@ -65,10 +61,7 @@ def machine_groups(
 ) -> Tuple[Ranks, Ranks]:
     """Returns the ranks of this rank's machine, and those with the same number on every machine.
 
-    Args:
-        ranks (Ranks): All ranks; those of a machine follow each other.
-        local_size (int): Ranks of each machine.
-        make_group (callable): Called with (name, ranks) for both. Default: None, MindSpore's create_group.
+    The ranks of a machine follow each other. ``make_group``, MindSpore's create_group if None, gets (name, ranks) of both.
     """
     machine, number = divmod(ranks.rank, local_size)
     machines = ranks.count // local_size

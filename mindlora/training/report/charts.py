@@ -30,14 +30,12 @@ _QUANTITIES = (
 
 
 class Line(NamedTuple):
-    """One curve.
+    """One curve: ``values`` [n] in the unit of the chart, NaN or infinite where not finite, at ``steps`` [n].
 
     Attributes:
         label (str): What the legend calls it; empty for a curve that the legend leaves out.
         color (int): Which colour of the page it has.
         style (str): "line", "faint", or "marked" for a line with a dot at each value.
-        steps (numpy.ndarray): int64 [n].
-        values (numpy.ndarray): float64 [n], in the unit of the chart; NaN or infinite where a value is not finite.
     """
 
     label: str
@@ -52,9 +50,7 @@ class Chart:
     """What the page draws.
 
     Attributes:
-        title (str): What is shown, with its unit.
-        x_ticks (list): (position, label).
-        y_ticks (list): (position, label).
+        x_ticks, y_ticks (list): (position, label).
         paths (list): (color, style, path data) of each line.
         legend (list): (color, style, label).
         not_finite (list of float): Positions of steps at which a value was NaN or infinite.
@@ -141,17 +137,13 @@ def draw(
     may_be_logarithmic: bool = False,
     cuts_spikes: bool = False,
 ) -> Chart:
-    """Returns the chart of ``lines``, of which at least one has a point.
+    """Returns the chart of ``lines``, of which at least one has a point; the first is drawn first.
 
     Args:
-        title (str): The quantity.
-        unit (str): Its unit; may be empty.
-        lines (sequence of Line): The curves, in the order in which they are drawn.
-        x_axis (Axis): The training steps.
+        unit (str): May be empty.
         events (sequence): (step, color, text) of what is marked on the time line.
-        from_zero (bool): Whether the axis of values begins at 0 at the latest. Default: False.
-        may_be_logarithmic (bool): Whether that axis may be logarithmic. Default: False.
-        cuts_spikes (bool): Whether it leaves rare spikes out, which then end at the upper edge. Default: False.
+        from_zero (bool): Whether the axis of values begins at 0 at the latest.
+        cuts_spikes (bool): Whether it leaves rare spikes out, which then end at the upper edge.
     """
     y_axis = value_axis(np.concatenate([line.values for line in lines]), from_zero, may_be_logarithmic, cuts_spikes)
     thinned = [thin(line, max(100, _POINTS // len(lines))) for line in lines]
@@ -188,14 +180,7 @@ def thin(line: Line, most: int) -> Line:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of the finite values around each one: of 9, or of 2 % of all if that is more.
-
-    Args:
-        values (numpy.ndarray): float64 [n].
-
-    Returns:
-        numpy.ndarray, float64 [n]; NaN where none of the values around is finite.
-    """
+    """Returns the mean of the finite values around each one, NaN if there are none: of 9, or of 2 % if that is more."""
     half = max(4, len(values) // 100)
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])

@@ -7,14 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One key of a configuration.
-
-    Attributes:
-        key (str): Its dotted path, such as ``optimizer.betas``.
-        value (str): Its value as text.
-        default (str or None): The default as text, or None if it is not known.
-        changed (bool or None): Whether the value differs from the default; None if the default is not known.
-    """
+    """One key of a configuration, such as ``optimizer.betas``; the last two are None if the default is not known."""
 
     key: str
     value: str
@@ -45,11 +38,7 @@ def flat(configuration: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def settings(run: Mapping[str, Any]) -> List[Setting]:
-    """Returns every key of a run's configuration.
-
-    Args:
-        run (mapping): The record "run" of its history.
-    """
+    """Returns every key of a configuration, from the record "run" of a history."""
     defaults = run.get("defaults") or {}
     return [
         Setting(

@@ -18,8 +18,6 @@ class Square:
     """One cell of the network on the picture.
 
     Attributes:
-        x (float): Left edge.
-        y (float): Top edge.
         shade (float or None): From 0, the smallest value on the map, to 1, the largest; None if the value is not known.
         title (str): What the page shows under the mouse.
         found (bool): Whether a rule found something here.
@@ -34,17 +32,12 @@ class Square:
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """What the page draws for one quantity.
+    """What the page draws for one quantity: ``low`` and ``high`` are its smallest and its largest value.
 
     Attributes:
-        title (str): The quantity.
-        low (str): The smallest value.
-        high (str): The largest value.
-        height (float): Height of the viewBox.
         square (float): Width of a square.
         rows (list): (position, name) of each kind of cell.
         columns (list): (position, label) of the layers that have a label.
-        squares (list of Square): The cells.
     """
 
     title: str
@@ -58,11 +51,7 @@ class HeatMap:
 
 
 def draw_health(health: dict) -> List[HeatMap]:
-    """Returns a map for each quantity that is known of at least one cell.
-
-    Args:
-        health (dict): HealthReport.to_json().
-    """
+    """Returns a map for each quantity that is known of at least one cell, from HealthReport.to_json()."""
     found = [finding["path"] for finding in health["findings"] if finding["path"]]
     maps = {}
     for title, value_of in _QUANTITIES:

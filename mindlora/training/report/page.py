@@ -25,16 +25,11 @@ class Run:
 
     Attributes:
         name (str): What tells it from the others.
-        color (int): Its colour.
-        directory (str): Where its history is.
         summary (list): (label, value) of its key figures.
-        events (list of dict): The first of its events.
-        more_events (int): How many events are left out.
-        health_step (int or None): The step of the last measurement of the adapter's health.
-        health (list of HeatMap): That measurement.
+        events (list of dict): The first of its events; ``more_events`` are left out.
+        health (list of HeatMap): The last measurement of the adapter's health, at ``health_step``.
         findings (list of dict): What its rules found.
         answers (list): (prompt, [(step, answer)]) of each prompt.
-        settings (list of Setting): Its configuration.
         facts (list): (title, [(label, value)]) of its data, versions and machine.
     """
 

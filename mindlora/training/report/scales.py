@@ -17,8 +17,6 @@ class Axis:
     """One axis of a chart.
 
     Attributes:
-        low (float): The value at its beginning.
-        high (float): The value at its end.
         ticks (list): (value, label) of each tick.
         logarithmic (bool): Whether equal distances are equal ratios.
         is_cut (bool): Whether some values lie beyond its end.
@@ -54,11 +52,9 @@ def value_axis(
     """Returns an axis that holds all finite ``values``, or all but rare spikes.
 
     Args:
-        values (numpy.ndarray): The values [n]; NaN and infinity are left out.
-        from_zero (bool): Whether it begins at 0 at the latest. Default: False.
+        from_zero (bool): Whether it begins at 0 at the latest.
         may_be_logarithmic (bool): Whether it is logarithmic if the values differ by more than a factor of 100.
-            Default: False.
-        cuts_spikes (bool): Whether values above three times the 99th percentile are left out. Default: False.
+        cuts_spikes (bool): Whether values above three times the 99th percentile are left out.
     """
     values = values[np.isfinite(values)]
     if cuts_spikes and len(values) and values.max() > _SPIKE * np.percentile(values, 99) > 0:
