@@ -8,8 +8,6 @@ class Attention(NamedTuple):
 
     Attributes:
         heads (int): Query heads.
-        queries (int): Width of q.
-        keys (int): Width of k.
         output (int): Width of what the output projection takes.
         cached (int): Elements of a token in the KV cache of a layer.
         latent (bool): Whether k and v come from a latent, which is what the cache holds.

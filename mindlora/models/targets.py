@@ -94,7 +94,7 @@ def select_parameters(
 
 
 def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = None) -> List[str]:
-    """Returns the paths of the weights that quantize_base makes 4-bit: all but output heads and ``exclude``.
+    """Returns the paths, in order, of the weights that quantize_base makes 4-bit: no output heads, none in ``exclude``.
 
     ``linear_paths`` has those of stacked weights of experts too; ``exclude`` has the forms of target_modules. Raises
     TargetError if an item of ``exclude`` matches nothing, or nothing is left.

@@ -72,8 +72,7 @@ class MultiLoraDelta(OperatorCell):
 
     def composed(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
-        slots = pool.shape[0]
-        max_rank = pool.shape[1]
+        slots, max_rank, _ = pool.shape
         in_channels = x.shape[1]
         slot = ops.clamp(indices, 0, slots - 1)
         # Unused elements are replaced rather than multiplied by zero, which would let NaN through.

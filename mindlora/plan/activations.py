@@ -105,7 +105,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 class Kept(NamedTuple):
-    """A tensor that is kept for the backward.
+    """A tensor of ``size`` bytes on one device that is kept for the backward.
 
     Attributes:
         path (str): The operator that makes it, below its layer.

@@ -31,7 +31,6 @@ def adapter_file_size(run: Run) -> Optional[int]:
     if run.lora is None or run.selection is None or not run.lora.variant.in_files or _joins_parts(run):
         return None
     saved = run.lora.as_saved()
-    saved_modules = set(run.selection.saved)
     adapted = list(run.adapted)
     entries: List[_Entry] = []
     modules = peft_experts.module_paths([path for path in adapted if path in run.experts])
@@ -48,7 +47,7 @@ def adapter_file_size(run: Run) -> Optional[int]:
     for part, shape in run.selection.shared.items():
         entries.append(_entry("", part, shape, saved))
     for weight in run.weights:
-        if weight.name in saved_modules:
+        if weight.name in run.selection.saved:
             # With the head, so that PEFT does not untie them.
             heads = _tied_heads(run, weight) if weight.path not in adapted else []
             for name in (weight.name, *(f"{head}.weight" for head in heads)):

@@ -53,8 +53,7 @@ class PlanReport:
         devices (int): How many devices the YAML divides the run among.
         division (str): How, in words.
         batch (str): A step's rows in words; empty if the run does not train.
-        needed (int): Bytes on the device that needs most.
-        device (DeviceMemory): What they are.
+        needed (int): Bytes on the device that needs most; ``device`` says what they are.
         kv_cache_per_token (int): Bytes of the keys and values of a token.
         kv_cache_basis (str): What that rests on.
         schedule (Schedule): Steps and tokens, or None if the run does not train.

@@ -85,11 +85,9 @@ def make_engine(
 
 
 def load_base(network: nn.Cell, path: str) -> None:
-    """Fills every parameter of a network from a checkpoint of its base.
+    """Fills every parameter of a network from a checkpoint of its base, before it gets pools.
 
-    Args:
-        network (nn.Cell): A network of build_network, its linear cells quantized if the checkpoint is. No pools yet.
-        path (str): A .ckpt or .safetensors file or a folder, under MindFormers' or Hugging Face's names.
+    Its linear cells are quantized if the checkpoint, a file or folder with names of MindFormers or Hugging Face, is.
 
     Raises:
         ConfigError: There is no path, or nothing is there.

@@ -47,8 +47,8 @@ def cell_values(
 ) -> CellValues:
     """Returns what is measured on a cell.
 
-    ``before`` has the values of its parts before the last step, and ``gradient_norms`` the norms by parameter name; both
-    are empty if they are not known.
+    ``before`` has the values of its parts before the last step, and ``gradient_norms`` the norms by parameter name;
+    both are empty if they are not known.
     """
     parts = float_parts(cell)
     factors = None
@@ -118,7 +118,7 @@ def change_factors(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Returns two matrices, [out, r] and [r, in], whose product is B A, or B A - B0 A0 if ``initial`` is (A0, B0).
 
-    The second is formed as [B - B0, B] [A0; A - A0], of rank 2 r, where nothing cancels however little A and B have moved.
+    The second is formed as [B - B0, B] [A0; A - A0], of rank 2 r, where nothing cancels however little A and B moved.
     A is float32 [r, in] and B [out, r]; of a convolution they are [r, in, kh, kw] and [out, r, 1, 1].
     """
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)

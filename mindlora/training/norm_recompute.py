@@ -109,10 +109,9 @@ def _pairs(network) -> Iterator[Tuple[str, nn.Cell, nn.Cell, Type[Activated]]]:
     """Yields (path of the norm, norm, activation, what takes its place) for each pair of one cell of the network."""
     for path, parent in network.cells_and_names():
         children = parent._cells
-        after = _after(parent)
         for norm, activation in _places(parent):
             if isinstance(children.get(norm), NORMS) and isinstance(children.get(activation), ACTIVATIONS):
-                yield f"{path}.{norm}".lstrip("."), children[norm], children[activation], after
+                yield f"{path}.{norm}".lstrip("."), children[norm], children[activation], _after(parent)
 
 
 def _places(parent) -> Iterable[Tuple[str, str]]:

@@ -107,8 +107,7 @@ class RunReport(Callback):
     def _numbers(self, params, now):
         """Returns the fields of the step that has ended."""
         record = step_record(params)
-        step = train_step_of(params.train_network)
-        exchange = getattr(step, "exchange", None)
+        exchange = getattr(train_step_of(params.train_network), "exchange", None)
         # With data sinking several steps are reported at once, of which the record knows the last.
         steps = params.cur_step_num - self.step_before
         seconds = now - self.time_before

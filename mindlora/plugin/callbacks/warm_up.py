@@ -35,10 +35,9 @@ class WarmUp(RateCallback):
 
     def update(self, params: InternalCallbackParam) -> None:
         """Chooses the factor for the next step, and reports the first rate and the end of the warm-up."""
-        step = params.cur_step_num
         used = self.factor
         self._choose(params)
-        if used < 1 and (step == 1 or self.factor == 1):
+        if used < 1 and (params.cur_step_num == 1 or self.factor == 1):
             until = f"rises until step {self.steps + 1}" if self.factor < 1 else "has risen to that of the schedule"
             rate = step_record(params).learning_rate
             report_event(params, "learning_rate", f"WarmUp: the learning rate was {rate:.4g}, and {until}.")

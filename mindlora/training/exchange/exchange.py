@@ -19,8 +19,8 @@ _LARGEST_EXPONENT = 14
 class FlatLayout:
     """Where each parameter's gradient lies in the flat vector: one after the other, in the order of ``parameters``.
 
-    ``flatten`` makes the vector, float32 [size], of a tuple of gradients; ``unflatten`` makes of it float32 gradients in
-    the shapes of the parameters. ``offsets`` says where each begins in it.
+    ``flatten`` makes the vector, float32 [size], of a tuple of gradients; ``unflatten`` makes of it float32 gradients
+    in the shapes of the parameters. ``offsets`` says where each begins in it.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):

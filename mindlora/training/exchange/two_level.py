@@ -61,7 +61,8 @@ def machine_groups(
 ) -> Tuple[Ranks, Ranks]:
     """Returns the ranks of this rank's machine, and those with the same number on every machine.
 
-    The ranks of a machine follow each other. ``make_group``, MindSpore's create_group if None, gets (name, ranks) of both.
+    The ranks of a machine follow each other. ``make_group`` gets (name, ranks) of both groups; None stands for
+    MindSpore's create_group.
     """
     machine, number = divmod(ranks.rank, local_size)
     machines = ranks.count // local_size
